@@ -1,0 +1,95 @@
+"""Nested data: tuples, lists and dicts of arrays, walked leaf by leaf in one order."""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from typing import Any, Callable, Iterator, List, Mapping, Tuple
+
+import mxnet as mx
+import numpy as np
+
+Leaf = Any  # an mx.nd.NDArray, an mx.np.ndarray or a numpy.ndarray
+
+
+def is_device_array(value: Any) -> bool:
+    """Return whether this is an array of MXNet's, legacy or np."""
+    return isinstance(value, mx.nd.NDArray)  # mx.np.ndarray is a subclass
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether this is one array: MXNet's, NumPy's, or plain numbers that Gluon would make an array of."""
+    if is_device_array(value) or isinstance(value, (np.ndarray, np.generic, numbers.Number)):
+        return True
+    return isinstance(value, (list, tuple)) and bool(value) and not _holds_array(value) and _is_numeric(value)
+
+
+def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str = "data") -> Any:
+    """Return `data` with every leaf replaced by `function(path, leaf, *leaves of the others)`.
+
+    Parameters
+    ----------
+    function : callable
+        Called with the leaf's path, such as `data[0]['mask']`, the leaf, and the value at the same place of each of `others`.
+    data : array, or tuple, list or dict of nested data
+        `None` stays `None`.
+    others : nested data of the same form, or a value that stands for all leaves below it
+    path : str
+        What the caller calls `data`, for errors.
+
+    Raises
+    ------
+    TypeError
+        Something in there is neither an array nor a container.
+    """
+    if data is None:
+        return None
+    if is_leaf(data):
+        return function(path, data, *others)
+    if isinstance(data, Mapping):
+        mapped = copy.copy(data)
+        for key in data:
+            below = [_below(other, key, data, path) for other in others]
+            mapped[key] = map_leaves(function, data[key], *below, path=f"{path}[{key!r}]")  # type: ignore[index]
+        return mapped
+    if isinstance(data, (list, tuple)):
+        items = [
+            map_leaves(function, item, *(_below(other, i, data, path) for other in others), path=f"{path}[{i}]")
+            for i, item in enumerate(data)
+        ]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    raise TypeError(
+        f"{path}: got {type(data).__name__}; need an array, or a tuple, list or dict of arrays. "
+        "Take what is not an array out of the batch."
+    )
+
+
+def leaves(data: Any, path: str = "data") -> Iterator[Tuple[str, Leaf]]:
+    """Yield (path, leaf) of every leaf of nested data, in order."""
+    found: List[Tuple[str, Leaf]] = []
+    map_leaves(lambda at, leaf: found.append((at, leaf)), data, path=path)
+    return iter(found)
+
+
+def _below(other: Any, key: Any, data: Any, path: str) -> Any:
+    """Return what `other` holds at `key`, or `other` itself where it is one value for everything below."""
+    if not isinstance(other, (list, tuple, Mapping)) or is_device_array(other):
+        return other
+    if isinstance(other, Mapping) != isinstance(data, Mapping) or len(other) != len(data):
+        raise ValueError(
+            f"{path}: got a {type(data).__name__} of {len(data)} beside a {type(other).__name__} of {len(other)}; "
+            "need both of one form. Give one value for all, or one for each leaf."
+        )
+    return other[key]
+
+
+def _holds_array(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_holds_array(item) for item in value)
+    return is_device_array(value) or isinstance(value, (np.ndarray, Mapping))
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_is_numeric(item) for item in value)
+    return isinstance(value, (numbers.Number, np.generic))

@@ -1,0 +1,354 @@
+"""Plan, split and gather: how a batch is divided over the devices, and put together again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+
+from .devices import check_contexts
+from .errors import ShardError
+from .nested import Leaf, is_device_array, leaves, map_leaves
+
+Bounds = Tuple[int, int]  # [begin, end) along the batch axis
+
+
+def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[float]] = None) -> List[int]:
+    """Return how many examples each shard holds.
+
+    Without weights, sizes differ by at most one and the first ones are the larger, as in `numpy.array_split`. With weights,
+    each shard gets its share rounded down, and what is left goes to the largest remainders.
+
+    Parameters
+    ----------
+    num_examples : int
+    num_shards : int
+    weights : sequence of float, optional
+        One for each shard, not negative, in any unit: speeds, say.
+
+    Raises
+    ------
+    ShardError
+        A number that makes no sense.
+
+    Examples
+    --------
+    >>> plan_shards(10, 4)
+    [3, 3, 2, 2]
+    >>> plan_shards(10, 3, weights=[2, 1, 1])
+    [5, 3, 2]
+    >>> plan_shards(2, 3)
+    [1, 1, 0]
+
+    Source: largest remainders (Hamilton's method of apportionment).
+    """
+    if num_shards < 1 or num_examples < 0:
+        raise ShardError(
+            f"plan_shards: got {num_examples} examples for {num_shards} shards; need 0 or more for 1 or more. "
+            "Pass the batch size and the number of devices."
+        )
+    if weights is None:
+        each, extra = divmod(num_examples, num_shards)
+        return [each + (i < extra) for i in range(num_shards)]
+    numbers = [float(weight) for weight in weights]
+    total = sum(numbers)
+    if len(numbers) != num_shards or not 0 < total < math.inf or any(not number >= 0 for number in numbers):
+        raise ShardError(
+            f"plan_shards: got weights {numbers} for {num_shards} shards; need one finite number of 0 or more for each, "
+            "not all 0. Pass the devices' speeds."
+        )
+    shares = [num_examples * number / total for number in numbers]
+    sizes = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(num_shards), key=lambda i: sizes[i] - shares[i])  # stable: ties go to the first
+    for i in by_remainder[: num_examples - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
+
+
+def split_data(
+    data: Any,
+    num_slice: int,
+    batch_axis: Any = 0,
+    even_split: bool = True,
+    *,
+    weights: Optional[Sequence[float]] = None,
+) -> List[Any]:
+    """Return slices of a batch, where it is.
+
+    Parameters
+    ----------
+    data : array, or tuple, list or dict of nested data
+        Shapes (B, ...), B being the same for all and at `batch_axis`.
+    num_slice : int
+        With fewer examples than slices, only those that hold something are returned.
+    batch_axis : int, or nested ints of the data's form
+    even_split : bool
+        Refuse a batch that is not a multiple of `num_slice`. Not used with `weights`.
+    weights : sequence of float, optional
+        Split in these proportions; see `plan_shards`.
+
+    Raises
+    ------
+    ShardError
+        The batch cannot be split so.
+
+    Examples
+    --------
+    >>> [x.shape for x in split_data(mx.nd.ones((10, 3)), 4, even_split=False)]
+    [(3, 3), (3, 3), (2, 3), (2, 3)]
+
+    Source: signature and balance are those of `mxnet.gluon.utils.split_data`.
+    """
+    if isinstance(num_slice, bool) or not isinstance(num_slice, (int, np.integer)) or num_slice < 1:
+        raise ShardError(f"split_data: got {num_slice!r} slices; need 1 or more. Pass the number of devices.")
+    bounds = _plan("split_data", data, int(num_slice), batch_axis, even_split, weights)
+    return [_slice(data, begin, end, batch_axis) for begin, end in bounds if end > begin]
+
+
+def split_and_load(
+    data: Any,
+    ctx_list: Sequence[Context],
+    batch_axis: Any = 0,
+    even_split: bool = True,
+    *,
+    weights: Optional[Sequence[float]] = None,
+    dtype: Optional[str] = None,
+) -> List[Any]:
+    """Return the shards of a batch, each on its device.
+
+    NumPy arrays are sliced on the host, and each slice is sent once; plain lists of numbers count as NumPy arrays. They become
+    np or legacy arrays, whichever mode is on, and keep their dtype, but for float64: that becomes float32, the dtype of
+    networks. MXNet's arrays keep theirs. A shard that is on its device already may share the batch's memory.
+
+    Parameters
+    ----------
+    data : array, or tuple, list or dict of nested data
+        Shapes (B, ...), B being the same for all and at `batch_axis`.
+    ctx_list : list of mxnet.Context
+        With fewer examples than devices, only the shards that hold something are returned.
+    batch_axis : int, or nested ints of the data's form
+        Where the examples are: 0, or 1 for the TNC layout of recurrent networks. `(1, 0)` for `(tokens, label)`.
+    even_split : bool
+        Refuse a batch that is not a multiple of the devices, as Gluon. Not used with `weights`.
+    weights : sequence of float, optional
+        Split in these proportions; see `plan_shards`. A device of weight 0 gets no shard.
+    dtype : str, optional
+        Cast every array to it.
+
+    Returns
+    -------
+    list
+        One item a device, of the data's form.
+
+    Raises
+    ------
+    ShardError
+        The batch cannot be split so.
+    DeviceError
+        The devices are not different contexts.
+
+    Examples
+    --------
+    >>> shards = split_and_load((np.zeros((5, 2)), np.arange(5)), [mx.cpu(0), mx.cpu(1)], even_split=False)
+    >>> [(x.shape, str(x.dtype.__name__), y.shape, y.context) for x, y in shards]
+    [((3, 2), 'float32', (3,), cpu(0)), ((2, 2), 'float32', (2,), cpu(1))]
+
+    Source: the signature is that of `mxnet.gluon.utils.split_and_load`.
+    """
+    return _split("split_and_load", data, ctx_list, batch_axis, even_split, weights, dtype)
+
+
+def split_batch(
+    X: Any,
+    y: Any,
+    devices: Sequence[Context],
+    *,
+    batch_axis: Any = 0,
+    even_split: bool = False,
+    weights: Optional[Sequence[float]] = None,
+    dtype: Optional[str] = None,
+) -> Tuple[List[Any], List[Any]]:
+    """Return the shards of features and labels, each on its device.
+
+    As d2l's function, and it also splits a batch that is not a multiple of the devices. See `split_and_load`.
+
+    Parameters
+    ----------
+    X, y : array, or tuple, list or dict of nested data
+        Shapes (B, ...), the same B.
+    devices : list of mxnet.Context
+    batch_axis : int, or a pair (for X, for y) of ints or nested ints
+
+    Examples
+    --------
+    >>> Xs, ys = split_batch(mx.nd.ones((5, 2)), mx.nd.arange(5), [mx.cpu(0), mx.cpu(1)])
+    >>> [x.shape for x in Xs], [y.shape for y in ys]
+    ([(3, 2), (2, 2)], [(3,), (2,)])
+
+    Source: the signature is that of d2l, chapter "Training on Multiple GPUs".
+    """
+    shards = _split("split_batch", (X, y), devices, batch_axis, even_split, weights, dtype)
+    return [shard[0] for shard in shards], [shard[1] for shard in shards]
+
+
+def split_batch_multi_inputs(
+    X: Sequence[Any], y: Any, devices: Sequence[Context], *, batch_axis: Any = 0, dtype: Optional[str] = None
+) -> Tuple[List[Any], List[Any]]:
+    """Return the shards of several features, a tuple a device, and of their label.
+
+    Parameters
+    ----------
+    X : sequence of arrays, shapes (B, ...)
+    y : array, shape (B, ...)
+    devices : list of mxnet.Context
+
+    Examples
+    --------
+    >>> X = [mx.nd.ones((3, 2)), mx.nd.zeros((3, 4))]
+    >>> Xs, ys = split_batch_multi_inputs(X, mx.nd.arange(3), [mx.cpu(0), mx.cpu(1)])
+    >>> [[x.shape for x in features] for features in Xs]
+    [[(2, 2), (2, 4)], [(1, 2), (1, 4)]]
+
+    Source: the signature is that of d2l, chapter "Natural Language Inference: Using Attention".
+    """
+    shards = _split("split_batch_multi_inputs", (tuple(X), y), devices, batch_axis, False, None, dtype)
+    return [shard[0] for shard in shards], [shard[1] for shard in shards]
+
+
+def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any = 0) -> Any:
+    """Return shards put together again on one device: the inverse of a split.
+
+    Parameters
+    ----------
+    shards : sequence of nested data of one form
+        Shapes (B_i, ...).
+    ctx : mxnet.Context, optional
+        Where to; the first shard's context by default. NumPy arrays stay NumPy arrays where it is not given.
+    batch_axis : int, or nested ints of the data's form
+
+    Raises
+    ------
+    ShardError
+        No shards, or shards that do not fit together.
+
+    Examples
+    --------
+    >>> gather(split_data(mx.nd.arange(5), 2, even_split=False)).asnumpy().tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0]
+    """
+    if not isinstance(shards, (list, tuple)) or not shards:
+        raise ShardError(f"gather: got {shards!r}; need a list of one or more shards. Pass what a split returned.")
+    columns = [list(leaves(shard, "shard")) for shard in shards]
+    if any([path for path, _ in column] != [path for path, _ in columns[0]] for column in columns):
+        raise ShardError(
+            "gather: got shards of different forms; need the same tuples, lists and dicts in each. Gather them one by one."
+        )
+    parts = iter(list(zip(*([leaf for _, leaf in column] for column in columns))))
+    return map_leaves(lambda path, _, axis: _concatenate(path, next(parts), ctx, axis), shards[0], batch_axis, path="shard")
+
+
+def _split(
+    operation: str,
+    data: Any,
+    contexts: Sequence[Context],
+    batch_axis: Any,
+    even_split: bool,
+    weights: Optional[Sequence[float]],
+    dtype: Optional[str],
+) -> List[Any]:
+    check_contexts(contexts, operation)
+    bounds = _plan(operation, data, len(contexts), batch_axis, even_split, weights)
+    return [
+        map_leaves(lambda path, leaf, ctx=context: _load(operation, path, leaf, ctx, dtype), _slice(data, *bound, batch_axis))
+        for bound, context in zip(bounds, contexts)
+        if bound[1] > bound[0]
+    ]
+
+
+def _plan(
+    operation: str, data: Any, num_shards: int, batch_axis: Any, even_split: bool, weights: Optional[Sequence[float]]
+) -> List[Bounds]:
+    num_examples = _batch_size(operation, data, batch_axis)
+    if even_split and weights is None and num_examples % num_shards:
+        raise ShardError(
+            f"{operation}: got a batch of {num_examples} along axis {batch_axis} for {num_shards} devices with "
+            f"even_split=True; need a multiple of {num_shards}. Pass even_split=False."
+        )
+    ends = np.cumsum(plan_shards(num_examples, num_shards, weights)).tolist()
+    return list(zip([0] + ends[:-1], ends))
+
+
+def _batch_size(operation: str, data: Any, batch_axis: Any) -> int:
+    sizes: List[Tuple[str, int]] = []
+    map_leaves(lambda path, leaf, axis: sizes.append((path, _length(operation, path, leaf, axis))), data, batch_axis)
+    if not sizes:
+        raise ShardError(f"{operation}: got no array in the batch; need at least one. Pass the features and labels.")
+    path, num_examples = sizes[0]
+    for other, length in sizes:
+        if length != num_examples:
+            raise ShardError(
+                f"{operation}: got {num_examples} examples in {path} and {length} in {other}; need as many in each. "
+                "Say where the examples are with batch_axis, one number for each array."
+            )
+    if num_examples == 0:
+        raise ShardError(f"{operation}: got a batch of 0 examples in {path}; need 1 or more. Leave empty batches out.")
+    return num_examples
+
+
+def _length(operation: str, path: str, leaf: Leaf, axis: Any) -> int:
+    shape = np.shape(leaf) if not is_device_array(leaf) else leaf.shape
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)) or not -len(shape) <= axis < len(shape):
+        raise ShardError(
+            f"{operation}: got {path} of shape {shape} and batch_axis {axis!r}; need an axis of the array, from 0 to "
+            f"{len(shape) - 1}. Arrays without examples do not belong in the batch."
+        )
+    return int(shape[axis])
+
+
+def _slice(data: Any, begin: int, end: int, batch_axis: Any) -> Any:
+    return map_leaves(lambda _, leaf, axis: _slice_leaf(leaf, begin, end, axis), data, batch_axis)
+
+
+def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:
+    array = leaf if is_device_array(leaf) else np.asarray(leaf)
+    if (begin, end) == (0, array.shape[axis]):
+        return array
+    return array[(slice(None),) * (axis % array.ndim) + (slice(begin, end),)]
+
+
+def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[str]) -> Leaf:
+    if is_device_array(leaf):
+        loaded = leaf.as_in_context(ctx)
+        return loaded if dtype is None else loaded.astype(dtype, copy=False)
+    wanted = np.dtype(dtype) if dtype else np.dtype(np.float32) if leaf.dtype == np.float64 else leaf.dtype
+    try:
+        array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+        return array(leaf, ctx=ctx, dtype=wanted)
+    except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
+        raise ShardError(
+            f"{operation}: got {path} of dtype {leaf.dtype}; need a dtype that MXNet has: float16, float32, float64, uint8, "
+            "int8, int32, int64, bool. Pass dtype='float32', say."
+        ) from error
+
+
+def _concatenate(path: str, parts: Sequence[Leaf], ctx: Optional[Context], axis: Any) -> Leaf:
+    shapes = [part.shape for part in parts]
+    around = [shape[:axis] + shape[axis:][1:] for shape in shapes] if isinstance(axis, int) else [shapes]
+    if any(len(shape) == 0 for shape in shapes) or any(shape != around[0] for shape in around):
+        raise ShardError(
+            f"gather: got shapes {shapes} for {path} along batch_axis {axis}; need arrays that are equal but for that axis. "
+            "Say where the examples are with batch_axis."
+        )
+    if not is_device_array(parts[0]):
+        joined = np.concatenate(parts, axis=axis)
+        return joined if ctx is None else _load("gather", path, joined, ctx, None)
+    target = ctx or parts[0].context
+    moved = [part.as_in_context(target) for part in parts]
+    if len(moved) == 1:
+        return moved[0]
+    if isinstance(moved[0], mx.np.ndarray):
+        return mx.np.concatenate(moved, axis=axis)
+    return mx.nd.concat(*moved, dim=axis)

@@ -1,0 +1,85 @@
+"""Timers that are right for an asynchronous engine: both ends wait until all devices are done."""
+
+from __future__ import annotations
+
+import time
+from itertools import accumulate
+from types import TracebackType
+from typing import List, Optional, Type
+
+import mxnet as mx
+
+
+class Timer:
+    """Measures seconds, as d2l's `Timer`, from devices idle to devices idle.
+
+    MXNet returns from an operation before the device has run it. A timer that does not wait measures how fast work is
+    queued; this one calls `waitall` when it starts and when it stops.
+
+    Attributes
+    ----------
+    times : list of float, seconds
+        One entry a `stop`.
+
+    Examples
+    --------
+    >>> timer = Timer()
+    >>> seconds = timer.stop()
+    >>> timer.start()
+    >>> timer.times == [seconds, timer.stop()]
+    True
+    >>> with Timer() as timer:
+    ...     x = mx.nd.ones((2, 3)) * 2
+    >>> len(timer.times)
+    1
+
+    Source: the interface is that of d2l, chapter "Minibatch Stochastic Gradient Descent".
+    """
+
+    def __init__(self) -> None:
+        self.times: List[float] = []
+        self.start()
+
+    def start(self) -> None:
+        """Wait for all devices, then start the clock."""
+        mx.nd.waitall()
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        """Wait for all devices, then record and return the seconds since `start`."""
+        mx.nd.waitall()
+        self.times.append(time.perf_counter() - self._started)
+        return self.times[-1]
+
+    def avg(self) -> float:
+        """Return the mean of the recorded times, in seconds.
+
+        Raises
+        ------
+        ValueError
+            Nothing was recorded yet.
+        """
+        if not self.times:
+            raise ValueError("Timer.avg: got no recorded time; need at least one. Call stop() first.")
+        return sum(self.times) / len(self.times)
+
+    def sum(self) -> float:
+        """Return the sum of the recorded times, in seconds."""
+        return sum(self.times)
+
+    def cumsum(self) -> List[float]:
+        """Return the running sums of the recorded times, in seconds."""
+        return list(accumulate(self.times))
+
+    def __enter__(self) -> Timer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[Type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        if error is None:  # an error on its way must not be hidden by another one from waitall
+            self.stop()

@@ -1,0 +1,183 @@
+"""One pass over the data, for training and for evaluation alike."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Tuple
+
+import mxnet as mx
+
+from .errors import NonFiniteLossError, StepError, TrainerError
+from .metrics import DeviceSums, Metrics
+from .nested import Leaf, is_device_array
+from .step import Batch
+
+REPORT_S = 0.5
+REPORT_BATCHES = 64
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a pass has come.
+
+    Attributes
+    ----------
+    means : dict of str to float
+        Each metric, and `loss`, over what has been seen.
+    num_batches, num_examples : int
+        Seen so far.
+    seconds : float
+        Since the pass began.
+    stopped : bool
+        Whether it was asked to stop before the end.
+    """
+
+    means: Dict[str, float]
+    num_batches: int
+    num_examples: int
+    seconds: float
+    stopped: bool = False
+
+    @property
+    def examples_per_s(self) -> float:
+        """Examples a second, on the wall clock."""
+        return self.num_examples / self.seconds if self.seconds > 0 else 0.0
+
+
+def run_epoch(
+    data_iter: Iterable[Any],
+    run_batch: Callable[[Any, Any], Batch],
+    metrics: Metrics = (),
+    *,
+    operation: str,
+    first_step: int = 1,
+    max_inflight: int = 2,
+    check_finite: bool = False,
+    on_report: Optional[Callable[[Progress], None]] = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Run `run_batch` on every batch, and return the metrics over all of them.
+
+    ```
+    batch ─► run_batch: queued, not waited for ─► metrics: added up on the devices ─┐  every half second
+                 at most `max_inflight` are queued; then the oldest is waited for   └─► read: on_report, finite?
+    ```
+
+    Parameters
+    ----------
+    data_iter : iterable of (X, y)
+    run_batch : callable (X, y) -> Batch
+        Trains or evaluates, without waiting.
+    metrics : sequence of functions, or dict name -> function
+    operation : str
+        What errors call this pass.
+    first_step : int
+        The number of the first batch, for errors.
+    max_inflight : int
+        Batches that may be queued on the devices. More hide longer pauses of the host, and take more memory.
+    check_finite : bool
+        Raise when the loss is NaN or infinite.
+    on_report : callable (Progress), optional
+        Called about twice a second, and at the end.
+    should_stop : callable () -> bool
+        Asked after each batch.
+
+    Raises
+    ------
+    TrainerError
+        There is no batch, or one is not a pair.
+    StepError
+        A device failed; the message names the step.
+    NonFiniteLossError
+        The message names the step and the device.
+    """
+    sums = DeviceSums(metrics)
+    queued: Deque[Tuple[int, Batch]] = deque()
+    unread: List[Tuple[int, List[Leaf]]] = []  # losses since the last report: to find out which step went wrong
+    started = reported = time.perf_counter()
+    num_batches = num_examples = 0
+    stopped = False
+
+    def report() -> Progress:
+        means = _checked(operation, queued, sums.read)
+        if check_finite and not math.isfinite(means.get("loss", 0.0)):
+            _raise_non_finite(operation, unread)
+        unread.clear()
+        progress = Progress(means, num_batches, num_examples, time.perf_counter() - started, stopped)
+        if on_report is not None:
+            on_report(progress)
+        return progress
+
+    for step, item in enumerate(data_iter, first_step):
+        X, y = _as_pair(item, operation)
+        batch = run_batch(X, y)
+        sums.add_batch(batch)
+        queued.append((step, batch))
+        unread.append((step, batch.losses))
+        num_batches += 1
+        num_examples += batch.num_examples
+        if len(queued) > max_inflight:
+            _checked(operation, queued, lambda: _wait(queued[0][1]))
+            queued.popleft()
+        if time.perf_counter() - reported > REPORT_S or len(unread) >= REPORT_BATCHES:
+            report()
+            reported = time.perf_counter()
+        stopped = should_stop()
+        if stopped:
+            break
+    if not num_batches:
+        raise TrainerError(
+            f"{operation}: got no batch; need one or more. A generator is empty when it is read a second time: "
+            "pass a list or a loader."
+        )
+    return report()
+
+
+def _as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
+    if not isinstance(item, (list, tuple)) or len(item) != 2:
+        found = f"{type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (list, tuple)) else "")
+        raise TrainerError(
+            f"{operation}: got {found} from the data iterator; need pairs (X, y). Nest several inputs: ((X1, X2), y)."
+        )
+    return item[0], item[1]
+
+
+def _wait(batch: Batch) -> None:
+    for array in batch.losses or [output for output in batch.outputs if is_device_array(output)]:
+        array.wait_to_read()
+
+
+def _checked(operation: str, queued: Deque[Tuple[int, Batch]], read: Callable[[], Any]) -> Any:
+    """Return `read()`; an error that surfaces there belongs to the oldest step that is still queued, or a later one."""
+    try:
+        return read()
+    except mx.MXNetError as error:
+        step = queued[0][0] if queued else 0
+        raise StepError(
+            f"{operation}: got an error of a device at step {step} or the next: {_told(error)}; need devices that "
+            "work. Weights may "
+            "be half updated: load the last checkpoint. MXNET_ENGINE_TYPE=NaiveEngine names the operation."
+        ) from error
+
+
+def _told(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _raise_non_finite(operation: str, unread: List[Tuple[int, List[Leaf]]]) -> None:
+    for step, shards in unread:
+        for shard, losses in enumerate(shards):
+            total = float(losses.sum().asnumpy().sum())
+            if not math.isfinite(total):
+                raise NonFiniteLossError(
+                    f"{operation}: got a loss of {total} at step {step} on {losses.context} (shard {shard}); need "
+                    "finite numbers. "
+                    "Lower the learning rate, clip the gradient (clip_norm), and look at this batch."
+                )
+    raise NonFiniteLossError(
+        f"{operation}: got a sum of losses that is not finite; need finite numbers. Lower the learning rate."
+    )

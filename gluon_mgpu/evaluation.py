@@ -1,0 +1,100 @@
+"""Evaluate a network on all its devices, reading the result once."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, List, Optional
+
+from mxnet import Context, gluon
+
+from .epoch import run_epoch
+from .errors import TrainerError
+from .metrics import Metrics, accuracy
+from .replicas import average_running_stats
+from .sharding import split_batch
+from .step import SplitFunction, eval_batch
+
+
+def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: SplitFunction = split_batch) -> float:
+    """Return the accuracy of a network on a data set, computed on all its devices.
+
+    d2l's function, with its result. It adds up on the devices and reads once, where d2l's reads every shard of every batch;
+    and it averages BatchNorm's running statistics over the devices first, so that each device predicts alike.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Initialised on one or more devices.
+    data_iter : iterable of (features, labels)
+        Shapes (B, ...); a batch may have fewer examples than there are devices.
+    split_f : callable (features, labels, devices) -> (list of shards, list of shards)
+
+    Returns
+    -------
+    float, 0 to 1
+
+    Raises
+    ------
+    TrainerError
+        There is no batch, or it is not a pair.
+
+    Source: the signature is that of d2l, chapter "Concise Implementation for Multiple GPUs".
+    """
+    return evaluate(net, data_iter, [accuracy], split_f=split_f)["accuracy"]
+
+
+def evaluate(
+    net: gluon.Block,
+    data_iter: Iterable[Any],
+    metrics: Metrics = (accuracy,),
+    *,
+    loss: Optional[Any] = None,
+    split_f: SplitFunction = split_batch,
+) -> Dict[str, float]:
+    """Return the mean of each metric over a data set, computed on all devices of the network.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Initialised on one or more devices. BatchNorm's running statistics are averaged over them first.
+    data_iter : iterable of (features, labels)
+        Shapes (B, ...).
+    metrics : sequence of functions, or dict name -> function
+        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.metrics`.
+    loss : callable (output, label) -> NDArray, optional
+        Its mean is returned as `loss`.
+    split_f : callable (features, labels, devices) -> (list of shards, list of shards)
+
+    Returns
+    -------
+    dict of str to float
+
+    Raises
+    ------
+    TrainerError
+        There is no batch, or it is not a pair.
+    """
+    devices = devices_of(net)
+    average_running_stats(net)
+    passed = run_epoch(
+        data_iter,
+        lambda X, y: eval_batch(net, X, y, devices, loss=loss, split_f=split_f),
+        metrics,
+        operation="evaluate",
+    )
+    return passed.means
+
+
+def devices_of(net: gluon.Block) -> List[Context]:
+    """Return the devices that a network is initialised on.
+
+    Raises
+    ------
+    TrainerError
+        It has no parameters, or is not initialised.
+    """
+    params = list(net.collect_params().values())
+    if not params or (params[0]._data is None and not params[0]._deferred_init):
+        raise TrainerError(
+            "evaluate: got a network that is on no device; need initialised parameters. Call net.initialize(ctx=ctx) first."
+        )
+    return list(params[0].list_ctx())

@@ -1,0 +1,164 @@
+"""Sums that stay on their device until they are read."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+
+from .errors import TrainerError
+from .nested import Leaf
+from .step import Batch
+
+# (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
+Metric = Callable[[Any, Any], Tuple[Leaf, int]]
+Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
+
+
+def accuracy(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
+    """Return how many predictions are right, and of how many.
+
+    Parameters
+    ----------
+    output : NDArray, shape (B, classes, ...) or (B,) or (B, 1)
+        Scores, of which the largest along axis 1 is the prediction; or predictions.
+    label : NDArray, shape (B, ...)
+
+    Returns
+    -------
+    (NDArray of shape (1,), int)
+
+    Examples
+    --------
+    >>> right, count = accuracy(mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([1, 1]))
+    >>> right.asscalar(), count
+    (1.0, 2)
+
+    Source: d2l's `accuracy`.
+    """
+    if len(output.shape) > 1 and output.shape[1] > 1:
+        output = output.argmax(axis=1)
+    right = output.astype(label.dtype, copy=False).reshape(label.shape) == label
+    return _total(right), label.size
+
+
+def top_k_accuracy(k: int) -> Metric:
+    """Return a metric that counts the labels among the k largest scores.
+
+    Examples
+    --------
+    >>> right, count = top_k_accuracy(2)(mx.nd.array([[0.1, 0.7, 0.2], [0.1, 0.7, 0.2]]), mx.nd.array([2, 0]))
+    >>> right.asscalar(), count
+    (1.0, 2)
+    """
+
+    def top_k(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
+        scores, labels = output.as_nd_ndarray(), label.as_nd_ndarray()
+        best = mx.nd.topk(scores, axis=1, k=min(k, scores.shape[1]))
+        return _total(mx.nd.broadcast_equal(best, labels.astype(best.dtype).expand_dims(1))), label.size
+
+    top_k.__name__ = f"top_{k}_accuracy"
+    return top_k
+
+
+def mean_loss(losses: Leaf) -> Tuple[Leaf, int]:
+    """Return the sum of a shard's losses, and of how many.
+
+    Parameters
+    ----------
+    losses : NDArray, shape (B, ...)
+    """
+    return _total(losses), losses.size
+
+
+class DeviceSums:
+    """Adds up metrics, each on the device where its shards are, and reads them once.
+
+    Sums are kept in float64, so that neither the number of devices nor of examples shows in them.
+
+    Parameters
+    ----------
+    metrics : sequence of functions, or dict name -> function
+        Each takes a shard's output and label and returns (sum, count): see `accuracy`.
+
+    Examples
+    --------
+    >>> sums = DeviceSums([accuracy])
+    >>> sums.add_shard(mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([1, 1]))
+    >>> sums.read()
+    {'accuracy': 0.5}
+    """
+
+    def __init__(self, metrics: Metrics = ()) -> None:
+        self._metrics = named_metrics(metrics)
+        self._sums: Dict[Context, Dict[str, Leaf]] = {}
+        self._counts: Dict[str, int] = {}
+
+    def add_shard(self, output: Any, label: Any) -> None:
+        """Add what every metric says of one shard."""
+        for name, metric in self._metrics.items():
+            self.add(name, *metric(output, label))
+
+    def add_batch(self, batch: Batch) -> None:
+        """Add what every metric says of a batch, and its losses, where it has some, as `loss`."""
+        for output, label in zip(batch.outputs, batch.labels):
+            self.add_shard(output, label)
+        for losses in batch.losses:
+            self.add("loss", *mean_loss(losses))
+
+    def add(self, name: str, value: Leaf, count: int) -> None:
+        """Add a sum over `count` things: an array of one element, on any device."""
+        value = value.as_nd_ndarray().astype("float64")
+        on_device = self._sums.setdefault(value.context, {})
+        on_device[name] = on_device[name] + value if name in on_device else value
+        self._counts[name] = self._counts.get(name, 0) + count
+
+    def read(self) -> Dict[str, float]:
+        """Return each metric's mean over everything that was added, waiting once for each device. The sums stay."""
+        totals = dict.fromkeys(self._counts, 0.0)
+        for on_device in self._sums.values():
+            for name, value in zip(on_device, read_together(list(on_device.values()))):
+                totals[name] += value
+        return {name: totals[name] / count for name, count in self._counts.items() if count}
+
+
+def read_together(arrays: List[Leaf]) -> List[float]:
+    """Return the values of arrays of one element, all on one device, with one copy to the host."""
+    numbers: np.ndarray = mx.nd.concat(*arrays, dim=0).asnumpy()
+    return [float(number) for number in numbers]
+
+
+def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
+    """Return metrics by name: a function's own name where none is given.
+
+    Raises
+    ------
+    TrainerError
+        Something is no function, or two have one name.
+    """
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        listed = [metrics] if callable(metrics) else list(metrics or ())
+        named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
+        if len(named) < len(listed):
+            raise TrainerError(
+                f"metrics: got {len(listed)} of which some have one name; need different ones. Pass a dict name -> metric."
+            )
+    for name, metric in named.items():
+        if not callable(metric):
+            raise TrainerError(
+                f"metrics: got {metric!r} for {name}; need a function (output, label) -> (sum, count). Use "
+                "gluon_mgpu.metrics.accuracy, say."
+            )
+    return named
+
+
+def _total(array: Leaf) -> Leaf:
+    """Return the sum of an array as a legacy array of shape (1,), on its device, counted in float32 or better."""
+    classic = array.as_nd_ndarray().reshape((-1,))
+    if classic.dtype in (np.float16, np.bool_, np.int8, np.uint8):
+        classic = classic.astype("float32")
+    return mx.nd.sum(classic).reshape((1,))

@@ -1,0 +1,338 @@
+"""Trainer: a gluon.Trainer whose steps are right on any number of devices."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from typing import Any, Dict, List, Optional
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, gluon
+from mxnet import optimizer as opt
+
+from .devices import check_contexts
+from .errors import StateError, TrainerError
+from .nested import is_device_array
+from .reduction import Reduction, clip_global_norm
+from .replicas import Buffer, Params, Replicas, mark_used
+
+# Their update depends on weight, gradient, state and count alone, so that every replica can do it for itself. Others (nadam
+# keeps a schedule on the side, sgld draws noise, a user's own may do anything) update one replica, which is then copied.
+_UPDATES_ALIKE = ("SGD", "NAG", "Adam", "AdaGrad", "RMSProp", "AdaDelta", "Ftrl", "Adamax", "FTML", "Signum", "LAMB")
+_FORMAT = "gluon_mgpu.Trainer"
+
+
+class Trainer(gluon.Trainer):
+    """Applies an optimizer to a network on several devices. A drop-in `gluon.Trainer`.
+
+    ```
+    step(batch_size):  idle devices' gradients := 0  ─►  sum over devices  ─►  clip  ─►  update, on each device alike
+    ```
+
+    What it does that Gluon's does not: a device that got no data takes part with zeros, instead of its gradient of an earlier
+    step; several devices are always reduced; parameters are taken in structural order, and states are loaded only into the
+    network that they belong to, on any number of devices; BatchNorm's running statistics are left alone; `clip_norm`.
+
+    Parameters
+    ----------
+    params : gluon.Block, ParameterDict, dict or list of gluon.Parameter
+        Initialised on the devices. Prefer the Block: it knows the structural names.
+    optimizer : str or mxnet.optimizer.Optimizer
+    optimizer_params : dict, optional
+        For an optimizer given by name: `{"learning_rate": 0.1}`.
+    kvstore : str, KVStore or None
+        How devices are reduced: `"device"` or `"local"`; see `Reduction`.
+    compression_params : None
+        Gluon's place for it; gradient compression is not in this version.
+    update_on_kvstore : None or False
+        Gluon's place for it; the update is always done on the devices.
+    clip_norm : float, optional
+        Clip the averaged gradient (the sum over all devices, divided by the batch size) to this global 2-norm.
+
+    Raises
+    ------
+    TrainerError
+        The parameters or options cannot be trained with.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Dense(1, in_units=2)
+    >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> trainer = Trainer(net, "sgd", {"learning_rate": 0.5})
+    >>> with mx.autograd.record():
+    ...     losses = [net(mx.nd.ones((1, 2), ctx=c)).sum() for c in trainer.contexts]
+    >>> mx.autograd.backward(losses)
+    >>> trainer.step(2)
+    >>> net.weight.data(mx.cpu(1)).asnumpy().tolist()
+    [[0.5, 0.5]]
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        optimizer: Any,
+        optimizer_params: Optional[Dict[str, Any]] = None,
+        kvstore: Any = "device",
+        compression_params: Optional[Dict[str, Any]] = None,
+        update_on_kvstore: Optional[bool] = None,
+        *,
+        clip_norm: Optional[float] = None,
+    ) -> None:
+        self._replicas = Replicas(params)
+        self._optimizer: opt.Optimizer
+        check_contexts(self._replicas.contexts, "Trainer")
+        _check_options(self._replicas, compression_params, update_on_kvstore, clip_norm)
+        self._reduction = Reduction(kvstore, self._replicas.contexts)
+        super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
+        self._clip_norm = clip_norm
+        self._reduced = False
+        self._counts: List[Dict[int, int]] = [{} for _ in self.contexts]  # updates of each parameter, by replica
+
+    @property
+    def contexts(self) -> List[Context]:
+        """The devices, in the order of the replicas."""
+        return list(self._replicas.contexts)
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Reduce the gradients over the devices and update the weights on each. It does not wait.
+
+        Parameters
+        ----------
+        batch_size : number
+            Examples over all devices: gradients are divided by it. 1 where the loss was averaged by hand.
+        ignore_stale_grad : bool
+            Leave parameters alone that got no gradient on any device, instead of raising.
+
+        Raises
+        ------
+        StaleGradientError
+            A parameter got no gradient on any device since the last step. Nothing was changed.
+        TrainerError
+            The batch size is not a positive number, or a parameter was moved to other devices.
+        """
+        _check_batch_size("Trainer.step", batch_size)
+        buffers = self._replicas.collect(ignore_stale_grad)
+        self._reduction.sum(buffers)
+        self._apply(buffers, batch_size)
+
+    def allreduce_grads(self) -> None:
+        """Sum the gradients over the devices, before `update`: for those who change the sum in between."""
+        self._reduction.sum(self._replicas.collect(ignore_stale_grad=True))
+        self._reduced = True
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Update the weights with gradients that `allreduce_grads` has summed. Arguments and errors as for `step`.
+
+        Raises
+        ------
+        TrainerError
+            Several devices were not reduced: each would go its own way.
+        """
+        _check_batch_size("Trainer.update", batch_size)
+        if len(self.contexts) > 1 and not self._reduced:
+            raise TrainerError(
+                f"Trainer.update: got gradients that were not summed over {len(self.contexts)} devices; need allreduce_grads() "
+                "before. Call step(), which does both."
+            )
+        self._apply(self._replicas.collect(ignore_stale_grad), batch_size)
+
+    def save_states(self, fname: str) -> None:
+        """Write optimizer, its states and update counts, with the parameters' names and shapes, for any number of devices.
+
+        The file is written beside and renamed, so that a file of this name is always whole. It waits for the devices.
+        """
+        content = {
+            "format": _FORMAT,
+            "version": 1,
+            "names": self._replicas.names,
+            "shapes": [param.shape for param in self._replicas.params],
+            "optimizer": pickle.dumps(self._optimizer),
+            "states": {index: _to_numpy(state) for index, state in self._updaters[0].states.items()},
+            "counts": dict(self._counts[0]),
+        }
+        folder = os.path.dirname(os.path.abspath(fname))
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            try:
+                pickle.dump(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        os.replace(file.name, fname)
+
+    def load_states(self, fname: str) -> None:
+        """Read what `save_states` wrote, on these devices, be they as many as then or not.
+
+        A file of `gluon.Trainer` is read in Gluon's order (names sorted as strings); only its shapes can be checked. The
+        file is a pickle: load only files that you trust.
+
+        Raises
+        ------
+        StateError
+            The file is something else, or belongs to another network or optimizer. Nothing was changed.
+        """
+        content = self._read(fname)
+        optimizer = pickle.loads(content["optimizer"]) if content["optimizer"] else self._optimizer
+        if type(optimizer) is not type(self._optimizer):
+            raise StateError(
+                f"load_states: got {fname} of optimizer {type(optimizer).__name__} for a trainer with "
+                f"{type(self._optimizer).__name__}; need the same. Make the trainer with the optimizer of the file."
+            )
+        states = [
+            {index: self._restored(optimizer, index, value, context, fname) for index, value in content["states"].items()}
+            for context in self.contexts
+        ]
+        self._optimizer = optimizer
+        optimizer.param_dict = dict(enumerate(self._params))
+        self._updaters = [opt.get_updater(optimizer) for _ in self.contexts]
+        for updater, state in zip(self._updaters, states):
+            updater.states = state
+            updater.states_synced = dict.fromkeys(state, True)
+        self._counts = [dict(content["counts"]) for _ in self.contexts]
+
+    def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
+        scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
+        if scaler is None or not scaler.has_overflow(self._params):
+            self._optimizer.rescale_grad = self._scale / batch_size
+            self._clip(buffers)
+            self._update_replicas(buffers)
+        mark_used(buffers)
+        self._reduced = False
+
+    def _clip(self, buffers: List[Buffer]) -> None:
+        if self._clip_norm is not None and buffers:
+            for replica in range(len(self.contexts)):
+                gradients = [buffer.gradients[replica] for buffer in buffers]
+                clip_global_norm(gradients, self._clip_norm / self._optimizer.rescale_grad)
+
+    def _update_replicas(self, buffers: List[Buffer]) -> None:
+        optimizer = self._optimizer
+        alike = type(optimizer).__name__ in _UPDATES_ALIKE and type(optimizer).__module__ == opt.Optimizer.__module__
+        num_updated = len(self.contexts) if alike else 1
+        for replica in range(num_updated if buffers else 0):
+            # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by replica.
+            optimizer._all_index_update_counts = {self.contexts[replica].device_id: self._counts[replica]}
+            indices = [buffer.index for buffer in buffers]
+            gradients = [buffer.gradients[replica] for buffer in buffers]
+            weights = [buffer.weights[replica] for buffer in buffers]
+            self._updaters[replica](indices, gradients, weights)
+        for buffer in buffers:
+            for weight in buffer.weights[num_updated:]:
+                buffer.weights[0].copyto(weight)
+
+    def _read(self, fname: str) -> Dict[str, Any]:
+        try:
+            with open(fname, "rb") as file:
+                content = pickle.load(file)
+        except OSError:
+            raise
+        except Exception as error:  # pickle raises whatever the damaged bytes happen to call
+            raise StateError(
+                f"load_states: got {fname}, which is damaged ({error}); need a file of save_states. Save it again."
+            ) from error
+        if isinstance(content, dict) and content.get("format") == _FORMAT:
+            if content["version"] != 1:
+                raise StateError(
+                    f"load_states: got {fname} of version {content['version']}; need version 1. Install a newer gluon_mgpu."
+                )
+            self._check_same(fname, content["names"], content["shapes"])
+            return content
+        return self._from_gluon(fname, content)
+
+    def _check_same(self, fname: str, names: List[str], shapes: List[Any]) -> None:
+        mine = dict(zip(self._replicas.names, (param.shape for param in self._replicas.params)))
+        theirs = dict(zip(names, shapes))
+        if list(mine) != names or mine != theirs:
+            differing = [
+                f"{name} {theirs.get(name, 'missing')} != {mine.get(name, 'missing')}"
+                for name in {**theirs, **mine}
+                if theirs.get(name) != mine.get(name)
+            ] or ["their order"]
+            raise StateError(
+                f"load_states: got {fname} of another network ({'; '.join(differing[:3])}, file != here); need the same names, "
+                "shapes and order. Pass the Block to both trainers: its names do not depend on what was made before."
+            )
+
+    def _from_gluon(self, fname: str, content: Any) -> Dict[str, Any]:
+        states, optimizer = content if isinstance(content, tuple) and len(content) == 2 else (content, None)
+        if not isinstance(states, dict) or not all(isinstance(key, int) and key < len(self._params) for key in states):
+            raise StateError(
+                f"load_states: got {fname}, which holds no trainer states; need a file of save_states. Save it again."
+            )
+        by_name = sorted(range(len(self._params)), key=lambda index: self._params[index].name)
+        counts: Dict[int, int] = {}
+        if optimizer is not None:
+            all_counts = optimizer._all_index_update_counts.values()
+            counts = max(all_counts, key=lambda one: max(one.values(), default=0), default={})
+        return {
+            "optimizer": pickle.dumps(optimizer) if optimizer is not None else b"",
+            "states": {by_name[key]: _to_numpy(state) for key, state in states.items()},
+            "counts": {by_name[key]: count for key, count in counts.items()},
+        }
+
+    def _restored(self, optimizer: opt.Optimizer, index: int, value: Any, context: Context, fname: str) -> Any:
+        """Return an optimizer state on a device: one made afresh, with the values of the file."""
+        name, param = self._replicas.names[index], self._params[index]
+        if param._data is None:
+            raise StateError(
+                f"load_states: got {name} without a shape yet; need values on the devices. Pass one batch through the network."
+            )
+        state = optimizer.create_state_multi_precision(index, param.data(context).as_nd_ndarray())
+        return _filled(state, value, f"{fname}, {name}")
+
+
+def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any, clip_norm: Optional[float]) -> None:
+    if update_on_kvstore:
+        raise TrainerError(
+            "Trainer: got update_on_kvstore=True; need None or False. The weights are updated on the devices: only so are "
+            "clipping, schedules and idle devices right."
+        )
+    if compression:
+        raise TrainerError(f"Trainer: got compression_params {compression}; need None. This version does not compress gradients.")
+    if clip_norm is not None and not clip_norm > 0:
+        raise TrainerError(f"Trainer: got clip_norm {clip_norm}; need a number above 0, or None not to clip.")
+    for name, param in zip(replicas.names, replicas.params):
+        if param._stype != "default":
+            raise TrainerError(
+                f"Trainer: got {name} stored as {param._stype}; need dense weights. gluon.Trainer takes sparse "
+                "ones, on one device."
+            )
+
+
+def _check_batch_size(operation: str, batch_size: float) -> None:
+    number = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
+    if not number or not 0 < batch_size < float("inf"):
+        raise TrainerError(
+            f"{operation}: got batch_size {batch_size!r}; need a positive number. Pass the examples over all devices, X.shape[0]."
+        )
+
+
+def _to_numpy(state: Any) -> Any:
+    if is_device_array(state):
+        return state.asnumpy()
+    return type(state)(_to_numpy(item) for item in state) if isinstance(state, (list, tuple)) else state
+
+
+def _filled(state: Any, value: Any, where: str) -> Any:
+    if is_device_array(state):
+        if not isinstance(value, np.ndarray) or value.shape != state.shape:
+            found = value.shape if isinstance(value, np.ndarray) else type(value).__name__
+            raise StateError(
+                f"load_states: got {found} in {where}; need shape {state.shape}. The file belongs to another network."
+            )
+        state[:] = mx.nd.array(value, ctx=state.context, dtype=state.dtype)
+        return state
+    if isinstance(state, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(state):
+            raise StateError(
+                f"load_states: got another form of state in {where}; need {len(state)} arrays. Use the same optimizer options."
+            )
+        return type(state)(_filled(*pair, where) for pair in zip(state, value))
+    if (state is None) != (value is None):
+        raise StateError(
+            f"load_states: got another form of state in {where}; need the optimizer options of the file, such as momentum."
+        )
+    return value

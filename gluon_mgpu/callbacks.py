@@ -1,0 +1,288 @@
+"""What fit() calls as it goes: progress, early stopping, checkpoints; and the history of a run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Union
+
+from mxnet import gluon
+
+from .checkpoint import save_checkpoint
+from .epoch import Progress as EpochProgress
+from .errors import TrainerError
+from .plots import plot_history, save
+from .runtime import require
+from .trainer import Trainer
+
+Row = Dict[str, float]
+
+
+@dataclass
+class History:
+    """What each epoch gave.
+
+    Attributes
+    ----------
+    rows : list of dict
+        One an epoch: `epoch`, `train_loss`, `train_accuracy`, `test_...`, `seconds` of training, `examples_per_s`,
+        `learning_rate`.
+    stopped : str
+        Why training ended before the last epoch; empty where it did not.
+    """
+
+    rows: List[Row] = field(default_factory=list)
+    stopped: str = ""
+
+    def column(self, name: str) -> List[float]:
+        """Return one value an epoch."""
+        return [row[name] for row in self.rows]
+
+    def save(self, folder: Union[str, Path]) -> None:
+        """Write `history.csv`, `history.json` and the picture `curves.png` into a folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "history.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in self.rows for name in row)))
+            writer.writeheader()
+            writer.writerows(self.rows)
+        content = {"stopped": self.stopped, "epochs": self.rows}
+        (folder / "history.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        save(plot_history(self.rows), folder / "curves.png")
+
+
+@dataclass
+class FitState:
+    """Where fit() is; what callbacks see.
+
+    Attributes
+    ----------
+    net : gluon.Block
+    trainer : Trainer
+    epochs : int
+        How many were asked for.
+    num_batches : int
+        Of an epoch; 0 where the data iterator does not tell.
+    epoch : int
+        From 1.
+    history : History
+        A row is added before `on_epoch_end`.
+    stop : str
+        A callback sets it to the reason to stop after this epoch.
+    error : BaseException, optional
+        What ended the run, in `on_fit_end`.
+    """
+
+    net: gluon.Block
+    trainer: Trainer
+    epochs: int
+    num_batches: int
+    epoch: int = 0
+    history: History = field(default_factory=History)
+    stop: str = ""
+    error: Optional[BaseException] = None
+
+
+class Callback:
+    """Does nothing: override what you need. Methods are called in the order of the callbacks."""
+
+    def on_fit_begin(self, state: FitState) -> None:
+        """Before the first epoch."""
+
+    def on_epoch_begin(self, state: FitState) -> None:
+        """Before the first batch of an epoch."""
+
+    def on_report(self, state: FitState, progress: EpochProgress) -> None:
+        """About twice a second while training, when the sums have been read."""
+
+    def on_epoch_end(self, state: FitState) -> None:
+        """After training and evaluation of an epoch; its row is the last one of `state.history`."""
+
+    def on_fit_end(self, state: FitState) -> None:
+        """After the last epoch, and also when an error or Ctrl-C ends the run."""
+
+
+class Progress(Callback):
+    """A bar with loss, metrics, examples a second and time left; plain lines where the output is no terminal.
+
+    Parameters
+    ----------
+    unit : str
+        What an example is called: `images`.
+    every_s : float, seconds
+        Between two lines of an epoch, where there is no terminal.
+    """
+
+    def __init__(self, unit: str = "examples", *, every_s: float = 5.0) -> None:
+        self._unit = unit
+        self._every_s = every_s
+        self._bar: Any = None
+
+    def on_fit_begin(self, state: FitState) -> None:
+        self._began = self._printed = time.perf_counter()
+        if sys.stdout.isatty():
+            progress = require("rich.progress", "cpu", "Progress")
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(bar_width=20),
+                progress.TextColumn("{task.fields[told]}"),
+            )
+            self._bar.start()
+
+    def on_epoch_begin(self, state: FitState) -> None:
+        if self._bar is not None:
+            total = state.num_batches or None
+            self._task = self._bar.add_task(f"epoch {state.epoch}/{state.epochs}", total=total, told="")
+
+    def on_report(self, state: FitState, progress: EpochProgress) -> None:
+        told = f"{_listed(progress.means)}  {progress.examples_per_s:.0f} {self._unit}/s{self._left(state, progress)}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress.num_batches, told=told)
+        elif time.perf_counter() - self._printed > self._every_s:
+            self._print(f"epoch {state.epoch}/{state.epochs}  batch {progress.num_batches}/{state.num_batches or '?'}  {told}")
+
+    def on_epoch_end(self, state: FitState) -> None:
+        row = state.history.rows[-1]
+        named = {name.replace("_", " "): value for name, value in row.items() if name.startswith(("train_", "test_"))}
+        told = f"{_listed(named)}  {row['examples_per_s']:.0f} {self._unit}/s  {row['seconds']:.1f} s"
+        if self._bar is not None:
+            self._bar.update(self._task, told=told)
+        else:
+            self._print(f"epoch {state.epoch}/{state.epochs}  {told}")
+
+    def on_fit_end(self, state: FitState) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _left(self, state: FitState, progress: EpochProgress) -> str:
+        if not state.num_batches:
+            return ""
+        done = state.epoch - 1 + progress.num_batches / state.num_batches
+        seconds = (time.perf_counter() - self._began) / done * (state.epochs - done)
+        return f"  {_clock(seconds)} left"
+
+    def _print(self, line: str) -> None:
+        self._printed = time.perf_counter()
+        print(line, flush=True)
+
+
+class EarlyStopping(Callback):
+    """Stops when a metric has not become better for some epochs.
+
+    Parameters
+    ----------
+    monitor : str
+        A column of the history: `test_loss`, `test_accuracy`.
+    patience : int
+        Epochs without a better value that are allowed.
+    min_delta : float
+        By how much better it must be to count.
+    mode : "min", "max" or None
+        Whether smaller or larger is better; None: smaller for a name that ends in `loss`, else larger.
+    """
+
+    def __init__(
+        self, monitor: str = "test_loss", patience: int = 3, *, min_delta: float = 0.0, mode: Optional[str] = None
+    ) -> None:
+        if patience < 0 or min_delta < 0:
+            raise TrainerError(
+                f"EarlyStopping: got patience {patience} and min_delta {min_delta}; need 0 or more. 3 and 0 are usual."
+            )
+        self._best = Best(monitor, mode, min_delta)
+        self._patience = patience
+
+    def on_fit_begin(self, state: FitState) -> None:
+        self._best.forget()
+
+    def on_epoch_end(self, state: FitState) -> None:
+        best = self._best
+        if not best.improves(state) and state.epoch - best.epoch > self._patience:
+            state.stop = f"{best.monitor} was best ({best.value:.4g}) in epoch {best.epoch}"
+
+
+class Checkpoint(Callback):
+    """Saves the network and its trainer: `best` when a metric is better than before, `last` after each epoch and at the end.
+
+    What an error has spoilt is not saved; what Ctrl-C ends is.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+        Where the folders `best` and `last` go; see `save_checkpoint`.
+    monitor : str, optional
+        A column of the history, for `best`. None: only `last`.
+    mode : "min", "max" or None
+        As for `EarlyStopping`.
+    """
+
+    def __init__(self, folder: Union[str, Path], monitor: Optional[str] = "test_accuracy", *, mode: Optional[str] = None) -> None:
+        self.folder = Path(folder)
+        self._best = Best(monitor, mode) if monitor else None
+
+    def on_fit_begin(self, state: FitState) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._best is not None:
+            self._best.forget()
+
+    def on_epoch_end(self, state: FitState) -> None:
+        if self._best is not None and self._best.improves(state):
+            self._save("best", state)
+        self._save("last", state)
+
+    def on_fit_end(self, state: FitState) -> None:
+        if isinstance(state.error, KeyboardInterrupt):
+            self._save("last", state)
+
+    def _save(self, name: str, state: FitState) -> None:
+        progress = {"epoch": state.epoch, "epochs_completed": len(state.history.rows), "history": state.history.rows}
+        save_checkpoint(self.folder / name, state.net, state.trainer, progress)
+
+
+class Best:
+    """The best value of one column so far, and the epoch that gave it."""
+
+    def __init__(self, monitor: str, mode: Optional[str] = None, min_delta: float = 0.0) -> None:
+        if mode not in (None, "min", "max"):
+            raise TrainerError(f"callbacks: got mode {mode!r}; need 'min' or 'max'. None decides by the name.")
+        self.monitor = monitor
+        self._sign = 1 if (mode or ("min" if monitor.endswith("loss") else "max")) == "min" else -1
+        self._min_delta = min_delta
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.value, self.epoch = math.nan, 0
+
+    def improves(self, state: FitState) -> bool:
+        """Return whether the last epoch is the best so far, and remember it if so.
+
+        Raises
+        ------
+        TrainerError
+            There is no such column.
+        """
+        row = state.history.rows[-1]
+        if self.monitor not in row:
+            raise TrainerError(
+                f"callbacks: got monitor {self.monitor!r}; need one of {', '.join(row)}. Pass a test_iter for test_... columns."
+            )
+        value = row[self.monitor]
+        better = not self.epoch or self._sign * (self.value - value) > self._min_delta
+        if better:
+            self.value, self.epoch = value, state.epoch
+        return better
+
+
+def _listed(means: Row) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

@@ -1,0 +1,97 @@
+"""Save and load a network with its trainer, a folder at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Dict, Optional, Union
+
+from mxnet import gluon
+
+from .errors import StateError
+from .evaluation import devices_of
+from .replicas import average_running_stats
+from .trainer import Trainer
+
+_PARAMS, _STATES, _PROGRESS = "net.params", "trainer.states", "progress.json"
+
+
+def save_checkpoint(
+    folder: Union[str, Path],
+    net: gluon.Block,
+    trainer: Optional[Trainer] = None,
+    progress: Optional[Dict[str, Any]] = None,
+) -> None:
+    """Write a network, and what its training needs to go on, into a folder.
+
+    ```
+    net.params        plain Gluon: net.load_parameters reads it, here or without this package
+    trainer.states    optimizer and its states
+    progress.json     whatever was passed: the epoch, say
+    ```
+
+    The folder is written beside and then renamed: one of this name is whole, the new or the old one. BatchNorm's running
+    statistics are averaged over the devices first, so that what is saved is what `evaluate` measures.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+        Replaced if it is there.
+    net : gluon.Block
+    trainer : Trainer, optional
+    progress : dict, optional
+        Anything that JSON holds.
+    """
+    folder = Path(folder)
+    new, old = _beside(folder, "new"), _beside(folder, "old")
+    average_running_stats(net)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    net.save_parameters(str(new / _PARAMS))
+    if trainer is not None:
+        trainer.save_states(str(new / _STATES))
+    (new / _PROGRESS).write_text(json.dumps(progress or {}, indent=1), encoding="utf-8")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None) -> Dict[str, Any]:
+    """Read what `save_checkpoint` wrote into a network that is on its devices, as many as then or not.
+
+    Returns
+    -------
+    dict
+        The `progress` that was saved.
+
+    Raises
+    ------
+    StateError
+        There is no checkpoint, or it belongs to another network or optimizer.
+    """
+    folder = Path(folder)
+    if not folder.exists() and _beside(folder, "old").exists():  # stopped between two renames of save_checkpoint
+        folder = _beside(folder, "old")
+    missing = [name for name in (_PARAMS, _PROGRESS) + ((_STATES,) if trainer else ()) if not (folder / name).is_file()]
+    if missing:
+        raise StateError(
+            f"load_checkpoint: got {folder} without {', '.join(missing)}; need a folder of save_checkpoint. Check the path."
+        )
+    try:
+        net.load_parameters(str(folder / _PARAMS), ctx=devices_of(net))
+    except (AssertionError, ValueError) as error:  # what Gluon raises when names or shapes differ
+        raise StateError(
+            f"load_checkpoint: got {folder} of another network ({str(error).strip().splitlines()[0]}); need the same layers. "
+            "Build the network as it was when it was saved."
+        ) from error
+    if trainer is not None:
+        trainer.load_states(str(folder / _STATES))
+    content: Dict[str, Any] = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
+    return content
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}")

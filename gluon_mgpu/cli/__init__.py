@@ -1,0 +1,5 @@
+"""The command gluon-mgpu."""
+
+from .main import main
+
+__all__ = ["main"]

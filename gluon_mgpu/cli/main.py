@@ -1,0 +1,54 @@
+"""gluon-mgpu: its subcommands, and how errors and Ctrl-C end it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+from mxnet import MXNetError
+
+from .. import __version__, errors
+from .bench import bench
+from .devices import devices
+from .train import train
+
+_TOLD = (
+    errors.DeviceError,
+    errors.ShardError,
+    errors.TrainerError,
+    errors.StateError,
+    errors.DataError,
+    errors.StepError,
+    errors.NonFiniteLossError,
+    errors.MissingExtraError,
+    MXNetError,
+    OSError,
+)
+
+
+class _Group(click.Group):
+    """A group whose errors are told in a line, and whose Ctrl-C exits with 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _TOLD as error:
+            raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt as interrupt:
+            click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
+            sys.exit(130)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, package_name="gluon_mgpu")
+def main() -> None:
+    """Train Gluon networks on several devices.
+
+    gluon-mgpu devices shows what there is to train on; gluon-mgpu train resnet18 trains a network on it.
+    """
+
+
+main.add_command(devices)
+main.add_command(bench)
+main.add_command(train)

@@ -1,0 +1,88 @@
+"""Batches of arrays in memory, by plain slicing: for these it is faster than a DataLoader with or without workers."""
+
+from __future__ import annotations
+
+from typing import Iterator, Tuple
+
+import numpy as np
+
+from ..errors import DataError
+
+
+class ArrayLoader:
+    """Iterates over batches (X, y) of host arrays.
+
+    Each pass is an epoch; shuffling depends on the seed and the epoch's number alone, not on NumPy's global state.
+
+    Parameters
+    ----------
+    X, y : numpy.ndarray, shapes (N, ...)
+    batch_size : int
+        Over all devices.
+    shuffle : bool
+    seed : int
+    last_batch : "keep" or "discard"
+        What to do with a last batch of fewer examples.
+
+    Attributes
+    ----------
+    epoch : int
+        How many passes have begun. Set it to go on where another run stopped.
+
+    Raises
+    ------
+    DataError
+        The arrays are empty or not of one length, or an option is not one.
+
+    Examples
+    --------
+    >>> loader = ArrayLoader(np.arange(5), np.arange(5), batch_size=2)
+    >>> [x.tolist() for x, _ in loader], len(loader)
+    ([[0, 1], [2, 3], [4]], 3)
+    """
+
+    def __init__(
+        self,
+        X: np.ndarray,
+        y: np.ndarray,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        last_batch: str = "keep",
+    ) -> None:
+        if len(X) != len(y) or not len(X):
+            raise DataError(
+                f"ArrayLoader: got {len(X)} examples and {len(y)} labels; need as many of each, 1 or more. Check the files."
+            )
+        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+            raise DataError(
+                f"ArrayLoader: got batch_size {batch_size!r}; need 1 or more. Pass the examples of a batch over all devices."
+            )
+        if last_batch not in ("keep", "discard"):
+            raise DataError(f"ArrayLoader: got last_batch {last_batch!r}; need 'keep' or 'discard'. 'keep' uses every example.")
+        if last_batch == "discard" and len(X) < batch_size:
+            raise DataError(
+                f"ArrayLoader: got {len(X)} examples for batches of {batch_size}; need one batch. Pass last_batch='keep'."
+            )
+        self.X, self.y = X, y
+        self.batch_size, self.shuffle, self.seed = int(batch_size), shuffle, seed
+        self.epoch = 0
+        self._keep = last_batch == "keep"
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of one pass."""
+        return len(self.X) if self._keep else len(self) * self.batch_size
+
+    def __len__(self) -> int:
+        """Return the number of batches of one pass."""
+        return (len(self.X) + (self.batch_size - 1 if self._keep else 0)) // self.batch_size
+
+    def __iter__(self) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.X)) if self.shuffle else None
+        for i in range(len(self)):
+            part = slice(i * self.batch_size, (i + 1) * self.batch_size)
+            chosen = part if order is None else order[part]
+            yield self.X[chosen], self.y[chosen]

@@ -1,0 +1,61 @@
+# Find a Python, make .venv with it, install this project there. Read by quickstart.sh and test.sh: . scripts/environment.sh
+# A second call finds .venv as it was left and takes no time. PYTHON=/path/to/python chooses; .venv can be deleted at will.
+
+set -eu
+cd "$(dirname "$0")/.."
+
+suits='import platform, struct, sys
+v = sys.version_info[:2]
+sys.exit(0 if (3, 8) <= v <= (3, 12) and platform.python_implementation() == "CPython" and struct.calcsize("P") == 8 else 1)'
+
+find_python() {
+    for name in ${PYTHON:-python3.11 python3.10 python3.9 python3.12 python3.8 python3 python}; do
+        # A name may be on the path and not run: a version manager's placeholder, say.
+        if command -v "$name" >/dev/null 2>&1 && "$name" -c "$suits" >/dev/null 2>&1; then
+            echo "$name"
+            return 0
+        fi
+    done
+    {
+        echo "Setting up: found no suitable Python; need CPython 3.8, 3.9, 3.10, 3.11 or 3.12 (64 bit), with pip."
+        for name in ${PYTHON:-python3 python}; do
+            if command -v "$name" >/dev/null 2>&1; then
+                echo "  $name is $("$name" -c 'import platform; print(platform.python_implementation(), platform.python_version())' 2>/dev/null || echo "not a Python that runs")"
+            fi
+        done
+        echo "Install one (Debian, Ubuntu: apt install python3 python3-venv), or say where it is: PYTHON=/path/to/python3.11 sh $0"
+    } >&2
+    return 1
+}
+
+make_venv() { # $1: python
+    rm -rf .venv
+    # Where ensurepip is missing (Debian without python3-venv), the pip of the system fills an environment that has none.
+    if ! "$1" -m venv .venv >/dev/null 2>&1; then
+        rm -rf .venv
+        "$1" -m venv --without-pip .venv || {
+            echo "Setting up: $1 -m venv failed; need Python's venv module. Debian, Ubuntu: apt install python3-venv" >&2
+            return 1
+        }
+        "$1" -m pip --python .venv/bin/python install --quiet pip || {
+            echo "Setting up: $1 -m pip failed; need pip 22.3 or newer, or python3-venv. Debian, Ubuntu: apt install python3-venv" >&2
+            return 1
+        }
+    fi
+}
+
+install_project() { # $1: extras
+    python=$(find_python)
+    wanted="$("$python" -c 'import sys; print(sys.version, sys.base_prefix)') $1 $(cat setup.cfg pyproject.toml gluon_mgpu.pth | cksum)"
+    if [ -x .venv/bin/python ] && [ "$(cat ".venv/installed-$1" 2>/dev/null)" = "$wanted" ]; then
+        return 0
+    fi
+    version=$("$python" -c 'import platform; print(platform.python_version())')
+    echo "Setting up .venv with Python $version: downloads about 150 MB once, and takes about a minute."
+    # The packages of another extra may stay; those of another Python may not.
+    if ! [ -x .venv/bin/python ] || [ "$(.venv/bin/python -c 'import platform; print(platform.python_version())' 2>/dev/null)" != "$version" ]; then
+        make_venv "$python"
+    fi
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
+    echo "$wanted" >".venv/installed-$1"
+}

@@ -1,0 +1,7 @@
+#!/bin/sh
+# Set everything up and train ResNet-18 on handwritten digits, on two CPU contexts: sh scripts/quickstart.sh
+# Arguments are those of gluon-mgpu train resnet18: sh scripts/quickstart.sh --devices gpu --epochs 20
+
+. "$(dirname "$0")/environment.sh"
+install_project cpu,train
+exec .venv/bin/python scripts/train_resnet18.py --devices cpu:2 "$@"

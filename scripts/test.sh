@@ -1,0 +1,13 @@
+#!/bin/sh
+# Set everything up and run linters, types, tests, doctests and notebooks: sh scripts/test.sh
+# Arguments are pytest's, and run pytest alone: sh scripts/test.sh tests/test_sharding.py -k weights
+
+. "$(dirname "$0")/environment.sh"
+install_project cpu,train,dev
+if [ $# -gt 0 ]; then
+    exec .venv/bin/python -m pytest "$@"
+fi
+.venv/bin/python -m ruff check .
+.venv/bin/python -m ruff format --check .
+.venv/bin/python -m mypy
+exec .venv/bin/python -m pytest --cov --cov-report=term

@@ -3,12 +3,10 @@
 `import mxnet` fails on NumPy >= 1.24 with `module 'numpy' has no attribute 'bool'`. Two things call this file: the package
 itself, for programs that import `gluon_mgpu` first, and the line in `gluon_mgpu.pth`, which Python reads when it starts, for
 programs that import `mxnet` first. The line costs no import of NumPy or MXNet: it only waits for the name `mxnet`.
-`GLUON_MGPU_RUNTIME=off` in the environment switches both off.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -17,8 +15,6 @@ ALIASES = {"bool": bool, "int": int, "float": float, "complex": complex, "object
 
 def add_aliases() -> None:
     """Give NumPy the removed names that it lacks; names that it has are left alone."""
-    if os.environ.get("GLUON_MGPU_RUNTIME", "").lower() == "off":
-        return
     import numpy
 
     version = tuple(int(part) for part in numpy.__version__.split(".")[:2])

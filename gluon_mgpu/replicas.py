@@ -45,7 +45,9 @@ class Replicas:
     Attributes
     ----------
     names : list of str
-        Structural names (`0.weight`) for a Block, the parameters' own otherwise.
+        Structural names (`0.weight`) for a Block, the parameters' own (`dense7_weight`) otherwise.
+    structural : bool
+        Which of the two.
     params : list of gluon.Parameter
     contexts : list of mxnet.Context
 
@@ -58,6 +60,7 @@ class Replicas:
     def __init__(self, params: Params) -> None:
         named = _named(params)
         self.names = list(named)
+        self.structural = isinstance(params, gluon.Block)
         self.params = list(named.values())
         self.contexts = _common_contexts(named)
 

@@ -8,8 +8,9 @@ import importlib.util
 import logging
 import os
 import threading
+import warnings
 from types import ModuleType
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Set
 
 from gluon_mgpu_numpy import add_aliases
 
@@ -102,102 +103,102 @@ class _Context(ctypes.Structure):
 
 _ENGINE_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _WAIT_S = 30.0
-_threads: Dict[int, int] = {}  # CPU context id -> OpenMP threads of its engine workers
+_CPU = 1  # mxnet.Context.devtype2mask: what MXNet's C interface calls a CPU
+_TASKS = "/proc/self/task"
+_seen: Set[int] = set()  # ids of the CPU contexts that were used through this package
+_threads: Dict[int, int] = {}  # CPU context id -> OpenMP threads of its engine workers, once settled
 _settling = threading.Lock()
+_alive: List[Any] = []  # functions that the engine may still call
 
 
 def settle_threads(contexts: Sequence[Any]) -> None:
-    """Give the engine workers of these CPU contexts their number of OpenMP threads.
+    """Give each of several CPU contexts one OpenMP thread, before it runs its first operation.
 
-    One CPU context alone gets every core (or the user's `OMP_NUM_THREADS`). Several get one thread each, whatever the
-    environment says: two contexts inside `dot` at once, each with two threads, wait for each other for ever in the
-    OpenBLAS of MXNet's wheel. For the same reason no context keeps several threads while another one has them.
-
-    OpenBLAS asks OpenMP, in the thread that calls it, how many threads to use, so neither `OPENBLAS_NUM_THREADS` nor
-    threadpoolctl changes anything; and MXNet reads `OMP_NUM_THREADS` only when it is loaded. So the number is set
-    from inside: a function is pushed through the engine onto each context's own workers, and sets it there. That
-    works at any time, and also if MXNet was imported first.
+    Two contexts inside `dot` at once, each with two threads or more, wait for each other for ever in the OpenBLAS of MXNet's
+    wheel. OpenBLAS asks OpenMP, in the thread that calls it, how many threads to use: `OPENBLAS_NUM_THREADS` and threadpoolctl
+    change nothing. MXNet reads `OMP_NUM_THREADS` only when it is loaded. So the number is set from inside: a function is pushed
+    through the engine onto the context's own worker.
 
     ```
-    settle_threads([cpu(0), cpu(1)])        engine worker of cpu(0): omp_set_num_threads(1)
-                                    ─push─► engine worker of cpu(1): omp_set_num_threads(1)
+    settle_threads([cpu(0), cpu(1)])  ─push─►  new worker of cpu(0): omp_set_num_threads(1)
+                                      ─push─►  new worker of cpu(1): omp_set_num_threads(1)
     ```
+
+    A worker that has run something is left as it is: MXNet keeps oneDNN's primitives for each worker, made for its number
+    of threads. Run with fewer they give wrong gradients, with more they write beyond their memory. Where that leaves two
+    contexts with several threads, a warning says so. One context alone keeps the threads that MXNet gives it.
 
     Parameters
     ----------
     contexts : sequence of mxnet.Context
-        The devices that are about to work together. GPUs are not touched.
+        The devices that are about to work together, or beside those of earlier calls. GPUs are not touched.
+
+    Warns
+    -----
+    RuntimeWarning
+        Two contexts have run with several threads already, so that `dot` may hang.
     """
-    ids = [context.device_id for context in contexts if context.device_type == "cpu"]
-    if is_off() or not ids:
+    ids = {context.device_id for context in contexts if context.device_type == "cpu"}
+    if is_off() or ids <= _seen:
         return
     with _settling:
-        num_threads = 1 if len(ids) > 1 else _threads_alone()
-        if all(_threads.get(device_id) == num_threads for device_id in ids):
+        _seen.update(ids)
+        if len(_seen) == 1:
             return
-        if num_threads > 1:
-            for device_id in [other for other, number in _threads.items() if number > 1 and other not in ids]:
-                _set_threads(device_id, 1)
-        elif _threads_asked() > 1:
-            logger.info("OMP_NUM_THREADS=%d is not used for %d CPU contexts: OpenBLAS could hang", _threads_asked(), len(ids))
-        for device_id in ids:
-            _set_threads(device_id, num_threads)
+        for device_id in sorted(_seen - set(_threads)):
+            _threads[device_id] = _settle(device_id)
+        several = [f"cpu({device_id}) with {number}" for device_id, number in sorted(_threads.items()) if number > 1]
+        if len(several) > 1:
+            warnings.warn(
+                f"use_devices: got contexts that have run already, {' and '.join(several)} threads; need one thread each, or dot "
+                "may hang in OpenBLAS. Call use_devices before the first operation, or set OMP_NUM_THREADS=1.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
 
 def threads_of(device_id: int) -> int:
-    """Return the OpenMP threads that `settle_threads` gave to this CPU context, 0 where it has not been called."""
+    """Return the OpenMP threads of this CPU context, 0 where `settle_threads` has not looked at it."""
     return _threads.get(device_id, 0)
 
 
-def _threads_asked() -> int:
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(first) if first.isdigit() else 0
-
-
-def _threads_alone() -> int:
-    return _threads_asked() or num_cores()
-
-
-def _set_threads(device_id: int, num_threads: int) -> None:
+def _settle(device_id: int) -> int:
+    """Set the threads of a context's engine workers to one if they are new, and return how many they have."""
     openmp = _openmp()
-    if openmp is None:
-        return
+    if openmp is None or not os.path.isdir(_TASKS):
+        return 0
     mxnet_base = importlib.import_module("mxnet.base")
-    num_workers = max(1, int(os.environ.get("MXNET_CPU_WORKER_NTHREADS", "1") or 1))
+    num_workers = max(1, int(os.environ.get("MXNET_CPU_WORKER_NTHREADS") or 1))
     together = threading.Barrier(num_workers)  # holds each worker until all are here, so that none runs twice
     done = threading.Semaphore(0)
+    before = set(os.listdir(_TASKS))  # ids of the threads that exist: the engine starts a context's workers when it is first used
+    found: List[int] = []
 
     def run(_run_context: int, _param: int) -> None:
         try:
-            openmp.omp_set_num_threads(num_threads)
+            if str(threading.get_native_id()) not in before:
+                openmp.omp_set_num_threads(1)
+            found.append(openmp.omp_get_max_threads())
             together.wait(timeout=_WAIT_S)
         except threading.BrokenBarrierError:
-            logger.debug("not every engine worker of cpu(%d) was free to have its threads set", device_id)
+            logger.debug("not every engine worker of cpu(%d) was free to be asked for its threads", device_id)
         finally:
             done.release()
 
     function = _ENGINE_FUNCTION(run)
-    _alive.append(function)  # the engine may call it after this function has returned
-    context = _Context(1, device_id)
+    _alive.append(function)
+    push = mxnet_base._LIB.MXEnginePushSync
     for _ in range(num_workers):
-        mxnet_base.check_call(
-            mxnet_base._LIB.MXEnginePushSync(
-                function, None, None, ctypes.byref(context), None, 0, None, 0, None, 0, b"settle_threads"
-            )
-        )
+        context = ctypes.byref(_Context(_CPU, device_id))
+        mxnet_base.check_call(push(function, None, None, context, None, 0, None, 0, None, 0, b"settle_threads"))
     if all(done.acquire(timeout=_WAIT_S) for _ in range(num_workers)):
         _alive.remove(function)
-    _threads[device_id] = num_threads
-
-
-_alive: List[Any] = []
+    return max(found, default=0)
 
 
 def _openmp() -> Any:
-    """Return the OpenMP library that MXNet is linked to, None where there is none."""
-    for name in ("libgomp.so.1", "libomp.dylib"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
+    """Return the OpenMP library that MXNet is linked to, None where it is another one."""
+    try:
+        return ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return None

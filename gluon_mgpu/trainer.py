@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import tempfile
+from itertools import zip_longest
 from typing import Any, Dict, List, Optional
 
 import mxnet as mx
@@ -147,6 +149,7 @@ class Trainer(gluon.Trainer):
             "format": _FORMAT,
             "version": 1,
             "names": self._replicas.names,
+            "structural": self._replicas.structural,
             "shapes": [param.shape for param in self._replicas.params],
             "optimizer": pickle.dumps(self._optimizer),
             "states": {index: _to_numpy(state) for index, state in self._updaters[0].states.items()},
@@ -238,22 +241,21 @@ class Trainer(gluon.Trainer):
                 raise StateError(
                     f"load_states: got {fname} of version {content['version']}; need version 1. Install a newer gluon_mgpu."
                 )
-            self._check_same(fname, content["names"], content["shapes"])
+            self._check_same(fname, content)
             return content
         return self._from_gluon(fname, content)
 
-    def _check_same(self, fname: str, names: List[str], shapes: List[Any]) -> None:
-        mine = dict(zip(self._replicas.names, (param.shape for param in self._replicas.params)))
-        theirs = dict(zip(names, shapes))
-        if list(mine) != names or mine != theirs:
-            differing = [
-                f"{name} {theirs.get(name, 'missing')} != {mine.get(name, 'missing')}"
-                for name in {**theirs, **mine}
-                if theirs.get(name) != mine.get(name)
-            ] or ["their order"]
+    def _check_same(self, fname: str, content: Dict[str, Any]) -> None:
+        replicas = self._replicas
+        # A parameter's own name counts the layers that were made before it: dense7_weight. Its last word does not.
+        exact = replicas.structural and content["structural"]
+        here = _described(replicas.names, [param.shape for param in replicas.params], exact)
+        there = _described(content["names"], content["shapes"], exact)
+        if here != there:
+            differing = [f"{theirs} where this one has {mine}" for mine, theirs in zip_longest(here, there) if mine != theirs]
             raise StateError(
-                f"load_states: got {fname} of another network ({'; '.join(differing[:3])}, file != here); need the same names, "
-                "shapes and order. Pass the Block to both trainers: its names do not depend on what was made before."
+                f"load_states: got {fname} of another network: {'; '.join(differing[:3])}; need the same parameters in the same "
+                "order. Build the network as it was when it was saved."
             )
 
     def _from_gluon(self, fname: str, content: Any) -> Dict[str, Any]:
@@ -308,6 +310,11 @@ def _check_batch_size(operation: str, batch_size: float) -> None:
         raise TrainerError(
             f"{operation}: got batch_size {batch_size!r}; need a positive number. Pass the examples over all devices, X.shape[0]."
         )
+
+
+def _described(names: List[str], shapes: List[Any], exact: bool) -> List[str]:
+    told = names if exact else [re.split(r"[._]", name)[-1] for name in names]
+    return [f"{name} {tuple(shape or ())}" for name, shape in zip(told, shapes)]
 
 
 def _to_numpy(state: Any) -> Any:

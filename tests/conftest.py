@@ -1,0 +1,102 @@
+"""Fixtures: a seed, lists of CPU contexts, legacy and np arrays; and what several test files compare with."""
+
+import os
+import random
+import re
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # CPU contexts of all numbers run in one process here
+
+import gluon_mgpu  # noqa: E402
+import mxnet as mx  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from mxnet import autograd, gluon  # noqa: E402
+from mxnet.gluon import nn  # noqa: E402
+
+SEED = int(os.environ.get("GLUON_MGPU_TEST_SEED", "0"))
+
+
+def pytest_report_header():
+    return f"seed {SEED}: set GLUON_MGPU_TEST_SEED to replay or vary it"
+
+
+def pytest_collection_modifyitems(items):
+    if not gluon_mgpu.devices.usable_gpus():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no GPU that MXNet can run on"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers in every test, whichever tests run before."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    mx.random.seed(SEED)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def devices(request):
+    """1, 2 and 3 CPU contexts."""
+    return [mx.cpu(i) for i in range(request.param)]
+
+
+@pytest.fixture(params=["nd", "np"])
+def arrays(request):
+    """Legacy and np arrays; the value is `mx.nd` or `mx.np`."""
+    if request.param == "np":
+        mx.npx.set_np()
+    yield mx.np if request.param == "np" else mx.nd
+    mx.npx.reset_np()
+
+
+def small_net(ctx, activation="tanh", hybridize=None, normalize=False):
+    """A convolutional network without dropout, whose weights depend on the seed alone."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, kernel_size=3, padding=1), nn.Activation(activation))
+    if normalize:
+        net.add(nn.BatchNorm())
+    net.add(nn.MaxPool2D(2), nn.Flatten(), nn.Dense(8, activation=activation), nn.Dense(3))
+    mx.random.seed(SEED)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    return net
+
+
+def small_batches(sizes):
+    """Batches of images (n, 1, 6, 6) and labels (n,), as NumPy arrays."""
+    rng = np.random.RandomState(SEED)
+    return [(rng.uniform(-1, 1, (n, 1, 6, 6)).astype("float32"), rng.randint(0, 3, n).astype("int32")) for n in sizes]
+
+
+def weights_of(net, ctx=None):
+    """The trainable weights on one device, in structural order, as NumPy arrays."""
+    params = [param for param in net.collect_params().values() if param.grad_req != "null"]
+    return [param.data(ctx or param.list_ctx()[0]).asnumpy() for param in params]
+
+
+def largest_difference(left, right):
+    """The largest absolute difference between two lists of NumPy arrays."""
+    assert [array.shape for array in left] == [array.shape for array in right]
+    return max(float(np.abs(a.astype("float64") - b).max()) for a, b in zip(left, right))
+
+
+def gluon_loop(net, optimizer, optimizer_params, batches):
+    """The hand-written Gluon loop on one device, with the divisor that was seen: it is right, and owes us nothing."""
+    (context,) = next(iter(net.collect_params().values())).list_ctx()
+    trainer = gluon.Trainer(net.collect_params(), optimizer, dict(optimizer_params))
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    for X, y in batches:
+        data, label = array(X, ctx=context, dtype=X.dtype), array(y, ctx=context, dtype=y.dtype)
+        with autograd.record():
+            value = loss(net(data), label)
+        value.backward()
+        trainer.step(len(X))
+    return net
+
+
+def assert_house_style(error):
+    """Errors read `<operation>: got <value>; need <condition>. <What to do>.`"""
+    assert re.match(r"^[\w. \-\[\]']+: got .+; need .+[.:] .+", str(error), re.DOTALL), str(error)

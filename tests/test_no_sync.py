@@ -1,0 +1,70 @@
+"""Contract: a training step calls nothing that waits for a device. Every such call of MXNet's goes through four C functions."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import pytest
+from gluon_mgpu.epoch import run_epoch
+from mxnet import gluon
+from mxnet.base import _LIB
+
+from .conftest import small_batches, small_net
+
+WAITING = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The names of the waiting functions that were called since."""
+    called = []
+    for name in WAITING:
+        function = getattr(_LIB, name)
+
+        def counted(*arguments, _name=name, _function=function):
+            called.append(_name)
+            return _function(*arguments)
+
+        monkeypatch.setattr(_LIB, name, counted)
+    return called
+
+
+def test_the_counter_counts(waits):
+    x = mx.nd.ones((2,))
+    x.asnumpy(), x.wait_to_read(), mx.nd.waitall(), float(x.sum().asscalar())
+    assert waits == [WAITING[0], WAITING[1], WAITING[3], WAITING[0]]
+
+
+@pytest.mark.parametrize("sizes", [[12] * 4, [7, 12, 1, 5]], ids=["even", "uneven and fewer"])
+def test_a_training_step_does_not_wait(devices, arrays, waits, sizes):
+    net = small_net(devices, hybridize={}, normalize=True)
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    batches = small_batches(sizes)
+    mgpu.train_batch(net, loss, trainer, *batches[0])  # shapes become known, buffers are made
+    del waits[:]
+    for X, y in batches:
+        mgpu.train_batch(net, loss, trainer, X, y)
+    assert waits == []
+
+
+def test_an_evaluation_reads_once_a_device(devices, waits):
+    net = small_net(devices)
+    batches = small_batches([6] * 2)
+    mgpu.evaluate(net, batches, loss=gluon.loss.SoftmaxCrossEntropyLoss())
+    del waits[:]
+    mgpu.evaluate(net, batches, loss=gluon.loss.SoftmaxCrossEntropyLoss())
+    assert waits.count("MXNDArraySyncCopyToCPU") == len(devices)
+    assert len(waits) == len(devices)
+
+
+def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", 1e9)
+    net = small_net(devices)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    batches = small_batches([6] * 8)
+    mgpu.train_batch(net, loss, trainer, *batches[0])
+    del waits[:]
+    run_epoch(batches, lambda X, y: mgpu.train_batch(net, loss, trainer, X, y), [mgpu.accuracy], operation="fit", max_inflight=3)
+    assert waits.count("MXNDArraySyncCopyToCPU") == len(devices)  # the report at the end
+    assert waits.count("MXNDArrayWaitToRead") == (8 - 3) * len(devices)
+    assert "MXNDArrayWaitAll" not in waits

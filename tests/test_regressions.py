@@ -1,0 +1,359 @@
+"""Each test tells the story of one trap of MXNet 1.9.1: what plain Gluon does, and what this toolkit does instead."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import StaleGradientError, TrainerError
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+CTX = [mx.cpu(0), mx.cpu(1)]
+BOTH = pytest.mark.parametrize("trainer_class", [gluon.Trainer, mgpu.Trainer], ids=["gluon", "ours"])
+
+
+def linear(ctx=CTX, value=1.0, **kwargs):
+    """y = w x with one weight: gradients can be worked out on paper."""
+    net = nn.Dense(1, in_units=1, use_bias=False, **kwargs)
+    net.initialize(mx.init.Constant(value), ctx=ctx)
+    return net
+
+
+def backward(net, inputs):
+    """Record y = w x on one device for each (device, x), and go backward: dy/dw = x."""
+    with autograd.record():
+        outputs = [net(mx.nd.array([[x]], ctx=context)) for context, x in inputs]
+    autograd.backward(outputs)
+
+
+def number(array):
+    """The value of an array of one element."""
+    return float(array.asnumpy().reshape(-1)[0])
+
+
+def weight(net, context=CTX[0]):
+    return number(net.weight.data(context))
+
+
+@BOTH
+def test_a_device_without_data_repeats_its_old_gradient(trainer_class):
+    """A last batch that is too small for all devices: with Gluon the idle one pushes its gradient of the step before again."""
+    net = linear(value=0.0)
+    trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    backward(net, [(CTX[0], 2.0), (CTX[1], 5.0)])
+    trainer.step(1)  # w = -(2 + 5)
+    backward(net, [(CTX[0], 3.0)])  # the second device is idle
+    trainer.step(1)
+    right, with_old_gradient = -10.0, -15.0
+    assert weight(net) == (with_old_gradient if trainer_class is gluon.Trainer else right)
+    if trainer_class is mgpu.Trainer:
+        assert mgpu.replica_difference(net) == 0.0
+
+
+def test_without_update_on_kvstore_gluon_refuses_the_idle_device_after_it_has_reduced():
+    net = linear()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, update_on_kvstore=False)
+    backward(net, [(CTX[0], 2.0), (CTX[1], 5.0)])
+    trainer.step(1)
+    backward(net, [(CTX[0], 3.0)])
+    with pytest.raises(UserWarning, match="has not been updated"):
+        trainer.step(1)
+    assert number(net.weight.grad(CTX[0])) != 3.0  # too late: the sum has been written
+
+
+def test_a_parameter_that_no_device_used_is_refused_before_anything_changes():
+    net = nn.Sequential()
+    net.add(linear(), linear())
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
+    backward(net[0], [(CTX[0], 2.0), (CTX[1], 5.0)])
+    with pytest.raises(StaleGradientError, match=r"1\.weight on any device"):
+        trainer.step(1)
+    assert (weight(net[0]), number(net[0].weight.grad(CTX[0]))) == (1.0, 2.0)
+    trainer.step(1, ignore_stale_grad=True)
+    assert (weight(net[0]), weight(net[1])) == (-6.0, 1.0)
+
+
+def test_the_nominal_batch_size_shrinks_the_last_step():
+    """d2l's loop divides by `batch_size` in the last, shorter batch, too; train_batch counts."""
+    data, label = np.ones((3, 1), "float32"), np.zeros((3, 1), "float32")
+    loss = gluon.loss.L2Loss()  # (w x)^2 / 2, gradient w x^2 = 1 for each example: their mean is 1
+    by_hand, ours = linear(), linear()
+    trainer = gluon.Trainer(by_hand.collect_params(), "sgd", {"learning_rate": 0.5})
+    Xs, ys = mgpu.split_batch(data, label, CTX)
+    with autograd.record():
+        losses = [loss(by_hand(x), y) for x, y in zip(Xs, ys)]
+    autograd.backward(losses)
+    trainer.step(4)  # the batch size of the other batches
+    mgpu.train_batch(ours, loss, mgpu.Trainer(ours, "sgd", {"learning_rate": 0.5}), data, label)
+    assert (weight(by_hand), weight(ours)) == (1 - 0.5 * 3 / 4, 1 - 0.5)
+
+
+def test_the_mean_of_uneven_shards_is_refused():
+    """`loss.mean()` on shards of 2 and 1 examples counts the third one double; nothing in Gluon says so."""
+    net = linear()
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
+    with pytest.raises(TrainerError, match="need one number for each example"):
+        mgpu.train_batch(net, lambda out, y: ((out - y) ** 2).mean(), trainer, np.ones((3, 1)), np.zeros((3, 1)))
+    assert weight(net) == 1.0
+
+
+def test_clipping_before_the_sum_clips_something_else():
+    """Two devices with gradients 30 and 40: their sum is 70, and the norm of both arrays 50. To clip the sum to 7 is right."""
+    by_hand, ours = linear(value=0.0), linear(value=0.0)
+    theirs = gluon.Trainer(by_hand.collect_params(), "sgd", {"learning_rate": 1.0})
+    backward(by_hand, [(CTX[0], 30.0), (CTX[1], 40.0)])
+    norm = gluon.utils.clip_global_norm([by_hand.weight.grad(context) for context in CTX], 7.0)
+    theirs.step(1)
+    backward(ours, [(CTX[0], 30.0), (CTX[1], 40.0)])
+    mgpu.Trainer(ours, "sgd", {"learning_rate": 1.0}, clip_norm=7.0).step(1)
+    assert norm == pytest.approx(50.0)
+    assert weight(by_hand) == pytest.approx(-7.0 * 70 / 50, abs=1e-4)  # -9.8
+    assert weight(ours) == pytest.approx(-7.0, abs=1e-5)
+    with pytest.raises(AssertionError, match="allreduce_grads"):
+        theirs.allreduce_grads()  # Gluon's default has no place to clip at all
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_averaged_gradient_is_clipped(batch_size, arrays):
+    net = nn.Dense(2, in_units=2, use_bias=False)
+    net.initialize(mx.init.Zero(), ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0}, clip_norm=2.0)
+    with autograd.record():
+        outputs = [net(arrays.array([[3.0, 4.0]], ctx=context)) for context in CTX]
+    autograd.backward(outputs)
+    trainer.step(batch_size)
+    gradient = 2 * np.array([[3.0, 4.0], [3.0, 4.0]]) / batch_size
+    clipped = gradient * min(1, 2.0 / np.linalg.norm(gradient))
+    np.testing.assert_allclose(net.weight.data(CTX[1]).asnumpy(), -clipped, rtol=1e-6)
+    assert mgpu.replica_difference(net) == 0.0
+
+
+@BOTH
+def test_without_a_kvstore_every_device_goes_its_own_way(trainer_class):
+    net = linear(value=0.0)
+    trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 1.0}, kvstore=None)
+    backward(net, [(CTX[0], 2.0), (CTX[1], 5.0)])
+    trainer.step(1)
+    together = trainer_class is mgpu.Trainer
+    assert [weight(net, context) for context in CTX] == ([-7.0, -7.0] if together else [-2.0, -5.0])
+
+
+@pytest.mark.parametrize("kvstore", ["bogus", "horovod", "dist_sync"])
+def test_a_kvstore_that_is_none_is_taken_for_local(kvstore):
+    if kvstore == "bogus":
+        gluons = gluon.Trainer(linear().collect_params(), "sgd", {"learning_rate": 1.0}, kvstore=kvstore)
+        gluons._init_kvstore()  # not a word
+    with pytest.raises(TrainerError, match=f"got kvstore '{kvstore}'; need one of device, local"):
+        mgpu.Trainer(linear(), "sgd", {"learning_rate": 1.0}, kvstore=kvstore)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # MXNet leaves the file open
+@BOTH
+def test_states_are_loaded_into_other_layers(trainer_class, tmp_path):
+    """Gluon orders parameters by their names as strings: dense10_ < dense9_, but dense10_ < dense11_."""
+    saved, loaded = nn.Sequential(), nn.Sequential()
+    saved.add(linear(prefix="dense9_"), linear(prefix="dense10_"))
+    loaded.add(linear(prefix="dense10_"), linear(prefix="dense11_"))  # the same network, made a little later
+    gluons = trainer_class is gluon.Trainer
+    options = ("sgd", {"learning_rate": 1.0, "momentum": 0.5})
+    trainer = trainer_class(saved.collect_params() if gluons else saved, *options)
+    backward(saved[0], [(context, 1.0) for context in CTX])
+    backward(saved[1], [(context, 10.0) for context in CTX])
+    trainer.step(1)  # momenta -2 in the first layer, -20 in the second
+    trainer.save_states(str(tmp_path / "states"))
+    trainer = trainer_class(loaded.collect_params() if gluons else loaded, *options)
+    trainer.load_states(str(tmp_path / "states"))
+    for layer in loaded:
+        backward(layer, [(context, 0.0) for context in CTX])
+    trainer.step(1)  # no gradient: each weight moves by half of its momentum
+    moved = [weight(layer) - 1.0 for layer in loaded]
+    assert moved == ([-10.0, -1.0] if gluons else [-1.0, -10.0])
+
+
+@BOTH
+def test_the_first_step_overwrites_running_statistics(trainer_class):
+    """Gluon's kvstore is filled at the first step, and context 0's BatchNorm statistics are broadcast over the others'."""
+    net = nn.BatchNorm(in_channels=1, momentum=0.0)
+    net.initialize(ctx=CTX)
+    trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    with autograd.record():
+        outputs = [net(mx.nd.array([[mean - 1.0], [mean + 1.0]], ctx=context)) for context, mean in zip(CTX, (3.0, 7.0))]
+    autograd.backward(outputs)
+    trainer.step(4)
+    means = [number(net.running_mean.data(context)) for context in CTX]
+    assert means == ([3.0, 3.0] if trainer_class is gluon.Trainer else [3.0, 7.0])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_what_was_evaluated_is_what_is_saved(static, tmp_path):
+    """Gluon evaluates with each device's own statistics, and saves their mean."""
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=1, momentum=0.5))
+    net.initialize(ctx=CTX)
+    if static:
+        net.hybridize(static_alloc=True, static_shape=True)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
+    for _ in range(20):  # with static memory, these are written behind the engine's back
+        with autograd.record():
+            outputs = [net(mx.nd.array([[mean - 1.0], [mean + 1.0]], ctx=context)) for context, mean in zip(CTX, (3.0, 7.0))]
+        autograd.backward(outputs)
+        trainer.step(4)
+    x = np.array([[4.0], [6.0]], "float32")
+    mgpu.evaluate(net, [(x, np.zeros(2))], {"sum": lambda out, y: (out.sum(), 1)})
+    evaluated = [net(mx.nd.array(x, ctx=context)).asnumpy() for context in CTX]
+    net.save_parameters(str(tmp_path / "params"))
+    fresh = nn.HybridSequential()
+    fresh.add(nn.BatchNorm(in_channels=1))
+    fresh.load_parameters(str(tmp_path / "params"), ctx=mx.cpu(0))
+    np.testing.assert_array_equal(evaluated[0], evaluated[1])
+    np.testing.assert_array_equal(evaluated[0], fresh(mx.nd.array(x)).asnumpy())
+    assert number(fresh[0].running_mean.data()) == pytest.approx(5.0, abs=1e-4)
+
+
+@BOTH
+def test_adam_forgets_its_count_on_more_devices(trainer_class, tmp_path):
+    """Gluon's states hold the update counts of the devices there were; new devices begin at 1, with larger steps."""
+    options = ("adam", {"learning_rate": 0.1})
+
+    def train(net, trainer, steps):
+        for step in steps:
+            backward(net, [(context, 1.0 + step) for context in net.weight.list_ctx()[:1]])
+            for context in net.weight.list_ctx()[1:]:  # so that gluon's trainer takes the idle devices
+                backward(net, [(context, 0.0)])
+            trainer.step(1)
+
+    one = linear(CTX[:1])
+    trainer = trainer_class(one.collect_params(), *options)
+    train(one, trainer, range(5))
+    trainer.save_states(str(tmp_path / "states"))
+    two = linear(CTX, value=weight(one))
+    other = trainer_class(two.collect_params(), *options, update_on_kvstore=False)
+    other.load_states(str(tmp_path / "states"))
+    train(one, trainer, range(5, 8))
+    train(two, other, range(5, 8))
+    differences = [abs(weight(two, context) - weight(one)) for context in CTX]
+    if trainer_class is gluon.Trainer:
+        assert max(differences) > 1e-2
+    else:
+        assert max(differences) <= 1e-6
+
+
+@pytest.mark.parametrize("optimizer", ["nadam", "sgld", "lbsgd"])
+def test_optimizers_with_a_memory_of_their_own_pull_replicas_apart(optimizer):
+    """nadam shares its schedule among replicas, sgld draws other noise for each: one replica is updated, and copied."""
+    nets = {}
+    for trainer_class in (gluon.Trainer, mgpu.Trainer):
+        net = nn.Dense(2, in_units=2)
+        net.initialize(ctx=CTX)
+        trainer = trainer_class(net.collect_params(), optimizer, {"learning_rate": 0.1}, update_on_kvstore=False)
+        for _ in range(3):
+            with autograd.record():
+                outputs = [net(mx.nd.ones((1, 2), ctx=context)) for context in CTX]
+            autograd.backward(outputs)
+            trainer.step(1)
+        nets[trainer_class] = net
+    assert mgpu.replica_difference(nets[mgpu.Trainer]) == 0.0
+    if optimizer in ("nadam", "sgld"):
+        assert mgpu.replica_difference(nets[gluon.Trainer]) > 0
+
+
+def test_fewer_examples_than_devices_break_gluons_split():
+    data = mx.nd.ones((1, 2))
+    with pytest.raises(Exception):  # noqa: B017  (an opaque one of the copy)
+        [shard.asnumpy() for shard in gluon.utils.split_and_load(data, CTX, even_split=False)]
+    assert [shard.shape for shard in mgpu.split_and_load(data, CTX, even_split=False)] == [(1, 2)]
+
+
+def test_two_shards_through_one_batch_norm_need_a_joint_backward():
+    net = nn.BatchNorm(in_channels=1)
+    net.initialize(ctx=CTX[:1])
+    with autograd.record():
+        losses = [net(mx.nd.array([[1.0], [value]])) for value in (2.0, 4.0)]
+    mgpu.backward(losses)
+    assert net.gamma.grad().shape == (1,)
+    assert np.isfinite(net.gamma.grad().asnumpy()).all()
+
+
+def test_numpy_integers_lose_their_last_digit():
+    """mx.nd.array makes float32 of everything: 2**24 + 1 becomes 2**24."""
+    big = np.array([2**24 + 1, 5])
+    assert int(gluon.utils.split_and_load(big, CTX)[0].asnumpy()[0]) == 2**24
+    assert int(mgpu.split_and_load(big, CTX)[0].asnumpy()[0]) == 2**24 + 1
+
+
+def test_devices_of_one_number_count_their_updates_apart(monkeypatch):
+    """MXNet counts an optimizer's updates by device number, which cpu(0) and gpu(0) share: Adam's steps would count double."""
+    for trainer_class in (gluon.Trainer, mgpu.Trainer):
+        net = linear(CTX)
+        trainer = trainer_class(net.collect_params(), "adam", {"learning_rate": 0.1}, update_on_kvstore=False)
+        for _ in range(3):
+            backward(net, [(context, 1.0) for context in CTX])
+            with monkeypatch.context() as patch:
+                # as MXNet sees cpu(0) and gpu(0)
+                patch.setattr(mx.Context, "device_id", property(lambda _: 0, lambda *_: None), raising=False)
+                trainer.step(1)
+        if trainer_class is gluon.Trainer:
+            assert trainer._optimizer._all_index_update_counts == {0: {0: 6}}
+        else:
+            assert trainer._counts == [{0: 3}, {0: 3}]
+            assert mgpu.replica_difference(net) == 0.0
+
+
+DOT = """
+    {first}
+    import gluon_mgpu as mgpu
+    import mxnet as mx
+    with mgpu.use_devices("cpu:2") as ctx:
+        matrices = [mx.nd.ones((256, 256), ctx=context) for context in ctx]
+        for _ in range(200):
+            for matrix in matrices:
+                mx.nd.dot(matrix, matrix)
+    print("finished", mgpu.runtime.threads_of(0), mgpu.runtime.threads_of(1))
+"""
+
+
+def run_python(program, timeout, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
+        universal_newlines=True,
+    )
+
+
+@pytest.mark.parametrize("first", ["pass", "import mxnet"], ids=["ours first", "mxnet first"])
+def test_dot_on_two_cpu_contexts_does_not_hang(first):
+    """With OMP_NUM_THREADS=2, OpenBLAS waits for ever; OPENBLAS_NUM_THREADS=1 does not help, and use_devices does."""
+    told = run_python(DOT.format(first=first), 120, OMP_NUM_THREADS="2")
+    assert "finished 1 1" in told.stdout, told.stdout
+
+
+def test_dot_on_two_cpu_contexts_hangs_without_the_toolkit():
+    """Shows that the test above can fail: the same program, with the runtime settings off."""
+    if mgpu.runtime.num_cores() < 2:
+        pytest.skip("needs two cores")
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_python(DOT.format(first="pass"), 12, OMP_NUM_THREADS="2", GLUON_MGPU_RUNTIME="off")
+
+
+def test_threads_that_were_in_use_are_left_alone():
+    """oneDNN's primitives are made for a number of threads: with another one, gradients are wrong or memory is overwritten."""
+    program = """
+        import gluon_mgpu as mgpu
+        import mxnet as mx
+        for i in range(2):
+            (mx.nd.ones((2, 2), ctx=mx.cpu(i)) * 2).wait_to_read()
+        with mgpu.use_devices("cpu:2"):
+            print("left", mgpu.runtime.threads_of(0), mgpu.runtime.threads_of(1))
+    """
+    told = run_python(program, 60, OMP_NUM_THREADS="2")
+    assert "left 2 2" in told.stdout
+    assert "RuntimeWarning: use_devices: got contexts that have run already" in told.stdout
+    assert "RuntimeWarning" not in run_python(program, 60, OMP_NUM_THREADS="1").stdout

@@ -1,0 +1,80 @@
+"""Contract: k devices train as one does, for every kind of batch, array, compilation and optimizer; replicas stay identical."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import pytest
+from mxnet import gluon
+
+from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
+
+STEPS = 10
+BATCHES = {
+    "even": [24] * STEPS,
+    "uneven": [13, 7, 24, 11, 5, 9, 23, 14, 13, 7],
+    "fewer": [1, 2, 3, 1, 24, 2, 5, 1, 3, 7],  # than devices, in most steps
+}
+HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
+OPTIMIZERS = {
+    "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}),
+    "adam": ("adam", {"learning_rate": 0.01}),
+}
+
+
+@pytest.fixture
+def reference(arrays):
+    """Weights of the hand-written loop on one device, made once for each kind of batch and optimizer."""
+    made = {}
+
+    def weights(batches, optimizer):
+        if (batches, optimizer) not in made:
+            net = gluon_loop(small_net([mx.cpu(0)]), *OPTIMIZERS[optimizer], small_batches(BATCHES[batches]))
+            made[batches, optimizer] = weights_of(net)
+        return made[batches, optimizer]
+
+    return weights
+
+
+@pytest.mark.parametrize("hybridize", HYBRIDIZE)
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+def test_devices_do_not_show_in_the_weights(num_devices, batches, hybridize, reference):
+    ctx = [mx.cpu(i) for i in range(num_devices)]
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    for optimizer, (name, params) in OPTIMIZERS.items():
+        net = small_net(ctx, hybridize=HYBRIDIZE[hybridize])
+        trainer = mgpu.Trainer(net, name, dict(params))
+        for X, y in small_batches(BATCHES[batches]):
+            mgpu.train_batch(net, loss, trainer, X, y)
+        assert mgpu.replica_difference(net) == 0.0
+        assert largest_difference(weights_of(net), reference(batches, optimizer)) <= 1e-5, optimizer
+
+
+def test_the_reference_can_tell(arrays):
+    """The bound is not so wide that a wrong divisor passes: 7 examples counted as 8 show."""
+    right = weights_of(gluon_loop(small_net([mx.cpu(0)]), *OPTIMIZERS["momentum"], small_batches([7] * 3)))
+    net = small_net([mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, *OPTIMIZERS["momentum"])
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    for X, y in small_batches([7] * 3):
+        Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
+        with mx.autograd.record():
+            losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
+        mgpu.backward(losses)
+        trainer.step(8)
+    assert largest_difference(weights_of(net), right) > 1e-3
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 2], [0, 3, 1]])
+def test_weighted_shards_do_not_show(weights, arrays):
+    ctx = [mx.cpu(i) for i in range(3)]
+    batches = small_batches(BATCHES["uneven"])
+    reference = weights_of(gluon_loop(small_net(ctx[:1]), *OPTIMIZERS["momentum"], batches))
+    net = small_net(ctx)
+    trainer = mgpu.Trainer(net, *OPTIMIZERS["momentum"])
+
+    def split(X, y, devices):
+        return mgpu.split_batch(X, y, devices, weights=weights)
+
+    for X, y in batches:
+        mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, split_f=split)
+    assert largest_difference(weights_of(net), reference) <= 1e-5

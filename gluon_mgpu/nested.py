@@ -80,6 +80,8 @@ def _below(other: Any, key: Any, data: Any, path: str) -> Any:
             f"{path}: got a {type(data).__name__} of {len(data)} beside a {type(other).__name__} of {len(other)}; "
             "need both of one form. Give one value for all, or one for each leaf."
         )
+    if isinstance(other, Mapping) and key not in other:
+        raise ValueError(f"{path}: got a dict beside one that has no {key!r}; need the same keys in both. Give one for each leaf.")
     return other[key]
 
 

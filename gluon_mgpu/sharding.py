@@ -12,6 +12,7 @@ from mxnet import Context
 from .devices import check_contexts
 from .errors import ShardError
 from .nested import Leaf, is_device_array, leaves, map_leaves
+from .transfer import on_device
 
 Bounds = Tuple[int, int]  # [begin, end) along the batch axis
 
@@ -321,7 +322,7 @@ def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:
 
 def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[str]) -> Leaf:
     if is_device_array(leaf):
-        loaded = leaf.as_in_context(ctx)
+        loaded = on_device(leaf, ctx)
         return loaded if dtype is None else loaded.astype(dtype, copy=False)
     wanted = np.dtype(dtype) if dtype else np.dtype(np.float32) if leaf.dtype == np.float64 else leaf.dtype
     try:

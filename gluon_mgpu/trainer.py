@@ -295,7 +295,7 @@ def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any,
     if compression:
         raise TrainerError(f"Trainer: got compression_params {compression}; need None. This version does not compress gradients.")
     if clip_norm is not None and not clip_norm > 0:
-        raise TrainerError(f"Trainer: got clip_norm {clip_norm}; need a number above 0, or None not to clip.")
+        raise TrainerError(f"Trainer: got clip_norm {clip_norm}; need a number above 0. Pass None not to clip.")
     for name, param in zip(replicas.names, replicas.params):
         if param._stype != "default":
             raise TrainerError(

@@ -76,7 +76,13 @@ def as_in_context(data: Any, ctx: Context) -> Any:
     """
     if not isinstance(ctx, Context):
         raise DeviceError(f"as_in_context: got {ctx!r} for the context; need an mxnet.Context. Pass mx.cpu(0) or mx.gpu(0).")
-    return map_leaves(lambda _, leaf: _as_device_array(leaf, ctx).as_in_context(ctx), data)
+    return map_leaves(lambda _, leaf: on_device(leaf, ctx), data)
+
+
+def on_device(leaf: Leaf, ctx: Context) -> Leaf:
+    """Return one array on a context: the array itself where it is there, of which np's `as_in_context` makes a new one."""
+    array = _as_device_array(leaf, ctx)
+    return array if array.context == ctx else array.as_in_context(ctx)
 
 
 def _copy(leaf: Leaf, ctx: Context) -> Leaf:

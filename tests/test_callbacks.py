@@ -1,0 +1,284 @@
+"""Callbacks: history and its files, progress, early stopping, checkpoints."""
+
+import csv
+import json
+import sys
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import MissingExtraError, TrainerError
+from mxnet import gluon
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Scripted(mgpu.Callback):
+    """Writes the next value of a script into a column of each epoch's row."""
+
+    def __init__(self, column, values):
+        self.column, self.values = column, values
+
+    def on_epoch_end(self, state):
+        state.history.rows[-1][self.column] = self.values[state.epoch - 1]
+
+
+class Weights(mgpu.Callback):
+    """Notes the weights after each epoch."""
+
+    def __init__(self):
+        self.after = []
+
+    def on_epoch_end(self, state):
+        self.after.append(state.net.weight.data(mx.cpu(0)).asnumpy())
+
+
+def make_net(ctx, in_units=2):
+    net = nn.Dense(2, in_units=in_units)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    return net
+
+
+def make_batches(num_batches=2):
+    rng = np.random.RandomState(0)
+    return [(rng.uniform(-1, 1, (4, 2)).astype("float32"), rng.randint(0, 2, 4).astype("int32")) for _ in range(num_batches)]
+
+
+def train(callbacks, *, epochs=10, ctx=None, test_iter=None, num_batches=2):
+    net = make_net(ctx or [mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    return mgpu.fit(net, loss, trainer, make_batches(num_batches), test_iter, epochs=epochs, callbacks=callbacks)
+
+
+# History
+
+
+def test_columns_are_one_value_an_epoch():
+    history = mgpu.History([{"epoch": 1.0, "train_loss": 0.5}, {"epoch": 2.0, "train_loss": 0.25}])
+    assert history.column("train_loss") == [0.5, 0.25]
+
+
+def test_history_is_saved_as_csv_json_and_a_picture(tmp_path):
+    history = train([], epochs=3, test_iter=make_batches(1))
+    history.stopped = "enough"
+    history.save(tmp_path / "a" / "new folder")
+    folder = tmp_path / "a" / "new folder"
+    assert sorted(path.name for path in folder.iterdir()) == ["curves.png", "history.csv", "history.json"]
+    with open(folder / "history.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [{name: float(value) for name, value in row.items()} for row in rows] == history.rows
+    assert [list(row) for row in rows] == [list(row) for row in history.rows]
+    assert json.loads((folder / "history.json").read_text()) == {"stopped": "enough", "epochs": history.rows}
+    picture = (folder / "curves.png").read_bytes()
+    assert picture.startswith(PNG)
+    assert len(picture) > 10_000
+
+
+def test_the_picture_shows_the_curves(tmp_path):
+    """Another history is another picture; the same one is the same."""
+    rows = [{"epoch": float(i), "train_loss": 1 / i, "train_accuracy": i / 4} for i in (1, 2, 3)]
+    pictures = []
+    for i, last in enumerate([1 / 3, 1 / 3, 3.0]):
+        rows[-1]["train_loss"] = last
+        mgpu.History(rows).save(tmp_path / str(i))
+        pictures.append((tmp_path / str(i) / "curves.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
+def test_a_column_that_begins_later_is_saved(tmp_path):
+    mgpu.History([{"epoch": 1.0}, {"epoch": 2.0, "test_loss": 0.5}]).save(tmp_path)
+    assert (tmp_path / "history.csv").read_text().split() == ["epoch,test_loss", "1.0,", "2.0,0.5"]
+
+
+def test_an_empty_history_is_saved(tmp_path):
+    mgpu.History().save(tmp_path)
+    assert json.loads((tmp_path / "history.json").read_text()) == {"stopped": "", "epochs": []}
+    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+
+
+def test_without_matplotlib_the_extra_is_named_and_the_numbers_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'gluon_mgpu\[train\]'") as caught:
+        mgpu.History([{"epoch": 1.0, "train_loss": 0.5}]).save(tmp_path)
+    assert_house_style(caught.value)
+    assert (tmp_path / "history.csv").read_text().split() == ["epoch,train_loss", "1.0,0.5"]
+    assert json.loads((tmp_path / "history.json").read_text())["epochs"] == [{"epoch": 1.0, "train_loss": 0.5}]
+
+
+# Progress
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys):
+    history = train([mgpu.Progress("images")], epochs=2, test_iter=make_batches(1))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for line, row in zip(lines, history.rows):
+        assert line == (
+            f"epoch {row['epoch']:.0f}/2  train accuracy {row['train_accuracy']:.4f}  train loss {row['train_loss']:.4f}  "
+            f"test accuracy {row['test_accuracy']:.4f}  test loss {row['test_loss']:.4f}  "
+            f"{row['examples_per_s']:.0f} images/s  {row['seconds']:.1f} s"
+        )
+
+
+def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 1)
+    train([mgpu.Progress(every_s=-1)], epochs=2, num_batches=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  accuracy")[0] for line in lines if " batch " in line][:2] == [
+        "epoch 1/2  batch 1/2",
+        "epoch 1/2  batch 2/2",
+    ]
+    assert all(line.endswith(" left") for line in lines if " batch " in line)
+
+
+def test_fit_shows_progress_unless_told_otherwise(capsys):
+    train(None, epochs=1)
+    assert capsys.readouterr().out.startswith("epoch 1/1  train accuracy ")
+    train([], epochs=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    train([mgpu.Progress("words")], epochs=2)
+    output = capsys.readouterr().out
+    assert "epoch 1/2" in output
+    assert "epoch 2/2" in output
+    assert "words/s" in output
+
+
+def test_the_bar_is_put_away_when_training_fails(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    progress = mgpu.Progress()
+
+    class Broken(mgpu.Callback):
+        def on_epoch_begin(self, state):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="^mine$"):
+        train([progress, Broken()])
+    train([progress], epochs=1)  # rich allows one bar at a time
+
+
+# EarlyStopping
+
+FALLING = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+VALLEY = [1.0, 0.5, 0.4, 0.45, 0.41, 0.40, 0.39, 0.6, 0.6, 0.6]  # best in epochs 3 and 7
+
+
+@pytest.mark.parametrize(
+    "monitor, values, options, epochs, best",
+    [
+        ("test_loss", FALLING, {"patience": 0}, 10, None),
+        ("test_loss", VALLEY, {"patience": 0}, 4, (0.4, 3)),
+        ("test_loss", VALLEY, {"patience": 1}, 5, (0.4, 3)),
+        ("test_loss", VALLEY, {"patience": 2}, 6, (0.4, 3)),  # as good is not better
+        ("test_loss", VALLEY, {}, 10, None),  # 0.39 comes in time, and 10 is the end
+        ("test_loss", VALLEY, {"patience": 2, "min_delta": 0.2}, 5, (0.5, 2)),
+        ("test_loss", FALLING, {"patience": 1, "min_delta": 0.15}, 10, None),  # every second epoch is better by enough
+        ("test_loss", FALLING, {"patience": 1, "min_delta": 0.25}, 3, (1.0, 1)),
+        ("test_accuracy", FALLING, {"patience": 3}, 5, (1.0, 1)),  # larger is better
+        ("test_accuracy", FALLING[::-1], {"patience": 0}, 10, None),
+        ("test_accuracy", FALLING, {"patience": 3, "mode": "min"}, 10, None),
+        ("my_loss", FALLING, {"patience": 1}, 10, None),
+        ("my_loss", FALLING, {"patience": 1, "mode": "max"}, 3, (1.0, 1)),
+        ("perplexity", FALLING, {"patience": 1, "mode": "min"}, 10, None),
+    ],
+)
+def test_early_stopping_stops_after_the_epochs_that_are_allowed(monitor, values, options, epochs, best):
+    history = train([Scripted(monitor, values), mgpu.EarlyStopping(monitor, **options)])
+    assert history.column("epoch") == list(range(1, epochs + 1))
+    assert history.stopped == (f"{monitor} was best ({best[0]:.4g}) in epoch {best[1]}" if best else "")
+
+
+def test_early_stopping_watches_the_test_loss_with_patience_3():
+    stopping = mgpu.EarlyStopping()
+    assert len(train([Scripted("test_loss", [1.0] * 10), stopping]).rows) == 5
+
+
+def test_early_stopping_begins_anew_with_each_fit():
+    stopping = mgpu.EarlyStopping("test_loss", patience=1)
+    assert len(train([Scripted("test_loss", [0.0] * 10), stopping]).rows) == 3
+    assert len(train([Scripted("test_loss", FALLING), stopping]).rows) == 10
+
+
+@pytest.mark.parametrize("options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "smallest"}])
+def test_early_stopping_refuses_bad_options(options):
+    with pytest.raises(TrainerError, match="got (patience|mode)") as caught:
+        mgpu.EarlyStopping(**options)
+    assert_house_style(caught.value)
+
+
+def test_a_column_that_is_not_there_is_told():
+    with pytest.raises(TrainerError, match="^callbacks: got monitor 'test_loss'; need one of epoch, train_accuracy, ") as caught:
+        train([mgpu.EarlyStopping()])
+    assert_house_style(caught.value)
+
+
+# Checkpoint
+
+UP_AND_DOWN = [0.2, 0.6, 0.5, 0.6, 0.1]  # best in epoch 2; as good in epoch 4 is not better
+
+
+def test_best_and_last_hold_the_weights_of_their_epochs(tmp_path, devices):
+    weights = Weights()
+    history = train([Scripted("test_accuracy", UP_AND_DOWN), weights, mgpu.Checkpoint(tmp_path)], epochs=5, ctx=devices)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last"]
+    for name, epoch in (("best", 2), ("last", 5)):
+        plain = nn.Dense(2, in_units=2)
+        plain.load_parameters(str(tmp_path / name / "net.params"), ctx=mx.cpu(4))
+        np.testing.assert_array_equal(plain.weight.data(mx.cpu(4)).asnumpy(), weights.after[epoch - 1])
+        progress = json.loads((tmp_path / name / "progress.json").read_text())
+        assert progress == {"epoch": epoch, "epochs_completed": epoch, "history": history.rows[:epoch]}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_checkpoints_are_loaded_on_another_number_of_devices(tmp_path, devices, num_devices):
+    weights = Weights()
+    train([weights, mgpu.Checkpoint(tmp_path, monitor="train_loss")], epochs=2, ctx=devices)
+    net = make_net([mx.cpu(i) for i in range(num_devices)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    assert mgpu.load_checkpoint(tmp_path / "last", net, trainer)["epoch"] == 2
+    np.testing.assert_array_equal(net.weight.data(mx.cpu(num_devices - 1)).asnumpy(), weights.after[1])
+
+
+@pytest.mark.parametrize(
+    "monitor, mode, best", [("test_loss", None, 5), ("test_loss", "max", 2), ("test_f1", None, 2), ("test_f1", "min", 5)]
+)
+def test_best_follows_the_mode(tmp_path, monitor, mode, best):
+    train([Scripted(monitor, UP_AND_DOWN), mgpu.Checkpoint(tmp_path, monitor, mode=mode)], epochs=5)
+    assert json.loads((tmp_path / "best" / "progress.json").read_text())["epoch"] == best
+
+
+def test_without_a_monitor_only_last_is_kept(tmp_path):
+    train([mgpu.Checkpoint(str(tmp_path / "new" / "folder"), monitor=None)], epochs=1)
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["last"]
+
+
+def test_the_first_epoch_of_another_fit_is_its_best(tmp_path):
+    checkpoint = mgpu.Checkpoint(tmp_path)
+    train([Scripted("test_accuracy", [0.9, 0.1]), checkpoint], epochs=2)
+    train([Scripted("test_accuracy", [0.2, 0.3, 0.1]), checkpoint], epochs=3)
+    assert json.loads((tmp_path / "best" / "progress.json").read_text())["epoch"] == 2
+
+
+def test_what_an_error_ended_is_not_saved(tmp_path):
+    class Broken(mgpu.Callback):
+        def on_epoch_begin(self, state):
+            if state.epoch == 3:
+                raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="^mine$"):
+        train([Broken(), mgpu.Checkpoint(tmp_path, monitor=None)])
+    assert json.loads((tmp_path / "last" / "progress.json").read_text())["epoch"] == 2
+
+
+def test_checkpoint_refuses_a_bad_mode(tmp_path):
+    with pytest.raises(TrainerError, match="^callbacks: got mode 'best'; need 'min' or 'max'") as caught:
+        mgpu.Checkpoint(tmp_path, mode="best")
+    assert_house_style(caught.value)

@@ -1,0 +1,217 @@
+import collections
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import DeviceError, ShardError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mxnet import gluon
+
+from .conftest import assert_house_style
+
+CTX = [mx.cpu(i) for i in range(4)]
+
+
+@given(st.integers(0, 1000), st.integers(1, 20))
+def test_a_plan_is_balanced_as_array_split(num_examples, num_shards):
+    sizes = mgpu.plan_shards(num_examples, num_shards)
+    assert sizes == [len(part) for part in np.array_split(np.arange(num_examples), num_shards)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(0, 1000), st.lists(st.floats(0, 100), min_size=1, max_size=12).filter(lambda weights: sum(weights) > 1e-3))
+def test_a_weighted_plan_is_off_by_less_than_one(num_examples, weights):
+    sizes = mgpu.plan_shards(num_examples, len(weights), weights)
+    assert sum(sizes) == num_examples
+    for size, weight in zip(sizes, weights):
+        assert abs(size - num_examples * weight / sum(weights)) < 1 + 1e-6
+        assert weight > 0 or size == 0
+
+
+def test_plans_in_numbers():
+    assert mgpu.plan_shards(10, 4) == [3, 3, 2, 2]
+    assert mgpu.plan_shards(2, 3) == [1, 1, 0]
+    assert mgpu.plan_shards(10, 3, [2, 1, 1]) == [5, 3, 2]
+    assert mgpu.plan_shards(7, 2, [1e-9, 1]) == [0, 7]
+    assert mgpu.plan_shards(5, 2, [1, 1]) == [3, 2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num_examples=st.integers(1, 9),
+    num_devices=st.integers(1, 4),
+    axis=st.integers(-3, 2),
+    kind=st.sampled_from(["numpy", "nd", "np"]),
+    dtype=st.sampled_from(["float32", "float16", "int32", "int64", "uint8"]),
+)
+def test_split_then_gather_is_the_identity(num_examples, num_devices, axis, kind, dtype):
+    shape = [2, 3, 4]
+    shape[axis] = num_examples
+    host = np.random.RandomState(0).randint(0, 100, shape).astype(dtype)
+    data = {"numpy": lambda: host, "nd": lambda: mx.nd.array(host, dtype=dtype), "np": lambda: mx.np.array(host, dtype=dtype)}[kind]()
+    shards = mgpu.split_and_load({"x": (data, data)}, CTX[:num_devices], axis, even_split=False)
+    assert [shard["x"][0].shape[axis] for shard in shards] == [n for n in mgpu.plan_shards(num_examples, num_devices) if n]
+    assert [shard["x"][1].context for shard in shards] == CTX[: len(shards)]
+    back = mgpu.gather(shards, mx.cpu(1), axis)["x"][0]
+    assert back.dtype == np.dtype(dtype)
+    assert back.context == mx.cpu(1)
+    np.testing.assert_array_equal(back.asnumpy(), host)
+    assert isinstance(back, mx.np.ndarray) == (kind == "np")
+
+
+@pytest.mark.parametrize("even_split", [True, False])
+@pytest.mark.parametrize("batch_axis", [0, 1])
+def test_arrays_are_split_as_gluon_splits_them(arrays, devices, even_split, batch_axis):
+    size = 6 if even_split else 7
+    data = arrays.array(np.random.RandomState(0).uniform(size=(size, size, 2)))
+    ours = mgpu.split_and_load(data, devices, batch_axis, even_split)
+    theirs = gluon.utils.split_and_load(data, devices, batch_axis, even_split)
+    assert len(ours) == len(theirs)
+    for mine, gluons in zip(ours, theirs):
+        assert mine.context == gluons.context
+        assert type(mine) is type(gluons)
+        np.testing.assert_array_equal(mine.asnumpy(), gluons.asnumpy())
+    for mine, gluons in zip(mgpu.split_data(data, 3, batch_axis, False), gluon.utils.split_data(data, 3, batch_axis, False)):
+        np.testing.assert_array_equal(mine.asnumpy(), gluons.asnumpy())
+
+
+def test_host_arrays_become_arrays_of_the_mode(arrays):
+    kind = mx.np.ndarray if arrays is mx.np else mx.nd.NDArray
+    for value, dtype in [
+        (np.zeros((4, 2)), "float32"),
+        (np.zeros((4, 2), "float16"), "float16"),
+        (np.arange(4), "int64"),
+        (np.arange(4, dtype="int32"), "int32"),
+        (np.arange(4, dtype="uint8"), "uint8"),
+        ([[1, 2], [3, 4], [5, 6], [7, 8]], "int64"),
+        ([0.5, 1.5, 2.5, 3.5], "float32"),
+    ]:
+        shards = mgpu.split_and_load(value, CTX[:2])
+        assert [type(shard) for shard in shards] == [kind, kind]
+        assert {np.dtype(shard.dtype).name for shard in shards} == {dtype}
+        assert mgpu.gather(shards).asnumpy().tolist() == np.asarray(value).tolist()
+
+
+def test_dtype_casts_every_array(arrays):
+    for data in (np.arange(4), arrays.arange(4)):
+        assert [shard.dtype for shard in mgpu.split_and_load(data, CTX[:2], dtype="float16")] == [np.float16] * 2
+
+
+def test_host_arrays_are_sliced_on_the_host(monkeypatch):
+    """What goes to a device is the shard, not the batch: no array of the batch's size is made."""
+    made = []
+    array = mx.nd.array
+    monkeypatch.setattr(mx.nd, "array", lambda data, **options: made.append(data.shape) or array(data, **options))
+    mgpu.split_and_load(np.zeros((5, 3), "float32"), CTX[:2], even_split=False)
+    assert made == [(3, 3), (2, 3)]
+
+
+def test_a_shard_that_is_on_its_device_is_not_copied():
+    data = mx.nd.zeros((4,), ctx=CTX[0])
+    first, _ = mgpu.split_and_load(data, CTX[:2])
+    first[:] = 7
+    assert data.asnumpy().tolist() == [7, 7, 0, 0]
+    assert mgpu.split_and_load(data, CTX[:1])[0] is data
+
+
+def test_nested_data_keeps_its_form():
+    Point = collections.namedtuple("Point", "x y")
+    data = {"a": [np.zeros((3, 2)), (np.zeros(3),)], "p": Point(np.zeros((3, 1)), None)}
+    first, second = mgpu.split_and_load(data, CTX[:2], even_split=False)
+    assert isinstance(first["p"], Point)
+    assert first["p"].y is None
+    assert isinstance(first["a"], list)
+    assert isinstance(first["a"][1], tuple)
+    assert (first["a"][0].shape, second["a"][1][0].shape, second["p"].x.shape) == ((2, 2), (1,), (1, 1))
+    ordered = mgpu.split_and_load(collections.OrderedDict(x=np.zeros(2)), CTX[:2])[0]
+    assert isinstance(ordered, collections.OrderedDict)
+
+
+def test_each_array_may_have_its_own_batch_axis():
+    tokens, label, state = np.zeros((7, 4)), np.zeros(4), np.zeros((2, 4, 5))  # TN, N, LNC
+    shards = mgpu.split_and_load(((tokens, {"h": state}), label), CTX[:2], batch_axis=((1, {"h": 1}), 0))
+    (tokens_0, states_0), label_0 = shards[0]
+    assert (tokens_0.shape, states_0["h"].shape, label_0.shape) == ((7, 2), (2, 2, 5), (2,))
+    Xs, ys = mgpu.split_batch((tokens, state), label, CTX[:2], batch_axis=(1, 0))  # one number for all of X
+    assert (Xs[1][0].shape, Xs[1][1].shape, ys[1].shape) == ((7, 2), (2, 2, 5), (2,))
+
+
+def test_weights_and_devices_without_work():
+    shards = mgpu.split_and_load(np.arange(6), CTX[:3], weights=[2, 0, 1])
+    assert [(shard.context, shard.shape) for shard in shards] == [(CTX[0], (4,)), (CTX[2], (2,))]
+    Xs, ys = mgpu.split_batch(np.arange(6), np.arange(6), CTX[:2], weights=[1, 5])
+    assert ([x.size for x in Xs], [y.size for y in ys]) == ([1, 5], [1, 5])
+
+
+def test_fewer_examples_than_devices():
+    Xs, ys = mgpu.split_batch(np.ones((2, 3)), np.ones(2), CTX)
+    assert [(x.shape, x.context) for x in Xs] == [((1, 3), CTX[0]), ((1, 3), CTX[1])]
+    assert len(ys) == 2
+    assert len(mgpu.split_data(mx.nd.ones((2, 3)), 4, even_split=False)) == 2
+
+
+def test_several_inputs_as_d2l():
+    premises, hypotheses, label = np.zeros((5, 7)), np.ones((5, 8)), np.arange(5)
+    Xs, ys = mgpu.split_batch_multi_inputs((premises, hypotheses), label, CTX[:2])
+    assert [[x.shape for x in features] for features in Xs] == [[(3, 7), (3, 8)], [(2, 7), (2, 8)]]
+    assert [y.asnumpy().tolist() for y in ys] == [[0, 1, 2], [3, 4]]
+
+
+def test_gather_of_host_arrays_stays_on_the_host():
+    joined = mgpu.gather([np.zeros((1, 2)), np.ones((2, 2))])
+    assert isinstance(joined, np.ndarray)
+    assert joined.shape == (3, 2)
+    assert mgpu.gather([np.zeros((1, 2)), np.ones((2, 2))], mx.cpu(1)).context == mx.cpu(1)
+
+
+def test_a_split_can_be_differentiated():
+    x = mx.nd.array([[1.0], [2.0], [3.0]])
+    x.attach_grad()
+    with mx.autograd.record():
+        shards = mgpu.split_and_load(x, CTX[:2], even_split=False)
+        losses = [(shard * shard).sum() for shard in shards]
+    mgpu.backward(losses)
+    assert x.grad.asnumpy().tolist() == [[2.0], [4.0], [6.0]]
+
+
+BAD = [
+    (lambda: mgpu.split_and_load(np.zeros((2, 3)), CTX[:3]), r"got a batch of 2 along axis 0 for 3 devices with even_split=True"),
+    (lambda: mgpu.split_and_load((np.zeros((4, 3)), np.zeros(3)), CTX[:2]), r"got 4 examples in data\[0\] and 3 in data\[1\]"),
+    (lambda: mgpu.split_and_load(np.zeros((0, 3)), CTX[:2]), "got a batch of 0 examples"),
+    (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], batch_axis=1), r"got data of shape \(4,\) and batch_axis 1"),
+    (lambda: mgpu.split_and_load(np.float32(3), CTX[:2]), r"of shape \(\)"),
+    (lambda: mgpu.split_and_load([], CTX[:2]), "got no array"),
+    (lambda: mgpu.split_and_load(np.zeros(4, "complex64"), CTX[:2]), "of dtype complex64"),
+    (lambda: mgpu.split_and_load(np.array(["a", "b"]), CTX[:2]), "of dtype <U1"),
+    (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], weights=[1]), r"got weights \[1.0\] for 2 shards"),
+    (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], weights=[1, -1]), "got weights"),
+    (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], weights=[0, 0]), "not all 0"),
+    (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], weights=[1, float("nan")]), "got weights"),
+    (lambda: mgpu.split_data(np.zeros(4), 0), "got 0 slices"),
+    (lambda: mgpu.gather([]), r"got \[\]"),
+    (lambda: mgpu.gather([np.zeros((1, 2)), np.zeros((1, 3))]), r"got shapes"),
+    (lambda: mgpu.gather([np.zeros((1, 2)), (np.zeros((1, 2)),)]), "different forms"),
+]
+
+
+@pytest.mark.parametrize("call, told", BAD)
+def test_what_cannot_be_split_is_told(call, told):
+    with pytest.raises(ShardError, match=told) as caught:
+        call()
+    assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("ctx", [[], CTX[:1] * 2, mx.cpu(0), ["cpu(0)"], [mx.cpu_pinned(0)]])
+def test_devices_must_be_different_contexts(ctx):
+    with pytest.raises(DeviceError) as caught:
+        mgpu.split_and_load(np.zeros(4), ctx)
+    assert_house_style(caught.value)
+
+
+def test_what_is_no_array_is_named_by_its_place():
+    with pytest.raises(TypeError, match=r"data\['x'\]\[1\]: got str; need an array"):
+        mgpu.split_and_load({"x": [np.zeros(4), "label"]}, CTX[:2])
+    with pytest.raises(ValueError, match=r"got a tuple of 2 beside a tuple of 3"):
+        mgpu.split_and_load((np.zeros(4), np.zeros(4)), CTX[:2], batch_axis=(0, 0, 0))

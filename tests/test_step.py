@@ -1,0 +1,122 @@
+from functools import partial
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import ShardError, StepError, TrainerError
+from mxnet import autograd, gluon
+from mxnet.gluon import nn, rnn
+
+from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
+
+CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def test_a_batch_tells_what_came_of_it(arrays):
+    net = small_net(CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    X, y = small_batches([5])[0]
+    batch = mgpu.train_batch(net, LOSS, trainer, X, y)
+    assert batch.num_examples == 5
+    assert [output.shape for output in batch.outputs] == [(2, 3), (2, 3), (1, 3)]
+    assert [loss.context for loss in batch.losses] == CTX
+    np.testing.assert_array_equal(np.concatenate([label.asnumpy() for label in batch.labels]), y)
+
+
+def test_prediction_mode_and_training_mode():
+    net = nn.Dropout(0.5)
+    net.initialize(ctx=CTX)
+    ones = np.ones((60, 10), "float32")
+    batch = mgpu.eval_batch(net, ones, np.zeros(60), CTX)
+    assert all((output.asnumpy() == 1).all() for output in batch.outputs)
+    assert (batch.losses, batch.num_examples) == ([], 60)
+    with autograd.record():  # inside somebody's record, too
+        assert all((output.asnumpy() == 1).all() for output in mgpu.eval_batch(net, ones, np.zeros(60), CTX).outputs)
+
+
+def test_losses_are_those_of_the_loss(devices):
+    net = small_net(devices)
+    X, y = small_batches([5])[0]
+    batch = mgpu.eval_batch(net, X, y, devices, loss=LOSS)
+    scores = np.concatenate([output.asnumpy() for output in batch.outputs]).astype("float64")
+    by_hand = np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(5), y]
+    np.testing.assert_allclose(np.concatenate([loss.asnumpy() for loss in batch.losses]), by_hand, rtol=1e-5)
+
+
+class Tagger(gluon.Block):
+    """Tokens in TNC layout, and their lengths, to one score a sentence."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = rnn.GRU(4, input_size=2)
+        self.out = nn.Dense(2, in_units=4)
+
+    def forward(self, inputs):
+        tokens, scale = inputs["tokens"], inputs["scale"]
+        return self.out(self.rnn(tokens)[-1] * scale)
+
+
+def test_nested_inputs_with_axes_of_their_own():
+    """A recurrent network: examples along axis 1 of the tokens, and along axis 0 of the rest. k devices equal one."""
+    rng = np.random.RandomState(0)
+    X = {"tokens": rng.uniform(size=(6, 5, 2)).astype("float32"), "scale": rng.uniform(size=(5, 1)).astype("float32")}
+    y = rng.randint(0, 2, 5)
+    split = partial(mgpu.split_batch, batch_axis=({"tokens": 1, "scale": 0}, 0))
+    found = []
+    for num_devices in (1, 3):
+        mx.random.seed(1)
+        net = Tagger()
+        net.initialize(mx.init.Xavier(), ctx=CTX[:num_devices])
+        trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01})
+        for _ in range(5):
+            mgpu.train_batch(net, LOSS, trainer, X, y, split_f=split)
+        found.append(weights_of(net))
+    assert largest_difference(*found) <= 1e-5
+
+
+def test_losses_of_many_numbers_an_example_count_examples():
+    """gluon's losses average over all axes but the batch's; one that does not counts as one example a row."""
+    net = nn.Dense(2, in_units=2, use_bias=False)
+    net.initialize(mx.init.Zero(), ctx=CTX)
+    batch = mgpu.train_batch(net, lambda out, y: out - y, mgpu.Trainer(net, "sgd"), np.ones((4, 2)), np.ones((4, 2)))
+    assert batch.num_examples == 4
+
+
+@pytest.mark.parametrize("losses", [[], None, 3, [1.0], mx.nd.ones(1), [np.ones(1)]], ids=repr)
+def test_backward_takes_a_list_of_losses(losses):
+    with pytest.raises(TrainerError, match="backward: got") as caught:
+        mgpu.backward(losses)
+    assert_house_style(caught.value)
+
+
+def test_a_loss_that_is_no_array_is_told():
+    net = small_net(CTX)
+    X, y = small_batches([6])[0]
+    with pytest.raises(TrainerError, match="got a loss of type float") as caught:
+        mgpu.train_batch(net, lambda out, label: 1.0, mgpu.Trainer(net, "sgd"), X, y)
+    assert_house_style(caught.value)
+
+
+def test_a_split_that_returns_nothing_is_told():
+    net = small_net(CTX)
+    X, y = small_batches([6])[0]
+    for shards in (([], []), ([1], [])):
+        with pytest.raises(ShardError, match="split_f: got") as caught:
+            mgpu.train_batch(net, LOSS, mgpu.Trainer(net, "sgd"), X, y, split_f=lambda *_, shards=shards: shards)
+        assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("hybridize", [None, {}])
+def test_a_failure_names_shard_and_device(hybridize):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(2, in_units=3))
+    net.initialize(ctx=CTX)
+    if hybridize is not None:
+        net.hybridize()
+    trainer = mgpu.Trainer(net, "sgd")
+    with pytest.raises(StepError, match=r"shard 0 on cpu\(0\), shapes \[\(2, 7\)\]") as caught:
+        mgpu.train_batch(net, LOSS, trainer, np.ones((6, 7)), np.zeros(6))
+    assert_house_style(caught.value)
+    assert isinstance(caught.value.__cause__, mx.MXNetError)

@@ -1,0 +1,121 @@
+"""In a script that was written for d2l: its functions and ours side by side. Skipped where d2l is not installed."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, init, npx
+
+d2l = pytest.importorskip("d2l.mxnet", reason="d2l is not installed: pip install 'gluon_mgpu[d2l]'")
+
+CTX = [mx.cpu(0), mx.cpu(1)]
+
+
+@pytest.fixture(autouse=True)
+def np_arrays():
+    npx.set_np()
+    yield
+    npx.reset_np()
+
+
+@pytest.fixture
+def loaders():
+    """The embedded digits in Gluon's DataLoaders, as d2l's load_data_... functions return them."""
+    digits = mgpu.data.load_digits()
+    train = gluon.data.ArrayDataset(digits.train_images[:1280], digits.train_labels[:1280])
+    test = gluon.data.ArrayDataset(digits.test_images[:300], digits.test_labels[:300])  # d2l splits even batches only
+    return gluon.data.DataLoader(train, 64), gluon.data.DataLoader(test, 100)
+
+
+def chapter_loop(loaders, net, trainer_class, split_batch, evaluate, backward, epochs=3):
+    """The training loop of d2l's chapter "Concise Implementation for Multiple GPUs", with its pieces as arguments."""
+    train_iter, test_iter = loaders
+    mx.random.seed(0)
+    net.initialize(init=init.Xavier(), ctx=CTX, force_reinit=True)
+    trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    accuracies = []
+    for _ in range(epochs):
+        for features, labels in train_iter:
+            X_shards, y_shards = split_batch(features, labels, CTX)
+            with autograd.record():
+                losses = [loss(net(X), y) for X, y in zip(X_shards, y_shards)]
+            backward(losses)
+            trainer.step(features.shape[0])
+        npx.waitall()
+        accuracies.append(evaluate(net, test_iter))
+    return accuracies
+
+
+def each_backward(losses):
+    for loss in losses:
+        loss.backward()
+
+
+def small():
+    net = gluon.nn.Sequential()
+    net.add(gluon.nn.Conv2D(8, 3, padding=1, activation="relu"), gluon.nn.Flatten(), gluon.nn.Dense(10))
+    return net
+
+
+def test_the_chapter_s_loop_gives_the_same_accuracy(loaders):
+    theirs = chapter_loop(loaders, small(), gluon.Trainer, d2l.split_batch, d2l.evaluate_accuracy_gpus, each_backward)
+    ours = chapter_loop(loaders, small(), mgpu.Trainer, mgpu.split_batch, mgpu.evaluate_accuracy_gpus, mgpu.backward)
+    assert ours == pytest.approx(theirs, abs=1e-12)
+    assert ours[-1] > 0.5
+
+
+def test_the_chapter_s_loop_on_resnet18(loaders):
+    accuracies = []
+    for model, pieces in [
+        (d2l.resnet18, (gluon.Trainer, d2l.split_batch, d2l.evaluate_accuracy_gpus, each_backward)),
+        (mgpu.models.resnet18, (mgpu.Trainer, mgpu.split_batch, mgpu.evaluate_accuracy_gpus, mgpu.backward)),
+    ]:
+        accuracies.append(chapter_loop(loaders, model(10), *pieces, epochs=3)[-1])
+    # BatchNorm's statistics are averaged with ours, and each device's own with d2l's: the two are close, not equal.
+    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.1)
+    assert accuracies[1] > 0.7
+
+
+def test_our_evaluator_takes_d2l_s_split_and_d2l_s_takes_ours(loaders):
+    net = small()
+    net.initialize(ctx=CTX)
+    found = {
+        evaluate(net, loaders[1], split_f=split)
+        for evaluate in (d2l.evaluate_accuracy_gpus, mgpu.evaluate_accuracy_gpus)
+        for split in (d2l.split_batch, mgpu.split_batch)
+    }
+    assert len({round(accuracy, 12) for accuracy in found}) == 1
+
+
+def test_resnet18_is_d2l_s():
+    theirs, ours = d2l.resnet18(10), mgpu.models.resnet18(10)
+    X = mx.np.array(np.random.RandomState(0).uniform(size=(2, 1, 16, 16)), dtype="float32")
+    for net in (theirs, ours):
+        net.initialize()
+        net(X)
+    shapes = [[(name, param.shape) for name, param in net._collect_params_with_prefix().items()] for net in (theirs, ours)]
+    assert sorted(shapes[0]) == sorted(shapes[1])
+    assert sum(int(np.prod(shape)) for _, shape in shapes[1]) == 11183626
+
+
+def test_parameter_files_fit_both(tmp_path):
+    theirs, ours = d2l.resnet18(10), mgpu.models.resnet18(10)
+    X = mx.np.array(np.random.RandomState(0).uniform(size=(2, 1, 16, 16)), dtype="float32")
+    theirs.initialize(init.Xavier())
+    expected = theirs(X).asnumpy()
+    theirs.save_parameters(str(tmp_path / "params"))
+    ours.load_parameters(str(tmp_path / "params"))
+    np.testing.assert_allclose(ours(X).asnumpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_several_inputs():
+    X, y = [mx.np.ones((5, 2)), mx.np.zeros((5, 3))], mx.np.arange(5)
+    (ours, our_labels), (theirs, their_labels) = (split(X, y, CTX) for split in (mgpu.split_batch_multi_inputs, d2l.split_batch_multi_inputs))
+    assert [[x.shape for x in features] for features in ours] == [[x.shape for x in features] for features in theirs]
+    assert [label.tolist() for label in our_labels] == [label.tolist() for label in their_labels]
+
+
+def test_try_gpu():
+    assert mgpu.try_gpu(63) == d2l.try_gpu(63) == mx.cpu()
+    assert mgpu.try_all_gpus() == (d2l.try_all_gpus() or [mx.cpu()])  # d2l's own documentation promises [cpu()]

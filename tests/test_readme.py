@@ -1,0 +1,75 @@
+"""What the README says is tried: its programs, its commands, its files; and the Korean one says the same."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+
+ROOT = Path(__file__).parent.parent
+READMES = ["README.md", "README.ko.md"]
+
+
+def blocks(name, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_both_have_the_same_programs_commands_and_tree():
+    for language in ("python", "sh", "diff"):
+        without_comments = [[re.sub(r" *#.*", "", block) for block in blocks(name, language)] for name in READMES]
+        assert without_comments[0] == without_comments[1]
+        assert without_comments[0]
+    files = [re.findall(r"^  (\S+(?:\.py|/)) ", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE) for name in READMES]
+    assert files[0] == files[1]
+    assert len(files[0]) > 20
+
+
+def test_the_programs_run(tmp_path):
+    program = "\n".join(blocks("README.md", "python"))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
+    )
+    told = done.stdout.decode()
+    assert done.returncode == 0, told
+    assert "epoch 3/3  train accuracy" in told
+    assert 0.9 < float(told.splitlines()[-1]) <= 1.0
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_commands_exist(name):
+    commands = re.findall(r"^\| `gluon-mgpu ([a-z0-9 ]+)`", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        assert CliRunner().invoke(main, [*command.split(), "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", [*READMES, "CONTRIBUTING.md"])
+def test_links_lead_somewhere(name):
+    links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+def test_without_a_suitable_python_the_scripts_say_which(script, tmp_path):
+    fake = tmp_path / "python3"
+    fake.write_text("#!/bin/sh\necho 'PyPy 2.7'\nexit 1\n")
+    fake.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(fake)}
+    done = subprocess.run(["sh", str(ROOT / "scripts" / script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+    assert done.returncode != 0
+    assert "found no suitable Python; need CPython 3.8, 3.9, 3.10, 3.11 or 3.12" in done.stdout.decode()
+
+
+def test_the_scripts_find_their_environment_ready(tmp_path):
+    """A second call installs nothing: the environment that runs these tests was made by the script, or by hand."""
+    if Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("not run in the environment of scripts/test.sh")
+    done = subprocess.run(["sh", str(ROOT / "scripts" / "test.sh"), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.decode().startswith("pytest ")

@@ -7,7 +7,7 @@ from . import runtime
 runtime.load_mxnet()  # before anything below asks for mxnet
 
 from . import data, errors, models
-from .callbacks import Callback, Checkpoint, EarlyStopping, History, Progress
+from .callbacks import Callback, Checkpoint, EarlyStopping, History, Progress, SaveHistory
 from .checkpoint import load_checkpoint, save_checkpoint
 from .devices import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .evaluation import evaluate, evaluate_accuracy_gpus
@@ -57,6 +57,7 @@ __all__ = [
     "Callback",
     "Progress",
     "History",
+    "SaveHistory",
     "EarlyStopping",
     "Checkpoint",
     "save_checkpoint",

@@ -43,17 +43,35 @@ class History:
         """Return one value an epoch."""
         return [row[name] for row in self.rows]
 
+    def table(self) -> str:
+        """Return the rows as a table of text.
+
+        Examples
+        --------
+        >>> print(History([{"epoch": 1, "train_loss": 0.5}, {"epoch": 2, "train_loss": 0.25}]).table())
+        epoch  train_loss
+            1         0.5
+            2        0.25
+        """
+        names = self._names()
+        cells = [names] + [[f"{row[name]:.4g}" if name in row else "" for name in names] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
+
     def save(self, folder: Union[str, Path]) -> None:
         """Write `history.csv`, `history.json` and the picture `curves.png` into a folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "history.csv", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in self.rows for name in row)))
+            writer = csv.DictWriter(file, self._names())
             writer.writeheader()
             writer.writerows(self.rows)
         content = {"stopped": self.stopped, "epochs": self.rows}
         (folder / "history.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         save(plot_history(self.rows), folder / "curves.png")
+
+    def _names(self) -> List[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row))
 
 
 @dataclass
@@ -129,7 +147,7 @@ class Progress(Callback):
             progress = require("rich.progress", "cpu", "Progress")
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
-                progress.BarColumn(bar_width=20),
+                progress.BarColumn(bar_width=10),
                 progress.TextColumn("{task.fields[told]}"),
             )
             self._bar.start()
@@ -148,12 +166,13 @@ class Progress(Callback):
 
     def on_epoch_end(self, state: FitState) -> None:
         row = state.history.rows[-1]
-        named = {name.replace("_", " "): value for name, value in row.items() if name.startswith(("train_", "test_"))}
-        told = f"{_listed(named)}  {row['examples_per_s']:.0f} {self._unit}/s  {row['seconds']:.1f} s"
+        rate = f"{row['examples_per_s']:.0f} {self._unit}/s  {row['seconds']:.1f} s"
+        tested = {name: value for name, value in row.items() if name.startswith("test_")}
+        trained = {name: value for name, value in row.items() if name.startswith("train_")}
         if self._bar is not None:
-            self._bar.update(self._task, told=told)
+            self._bar.update(self._task, told=f"{_listed(tested or trained)}  {rate}")  # within 80 columns
         else:
-            self._print(f"epoch {state.epoch}/{state.epochs}  {told}")
+            self._print(f"epoch {state.epoch}/{state.epochs}  {_listed({**trained, **tested})}  {rate}")
 
     def on_fit_end(self, state: FitState) -> None:
         if self._bar is not None:
@@ -170,6 +189,24 @@ class Progress(Callback):
     def _print(self, line: str) -> None:
         self._printed = time.perf_counter()
         print(line, flush=True)
+
+
+class SaveHistory(Callback):
+    """Writes the history's table and picture after each epoch, and at the end: see `History.save`.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+    """
+
+    def __init__(self, folder: Union[str, Path]) -> None:
+        self.folder = Path(folder)
+
+    def on_epoch_end(self, state: FitState) -> None:
+        state.history.save(self.folder)
+
+    def on_fit_end(self, state: FitState) -> None:
+        state.history.save(self.folder)  # now it says why it stopped
 
 
 class EarlyStopping(Callback):
@@ -280,7 +317,7 @@ class Best:
 
 
 def _listed(means: Row) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
 
 
 def _clock(seconds: float) -> str:

@@ -81,7 +81,9 @@ def _below(other: Any, key: Any, data: Any, path: str) -> Any:
             "need both of one form. Give one value for all, or one for each leaf."
         )
     if isinstance(other, Mapping) and key not in other:
-        raise ValueError(f"{path}: got a dict beside one that has no {key!r}; need the same keys in both. Give one for each leaf.")
+        raise ValueError(
+            f"{path}: got a dict beside one that has no {key!r}; need the same keys in both. Give one for each leaf."
+        )
     return other[key]
 
 

@@ -11,7 +11,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon, init
 
-from ..callbacks import Checkpoint, Progress
+from ..callbacks import Checkpoint, Progress, SaveHistory
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
 from ..devices import use_devices
 from ..fit import fit
@@ -120,9 +120,11 @@ def train_resnet18(
             net.hybridize(**options)
         trainer = Trainer(net, optimizer, _optimizer_params(lr, len(train_iter), epochs))
         loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        callbacks = [Progress("images"), Checkpoint(output)]
-        history = fit(net, loss, trainer, train_iter, test_iter, epochs=epochs, callbacks=callbacks)
-    history.save(output)
+        callbacks = [Progress("images"), SaveHistory(output), Checkpoint(output)]
+        try:
+            history = fit(net, loss, trainer, train_iter, test_iter, epochs=epochs, callbacks=callbacks)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(f"{interrupt}; last, history and curves are saved in {output}") from None
     seconds = median(history.column("seconds"))
     print(f"saved curves.png, history.csv, history.json, best and last in {output}")
     print(f"test accuracy {history.column('test_accuracy')[-1]:.4f}, {seconds:.1f} s/epoch on {', '.join(map(str, ctx))}")

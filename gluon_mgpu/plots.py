@@ -80,7 +80,8 @@ def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> An
     for axes, (title, bars), ylabel in charts:
         axes.bar(range(len(bars)), list(bars.values()), color="tab:blue")
         axes.set_xticks(range(len(bars)))
-        axes.set_xticklabels(list(bars), rotation=20, ha="right", fontsize=8)
+        axes.set_xticklabels(list(bars), rotation=20 if len(bars) < 4 else 60, ha="right", fontsize=8)
+        axes.set_axisbelow(True)
         axes.set(title=title, ylabel=ylabel)
         axes.grid(axis="y", alpha=0.3)
     return made

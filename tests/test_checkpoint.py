@@ -1,6 +1,7 @@
-"""Contract: stop anywhere, resume on the same devices to the bit, on another number of devices as if it were the same."""
+"""Checkpoints: what is in the folder, that it is always whole, and that fit() goes on from it to the bit."""
 
 import json
+from functools import partial
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -52,73 +53,76 @@ def told(call, *arguments):
     return str(caught.value)
 
 
-def straight_and_resumed(folder, before, after, optimizer, **net_options):
-    """Weights after four epochs in one go, and after two, saving, and two more with everything made anew."""
-    straight = make_run(before, optimizer, **net_options)
+def resume(folder, make_before, make_after, forget=""):
+    """Networks after four epochs in one go, and after two, saving, and two more with everything made anew."""
+    straight = make_before()
     train(*straight, epochs=4)
-    first = make_run(before, optimizer, **net_options)
+    first = make_before()
     train(*first, epochs=2)
     mgpu.save_checkpoint(folder, first[0], first[1], {"epoch": first[2].epoch})
     del first
     small_net(contexts(1))  # other layers were made in between, so that the names of parameters differ
-    net, trainer, loader = make_run(after, optimizer, **net_options)
-    loader.epoch = mgpu.load_checkpoint(folder, net, trainer)["epoch"]
+    net, trainer, loader = make_after()
+    progress = mgpu.load_checkpoint(folder, net, None if forget == "optimizer" else trainer)
+    loader.epoch = 0 if forget == "epoch" else progress["epoch"]
     train(net, trainer, loader, epochs=2)
     assert mgpu.replica_difference(net) == 0.0
-    return weights_of(straight[0]), weights_of(net)
+    assert trainer.learning_rate == straight[1].learning_rate
+    return straight[0], net
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "batch norm"])
 def test_resuming_on_the_same_devices_shows_in_no_bit(tmp_path, devices, arrays, optimizer, normalize):
-    straight, resumed = straight_and_resumed(tmp_path / "c", devices, devices, optimizer, normalize=normalize)
-    assert largest_difference(straight, resumed) == 0.0
+    make = partial(make_run, devices, optimizer, normalize=normalize)
+    straight, resumed = resume(tmp_path / "c", make, make)
+    assert largest_difference(weights_of(straight), weights_of(resumed)) == 0.0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("before, after", [(1, 3), (2, 1), (2, 3), (3, 2)])
 def test_resuming_on_other_devices_shows_in_no_digit(tmp_path, before, after, optimizer):
-    straight, resumed = straight_and_resumed(tmp_path / "c", contexts(before), contexts(after), optimizer)
-    assert largest_difference(straight, resumed) <= 1e-5
+    makes = [partial(make_run, contexts(num_devices), optimizer) for num_devices in (before, after)]
+    straight, resumed = resume(tmp_path / "c", *makes)
+    assert largest_difference(weights_of(straight), weights_of(resumed)) <= 1e-5
+
+
+def test_the_statistics_of_batch_norm_go_on(tmp_path):
+    """They are one set per device until they are saved or evaluated; their mean is what counts."""
+    make = partial(make_run, contexts(3), normalize=True)
+    straight, resumed = resume(tmp_path / "c", make, make)
+    mgpu.average_running_stats(straight)
+    mgpu.average_running_stats(resumed)
+    for mine, theirs in zip(all_of(straight), all_of(resumed)):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("forget", ["the optimizer", "the order of the data"])
+@pytest.mark.parametrize("forget", ["optimizer", "epoch"])
 def test_what_is_forgotten_shows(tmp_path, optimizer, forget):
     """The tests above can fail: each thing that a checkpoint brings back matters."""
-    straight, first, second = (make_run(contexts(2), optimizer) for _ in range(3))
-    train(*straight, epochs=4)
-    train(*first, epochs=2)
-    mgpu.save_checkpoint(tmp_path / "c", *first[:2])
-    net, trainer, loader = second
-    mgpu.load_checkpoint(tmp_path / "c", net, None if forget == "the optimizer" else trainer)
-    loader.epoch = 0 if forget == "the order of the data" else 2
-    train(net, trainer, loader, epochs=2)
-    assert largest_difference(weights_of(straight[0]), weights_of(net)) > 1e-3
+    make = partial(make_run, contexts(2), optimizer)
+    straight, resumed = resume(tmp_path / "c", make, make, forget)
+    assert largest_difference(weights_of(straight), weights_of(resumed)) > 1e-4
 
 
 def test_a_schedule_goes_on(tmp_path):
-    def run():
-        net = small_net(contexts(2))
+    """Twelve steps in all; the learning rate is halved after the fifth and the tenth."""
+
+    def make():
         schedule = mx.lr_scheduler.FactorScheduler(step=5, factor=0.5, base_lr=0.1)
+        net = small_net(contexts(2))
         return net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule}), make_loader()
 
-    straight, first, second = run(), run(), run()
-    train(*straight, epochs=4)
-    train(*first, epochs=2)
-    mgpu.save_checkpoint(tmp_path / "c", *first[:2])
-    mgpu.load_checkpoint(tmp_path / "c", *second[:2])
-    second[2].epoch = 2
-    train(*second, epochs=2)
-    assert second[1].learning_rate == straight[1].learning_rate == 0.025
-    assert largest_difference(weights_of(straight[0]), weights_of(second[0])) == 0.0
+    straight, resumed = resume(tmp_path / "c", make, make)
+    assert largest_difference(weights_of(straight), weights_of(resumed)) == 0.0
 
 
-def test_the_hybridized_network_goes_on(tmp_path):
+def test_a_compiled_network_goes_on(tmp_path):
     static = {"static_alloc": True, "static_shape": True}
-    ctx = contexts(2)
-    straight, resumed = straight_and_resumed(tmp_path / "c", ctx, ctx, "adam", normalize=True, hybridize=static)
-    assert largest_difference(straight, resumed) == 0.0
+    make = partial(make_run, contexts(2), "adam", normalize=True, hybridize=static)
+    straight, resumed = resume(tmp_path / "c", make, make)
+    assert largest_difference(weights_of(straight), weights_of(resumed)) == 0.0
 
 
 # What is in the folder
@@ -215,7 +219,9 @@ def disk_full(*arguments, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "where", [(nn.Dense, "save_parameters"), (mgpu.Trainer, "save_states"), (json, "dumps")], ids=["network", "trainer", "progress"]
+    "where",
+    [(mx.nd, "save"), (mgpu.Trainer, "save_states"), (json, "dumps")],
+    ids=["network", "trainer", "progress"],
 )
 def test_saving_that_fails_leaves_the_old_one(tmp_path, monkeypatch, where):
     net, trainer = saved_twice(tmp_path / "c", monkeypatch, (*where, disk_full))

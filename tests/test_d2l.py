@@ -111,7 +111,9 @@ def test_parameter_files_fit_both(tmp_path):
 
 def test_several_inputs():
     X, y = [mx.np.ones((5, 2)), mx.np.zeros((5, 3))], mx.np.arange(5)
-    (ours, our_labels), (theirs, their_labels) = (split(X, y, CTX) for split in (mgpu.split_batch_multi_inputs, d2l.split_batch_multi_inputs))
+    (ours, our_labels), (theirs, their_labels) = (
+        split(X, y, CTX) for split in (mgpu.split_batch_multi_inputs, d2l.split_batch_multi_inputs)
+    )
     assert [[x.shape for x in features] for features in ours] == [[x.shape for x in features] for features in theirs]
     assert [label.tolist() for label in our_labels] == [label.tolist() for label in their_labels]
 

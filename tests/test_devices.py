@@ -69,7 +69,9 @@ def test_with_gpus(gpus):
     assert mgpu.try_all_gpus() == [mx.gpu(i) for i in range(7)]
 
 
-@pytest.mark.parametrize("spec, told", [("gpu", "no kernel image"), ("gpu:7", "no kernel image"), ("gpu:8", "got gpu(8)"), (9, "at most 7")])
+@pytest.mark.parametrize(
+    "spec, told", [("gpu", "no kernel image"), ("gpu:7", "no kernel image"), ("gpu:8", "got gpu(8)"), (9, "at most 7")]
+)
 def test_gpus_that_cannot_be_had(gpus, spec, told):
     with pytest.raises(DeviceError) as caught:
         mgpu.resolve_devices(spec)
@@ -78,7 +80,21 @@ def test_gpus_that_cannot_be_had(gpus, spec, told):
 
 
 BAD = ["tpu", "", "gpu:", "cpu:-1", "cpu:x", "gpu:3-1", "cpu:1-2-3", "1,2", ",", "cpu:0,,cpu:1", "cpu:99999999999", "cpu:0-99999"]
-BAD += [0, -1, True, 1.5, [], (), [mx.cpu(0), mx.cpu(0)], ["cpu:0"], {"cpu": 1}, "cpu:0,cpu:0", [mx.cpu_pinned(0)], [0, 1], b"cpu"]
+BAD += [
+    0,
+    -1,
+    True,
+    1.5,
+    [],
+    (),
+    [mx.cpu(0), mx.cpu(0)],
+    ["cpu:0"],
+    {"cpu": 1},
+    "cpu:0,cpu:0",
+    [mx.cpu_pinned(0)],
+    [0, 1],
+    b"cpu",
+]
 
 
 @pytest.mark.parametrize("spec", BAD, ids=repr)

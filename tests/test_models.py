@@ -5,7 +5,6 @@ import pytest
 from gluon_mgpu.errors import TrainerError
 
 
-
 def test_the_parameters_are_those_of_the_paper_s_18_layers():
     """Counted by hand: convolutions with bias, BatchNorm's gamma and beta, and the dense layer."""
 

@@ -31,7 +31,11 @@ def test_both_have_the_same_programs_commands_and_tree():
 def test_the_programs_run(tmp_path):
     program = "\n".join(blocks("README.md", "python"))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
     )
     told = done.stdout.decode()
     assert done.returncode == 0, told
@@ -61,7 +65,9 @@ def test_without_a_suitable_python_the_scripts_say_which(script, tmp_path):
     fake.write_text("#!/bin/sh\necho 'PyPy 2.7'\nexit 1\n")
     fake.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(fake)}
-    done = subprocess.run(["sh", str(ROOT / "scripts" / script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+    done = subprocess.run(
+        ["sh", str(ROOT / "scripts" / script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
     assert done.returncode != 0
     assert "found no suitable Python; need CPython 3.8, 3.9, 3.10, 3.11 or 3.12" in done.stdout.decode()
 
@@ -70,6 +76,8 @@ def test_the_scripts_find_their_environment_ready(tmp_path):
     """A second call installs nothing: the environment that runs these tests was made by the script, or by hand."""
     if Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("not run in the environment of scripts/test.sh")
-    done = subprocess.run(["sh", str(ROOT / "scripts" / "test.sh"), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+    done = subprocess.run(
+        ["sh", str(ROOT / "scripts" / "test.sh"), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
     assert done.returncode == 0
     assert done.stdout.decode().startswith("pytest ")

@@ -50,7 +50,9 @@ def test_split_then_gather_is_the_identity(num_examples, num_devices, axis, kind
     shape = [2, 3, 4]
     shape[axis] = num_examples
     host = np.random.RandomState(0).randint(0, 100, shape).astype(dtype)
-    data = {"numpy": lambda: host, "nd": lambda: mx.nd.array(host, dtype=dtype), "np": lambda: mx.np.array(host, dtype=dtype)}[kind]()
+    data = {"numpy": lambda: host, "nd": lambda: mx.nd.array(host, dtype=dtype), "np": lambda: mx.np.array(host, dtype=dtype)}[
+        kind
+    ]()
     shards = mgpu.split_and_load({"x": (data, data)}, CTX[:num_devices], axis, even_split=False)
     assert [shard["x"][0].shape[axis] for shard in shards] == [n for n in mgpu.plan_shards(num_examples, num_devices) if n]
     assert [shard["x"][1].context for shard in shards] == CTX[: len(shards)]

@@ -14,13 +14,14 @@ from ..plots import save
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; every column but the first is aligned to the right where all its cells are numbers."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for i, column in enumerate(columns):
         numeric = bool(rows) and all(_is_number(row[i]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console = Console()
+    console.print(title, highlight=False)  # a table's own title is wrapped to the table's width
     console.print(table, width=None if console.is_terminal else 120)
 
 

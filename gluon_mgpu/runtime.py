@@ -63,6 +63,13 @@ def load_mxnet() -> ModuleType:
             f"import gluon_mgpu: got {error}; need the system libraries that MXNet's wheel is linked to. "
             "libgomp.so.1 is Debian's and Ubuntu's package libgomp1; CUDA's come with the GPU driver and CUDA 11.2."
         ) from error
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "distutils":
+            raise
+        raise ImportError(
+            "import gluon_mgpu: got a Python without distutils, which MXNet 1.9.1 imports; need setuptools, which carries it from "
+            "Python 3.12 on. Run pip install setuptools."
+        ) from error
     if not mxnet.__version__.startswith("1."):
         raise ImportError(
             f"import gluon_mgpu: got mxnet {mxnet.__version__}; need MXNet 1.9.1, whose Gluon this toolkit is written "

@@ -99,6 +99,19 @@ def test_a_missing_system_library_is_named(monkeypatch):
         runtime.load_mxnet()
 
 
+@pytest.mark.parametrize("missing, kind, told", [("distutils.version", ImportError, "Run pip install setuptools"), ("other", ModuleNotFoundError, "No module named .other.")])
+def test_a_python_without_distutils_is_told(monkeypatch, missing, kind, told):
+    def fake(name):
+        if name == "mxnet":
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        return np
+
+    monkeypatch.setattr(runtime.importlib, "import_module", fake)
+    with pytest.raises(ImportError, match=told) as caught:
+        runtime.load_mxnet()
+    assert type(caught.value) is kind
+
+
 def test_settings_are_defaults_and_can_be_switched_off():
     program = "import os, gluon_mgpu; print(os.environ.get('MXNET_CPU_TEMP_COPY'))"
     environment = {name: value for name, value in os.environ.items() if name != "MXNET_CPU_TEMP_COPY"}

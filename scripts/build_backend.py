@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import warnings
 import zipfile
 from typing import Any
 
@@ -25,6 +26,8 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
 
 
 def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: Any = None) -> str:
+    # It warns of every editable install, whatever the project looks like.
+    warnings.filterwarnings("ignore", message=r"\s*Editable installation")
     name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
     _add_pth(os.path.join(wheel_directory, name))
     return name

@@ -9,7 +9,8 @@ v = sys.version_info[:2]
 sys.exit(0 if (3, 8) <= v <= (3, 12) and platform.python_implementation() == "CPython" and struct.calcsize("P") == 8 else 1)'
 
 find_python() {
-    for name in ${PYTHON:-python3.11 python3.10 python3.9 python3.12 python3.8 python3 python}; do
+    if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- python3.11 python3.10 python3.9 python3.12 python3.8 python3 python; fi
+    for name in "$@"; do
         # A name may be on the path and not run: a version manager's placeholder, say.
         if command -v "$name" >/dev/null 2>&1 && "$name" -c "$suits" >/dev/null 2>&1; then
             echo "$name"
@@ -18,9 +19,9 @@ find_python() {
     done
     {
         echo "Setting up: found no suitable Python; need CPython 3.8, 3.9, 3.10, 3.11 or 3.12 (64 bit), with pip."
-        for name in ${PYTHON:-python3 python}; do
+        for name in "$@"; do
             if command -v "$name" >/dev/null 2>&1; then
-                echo "  $name is $("$name" -c 'import platform; print(platform.python_implementation(), platform.python_version())' 2>/dev/null || echo "not a Python that runs")"
+                echo "  $name: $("$name" -c 'import platform; print(platform.python_implementation(), platform.python_version())' 2>/dev/null || echo "does not run")"
             fi
         done
         echo "Install one (Debian, Ubuntu: apt install python3 python3-venv), or say where it is: PYTHON=/path/to/python3.11 sh $0"

@@ -88,7 +88,7 @@ def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
     Examples
     --------
     >>> g = [mx.nd.array([3.0]), mx.nd.array([[4.0]])]
-    >>> clip_global_norm(g, 1.0).asnumpy().tolist(), round(float(g[1].asscalar()), 4)
+    >>> clip_global_norm(g, 1.0).asnumpy().tolist(), round(g[1].asnumpy().item(), 4)
     ([5.0], 0.8)
 
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.

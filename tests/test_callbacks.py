@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+import threading
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -110,6 +111,50 @@ def test_without_matplotlib_the_extra_is_named_and_the_numbers_are_kept(tmp_path
     assert json.loads((tmp_path / "history.json").read_text())["epochs"] == [{"epoch": 1.0, "train_loss": 0.5}]
 
 
+def test_history_is_a_table_of_text():
+    rows = [{"epoch": 1.0, "train_loss": 0.123456, "seconds": 1234.5}, {"epoch": 10.0, "train_loss": 1e-7, "test_loss": 0.5}]
+    lines = mgpu.History(rows).table().splitlines()
+    assert [line.split() for line in lines] == [
+        ["epoch", "train_loss", "seconds", "test_loss"],
+        ["1", "0.1235", "1234"],
+        ["10", "1e-07", "0.5"],
+    ]
+    assert len({len(line) for line in lines}) == 1
+
+
+def saved_rows(folder):
+    content = json.loads((folder / "history.json").read_text())
+    return content["stopped"], content["epochs"]
+
+
+def test_history_is_saved_after_each_epoch_and_at_the_end(tmp_path):
+    """A program that is killed in epoch 3 has its first two; one that ends says why."""
+    seen = []
+
+    class Look(mgpu.Callback):
+        def on_epoch_end(self, state):
+            seen.append(saved_rows(tmp_path / "h"))
+            assert seen[-1] == ("", state.history.rows)
+            state.stop = "enough" if state.epoch == 2 else ""
+
+    history = train([mgpu.SaveHistory(tmp_path / "h"), Look()])
+    assert [len(rows) for _, rows in seen] == [1, 2]
+    assert saved_rows(tmp_path / "h") == ("enough", history.rows)
+    assert (tmp_path / "h" / "curves.png").read_bytes().startswith(PNG)
+
+
+def test_the_history_of_a_run_that_fails_is_kept(tmp_path):
+    class Broken(mgpu.Callback):
+        def on_epoch_begin(self, state):
+            if state.epoch == 3:
+                raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="^mine$"):
+        train([Broken(), mgpu.SaveHistory(str(tmp_path))])
+    stopped, rows = saved_rows(tmp_path)
+    assert (stopped, len(rows)) == ("RuntimeError", 2)
+
+
 # Progress
 
 
@@ -154,15 +199,18 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
 
 def test_the_bar_is_put_away_when_training_fails(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    progress = mgpu.Progress()
+    progress, threads = mgpu.Progress(), threading.enumerate()
 
     class Broken(mgpu.Callback):
         def on_epoch_begin(self, state):
+            assert len(threading.enumerate()) == len(threads) + 1  # rich draws in a thread
             raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="^mine$"):
         train([progress, Broken()])
+    assert threading.enumerate() == threads
     train([progress], epochs=1)  # rich allows one bar at a time
+    assert threading.enumerate() == threads
 
 
 # EarlyStopping

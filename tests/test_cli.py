@@ -1,0 +1,385 @@
+"""The command gluon-mgpu: what it prints and writes, and how it ends."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import click
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+from gluon_mgpu.profiling import measure_overlap
+from mxnet.gluon import nn
+
+from .test_idx import write_idx
+
+PNG = b"\x89PNG\r\n\x1a\n"
+TRAIN = ["train", "resnet18"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="gluon-mgpu")
+
+
+def run(*arguments):
+    """The output of a command that succeeds."""
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def fail(*arguments, exit_code=1):
+    """The one line that a command says when it fails."""
+    result = invoke(*arguments)
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == exit_code
+    lines = result.output.strip().splitlines()
+    assert "Traceback" not in result.output
+    assert len(lines) == 1, result.output
+    assert lines[0].startswith("Error: ")
+    return lines[0]
+
+
+def commands(command=main, path=()):
+    """Every command and group with its path."""
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*path, name))
+
+
+def tiny_network(num_classes):
+    """In the place of ResNet-18, where the network does not matter."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(num_classes))
+    return net
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.cli.train.resnet18", tiny_network)
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """40 images of 8x8 of two classes, dark and light, as one pair of idx files: 32 train and 8 test."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rng = np.random.RandomState(0)
+    labels = np.arange(40) % 2
+    write_idx(folder / "train-images-idx3-ubyte.gz", rng.randint(0, 100, (40, 8, 8)) + 150 * labels[:, None, None])
+    write_idx(folder / "train-labels-idx1-ubyte.gz", labels)
+    return folder
+
+
+# Help
+
+
+@pytest.mark.parametrize("path, command", [pytest.param(*found, id=" ".join(found[0]) or "main") for found in commands()])
+def test_help_tells_of_every_flag(path, command):
+    output = run(*path, "--help")
+    assert output.startswith(f"Usage: {' '.join(('gluon-mgpu', *path))} ")
+    assert command.help.split("\n")[0].split()[:4] == output.split("\n\n")[1].split()[:4]
+    for name in getattr(command, "commands", {}):
+        assert f"\n  {name} " in output
+    for parameter in command.params:
+        assert all(flag in output for flag in parameter.opts)
+        if isinstance(parameter, click.Option):
+            assert parameter.help
+    assert run(*path, "-h") == output
+
+
+@pytest.mark.parametrize(
+    "path, flags",
+    [
+        (
+            ("train", "resnet18"),
+            "--devices --epochs --batch-size --lr --optimizer --data --data-dir --output --seed --hybridize",
+        ),
+        (("bench", "transfer"), "--devices --sizes --repeats --output"),
+        (("bench", "compute"), "--devices --sizes --num-products --repeats --output"),
+        (("devices",), "--json"),
+        ((), "--version --help"),
+    ],
+)
+def test_the_flags_are_these(path, flags):
+    output = run(*path, "--help")
+    for flag in flags.split():
+        assert f"  {flag} " in output or f", {flag} " in output
+
+
+def test_the_commands_are_these():
+    assert sorted(" ".join(path) for path, _ in commands()) == [
+        "",
+        "bench",
+        "bench compute",
+        "bench transfer",
+        "devices",
+        "train",
+        "train resnet18",
+    ]
+
+
+def test_the_version_is_that_of_the_package():
+    assert run("--version") == f"gluon-mgpu, version {mgpu.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["train", "nonsense"], [*TRAIN, "--nonsense"], [*TRAIN, "--epochs", "0"], [*TRAIN, "--epochs", "two"]]
+    + [[*TRAIN, "--lr", "0"], [*TRAIN, "--hybridize", "maybe"], ["bench", "transfer", "--sizes", "4,x"]]
+    + [["bench", "compute", "--sizes", "0"], ["bench", "compute", "--sizes", ""], [*TRAIN, "--seed", "-1"]],
+    ids=" ".join,
+)
+def test_wrong_usage_is_told(arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Error: " in result.output
+    assert "Traceback" not in result.output
+
+
+# devices
+
+
+def test_devices_are_a_table():
+    output = run("devices")
+    assert output.startswith("devices")
+    (line,) = [line for line in output.splitlines() if "cpu(0)" in line]
+    assert " yes " in line
+    assert "GiB" in line
+
+
+def test_devices_are_json():
+    cpu, *others = json.loads(run("devices", "--json"))
+    assert (cpu["name"], cpu["usable"], cpu["reason"]) == ("cpu(0)", True, "")
+    assert 2**28 < cpu["memory_bytes"] < 2**50
+    assert all(device["usable"] or device["reason"] for device in others)
+
+
+def test_a_device_that_cannot_be_used_says_why(monkeypatch):
+    there = [mgpu.devices.DeviceInfo("gpu(0)", "NVIDIA H200", 143 * 2**30, False, "A test operation failed")]
+    monkeypatch.setattr("gluon_mgpu.cli.devices.describe_devices", lambda: there)
+    output = run("devices")
+    assert all(part in output for part in ("gpu(0)", "NVIDIA H200", "143.0 GiB", " no ", "A test operation failed"))
+
+
+# bench
+
+
+def test_bench_transfer_measures_every_pair(tmp_path):
+    output = run("bench", "transfer", "--devices", "cpu:2", "--sizes", "4096,65536", "--repeats", "1", "--output", tmp_path / "b")
+    measured = json.loads((tmp_path / "b" / "transfer.json").read_text())
+    pairs = [(one["num_bytes"], one["source"], one["target"]) for one in measured]
+    cpus = ["cpu(0)", "cpu(1)"]
+    assert pairs == [(size, source, target) for size in (4096, 65536) for source in cpus for target in cpus]
+    for one in measured:
+        assert 0 < one["seconds"] < 60
+        assert one["gb_per_s"] == pytest.approx(one["num_bytes"] / one["seconds"] / 1e9)
+    assert (tmp_path / "b" / "transfer.png").read_bytes().startswith(PNG)
+    assert "GB/s, 4,096 bytes" in output
+    assert "GB/s, 65,536 bytes" in output
+    assert "transfer.json" in output.splitlines()[-1]
+    assert "transfer.png" in output.splitlines()[-1]
+
+
+def test_bench_compute_measures_products_logging_and_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.cli.bench.measure_overlap", partial(measure_overlap, num_products=2, size=32))
+    sizes = ["--sizes", "16,32", "--num-products", "5"]
+    output = run("bench", "compute", "--devices", "cpu:2", *sizes, "--repeats", "1", "--output", tmp_path)
+    results = json.loads((tmp_path / "compute.json").read_text())
+    products = results["products"]
+    assert [(one["size"], one["device"]) for one in products] == [(n, f"cpu({i})") for n in (16, 32) for i in (0, 1)]
+    for one in products:
+        assert 0 < one["seconds"] < 1
+        assert one["gflop_per_s"] == pytest.approx(2 * one["size"] ** 3 / one["seconds"] / 1e9)
+    assert list(results["logging_s"]) == ["to the host each time", "on the device, read once"]
+    assert list(results["overlap_s"]) == ["one after another", "at once"]
+    assert all(0 < seconds < 60 for group in ("logging_s", "overlap_s") for seconds in results[group].values())
+    assert (tmp_path / "compute.png").read_bytes().startswith(PNG)
+    assert "matrix products" in output
+    assert "5 products of 100 x 100 on cpu(0)" in output
+
+
+def test_a_bench_says_which_devices_are_wrong(tmp_path):
+    assert "use_devices: got 'tpu'" in fail("bench", "transfer", "--devices", "tpu", "--output", tmp_path)
+    assert "use_devices: got 0 devices" in fail("bench", "compute", "--devices", "0", "--output", tmp_path)
+
+
+# train resnet18
+
+
+def test_train_resnet18_trains_saves_and_tells(tmp_path, data_dir):
+    out = tmp_path / "new" / "run"
+    options = ["--devices", "cpu:2", "--epochs", "1", "--batch-size", "16", "--lr", "0.05", "--optimizer", "nag", "--seed", "3"]
+    output = run(*TRAIN, *options, "--data-dir", data_dir, "--output", out, "--hybridize", "static")
+    first, epoch, saved, last = output.strip().splitlines()
+    assert first == "data: 32 images to train on, 8 to test, 2 classes, on cpu(0), cpu(1)"
+    assert epoch.startswith("epoch 1/1  train accuracy ")
+    assert saved == f"saved curves.png, history.csv, history.json, best and last in {out}"
+    (row,) = json.loads((out / "history.json").read_text())["epochs"]
+    assert last == f"test accuracy {row['test_accuracy']:.4f}, {row['seconds']:.1f} s/epoch on cpu(0), cpu(1)"
+    assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
+    with open(out / "history.csv", newline="") as file:
+        assert [{name: float(value) for name, value in read.items()} for read in csv.DictReader(file)] == [row]
+    assert (out / "curves.png").read_bytes().startswith(PNG)
+    net = mgpu.models.resnet18(2)
+    net.load_parameters(str(out / "best" / "net.params"), ctx=mx.cpu(0))
+    images = mgpu.data.load_idx_folder(data_dir, seed=3)
+    assert mgpu.evaluate_accuracy_gpus(net, [(images.test_images, images.test_labels)]) == row["test_accuracy"]
+
+
+def train_tiny(data_dir, out, *options):
+    output = run(*TRAIN, "--devices", "cpu:2", "--batch-size", "8", "--data-dir", data_dir, "--output", out, *options)
+    return output.strip().splitlines(), json.loads((out / "history.json").read_text())["epochs"]
+
+
+def losses(rows):
+    return [row["train_loss"] for row in rows]
+
+
+@pytest.mark.parametrize("hybridize", ["off", "on", "static"])
+def test_training_learns_in_every_mode(tiny, data_dir, tmp_path, hybridize):
+    lines, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "6", "--hybridize", hybridize, "--lr", "0.2")
+    assert rows[-1]["test_accuracy"] == 1.0
+    assert lines[-1].startswith("test accuracy 1.0000, ")
+    assert lines[-1].endswith(" s/epoch on cpu(0), cpu(1)")
+    assert len(rows) == 6
+
+
+def test_the_seed_decides_everything(tiny, data_dir, tmp_path):
+    _, first = train_tiny(data_dir, tmp_path / "1", "--epochs", "2", "--seed", "5")
+    mx.random.seed(77)
+    np.random.seed(77)
+    _, again = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--seed", "5")
+    _, other = train_tiny(data_dir, tmp_path / "3", "--epochs", "2", "--seed", "6")
+    assert losses(first) == losses(again) != losses(other)
+
+
+def test_the_seed_decides_the_split_and_the_order(tiny, data_dir, tmp_path, monkeypatch):
+    """Beside the weights."""
+    loaders = []
+
+    def fit(net, loss, trainer, train_iter, test_iter, **kwargs):
+        loaders.append((train_iter, test_iter))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gluon_mgpu.cli.train.fit", fit)
+    for seed in (5, 6):
+        assert invoke(*TRAIN, "--data-dir", data_dir, "--output", tmp_path, "--seed", seed, "--devices", "cpu:1").exit_code == 130
+    (first, first_test), (second, second_test) = loaders
+    assert not np.array_equal(first_test.X, second_test.X)
+    second.X = second.y = first.X = first.y = np.arange(32)
+    assert [y.tolist() for _, y in first] != [y.tolist() for _, y in second]
+
+
+def test_the_learning_rate_warms_up_and_falls(tiny, data_dir, tmp_path):
+    _, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "4", "--lr", "0.4")
+    rates = [row["learning_rate"] for row in rows]
+    assert max(rates) == pytest.approx(0.4)
+    assert rates[0] < 0.4
+    assert rates[-1] < 0.4
+    assert rates.index(max(rates)) == 1
+
+
+def test_an_optimizer_by_name_is_used(tiny, data_dir, tmp_path):
+    _, sgd = train_tiny(data_dir, tmp_path / "1", "--epochs", "2", "--lr", "0.01")
+    _, adam = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--lr", "0.01", "--optimizer", "adam")
+    assert losses(sgd) != losses(adam)
+
+
+def test_digits_are_the_default(tiny, tmp_path):
+    output = run(*TRAIN, "--epochs", "1", "--devices", "cpu:1", "--output", tmp_path)
+    assert output.startswith("digits: 1438 images to train on, 359 to test, 10 classes, on cpu(0)\n")
+
+
+@pytest.mark.parametrize("data", ["mnist", "fashion-mnist"])
+def test_data_that_cannot_be_downloaded_is_told(tiny, tmp_path, data, monkeypatch):
+    def offline(*arguments, **kwargs):
+        raise ConnectionError("no network in the tests")
+
+    monkeypatch.setattr("mxnet.gluon.data.vision.datasets.download", offline)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    message = fail(*TRAIN, "--data", data, "--output", tmp_path / "out")
+    assert f"load {data}: got ConnectionError (no network in the tests); need the files in {tmp_path}" in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--devices", "tpu"], "use_devices: got 'tpu'; need a device name."),
+        (["--devices", "gpu:9999"], "use_devices: got gpu(9999); need one of the GPUs that MXNet can see"),
+        (["--devices", "cpu:0,cpu:0"], "use_devices: got cpu(0) twice"),
+        (["--devices", "0"], "use_devices: got 0 devices; need 1 or more"),
+    ],
+)
+def test_devices_that_are_not_there_are_told(tiny, data_dir, tmp_path, options, told):
+    message = fail(*TRAIN, *options, "--data-dir", data_dir, "--output", tmp_path / "out")
+    assert message.startswith(f"Error: {told}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_folder_is_told(tiny, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder, told in (("not there", "which is no folder"), ("empty", "without train-images-idx3-ubyte")):
+        message = fail(*TRAIN, "--data-dir", tmp_path / folder, "--output", tmp_path / "out")
+        assert message.startswith(f"Error: load_idx_folder: got {tmp_path / folder}")
+        assert told in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_file_is_told(tiny, data_dir, tmp_path):
+    (data_dir / "train-labels-idx1-ubyte.gz").write_bytes(b"\x1f\x8b")
+    message = fail(*TRAIN, "--data-dir", data_dir, "--output", tmp_path / "out")
+    assert message.startswith("Error: read_idx: got a damaged gzip file")
+
+
+def test_an_output_folder_that_cannot_be_made_is_told(tiny, data_dir, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = invoke(*TRAIN, "--devices", "cpu:1", "--data-dir", data_dir, "--output", tmp_path / "file" / "out")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    (error,) = [line for line in result.output.splitlines() if not line.startswith("data: ")]
+    assert error.startswith("Error: ")
+    assert str(tmp_path / "file") in error
+
+
+def test_ctrl_c_saves_and_ends_with_130(tiny, data_dir, tmp_path, monkeypatch):
+    class Interrupting(mgpu.data.ArrayLoader):
+        def __iter__(self):
+            for number, pair in enumerate(super().__iter__(), 1):
+                if (self.epoch, number) == (2, 3):
+                    signal.raise_signal(signal.SIGINT)
+                yield pair
+
+    monkeypatch.setattr("gluon_mgpu.cli.train.ArrayLoader", Interrupting)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        options = ["--batch-size", "8", "--epochs", "3", "--devices", "cpu:1"]
+        result = invoke(*TRAIN, *options, "--data-dir", data_dir, "--output", tmp_path / "out")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 130
+    assert "Interrupted. fit: stopped in epoch 2 after step 7" in result.output
+    assert "Traceback" not in result.output
+    assert str(tmp_path / "out") in result.output
+    assert json.loads((tmp_path / "out" / "last" / "progress.json").read_text())["epoch"] == 2
+    history = json.loads((tmp_path / "out" / "history.json").read_text())
+    assert (history["stopped"], len(history["epochs"])) == ("interrupted", 1)
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(PNG)
+
+
+def test_python_m_is_the_command_and_tells_errors_without_a_traceback(tmp_path):
+    command = [sys.executable, "-m", "gluon_mgpu", *TRAIN, "--devices", "cpu:0,cpu:0", "--output", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == b""
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("Error: use_devices: got cpu(0) twice in [cpu(0), cpu(0)]; need different devices.")

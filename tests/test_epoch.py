@@ -1,0 +1,168 @@
+"""One pass over the data: what is reported, when it stops, and which step and device an error names."""
+
+import math
+from contextlib import suppress
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.epoch import Progress, run_epoch
+from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
+
+from .conftest import assert_house_style
+
+
+def make_batch(X, y):
+    """A Batch of one shard: the outputs are X, the losses are X, too."""
+    output, label = mx.nd.array(X), mx.nd.array(y)
+    return mgpu.Batch([output], [label], [output], len(X))
+
+
+def pairs(*rows):
+    return [(np.array(row, "float32"), np.zeros(len(row), "float32")) for row in rows]
+
+
+def positive(output, label):
+    return (output > 0).sum().reshape((1,)), output.size
+
+
+def read(items):
+    """Items, and how many have been taken."""
+    taken = []
+
+    def generator():
+        for item in items:
+            taken.append(item)
+            yield item
+
+    return generator(), taken
+
+
+def test_the_means_are_over_everything_that_was_seen():
+    passed = run_epoch(pairs([1, -1, 3], [5]), make_batch, {"positive": positive}, operation="fit")
+    assert passed.means == {"positive": 0.75, "loss": 2.0}
+    assert (passed.num_batches, passed.num_examples, passed.stopped) == (2, 4, False)
+    assert passed.seconds > 0
+    assert passed.examples_per_s == pytest.approx(4 / passed.seconds)
+
+
+def test_no_time_means_no_rate():
+    assert Progress({}, 1, 4, 0.0).examples_per_s == 0.0
+
+
+def test_reports_hold_running_means_and_the_last_one_holds_all(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 2)
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", math.inf)
+    reports = []
+    passed = run_epoch(pairs([1], [2], [3], [4], [10]), make_batch, operation="fit", on_report=reports.append)
+    assert [(one.num_batches, one.num_examples, one.means["loss"]) for one in reports] == [(2, 2, 1.5), (4, 4, 2.5), (5, 5, 4.0)]
+    assert passed == reports[-1]
+
+
+def test_a_slow_pass_reports_by_the_clock(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", -1)
+    reports = []
+    run_epoch(pairs([1], [2], [3]), make_batch, operation="fit", on_report=reports.append)
+    assert [one.num_batches for one in reports] == [1, 2, 3, 3]
+
+
+def test_it_stops_after_the_batch_that_was_under_way():
+    items, taken = read(pairs([1], [2], [3], [4]))
+    passed = run_epoch(items, make_batch, operation="fit", should_stop=lambda: len(taken) == 2)
+    assert len(taken) == 2
+    assert (passed.num_batches, passed.means["loss"], passed.stopped) == (2, 1.5, True)
+
+
+def test_batches_without_losses_have_metrics_only():
+    def run_batch(X, y):
+        batch = make_batch(X, y)
+        return mgpu.Batch(batch.outputs, batch.labels, [], batch.num_examples)
+
+    passed = run_epoch(pairs([1, -1], [5], [2], [-3]), run_batch, [positive], operation="evaluate", check_finite=True)
+    assert passed.means == {"positive": 0.6}
+
+
+@pytest.mark.parametrize("operation", ["fit", "evaluate"])
+def test_no_batch_is_refused(operation):
+    with pytest.raises(TrainerError, match=f"^{operation}: got no batch; need one or more. A generator is empty") as caught:
+        run_epoch([], make_batch, operation=operation)
+    assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("item, told", [(np.zeros(2), "ndarray"), ((1, 2, 3), "tuple of 3"), ([1], "list of 1"), (7, "int")])
+def test_an_item_that_is_no_pair_is_refused_before_it_runs(item, told):
+    ran = []
+    with pytest.raises(TrainerError, match=f"^fit: got {told} from the data iterator; need pairs") as caught:
+        run_epoch([item], lambda X, y: ran.append(X), operation="fit")
+    assert_house_style(caught.value)
+    assert ran == []
+
+
+def test_what_is_no_metric_is_refused_before_a_batch_is_taken():
+    items, taken = read(pairs([1]))
+    with pytest.raises(TrainerError, match="^metrics: got 5"):
+        run_epoch(items, make_batch, [5], operation="fit")
+    assert taken == []
+
+
+def run_rows(X, y):
+    """A Batch whose losses are the rows of X, each on a device of its own."""
+    losses = [mx.nd.array(row, ctx=mx.cpu(i)) for i, row in enumerate(X)]
+    return mgpu.Batch(losses, losses, losses, X.size)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("step, shard", [(1, 0), (3, 1), (6, 2)])
+def test_a_loss_that_is_not_finite_is_told_with_its_step_and_device(step, shard, bad, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 4)
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", math.inf)
+    losses = np.ones((6, 3, 2))
+    losses[step - 1, shard, 1] = bad
+    losses[step:] = math.nan  # all that follows is spoilt, too
+    with pytest.raises(NonFiniteLossError) as caught:
+        run_epoch([(X, X) for X in losses], run_rows, operation="fit", first_step=101, check_finite=True)
+    assert_house_style(caught.value)
+    assert str(caught.value).startswith(f"fit: got a loss of {bad} at step {100 + step} on cpu({shard}) (shard {shard});")
+
+
+def test_a_loss_that_is_not_finite_is_only_looked_for_where_asked():
+    passed = run_epoch(pairs([math.nan], [1]), make_batch, operation="evaluate")
+    assert math.isnan(passed.means["loss"])
+
+
+def test_finite_losses_pass_the_check():
+    assert run_epoch(pairs([1e30], [-1e30]), make_batch, operation="fit", check_finite=True).means == {"loss": 0.0}
+
+
+def failing(at, num_batches, operation="fit", max_inflight=2):
+    """Run a pass in which one batch fails on its device, some time after it was queued: its Cholesky factor does not exist."""
+    matrices = [np.eye(2, dtype="float32")[None]] * num_batches
+    matrices[at - 1] = -matrices[at - 1]
+
+    def run_batch(X, y):
+        output = mx.nd.linalg.potrf(mx.nd.array(X))
+        return mgpu.Batch([output], [output], [output], 1)
+
+    try:
+        with pytest.raises(StepError) as caught:
+            run_epoch([(X, X) for X in matrices], run_batch, operation=operation, max_inflight=max_inflight)
+    finally:
+        with suppress(mx.MXNetError):
+            mx.nd.waitall()
+    assert_house_style(caught.value)
+    assert isinstance(caught.value.__cause__, mx.MXNetError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("max_inflight", [1, 2, 3])
+@pytest.mark.parametrize("at", [1, 3])
+def test_the_error_of_a_device_names_its_step(at, max_inflight):
+    message = failing(at, 8, max_inflight=max_inflight)
+    assert message.startswith(f"fit: got an error of a device at step {at} or the next: ")
+    assert "potrf" in message
+
+
+def test_the_error_of_a_device_after_the_last_batch_surfaces_too():
+    message = failing(5, 5, operation="evaluate")
+    assert message.startswith("evaluate: got an error of a device at step 4 or the next: ")

@@ -1,0 +1,442 @@
+"""fit(): it learns, tells what each epoch gave, and ends well, whatever ends it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
+from mxnet import gluon
+from mxnet.gluon import nn
+
+from .conftest import SEED, assert_house_style, largest_difference, weights_of
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def make_net(ctx, classes=3):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, activation="tanh", in_units=2), nn.Dense(classes, in_units=8))
+    mx.random.seed(SEED)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    return net
+
+
+def make_trainer(net, learning_rate=0.5, **kwargs):
+    return mgpu.Trainer(net, "sgd", {"learning_rate": learning_rate, **kwargs})
+
+
+def three_clouds(num_examples=60):
+    """Points around three corners of a triangle: (points, corner)."""
+    rng = np.random.RandomState(0)
+    labels = rng.randint(0, 3, num_examples).astype("int32")
+    corners = np.array([[0, 2], [-2, -1], [2, -1]], "float32")
+    return corners[labels] + rng.normal(0, 0.3, (num_examples, 2)).astype("float32"), labels
+
+
+def batches_of(X, y, size=16):
+    return [(X[i : i + size], y[i : i + size]) for i in range(0, len(X), size)]
+
+
+def train(ctx, train_iter=None, test_iter=None, *, epochs=1, learning_rate=0.5, net=None, **kwargs):
+    """Fit a small network on the clouds, silently."""
+    net = net or make_net(ctx)
+    kwargs = {"callbacks": [], **kwargs}
+    train_iter = batches_of(*three_clouds()) if train_iter is None else train_iter
+    return mgpu.fit(net, LOSS, make_trainer(net, learning_rate), train_iter, test_iter, epochs=epochs, **kwargs)
+
+
+class Recorder(mgpu.Callback):
+    """Notes what it was called with."""
+
+    def __init__(self):
+        self.calls = []
+        self.state = None
+
+    def _note(self, what, state):
+        self.state = state
+        self.calls.append((what, state.epoch, len(state.history.rows)))
+
+    def on_fit_begin(self, state):
+        self._note("fit begins", state)
+
+    def on_epoch_begin(self, state):
+        self._note("epoch begins", state)
+
+    def on_report(self, state, progress):
+        self._note(f"report of {progress.num_batches}", state)
+
+    def on_epoch_end(self, state):
+        self._note("epoch ends", state)
+
+    def on_fit_end(self, state):
+        self._note("fit ends", state)
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own handling of Ctrl-C during the test, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupting(items, at, times=1):
+    """The items; before item `at`, from 1, is given, Ctrl-C is pressed."""
+    for number, item in enumerate(items, 1):
+        if number == at:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        yield item
+
+
+# What it does
+
+
+def test_it_learns(devices, arrays):
+    X, y = three_clouds(150)
+    net = make_net(devices)
+    history = train(devices, batches_of(X[:100], y[:100]), batches_of(X[100:], y[100:]), epochs=8, net=net)
+    assert history.column("train_loss")[-1] < 0.3 * history.column("train_loss")[0]
+    assert history.column("test_accuracy")[-1] > 0.95
+    assert history.stopped == ""
+    assert mgpu.evaluate_accuracy_gpus(net, batches_of(X, y)) > 0.95
+    assert mgpu.replica_difference(net) == 0.0
+
+
+def test_it_is_train_batch_in_a_loop(devices):
+    by_hand, fitted = make_net(devices), make_net(devices)
+    trainer = make_trainer(by_hand)
+    for X, y in batches_of(*three_clouds()) * 2:
+        mgpu.train_batch(by_hand, LOSS, trainer, X, y)
+    train(devices, net=fitted, epochs=2)
+    assert largest_difference(weights_of(by_hand), weights_of(fitted)) == 0.0
+
+
+def test_a_row_an_epoch(devices):
+    data = batches_of(*three_clouds(60))
+    rows = train(devices, data, data, epochs=3).rows
+    columns = "epoch train_accuracy train_loss test_accuracy test_loss seconds examples_per_s learning_rate"
+    assert [" ".join(row) for row in rows] == [columns] * 3
+    assert [row["epoch"] for row in rows] == [1.0, 2.0, 3.0]
+    for row in rows:
+        assert all(type(value) is float for value in row.values())
+        assert row["seconds"] > 0
+        assert row["seconds"] * row["examples_per_s"] == pytest.approx(60)
+        assert row["learning_rate"] == 0.5
+
+
+def test_without_a_test_set_there_are_no_test_columns():
+    (row,) = train([mx.cpu()]).rows
+    assert list(row) == ["epoch", "train_accuracy", "train_loss", "seconds", "examples_per_s", "learning_rate"]
+
+
+def test_the_training_metrics_are_over_every_example(devices):
+    """Where the weights do not move, training measures what evaluating does."""
+    data = batches_of(*three_clouds(37))
+    net = make_net(devices)
+    (row,) = train(devices, data, net=net, learning_rate=1e-12, metrics=[mgpu.accuracy, mgpu.top_k_accuracy(2)]).rows
+    measured = mgpu.evaluate(net, data, [mgpu.accuracy, mgpu.top_k_accuracy(2)], loss=LOSS)
+    assert row["train_accuracy"] == measured["accuracy"]
+    assert row["train_top_2_accuracy"] == measured["top_2_accuracy"]
+    assert row["train_loss"] == pytest.approx(measured["loss"], rel=1e-6)
+
+
+def test_the_test_metrics_are_those_after_the_epoch(devices):
+    data = batches_of(*three_clouds(37))
+    net = make_net(devices)
+    row = train(devices, data, data, net=net, epochs=2).rows[-1]
+    measured = mgpu.evaluate(net, data, loss=LOSS)
+    assert (row["test_accuracy"], row["test_loss"]) == (measured["accuracy"], measured["loss"])
+
+
+@pytest.mark.parametrize(
+    "metrics, names",
+    [
+        ([mgpu.accuracy, mgpu.top_k_accuracy(2)], ["train_accuracy", "train_top_2_accuracy"]),
+        ({"hits": mgpu.accuracy}, ["train_hits"]),
+        (mgpu.accuracy, ["train_accuracy"]),
+        ([], []),
+    ],
+    ids=["list", "dict", "function", "none"],
+)
+def test_metrics_name_their_columns(metrics, names):
+    (row,) = train([mx.cpu()], metrics=metrics).rows
+    assert [name for name in row if name.startswith("train_")] == [*names, "train_loss"]
+
+
+def test_the_learning_rate_is_that_at_the_beginning_of_each_epoch():
+    """Four steps an epoch, and half of it after every six."""
+    net = make_net([mx.cpu()])
+    schedule = mx.lr_scheduler.FactorScheduler(step=6, factor=0.5, base_lr=0.4)
+    trainer = make_trainer(net, 0.4, lr_scheduler=schedule)
+    history = mgpu.fit(net, LOSS, trainer, batches_of(*three_clouds(60)), epochs=3, callbacks=[])
+    assert history.column("learning_rate") == [0.4, 0.4, 0.2]
+
+
+def test_callbacks_are_called_in_order(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", float("inf"))
+    first, second, order = Recorder(), Recorder(), []
+    first._note = lambda what, state: order.append((1, what)) or Recorder._note(first, what, state)
+    second._note = lambda what, state: order.append((2, what)) or Recorder._note(second, what, state)
+    train([mx.cpu()], epochs=2, callbacks=[first, second])
+    assert first.calls == [
+        ("fit begins", 0, 0),
+        ("epoch begins", 1, 0),
+        ("report of 4", 1, 0),
+        ("epoch ends", 1, 1),
+        ("epoch begins", 2, 1),
+        ("report of 4", 2, 1),
+        ("epoch ends", 2, 2),
+        ("fit ends", 2, 2),
+    ]
+    assert second.calls == first.calls
+    assert [number for number, _ in order] == [1, 2] * 8
+    assert (first.state.epochs, first.state.num_batches, first.state.error) == (2, 4, None)
+
+
+def test_a_data_iterator_without_a_length_is_taken():
+    class Endless:
+        def __iter__(self):
+            return iter(batches_of(*three_clouds()))
+
+    recorder = Recorder()
+    assert len(train([mx.cpu()], Endless(), epochs=2, callbacks=[recorder]).rows) == 2
+    assert recorder.state.num_batches == 0
+
+
+def test_a_callback_can_stop_it():
+    class Stop(mgpu.Callback):
+        def on_epoch_end(self, state):
+            state.stop = "enough" if state.epoch == 2 else ""
+
+    history = train([mx.cpu()], epochs=5, callbacks=[Stop()])
+    assert (len(history.rows), history.stopped) == (2, "enough")
+
+
+def test_a_split_of_ones_own_is_used(devices):
+    sizes = []
+
+    def split(X, y, contexts):
+        sizes.append(len(X))
+        return mgpu.split_batch(X, y, contexts[:1])
+
+    train(devices, test_iter=batches_of(*three_clouds(20)), split_f=split)
+    assert sizes == [16, 16, 16, 12, 16, 4]
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"epochs": 0}, {"epochs": -1}, {"epochs": 1.5}, {"epochs": True}, {"epochs": "1"}, {"epochs": 1, "max_inflight": 0}],
+)
+def test_bad_numbers_are_refused_before_anything_happens(options):
+    net, recorder = make_net([mx.cpu()]), Recorder()
+    before = weights_of(net)
+    with pytest.raises(TrainerError, match="^fit: got epochs=.*max_inflight=") as caught:
+        train([mx.cpu()], net=net, callbacks=[recorder], **options)
+    assert_house_style(caught.value)
+    assert recorder.calls == []
+    assert largest_difference(weights_of(net), before) == 0.0
+
+
+def test_what_is_no_metric_is_refused_before_anything_is_trained():
+    net = make_net([mx.cpu()])
+    before = weights_of(net)
+    with pytest.raises(TrainerError, match="^metrics: got 5"):
+        train([mx.cpu()], net=net, metrics=[5])
+    assert largest_difference(weights_of(net), before) == 0.0
+
+
+@pytest.mark.parametrize("item", [np.zeros((4, 2)), (np.zeros((4, 2)),), (1, 2, 3), {"X": 1}])
+def test_items_that_are_no_pairs_are_refused(item):
+    with pytest.raises(TrainerError, match="^fit: got .* from the data iterator; need pairs") as caught:
+        train([mx.cpu()], [item])
+    assert_house_style(caught.value)
+    with pytest.raises(TrainerError, match="^evaluate: got .* from the data iterator; need pairs"):
+        train([mx.cpu()], test_iter=[item])
+
+
+@pytest.mark.parametrize("which, operation", [("train_iter", "fit"), ("test_iter", "evaluate")])
+def test_a_generator_that_is_used_up_is_told(which, operation):
+    """Its second epoch is empty, which would otherwise look like an epoch of nothing."""
+    recorder = Recorder()
+    generator = (pair for pair in batches_of(*three_clouds()))
+    with pytest.raises(TrainerError, match=f"^{operation}: got no batch; .*generator is empty when it is read") as caught:
+        train([mx.cpu()], epochs=3, callbacks=[recorder], **{which: generator})
+    assert_house_style(caught.value)
+    assert recorder.calls[-1] == ("fit ends", 2, 1)
+    assert recorder.state.error is caught.value
+    assert recorder.state.history.stopped == "TrainerError"
+
+
+def test_a_network_that_does_not_take_the_data_is_told(devices):
+    with pytest.raises(StepError, match=r"^train_batch: got an error of the network for shard 0 on cpu\(0\)") as caught:
+        train(devices, [(np.zeros((6, 5), "float32"), np.zeros(6))])
+    assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("num_devices, step, shard", [(1, 1, 0), (2, 2, 1), (3, 5, 2), (3, 4, 0)])
+def test_a_nan_in_the_data_is_told_with_step_and_device(num_devices, step, shard, tmp_path):
+    """One example of one shard of one batch of the second epoch is NaN; the weights, and so all that follows, are, too."""
+    X, y = three_clouds(60)
+    good, bad = batches_of(X, y, 12), batches_of(X.copy(), y, 12)
+    bad[step - 1][0][shard * 12 // num_devices + 1] = np.nan
+
+    class Epochs:
+        passes = iter([good, bad, good])
+
+        def __iter__(self):
+            return iter(next(self.passes))
+
+    ctx = [mx.cpu(i) for i in range(num_devices)]
+    net, recorder = make_net(ctx), Recorder()
+    with pytest.raises(NonFiniteLossError) as caught:
+        train(ctx, Epochs(), net=net, epochs=3, callbacks=[recorder, mgpu.Checkpoint(tmp_path, monitor=None)])
+    assert_house_style(caught.value)
+    assert str(caught.value).startswith(f"fit: got a loss of nan at step {5 + step} on cpu({shard}) (shard {shard});")
+    assert (recorder.calls[-1], recorder.state.history.stopped) == (("fit ends", 2, 1), "NonFiniteLossError")
+    assert mgpu.load_checkpoint(tmp_path / "last", net)["epoch"] == 1
+    assert all(np.isfinite(weight).all() for weight in weights_of(net))
+
+
+def test_an_error_of_a_callback_goes_on_and_the_others_hear_of_it():
+    class Broken(mgpu.Callback):
+        def on_epoch_begin(self, state):
+            raise RuntimeError("mine")
+
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="^mine$"):
+        train([mx.cpu()], callbacks=[Broken(), recorder])
+    assert recorder.calls == [("fit begins", 0, 0), ("fit ends", 1, 0)]
+    assert recorder.state.history.stopped == "RuntimeError"
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_ends_it_after_the_batch_under_way(devices, ctrl_c, tmp_path):
+    X, y = three_clouds(200)
+    data = batches_of(X, y, 10)
+
+    class Epochs:
+        passes = iter([iter(data), interrupting(data, at=3)])
+
+        def __iter__(self):
+            return next(self.passes)
+
+    net, by_hand, recorder = make_net(devices), make_net(devices), Recorder()
+    with pytest.raises(KeyboardInterrupt, match="^fit: stopped in epoch 2 after step 23$"):
+        train(devices, Epochs(), epochs=2, net=net, callbacks=[mgpu.Checkpoint(tmp_path, monitor=None), recorder])
+    assert recorder.calls[-1] == ("fit ends", 2, 1)
+    assert recorder.state.history.stopped == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    trainer = make_trainer(by_hand)
+    for pair in data + data[:3]:
+        mgpu.train_batch(by_hand, LOSS, trainer, *pair)
+    assert largest_difference(weights_of(net), weights_of(by_hand)) == 0.0
+    progress = mgpu.load_checkpoint(tmp_path / "last", make_net(devices), make_trainer(net))
+    assert (progress["epoch"], progress["epochs_completed"]) == (2, 1)
+    assert progress["history"] == recorder.state.history.rows
+
+
+def test_a_second_ctrl_c_does_not_wait(ctrl_c):
+    taken = []
+
+    def endless():
+        for pair in interrupting(batches_of(*three_clouds()) * 3, at=3, times=2):
+            taken.append(pair)
+            yield pair
+
+    recorder = Recorder()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train([mx.cpu()], endless(), callbacks=[recorder])
+    assert "fit: stopped" not in str(caught.value)
+    assert len(taken) == 2
+    assert recorder.calls[-1] == ("fit ends", 1, 0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_an_evaluation_keeps_the_epoch(ctrl_c):
+    data = batches_of(*three_clouds())
+    recorder = Recorder()
+    with pytest.raises(KeyboardInterrupt, match="^fit: stopped after epoch 1$"):
+        train([mx.cpu()], data, interrupting(data, at=2), epochs=3, callbacks=[recorder])
+    assert recorder.calls[-2:] == [("epoch ends", 1, 1), ("fit ends", 1, 1)]
+
+
+def test_ones_own_handler_of_ctrl_c_stays(ctrl_c):
+    pressed = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    own = signal.getsignal(signal.SIGINT)
+    try:
+        history = train([mx.cpu()], interrupting(batches_of(*three_clouds()), at=2))
+    except KeyboardInterrupt:
+        pytest.fail("fit took Ctrl-C for itself")
+    assert (len(history.rows), pressed) == (1, [signal.SIGINT])
+    assert signal.getsignal(signal.SIGINT) is own
+
+
+def test_it_trains_in_another_thread(ctrl_c):
+    """Only the main thread may set signal handlers."""
+    histories = []
+    thread = threading.Thread(target=lambda: histories.append(train([mx.cpu()])))
+    thread.start()
+    thread.join(timeout=60)
+    assert len(histories[0].rows) == 1
+
+
+SCRIPT = """
+    import signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import gluon_mgpu as mgpu
+    import numpy as np
+    from mxnet import gluon
+
+    def endless():
+        rng = np.random.RandomState(0)
+        for number in range(10**9):
+            if number == 20:
+                print("training", flush=True)
+            yield rng.uniform(size=(8, 2)).astype("float32"), rng.randint(0, 3, 8)
+
+    with mgpu.use_devices("cpu:2") as ctx:
+        net = gluon.nn.Dense(3, in_units=2)
+        net.initialize(ctx=ctx)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()
+        mgpu.fit(net, loss, trainer, endless(), epochs=1, callbacks=[mgpu.Checkpoint(sys.argv[1])])
+    print("not reached")
+"""
+
+
+def test_ctrl_c_ends_a_program_with_a_checkpoint(tmp_path):
+    """The epoch of this program has 10**9 batches: nothing but Ctrl-C ends it."""
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "universal_newlines": True}
+    with subprocess.Popen(command, env=environment, **pipes) as program:
+        try:
+            assert program.stdout.readline() == "training\n"
+            program.send_signal(signal.SIGINT)
+            output, errors = program.communicate(timeout=20)
+        finally:
+            program.kill()
+    assert output == ""
+    assert "KeyboardInterrupt: fit: stopped in epoch 1 after step" in errors
+    assert program.returncode == -signal.SIGINT
+    net = nn.Dense(3, in_units=2)
+    net.initialize(ctx=[mx.cpu(i) for i in range(3)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    progress = mgpu.load_checkpoint(tmp_path / "last", net, trainer)
+    assert (progress["epoch"], progress["epochs_completed"]) == (1, 0)
+    assert np.isfinite(net.weight.data(mx.cpu(2)).asnumpy()).all()
+    assert not (tmp_path / "best").exists()

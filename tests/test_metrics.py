@@ -1,0 +1,195 @@
+"""Metrics against NumPy, and sums that stay on their devices until they are read."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.metrics import mean_loss, named_metrics
+
+from .conftest import assert_house_style
+
+
+def value(metric, output, label):
+    """A metric's sum, as a float, and its count; the sum must be an array of one element."""
+    total, count = metric(output, label)
+    assert total.shape == (1,)
+    assert isinstance(count, int)
+    return float(total.asnumpy()[0]), count
+
+
+def scores(*shape):
+    return np.random.uniform(-1, 1, shape).astype("float32")
+
+
+def shard(arrays, X, dtype=None, ctx=None):
+    return arrays.array(X, dtype=dtype or X.dtype, ctx=ctx)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often an array was copied to the host."""
+    contexts = []
+    asnumpy = mx.nd.NDArray.asnumpy
+
+    def counted(self):
+        contexts.append(self.context)
+        return asnumpy(self)
+
+    monkeypatch.setattr(mx.nd.NDArray, "asnumpy", counted)
+    return contexts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int64", "uint8"])
+@pytest.mark.parametrize("shape", [(40, 3), (7, 3, 5), (7, 3, 2, 2)], ids=["classes", "sequence", "pixels"])
+def test_accuracy_counts_the_largest_scores(arrays, shape, dtype):
+    output, label = scores(*shape), np.random.randint(0, 3, shape[:1] + shape[2:])
+    found = value(mgpu.accuracy, shard(arrays, output), shard(arrays, label, dtype))
+    assert found == ((output.argmax(axis=1) == label).sum(), label.size)
+    assert 0 < found[0] < found[1]
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1)])
+def test_accuracy_takes_predictions_as_they_are(arrays, shape):
+    predictions, label = np.array([0, 1, 1, 0, 2, 1], "float32"), np.array([0, 1, 0, 0, 2, 2])
+    found = value(mgpu.accuracy, shard(arrays, predictions.reshape(shape)), shard(arrays, label, "int32"))
+    assert found == (4, 6)
+
+
+def test_accuracy_takes_labels_in_a_column(arrays):
+    output, label = scores(5, 3), np.array([[0], [1], [2], [0], [1]])
+    found = value(mgpu.accuracy, shard(arrays, output), shard(arrays, label, "int32"))
+    assert found == ((output.argmax(axis=1) == label[:, 0]).sum(), 5)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "float16", "float32"])
+def test_large_shards_do_not_overflow_the_dtype_of_the_label(dtype):
+    """300 ones added up as bytes are 44, and 3,000 as float16 may be 2,048."""
+    label = mx.nd.ones((3001,), dtype=dtype)
+    assert value(mgpu.accuracy, mx.nd.ones((3001,)), label) == (3001, 3001)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 9])
+def test_top_k_counts_the_k_largest_scores(arrays, k):
+    output, label = scores(40, 4), np.random.randint(0, 4, 40)
+    in_order = np.argsort(-output, axis=1)[:, :k]
+    right = sum(label[i] in in_order[i] for i in range(40))
+    metric = mgpu.top_k_accuracy(k)
+    assert value(metric, shard(arrays, output), shard(arrays, label, "int32")) == (right, 40)
+    assert metric.__name__ == f"top_{k}_accuracy"
+
+
+def test_top_1_is_accuracy(arrays):
+    output, label = shard(arrays, scores(20, 3, 4)), shard(arrays, np.random.randint(0, 3, (20, 4)), "int64")
+    assert value(mgpu.top_k_accuracy(1), output, label) == value(mgpu.accuracy, output, label)
+
+
+def test_the_mean_loss_is_over_every_number(arrays):
+    losses = scores(4, 5)
+    total, count = mean_loss(shard(arrays, losses))
+    assert count == 20
+    np.testing.assert_allclose(total.asnumpy(), losses.sum(keepdims=True)[0], rtol=1e-6)
+
+
+def test_uneven_shards_weigh_what_they_hold(arrays, devices):
+    sizes = [5, 1, 2, 3][: len(devices) + 1]
+    sums, right, seen = mgpu.DeviceSums([mgpu.accuracy]), 0, 0
+    for i, size in enumerate(sizes):
+        output, label = scores(size, 3), np.random.randint(0, 3, size)
+        ctx = devices[i % len(devices)]
+        sums.add_shard(shard(arrays, output, ctx=ctx), shard(arrays, label, "int32", ctx=ctx))
+        right, seen = right + (output.argmax(axis=1) == label).sum(), seen + size
+    assert sums.read() == {"accuracy": right / seen}
+
+
+def test_sums_are_read_once_a_device(arrays, devices, reads):
+    sums = mgpu.DeviceSums([mgpu.accuracy, mgpu.top_k_accuracy(2)])
+    for _ in range(4):
+        for ctx in devices:
+            output, label = shard(arrays, scores(3, 3), ctx=ctx), shard(arrays, np.arange(3), "int32", ctx=ctx)
+            sums.add_shard(output, label)
+            sums.add("norm", mx.nd.ones((1,), ctx=ctx), 1)
+    assert reads == []
+    means = sums.read()
+    assert sorted(reads, key=str) == devices
+    assert list(means) == ["accuracy", "top_2_accuracy", "norm"]
+    assert means["norm"] == 1.0
+
+
+def test_sums_stay_on_the_device_of_their_shard(devices, reads):
+    sums = mgpu.DeviceSums()
+    for ctx in devices:
+        sums.add("one", mx.nd.ones((1,), ctx=ctx), 1)
+    sums.read()
+    assert set(reads) == set(devices)
+
+
+def test_reading_does_not_clear():
+    sums = mgpu.DeviceSums()
+    assert sums.read() == {}
+    sums.add("mean", mx.nd.array([6.0]), 2)
+    assert sums.read() == sums.read() == {"mean": 3.0}
+    sums.add("mean", mx.nd.array([0.0], ctx=mx.cpu(1)), 1)
+    assert sums.read() == {"mean": 2.0}
+
+
+def test_metrics_that_only_some_devices_know_are_kept_apart():
+    sums = mgpu.DeviceSums()
+    sums.add("a", mx.nd.array([1.0]), 1)
+    sums.add("b", mx.nd.array([10.0], ctx=mx.cpu(1)), 2)
+    sums.add("a", mx.nd.array([3.0], ctx=mx.cpu(1)), 1)
+    assert sums.read() == {"a": 2.0, "b": 5.0}
+
+
+def test_many_examples_are_counted_exactly():
+    """float32 cannot count further than 2**24 one by one."""
+    sums = mgpu.DeviceSums()
+    sums.add("right", mx.nd.array([2.0**24]), 2**24)
+    for _ in range(3):
+        sums.add("right", mx.nd.ones((1,)), 1)
+    assert sums.read() == {"right": 1.0}
+
+
+def test_a_batch_adds_its_losses_and_metrics():
+    output, label = mx.nd.array([[2, 1], [1, 2], [1, 2]]), mx.nd.array([0, 1, 0])
+    batch = mgpu.Batch([output[:2], output[2:]], [label[:2], label[2:]], [mx.nd.array([1, 2]), mx.nd.array([6])], 3)
+    sums = mgpu.DeviceSums({"hits": mgpu.accuracy})
+    sums.add_batch(batch)
+    assert sums.read() == {"hits": 2 / 3, "loss": 3.0}
+
+
+def wrong(output, label):
+    return (output.argmax(axis=1) != label).sum().reshape((1,)), label.size
+
+
+@pytest.mark.parametrize(
+    "metrics, names",
+    [
+        ([mgpu.accuracy, wrong], ["accuracy", "wrong"]),
+        ((wrong,), ["wrong"]),
+        ({"b": wrong, "a": mgpu.accuracy}, ["b", "a"]),
+        (wrong, ["wrong"]),
+        (mgpu.top_k_accuracy(5), ["top_5_accuracy"]),
+        ([], []),
+        (None, []),
+    ],
+    ids=["list", "tuple", "dict", "function", "made function", "empty", "none"],
+)
+def test_metrics_are_named(metrics, names):
+    assert list(named_metrics(metrics)) == names
+
+
+@pytest.mark.parametrize(
+    "metrics, told",
+    [
+        ([5], "got 5 for 5"),
+        ({"mine": "accuracy"}, "got 'accuracy' for mine"),
+        ([mgpu.accuracy, None], "got None for None"),
+        ([wrong, wrong], "got 2 of which some have one name"),
+        ([lambda output, label: None, lambda output, label: None], "got 2 of which some have one name"),
+    ],
+)
+def test_what_is_no_metric_is_told(metrics, told):
+    with pytest.raises(TrainerError, match=f"^metrics: {told}") as caught:
+        mgpu.DeviceSums(metrics)
+    assert_house_style(caught.value)

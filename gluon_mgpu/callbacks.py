@@ -16,7 +16,8 @@ from mxnet import gluon
 from .checkpoint import save_checkpoint
 from .epoch import Progress as EpochProgress
 from .errors import TrainerError
-from .plots import plot_history, save
+from .plots import figure, plot_history, save
+from .replicas import has_values
 from .runtime import require
 from .trainer import Trainer
 
@@ -31,7 +32,7 @@ class History:
     ----------
     rows : list of dict
         One an epoch: `epoch`, `train_loss`, `train_accuracy`, `test_...`, `seconds` of training, `examples_per_s`,
-        `learning_rate`.
+        and the `learning_rate` of its last step.
     stopped : str
         Why training ended before the last epoch; empty where it did not.
     """
@@ -202,11 +203,15 @@ class SaveHistory(Callback):
     def __init__(self, folder: Union[str, Path]) -> None:
         self.folder = Path(folder)
 
+    def on_fit_begin(self, state: FitState) -> None:
+        figure()  # tells before the first epoch that the extra is missing
+
     def on_epoch_end(self, state: FitState) -> None:
         state.history.save(self.folder)
 
     def on_fit_end(self, state: FitState) -> None:
-        state.history.save(self.folder)  # now it says why it stopped
+        if state.history.rows:
+            state.history.save(self.folder)  # now it says why it stopped
 
 
 class EarlyStopping(Callback):
@@ -268,12 +273,12 @@ class Checkpoint(Callback):
             self._best.forget()
 
     def on_epoch_end(self, state: FitState) -> None:
+        self._save("last", state)
         if self._best is not None and self._best.improves(state):
             self._save("best", state)
-        self._save("last", state)
 
     def on_fit_end(self, state: FitState) -> None:
-        if isinstance(state.error, KeyboardInterrupt):
+        if isinstance(state.error, KeyboardInterrupt) and has_values(state.net):
             self._save("last", state)
 
     def _save(self, name: str, state: FitState) -> None:
@@ -310,7 +315,8 @@ class Best:
                 f"callbacks: got monitor {self.monitor!r}; need one of {', '.join(row)}. Pass a test_iter for test_... columns."
             )
         value = row[self.monitor]
-        better = not self.epoch or self._sign * (self.value - value) > self._min_delta
+        # NaN is never better, and anything is better than NaN.
+        better = value == value and not self._sign * (self.value - value) <= self._min_delta
         if better:
             self.value, self.epoch = value, state.epoch
         return better

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import mxnet as mx
 from mxnet import gluon
 
 from .errors import StateError
 from .evaluation import devices_of
-from .replicas import average_running_stats
+from .replicas import average_running_stats, has_values
 from .trainer import Trainer
 
 _PARAMS, _STATES, _PROGRESS = "net.params", "trainer.states", "progress.json"
@@ -44,15 +44,21 @@ def save_checkpoint(
     progress : dict, optional
         Anything that JSON holds.
     """
+    if not has_values(net):
+        raise StateError("save_checkpoint: got a network that has no values yet; need known shapes. Pass one batch through it.")
     folder = Path(folder)
     new, old = _beside(folder, "new"), _beside(folder, "old")
     average_running_stats(net)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    _save_parameters(net, str(new / _PARAMS))
-    if trainer is not None:
-        trainer.save_states(str(new / _STATES))
-    (new / _PROGRESS).write_text(json.dumps(progress or {}, indent=1), encoding="utf-8")
+    try:
+        _save_parameters(net, str(new / _PARAMS))
+        if trainer is not None:
+            trainer.save_states(str(new / _STATES))
+        (new / _PROGRESS).write_text(json.dumps(progress or {}, indent=1), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -71,7 +77,7 @@ def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
     Raises
     ------
     StateError
-        There is no checkpoint, or it belongs to another network or optimizer.
+        There is no checkpoint, it is damaged, or it belongs to another network or optimizer. Nothing was changed.
     """
     folder = Path(folder)
     if not folder.exists() and _beside(folder, "old").exists():  # stopped between two renames of save_checkpoint
@@ -81,17 +87,56 @@ def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
         raise StateError(
             f"load_checkpoint: got {folder} without {', '.join(missing)}; need a folder of save_checkpoint. Check the path."
         )
-    try:
+    progress = _read_progress(folder)
+    _check_parameters(folder, net)
+    if trainer is not None and has_values(net):
+        trainer.load_states(str(folder / _STATES))  # it checks before it changes anything
         net.load_parameters(str(folder / _PARAMS), ctx=devices_of(net))
-    except (AssertionError, ValueError) as error:  # what Gluon raises when names or shapes differ
+    else:  # the states need shapes, which come with the parameters
+        net.load_parameters(str(folder / _PARAMS), ctx=devices_of(net))
+        if trainer is not None:
+            trainer.load_states(str(folder / _STATES))
+    return progress
+
+
+def _read_progress(folder: Path) -> Dict[str, Any]:
+    try:
+        progress: Dict[str, Any] = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
+        return progress
+    except ValueError as error:
         raise StateError(
-            f"load_checkpoint: got {folder} of another network ({str(error).strip().splitlines()[0]}); need the same layers. "
-            "Build the network as it was when it was saved."
+            f"load_checkpoint: got {folder / _PROGRESS}, which is damaged ({error}); need a file of "
+            "save_checkpoint. Use another one."
         ) from error
-    if trainer is not None:
-        trainer.load_states(str(folder / _STATES))
-    content: Dict[str, Any] = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
-    return content
+
+
+def _check_parameters(folder: Path, net: gluon.Block) -> None:
+    """Raise `StateError` unless the file holds this network's parameters: Gluon looks at them one by one, as it loads."""
+    try:
+        loaded = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(str(folder / _PARAMS))
+    except (mx.MXNetError, ValueError) as error:
+        told = str(error).strip().splitlines()[-1]
+        raise StateError(
+            f"load_checkpoint: got {folder / _PARAMS}, which is damaged ({told}); need a file of save_checkpoint. "
+            "Use another one."
+        ) from error
+    here = {name: tuple(param.shape or ()) for name, param in net._collect_params_with_prefix().items()}
+    there = {name: array.shape for name, array in loaded.items()} if isinstance(loaded, dict) else {}
+    differing = [
+        f"{name} {there.get(name, 'missing')} where this one has {here.get(name, 'nothing')}"
+        for name in {**there, **here}
+        if name not in there or name not in here or not _fits(there[name], here[name])
+    ]
+    if differing:
+        raise StateError(
+            f"load_checkpoint: got {folder} of another network: {'; '.join(differing[:3])}; need the same layers. "
+            "Build the network as it was when it was saved."
+        )
+
+
+def _fits(saved: Tuple[int, ...], wanted: Tuple[int, ...]) -> bool:
+    """Return whether a shape fits one in which 0 or -1 stands for what is not known yet."""
+    return not wanted or (len(saved) == len(wanted) and all(w in (s, 0, -1) for s, w in zip(saved, wanted)))
 
 
 def _save_parameters(net: gluon.Block, path: str) -> None:

@@ -113,7 +113,10 @@ def run_epoch(
 
     for step, item in enumerate(data_iter, first_step):
         X, y = _as_pair(item, operation)
-        batch = run_batch(X, y)
+        try:
+            batch = run_batch(X, y)
+        except StepError as error:
+            raise StepError(f"{operation}: got an error at step {step}: {error}") from error.__cause__
         sums.add_batch(batch)
         queued.append((step, batch))
         unread.append((step, batch.losses))

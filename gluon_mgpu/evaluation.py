@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterable, List, Optional
 
 from mxnet import Context, gluon
 
-from .epoch import run_epoch
+from .epoch import Progress, run_epoch
 from .errors import TrainerError
 from .metrics import Metrics, accuracy
 from .replicas import average_running_stats
@@ -73,15 +73,27 @@ def evaluate(
     TrainerError
         There is no batch, or it is not a pair.
     """
+    return run_evaluation(net, data_iter, metrics, loss=loss, split_f=split_f).means
+
+
+def run_evaluation(
+    net: gluon.Block,
+    data_iter: Iterable[Any],
+    metrics: Metrics,
+    *,
+    loss: Optional[Any],
+    split_f: SplitFunction,
+    **options: Any,
+) -> Progress:
+    """Evaluate, with the options of `run_epoch`; `evaluate` without, and `fit` with a way to stop, call this."""
     devices = devices_of(net)
     average_running_stats(net)
-    passed = run_epoch(
+    return run_epoch(
         data_iter,
         lambda X, y: eval_batch(net, X, y, devices, loss=loss, split_f=split_f),
         metrics,
-        operation="evaluate",
+        **{"operation": "evaluate", **options},
     )
-    return passed.means
 
 
 def devices_of(net: gluon.Block) -> List[Context]:

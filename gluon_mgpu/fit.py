@@ -6,15 +6,16 @@ import signal
 import threading
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Sized
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Sized
 
 from mxnet import gluon
 
 from .callbacks import Callback, FitState, History, Progress
 from .epoch import run_epoch
 from .errors import TrainerError
-from .evaluation import evaluate
+from .evaluation import run_evaluation
 from .metrics import Metrics, accuracy
+from .runtime import logger
 from .sharding import split_batch
 from .step import SplitFunction, train_batch
 from .trainer import Trainer
@@ -69,58 +70,84 @@ def fit(
     KeyboardInterrupt
         Ctrl-C, after saving.
     """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1 or max_inflight < 1:
-        raise TrainerError(
-            f"fit: got epochs={epochs!r}, max_inflight={max_inflight!r}; need integers of 1 or more. epochs=10, say."
-        )
+    for name, value in (("epochs", epochs), ("max_inflight", max_inflight)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise TrainerError(
+                f"fit: got {name}={value!r}; need a whole number of 1 or more. 10 epochs and 2 in flight are usual."
+            )
     listed = [Progress()] if callbacks is None else list(callbacks)
-    num_batches = len(train_iter) if isinstance(train_iter, Sized) else 0
-    state = FitState(net, trainer, epochs, num_batches)
+    state = FitState(net, trainer, epochs, len(train_iter) if isinstance(train_iter, Sized) else 0)
+    step = 1
+
+    def run_one(interrupts: List[int]) -> None:
+        nonlocal step
+        options: Dict[str, Any] = {
+            "operation": "fit",
+            "first_step": step,
+            "max_inflight": max_inflight,
+            "check_finite": True,
+            "should_stop": lambda: bool(interrupts),
+        }
+        train = run_epoch(
+            train_iter,
+            lambda X, y: train_batch(net, loss, trainer, X, y, split_f=split_f),
+            metrics,
+            on_report=lambda progress: _each(listed, "on_report", state, progress),
+            **options,
+        )
+        step += train.num_batches
+        _stop_if(train.stopped, f"in epoch {state.epoch} after step {step - 1}")
+        means = {f"train_{name}": mean for name, mean in train.means.items()}
+        rest = {"seconds": train.seconds, "examples_per_s": train.examples_per_s, "learning_rate": trainer.learning_rate}
+        state.history.rows.append({"epoch": state.epoch, **means, **rest})
+        if test_iter is not None:
+            options.update(operation="evaluate", first_step=1)
+            test = run_evaluation(net, test_iter, metrics, loss=loss, split_f=split_f, **options)
+            _stop_if(test.stopped, f"in the evaluation after epoch {state.epoch}")
+            means.update({f"test_{name}": mean for name, mean in test.means.items()})
+            state.history.rows[-1] = {"epoch": state.epoch, **means, **rest}
+
     with _interruptible() as interrupts:
         try:
             _each(listed, "on_fit_begin", state)
-            step = 1
             for state.epoch in range(1, epochs + 1):
                 _each(listed, "on_epoch_begin", state)
-                learning_rate = trainer.learning_rate
-                train = run_epoch(
-                    train_iter,
-                    lambda X, y: train_batch(net, loss, trainer, X, y, split_f=split_f),
-                    metrics,
-                    operation="fit",
-                    first_step=step,
-                    max_inflight=max_inflight,
-                    check_finite=True,
-                    on_report=lambda progress: _each(listed, "on_report", state, progress),
-                    should_stop=lambda: bool(interrupts),
-                )
-                step += train.num_batches
-                if train.stopped:
-                    raise KeyboardInterrupt(f"fit: stopped in epoch {state.epoch} after step {step - 1}")
-                row = {"epoch": float(state.epoch), **{f"train_{name}": mean for name, mean in train.means.items()}}
-                if test_iter is not None:
-                    test = evaluate(net, test_iter, metrics, loss=loss, split_f=split_f)
-                    row.update({f"test_{name}": mean for name, mean in test.items()})
-                row.update(seconds=train.seconds, examples_per_s=train.examples_per_s, learning_rate=learning_rate)
-                state.history.rows.append(row)
+                run_one(interrupts)
                 _each(listed, "on_epoch_end", state)
-                if interrupts:
-                    raise KeyboardInterrupt(f"fit: stopped after epoch {state.epoch}")
+                _stop_if(bool(interrupts), f"after epoch {state.epoch}")
                 if state.stop:
                     break
         except BaseException as error:
             state.error = error
-            state.stop = state.stop or "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            state.stop = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
             raise
         finally:
             state.history.stopped = state.stop
-            _each(listed, "on_fit_end", state)
+            _end(listed, state)
     return state.history
+
+
+def _stop_if(stopped: bool, where: str) -> None:
+    if stopped:
+        raise KeyboardInterrupt(f"fit: stopped {where}")
 
 
 def _each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> None:
     for callback in callbacks:
         getattr(callback, method)(*arguments)
+
+
+def _end(callbacks: Sequence[Callback], state: FitState) -> None:
+    """Let every callback end, whatever the others do: one of them saves. The first error is raised if none is under way."""
+    first: Optional[Exception] = None
+    for callback in callbacks:
+        try:
+            callback.on_fit_end(state)
+        except Exception as error:
+            logger.warning("fit: %s failed at the end: %s", type(callback).__name__, error)
+            first = first or error
+    if first is not None and state.error is None:
+        raise first
 
 
 @contextmanager

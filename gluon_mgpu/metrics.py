@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import Context
 
 from .errors import TrainerError
-from .nested import Leaf
+from .nested import Leaf, is_device_array
 from .step import Batch
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
@@ -54,8 +54,12 @@ def top_k_accuracy(k: int) -> Metric:
     (1.0, 2)
     """
 
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+        raise TrainerError(f"top_k_accuracy: got k={k!r}; need a whole number of 1 or more. 5 is usual.")
+
     def top_k(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
-        scores, labels = output.as_nd_ndarray(), label.as_nd_ndarray()
+        scores = output.as_nd_ndarray()
+        labels = label.as_nd_ndarray().reshape((scores.shape[0],) + scores.shape[2:])
         best = mx.nd.topk(scores, axis=1, k=min(k, scores.shape[1]))
         return _total(mx.nd.broadcast_equal(best, labels.astype(best.dtype).expand_dims(1))), label.size
 
@@ -99,7 +103,12 @@ class DeviceSums:
     def add_shard(self, output: Any, label: Any) -> None:
         """Add what every metric says of one shard."""
         for name, metric in self._metrics.items():
-            self.add(name, *metric(output, label))
+            said = metric(output, label)
+            if not isinstance(said, tuple) or len(said) != 2:
+                raise TrainerError(
+                    f"metrics: got {type(said).__name__} from {name}; need a pair (sum, count). See gluon_mgpu.metrics.accuracy."
+                )
+            self.add(name, *said)
 
     def add_batch(self, batch: Batch) -> None:
         """Add what every metric says of a batch, and its losses, where it has some, as `loss`."""
@@ -110,7 +119,13 @@ class DeviceSums:
 
     def add(self, name: str, value: Leaf, count: int) -> None:
         """Add a sum over `count` things: an array of one element, on any device."""
-        value = value.as_nd_ndarray().astype("float64")
+        if not is_device_array(value) or value.size != 1 or isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+            raise TrainerError(
+                f"metrics: got {value!r} and {count!r} of {name}; need an MXNet array of one element and a whole "
+                "number: the sum, and "
+                "of how many. See gluon_mgpu.metrics.accuracy."
+            )
+        value = value.reshape((1,)).as_nd_ndarray().astype("float64")
         on_device = self._sums.setdefault(value.context, {})
         on_device[name] = on_device[name] + value if name in on_device else value
         self._counts[name] = self._counts.get(name, 0) + count
@@ -141,12 +156,20 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
     if isinstance(metrics, Mapping):
         named = dict(metrics)
     else:
+        if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
+            raise TrainerError(
+                f"metrics: got {metrics!r}; need a list of functions, or a dict name -> function. Pass [accuracy], say."
+            )
         listed = [metrics] if callable(metrics) else list(metrics or ())
         named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
         if len(named) < len(listed):
             raise TrainerError(
                 f"metrics: got {len(listed)} of which some have one name; need different ones. Pass a dict name -> metric."
             )
+    if "loss" in named:
+        raise TrainerError(
+            "metrics: got a metric named 'loss'; need another name: the loss itself is reported under it. Rename it."
+        )
     for name, metric in named.items():
         if not callable(metric):
             raise TrainerError(

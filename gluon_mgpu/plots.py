@@ -1,4 +1,4 @@
-"""Pictures of what was measured, drawn without a display."""
+"""Pictures of what was measured, drawn without a display; in a notebook they show after `%matplotlib inline`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def figure(width: float = 10, height: float = 4) -> Any:
 
 def save(made: Any, path: Union[str, Path]) -> None:
     """Write a figure as a PNG, 120 dots an inch."""
-    made.tight_layout()
     made.savefig(str(path), dpi=120)
 
 
@@ -49,6 +48,7 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
+    made.tight_layout()
     return made
 
 
@@ -63,6 +63,7 @@ def plot_bandwidth(measured: Sequence[Bandwidth]) -> Any:
     axes.set(xscale="log", xlabel="bytes copied", ylabel="GB/s", title="copying between devices")
     axes.grid(alpha=0.3)
     axes.legend()
+    made.tight_layout()
     return made
 
 
@@ -84,4 +85,5 @@ def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> An
         axes.set_axisbelow(True)
         axes.set(title=title, ylabel=ylabel)
         axes.grid(axis="y", alpha=0.3)
+    made.tight_layout()
     return made

@@ -122,6 +122,8 @@ def average_running_stats(params: Params) -> None:
     Each device sees its own shards, so each has its own statistics; Gluon evaluates with those of one device and saves
     their mean. Averaging is linear, as their running update is, so that doing it now does not change what it gives later.
 
+    Devices count alike, also where their shards are not of one size.
+
     It waits for the devices: a network hybridized with `static_alloc` and `static_shape` writes these arrays without
     telling the engine.
     """
@@ -135,6 +137,11 @@ def average_running_stats(params: Params) -> None:
         mean = sum((array.as_in_context(arrays[0].context) for array in arrays[1:]), arrays[0]) / len(arrays)
         for array in arrays:
             mean.copyto(array)
+
+
+def has_values(params: Params) -> bool:
+    """Return whether every parameter has values: one whose shape the first batch decides has none before it."""
+    return all(param._data is not None for param in _named(params).values())
 
 
 def replica_difference(params: Params) -> float:

@@ -67,7 +67,8 @@ def load_mxnet() -> ModuleType:
         if (error.name or "").split(".")[0] != "distutils":
             raise
         raise ImportError(
-            "import gluon_mgpu: got a Python without distutils, which MXNet 1.9.1 imports; need setuptools, which carries it from "
+            "import gluon_mgpu: got a Python without distutils, which MXNet 1.9.1 imports; need setuptools, "
+            "which carries it from "
             "Python 3.12 on. Run pip install setuptools."
         ) from error
     if not mxnet.__version__.startswith("1."):

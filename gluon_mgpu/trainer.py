@@ -85,6 +85,7 @@ class Trainer(gluon.Trainer):
         self._replicas = Replicas(params)
         self._optimizer: opt.Optimizer
         check_contexts(self._replicas.contexts, "Trainer")
+        _check_optimizer(optimizer)
         _check_options(self._replicas, compression_params, update_on_kvstore, clip_norm)
         self._reduction = Reduction(kvstore, self._replicas.contexts)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
@@ -284,6 +285,18 @@ class Trainer(gluon.Trainer):
             )
         state = optimizer.create_state_multi_precision(index, param.data(context).as_nd_ndarray())
         return _filled(state, value, f"{fname}, {name}")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    known = sorted(opt.Optimizer.opt_registry)
+    if isinstance(optimizer, str) and optimizer.lower() not in known:
+        raise TrainerError(
+            f"Trainer: got optimizer {optimizer!r}; need one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
+        )
+    if not isinstance(optimizer, (str, opt.Optimizer)):
+        raise TrainerError(
+            f"Trainer: got {optimizer!r} as the optimizer; need a name or an mxnet.optimizer.Optimizer. 'sgd', say."
+        )
 
 
 def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any, clip_norm: Optional[float]) -> None:

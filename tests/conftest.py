@@ -6,12 +6,12 @@ import re
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # CPU contexts of all numbers run in one process here
 
-import gluon_mgpu  # noqa: E402
-import mxnet as mx  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from mxnet import autograd, gluon  # noqa: E402
-from mxnet.gluon import nn  # noqa: E402
+import gluon_mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
 
 SEED = int(os.environ.get("GLUON_MGPU_TEST_SEED", "0"))
 

@@ -103,8 +103,8 @@ def test_a_pass_that_was_left_early_counts_as_begun():
 @pytest.mark.parametrize(
     "num_features, num_labels, options, told",
     [
-        (3, 2, {}, "3 examples and 2 labels"),
-        (0, 0, {}, "0 examples"),
+        (3, 2, {}, r"shapes \(3,\) and \(2,\)"),
+        (0, 0, {}, r"shapes \(0,\) and \(0,\)"),
         (3, 3, {"batch_size": 0}, "batch_size 0"),
         (3, 3, {"batch_size": -2}, "batch_size -2"),
         (3, 3, {"batch_size": 1.5}, "batch_size 1.5"),

@@ -9,7 +9,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import MissingExtraError, TrainerError
+from gluon_mgpu.callbacks import Best, FitState
+from gluon_mgpu.errors import MissingExtraError, NonFiniteLossError, TrainerError
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -333,3 +334,77 @@ def test_checkpoint_refuses_a_bad_mode(tmp_path):
     with pytest.raises(TrainerError, match="^callbacks: got mode 'best'; need 'min' or 'max'") as caught:
         mgpu.Checkpoint(tmp_path, mode="best")
     assert_house_style(caught.value)
+
+
+# What once lost work
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def make_trainer(net):
+    return mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+
+
+def test_last_is_saved_before_the_monitor_is_missed(tmp_path):
+    """The default monitor needs a test set; an epoch was trained and not saved before that was told."""
+    net = make_net([mx.cpu()])
+    with pytest.raises(TrainerError, match="got monitor 'test_accuracy'"):
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[mgpu.Checkpoint(tmp_path)])
+    assert (tmp_path / "last" / "net.params").is_file()
+
+
+def test_a_callback_that_fails_at_the_end_does_not_stop_the_others(tmp_path):
+    class Failing(mgpu.Callback):
+        def on_epoch_begin(self, state):
+            if state.epoch == 2:
+                raise KeyboardInterrupt
+
+        def on_fit_end(self, state):
+            raise OSError("disk full")
+
+    net = make_net([mx.cpu()])
+    callbacks = [Failing(), mgpu.Checkpoint(tmp_path, monitor=None)]
+    with pytest.raises(KeyboardInterrupt):
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=3, callbacks=callbacks)
+    assert (tmp_path / "last" / "net.params").is_file()
+    with pytest.raises(OSError, match="disk full"):
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=callbacks)
+
+
+def test_an_interrupt_before_the_first_batch_saves_nothing(tmp_path):
+    class Early(mgpu.Callback):
+        def on_epoch_begin(self, state):
+            raise KeyboardInterrupt
+
+    net = mx.gluon.nn.Dense(3)
+    net.initialize()
+    with pytest.raises(KeyboardInterrupt):
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Early(), mgpu.Checkpoint(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_at_once_leaves_the_old_history(tmp_path):
+    (tmp_path / "history.csv").write_text("old")
+    net = make_net([mx.cpu()])
+    with pytest.raises(TrainerError, match="got no batch"):
+        mgpu.fit(net, LOSS, make_trainer(net), [], epochs=1, callbacks=[mgpu.SaveHistory(tmp_path)])
+    assert (tmp_path / "history.csv").read_text() == "old"
+
+
+def test_nan_is_never_the_best():
+    best = Best("test_loss")
+    found = []
+    for epoch, value in enumerate([float("nan"), 2.0, float("nan"), 1.0, 3.0], 1):
+        state = FitState(None, None, 5, 0, epoch, mgpu.History([{"test_loss": value}]))
+        found.append(best.improves(state))
+    assert found == [False, True, False, True, False]
+    assert (best.value, best.epoch) == (1.0, 4)
+
+
+def test_a_test_loss_that_is_not_finite_is_not_saved(tmp_path):
+    X, y = make_batches()[0]
+    bad = [(X * float("inf"), y)]
+    net = make_net([mx.cpu()])
+    with pytest.raises(NonFiniteLossError, match=r"^evaluate: got a loss of nan at step 1 on cpu\(0\)"):
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), bad, epochs=1, callbacks=[mgpu.Checkpoint(tmp_path)])
+    assert list(tmp_path.iterdir()) == []

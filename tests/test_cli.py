@@ -281,10 +281,9 @@ def test_the_seed_decides_the_split_and_the_order(tiny, data_dir, tmp_path, monk
 def test_the_learning_rate_warms_up_and_falls(tiny, data_dir, tmp_path):
     _, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "4", "--lr", "0.4")
     rates = [row["learning_rate"] for row in rows]
-    assert max(rates) == pytest.approx(0.4)
-    assert rates[0] < 0.4
-    assert rates[-1] < 0.4
-    assert rates.index(max(rates)) == 1
+    assert max(rates) == pytest.approx(0.4, rel=0.1)  # at the end of the first epoch
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < 0.1
 
 
 def test_an_optimizer_by_name_is_used(tiny, data_dir, tmp_path):

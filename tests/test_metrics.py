@@ -193,3 +193,35 @@ def test_what_is_no_metric_is_told(metrics, told):
     with pytest.raises(TrainerError, match=f"^metrics: {told}") as caught:
         mgpu.DeviceSums(metrics)
     assert_house_style(caught.value)
+
+
+def test_labels_of_one_column_are_labels():
+    """Labels of shape (B, 1) were compared with everybody's scores, and more than all were right."""
+    scores, labels = mx.nd.array([[0.9, 0.1], [0.1, 0.9], [0.6, 0.4]]), mx.nd.array([[0], [0], [1]])
+    assert [float(mgpu.top_k_accuracy(k)(scores, labels)[0].asnumpy()[0]) for k in (1, 2)] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, True])
+def test_k_is_a_whole_number(k):
+    with pytest.raises(TrainerError, match="top_k_accuracy: got k="):
+        mgpu.top_k_accuracy(k)
+
+
+def test_metrics_of_a_wrong_kind_are_told():
+    for wrong, told in [(5, "got 5; need a list"), ({"loss": mgpu.accuracy}, "metric named 'loss'")]:
+        with pytest.raises(TrainerError, match=told):
+            mgpu.DeviceSums(wrong)
+    output = mx.nd.ones((2, 2))
+    for said in (1.0, (1.0, 2), (output, 2), (output.sum(), "2"), (output.sum(), True)):
+        with pytest.raises(TrainerError, match="metrics: got"):
+            mgpu.DeviceSums({"own": lambda *_, said=said: said}).add_shard(output, output)
+
+
+def test_a_sum_without_dimensions_is_a_sum():
+    mx.npx.set_np()
+    try:
+        sums = mgpu.DeviceSums({"sum": lambda output, label: (output.sum(), output.size)})
+        sums.add_shard(mx.np.array([1.0, 3.0]), None)
+        assert sums.read() == {"sum": 2.0}
+    finally:
+        mx.npx.reset_np()

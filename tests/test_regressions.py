@@ -324,7 +324,7 @@ def run_python(program, timeout, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=timeout,
-        universal_newlines=True,
+        text=True,
     )
 
 

@@ -22,7 +22,7 @@ def run_python(program, *options, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=120,
-        universal_newlines=True,
+        text=True,
     )
     return done.stdout, done.returncode == 0
 
@@ -99,7 +99,10 @@ def test_a_missing_system_library_is_named(monkeypatch):
         runtime.load_mxnet()
 
 
-@pytest.mark.parametrize("missing, kind, told", [("distutils.version", ImportError, "Run pip install setuptools"), ("other", ModuleNotFoundError, "No module named .other.")])
+@pytest.mark.parametrize(
+    "missing, kind, told",
+    [("distutils.version", ImportError, "Run pip install setuptools"), ("other", ModuleNotFoundError, "No module named .other.")],
+)
 def test_a_python_without_distutils_is_told(monkeypatch, missing, kind, told):
     def fake(name):
         if name == "mxnet":
@@ -126,7 +129,7 @@ def test_settings_are_defaults_and_can_be_switched_off():
             env={**environment, **given},
             stdout=subprocess.PIPE,
             timeout=120,
-            universal_newlines=True,
+            text=True,
         )
         assert done.stdout.strip() == expected, given
 

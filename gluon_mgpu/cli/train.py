@@ -120,7 +120,7 @@ def train_resnet18(
             net.hybridize(**options)
         trainer = Trainer(net, optimizer, _optimizer_params(lr, len(train_iter), epochs))
         loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        callbacks = [Progress("images"), SaveHistory(output), Checkpoint(output)]
+        callbacks = [Progress("images"), Checkpoint(output), SaveHistory(output)]
         try:
             history = fit(net, loss, trainer, train_iter, test_iter, epochs=epochs, callbacks=callbacks)
         except KeyboardInterrupt as interrupt:

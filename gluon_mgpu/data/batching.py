@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Tuple
+from typing import Any, Iterator, Tuple
 
 import numpy as np
 
 from ..errors import DataError
+from ..nested import is_device_array
 
 
 class ArrayLoader:
@@ -16,7 +17,8 @@ class ArrayLoader:
 
     Parameters
     ----------
-    X, y : numpy.ndarray, shapes (N, ...)
+    X, y : array or sequence, shapes (N, ...)
+        Kept on the host, as NumPy arrays.
     batch_size : int
         Over all devices.
     shuffle : bool
@@ -43,22 +45,26 @@ class ArrayLoader:
 
     def __init__(
         self,
-        X: np.ndarray,
-        y: np.ndarray,
+        X: Any,
+        y: Any,
         batch_size: int,
         *,
         shuffle: bool = False,
         seed: int = 0,
         last_batch: str = "keep",
     ) -> None:
-        if len(X) != len(y) or not len(X):
+        X, y = _on_host(X), _on_host(y)
+        if not X.shape or not y.shape or len(X) != len(y) or not len(X):
             raise DataError(
-                f"ArrayLoader: got {len(X)} examples and {len(y)} labels; need as many of each, 1 or more. Check the files."
+                f"ArrayLoader: got arrays of shapes {X.shape} and {y.shape}; need as many examples as labels, 1 "
+                "or more. Check the files."
             )
         if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
             raise DataError(
                 f"ArrayLoader: got batch_size {batch_size!r}; need 1 or more. Pass the examples of a batch over all devices."
             )
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise DataError(f"ArrayLoader: got seed {seed!r}; need 0 or more. Pass a whole number.")
         if last_batch not in ("keep", "discard"):
             raise DataError(f"ArrayLoader: got last_batch {last_batch!r}; need 'keep' or 'discard'. 'keep' uses every example.")
         if last_batch == "discard" and len(X) < batch_size:
@@ -86,3 +92,7 @@ class ArrayLoader:
             part = slice(i * self.batch_size, (i + 1) * self.batch_size)
             chosen = part if order is None else order[part]
             yield self.X[chosen], self.y[chosen]
+
+
+def _on_host(array: Any) -> np.ndarray:
+    return array.asnumpy() if is_device_array(array) else np.asarray(array)

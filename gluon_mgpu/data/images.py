@@ -36,7 +36,7 @@ class ImageData:
 
 
 def load_digits() -> ImageData:
-    """Return scikit-learn's handwritten digits: 1,437 training and 360 test images of 8x8, 10 classes.
+    """Return scikit-learn's handwritten digits: 1,438 training and 359 test images of 8x8, 10 classes.
 
     They are in scikit-learn's wheel, so that nothing is downloaded. Every fifth image is for testing.
 

@@ -20,9 +20,10 @@ logger = logging.getLogger("gluon_mgpu")
 
 # Defaults, never overrides: what the environment already says stands.
 ENVIRONMENT = {
-    # CPU contexts share MXNET_CPU_TEMP_COPY temporary buffers; with MXNet's 4 the engine runs contexts one after another.
+    # CPU contexts share MXNET_CPU_TEMP_COPY temporary buffers, in turn; with MXNet's 4, or 32, the
+    # engine makes the contexts of a ResNet-18 wait for each other (scripts/RESULTS.md).
     # It is read at the first operator, so setting it here works after `import mxnet`, too.
-    "MXNET_CPU_TEMP_COPY": "32",
+    "MXNET_CPU_TEMP_COPY": "128",
 }
 
 

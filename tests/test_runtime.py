@@ -119,7 +119,7 @@ def test_settings_are_defaults_and_can_be_switched_off():
     program = "import os, gluon_mgpu; print(os.environ.get('MXNET_CPU_TEMP_COPY'))"
     environment = {name: value for name, value in os.environ.items() if name != "MXNET_CPU_TEMP_COPY"}
     for given, expected in [
-        ({}, "32"),
+        ({}, "128"),
         ({"MXNET_CPU_TEMP_COPY": "8"}, "8"),
         ({"GLUON_MGPU_RUNTIME": "off"}, "None"),
         ({"GLUON_MGPU_RUNTIME": "off", "MXNET_CPU_TEMP_COPY": "8"}, "8"),

@@ -41,8 +41,8 @@ class History:
     stopped: str = ""
 
     def column(self, name: str) -> List[float]:
-        """Return one value an epoch."""
-        return [row[name] for row in self.rows]
+        """Return one value an epoch, NaN where an epoch has none."""
+        return [row.get(name, math.nan) for row in self.rows]
 
     def table(self) -> str:
         """Return the rows as a table of text.
@@ -95,6 +95,10 @@ class FitState:
         A callback sets it to the reason to stop after this epoch.
     error : BaseException, optional
         What ended the run, in `on_fit_end`.
+    interrupted : bool
+        Whether Ctrl-C ended it between two batches, so that all devices hold the same weights.
+    tests : bool
+        Whether there is a test set.
     """
 
     net: gluon.Block
@@ -105,6 +109,8 @@ class FitState:
     history: History = field(default_factory=History)
     stop: str = ""
     error: Optional[BaseException] = None
+    interrupted: bool = False
+    tests: bool = False
 
 
 class Callback:
@@ -240,7 +246,7 @@ class EarlyStopping(Callback):
         self._patience = patience
 
     def on_fit_begin(self, state: FitState) -> None:
-        self._best.forget()
+        self._best.begin(state)
 
     def on_epoch_end(self, state: FitState) -> None:
         best = self._best
@@ -268,9 +274,9 @@ class Checkpoint(Callback):
         self._best = Best(monitor, mode) if monitor else None
 
     def on_fit_begin(self, state: FitState) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         if self._best is not None:
-            self._best.forget()
+            self._best.begin(state)
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def on_epoch_end(self, state: FitState) -> None:
         self._save("last", state)
@@ -278,7 +284,7 @@ class Checkpoint(Callback):
             self._save("best", state)
 
     def on_fit_end(self, state: FitState) -> None:
-        if isinstance(state.error, KeyboardInterrupt) and has_values(state.net):
+        if state.interrupted and has_values(state.net):
             self._save("last", state)
 
     def _save(self, name: str, state: FitState) -> None:
@@ -295,11 +301,23 @@ class Best:
         self.monitor = monitor
         self._sign = 1 if (mode or ("min" if monitor.endswith("loss") else "max")) == "min" else -1
         self._min_delta = min_delta
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew."""
         self.value, self.epoch = math.nan, 0
+
+    def begin(self, state: FitState) -> None:
+        """Begin anew.
+
+        Raises
+        ------
+        TrainerError
+            The column needs a test set, and there is none.
+        """
+        self.value, self.epoch = math.nan, 0
+        if self.monitor.startswith("test_") and not state.tests:
+            raise TrainerError(
+                f"callbacks: got monitor {self.monitor!r} without a test set; need a column of the history. Pass "
+                "test_iter to fit, "
+                "or another monitor: 'train_loss', or None for a Checkpoint."
+            )
 
     def improves(self, state: FitState) -> bool:
         """Return whether the last epoch is the best so far, and remember it if so.

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Tuple, Union
 
 import mxnet as mx
+import numpy as np
 from mxnet import gluon
 
 from .errors import StateError
 from .evaluation import devices_of
-from .replicas import average_running_stats, has_values
+from .replicas import average_running_stats, has_values, shape_fits
 from .trainer import Trainer
 
-_PARAMS, _STATES, _PROGRESS = "net.params", "trainer.states", "progress.json"
+_PARAMS, _STATES, _PROGRESS = _FILES = "net.params", "trainer.states", "progress.json"
 
 
 def save_checkpoint(
@@ -38,7 +39,7 @@ def save_checkpoint(
     Parameters
     ----------
     folder : str or pathlib.Path
-        Replaced if it is there.
+        Replaced if it is there, and refused if it holds anything else.
     net : gluon.Block
     trainer : Trainer, optional
     progress : dict, optional
@@ -47,6 +48,13 @@ def save_checkpoint(
     if not has_values(net):
         raise StateError("save_checkpoint: got a network that has no values yet; need known shapes. Pass one batch through it.")
     folder = Path(folder)
+    others = [path.name for path in folder.iterdir() if path.name not in _FILES] if folder.is_dir() else []
+    if others or not folder.name or (folder.exists() and not folder.is_dir()):
+        raise StateError(
+            f"save_checkpoint: got {folder}, which holds {', '.join(others[:3]) or 'no checkpoint'}; need a "
+            "folder of its own, which is "
+            f"replaced as a whole. Pass {folder / 'checkpoint'}, say."
+        )
     new, old = _beside(folder, "new"), _beside(folder, "old")
     average_running_stats(net)
     shutil.rmtree(new, ignore_errors=True)
@@ -89,13 +97,11 @@ def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
         )
     progress = _read_progress(folder)
     _check_parameters(folder, net)
-    if trainer is not None and has_values(net):
-        trainer.load_states(str(folder / _STATES))  # it checks before it changes anything
-        net.load_parameters(str(folder / _PARAMS), ctx=devices_of(net))
-    else:  # the states need shapes, which come with the parameters
-        net.load_parameters(str(folder / _PARAMS), ctx=devices_of(net))
-        if trainer is not None:
-            trainer.load_states(str(folder / _STATES))
+    if trainer is not None:
+        trainer.check_states(str(folder / _STATES))
+    net.load_parameters(str(folder / _PARAMS), ctx=devices_of(net))
+    if trainer is not None:
+        trainer.load_states(str(folder / _STATES))  # after the parameters, which may bring the shapes
     return progress
 
 
@@ -120,12 +126,17 @@ def _check_parameters(folder: Path, net: gluon.Block) -> None:
             f"load_checkpoint: got {folder / _PARAMS}, which is damaged ({told}); need a file of save_checkpoint. "
             "Use another one."
         ) from error
-    here = {name: tuple(param.shape or ()) for name, param in net._collect_params_with_prefix().items()}
-    there = {name: array.shape for name, array in loaded.items()} if isinstance(loaded, dict) else {}
+    params = net._collect_params_with_prefix().items()
+    here = {name: (np.dtype(param.dtype).name, tuple(param.shape or ())) for name, param in params}
+    saved = loaded.items() if isinstance(loaded, dict) else ()
+    there = {name: (np.dtype(array.dtype).name, array.shape) for name, array in saved}
     differing = [
-        f"{name} {there.get(name, 'missing')} where this one has {here.get(name, 'nothing')}"
+        f"{name} {_worded(there.get(name))} where this one has {_worded(here.get(name))}"
         for name in {**there, **here}
-        if name not in there or name not in here or not _fits(there[name], here[name])
+        if name not in there
+        or name not in here
+        or there[name][0] != here[name][0]
+        or not shape_fits(there[name][1], here[name][1])
     ]
     if differing:
         raise StateError(
@@ -134,9 +145,8 @@ def _check_parameters(folder: Path, net: gluon.Block) -> None:
         )
 
 
-def _fits(saved: Tuple[int, ...], wanted: Tuple[int, ...]) -> bool:
-    """Return whether a shape fits one in which 0 or -1 stands for what is not known yet."""
-    return not wanted or (len(saved) == len(wanted) and all(w in (s, 0, -1) for s, w in zip(saved, wanted)))
+def _worded(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
+    return f"{described[0]} {described[1]}" if described else "nothing"
 
 
 def _save_parameters(net: gluon.Block, path: str) -> None:

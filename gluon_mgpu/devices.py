@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Dict, Iterator, List, Sequence, Tuple, Union
 
 import mxnet as mx
+import numpy as np
 from mxnet import Context
 
 from . import runtime
@@ -117,12 +118,12 @@ def resolve_devices(spec: DeviceSpec = None) -> List[Context]:
     Traceback (most recent call last):
     gluon_mgpu.errors.DeviceError: use_devices: got 'tpu'; need a device name. ...
     """
-    if isinstance(spec, str) and spec.strip().isdigit():
+    if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit():
         spec = int(spec)
     if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
         contexts = usable_gpus() or [mx.cpu(0)]
-    elif isinstance(spec, int) and not isinstance(spec, bool):
-        contexts = _first(spec)
+    elif isinstance(spec, (int, np.integer)) and not isinstance(spec, bool):
+        contexts = _first(int(spec))
     elif isinstance(spec, str):
         contexts = [mx.Context(kind, i) for kind, i in _parse(spec)]
     elif isinstance(spec, Context):
@@ -162,7 +163,7 @@ def try_gpu(i: int = 0) -> Context:
 
     Source: d2l, chapter "GPUs".
     """
-    if i < 0:
+    if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or i < 0:
         raise DeviceError(f"try_gpu: got {i}; need the number of a GPU, 0 or more. The first one is try_gpu(0).")
     return mx.gpu(i) if mx.gpu(i) in usable_gpus() else mx.cpu()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Tuple
 
@@ -115,9 +116,14 @@ def run_epoch(
         X, y = _as_pair(item, operation)
         try:
             batch = run_batch(X, y)
-        except StepError as error:
-            raise StepError(f"{operation}: got an error at step {step}: {error}") from error.__cause__
-        sums.add_batch(batch)
+            sums.add_batch(batch)
+        except (StepError, mx.MXNetError) as error:
+            told = (
+                str(error)
+                if isinstance(error, StepError)
+                else f"{_told(error)}; need data that the metrics take. Try them on one batch."
+            )
+            raise StepError(f"{operation}: got an error at step {step}: {told}") from (error.__cause__ or error)
         queued.append((step, batch))
         unread.append((step, batch.losses))
         num_batches += 1
@@ -159,8 +165,10 @@ def _checked(operation: str, queued: Deque[Tuple[int, Batch]], read: Callable[[]
         return read()
     except mx.MXNetError as error:
         step = queued[0][0] if queued else 0
+        with suppress(mx.MXNetError):  # the engine keeps an error for each array that it has spoilt
+            mx.nd.waitall()
         raise StepError(
-            f"{operation}: got an error of a device at step {step} or the next: {_told(error)}; need devices that "
+            f"{operation}: got an error of a device around step {step}: {_told(error)}; need devices that "
             "work. Weights may "
             "be half updated: load the last checkpoint. MXNET_ENGINE_TYPE=NaiveEngine names the operation."
         ) from error

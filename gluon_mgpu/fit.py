@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Sized
 
+import numpy as np
 from mxnet import gluon
 
 from .callbacks import Callback, FitState, History, Progress
@@ -71,13 +72,24 @@ def fit(
         Ctrl-C, after saving.
     """
     for name, value in (("epochs", epochs), ("max_inflight", max_inflight)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise TrainerError(
                 f"fit: got {name}={value!r}; need a whole number of 1 or more. 10 epochs and 2 in flight are usual."
             )
     listed = [Progress()] if callbacks is None else list(callbacks)
-    state = FitState(net, trainer, epochs, len(train_iter) if isinstance(train_iter, Sized) else 0)
+    if not isinstance(train_iter, Iterable) or any(not isinstance(callback, Callback) for callback in listed):
+        raise TrainerError(
+            f"fit: got {type(train_iter).__name__} as train_iter and callbacks {listed}; need an iterable of pairs (X, y), and "
+            "objects of subclasses of Callback. Pass a DataLoader, and Checkpoint(...), say."
+        )
+    num_batches = len(train_iter) if isinstance(train_iter, Sized) else 0
+    state = FitState(net, trainer, epochs, num_batches, tests=test_iter is not None)
     step = 1
+
+    def stop_if(stopped: bool, where: str) -> None:
+        if stopped:
+            state.interrupted = True
+            raise KeyboardInterrupt(f"fit: stopped {where}")
 
     def run_one(interrupts: List[int]) -> None:
         nonlocal step
@@ -96,14 +108,14 @@ def fit(
             **options,
         )
         step += train.num_batches
-        _stop_if(train.stopped, f"in epoch {state.epoch} after step {step - 1}")
+        stop_if(train.stopped, f"in epoch {state.epoch} after step {step - 1}")
         means = {f"train_{name}": mean for name, mean in train.means.items()}
         rest = {"seconds": train.seconds, "examples_per_s": train.examples_per_s, "learning_rate": trainer.learning_rate}
         state.history.rows.append({"epoch": state.epoch, **means, **rest})
         if test_iter is not None:
             options.update(operation="evaluate", first_step=1)
             test = run_evaluation(net, test_iter, metrics, loss=loss, split_f=split_f, **options)
-            _stop_if(test.stopped, f"in the evaluation after epoch {state.epoch}")
+            stop_if(test.stopped, f"in the evaluation after epoch {state.epoch}")
             means.update({f"test_{name}": mean for name, mean in test.means.items()})
             state.history.rows[-1] = {"epoch": state.epoch, **means, **rest}
 
@@ -114,7 +126,7 @@ def fit(
                 _each(listed, "on_epoch_begin", state)
                 run_one(interrupts)
                 _each(listed, "on_epoch_end", state)
-                _stop_if(bool(interrupts), f"after epoch {state.epoch}")
+                stop_if(bool(interrupts), f"after epoch {state.epoch}")
                 if state.stop:
                     break
         except BaseException as error:
@@ -125,11 +137,6 @@ def fit(
             state.history.stopped = state.stop
             _end(listed, state)
     return state.history
-
-
-def _stop_if(stopped: bool, where: str) -> None:
-    if stopped:
-        raise KeyboardInterrupt(f"fit: stopped {where}")
 
 
 def _each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> None:

@@ -40,6 +40,8 @@ def accuracy(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
     """
     if len(output.shape) > 1 and output.shape[1] > 1:
         output = output.argmax(axis=1)
+    if label.dtype == np.bool_:
+        label = label.astype("int32")
     right = output.astype(label.dtype, copy=False).reshape(label.shape) == label
     return _total(right), label.size
 

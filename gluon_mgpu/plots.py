@@ -41,7 +41,8 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
     for name in columns:
         axes = losses if name.endswith("_loss") else others
         style = "--" if name.startswith("train_") else "-"
-        axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], style, marker=".", label=name.replace("_", " "))
+        points = [(row["epoch"], row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points), style, marker=".", label=name.replace("_", " "))
     for axes, title in ((losses, "loss"), (others, "metrics")):
         axes.set(xlabel="epoch", title=title)
         axes.xaxis.get_major_locator().set_params(integer=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Sequence, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -63,14 +63,23 @@ class Replicas:
         self.structural = isinstance(params, gluon.Block)
         self.params = list(named.values())
         self.contexts = _common_contexts(named)
+        self._initialised: Dict[int, Any] = {}  # what Gluon makes anew whenever it initialises a parameter
 
     def check_unmoved(self) -> None:
-        """Raise `TrainerError` if a parameter was put on other devices since."""
-        for name, param in zip(self.names, self.params):
+        """Raise `TrainerError` if a parameter was put on other devices since, or initialised again.
+
+        A network hybridized with `static_alloc` and `static_shape` would go on writing gradients into the old arrays.
+        """
+        for index, (name, param) in enumerate(zip(self.names, self.params)):
+            if param._data is not None and self._initialised.setdefault(index, param._ctx_list) is not param._ctx_list:
+                raise TrainerError(
+                    f"Trainer: got parameter {name} initialised again on {param.list_ctx()}; need the arrays of the first step. "
+                    "Call net.hybridize() again and make a new Trainer after initialize(force_reinit=True) or reset_ctx()."
+                )
             if param.list_ctx() != self.contexts:
                 raise TrainerError(
                     f"Trainer: got parameter {name} on {param.list_ctx()}; need {self.contexts}, where it was when the "
-                    "trainer was made. Make a new Trainer after reset_ctx() or initialize(force_reinit=True)."
+                    "trainer was made. Make a new Trainer after reset_ctx()."
                 )
 
     def collect(self, ignore_stale_grad: bool) -> List[Buffer]:
@@ -86,27 +95,51 @@ class Replicas:
         """
         self.check_unmoved()
         buffers, fresh, stale = [], [], []
-        for index, (name, param) in enumerate(zip(self.names, self.params)):
-            if param.grad_req == "null":
-                continue
+        for index, param in self._trainable():
             weights = param._data or []  # a parameter whose shape is still unknown has none
             flags = [weight._fresh_grad for weight in weights]
             if any(flags):
                 buffers.append(Buffer(index, weights, param.list_grad()))
                 fresh.append(flags)
             else:
-                stale.append(name)
-        if stale and not ignore_stale_grad:
-            raise StaleGradientError(
-                f"Trainer.step: got no gradient for {_some(stale)} on any device since the last step; need a backward pass "
-                "through every parameter. If this network uses only a part of them, pass ignore_stale_grad=True."
-            )
+                stale.append(index)
+        self._check_stale(stale, ignore_stale_grad)
         for buffer, flags in zip(buffers, fresh):
             for weight, gradient, is_fresh in zip(buffer.weights, buffer.gradients, flags):
                 if not is_fresh:
                     gradient[:] = 0
                     weight._fresh_grad = True
         return buffers
+
+    def collect_summed(self, indices: Sequence[int], ignore_stale_grad: bool) -> List[Buffer]:
+        """Return the buffers of these parameters, whose gradients have been summed, and are marked as used.
+
+        Raises
+        ------
+        StaleGradientError
+            Another parameter is trainable, and `ignore_stale_grad` is false.
+        TrainerError
+            There was a backward pass after the sum.
+        """
+        buffers = [Buffer(i, self.params[i].list_data(), self.params[i].list_grad()) for i in indices]
+        if any(weight._fresh_grad for buffer in buffers for weight in buffer.weights):
+            raise TrainerError(
+                "Trainer.update: got gradients of a backward pass after allreduce_grads(); need their sum over the devices. "
+                "Call allreduce_grads() again, or step(), which does both."
+            )
+        self._check_stale([i for i, _ in self._trainable() if i not in set(indices)], ignore_stale_grad)
+        return buffers
+
+    def _trainable(self) -> List[Tuple[int, gluon.Parameter]]:
+        return [(index, param) for index, param in enumerate(self.params) if param.grad_req != "null"]
+
+    def _check_stale(self, stale: Sequence[int], ignore_stale_grad: bool) -> None:
+        if stale and not ignore_stale_grad:
+            told = _some([self.names[index] for index in stale])
+            raise StaleGradientError(
+                f"Trainer.step: got no gradient for {told} on any device since the last step; need a backward pass "
+                "through every parameter. If this network uses only a part of them, pass ignore_stale_grad=True."
+            )
 
 
 def mark_used(buffers: Iterable[Buffer]) -> None:
@@ -137,6 +170,13 @@ def average_running_stats(params: Params) -> None:
         mean = sum((array.as_in_context(arrays[0].context) for array in arrays[1:]), arrays[0]) / len(arrays)
         for array in arrays:
             mean.copyto(array)
+
+
+def shape_fits(saved: Optional[Sequence[int]], wanted: Optional[Sequence[int]]) -> bool:
+    """Return whether two shapes are equal, but for what is not known yet: 0 or -1, or no shape at all."""
+    if not saved or not wanted:
+        return True
+    return len(saved) == len(wanted) and all(a == b or a in (0, -1) or b in (0, -1) for a, b in zip(saved, wanted))
 
 
 def has_values(params: Params) -> bool:

@@ -14,6 +14,9 @@ from .errors import ShardError
 from .nested import Leaf, is_device_array, leaves, map_leaves
 from .transfer import on_device
 
+# What NumPy has and MXNet has not goes into the next larger one; float64, which networks do not take, into float32.
+_MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
+
 Bounds = Tuple[int, int]  # [begin, end) along the batch axis
 
 
@@ -54,7 +57,12 @@ def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[f
     if weights is None:
         each, extra = divmod(num_examples, num_shards)
         return [each + (i < extra) for i in range(num_shards)]
-    numbers = [float(weight) for weight in weights]
+    try:
+        numbers = [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise ShardError(
+            f"plan_shards: got weights {weights!r}; need one number for each shard. Pass the devices' speeds."
+        ) from None
     total = sum(numbers)
     if len(numbers) != num_shards or not 0 < total < math.inf or any(not number >= 0 for number in numbers):
         raise ShardError(
@@ -121,8 +129,9 @@ def split_and_load(
     """Return the shards of a batch, each on its device.
 
     NumPy arrays are sliced on the host, and each slice is sent once; plain lists of numbers count as NumPy arrays. They become
-    np or legacy arrays, whichever mode is on, and keep their dtype, but for float64: that becomes float32, the dtype of
-    networks. MXNet's arrays keep theirs. A shard that is on its device already may share the batch's memory.
+    np or legacy arrays, whichever mode is on, and keep their dtype, but for float64, which becomes float32, the dtype of
+    networks, and for int16, uint16 (int32) and uint32 (int64), which MXNet has not. MXNet's arrays keep theirs. A shard that is
+    on its device already may share the batch's memory.
 
     Parameters
     ----------
@@ -303,8 +312,8 @@ def _length(operation: str, path: str, leaf: Leaf, axis: Any) -> int:
     shape = np.shape(leaf) if not is_device_array(leaf) else leaf.shape
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)) or not -len(shape) <= axis < len(shape):
         raise ShardError(
-            f"{operation}: got {path} of shape {shape} and batch_axis {axis!r}; need an axis of the array, from 0 to "
-            f"{len(shape) - 1}. Arrays without examples do not belong in the batch."
+            f"{operation}: got {path} of shape {shape} and batch_axis {axis!r}; need one of its {len(shape)} axes. "
+            "Arrays without examples do not belong in the batch."
         )
     return int(shape[axis])
 
@@ -317,6 +326,8 @@ def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:
     array = leaf if is_device_array(leaf) else np.asarray(leaf)
     if (begin, end) == (0, array.shape[axis]):
         return array
+    if axis % array.ndim == 0:
+        return array[begin:end]  # also where the array is sparse (CSR)
     return array[(slice(None),) * (axis % array.ndim) + (slice(begin, end),)]
 
 
@@ -324,8 +335,8 @@ def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[s
     if is_device_array(leaf):
         loaded = on_device(leaf, ctx)
         return loaded if dtype is None else loaded.astype(dtype, copy=False)
-    wanted = np.dtype(dtype) if dtype else np.dtype(np.float32) if leaf.dtype == np.float64 else leaf.dtype
     try:
+        wanted = np.dtype(dtype or _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype))
         array = mx.np.array if mx.util.is_np_array() else mx.nd.array
         return array(leaf, ctx=ctx, dtype=wanted)
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, List, Sequence, Tuple
+from typing import Any, Callable, List, Sequence, Set, Tuple
 
+import numpy as np
 from mxnet import Context, MXNetError, autograd, gluon
 
 from .errors import ShardError, StepError, TrainerError
@@ -92,11 +93,14 @@ def train_batch(
     TrainerError
         The loss has not one number an example. Nothing was updated.
     """
+    if not isinstance(trainer, Trainer):
+        raise TrainerError(
+            f"train_batch: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
+        )
     Xs, ys = _split(split_f, X, y, trainer.contexts)
     with autograd.record():
-        outputs = _forward(net, Xs, "train_batch")
-        losses = [loss(output, label) for output, label in zip(outputs, ys)]
-    num_examples = _count(losses, ys)
+        outputs, losses = _forward("train_batch", net, loss, Xs, ys)
+    num_examples = _count(split_f, losses, y, ys)
     backward(losses)
     trainer.step(num_examples, ignore_stale_grad)
     return Batch(outputs, ys, losses, num_examples)
@@ -124,50 +128,72 @@ def eval_batch(
     """
     Xs, ys = _split(split_f, X, y, devices)
     with autograd.pause(train_mode=False):
-        outputs = _forward(net, Xs, "eval_batch")
-        losses = [loss(output, label) for output, label in zip(outputs, ys)] if loss is not None else []
-    return Batch(outputs, ys, losses, _count(losses, ys) if losses else _num_labels(ys))
+        outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
+    return Batch(outputs, ys, losses, _count(split_f, losses, y, ys) if losses else _num_labels(ys))
 
 
 def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
-    Xs, ys = split_f(X, y, list(devices))
-    if len(Xs) != len(ys) or not Xs:
-        raise ShardError(
-            f"split_f: got {len(Xs)} shards of features and {len(ys)} of labels; need as many of each, 1 or more. "
-            "Return (list of X shards, list of y shards)."
-        )
-    return list(Xs), list(ys)
+    shards = split_f(X, y, list(devices))
+    pair = isinstance(shards, (list, tuple)) and len(shards) == 2 and all(isinstance(side, (list, tuple)) for side in shards)
+    if not pair or len(shards[0]) != len(shards[1]) or not shards[0]:
+        found = f"{len(shards[0])} shards of features and {len(shards[1])} of labels" if pair else type(shards).__name__
+        raise ShardError(f"split_f: got {found}; need as many of each, 1 or more. Return (list of X shards, list of y shards).")
+    return list(shards[0]), list(shards[1])
 
 
-def _forward(net: gluon.Block, Xs: Sequence[Any], operation: str) -> List[Any]:
-    outputs = []
-    for shard, X in enumerate(Xs):
+def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Leaf]]:
+    """Return every shard's output, and its losses where there is a loss function."""
+    outputs, losses = [], []
+    for shard, (X, y) in enumerate(zip(Xs, ys)):
         try:
             outputs.append(net(X))
+            if loss is not None:
+                losses.append(loss(outputs[-1], y))
         except MXNetError as error:
-            places = sorted({str(leaf.context) for _, leaf in leaves(X) if is_device_array(leaf)})
-            shapes = [leaf.shape for _, leaf in leaves(X)]
+            what = "network" if len(outputs) <= shard else "loss"
+            found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
+            places = ", ".join(sorted({str(leaf.context) for leaf in found}))
             raise StepError(
-                f"{operation}: got an error of the network for shard {shard} on {', '.join(places)}, shapes {shapes}: "
-                f"{str(error).strip().splitlines()[-1].strip()}; need an input that the network takes. Try net(X) on one device."
+                f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes "
+                f"{[leaf.shape for leaf in found]}: "
+                f"{str(error).strip().splitlines()[-1].strip()}; need data that it takes. Try it on one device, with one example."
             ) from error
-    return outputs
+    return outputs, losses
 
 
-def _count(losses: Sequence[Leaf], labels: Sequence[Any]) -> int:
-    """Return the examples that these losses are of, having checked that each loss holds one number for each."""
-    for shard, (loss, label) in enumerate(zip(losses, labels)):
+def _count(split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
+    """Return the examples that these losses are of, having checked that each holds one number for each of its shard."""
+    for shard, loss in enumerate(losses):
         if not is_device_array(loss):
             raise TrainerError(
                 f"train_batch: got a loss of type {type(loss).__name__}; need an MXNet array. Use a loss of gluon.loss."
             )
-        if not loss.shape or (loss.size == 1 and is_device_array(label) and label.size > 1):
+        sizes = _shard_sizes(split_f, label, labels, shard)
+        if not loss.shape or (sizes and loss.shape[0] not in sizes):
             raise TrainerError(
-                f"train_batch: got a loss of shape {loss.shape} for shard {shard} on {loss.context}, whose label has shape "
-                f"{getattr(label, 'shape', None)}; need one number for each example, so that uneven shards count right. "
-                "Leave the mean out of the loss."
+                f"train_batch: got a loss of shape {loss.shape} for shard {shard} on {loss.context}, which holds "
+                f"{' or '.join(map(str, sorted(sizes)))} examples; need one number for each example, so that uneven shards count "
+                "right. Leave the mean out of the loss, and tell it where the examples are (batch_axis)."
             )
     return sum(int(loss.shape[0]) for loss in losses)
+
+
+def _shard_sizes(split_f: SplitFunction, label: Any, labels: Sequence[Any], shard: int) -> Set[int]:
+    """Return what this shard's number of examples can be, {} where its labels do not tell.
+
+    `split_batch` splits axis 0. Any other function's batch axis is one along which the shards add up to the batch.
+    """
+    whole = [np.shape(leaf) if not is_device_array(leaf) else leaf.shape for _, leaf in leaves(label)]
+    parts = [[leaf.shape for _, leaf in leaves(one) if is_device_array(leaf)] for one in labels]
+    if any(len(part) != len(whole) for part in parts):
+        return set()
+    sizes = set()
+    for i, shape in enumerate(whole):
+        for axis in range(min(1, len(shape)) if split_f is split_batch else len(shape)):
+            along = [part[i][axis] for part in parts if len(part[i]) == len(shape)]
+            if len(along) == len(parts) and sum(along) == shape[axis]:
+                sizes.add(along[shard])
+    return sizes
 
 
 def _num_labels(labels: Sequence[Any]) -> int:

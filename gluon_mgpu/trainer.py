@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import tempfile
 from itertools import zip_longest
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -18,7 +17,7 @@ from .devices import check_contexts
 from .errors import StateError, TrainerError
 from .nested import is_device_array
 from .reduction import Reduction, clip_global_norm
-from .replicas import Buffer, Params, Replicas, mark_used
+from .replicas import Buffer, Params, Replicas, mark_used, shape_fits
 
 # Their update depends on weight, gradient, state and count alone, so that every replica can do it for itself. Others (nadam
 # keeps a schedule on the side, sgld draws noise, a user's own may do anything) update one replica, which is then copied.
@@ -90,7 +89,7 @@ class Trainer(gluon.Trainer):
         self._reduction = Reduction(kvstore, self._replicas.contexts)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         self._clip_norm = clip_norm
-        self._reduced = False
+        self._summed: Optional[List[int]] = None  # what allreduce_grads() has summed and update() has not applied
         self._counts: List[Dict[int, int]] = [{} for _ in self.contexts]  # updates of each parameter, by replica
 
     @property
@@ -121,9 +120,22 @@ class Trainer(gluon.Trainer):
         self._apply(buffers, batch_size)
 
     def allreduce_grads(self) -> None:
-        """Sum the gradients over the devices, before `update`: for those who change the sum in between."""
-        self._reduction.sum(self._replicas.collect(ignore_stale_grad=True))
-        self._reduced = True
+        """Sum the gradients over the devices, before `update`: for those who change the sum in between.
+
+        Raises
+        ------
+        TrainerError
+            They have been summed: a second sum would multiply them by the number of devices.
+        """
+        buffers = self._replicas.collect(ignore_stale_grad=True)
+        if self._summed and not buffers:
+            raise TrainerError(
+                "Trainer.allreduce_grads: got gradients that it has summed before; need a backward pass in "
+                "between. Call update()."
+            )
+        self._reduction.sum(buffers)
+        mark_used(buffers)
+        self._summed = [buffer.index for buffer in buffers]
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the weights with gradients that `allreduce_grads` has summed. Arguments and errors as for `step`.
@@ -134,7 +146,10 @@ class Trainer(gluon.Trainer):
             Several devices were not reduced: each would go its own way.
         """
         _check_batch_size("Trainer.update", batch_size)
-        if len(self.contexts) > 1 and not self._reduced:
+        if self._summed is not None:
+            self._apply(self._replicas.collect_summed(self._summed, ignore_stale_grad), batch_size)
+            return
+        if len(self.contexts) > 1:
             raise TrainerError(
                 f"Trainer.update: got gradients that were not summed over {len(self.contexts)} devices; need allreduce_grads() "
                 "before. Call step(), which does both."
@@ -156,16 +171,17 @@ class Trainer(gluon.Trainer):
             "states": {index: _to_numpy(state) for index, state in self._updaters[0].states.items()},
             "counts": dict(self._counts[0]),
         }
-        folder = os.path.dirname(os.path.abspath(fname))
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            try:
+        beside = f"{fname}.{os.getpid()}.new"
+        try:
+            with open(beside, "wb") as file:
                 pickle.dump(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        os.replace(file.name, fname)
+            os.replace(beside, fname)
+        except BaseException:
+            if os.path.exists(beside):
+                os.unlink(beside)
+            raise
 
     def load_states(self, fname: str) -> None:
         """Read what `save_states` wrote, on these devices, be they as many as then or not.
@@ -178,13 +194,7 @@ class Trainer(gluon.Trainer):
         StateError
             The file is something else, or belongs to another network or optimizer. Nothing was changed.
         """
-        content = self._read(fname)
-        optimizer = pickle.loads(content["optimizer"]) if content["optimizer"] else self._optimizer
-        if type(optimizer) is not type(self._optimizer):
-            raise StateError(
-                f"load_states: got {fname} of optimizer {type(optimizer).__name__} for a trainer with "
-                f"{type(self._optimizer).__name__}; need the same. Make the trainer with the optimizer of the file."
-            )
+        content, optimizer = self.check_states(fname)
         states = [
             {index: self._restored(optimizer, index, value, context, fname) for index, value in content["states"].items()}
             for context in self.contexts
@@ -197,6 +207,23 @@ class Trainer(gluon.Trainer):
             updater.states_synced = dict.fromkeys(state, True)
         self._counts = [dict(content["counts"]) for _ in self.contexts]
 
+    def check_states(self, fname: str) -> Tuple[Dict[str, Any], opt.Optimizer]:
+        """Return the content of a file of states and its optimizer, having checked that they belong to this trainer.
+
+        Raises
+        ------
+        StateError
+            As for `load_states`.
+        """
+        content = self._read(fname)
+        optimizer = pickle.loads(content["optimizer"]) if content["optimizer"] else self._optimizer
+        if type(optimizer) is not type(self._optimizer):
+            raise StateError(
+                f"load_states: got {fname} of optimizer {type(optimizer).__name__} for a trainer with "
+                f"{type(self._optimizer).__name__}; need the same. Make the trainer with the optimizer of the file."
+            )
+        return content, optimizer
+
     def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
         scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
         if scaler is None or not scaler.has_overflow(self._params):
@@ -204,7 +231,7 @@ class Trainer(gluon.Trainer):
             self._clip(buffers)
             self._update_replicas(buffers)
         mark_used(buffers)
-        self._reduced = False
+        self._summed = None
 
     def _clip(self, buffers: List[Buffer]) -> None:
         if self._clip_norm is not None and buffers:
@@ -252,8 +279,12 @@ class Trainer(gluon.Trainer):
         exact = replicas.structural and content["structural"]
         here = _described(replicas.names, [param.shape for param in replicas.params], exact)
         there = _described(content["names"], content["shapes"], exact)
-        if here != there:
-            differing = [f"{theirs} where this one has {mine}" for mine, theirs in zip_longest(here, there) if mine != theirs]
+        differing = [
+            f"{_worded(theirs)} where this one has {_worded(mine)}"
+            for mine, theirs in zip_longest(here, there)
+            if not mine or not theirs or mine[0] != theirs[0] or not shape_fits(theirs[1], mine[1])
+        ]
+        if differing:
             raise StateError(
                 f"load_states: got {fname} of another network: {'; '.join(differing[:3])}; need the same parameters in the same "
                 "order. Build the network as it was when it was saved."
@@ -307,7 +338,7 @@ def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any,
         )
     if compression:
         raise TrainerError(f"Trainer: got compression_params {compression}; need None. This version does not compress gradients.")
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
         raise TrainerError(f"Trainer: got clip_norm {clip_norm}; need a number above 0. Pass None not to clip.")
     for name, param in zip(replicas.names, replicas.params):
         if param._stype != "default":
@@ -317,17 +348,24 @@ def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any,
             )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
 def _check_batch_size(operation: str, batch_size: float) -> None:
-    number = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
-    if not number or not 0 < batch_size < float("inf"):
+    if not _is_number(batch_size) or not 0 < batch_size < float("inf"):
         raise TrainerError(
             f"{operation}: got batch_size {batch_size!r}; need a positive number. Pass the examples over all devices, X.shape[0]."
         )
 
 
-def _described(names: List[str], shapes: List[Any], exact: bool) -> List[str]:
+def _described(names: List[str], shapes: List[Any], exact: bool) -> List[Tuple[str, Tuple[int, ...]]]:
     told = names if exact else [re.split(r"[._]", name)[-1] for name in names]
-    return [f"{name} {tuple(shape or ())}" for name, shape in zip(told, shapes)]
+    return [(name, tuple(shape or ())) for name, shape in zip(told, shapes)]
+
+
+def _worded(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
+    return f"{described[0]} {described[1]}" if described else "nothing"
 
 
 def _to_numpy(state: Any) -> Any:

@@ -51,6 +51,7 @@ def make_batches(num_batches=2):
 
 
 def train(callbacks, *, epochs=10, ctx=None, test_iter=None, num_batches=2):
+    test_iter = test_iter or make_batches(1)
     net = make_net(ctx or [mx.cpu(0), mx.cpu(1)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -267,8 +268,8 @@ def test_early_stopping_refuses_bad_options(options):
 
 
 def test_a_column_that_is_not_there_is_told():
-    with pytest.raises(TrainerError, match="^callbacks: got monitor 'test_loss'; need one of epoch, train_accuracy, ") as caught:
-        train([mgpu.EarlyStopping()])
+    with pytest.raises(TrainerError, match="^callbacks: got monitor 'f1_loss'; need one of epoch, train_accuracy, ") as caught:
+        train([mgpu.EarlyStopping("f1_loss")])
     assert_house_style(caught.value)
 
 
@@ -345,30 +346,65 @@ def make_trainer(net):
     return mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
 
 
-def test_last_is_saved_before_the_monitor_is_missed(tmp_path):
-    """The default monitor needs a test set; an epoch was trained and not saved before that was told."""
+@pytest.mark.parametrize("make", [mgpu.EarlyStopping, lambda: mgpu.Checkpoint("never")])
+def test_a_monitor_that_needs_a_test_set_is_told_before_the_first_epoch(make, tmp_path, monkeypatch):
+    """It was told after the first epoch, which may have taken hours."""
+    monkeypatch.chdir(tmp_path)
     net = make_net([mx.cpu()])
-    with pytest.raises(TrainerError, match="got monitor 'test_accuracy'"):
-        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[mgpu.Checkpoint(tmp_path)])
-    assert (tmp_path / "last" / "net.params").is_file()
+    before = net.weight.data().asnumpy()
+    with pytest.raises(TrainerError, match="without a test set") as caught:
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[make()])
+    assert_house_style(caught.value)
+    np.testing.assert_array_equal(net.weight.data().asnumpy(), before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_callback_that_fails_at_the_end_does_not_stop_the_others(tmp_path):
-    class Failing(mgpu.Callback):
-        def on_epoch_begin(self, state):
-            if state.epoch == 2:
-                raise KeyboardInterrupt
+    ended = []
 
+    class Failing(mgpu.Callback):
         def on_fit_end(self, state):
             raise OSError("disk full")
 
+    class Last(mgpu.Callback):
+        def on_fit_end(self, state):
+            ended.append(state.error)
+
+    class Stopping(mgpu.Callback):
+        def on_epoch_begin(self, state):
+            raise KeyError("stop")
+
     net = make_net([mx.cpu()])
-    callbacks = [Failing(), mgpu.Checkpoint(tmp_path, monitor=None)]
+    with pytest.raises(OSError, match="disk full"):
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Failing(), Last()])
+    with pytest.raises(KeyError, match="stop"):
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Failing(), Stopping(), Last()])
+    assert [type(error) for error in ended] == [type(None), KeyError]
+
+
+def test_a_step_that_was_cut_in_two_is_not_saved(tmp_path):
+    """Ctrl-C that comes as an exception, at any moment, may have updated one device and not the other."""
+
+    class Cut(mgpu.Callback):
+        def on_epoch_end(self, state):
+            if state.epoch == 2:
+                raise KeyboardInterrupt
+
+    net = make_net([mx.cpu()])
+    callbacks = [Cut(), mgpu.Checkpoint(tmp_path, monitor=None)]
     with pytest.raises(KeyboardInterrupt):
         mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=3, callbacks=callbacks)
-    assert (tmp_path / "last" / "net.params").is_file()
-    with pytest.raises(OSError, match="disk full"):
-        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=callbacks)
+    assert json.loads((tmp_path / "last" / "progress.json").read_text())["epoch"] == 1
+
+
+def test_an_epoch_without_its_evaluation_is_drawn_and_listed(tmp_path):
+    """Ctrl-C in the evaluation leaves a row without test columns."""
+    history = mgpu.History([{"epoch": 1, "train_loss": 1.0, "test_loss": 2.0}, {"epoch": 2, "train_loss": 0.5}])
+    history.save(tmp_path)
+    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+    assert history.column("train_loss") == [1.0, 0.5]
+    assert np.isnan(history.column("test_loss")[1])
+    assert len(history.table().splitlines()) == 3
 
 
 def test_an_interrupt_before_the_first_batch_saves_nothing(tmp_path):
@@ -379,7 +415,7 @@ def test_an_interrupt_before_the_first_batch_saves_nothing(tmp_path):
     net = mx.gluon.nn.Dense(3)
     net.initialize()
     with pytest.raises(KeyboardInterrupt):
-        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Early(), mgpu.Checkpoint(tmp_path)])
+        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Early(), mgpu.Checkpoint(tmp_path, None)])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -283,7 +283,7 @@ def test_another_network_is_refused(checkpoint):
 def test_other_shapes_are_refused(tmp_path):
     mgpu.save_checkpoint(tmp_path / "c", dense(4))
     message = told(mgpu.load_checkpoint, tmp_path / "c", dense(5))
-    assert "weight (4, 3) where this one has (5, 3)" in message
+    assert "weight float32 (4, 3) where this one has float32 (5, 3)" in message
 
 
 def test_another_optimizer_is_refused(checkpoint):
@@ -320,3 +320,25 @@ def test_progress_that_json_cannot_hold_leaves_nothing_behind(tmp_path):
     with pytest.raises(TypeError):
         mgpu.save_checkpoint(tmp_path / "c", dense(4), progress={"x": object()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    assert "which holds thesis.tex" in told(mgpu.save_checkpoint, tmp_path / "mine", dense(4))
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "file").write_text("")
+    told(mgpu.save_checkpoint, tmp_path / "file", dense(4))
+
+
+def test_files_can_be_read_by_others(checkpoint):
+    """As every file that is written here: as the umask says."""
+    modes = {path.name: path.stat().st_mode & 0o777 for path in checkpoint.iterdir()}
+    assert len(set(modes.values())) == 1, modes
+
+
+def test_another_dtype_is_refused(tmp_path):
+    mgpu.save_checkpoint(tmp_path / "c", dense(4))
+    net = dense(4)
+    net.cast("float64")
+    assert "float32 (4, 3) where this one has float64" in told(mgpu.load_checkpoint, tmp_path / "c", net)

@@ -187,3 +187,8 @@ def test_a_broken_driver_program_lists_nothing(monkeypatch, tmp_path, script):
 def test_a_gpu_runs():
     with mgpu.use_devices("gpu") as ctx:
         assert [mx.nd.ones((2,), ctx=context).asnumpy().tolist() for context in ctx] == [[1.0, 1.0]] * len(ctx)
+
+
+def test_digits_of_other_scripts_are_no_counts():
+    with pytest.raises(DeviceError):
+        mgpu.resolve_devices("\u00b2")

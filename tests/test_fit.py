@@ -425,7 +425,7 @@ SCRIPT = """
         net.initialize(ctx=ctx)
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
         loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        mgpu.fit(net, loss, trainer, endless(), epochs=1, callbacks=[mgpu.Checkpoint(sys.argv[1])])
+        mgpu.fit(net, loss, trainer, endless(), epochs=1, callbacks=[mgpu.Checkpoint(sys.argv[1], monitor=None)])
     print("not reached")
 """
 
@@ -452,3 +452,19 @@ def test_ctrl_c_ends_a_program_with_a_checkpoint(tmp_path):
     assert (progress["epoch"], progress["epochs_completed"]) == (1, 0)
     assert np.isfinite(net.weight.data(mx.cpu(2)).asnumpy()).all()
     assert not (tmp_path / "best").exists()
+
+
+@pytest.mark.parametrize("wrong", ["label", "metric"])
+def test_an_error_of_the_loss_or_a_metric_names_the_step(wrong):
+    X, y = batches_of(*three_clouds())[0]
+    bad = (X, np.ones((len(X), 7), "float32")) if wrong == "label" else (X, y)
+    calls = []
+
+    def metric(output, label):
+        calls.append(1)
+        return (output.reshape((len(calls), -1)) if len(calls) < 3 else output.reshape((7, 13))).sum(), 1
+
+    with pytest.raises(StepError, match="^fit: got an error at step 3: ") as caught:
+        train([mx.cpu()], [(X, y), (X, y), bad], metrics={"own": metric} if wrong == "metric" else [])
+    assert_house_style(caught.value)
+    assert isinstance(caught.value.__cause__, mx.MXNetError)

@@ -358,3 +358,66 @@ def test_threads_that_were_in_use_are_left_alone():
     assert "left 2 2" in told.stdout
     assert "RuntimeWarning: use_devices: got contexts that have run already" in told.stdout
     assert "RuntimeWarning" not in run_python(program, 60, OMP_NUM_THREADS="1").stdout
+
+
+@pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
+def test_initialising_again_under_a_live_trainer_is_told(hybridize):
+    """A static graph goes on writing gradients into the old arrays: training stood still, without a word."""
+    net = nn.HybridSequential()
+    net.add(linear())
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    for _ in range(2):
+        backward(net, [(context, 1.0) for context in CTX])
+        trainer.step(2)
+    net.initialize(mx.init.One(), ctx=CTX, force_reinit=True)
+    backward(net, [(context, 1.0) for context in CTX])
+    with pytest.raises(TrainerError, match="initialised again"):
+        trainer.step(2)
+
+
+@pytest.mark.parametrize("again", ["allreduce_grads", "step", "backward"])
+def test_gradients_are_summed_once(again):
+    """A second sum multiplies them by the number of devices."""
+    net = linear(value=0.0)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
+    backward(net, [(CTX[0], 2.0), (CTX[1], 5.0)])
+    trainer.allreduce_grads()
+    if again == "allreduce_grads":
+        with pytest.raises(TrainerError, match="summed before"):
+            trainer.allreduce_grads()
+    elif again == "step":
+        with pytest.raises(StaleGradientError):
+            trainer.step(1)
+    else:  # the sum was looked at and thrown away: the next one is its own
+        backward(net, [(CTX[0], 1.0), (CTX[1], 1.0)])
+        with pytest.raises(TrainerError, match="after allreduce_grads"):
+            trainer.update(1)
+        trainer.allreduce_grads()
+        trainer.update(1)
+        assert weight(net) == -2.0
+        return
+    trainer.update(1)
+    assert weight(net) == -7.0
+
+
+def test_the_divisor_is_the_number_of_examples():
+    """A mean over nested labels, and losses along the wrong axis of a TNC batch, were counted as examples."""
+    net = linear()
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
+    data = np.ones((5, 1), "float32")
+    loss = gluon.loss.L2Loss()
+    with pytest.raises(TrainerError, match="need one number for each example"):
+        mgpu.train_batch(net, lambda out, y: loss(out, y["y"]).mean(), trainer, data, {"y": data})
+    tnc = nn.Dense(1, in_units=1, flatten=False)
+    tnc.initialize(ctx=CTX)
+    trainer = mgpu.Trainer(tnc, "sgd", {"learning_rate": 0.5})
+    X, y = np.ones((7, 5, 1), "float32"), np.ones((7, 5, 1), "float32")
+
+    def split(X, y, devices):
+        return mgpu.split_batch(X, y, devices, batch_axis=1)
+
+    with pytest.raises(TrainerError, match="holds 3 examples"):
+        mgpu.train_batch(tnc, loss, trainer, X, y, split_f=split)
+    assert mgpu.train_batch(tnc, gluon.loss.L2Loss(batch_axis=1), trainer, X, y, split_f=split).num_examples == 5

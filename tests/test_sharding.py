@@ -178,7 +178,28 @@ def test_a_split_can_be_differentiated():
     assert x.grad.asnumpy().tolist() == [[2.0], [4.0], [6.0]]
 
 
+def test_sparse_batches_are_split_as_gluon_splits_them():
+    dense = np.eye(6, dtype="float32")[:5]
+    data = mx.nd.sparse.csr_matrix(dense)
+    ours = mgpu.split_and_load(data, CTX[:2], even_split=False)
+    theirs = gluon.utils.split_and_load(data, CTX[:2], even_split=False)
+    assert [shard.stype for shard in ours] == [shard.stype for shard in theirs] == ["csr", "csr"]
+    assert [shard.context for shard in ours] == CTX[:2]
+    np.testing.assert_array_equal(np.concatenate([shard.asnumpy() for shard in ours]), dense)
+
+
+@pytest.mark.parametrize("dtype, becomes", [("int16", "int32"), ("uint16", "int32"), ("uint32", "int64")])
+def test_dtypes_that_mxnet_has_not_become_larger_ones(dtype, becomes):
+    largest = np.iinfo(dtype).max
+    shards = mgpu.split_and_load(np.array([largest, 1], dtype), CTX[:2])
+    assert [np.dtype(shard.dtype).name for shard in shards] == [becomes] * 2
+    assert int(shards[0].asnumpy()[0]) == largest
+
+
 BAD = [
+    (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], weights=2), "got weights 2"),
+    (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], weights=[1, None]), "got weights"),
+    (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], dtype="foo"), "got data of dtype float64"),
     (lambda: mgpu.split_and_load(np.zeros((2, 3)), CTX[:3]), r"got a batch of 2 along axis 0 for 3 devices with even_split=True"),
     (lambda: mgpu.split_and_load((np.zeros((4, 3)), np.zeros(3)), CTX[:2]), r"got 4 examples in data\[0\] and 3 in data\[1\]"),
     (lambda: mgpu.split_and_load(np.zeros((0, 3)), CTX[:2]), "got a batch of 0 examples"),

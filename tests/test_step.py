@@ -116,7 +116,7 @@ def test_a_failure_names_shard_and_device(hybridize):
     if hybridize is not None:
         net.hybridize()
     trainer = mgpu.Trainer(net, "sgd")
-    with pytest.raises(StepError, match=r"shard 0 on cpu\(0\), shapes \[\(2, 7\)\]") as caught:
+    with pytest.raises(StepError, match=r"shard 0 on cpu\(0\), shapes \[\(2, 7\), \(2,\)\]") as caught:
         mgpu.train_batch(net, LOSS, trainer, np.ones((6, 7)), np.zeros(6))
     assert_house_style(caught.value)
     assert isinstance(caught.value.__cause__, mx.MXNetError)

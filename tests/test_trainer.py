@@ -307,7 +307,7 @@ def test_a_network_that_changes_under_its_trainer():
     with autograd.record():
         loss = LOSS(net(mx.nd.ones((1, 1, 6, 6), ctx=mx.cpu(2))), mx.nd.zeros((1,), ctx=mx.cpu(2)))
     loss.backward()
-    with pytest.raises(TrainerError, match=r"0\.weight on \[cpu\(2\)\]; need \[cpu\(0\), cpu\(1\)\]") as caught:
+    with pytest.raises(TrainerError, match=r"0\.weight initialised again on \[cpu\(2\)\]") as caught:
         trainer.step(1)
     assert_house_style(caught.value)
 

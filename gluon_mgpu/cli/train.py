@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from statistics import median
 from typing import Any, Dict, Optional
@@ -26,6 +27,12 @@ HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
+def _finite(_context: click.Context, _parameter: click.Parameter, number: float) -> float:
+    if not math.isfinite(number):
+        raise click.BadParameter(f"got {number}; need a finite number.")
+    return number
+
+
 @click.group()
 def train() -> None:
     """Train a network."""
@@ -48,6 +55,7 @@ def train() -> None:
 )
 @click.option(
     "--lr",
+    callback=_finite,
     type=click.FloatRange(0, min_open=True),
     default=0.1,
     show_default=True,
@@ -124,7 +132,7 @@ def train_resnet18(
         try:
             history = fit(net, loss, trainer, train_iter, test_iter, epochs=epochs, callbacks=callbacks)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(f"{interrupt}; last, history and curves are saved in {output}") from None
+            raise KeyboardInterrupt(f"{interrupt}; what was saved is in {output}") from None
     seconds = median(history.column("seconds"))
     print(f"saved curves.png, history.csv, history.json, best and last in {output}")
     print(f"test accuracy {history.column('test_accuracy')[-1]:.4f}, {seconds:.1f} s/epoch on {', '.join(map(str, ctx))}")

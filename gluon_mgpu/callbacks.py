@@ -14,11 +14,10 @@ from typing import Any, Dict, List, Optional, Union
 from mxnet import gluon
 
 from .checkpoint import save_checkpoint
-from .epoch import Progress as EpochProgress
+from .epoch import EpochProgress
 from .errors import TrainerError
 from .plots import figure, plot_history, save
 from .replicas import has_values
-from .runtime import require
 from .trainer import Trainer
 
 Row = Dict[str, float]
@@ -151,7 +150,8 @@ class Progress(Callback):
     def on_fit_begin(self, state: FitState) -> None:
         self._began = self._printed = time.perf_counter()
         if sys.stdout.isatty():
-            progress = require("rich.progress", "cpu", "Progress")
+            from rich import progress  # only here: importing it takes longer than most batches
+
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
                 progress.BarColumn(bar_width=10),

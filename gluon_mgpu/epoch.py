@@ -21,7 +21,7 @@ REPORT_BATCHES = 64
 
 
 @dataclass(frozen=True)
-class Progress:
+class EpochProgress:
     """How far a pass has come.
 
     Attributes
@@ -57,9 +57,9 @@ def run_epoch(
     first_step: int = 1,
     max_inflight: int = 2,
     check_finite: bool = False,
-    on_report: Optional[Callable[[Progress], None]] = None,
+    on_report: Optional[Callable[[EpochProgress], None]] = None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Progress:
+) -> EpochProgress:
     """Run `run_batch` on every batch, and return the metrics over all of them.
 
     ```
@@ -81,7 +81,7 @@ def run_epoch(
         Batches that may be queued on the devices. More hide longer pauses of the host, and take more memory.
     check_finite : bool
         Raise when the loss is NaN or infinite.
-    on_report : callable (Progress), optional
+    on_report : callable (EpochProgress), optional
         Called about twice a second, and at the end.
     should_stop : callable () -> bool
         Asked after each batch.
@@ -102,12 +102,12 @@ def run_epoch(
     num_batches = num_examples = 0
     stopped = False
 
-    def report() -> Progress:
+    def report() -> EpochProgress:
         means = _checked(operation, queued, sums.read)
         if check_finite and not math.isfinite(means.get("loss", 0.0)):
             _raise_non_finite(operation, unread)
         unread.clear()
-        progress = Progress(means, num_batches, num_examples, time.perf_counter() - started, stopped)
+        progress = EpochProgress(means, num_batches, num_examples, time.perf_counter() - started, stopped)
         if on_report is not None:
             on_report(progress)
         return progress

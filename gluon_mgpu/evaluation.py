@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterable, List, Optional
 
 from mxnet import Context, gluon
 
-from .epoch import Progress, run_epoch
+from .epoch import EpochProgress, run_epoch
 from .errors import TrainerError
 from .metrics import Metrics, accuracy
 from .replicas import average_running_stats
@@ -84,7 +84,7 @@ def run_evaluation(
     loss: Optional[Any],
     split_f: SplitFunction,
     **options: Any,
-) -> Progress:
+) -> EpochProgress:
     """Evaluate, with the options of `run_epoch`; `evaluate` without, and `fit` with a way to stop, call this."""
     devices = devices_of(net)
     average_running_stats(net)

@@ -76,7 +76,7 @@ def fit(
             raise TrainerError(
                 f"fit: got {name}={value!r}; need a whole number of 1 or more. 10 epochs and 2 in flight are usual."
             )
-    listed = [Progress()] if callbacks is None else list(callbacks)
+    listed: List[Callback] = [Progress()] if callbacks is None else list(callbacks)
     if not isinstance(train_iter, Iterable) or any(not isinstance(callback, Callback) for callback in listed):
         raise TrainerError(
             f"fit: got {type(train_iter).__name__} as train_iter and callbacks {listed}; need an iterable of pairs (X, y), and "

@@ -7,7 +7,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.epoch import Progress, run_epoch
+from gluon_mgpu.epoch import EpochProgress, run_epoch
 from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
 
 from .conftest import assert_house_style
@@ -48,7 +48,7 @@ def test_the_means_are_over_everything_that_was_seen():
 
 
 def test_no_time_means_no_rate():
-    assert Progress({}, 1, 4, 0.0).examples_per_s == 0.0
+    assert EpochProgress({}, 1, 4, 0.0).examples_per_s == 0.0
 
 
 def test_reports_hold_running_means_and_the_last_one_holds_all(monkeypatch):

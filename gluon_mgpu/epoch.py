@@ -118,11 +118,8 @@ def run_epoch(
             batch = run_batch(X, y)
             sums.add_batch(batch)
         except (StepError, mx.MXNetError) as error:
-            told = (
-                str(error)
-                if isinstance(error, StepError)
-                else f"{_told(error)}; need data that the metrics take. Try them on one batch."
-            )
+            advice = "" if isinstance(error, StepError) else "; need data that the metrics take. Try them on one batch."
+            told = _told(error) + advice
             raise StepError(f"{operation}: got an error at step {step}: {told}") from (error.__cause__ or error)
         queued.append((step, batch))
         unread.append((step, batch.losses))

@@ -100,7 +100,7 @@ def train_batch(
     Xs, ys = _split(split_f, X, y, trainer.contexts)
     with autograd.record():
         outputs, losses = _forward("train_batch", net, loss, Xs, ys)
-    num_examples = _count(split_f, losses, y, ys)
+    num_examples = _count("train_batch", split_f, losses, y, ys)
     backward(losses)
     trainer.step(num_examples, ignore_stale_grad)
     return Batch(outputs, ys, losses, num_examples)
@@ -129,7 +129,7 @@ def eval_batch(
     Xs, ys = _split(split_f, X, y, devices)
     with autograd.pause(train_mode=False):
         outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
-    return Batch(outputs, ys, losses, _count(split_f, losses, y, ys) if losses else _num_labels(ys))
+    return Batch(outputs, ys, losses, _count("eval_batch", split_f, losses, y, ys) if losses else _num_labels(ys))
 
 
 def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
@@ -161,38 +161,38 @@ def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys:
     return outputs, losses
 
 
-def _count(split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
+def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
     """Return the examples that these losses are of, having checked that each holds one number for each of its shard."""
-    for shard, loss in enumerate(losses):
+    for shard, (loss, sizes) in enumerate(zip(losses, _shard_sizes(split_f, label, labels))):
         if not is_device_array(loss):
             raise TrainerError(
-                f"train_batch: got a loss of type {type(loss).__name__}; need an MXNet array. Use a loss of gluon.loss."
+                f"{operation}: got a loss of type {type(loss).__name__}; need an MXNet array. Use a loss of gluon.loss."
             )
-        sizes = _shard_sizes(split_f, label, labels, shard)
         if not loss.shape or (sizes and loss.shape[0] not in sizes):
             raise TrainerError(
-                f"train_batch: got a loss of shape {loss.shape} for shard {shard} on {loss.context}, which holds "
+                f"{operation}: got a loss of shape {loss.shape} for shard {shard} on {loss.context}, which holds "
                 f"{' or '.join(map(str, sorted(sizes)))} examples; need one number for each example, so that uneven shards count "
                 "right. Leave the mean out of the loss, and tell it where the examples are (batch_axis)."
             )
     return sum(int(loss.shape[0]) for loss in losses)
 
 
-def _shard_sizes(split_f: SplitFunction, label: Any, labels: Sequence[Any], shard: int) -> Set[int]:
-    """Return what this shard's number of examples can be, {} where its labels do not tell.
+def _shard_sizes(split_f: SplitFunction, label: Any, labels: Sequence[Any]) -> List[Set[int]]:
+    """Return what each shard's number of examples can be; an empty set where its labels do not tell.
 
     `split_batch` splits axis 0. Any other function's batch axis is one along which the shards add up to the batch.
     """
-    whole = [np.shape(leaf) if not is_device_array(leaf) else leaf.shape for _, leaf in leaves(label)]
+    sizes: List[Set[int]] = [set() for _ in labels]
+    whole = [leaf.shape if is_device_array(leaf) else np.shape(leaf) for _, leaf in leaves(label)]
     parts = [[leaf.shape for _, leaf in leaves(one) if is_device_array(leaf)] for one in labels]
-    if any(len(part) != len(whole) for part in parts):
-        return set()
-    sizes = set()
+    if any([len(shape) for shape in part] != [len(shape) for shape in whole] for part in parts):
+        return sizes
     for i, shape in enumerate(whole):
         for axis in range(min(1, len(shape)) if split_f is split_batch else len(shape)):
-            along = [part[i][axis] for part in parts if len(part[i]) == len(shape)]
-            if len(along) == len(parts) and sum(along) == shape[axis]:
-                sizes.add(along[shard])
+            along = [part[i][axis] for part in parts]
+            if sum(along) == shape[axis]:
+                for known, size in zip(sizes, along):
+                    known.add(size)
     return sizes
 
 

@@ -1,6 +1,7 @@
 """Files in idx format: read as they are, refused when they are damaged, and folders of them."""
 
 import gzip
+import os
 import struct
 
 import gluon_mgpu as mgpu
@@ -205,3 +206,16 @@ def test_exchanged_images_and_labels_are_refused(tmp_path):
     write_idx(tmp_path / "train-images-idx3-ubyte", np.arange(4))
     write_idx(tmp_path / "train-labels-idx1-ubyte", IMAGES)
     assert "exchanged" in told(DataError, mgpu.data.load_idx_folder, tmp_path)
+
+
+def test_the_real_files_of_mnist():
+    """The test set of MNIST alone, from the folder that GLUON_MGPU_DATA names."""
+    folder = os.environ.get("GLUON_MGPU_DATA")
+    if not folder:
+        pytest.skip("GLUON_MGPU_DATA names no folder with t10k-images-idx3-ubyte.gz and t10k-labels-idx1-ubyte.gz")
+    data = mgpu.data.load_idx_folder(folder)
+    assert data.train_images.shape == (8000, 1, 28, 28)
+    assert data.test_images.shape == (2000, 1, 28, 28)
+    labels = np.concatenate([data.train_labels, data.test_labels])
+    assert np.bincount(labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]  # as published
+    assert 0.1 < data.train_images.mean() < 0.15

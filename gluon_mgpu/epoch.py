@@ -139,6 +139,8 @@ def run_epoch(
             f"{operation}: got no batch; need one or more. A generator is empty when it is read a second time: "
             "pass a list or a loader."
         )
+    # The sums know nothing of the last update: its seconds count, and its errors belong to this pass.
+    _checked(operation, queued, mx.nd.waitall)
     return report()
 
 

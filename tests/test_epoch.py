@@ -166,3 +166,22 @@ def test_the_error_of_a_device_names_its_step(at, max_inflight):
 def test_the_error_of_a_device_after_the_last_batch_surfaces_too():
     message = failing(5, 5, operation="evaluate")
     assert message.startswith("evaluate: got an error of a device around step 4: ")
+
+
+def test_an_error_of_the_last_update_belongs_to_the_pass():
+    """The sums are read before the last update has run: its error came up in whatever happened next."""
+
+    class Fails(mx.optimizer.SGD):
+        def update_multi_precision(self, index, weight, grad, state):
+            super().update_multi_precision(index, weight, grad, state)
+            for array in weight if isinstance(weight, (list, tuple)) else [weight]:
+                mx.nd.linalg.potrf(-mx.nd.ones((2, 2), ctx=array.context))
+
+    net = mx.gluon.nn.Dense(2, in_units=2)
+    net.initialize()
+    trainer = mgpu.Trainer(net, Fails(learning_rate=0.1))
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    data = [(np.ones((2, 2), "float32"), np.zeros(2))]
+    with pytest.raises(StepError, match="^fit: got an error of a device around step 1: "):
+        run_epoch(data, lambda X, y: mgpu.train_batch(net, loss, trainer, X, y), operation="fit")
+    mx.nd.waitall()

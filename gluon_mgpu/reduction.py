@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context
@@ -13,6 +13,11 @@ from .replicas import Buffer
 
 # Gluon takes any other name, and None, for "local" or for no reduction at all, without a word.
 LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allreduce_cpu", "local_update_cpu")
+_MIN_SLICE = 2**15  # elements: a smaller slice costs more to queue than to add
+_MULTIPLE = 16  # elements: slices begin where a cache line does
+_MOST_PAIRS = 16  # (key, array) in one call: the store sorts more of them by key so that devices change places, and sums bits
+_MOST_ARRAYS = 200  # that MXNet's finite check takes at once
+Part = Tuple[List[int], List[List[Leaf]]]  # keys; for each, one array a device
 
 
 class Reduction:
@@ -42,30 +47,83 @@ class Reduction:
             name = "local"  # "device" sums on the devices themselves, and they must be of one kind
         self._name = name
         self._num_devices = len(contexts)
-        self._shapes: Dict[int, Tuple[int, ...]] = {}
+        self._keys: Dict[Tuple[Any, ...], List[int]] = {}
+        self._latest: List[Buffer] = []
+        self._parts: List[List[Part]] = []  # of the latest buffers
 
-    def sum(self, buffers: Iterable[Buffer]) -> None:
-        """Replace every device's gradients by their sum over the devices, the same bits on each."""
+    def sum(self, buffers: List[Buffer]) -> None:
+        """Replace every device's gradients by their sum over the devices, the same bits on each.
+
+        A sum is queued behind the operations that write its buffer, and no others: it runs while the backward pass still fills
+        the next one.
+        """
         if self._num_devices == 1:
             return
-        for buffer in buffers:
-            self._prepare(buffer)
-            if buffer.gradients[0].stype == "default":
-                self._store.pushpull(buffer.index, buffer.gradients, priority=-buffer.index)
-            else:
-                self._store.push(buffer.index, buffer.gradients, priority=-buffer.index)
-                self._store.pull(buffer.index, buffer.gradients, priority=-buffer.index, ignore_sparse=False)
+        if buffers is not self._latest:
+            self._parts = [self._divided(buffer) for buffer in buffers]
+            self._latest = buffers
+        for place, parts in enumerate(self._parts):
+            for keys, gradients in parts:
+                if gradients[0][0].stype == "default":
+                    self._store.pushpull(keys, gradients, priority=-place)
+                else:
+                    self._store.push(keys, gradients, priority=-place)
+                    self._store.pull(keys, gradients, priority=-place, ignore_sparse=False)
 
-    def _prepare(self, buffer: Buffer) -> None:
-        if not self._shapes:
-            self._store = mx.kv.create(self._name)
-        shape = buffer.gradients[0].shape
-        if self._shapes.get(buffer.index, shape) != shape:
-            self._shapes.clear()
-            self._store = mx.kv.create(self._name)
-        if buffer.index not in self._shapes:
-            self._store.init(buffer.index, buffer.gradients[0])
-            self._shapes[buffer.index] = shape
+    def _divided(self, buffer: Buffer) -> List[Part]:
+        """Return what the store is asked to sum: a buffer as one slice a device, so that each adds up as much as the others.
+
+        ```
+        device 0: │ slice 0 │ slice 1 │    slice 0 of both devices is added up on device 0 and copied back,
+        device 1: │ slice 0 │ slice 1 │    slice 1 on device 1
+        ```
+        """
+        gradients = buffer.gradients
+        slices = [gradients]
+        if buffer.bucket is not None:
+            size = gradients[0].size
+            num_slices = max(1, min(self._num_devices, size // _MIN_SLICE))
+            step = -(-size // (num_slices * _MULTIPLE)) * _MULTIPLE
+            slices = [[flat[begin : min(begin + step, size)] for flat in gradients] for begin in range(0, size, step)]
+        known = (buffer.indices, gradients[0].shape, gradients[0].dtype)
+        if known not in self._keys:
+            if not self._keys:
+                self._store = mx.kv.create(self._name)
+            first = sum(map(len, self._keys.values()))
+            self._keys[known] = list(range(first, first + len(slices)))
+            for key, arrays in zip(self._keys[known], slices):
+                self._store.init(key, arrays[0])
+        keys, together = self._keys[known], max(1, _MOST_PAIRS // self._num_devices)
+        return [(keys[i : i + together], slices[i : i + together]) for i in range(0, len(keys), together)]
+
+
+def all_finite(gradients: Sequence[Leaf]) -> Leaf:
+    """Return whether all numbers of one device's gradients are finite, without waiting.
+
+    Parameters
+    ----------
+    gradients : sequence of NDArray on one device, any shapes, of floating point
+
+    Returns
+    -------
+    NDArray, shape (1,)
+        1.0 or 0.0, on that device.
+
+    Examples
+    --------
+    >>> all_finite([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])]).asscalar()
+    0.0
+    """
+    classic = [gradient.as_nd_ndarray() for gradient in gradients]
+    finite = mx.nd.ones((1,), ctx=classic[0].context)
+    by_dtype: Dict[Any, List[Leaf]] = {}
+    for gradient in classic:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for arrays in by_dtype.values():
+        for begin in range(0, len(arrays), _MOST_ARRAYS):
+            some = arrays[begin : begin + _MOST_ARRAYS]
+            mx.nd.multi_all_finite(*some, num_arrays=len(some), init_output=False, out=finite)
+    return finite
 
 
 def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:

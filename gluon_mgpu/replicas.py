@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon
+from mxnet.base import _LIB, check_call
 
+from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
 from .errors import StaleGradientError, TrainerError
 from .nested import Leaf
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Buffer:
-    """What is reduced and updated in one operation a device: today one parameter.
-
-    Whoever reduces, clips, updates or compares works on buffers alone, so that a buffer can come to hold many parameters.
+    """What is reduced, clipped and updated in one operation a device: a run of parameters that lie side by side, or one.
 
     Attributes
     ----------
-    index : int
-        Its place in the network; the key of its optimizer state.
-    weights, gradients : list of NDArray
-        One a replica, in the order of the contexts.
+    indices : tuple of int
+        The places of its parameters in the network, in the order of memory; keys of their optimizer states.
+    weights : list of NDArray, shapes (size,)
+        One a replica, in the order of the contexts. Empty for a parameter alone: see `Replicas._alone`.
+    gradients : list of NDArray
+        One a replica; of shapes (size,) but for a parameter alone that has no place in a bucket.
+    bucket : Bucket or None
+    begin, end : int
+        Which part of the bucket.
     """
 
-    index: int
+    indices: Tuple[int, ...]
     weights: List[Leaf]
     gradients: List[Leaf]
+    bucket: Optional[Bucket] = None
+    begin: int = 0
+    end: int = 0
 
 
 class Replicas:
@@ -41,6 +51,10 @@ class Replicas:
     ----------
     params : gluon.Block, dict of gluon.Parameter, or sequence of gluon.Parameter
         In structural order: as the layers were made, not as their names sort (`dense10_` comes before `dense9_` there).
+    bucket_bytes : int
+        See `buckets.place`.
+    static_graph : bool
+        Every step uses the same parameters, which stay as they are: look at one of them on each device instead of at all.
 
     Attributes
     ----------
@@ -57,21 +71,34 @@ class Replicas:
         The parameters are not parameters, not initialised, or not all on the same devices.
     """
 
-    def __init__(self, params: Params) -> None:
+    def __init__(self, params: Params, *, bucket_bytes: int = BUCKET_BYTES, static_graph: bool = False) -> None:
         named = _named(params)
         self.names = list(named)
         self.structural = isinstance(params, gluon.Block)
         self.params = list(named.values())
         self.contexts = _common_contexts(named)
-        self._initialised: Dict[int, Any] = {}  # what Gluon makes anew whenever it initialises a parameter
+        self._bucket_bytes = bucket_bytes
+        self._static_graph = static_graph
+        self._initialised: Dict[int, Tuple[Any, Any]] = {}  # of each parameter: what Gluon makes anew when it initialises, dtype
+        self._seen: List[Tuple[gluon.Parameter, Any, float, float]] = []  # each with its list of gradients and its multipliers
+        self._trainable: List[int] = []
+        self._shapeless: List[int] = []  # trainable too, but the first batch has yet to decide their shapes
+        self._watched: List[int] = []  # whose flags are looked at
+        self._all: List[Buffer] = []
+        self._flags = Flags([])
+        if has_values(self.params):
+            self._settle()
 
     def check_unmoved(self) -> None:
-        """Raise `TrainerError` if a parameter was put on other devices since, or initialised again.
+        """Raise `TrainerError` if a parameter was put on other devices since, initialised again, or cast.
 
-        A network hybridized with `static_alloc` and `static_shape` would go on writing gradients into the old arrays.
+        A network hybridized with `static_alloc` and `static_shape` would go on writing gradients into the old arrays, and what
+        the optimizer knows would not fit.
         """
         for index, (name, param) in enumerate(zip(self.names, self.params)):
-            if param._data is not None and self._initialised.setdefault(index, param._ctx_list) is not param._ctx_list:
+            known = (param._ctx_list, param.dtype)
+            contexts, dtype = self._initialised.setdefault(index, known) if param._data is not None else known
+            if contexts is not param._ctx_list:
                 raise TrainerError(
                     f"Trainer: got parameter {name} initialised again on {param.list_ctx()}; need the arrays of the first step. "
                     "Call net.hybridize() again and make a new Trainer after initialize(force_reinit=True) or reset_ctx()."
@@ -81,6 +108,11 @@ class Replicas:
                     f"Trainer: got parameter {name} on {param.list_ctx()}; need {self.contexts}, where it was when the "
                     "trainer was made. Make a new Trainer after reset_ctx()."
                 )
+            if np.dtype(dtype) != np.dtype(param.dtype):
+                raise TrainerError(
+                    f"Trainer: got parameter {name} of dtype {np.dtype(param.dtype)}; need {np.dtype(dtype)}, as at the first "
+                    "step. Make a new Trainer after net.cast()."
+                )
 
     def collect(self, ignore_stale_grad: bool) -> List[Buffer]:
         """Return the buffers that take part in this step, with zeros where a device has no gradient.
@@ -88,65 +120,191 @@ class Replicas:
         A device that got no data, or whose data did not reach a parameter, still holds the gradient of an earlier step there.
         Its share of this step's sum is zero. A parameter that got no gradient on any device is left out.
 
+        Returns
+        -------
+        list of Buffer
+            The same list as long as every parameter takes part and nothing was moved.
+
         Raises
         ------
         StaleGradientError
             A parameter is left out and `ignore_stale_grad` is false. Nothing was changed.
         """
-        self.check_unmoved()
-        buffers, fresh, stale = [], [], []
-        for index, param in self._trainable():
-            weights = param._data or []  # a parameter whose shape is still unknown has none
-            flags = [weight._fresh_grad for weight in weights]
-            if any(flags):
-                buffers.append(Buffer(index, weights, param.list_grad()))
-                fresh.append(flags)
-            else:
-                stale.append(index)
-        self._check_stale(stale, ignore_stale_grad)
-        for buffer, flags in zip(buffers, fresh):
-            for weight, gradient, is_fresh in zip(buffer.weights, buffer.gradients, flags):
-                if not is_fresh:
-                    gradient[:] = 0
-                    weight._fresh_grad = True
+        if not self._initialised or self._changed():
+            self.check_unmoved()
+            self._settle()
+        fresh = self._flags.read()
+        if fresh.all() and not self._shapeless:
+            return self._all
+        used = self._used(fresh)
+        self._check_unused(used, ignore_stale_grad)
+        buffers = self._all if used == self._trainable else self._alone(used)
+        self._zero_idle(fresh, buffers)
         return buffers
 
-    def collect_summed(self, indices: Sequence[int], ignore_stale_grad: bool) -> List[Buffer]:
-        """Return the buffers of these parameters, whose gradients have been summed, and are marked as used.
+    def collect_summed(self, buffers: List[Buffer], ignore_stale_grad: bool) -> List[Buffer]:
+        """Return these buffers, whose gradients have been summed, and are marked as used.
 
         Raises
         ------
         StaleGradientError
             Another parameter is trainable, and `ignore_stale_grad` is false.
         TrainerError
-            There was a backward pass after the sum.
+            There was a backward pass after the sum, or something was moved.
         """
-        buffers = [Buffer(i, self.params[i].list_data(), self.params[i].list_grad()) for i in indices]
-        if any(weight._fresh_grad for buffer in buffers for weight in buffer.weights):
+        if self._changed():
+            raise TrainerError(
+                "Trainer.update: got parameters that were frozen, initialised or cast after allreduce_grads(); need the arrays "
+                "that were summed. Call step(), or do it before the backward pass."
+            )
+        summed = {index for buffer in buffers for index in buffer.indices}
+        if summed.intersection(self._used(self._flags.read())):
             raise TrainerError(
                 "Trainer.update: got gradients of a backward pass after allreduce_grads(); need their sum over the devices. "
                 "Call allreduce_grads() again, or step(), which does both."
             )
-        self._check_stale([i for i, _ in self._trainable() if i not in set(indices)], ignore_stale_grad)
+        self._check_unused(summed, ignore_stale_grad)
         return buffers
 
-    def _trainable(self) -> List[Tuple[int, gluon.Parameter]]:
-        return [(index, param) for index, param in enumerate(self.params) if param.grad_req != "null"]
+    def mark_used(self, buffers: List[Buffer]) -> None:
+        """Note that these gradients have been applied: until the next backward pass they are stale."""
+        if buffers is not self._all:
+            used = {index for buffer in buffers for index in buffer.indices}
+            self._flags.clear([index in used for index in self._watched])
+            return
+        self._flags.clear()
+        if self._static_graph and len(self._watched) > 1:  # every one was there: from now on, one speaks for all
+            self._watch(self._trainable[-1:])
+            self._seen = [self._seen[self._trainable[-1]]]
 
-    def _check_stale(self, stale: Sequence[int], ignore_stale_grad: bool) -> None:
-        if stale and not ignore_stale_grad:
-            told = _some([self.names[index] for index in stale])
+    def _used(self, fresh: Any) -> List[int]:
+        """Return the parameters that have a gradient on some device."""
+        used = [index for index, flags in zip(self._watched, fresh.any(axis=1)) if flags]
+        return self._trainable if used == self._watched else used
+
+    def _changed(self) -> bool:
+        """Return whether Gluon made new arrays, or somebody set a multiplier, since `_settle`."""
+        for param, gradients, lr_mult, wd_mult in self._seen:
+            if param._grad is not gradients or param.lr_mult != lr_mult or param.wd_mult != wd_mult:
+                return True
+        return False
+
+    def _settle(self) -> None:
+        """Give every trainable parameter its place, and group them anew."""
+        place(self.params, self._bucket_bytes)
+        params = self.params
+        self._seen = [(param, param._grad, param.lr_mult, param.wd_mult) for param in params]
+        wanted = [index for index, param in enumerate(params) if param.grad_req != "null"]
+        self._trainable = [index for index in wanted if params[index]._data is not None]
+        self._shapeless = [index for index in wanted if params[index]._data is None]
+        self._all = self._grouped(self._trainable)
+        self._watch(self._trainable)
+
+    def _watch(self, indices: List[int]) -> None:
+        self._watched = indices
+        self._flags = Flags([self.params[index]._data for index in indices])
+
+    def _grouped(self, indices: Sequence[int]) -> List[Buffer]:
+        """Return runs of neighbours with the same multipliers, in the order in which the backward pass fills them."""
+        runs: List[Tuple[Bucket, List[Tuple[int, Place]]]] = []
+        last: Dict[Bucket, List[Tuple[int, Place]]] = {}
+        alone = []
+        for index in reversed(indices):
+            param, found = self.params[index], place_of(self.params[index])
+            if found is None:
+                alone.append(index)
+                continue
+            run = last.get(found.bucket)
+            before = self.params[run[-1][0]] if run else None
+            multipliers = (param.lr_mult, param.wd_mult)
+            if run and before and run[-1][1].end == found.begin and (before.lr_mult, before.wd_mult) == multipliers:
+                run.append((index, found))
+            else:
+                last[found.bucket] = [(index, found)]
+                runs.append((found.bucket, last[found.bucket]))
+        buffers = [_run(bucket, run) for bucket, run in runs]
+        # what is full first is reduced first
+        position = {index: at for at, index in enumerate(indices)}
+        buffers.sort(key=lambda buffer: -position[buffer.indices[-1]])
+        return buffers + self._alone(alone)
+
+    def _alone(self, indices: Sequence[int]) -> List[Buffer]:
+        """Return one buffer for each parameter: where only some take part, or one has no place in a bucket."""
+        return [Buffer((index,), [], self.params[index].list_grad()) for index in indices]
+
+    def _zero_idle(self, fresh: Any, buffers: List[Buffer]) -> None:
+        for replica in range(len(self.contexts)):
+            idle = {index for index, flag in zip(self._watched, fresh[:, replica]) if not flag}
+            if len(idle) == len(self._watched):
+                idle = set(self._trainable)
+            for buffer in buffers:
+                if idle.issuperset(buffer.indices):
+                    buffer.gradients[replica][:] = 0
+                else:
+                    for index in idle.intersection(buffer.indices):
+                        self.params[index].list_grad()[replica][:] = 0
+
+    def _check_unused(self, used: Iterable[int], ignore_stale_grad: bool) -> None:
+        unused = sorted({*self._trainable, *self._shapeless}.difference(used))
+        if unused and not ignore_stale_grad:
+            told = _some([self.names[index] for index in unused])
             raise StaleGradientError(
                 f"Trainer.step: got no gradient for {told} on any device since the last step; need a backward pass "
                 "through every parameter. If this network uses only a part of them, pass ignore_stale_grad=True."
             )
 
 
-def mark_used(buffers: Iterable[Buffer]) -> None:
-    """Note that these gradients have been applied: until the next backward pass they are stale."""
-    for buffer in buffers:
-        for weight in buffer.weights:
-            weight._fresh_grad = False
+class Flags:
+    """Which gradients are fresh: written by a backward pass since they were used.
+
+    MXNet keeps one flag a variable and has no function for many, so that reading and clearing go through `map` and ctypes, with
+    arguments made once: a quarter of what the property `_fresh_grad` costs.
+
+    Parameters
+    ----------
+    weights : list of lists of NDArray
+        One list a parameter, in it one array a replica.
+    """
+
+    def __init__(self, weights: Sequence[Sequence[Leaf]]) -> None:
+        self._weights = [weight for replicas in weights for weight in replicas]  # alive as long as their handles are used
+        self._handles = [weight.handle for weight in self._weights]
+        self._values = np.zeros(len(self._handles), dtype=np.int32)
+        self._shape = (len(weights), len(weights[0]) if weights else 0)
+        address, width = self._values.ctypes.data, self._values.itemsize
+        self._into = [ctypes.c_void_p(address + width * i) for i in range(len(self._handles))]
+        self._zeros = [0] * len(self._handles)
+
+    def read(self) -> Any:
+        """Return them as NumPy array of bool, shape (parameters, replicas)."""
+        _check(any(map(_flag_functions()[0], self._handles, self._into)))
+        return self._values.reshape(self._shape) != 0
+
+    def clear(self, which: Optional[Sequence[bool]] = None) -> None:
+        """Unset all flags, or those of these parameters."""
+        handles = self._handles
+        if which is not None:
+            handles = [handle for i, handle in enumerate(handles) if which[i // self._shape[1]]]
+        _check(any(map(_flag_functions()[1], handles, self._zeros)))
+
+
+@lru_cache(maxsize=None)
+def _flag_functions() -> Tuple[Any, Any]:
+    """Return MXNet's functions to read and to write a flag; as PyDLL they keep the interpreter's lock, which is cheaper."""
+    library = ctypes.PyDLL(_LIB._name)
+    return library.MXNDArrayGetGradState, library.MXNDArraySetGradState
+
+
+def _check(failed: bool) -> None:
+    if failed:
+        check_call(-1)
+
+
+def _run(bucket: Bucket, run: Sequence[Tuple[int, Place]]) -> Buffer:
+    begin, end = run[0][1].begin, run[-1][1].end
+    weights = [flat[begin:end] for flat in bucket.weights]
+    gradients = [flat[begin:end] for flat in bucket.gradients]
+    return Buffer(tuple(index for index, _ in run), weights, gradients, bucket, begin, end)
 
 
 def average_running_stats(params: Params) -> None:

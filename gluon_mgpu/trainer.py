@@ -8,20 +8,18 @@ import re
 from itertools import zip_longest
 from typing import Any, Dict, List, Optional, Tuple
 
-import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
+from .buckets import BUCKET_BYTES
 from .devices import check_contexts
 from .errors import StateError, TrainerError
 from .nested import is_device_array
 from .reduction import Reduction, clip_global_norm
-from .replicas import Buffer, Params, Replicas, mark_used, shape_fits
+from .replicas import Buffer, Params, Replicas, shape_fits
+from .update import Update, filled
 
-# Their update depends on weight, gradient, state and count alone, so that every replica can do it for itself. Others (nadam
-# keeps a schedule on the side, sgld draws noise, a user's own may do anything) update one replica, which is then copied.
-_UPDATES_ALIKE = ("SGD", "NAG", "Adam", "AdaGrad", "RMSProp", "AdaDelta", "Ftrl", "Adamax", "FTML", "Signum", "LAMB")
 _FORMAT = "gluon_mgpu.Trainer"
 
 
@@ -51,6 +49,14 @@ class Trainer(gluon.Trainer):
         Gluon's place for it; the update is always done on the devices.
     clip_norm : float, optional
         Clip the averaged gradient (the sum over all devices, divided by the batch size) to this global 2-norm.
+    static_graph : bool
+        Promise that every step trains the same parameters on each device that gets data, and that nobody freezes them, makes
+        them anew or sets their multipliers. After the first step that trains all, one parameter a device is asked whether it
+        has a new gradient, instead of every one: for networks of many hundreds of parameters. A device without data is noticed
+        as ever; a parameter that a later step leaves out is not, and would be updated with its old gradient.
+    bucket_bytes : int, bytes
+        Parameters and gradients lie in buckets of this size, in reverse order, so that the last ones are reduced while the
+        backward pass still computes the first.
 
     Raises
     ------
@@ -59,6 +65,7 @@ class Trainer(gluon.Trainer):
 
     Examples
     --------
+    >>> import mxnet as mx
     >>> net = gluon.nn.Dense(1, in_units=2)
     >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
     >>> trainer = Trainer(net, "sgd", {"learning_rate": 0.5})
@@ -80,8 +87,11 @@ class Trainer(gluon.Trainer):
         update_on_kvstore: Optional[bool] = None,
         *,
         clip_norm: Optional[float] = None,
+        static_graph: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._replicas = Replicas(params)
+        _check_buckets(bucket_bytes)
+        self._replicas = Replicas(params, bucket_bytes=bucket_bytes, static_graph=static_graph)
         self._optimizer: opt.Optimizer
         check_contexts(self._replicas.contexts, "Trainer")
         _check_optimizer(optimizer)
@@ -89,8 +99,8 @@ class Trainer(gluon.Trainer):
         self._reduction = Reduction(kvstore, self._replicas.contexts)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         self._clip_norm = clip_norm
-        self._summed: Optional[List[int]] = None  # what allreduce_grads() has summed and update() has not applied
-        self._counts: List[Dict[int, int]] = [{} for _ in self.contexts]  # updates of each parameter, by replica
+        self._summed: Optional[List[Buffer]] = None  # what allreduce_grads() has summed and update() has not applied
+        self._use(self._optimizer)
 
     @property
     def contexts(self) -> List[Context]:
@@ -134,8 +144,8 @@ class Trainer(gluon.Trainer):
                 "between. Call update()."
             )
         self._reduction.sum(buffers)
-        mark_used(buffers)
-        self._summed = [buffer.index for buffer in buffers]
+        self._replicas.mark_used(buffers)
+        self._summed = buffers
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the weights with gradients that `allreduce_grads` has summed. Arguments and errors as for `step`.
@@ -168,8 +178,8 @@ class Trainer(gluon.Trainer):
             "structural": self._replicas.structural,
             "shapes": [param.shape for param in self._replicas.params],
             "optimizer": pickle.dumps(self._optimizer),
-            "states": {index: _to_numpy(state) for index, state in self._updaters[0].states.items()},
-            "counts": dict(self._counts[0]),
+            "states": {index: _to_numpy(state) for index, state in self._update.states().items()},
+            "counts": self._update.counts(),
         }
         beside = f"{fname}.{os.getpid()}.new"
         try:
@@ -199,13 +209,9 @@ class Trainer(gluon.Trainer):
             {index: self._restored(optimizer, index, value, context, fname) for index, value in content["states"].items()}
             for context in self.contexts
         ]
-        self._optimizer = optimizer
         optimizer.param_dict = dict(enumerate(self._params))
-        self._updaters = [opt.get_updater(optimizer) for _ in self.contexts]
-        for updater, state in zip(self._updaters, states):
-            updater.states = state
-            updater.states_synced = dict.fromkeys(state, True)
-        self._counts = [dict(content["counts"]) for _ in self.contexts]
+        self._use(optimizer)
+        self._update.restore(states, content["counts"])
 
     def check_states(self, fname: str) -> Tuple[Dict[str, Any], opt.Optimizer]:
         """Return the content of a file of states and its optimizer, having checked that they belong to this trainer.
@@ -229,8 +235,8 @@ class Trainer(gluon.Trainer):
         if scaler is None or not scaler.has_overflow(self._params):
             self._optimizer.rescale_grad = self._scale / batch_size
             self._clip(buffers)
-            self._update_replicas(buffers)
-        mark_used(buffers)
+            self._update.apply(buffers)
+        self._replicas.mark_used(buffers)
         self._summed = None
 
     def _clip(self, buffers: List[Buffer]) -> None:
@@ -239,20 +245,10 @@ class Trainer(gluon.Trainer):
                 gradients = [buffer.gradients[replica] for buffer in buffers]
                 clip_global_norm(gradients, self._clip_norm / self._optimizer.rescale_grad)
 
-    def _update_replicas(self, buffers: List[Buffer]) -> None:
-        optimizer = self._optimizer
-        alike = type(optimizer).__name__ in _UPDATES_ALIKE and type(optimizer).__module__ == opt.Optimizer.__module__
-        num_updated = len(self.contexts) if alike else 1
-        for replica in range(num_updated if buffers else 0):
-            # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by replica.
-            optimizer._all_index_update_counts = {self.contexts[replica].device_id: self._counts[replica]}
-            indices = [buffer.index for buffer in buffers]
-            gradients = [buffer.gradients[replica] for buffer in buffers]
-            weights = [buffer.weights[replica] for buffer in buffers]
-            self._updaters[replica](indices, gradients, weights)
-        for buffer in buffers:
-            for weight in buffer.weights[num_updated:]:
-                buffer.weights[0].copyto(weight)
+    def _use(self, optimizer: opt.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._update = Update(optimizer, self._params, self.contexts)
+        self._updaters = self._update.updaters  # gluon.Trainer's name, which others look for
 
     def _read(self, fname: str) -> Dict[str, Any]:
         try:
@@ -315,7 +311,7 @@ class Trainer(gluon.Trainer):
                 f"load_states: got {name} without a shape yet; need values on the devices. Pass one batch through the network."
             )
         state = optimizer.create_state_multi_precision(index, param.data(context).as_nd_ndarray())
-        return _filled(state, value, f"{fname}, {name}")
+        return filled(state, value, f"{fname}, {name}")
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -348,6 +344,11 @@ def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any,
             )
 
 
+def _check_buckets(bucket_bytes: Any) -> None:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)) or bucket_bytes < 1:
+        raise TrainerError(f"Trainer: got bucket_bytes {bucket_bytes!r}; need a whole number of 1 or more. 25 * 2**20 is usual.")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
@@ -372,25 +373,3 @@ def _to_numpy(state: Any) -> Any:
     if is_device_array(state):
         return state.asnumpy()
     return type(state)(_to_numpy(item) for item in state) if isinstance(state, (list, tuple)) else state
-
-
-def _filled(state: Any, value: Any, where: str) -> Any:
-    if is_device_array(state):
-        if not isinstance(value, np.ndarray) or value.shape != state.shape:
-            found = value.shape if isinstance(value, np.ndarray) else type(value).__name__
-            raise StateError(
-                f"load_states: got {found} in {where}; need shape {state.shape}. The file belongs to another network."
-            )
-        state[:] = mx.nd.array(value, ctx=state.context, dtype=state.dtype)
-        return state
-    if isinstance(state, (list, tuple)):
-        if not isinstance(value, (list, tuple)) or len(value) != len(state):
-            raise StateError(
-                f"load_states: got another form of state in {where}; need {len(state)} arrays. Use the same optimizer options."
-            )
-        return type(state)(_filled(*pair, where) for pair in zip(state, value))
-    if (state is None) != (value is None):
-        raise StateError(
-            f"load_states: got another form of state in {where}; need the optimizer options of the file, such as momentum."
-        )
-    return value

@@ -9,6 +9,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.buckets import place_of
 from gluon_mgpu.errors import StaleGradientError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -300,7 +301,7 @@ def test_devices_of_one_number_count_their_updates_apart(monkeypatch):
         if trainer_class is gluon.Trainer:
             assert trainer._optimizer._all_index_update_counts == {0: {0: 6}}
         else:
-            assert trainer._counts == [{0: 3}, {0: 3}]
+            assert trainer._update._counts == [{0: 3}, {0: 3}]
             assert mgpu.replica_difference(net) == 0.0
 
 
@@ -421,3 +422,60 @@ def test_the_divisor_is_the_number_of_examples():
     with pytest.raises(TrainerError, match="holds 3 examples"):
         mgpu.train_batch(tnc, loss, trainer, X, y, split_f=split)
     assert mgpu.train_batch(tnc, gluon.loss.L2Loss(batch_axis=1), trainer, X, y, split_f=split).num_examples == 5
+
+
+NEIGHBOURS = """
+import mxnet as mx, numpy as np
+memory = mx.nd.random.uniform(shape=(3 * 32 * 16 * 9,))
+before = memory.asnumpy()
+weight = memory[32 * 16 * 9 : 2 * 32 * 16 * 9].reshape((32, 16, 3, 3))
+for _ in range(2):
+    mx.nd.Convolution(mx.nd.ones((2, 16, 8, 8)), weight, no_bias=True, kernel=(3, 3), num_filter=32).wait_to_read()
+mx.nd.waitall()
+raise SystemExit(0 if np.array_equal(memory.asnumpy(), before) else 3)
+"""
+
+
+def test_a_convolution_that_predicts_writes_over_its_neighbours():
+    """oneDNN lays a weight out anew where its memory begins: for a view, at somebody else's numbers, or beyond. So on the CPU a
+    convolution's weight never lies in a bucket."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "import gluon_mgpu\n" + NEIGHBOURS]
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120)
+    assert done.returncode != 0  # 3, or the end of the process
+    net = gluon.nn.Conv2D(32, 3, in_channels=16)
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    mgpu.Trainer(net, "sgd")
+    assert place_of(net.weight) is None and place_of(net.bias) is not None
+
+
+def test_the_gradient_of_a_transposed_convolution_does_not_reach_a_view():
+    """It is written where the memory begins, in another layout. So it has an array of its own."""
+    rng = np.random.RandomState(0)
+    weight, data = mx.nd.array(rng.randn(32, 16, 2, 2)), mx.nd.array(rng.randn(6, 32, 3, 3))
+    gradients = {"own": mx.nd.zeros(weight.shape), "view": mx.nd.zeros((weight.size + 64,))[64:].reshape(weight.shape)}
+    for gradient in gradients.values():
+        autograd.mark_variables([weight], [gradient])
+        with autograd.record():
+            out = mx.nd.Deconvolution(data, weight, no_bias=True, kernel=(2, 2), stride=(2, 2), num_filter=16)
+        out.backward(mx.nd.ones_like(out))
+    expected = np.broadcast_to(data.asnumpy().sum(axis=(0, 2, 3))[:, None, None, None], weight.shape)
+    np.testing.assert_allclose(gradients["own"].asnumpy(), expected, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(gradients["view"].asnumpy(), expected, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+def test_a_store_that_is_asked_for_many_arrays_sums_them_in_another_order():
+    """From 17 pairs of key and array on, devices change places within a key, and bits with them. So a call has 16 at most."""
+    ctx = [mx.cpu(i) for i in range(5)]
+    values = np.random.RandomState(0).randn(5, 5, 1000).astype("float32")
+    expected = [one[0] + one[1] + one[2] + one[3] + one[4] for one in values]
+    store = mx.kv.create("device")
+    for key in range(5):
+        store.init(key, mx.nd.zeros((1000,)))
+    together = [[mx.nd.array(array, ctx=context) for array, context in zip(one, ctx)] for one in values]
+    store.pushpull(list(range(5)), together)
+    assert not all(np.array_equal(one[0].asnumpy(), right) for one, right in zip(together, expected))
+    for key, right in enumerate(expected):
+        alone = [mx.nd.array(array, ctx=context) for array, context in zip(values[key], ctx)]
+        store.pushpull(key, alone)
+        np.testing.assert_array_equal(alone[0].asnumpy(), right)

@@ -152,7 +152,7 @@ def saved_states(tmp_path, optimizer="adam"):
 def test_states_of_something_else_are_refused(tmp_path):
     net, trainer, path = saved_states(tmp_path)
     run(net, trainer, small_batches([4]))
-    count = dict(trainer._counts[0])
+    count = dict(trainer._update.counts())
     content = pickle.loads((tmp_path / "states").read_bytes())
     wider = nn.HybridSequential()
     wider.add(nn.Dense(3, in_units=4), nn.Dense(5, in_units=3))
@@ -181,9 +181,9 @@ def test_states_of_something_else_are_refused(tmp_path):
         assert_house_style(caught.value)
     with pytest.raises(FileNotFoundError):
         trainer.load_states(str(tmp_path / "nowhere"))
-    assert trainer._counts[0] == count  # nothing was changed
+    assert trainer._update.counts() == count  # nothing was changed
     trainer.load_states(path)
-    assert trainer._counts[0] != count
+    assert trainer._update.counts() != count
 
 
 def small_net_like(_net):

@@ -1,0 +1,182 @@
+"""The update of the weights: one operation a buffer and device where it can, one a parameter elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import Context, gluon
+from mxnet import optimizer as opt
+
+from .buckets import Bucket, Place, place_of
+from .errors import StateError
+from .nested import is_device_array
+from .optimizers import AdamW
+from .replicas import Buffer
+from .runtime import logger
+
+# Element by element: many parameters are updated as if they were one. Of these, Adam's kind depends on the number of updates.
+_WHOLE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)
+_COUNTING = (opt.Adam, AdamW)
+# LAMB computes norms of each parameter: MXNet's operator for it takes up to 45. Its states lie side by side, too.
+_SIDE_BY_SIDE = (*_WHOLE, opt.LAMB)
+# Their update depends on weight, gradient, state and count alone, so that every replica can do it for itself. Others (nadam
+# keeps a schedule on the side, sgld draws noise, a user's own may do anything) update one replica, which is then copied.
+_ALIKE = (*_SIDE_BY_SIDE, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt.Adamax, opt.FTML, opt.Signum)
+
+State = Any  # whatever an optimizer keeps for a parameter: None, an array, or nested tuples of arrays
+
+
+class Update:
+    """Applies an optimizer to all replicas, and keeps its states and counts.
+
+    Parameters
+    ----------
+    optimizer : mxnet.optimizer.Optimizer
+    params : list of gluon.Parameter
+    contexts : list of mxnet.Context
+
+    Attributes
+    ----------
+    updaters : list of mxnet.optimizer.Updater
+        One a replica. Their states are the parameters' own, by index; for some optimizers they are views of one array a bucket.
+    """
+
+    def __init__(self, optimizer: opt.Optimizer, params: Sequence[gluon.Parameter], contexts: Sequence[Context]) -> None:
+        self.updaters = [opt.get_updater(optimizer) for _ in contexts]
+        self._optimizer = optimizer
+        self._params = list(params)
+        self._contexts = list(contexts)
+        self._counts: List[Dict[int, int]] = [{} for _ in contexts]  # updates of each parameter, by replica
+        self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a whole bucket, by replica
+        self._laid: Dict[Tuple[int, int], Place] = {}  # which parameters' states are views of it, by replica
+        self._buffers: List[Buffer] = []
+        self._whole: List[Tuple[Buffer, List[State]]] = []  # of these buffers: updated as one, each with its states by replica
+        self._single: List[int] = []  # parameters that are updated one by one
+        self._num_uncounted = 0  # updates that only the first parameter of each whole buffer has counted
+        self._num_updated = len(self._contexts) if type(optimizer) in _ALIKE else 1
+
+    def apply(self, buffers: List[Buffer]) -> None:
+        """Update the weights of these buffers with their gradients, on every replica."""
+        if buffers is not self._buffers:
+            self._prepare(buffers)
+        self._num_uncounted += 1
+        optimizer, params = self._optimizer, self._params
+        for replica, context in enumerate(self._contexts[: self._num_updated]):
+            # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by replica.
+            optimizer._all_index_update_counts = {context.device_id: self._counts[replica]}
+            optimizer._set_current_context(context.device_id)
+            for buffer, states in self._whole:
+                first, weight, gradient = buffer.indices[0], buffer.weights[replica], buffer.gradients[replica]
+                optimizer.update_multi_precision(first, weight, gradient, states[replica])
+            if self._single:
+                weights = [params[index]._data[replica] for index in self._single]
+                gradients = [params[index]._grad[replica] for index in self._single]
+                self.updaters[replica](list(self._single), gradients, weights)
+        if self._num_updated < len(self._contexts):
+            for buffer in buffers:
+                for weights in [buffer.weights] if buffer.weights else [params[index]._data for index in buffer.indices]:
+                    for weight in weights[1:]:
+                        weights[0].copyto(weight)
+
+    def states(self) -> Dict[int, State]:
+        """Return the states of the first replica, by parameter."""
+        return dict(self.updaters[0].states)
+
+    def counts(self) -> Dict[int, int]:
+        """Return how often each parameter was updated."""
+        self._count()
+        return dict(self._counts[0])
+
+    def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int]) -> None:
+        """Take over states, one dict a replica, and counts."""
+        for updater, known in zip(self.updaters, states):
+            updater.states = dict(known)
+            updater.states_synced = dict.fromkeys(known, True)
+        self._counts = [dict(counts) for _ in self._contexts]
+        self._memory.clear()
+        self._laid.clear()
+        self._buffers, self._whole, self._num_uncounted = [], [], 0
+
+    def _prepare(self, buffers: List[Buffer]) -> None:
+        """Decide what is updated as one, and lay its states side by side."""
+        self._count()
+        self._whole, self._single = [], []
+        for buffer in buffers:
+            if buffer.weights and type(self._optimizer) in _SIDE_BY_SIDE:
+                states = [self._lay(buffer, replica) for replica in range(self._num_updated)]
+                if self._is_whole(buffer):
+                    self._whole.append((buffer, states))
+                    continue
+            self._single += buffer.indices
+        self._buffers = buffers
+        current = {place.bucket for place in self._laid.values()}
+        self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
+        if self._single:
+            logger.debug("Trainer: %s updates %d parameters one by one", type(self._optimizer).__name__, len(self._single))
+
+    def _is_whole(self, buffer: Buffer) -> bool:
+        counts = {self._counts[0].get(index, 0) for index in buffer.indices}
+        return isinstance(self._optimizer, _WHOLE) and (len(counts) == 1 or not isinstance(self._optimizer, _COUNTING))
+
+    def _lay(self, buffer: Buffer, replica: int) -> State:
+        """Return the part of the bucket's states that belongs to a buffer, having made those of its parameters views of it."""
+        bucket, states = buffer.bucket, self.updaters[replica].states
+        assert bucket is not None, "only what lies in a bucket has flat weights"
+        if (bucket, replica) not in self._memory:
+            weights = bucket.weights[replica]
+            self._memory[bucket, replica] = self._optimizer.create_state_multi_precision(buffer.indices[0], weights)
+        memory = self._memory[bucket, replica]
+        for index in buffer.indices:
+            place = place_of(self._params[index])
+            assert place is not None and place.bucket is bucket, "a buffer is grouped anew when a parameter has moved"
+            if self._laid.get((index, replica)) is not place:
+                view = _part(memory, place.begin, place.begin + place.size, self._params[index].shape)
+                states[index] = filled(view, states[index], f"parameter {index}") if index in states else view
+                self.updaters[replica].states_synced[index] = True
+                self._laid[index, replica] = place
+        return _part(memory, buffer.begin, buffer.end, (buffer.end - buffer.begin,))
+
+    def _count(self) -> None:
+        """Count the latest updates for every parameter of a buffer that was updated as one."""
+        for buffer, _ in self._whole:
+            for counts in self._counts[: self._num_updated]:
+                for index in buffer.indices[1:]:
+                    counts[index] = counts.get(index, self._optimizer.begin_num_update) + self._num_uncounted
+        self._num_uncounted = 0
+
+
+def filled(state: State, value: State, where: str) -> State:
+    """Return an optimizer state of which every array has the values of another one's: MXNet's arrays or NumPy's.
+
+    Raises
+    ------
+    StateError
+        They differ in form.
+    """
+    if is_device_array(state):
+        if getattr(value, "shape", None) != state.shape:
+            found = getattr(value, "shape", type(value).__name__)
+            raise StateError(
+                f"load_states: got {found} in {where}; need shape {state.shape}. The file belongs to another network."
+            )
+        state[:] = value if is_device_array(value) else mx.nd.array(value, ctx=state.context, dtype=state.dtype)
+        return state
+    if isinstance(state, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(state):
+            raise StateError(
+                f"load_states: got another form of state in {where}; need {len(state)} arrays. Use the same optimizer options."
+            )
+        return type(state)(filled(*pair, where) for pair in zip(state, value))
+    if (state is None) != (value is None):
+        raise StateError(
+            f"load_states: got another form of state in {where}; need the optimizer options of the file, such as momentum."
+        )
+    return value
+
+
+def _part(state: State, begin: int, end: int, shape: Tuple[int, ...]) -> State:
+    """Return views of elements [begin, end) of every array."""
+    if isinstance(state, (list, tuple)):
+        return type(state)(_part(one, begin, end, shape) for one in state)
+    return state[begin:end].reshape(shape) if is_device_array(state) else state

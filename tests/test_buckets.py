@@ -1,0 +1,513 @@
+"""Flat memory shows in no bit: whatever is done to a network whose parameters are views of buckets, Gluon gives the same."""
+
+import gc
+import weakref
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.buckets import place_of
+from gluon_mgpu.errors import StaleGradientError, TrainerError
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style, small_batches, small_net, weights_of
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+CTX = [mx.cpu(0), mx.cpu(1)]
+MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
+MOMENTUM = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
+FLAT = {
+    "sgd": MOMENTUM,
+    "plain sgd": ("sgd", {"learning_rate": 0.05}),
+    "nag": ("nag", {"learning_rate": 0.05, "momentum": 0.9}),
+    "adam": ("adam", {"learning_rate": 0.01, "wd": 1e-3}),
+    "adamw": ("adamw", {"learning_rate": 0.01}),
+    "rmsprop": ("rmsprop", {"learning_rate": 0.01}),
+    "centered": ("rmsprop", {"learning_rate": 0.01, "centered": True}),
+    "lamb": ("lamb", {"learning_rate": 0.01}),
+}
+
+
+def trainers(net, name, params, **options):
+    """Gluon's trainer in the way that is right, and ours: parameters in structural order for both."""
+
+    def theirs():
+        trainer = gluon.Trainer(list(net.collect_params().values()), name, dict(params), update_on_kvstore=False)
+        if len(trainer._contexts) > 1 and all(param._data for param in trainer._params):
+            # otherwise the first step does it, and replaces BatchNorm's statistics by those of the first device
+            trainer._init_kvstore()
+            trainer._init_params()
+        return trainer
+
+    return {"gluon": theirs, "ours": lambda: mgpu.Trainer(net, name, dict(params), **options)}
+
+
+def step(net, trainer, X, y, ctx=CTX, **options):
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    Xs = gluon.utils.split_and_load(array(X, dtype=X.dtype), ctx)
+    ys = gluon.utils.split_and_load(array(y, dtype=y.dtype), ctx)
+    with autograd.record():
+        losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+    autograd.backward(losses)
+    trainer.step(len(X), **options)
+
+
+def outputs(net, X, ctx=CTX):
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    return [net(array(X, ctx=context, dtype="float32")).asnumpy() for context in ctx]
+
+
+def assert_same(mine, theirs):
+    assert len(mine) == len(theirs) > 0
+    for a, b in zip(mine, theirs):
+        np.testing.assert_array_equal(a, b)
+
+
+def compare(story, ctx=CTX, mode=None, optimizer=MOMENTUM, make=small_net, **options):
+    """Run a story with Gluon's trainer and with ours, and hold all that it yields together, to the bit."""
+    told = {}
+    for who in ("gluon", "ours"):
+        net = make(ctx, hybridize=mode)
+        told[who] = [
+            np.array(array) for array in story(net, lambda net=net, who=who: trainers(net, *optimizer, **options)[who]())
+        ]
+        told[who] += weights_of(net, ctx[-1])
+    assert_same(told["ours"], told["gluon"])
+
+
+def conv_net(ctx, hybridize=None):
+    """Convolutions wide enough for oneDNN to choose a layout of its own for their weights, normalisation, tied layers."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, kernel_size=3, padding=1), nn.BatchNorm(), nn.Activation("relu"))
+    net.add(nn.Conv2D(32, kernel_size=3, padding=1, strides=2), nn.BatchNorm(), nn.Activation("relu"))
+    net.add(nn.Conv2DTranspose(16, kernel_size=2, strides=2), nn.Conv2D(16, kernel_size=1, groups=4))
+    net.add(nn.GlobalAvgPool2D(), nn.Dense(16, activation="tanh"))
+    tied = nn.Dense(16, activation="tanh", in_units=16)
+    net.add(tied, nn.Dense(16, activation="tanh", in_units=16, params=tied.params), nn.Dense(3))
+    mx.random.seed(3)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    return net
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optimizer", FLAT)
+def test_training_and_predicting_in_turns_gives_gluons_bits(devices, arrays, mode, optimizer):
+    batches = small_batches([6 * len(devices)] * 4)
+
+    def story(net, make_trainer):
+        yield from outputs(net, batches[0][0], devices)  # before: oneDNN lays the weights out for itself
+        trainer = make_trainer()
+        for X, y in batches:
+            step(net, trainer, X, y, devices)
+            yield from outputs(net, X, devices)
+            yield from outputs(net, X, devices)
+
+    compare(story, devices, MODES[mode], FLAT[optimizer], conv_net)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("known", [True, False])
+def test_the_networks_arrays_are_views_of_few_buckets(arrays, mode, known):
+    net = small_net(CTX, hybridize=MODES[mode])
+    X, y = small_batches([4])[0]
+    if known:
+        outputs(net, X)
+    held = [(param, param.data(CTX[0])) for param in net.collect_params().values()] if known else []
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    step(net, trainer, X, y)
+    convolution, *params = net.collect_params().values()
+    places = [place_of(param) for param in params]
+    assert place_of(convolution) is None and len({place.bucket for place in places}) == 1
+    for param, place in zip(params, places):
+        for replica, context in enumerate(CTX):
+            flat = place.bucket.gradients[replica][place.begin : place.begin + place.size]
+            np.testing.assert_array_equal(flat.asnumpy(), param.grad(context).asnumpy().reshape(-1))
+            place.bucket.weights[replica][place.begin : place.begin + place.size] = 7
+            assert (param.data(context).asnumpy() == 7).all()
+    for param, array in held:
+        assert array is param.data(CTX[0])  # what a user held before is the network's still
+
+
+def test_buckets_are_filled_in_reverse_and_closed_at_their_size():
+    net = nn.HybridSequential()
+    for _ in range(6):
+        net.add(nn.Dense(16, in_units=16, use_bias=False))  # 1,024 bytes each
+    net.initialize(ctx=CTX)
+    params = list(net.collect_params().values())
+    params[2].lr_mult = 0.5
+    params[4].wd_mult = 0.0
+    mgpu.Trainer(net, "sgd", bucket_bytes=2048)
+    places = [place_of(param) for param in params]
+    groups = {}
+    for index, place in enumerate(places):
+        groups.setdefault(id(place.bucket), []).append(index)
+    assert sorted(groups.values()) == [[0, 1], [2], [3, 5], [4]]
+    assert [places[i].begin for i in (5, 3, 1, 0)] == [0, 256, 0, 256]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
+    batches = small_batches([4] * 8)
+    zeros = np.zeros((8, 36), dtype="float32")
+
+    def story(net, make_trainer):
+        trainer = make_trainer()
+        step(net, trainer, *batches[0])
+        array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+        net[4].weight.set_data(array(zeros))
+        step(net, trainer, *batches[1])
+        net[5].weight.data(CTX[0])[:] = net[5].weight.data(CTX[1]).asnumpy() * 0.5
+        net[5].weight.data(CTX[1])[:] = net[5].weight.data(CTX[0]).as_in_context(CTX[1])
+        step(net, trainer, *batches[2])
+        path = str(tmp_path / "net.params")
+        net.save_parameters(path)
+        step(net, trainer, *batches[3])
+        yield from weights_of(net)
+        net.load_parameters(path, ctx=CTX)
+        yield from outputs(net, batches[0][0])
+        step(net, trainer, *batches[4])
+        net.hybridize(static_alloc=True, static_shape=True)
+        step(net, trainer, *batches[5])
+        net.hybridize(False)
+        step(net, trainer, *batches[6])
+        if not mx.util.is_np_array():
+            net.collect_params().zero_grad()
+        step(net, trainer, *batches[7])
+        yield from outputs(net, batches[0][0])
+        fresh = small_net(CTX)
+        fresh.load_parameters(path, ctx=CTX)
+        yield from weights_of(fresh)
+
+    compare(story, mode=MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
+def test_layers_may_be_frozen_and_thawed(arrays, mode, optimizer):
+    """A weight alone stays trainable: MXNet's gradient of a bias is wrong beside a frozen weight."""
+    batches = small_batches([4] * 6)
+
+    def hybridize(net):
+        if MODES[mode] is not None:
+            net.hybridize(**MODES[mode])
+
+    def story(net, make_trainer):
+        outputs(net, batches[0][0])
+        for param in net[0].collect_params().values():
+            param.grad_req = "null"
+        hybridize(net)
+        trainer = make_trainer()
+        step(net, trainer, *batches[0])
+        step(net, trainer, *batches[1])
+        for param in net[0].collect_params().values():
+            param.grad_req = "write"
+        for param in net[5].collect_params().values():
+            param.grad_req = "null"
+        hybridize(net)
+        step(net, trainer, *batches[2])
+        step(net, trainer, *batches[3])
+        for param in net[5].collect_params().values():
+            param.grad_req = "write"
+        hybridize(net)
+        step(net, trainer, *batches[4])
+        step(net, trainer, *batches[5])
+        yield from outputs(net, batches[0][0])
+
+    compare(story, mode=MODES[mode], optimizer=FLAT[optimizer])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("known", [True, False])
+def test_gradients_may_be_added_up_over_micro_steps(arrays, mode, known):
+    batches = small_batches([4] * 6)
+
+    def story(net, make_trainer):
+        if known:
+            outputs(net, batches[0][0])
+        for param in net.collect_params().values():
+            param.grad_req = "add"
+        trainer = make_trainer()
+        array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+        for first, second in zip(batches[::2], batches[1::2]):
+            for X, y in (first, second):
+                Xs = gluon.utils.split_and_load(array(X, dtype=X.dtype), CTX)
+                ys = gluon.utils.split_and_load(array(y, dtype=y.dtype), CTX)
+                with autograd.record():
+                    losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+                autograd.backward(losses)
+            trainer.step(8)
+            for param in net.collect_params().values():
+                for gradient in param.list_grad():
+                    gradient[:] = 0
+        yield from outputs(net, batches[0][0])
+
+    compare(story, mode=MODES[mode])
+
+
+def test_multipliers_count_whenever_they_are_set():
+    batches = small_batches([4] * 6)
+
+    def story(net, make_trainer):
+        net.collect_params(".*bias").setattr("wd_mult", 0.0)
+        outputs(net, batches[0][0])
+        trainer = make_trainer()
+        step(net, trainer, *batches[0])
+        net[5].collect_params().setattr("lr_mult", 0.1)
+        step(net, trainer, *batches[1])
+        step(net, trainer, *batches[2])
+        net[4].weight.wd_mult = 5.0
+        step(net, trainer, *batches[3])
+        trainer.set_learning_rate(0.01)
+        step(net, trainer, *batches[4])
+        net.collect_params().setattr("lr_mult", 1.0)
+        step(net, trainer, *batches[5])
+        yield from outputs(net, batches[0][0])
+
+    compare(story, optimizer=FLAT["adam"])
+    compare(story, optimizer=MOMENTUM)
+
+
+class TwoHeads(nn.HybridBlock):
+    """A network of which each step may use another part."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.body, self.left, self.right = nn.Dense(8, in_units=4), nn.Dense(3, in_units=8), nn.Dense(3, in_units=8)
+
+    def run(self, x, heads):
+        hidden = self.body(x)
+        return sum(getattr(self, head)(hidden) for head in heads)
+
+
+@pytest.mark.parametrize("optimizer", FLAT)
+def test_a_part_that_is_not_used_stays_and_counts_its_own_updates(optimizer):
+    """Right after a step that left it out, Adam's corrections differ by parameter: Gluon's bits show them."""
+    order = ["left", "left right", "right", "left right", "left right", "left", "left right"]
+    told = {}
+    for who in ("gluon", "ours"):
+        net = TwoHeads()
+        mx.random.seed(1)
+        net.initialize(mx.init.Xavier(), ctx=CTX)
+        trainer = trainers(net, *FLAT[optimizer])[who]()
+        rng = np.random.RandomState(0)
+        for heads in order:
+            xs = gluon.utils.split_and_load(mx.nd.array(rng.rand(4, 4)), CTX)
+            with autograd.record():
+                losses = [net.run(x, heads.split()).square().sum(axis=1) for x in xs]
+            autograd.backward(losses)
+            trainer.step(4, ignore_stale_grad=True)
+        told[who] = weights_of(net) + weights_of(net, CTX[1])
+    assert_same(told["ours"], told["gluon"])
+
+
+def test_a_part_that_is_not_used_is_told_after_the_first_step():
+    net = TwoHeads()
+    net.initialize(ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd")
+    for heads in ("left right", "left"):
+        with autograd.record():
+            losses = [net.run(mx.nd.ones((2, 4), ctx=context), heads.split()).sum(axis=1) for context in CTX]
+        autograd.backward(losses)
+        if heads == "left right":
+            trainer.step(4)
+    before = weights_of(net)
+    with pytest.raises(StaleGradientError, match=r"right\.weight, right\.bias") as caught:
+        trainer.step(4)
+    assert_house_style(caught.value)
+    assert_same(weights_of(net), before)
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_device_without_data_takes_part_with_zeros(static_graph):
+    """Also with one parameter watched: its silence speaks for all."""
+    sizes = [4, 1, 4, 1, 1, 6]
+    reference = small_net(CTX[:1])
+    outputs(reference, small_batches([1])[0][0], CTX[:1])
+    alone = mgpu.Trainer(reference, *MOMENTUM)
+    net = small_net(CTX)
+    outputs(net, small_batches([1])[0][0])
+    trainer = mgpu.Trainer(net, *MOMENTUM, static_graph=static_graph)
+    for X, y in small_batches(sizes):
+        mgpu.train_batch(reference, LOSS, alone, X, y)
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+    assert mgpu.replica_difference(net) == 0.0
+    for mine, theirs in zip(weights_of(net), weights_of(reference)):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_a_static_graph_watches_one_parameter_once_all_were_used():
+    net = small_net(CTX)
+    trainer = mgpu.Trainer(net, *MOMENTUM, static_graph=True)
+    X, y = small_batches([4])[0]
+    outputs(net, X)
+    assert len(trainer._replicas._watched) in (0, 6)
+    step(net, trainer, X, y)
+    assert len(trainer._replicas._watched) == 1
+    with pytest.raises(StaleGradientError):
+        trainer.step(4)
+
+
+def test_trainers_one_after_another_and_side_by_side_share_the_memory():
+    batches = small_batches([4] * 6)
+
+    def story(net, make_trainer):
+        outputs(net, batches[0][0])
+        first = make_trainer()
+        step(net, first, *batches[0])
+        second = make_trainer()
+        step(net, second, *batches[1])
+        step(net, first, *batches[2])
+        step(net, second, *batches[3])
+        yield from outputs(net, batches[0][0])
+
+    compare(story)
+    net = small_net(CTX)
+    outputs(net, batches[0][0])
+    mgpu.Trainer(net, *MOMENTUM)
+    places = [place_of(param) for param in net.collect_params().values()]
+    mgpu.Trainer(net.collect_params(), *MOMENTUM)
+    assert [place_of(param) for param in net.collect_params().values()] == places
+
+
+def test_a_trainer_for_each_half_of_a_network():
+    batches = small_batches([4] * 4)
+    told = {}
+    for who in ("gluon", "ours"):
+        net = small_net(CTX)
+        outputs(net, batches[0][0])
+        make = gluon.Trainer if who == "gluon" else mgpu.Trainer
+        parts = [net[0].collect_params(), {**net[4].collect_params(), **net[5].collect_params()}]
+        options = {"update_on_kvstore": False}
+        two = [make(list(part.values()), "sgd", {"learning_rate": rate}, **options) for part, rate in zip(parts, (0.01, 0.1))]
+        for X, y in batches:
+            Xs, ys = gluon.utils.split_and_load(mx.nd.array(X), CTX), gluon.utils.split_and_load(mx.nd.array(y), CTX)
+            with autograd.record():
+                losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+            autograd.backward(losses)
+            for trainer in two:
+                trainer.step(4)
+        told[who] = weights_of(net)
+    assert_same(told["ours"], told["gluon"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_that_was_cached_before_the_trainer_is_made_again(mode):
+    """It would go on writing gradients into the arrays that it knew. Here it belongs to a block around the network."""
+    batches = small_batches([4] * 4)
+
+    class Outer(nn.HybridBlock):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def hybrid_forward(self, F, x):
+            return self.inner(x) * 2
+
+    told = {}
+    for who in ("gluon", "ours"):
+        net = small_net(CTX)
+        outer = Outer(net)
+        if MODES[mode] is not None:
+            outer.hybridize(**MODES[mode])
+        for _ in range(2):  # trained by nobody, so that forward and backward graphs are cached
+            with autograd.record():
+                values = [outer(mx.nd.array(batches[0][0], ctx=context)) for context in CTX]
+            autograd.backward(values)
+        trainer = trainers(net, *MOMENTUM)[who]()
+        for X, y in batches:
+            step(outer, trainer, X, y)
+        told[who] = weights_of(net)
+    assert_same(told["ours"], told["gluon"])
+
+
+def test_mixed_precision_parameters_have_buckets_of_their_own():
+    class Scale(nn.Block):
+        def __init__(self, dtype):
+            super().__init__()
+            self.scale = self.params.get("scale", shape=(3,), dtype=dtype, init="ones")
+
+        def forward(self, x):
+            return (x.astype(self.scale.dtype) * self.scale.data(x.context)).astype("float32")
+
+    told = {}
+    for who in ("gluon", "ours"):
+        net = nn.Sequential()
+        net.add(nn.Dense(3, in_units=2), Scale("float16"), Scale("float32"), Scale("float64"), Scale("float16"))
+        mx.random.seed(0)
+        net.initialize(ctx=CTX)
+        options = {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": True}
+        trainer = trainers(net, "sgd", options)[who]()
+        for _ in range(3):
+            with autograd.record():
+                losses = [(net(mx.nd.ones((2, 2), ctx=context)) - 3).square() for context in CTX]
+            autograd.backward(losses)
+            trainer.step(4)
+        told[who] = weights_of(net) + weights_of(net, CTX[1])
+        if who == "ours":
+            params = list(net.collect_params().values())
+            assert len({place_of(param).bucket for param in params}) == 3
+    assert_same(told["ours"], told["gluon"])
+
+
+def test_what_cannot_be_flattened_is_trained_one_by_one():
+    net = nn.Sequential()
+    net.add(nn.Embedding(5, 4, sparse_grad=True), nn.Dense(3, in_units=8))
+    net.initialize(ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    with autograd.record():
+        losses = [net(mx.nd.array([[1, 2]], ctx=context)).sum(axis=1) for context in CTX]
+    autograd.backward(losses)
+    trainer.step(2)
+    params = list(net.collect_params().values())
+    assert place_of(params[0]) is None and place_of(params[1]) is not None
+    assert mgpu.replica_difference(net) == 0.0
+
+
+def test_casting_under_a_trainer_is_refused():
+    net = small_net(CTX)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    X, y = small_batches([4])[0]
+    step(net, trainer, X, y)
+    net.cast("float64")
+    with autograd.record():
+        losses = [LOSS(net(mx.nd.array(X[:2], ctx=context, dtype="float64")), mx.nd.array(y[:2], ctx=context)) for context in CTX]
+    autograd.backward(losses)
+    with pytest.raises(TrainerError, match="float64") as caught:
+        trainer.step(4)
+    assert_house_style(caught.value)
+
+
+def test_a_network_may_be_made_anew_before_the_first_step():
+    net = small_net(CTX)
+    X, y = small_batches([4])[0]
+    outputs(net, X)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net.initialize(mx.init.Xavier(), ctx=CTX, force_reinit=True)
+    before = weights_of(net)
+    step(net, trainer, X, y)
+    step(net, trainer, X, y)
+    assert all((a != b).any() for a, b in zip(before, weights_of(net)))
+    assert mgpu.replica_difference(net) == 0.0
+
+
+def test_memory_goes_with_the_network():
+    net = small_net(CTX)
+    X, y = small_batches([4])[0]
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    step(net, trainer, X, y)
+    bucket = weakref.ref(place_of(net[5].weight).bucket)
+    del net, trainer
+    gc.collect()
+    assert bucket() is None
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -1, 1.5, True, "25"])
+def test_a_wrong_bucket_size_is_refused(bucket_bytes):
+    with pytest.raises(TrainerError, match="bucket_bytes") as caught:
+        mgpu.Trainer(small_net(CTX), "sgd", bucket_bytes=bucket_bytes)
+    assert_house_style(caught.value)

@@ -71,6 +71,11 @@ def leaves(data: Any, path: str = "data") -> Iterator[Tuple[str, Leaf]]:
     return iter(found)
 
 
+def num_bytes(array: Leaf) -> int:
+    """Return what the elements of an MXNet array take; of a sparse one, at most."""
+    return int(np.prod(array.shape)) * int(np.dtype(array.dtype).itemsize)
+
+
 def _below(other: Any, key: Any, data: Any, path: str) -> Any:
     """Return what `other` holds at `key`, or `other` itself where it is one value for everything below."""
     if not isinstance(other, (list, tuple, Mapping)) or is_device_array(other):

@@ -8,7 +8,7 @@ import mxnet as mx
 from mxnet import Context
 
 from .errors import TrainerError
-from .nested import Leaf
+from .nested import Leaf, num_bytes
 from .replicas import Buffer
 
 # Gluon takes any other name, and None, for "local" or for no reduction at all, without a word.
@@ -48,6 +48,7 @@ class Reduction:
         self._name = name
         self._num_devices = len(contexts)
         self._keys: Dict[Tuple[Any, ...], List[int]] = {}
+        self._slice_bytes: List[int] = []
         self._latest: List[Buffer] = []
         self._parts: List[List[Part]] = []  # of the latest buffers
 
@@ -69,6 +70,18 @@ class Reduction:
                 else:
                     self._store.push(keys, gradients, priority=-place)
                     self._store.pull(keys, gradients, priority=-place, ignore_sparse=False)
+
+    def bytes_held(self) -> List[int]:
+        """Return the bytes that the store takes on each device for its sums: as many copies of a slice as there are devices.
+
+        It gives each slice, the largest first, to the device that has the least so far.
+
+        Source: MXNet 1.9.1, src/kvstore/comm.h, CommDevice::InitMergeBuffer.
+        """
+        held = [0] * self._num_devices
+        for size in sorted(self._slice_bytes, reverse=True) if self._name == "device" else ():
+            held[held.index(min(held))] += size * self._num_devices
+        return held
 
     def _divided(self, buffer: Buffer) -> List[Part]:
         """Return what the store is asked to sum: a buffer as one slice a device, so that each adds up as much as the others.
@@ -93,6 +106,7 @@ class Reduction:
             self._keys[known] = list(range(first, first + len(slices)))
             for key, arrays in zip(self._keys[known], slices):
                 self._store.init(key, arrays[0])
+                self._slice_bytes.append(num_bytes(arrays[0]))
         keys, together = self._keys[known], max(1, _MOST_PAIRS // self._num_devices)
         return [(keys[i : i + together], slices[i : i + together]) for i in range(0, len(keys), together)]
 

@@ -14,7 +14,7 @@ from mxnet.base import _LIB, check_call
 
 from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
 from .errors import StaleGradientError, TrainerError
-from .nested import Leaf
+from .nested import Leaf, num_bytes
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
 
@@ -176,6 +176,20 @@ class Replicas:
         if self._static_graph and len(self._watched) > 1:  # every one was there: from now on, one speaks for all
             self._watch(self._trainable[-1:])
             self._seen = [self._seen[self._trainable[-1]]]
+
+    def bytes_held(self) -> List[Tuple[int, int]]:
+        """Return the bytes of weights and of gradients on each device."""
+        held = []
+        for replica in range(len(self.contexts)):
+            weights, gradients = {}, {}  # by array, as several parameters lie in one
+            for param in self.params:
+                found = place_of(param)
+                weight = found.bucket.weights if found else param._data
+                gradient = found.bucket.gradients if found else param._grad
+                weights.update({id(array): num_bytes(array) for array in (weight or [])[replica : replica + 1]})
+                gradients.update({id(array): num_bytes(array) for array in (gradient or [])[replica : replica + 1]})
+            held.append((sum(weights.values()), sum(gradients.values())))
+        return held
 
     def _used(self, fresh: Any) -> List[int]:
         """Return the parameters that have a gradient on some device."""

@@ -166,6 +166,29 @@ class Trainer(gluon.Trainer):
             )
         self._apply(self._replicas.collect(ignore_stale_grad), batch_size)
 
+    def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
+        """Return what training holds on each device, in bytes, beside the network's own activations.
+
+        Returns
+        -------
+        dict
+            By device, such as `cpu(0)`: `weights`, `gradients`, `states` of the optimizer, and `sums`: what adding up over the
+            devices takes, by the rule of MXNet's store. States and sums are there after the first step.
+
+        Examples
+        --------
+        >>> import mxnet as mx
+        >>> net = gluon.nn.Dense(16, in_units=16, use_bias=False)
+        >>> net.initialize(ctx=mx.cpu(0))
+        >>> Trainer(net, "sgd").bytes_per_device()
+        {'cpu(0)': {'weights': 1024, 'gradients': 1024, 'states': 0, 'sums': 0}}
+        """
+        parts = zip(self.contexts, self._replicas.bytes_held(), self._update.bytes_held(), self._reduction.bytes_held())
+        return {
+            str(context): {"weights": weights, "gradients": gradients, "states": states, "sums": sums}
+            for context, (weights, gradients), states, sums in parts
+        }
+
     def save_states(self, fname: str) -> None:
         """Write optimizer, its states and update counts, with the parameters' names and shapes, for any number of devices.
 

@@ -10,7 +10,7 @@ from mxnet import optimizer as opt
 
 from .buckets import Bucket, Place, place_of
 from .errors import StateError
-from .nested import is_device_array
+from .nested import is_device_array, num_bytes
 from .optimizers import AdamW
 from .replicas import Buffer
 from .runtime import logger
@@ -87,6 +87,15 @@ class Update:
         """Return how often each parameter was updated."""
         self._count()
         return dict(self._counts[0])
+
+    def bytes_held(self) -> List[int]:
+        """Return the bytes of the optimizer's states on each device."""
+        held = []
+        for replica, updater in enumerate(self.updaters):
+            alone = [state for index, state in updater.states.items() if (index, replica) not in self._laid]
+            together = [memory for (_, where), memory in self._memory.items() if where == replica]
+            held.append(_num_bytes([alone, together]))
+        return held
 
     def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int]) -> None:
         """Take over states, one dict a replica, and counts."""
@@ -173,6 +182,12 @@ def filled(state: State, value: State, where: str) -> State:
             f"load_states: got another form of state in {where}; need the optimizer options of the file, such as momentum."
         )
     return value
+
+
+def _num_bytes(state: State) -> int:
+    if isinstance(state, (list, tuple)):
+        return sum(map(_num_bytes, state))
+    return num_bytes(state) if is_device_array(state) else 0
 
 
 def _part(state: State, begin: int, end: int, shape: Tuple[int, ...]) -> State:

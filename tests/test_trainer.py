@@ -394,3 +394,26 @@ def test_a_batch_size_is_a_positive_number(batch_size):
         with pytest.raises(TrainerError, match="got batch_size") as caught:
             method(batch_size)
         assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize("optimizer, states", [("sgd", 0), ("adam", 2), ("adagrad", 1)])
+def test_bytes_are_counted_and_alike_on_every_device(num_devices, optimizer, states):
+    ctx = [mx.cpu(i) for i in range(num_devices)]
+    net = nn.HybridSequential()
+    for _ in range(8):
+        net.add(nn.Dense(128, in_units=128))
+    net.initialize(ctx=ctx)
+    trainer = mgpu.Trainer(net, optimizer)
+    with autograd.record():
+        losses = [net(mx.nd.ones((2, 128), ctx=context)).sum(axis=1) for context in ctx]
+    mgpu.backward(losses)
+    trainer.step(2)
+    size = 8 * (128 * 128 + 128) * 4
+    held = trainer.bytes_per_device()
+    assert list(held) == [str(context) for context in ctx]
+    for parts in held.values():
+        assert (parts["weights"], parts["gradients"], parts["states"]) == (size, size, states * size)
+    assert sum(parts["sums"] for parts in held.values()) == (num_devices * size if num_devices > 1 else 0)
+    totals = [sum(parts.values()) for parts in held.values()]
+    assert max(totals) <= 1.02 * min(totals)

@@ -1,4 +1,4 @@
-"""What must be settled before MXNet runs: NumPy aliases, engine resource copies, threads of each CPU context."""
+"""What must be settled before MXNet runs, as defaults: NumPy names, engine resource copies, memory, threads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import importlib
 import importlib.util
 import logging
 import os
-import threading
-import warnings
+import sys
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Dict, List, Sequence, Set
+from typing import Any, List, Sequence, Set
 
-from gluon_mgpu_numpy import add_aliases
+from gluon_mgpu_numpy import ALIASES, add_aliases
 
+from . import threads
 from .errors import MissingExtraError
+from .threads import num_cores as num_cores
+from .threads import threads_of as threads_of
 
 logger = logging.getLogger("gluon_mgpu")
 
@@ -25,6 +28,51 @@ ENVIRONMENT = {
     # It is read at the first operator, so setting it here works after `import mxnet`, too.
     "MXNET_CPU_TEMP_COPY": "128",
 }
+_MXNETS_OWN = {"MXNET_CPU_TEMP_COPY": "4", "MXNET_CPU_PARALLEL_RAND_COPY": "1", "MXNET_CPU_WORKER_NTHREADS": "1"}
+
+# glibc gives the large arrays of each operator back to the kernel, and takes new pages for the next (scripts/RESULTS.md).
+# Numbers from malloc.h, in the order in which they are set: any of them ends glibc's own raising of the first, which must
+# not be left at 128 kB. More than 32 MiB is refused; trimming "never" is -1.
+ALLOCATOR = {
+    "M_MMAP_THRESHOLD": (-3, 32 * 2**20),
+    "M_TRIM_THRESHOLD": (-1, -1),
+}
+
+_REASONS = {
+    "MXNET_CPU_TEMP_COPY": "CPU contexts share that many temporary buffers in turn, and wait for each other where they are few.",
+    "MXNET_CPU_PARALLEL_RAND_COPY": "CPU contexts take turns in Dropout; 64 was no faster, took 300 MB, and draws other numbers.",
+    "MXNET_CPU_WORKER_NTHREADS": "Engine threads of a context, read by import mxnet; two were no faster, and may hang in dot.",
+}
+TOO_LATE = "MXNet had run operators before gluon_mgpu was imported. Write import gluon_mgpu above import mxnet."
+_OFF = "GLUON_MGPU_RUNTIME=off leaves it as it would be without gluon_mgpu."
+
+# MXNet makes its temporary buffers when an operator first asks for one; this byte of the wheel's library says whether it has.
+_BUFFERS_MADE = "_ZGVZN4dmlc16ThreadLocalStoreIN5mxnet8resource19ResourceManagerImplEE9SingletonEvE4inst"
+
+_set_here: Set[str] = set()  # names in ENVIRONMENT and ALLOCATOR that took effect through this package
+_too_late: Set[str] = set()  # names in ENVIRONMENT that MXNet had read before
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A runtime setting as it is.
+
+    Attributes
+    ----------
+    name : str
+    value : str
+        What is in effect.
+    source : str
+        Who set it: `environment`, `gluon_mgpu`, `MXNet's default`, `glibc's default`, or `off`, which is
+        `GLUON_MGPU_RUNTIME=off`: whatever would be there without this package.
+    reason : str
+        Why it is so, in a sentence.
+    """
+
+    name: str
+    value: str
+    source: str
+    reason: str
 
 
 def is_off() -> bool:
@@ -55,8 +103,8 @@ def load_mxnet() -> ModuleType:
         )
     add_aliases()
     if not is_off():
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        _set_environment()
+        _set_allocator()
     try:
         mxnet = importlib.import_module("mxnet")
     except OSError as error:  # the dynamic linker: libgomp.so.1, libcuda.so.1, ...
@@ -97,117 +145,160 @@ def require(module: str, extra: str, operation: str) -> Any:
         ) from error
 
 
-def num_cores() -> int:
-    """Return how many CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-class _Context(ctypes.Structure):
-    """The C++ `mxnet::Context` that the engine's C interface takes."""
-
-    _fields_ = [("dev_type", ctypes.c_int), ("dev_id", ctypes.c_int32)]
-
-
-_ENGINE_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-_WAIT_S = 30.0
-_CPU = 1  # mxnet.Context.devtype2mask: what MXNet's C interface calls a CPU
-_TASKS = "/proc/self/task"
-_seen: Set[int] = set()  # ids of the CPU contexts that were used through this package
-_threads: Dict[int, int] = {}  # CPU context id -> OpenMP threads of its engine workers, once settled
-_settling = threading.Lock()
-_alive: List[Any] = []  # functions that the engine may still call
-
-
 def settle_threads(contexts: Sequence[Any]) -> None:
-    """Give each of several CPU contexts one OpenMP thread, before it runs its first operation.
+    """Give CPU contexts their threads before they run their first operation: one each, or all cores to one alone.
 
-    Two contexts inside `dot` at once, each with two threads or more, wait for each other for ever in the OpenBLAS of MXNet's
-    wheel. OpenBLAS asks OpenMP, in the thread that calls it, how many threads to use: `OPENBLAS_NUM_THREADS` and threadpoolctl
-    change nothing. MXNet reads `OMP_NUM_THREADS` only when it is loaded. So the number is set from inside: a function is pushed
-    through the engine onto the context's own worker.
+    See `threads.settle`. The environment's own number stands for one context alone. It does not for several: `dot` may hang.
+    """
+    if not is_off():
+        threads.settle(contexts, alone=lambda: 0 if _why_not_all_cores() else num_cores())
 
-    ```
-    settle_threads([cpu(0), cpu(1)])  ─push─►  new worker of cpu(0): omp_set_num_threads(1)
-                                      ─push─►  new worker of cpu(1): omp_set_num_threads(1)
-    ```
 
-    A worker that has run something is left as it is: MXNet keeps oneDNN's primitives for each worker, made for its number
-    of threads. Run with fewer they give wrong gradients, with more they write beyond their memory. Where that leaves two
-    contexts with several threads, a warning says so. One context alone keeps the threads that MXNet gives it.
+def settings(contexts: Sequence[Any] = ()) -> List[Setting]:
+    """Return the runtime settings in effect, who set each, and why.
 
     Parameters
     ----------
     contexts : sequence of mxnet.Context
-        The devices that are about to work together, or beside those of earlier calls. GPUs are not touched.
+        Beside those that were used before, whose threads are asked for. That starts their engine workers.
 
-    Warns
-    -----
-    RuntimeWarning
-        Two contexts have run with several threads already, so that `dot` may hang.
+    Examples
+    --------
+    >>> [setting.value for setting in settings() if setting.name == "MXNET_CPU_TEMP_COPY"]
+    ['128']
     """
     ids = {context.device_id for context in contexts if context.device_type == "cpu"}
-    if is_off() or ids <= _seen:
+    found = [_threads_setting(device_id) for device_id in sorted(ids.union(threads.contexts_seen()))]
+    found += [_allocator_setting(name) for name in ALLOCATOR]
+    found += [_environment_setting(name, reason) for name, reason in _REASONS.items()]
+    return [*found, _aliases_setting()]
+
+
+def _set_environment() -> None:
+    """Set what the environment does not say, where MXNet has not read it yet; say so where it has."""
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    if missing and _buffers_are_made():
+        _too_late.update(missing)
+        logger.warning(
+            "import gluon_mgpu: got an mxnet that has run operators before; need gluon_mgpu first, so that its settings take "
+            "effect: %s, and the threads of contexts that have run, are MXNet's. Write import gluon_mgpu above import mxnet.",
+            ", ".join(f"{name}={_MXNETS_OWN[name]}" for name in missing),
+        )
         return
-    with _settling:
-        _seen.update(ids)
-        if len(_seen) == 1:
-            return
-        for device_id in sorted(_seen - set(_threads)):
-            _threads[device_id] = _settle(device_id)
-        several = [f"cpu({device_id}) with {number}" for device_id, number in sorted(_threads.items()) if number > 1]
-        if len(several) > 1:
-            warnings.warn(
-                f"use_devices: got contexts that have run already, {' and '.join(several)} threads; need one thread each, or dot "
-                "may hang in OpenBLAS. Call use_devices before the first operation, or set OMP_NUM_THREADS=1.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+    for name in missing:
+        os.environ[name] = ENVIRONMENT[name]
+        _set_here.add(name)
 
 
-def threads_of(device_id: int) -> int:
-    """Return the OpenMP threads of this CPU context, 0 where `settle_threads` has not looked at it."""
-    return _threads.get(device_id, 0)
-
-
-def _settle(device_id: int) -> int:
-    """Set the threads of a context's engine workers to one if they are new, and return how many they have."""
-    openmp = _openmp()
-    if openmp is None or not os.path.isdir(_TASKS):
-        return 0
-    mxnet_base = importlib.import_module("mxnet.base")
-    num_workers = max(1, int(os.environ.get("MXNET_CPU_WORKER_NTHREADS") or 1))
-    together = threading.Barrier(num_workers)  # holds each worker until all are here, so that none runs twice
-    done = threading.Semaphore(0)
-    before = set(os.listdir(_TASKS))  # ids of the threads that exist: the engine starts a context's workers when it is first used
-    found: List[int] = []
-
-    def run(_run_context: int, _param: int) -> None:
-        try:
-            if str(threading.get_native_id()) not in before:
-                openmp.omp_set_num_threads(1)
-            found.append(openmp.omp_get_max_threads())
-            together.wait(timeout=_WAIT_S)
-        except threading.BrokenBarrierError:
-            logger.debug("not every engine worker of cpu(%d) was free to be asked for its threads", device_id)
-        finally:
-            done.release()
-
-    function = _ENGINE_FUNCTION(run)
-    _alive.append(function)
-    push = mxnet_base._LIB.MXEnginePushSync
-    for _ in range(num_workers):
-        context = ctypes.byref(_Context(_CPU, device_id))
-        mxnet_base.check_call(push(function, None, None, context, None, 0, None, 0, None, 0, b"settle_threads"))
-    if all(done.acquire(timeout=_WAIT_S) for _ in range(num_workers)):
-        _alive.remove(function)
-    return max(found, default=0)
-
-
-def _openmp() -> Any:
-    """Return the OpenMP library that MXNet is linked to, None where it is another one."""
+def _buffers_are_made() -> bool:
+    """Return whether MXNet was imported and has made its temporary buffers; False where its library does not tell."""
+    mxnet_base = sys.modules.get("mxnet.base")
     try:
-        return ctypes.CDLL("libgomp.so.1")
-    except OSError:
-        return None
+        return mxnet_base is not None and bool(ctypes.c_ubyte.in_dll(mxnet_base._LIB, _BUFFERS_MADE).value)
+    except (AttributeError, ValueError):
+        return False
+
+
+def _set_allocator() -> None:
+    """Let malloc keep the memory of large arrays for the next ones, unless somebody has chosen otherwise."""
+    if _why_not_allocator():
+        return
+    libc = ctypes.CDLL(None)
+    for name, (parameter, value) in ALLOCATOR.items():
+        if libc.mallopt(parameter, value) != 1:
+            return
+        _set_here.add(name)
+
+
+def _why_not_allocator() -> str:
+    """Return why malloc is left alone, "" where it is not."""
+    said = [name for name in sorted(os.environ) if name.startswith("MALLOC_")]
+    if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        said.append("GLIBC_TUNABLES")
+    if said:
+        return f"{' and '.join(said)} in the environment stands."
+    libc = ctypes.CDLL(None)
+    try:
+        if _library_of(libc.malloc) != _library_of(libc.gnu_get_libc_version):
+            return f"The allocator is {os.path.basename(_library_of(libc.malloc)) or 'not that of glibc'}."
+    except AttributeError:
+        return "The C library is not glibc."
+    return ""
+
+
+class _DlInfo(ctypes.Structure):
+    """What `dladdr` fills in."""
+
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+def _library_of(function: Any) -> str:
+    """Return the file that a C function stands in."""
+    info = _DlInfo()
+    ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    return os.fsdecode(info.file or b"")
+
+
+def _why_not_all_cores() -> str:
+    """Return why one CPU context alone is left the threads that it has, "" where it gets all cores."""
+    for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
+        if os.environ.get(name):
+            return f"{name}={os.environ[name]} stands for one context."
+    if not threads.has_own_workers():
+        return "MXNET_ENGINE_TYPE is not the usual engine, whose contexts have workers of their own."
+    if threads.num_engine_workers() > 1:
+        return "With MXNET_CPU_WORKER_NTHREADS above 1 two workers could hang inside OpenBLAS."
+    return ""
+
+
+def _threads_setting(device_id: int) -> Setting:
+    name, value = f"threads of cpu({device_id})", str(threads.ask_threads(device_id) or "unknown")
+    if is_off():
+        return Setting(name, value, "off", _OFF)
+    if threads.were_set(device_id):
+        if value == "1" and len(threads.contexts_seen()) > 1:
+            return Setting(
+                name, value, "gluon_mgpu", "Two CPU contexts with several threads each can hang in OpenBLAS: one each."
+            )
+        return Setting(name, value, "gluon_mgpu", "It came alone, and got every core of this process; MXNet takes half of them.")
+    given = [name for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS") if os.environ.get(name)]
+    reason = "It had run before use_devices saw it; other threads now would give wrong gradients. Call use_devices earlier."
+    if not threads.threads_of(device_id):
+        reason = _why_not_all_cores() or "gluon_mgpu was not told of it: name it to use_devices."
+    return Setting(name, value, "environment" if given else "MXNet's default", reason)
+
+
+def _allocator_setting(name: str) -> Setting:
+    if name in _set_here:
+        value = {"M_MMAP_THRESHOLD": "32 MiB", "M_TRIM_THRESHOLD": "never"}[name]
+        return Setting(
+            name, value, "gluon_mgpu", "malloc keeps the memory of arrays for the next ones: the kernel clears fewer pages."
+        )
+    if is_off():
+        return Setting(name, "128 kB or more", "off", _OFF)
+    return Setting(name, "unknown", "environment", _why_not_allocator() or "mallopt refused it.")
+
+
+def _environment_setting(name: str, reason: str) -> Setting:
+    own = _MXNETS_OWN[name]
+    if name in _too_late:
+        return Setting(name, own, "MXNet's default", TOO_LATE)
+    value = os.environ.get(name)
+    if name in _set_here:
+        return Setting(name, value or own, "gluon_mgpu", reason)
+    if value:
+        return Setting(name, value, "environment", reason)
+    return Setting(name, own, "off" if is_off() and name in ENVIRONMENT else "MXNet's default", reason)
+
+
+def _aliases_setting() -> Setting:
+    numpy = importlib.import_module("numpy")
+    if tuple(int(part) for part in numpy.__version__.split(".")[:2]) < (1, 24):
+        return Setting("NumPy names", "not needed", "-", f"NumPy {numpy.__version__} has the names that MXNet 1.9.1 uses.")
+    reason = "NumPy 1.24 dropped names that MXNet 1.9.1 uses; without them import mxnet fails, so that off leaves them, too."
+    return Setting("NumPy names", f"{sum(name in vars(numpy) for name in ALIASES)} put back", "gluon_mgpu", reason)

@@ -119,8 +119,13 @@ def test_the_commands_are_these():
         "",
         "bench",
         "bench compute",
+        "bench evaluate",
+        "bench size",
+        "bench step",
+        "bench train",
         "bench transfer",
         "devices",
+        "doctor",
         "train",
         "train resnet18",
     ]

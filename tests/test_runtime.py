@@ -1,6 +1,8 @@
 """What must hold before and while MXNet is imported; each in a Python of its own."""
 
+import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -10,7 +12,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import runtime
+from gluon_mgpu import runtime, threads
 from gluon_mgpu.errors import MissingExtraError
 
 
@@ -140,6 +142,100 @@ def test_an_extra_that_is_missing_is_named():
     assert runtime.require("numpy.linalg", "train", "plot") is np.linalg
 
 
+def clean(**environment):
+    """This environment without what decides threads, memory and copies, and with what is given."""
+    decides = ("OMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "GLUON_MGPU_RUNTIME")
+    return {**{name: value for name, value in os.environ.items() if not name.startswith(decides)}, **environment}
+
+
+def run_clean(*programs, **environment):
+    """The output of a program that starts with none of the settings made; warnings of this package come with it."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", "\n".join(map(textwrap.dedent, programs))]
+    done = subprocess.run(
+        command, env=clean(**environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout.splitlines()
+
+
+# Asks the OpenMP library, from inside an operator that runs on the context's own worker: owes nothing to threads.py.
+ASK = """
+    import ctypes
+
+    def asked(device_id, number=0):
+        import mxnet as mx
+
+        found = []
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+        openmp = ctypes.CDLL("libgomp.so.1")
+
+        def look(_run, _param):
+            if number:
+                openmp.omp_set_num_threads(number)
+            found.append(openmp.omp_get_max_threads())
+
+        ask = function(look)
+        keep.append(ask)
+        context = (ctypes.c_int * 2)(1, device_id)
+        mx.base._LIB.MXEnginePushSync(ask, None, None, ctypes.byref(context), None, 0, None, 0, None, 0, b"ask")
+        mx.nd.waitall()
+        while not found:
+            pass
+        return found[0]
+
+    keep = []
+"""
+
+
+def test_one_context_alone_gets_all_cores_and_keeps_them():
+    program = """
+        import os
+        os.sched_getaffinity = lambda pid: set(range(3))
+        import gluon_mgpu as mgpu
+        with mgpu.use_devices("cpu:1"):
+            print(asked(0))
+        with mgpu.use_devices("cpu:3"):
+            print([asked(i) for i in range(3)])
+    """
+    assert run_clean(ASK, program) == ["3", "[3, 1, 1]"]
+
+
+def test_several_contexts_get_one_thread_each_whatever_the_environment_says():
+    program = """
+        import gluon_mgpu as mgpu
+        with mgpu.use_devices("cpu:1-3"):
+            print([asked(i) for i in range(1, 4)])
+    """
+    for environment in ({}, {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4", "MXNET_OMP_MAX_THREADS": "4"}):
+        assert run_clean(ASK, program, **environment) == ["[1, 1, 1]"], environment
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [({"OMP_NUM_THREADS": "5"}, 5), ({"OMP_NUM_THREADS": "4", "GLUON_MGPU_RUNTIME": "off"}, 4)]
+    + [({"OMP_NUM_THREADS": "5", "MXNET_CPU_WORKER_NTHREADS": "2"}, 5)],
+)
+def test_what_the_environment_says_stands_for_one_context(environment, expected):
+    program = """
+        import gluon_mgpu as mgpu
+        with mgpu.use_devices("cpu:1"):
+            print(asked(0))
+    """
+    assert run_clean(ASK, program, **environment) == [str(expected)]
+
+
+def test_mxnet_s_own_limit_stands_for_one_context():
+    program = """
+        import os
+        os.sched_getaffinity = lambda pid: set(range(7))
+        import gluon_mgpu as mgpu
+        with mgpu.use_devices("cpu:1"):
+            print(asked(0) == 7)
+    """
+    assert run_clean(ASK, program, MXNET_OMP_MAX_THREADS="1") == ["False"]
+    assert run_clean(ASK, program) == ["True"]
+
+
 def test_threads_of_new_contexts_are_set_whatever_the_environment_says():
     program = """
         import gluon_mgpu as mgpu
@@ -155,6 +251,22 @@ def test_threads_of_new_contexts_are_set_whatever_the_environment_says():
     assert told == "0\n[0, 0, 0, 0]\n"
 
 
+def test_a_context_that_has_run_keeps_its_threads():
+    program = """
+        import os
+        os.sched_getaffinity = lambda pid: set(range(7))
+        import gluon_mgpu as mgpu
+        import mxnet as mx
+        mx.nd.ones((2, 2)).wait_to_read()
+        before = asked(0)
+        with mgpu.use_devices("cpu:1"):
+            print(asked(0) == before != 7)
+        with mgpu.use_devices("cpu:2"):
+            print(asked(0) == before, asked(1))
+    """
+    assert run_clean(ASK, program) == ["True", "True 1"]
+
+
 def test_one_context_that_has_run_keeps_its_threads():
     program = """
         import gluon_mgpu as mgpu
@@ -164,6 +276,216 @@ def test_one_context_that_has_run_keeps_its_threads():
             print([mgpu.runtime.threads_of(i) for i in range(2)])
     """
     assert run_python(program, OMP_NUM_THREADS="4") == ("[4, 1]\n", True)
+
+
+def test_two_contexts_with_several_threads_are_warned_of_after_one_came_alone():
+    program = """
+        import os
+        os.sched_getaffinity = lambda pid: set(range(3))
+        import gluon_mgpu as mgpu
+        with mgpu.use_devices("cpu:1"):
+            pass
+        asked(1, {number})
+        with mgpu.use_devices("cpu:2"):
+            print("ready")
+    """
+    *warned, ready = run_clean(ASK, program.format(number=2))
+    assert ready == "ready"
+    told = "RuntimeWarning: use_devices: got contexts that have run already, cpu(0) with 3 and cpu(1) with 2 threads; need one"
+    assert told in "\n".join(warned)
+    assert run_clean(ASK, program.format(number=1)) == ["ready"]
+
+
+# Cores
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """A function that writes the files of a cgroup tree, and what /proc/self/cgroup says."""
+
+    def write(own, files):
+        (tmp_path / "own").write_text(own)
+        for name, text in files.items():
+            path = tmp_path / "fs" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    monkeypatch.setattr(threads, "_OWN_CGROUPS", str(tmp_path / "own"))
+    monkeypatch.setattr(threads, "_CGROUPS", str(tmp_path / "fs"))
+    return write
+
+
+V1 = "4:memory:/a\n3:cpu,cpuacct:/docker/7\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    "own, files, expected",
+    [
+        ("", {}, 0.0),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 0.0),
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "300000 100000\n"}, 3.0),
+        ("0::/of/the/host\n", {"cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/\n", {"unified/cpu.max": "70000 20000\n"}, 3.5),
+        ("0::/\n", {"cpu.max": "rubbish\n"}, 0.0),
+        (V1, {"cpu,cpuacct/docker/7/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/docker/7/cpu.cfs_period_us": "100000\n"}, 0.0),
+        (V1, {"cpu,cpuacct/docker/7/cpu.cfs_quota_us": "120000\n", "cpu,cpuacct/docker/7/cpu.cfs_period_us": "100000\n"}, 1.2),
+        (V1, {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "50000\n"}, 4.0),
+        ("3:cpuset:/a\n", {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "50000\n"}, 0.0),
+    ],
+)
+def test_quotas_are_read(cgroups, own, files, expected):
+    cgroups(own, files)
+    assert threads.cpu_quota() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("quota, bound, expected", [(0.2, 8, 1), (1.0, 8, 1), (1.2, 8, 2), (7.5, 8, 8), (64, 8, 8), (3, 2, 2)])
+def test_cores_are_the_smaller_of_affinity_and_quota_rounded_up(cgroups, monkeypatch, quota, bound, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound)))
+    cgroups("0::/\n", {"cpu.max": f"{int(quota * 100000)} 100000\n"})
+    assert runtime.num_cores() == expected
+
+
+def test_cores_respect_the_affinity():
+    program = """
+        import os
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        import gluon_mgpu as mgpu
+        print(mgpu.runtime.num_cores())
+    """
+    assert run_clean(program) == ["1"]
+
+
+# Memory
+
+MALLOC = """
+    import ctypes
+    import gluon_mgpu as mgpu
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    # glibc maps an array of its own where it is above the threshold: its chunk's second lowest size bit says so.
+    def is_mapped(num_bytes):
+        array = libc.malloc(num_bytes)
+        size = ctypes.c_size_t.from_address(array - ctypes.sizeof(ctypes.c_size_t)).value
+        libc.free(array)
+        return bool(size & 2)
+    print(is_mapped(20 * 2**20), is_mapped(40 * 2**20))
+    print([(s.value, s.source) for s in mgpu.runtime.settings() if s.name.startswith("M_")])
+    print([s.reason for s in mgpu.runtime.settings() if s.name.startswith("M_")][0])
+"""
+GLIBC = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
+
+
+@GLIBC
+def test_large_arrays_come_from_memory_that_malloc_keeps():
+    mapped, values, _ = run_clean(MALLOC)
+    assert mapped == "False True"
+    assert values == "[('32 MiB', 'gluon_mgpu'), ('never', 'gluon_mgpu')]"
+
+
+@GLIBC
+@pytest.mark.parametrize(
+    "environment, source, reason",
+    [
+        ({"GLUON_MGPU_RUNTIME": "off"}, "off", "GLUON_MGPU_RUNTIME=off leaves it as it would be without gluon_mgpu."),
+        ({"MALLOC_TRIM_THRESHOLD_": "200000"}, "environment", "MALLOC_TRIM_THRESHOLD_ in the environment stands."),
+        ({"MALLOC_ARENA_MAX": "2"}, "environment", "MALLOC_ARENA_MAX in the environment stands."),
+        ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"}, "environment", "GLIBC_TUNABLES in the environment stands."),
+    ],
+)
+def test_a_choice_of_memory_stands(environment, source, reason):
+    mapped, values, why = run_clean(MALLOC, **environment)
+    assert mapped == "True True"
+    assert f", '{source}')" in values
+    assert why == reason
+
+
+@GLIBC
+def test_another_allocator_is_left_alone(tmp_path):
+    """What LD_PRELOAD brings counts where it brings malloc."""
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler, cc")
+    sources = {
+        "other": "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t size) { return __libc_malloc(size); }",
+        "unrelated": "int unrelated(void) { return 1; }",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.c").write_text(source)
+        command = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / f"lib{name}.so"), str(tmp_path / f"{name}.c")]
+        subprocess.run(command, check=True, timeout=60)
+    mapped, values, why = run_clean(MALLOC, LD_PRELOAD=str(tmp_path / "libother.so"))
+    assert (mapped, why) == ("True True", "The allocator is libother.so.")
+    assert "'environment'" in values
+    assert run_clean(MALLOC, LD_PRELOAD=str(tmp_path / "libunrelated.so"))[0] == "False True"
+
+
+# mxnet first
+
+
+@pytest.mark.parametrize(
+    "used, environment, told",
+    [
+        ("", {}, False),
+        ("mx.nd.array([1, 2]).wait_to_read()", {}, False),
+        ("(mx.nd.array([1, 2]) + 1).wait_to_read()", {}, True),
+        ("mx.random.seed(1)", {}, True),
+        ("mx.random.seed(1)", {"MXNET_CPU_TEMP_COPY": "64"}, False),
+        ("mx.random.seed(1)", {"GLUON_MGPU_RUNTIME": "off"}, False),
+    ],
+)
+def test_an_mxnet_that_was_used_before_is_told(used, environment, told):
+    program = f"""
+        import mxnet as mx
+        {used}
+        import gluon_mgpu as mgpu
+        print([(s.value, s.source) for s in mgpu.runtime.settings() if s.name == "MXNET_CPU_TEMP_COPY"])
+    """
+    *warned, value = run_clean(program, **environment)
+    if told:
+        (line,) = warned
+        assert line.startswith("import gluon_mgpu: got an mxnet that has run operators before; need gluon_mgpu first")
+        assert "MXNET_CPU_TEMP_COPY=4" in line
+        assert value == "[('4', \"MXNet's default\")]"
+    else:
+        assert warned == []
+        number = {"MXNET_CPU_TEMP_COPY": ("64", "environment"), "GLUON_MGPU_RUNTIME": ("4", "off")}
+        assert value == str([next((number[name] for name in environment), ("128", "gluon_mgpu"))])
+
+
+# Settings
+
+
+def test_settings_say_who_set_them():
+    program = """
+        import gluon_mgpu as mgpu
+        with mgpu.use_devices({spec!r}) as ctx:
+            for setting in mgpu.runtime.settings(ctx):
+                print(setting.name, "|", setting.value, "|", setting.source, "|", setting.reason)
+    """
+
+    def found(spec, **environment):
+        lines = [line.split(" | ") for line in run_clean(program.format(spec=spec), **environment)]
+        assert all(len(line) == 4 and line[3].endswith(".") for line in lines)
+        return {line[0]: (line[1], line[2]) for line in lines}
+
+    ours = found("cpu:2")
+    assert ours["threads of cpu(0)"] == ours["threads of cpu(1)"] == ("1", "gluon_mgpu")
+    assert ours["MXNET_CPU_TEMP_COPY"] == ("128", "gluon_mgpu")
+    assert ours["MXNET_CPU_PARALLEL_RAND_COPY"] == ("1", "MXNet's default")
+    given = found("cpu:1", OMP_NUM_THREADS="3", MXNET_CPU_TEMP_COPY="16", MXNET_CPU_PARALLEL_RAND_COPY="8")
+    assert given["threads of cpu(0)"] == ("3", "environment")
+    assert given["MXNET_CPU_TEMP_COPY"] == ("16", "environment")
+    assert given["MXNET_CPU_PARALLEL_RAND_COPY"] == ("8", "environment")
+    off = found("cpu:2", OMP_NUM_THREADS="3", GLUON_MGPU_RUNTIME="off")
+    assert off["threads of cpu(0)"] == off["threads of cpu(1)"] == ("3", "off")
+    assert off["MXNET_CPU_TEMP_COPY"] == ("4", "off")
+
+
+def test_numpy_names_are_told():
+    (names,) = [setting for setting in runtime.settings() if setting.name == "NumPy names"]
+    old = tuple(int(part) for part in np.__version__.split(".")[:2]) < (1, 24)
+    assert (names.value, names.source) == (("not needed", "-") if old else ("6 put back", "gluon_mgpu"))
 
 
 def test_the_version_is_in_one_place():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..plots import save
@@ -19,7 +20,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         numeric = bool(rows) and all(_is_number(row[i]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))  # rich takes [train] for markup
     console = Console()
     console.print(title, highlight=False)  # a table's own title is wrapped to the table's width
     console.print(table, width=None if console.is_terminal else 120)

@@ -1,16 +1,22 @@
-"""gluon-mgpu bench: what copying and computing cost on the devices here."""
+"""gluon-mgpu bench: what copying and computing cost on the devices here, and what a step costs, ours and others'."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import shutil
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import click
 from rich.console import Console
 
+from ..benchmark import report, workloads
+from ..benchmark.case import Case
+from ..benchmark.compare import Row, Tell, compare
 from ..devices import use_devices
-from ..plots import plot_bandwidth, plot_bars
+from ..plots import plot_bandwidth, plot_bars, plot_lines, plot_ranges
 from ..profiling import measure_logging, measure_overlap, measure_products
 from ..transfer import Bandwidth, measure_bandwidth
 from ._output import print_table, write_results
@@ -40,9 +46,74 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, text: str) ->
     return numbers
 
 
+def _pythons(_context: click.Context, _parameter: click.Parameter, pairs: Sequence[str]) -> Dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, _, path = pair.partition("=")
+        python = shutil.which(path) if path else None
+        if name not in workloads.CONTENDERS or python is None:
+            names = ", ".join(workloads.CONTENDERS)
+            raise click.BadParameter(f"got {pair!r}; need NAME=PATH, a Python that can be run for one of {names}.")
+        found[name] = str(Path(python).absolute())  # not resolved: a virtual environment's python is a link
+    return found
+
+
+def _contenders(among: Sequence[str]) -> Callable[..., Any]:
+    def names(_context: click.Context, _parameter: click.Parameter, text: str) -> List[str]:
+        found = [name.strip() for name in text.split(",")]
+        wrong = [name for name in found if name not in among]
+        if wrong:
+            raise click.BadParameter(f"got {', '.join(map(repr, wrong))}; need some of {', '.join(among)}.")
+        return list(dict.fromkeys(found))
+
+    return click.option(
+        "--contenders", default=",".join(among), show_default=True, callback=names, help="Who is compared, separated by commas."
+    )
+
+
+def _num_devices(default: str) -> Callable[..., Any]:
+    return click.option(
+        "--num-devices", default=default, show_default=True, callback=_numbers, help="Numbers of contexts, separated by commas."
+    )
+
+
+def _compared_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that all comparisons have."""
+    options = [
+        click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Every contender, so many times."),
+        click.option(
+            "--python",
+            "pythons",
+            multiple=True,
+            metavar="NAME=PATH",
+            callback=_pythons,
+            help="Another Python for a contender, such as d2l=d2l-env/bin/python. May be repeated.",
+        ),
+        click.option(
+            "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="What MXNet's contexts are."
+        ),
+        click.option(
+            "--timeout",
+            type=click.FloatRange(1),
+            default=180,
+            show_default=True,
+            help="Seconds to wait for a contender's answer.",
+        ),
+        click.option(
+            "--quick",
+            is_flag=True,
+            help="Small sizes, 2 rounds, two of each list of numbers: whether it runs, not what is faster.",
+        ),
+        _output,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.group()
 def bench() -> None:
-    """Measure what copying and computing cost, as tables and a plot."""
+    """Measure what copying, computing and training cost, as tables and a plot."""
 
 
 @bench.command()
@@ -99,15 +170,15 @@ def compute(spec: str, sizes: List[int], num_products: int, repeats: int, output
         overlap = measure_overlap(ctx, repeats=repeats)
     rows = [[one.device, str(one.size), f"{one.seconds * 1e3:.4f}", f"{one.gflop_per_s:.1f}"] for one in products]
     print_table("matrix products", ["device", "size", "ms", "GFLOP/s"], rows)
-    print_table(*_compared(f"{num_products} products of 100 x 100 on {ctx[0]}, norms logged", logging))
-    print_table(*_compared(f"40 products of 512 x 512 on each of {', '.join(map(str, ctx))}", overlap))
+    print_table(*_rated(f"{num_products} products of 100 x 100 on {ctx[0]}, norms logged", logging))
+    print_table(*_rated(f"40 products of 512 x 512 on each of {', '.join(map(str, ctx))}", overlap))
     speeds: Dict[str, float] = {f"{one.device} {one.size}": one.gflop_per_s for one in products}
     charts = {"matrix products": speeds, "logging": _rates(logging), "devices": _rates(overlap)}
     results = {"products": [asdict(one) for one in products], "logging_s": logging, "overlap_s": overlap}
     write_results(output, "compute", results, plot_bars(charts, ["GFLOP/s", "times as fast", "times as fast"]))
 
 
-def _compared(title: str, seconds: Dict[str, float]) -> Tuple[str, List[str], List[List[str]]]:
+def _rated(title: str, seconds: Dict[str, float]) -> Tuple[str, List[str], List[List[str]]]:
     rows = [[name, f"{value * 1e3:.1f}", f"{rate:.2f}"] for (name, value), rate in zip(seconds.items(), _rates(seconds).values())]
     return title, ["way", "ms", "times as fast"], rows
 
@@ -116,3 +187,115 @@ def _rates(seconds: Dict[str, float]) -> Dict[str, float]:
     """Return how many times as fast as the first each one is."""
     first: Optional[float] = next(iter(seconds.values()))
     return {name: (first or 0.0) / value for name, value in seconds.items()}
+
+
+@bench.command()
+@_num_devices("1,2,4,8,16")
+@_contenders(workloads.STEP_CONTENDERS)
+@click.option("--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks, memory kept, or not.")
+@click.option("--memory/--no-memory", default=True, show_default=True, help="Also train for long, and see what memory grows.")
+@_compared_options
+def step(num_devices: List[int], contenders: List[str], hybridize: bool, memory: bool, output: Path, **options: Any) -> None:
+    """Compare what a step costs the host: a network of 62 small parameters."""
+    run = _Comparison(**options)
+    case = replace(run.sized(workloads.STEP), hybridize=hybridize)
+    rows = run.measure(workloads.step_rows(contenders, run.few(num_devices), case))
+    tables = [report.contender_table(rows), report.parts_table(rows), report.whole_table(rows)]
+    kept: List[Row] = []
+    if memory:
+        case = replace(run.sized(workloads.MEMORY), hybridize=hybridize)
+        kept = run.measure(workloads.memory_rows(contenders, min(2, max(num_devices)), case), rounds=1)
+        tables += [report.memory_table(kept)] if kept else []
+    run.finish("step", rows + kept, tables, output, plot_lines(report.step_lines(rows), "contexts", "ms"))
+
+
+@bench.command("train")
+@_num_devices("1,2")
+@_contenders(workloads.TRAIN_CONTENDERS)
+@click.option("--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks, memory kept, or not.")
+@_compared_options
+def train_(num_devices: List[int], contenders: List[str], hybridize: bool, output: Path, **options: Any) -> None:
+    """Compare training ResNet-18 on 28x28 images, batch 64: images/s, and what a second context brings."""
+    run = _Comparison(**options)
+    case = replace(run.sized(workloads.TRAIN), hybridize=hybridize)
+    parts = workloads.train_rows(contenders, run.few(num_devices), case)
+    rows = [row for part in parts for row in run.measure(part)]
+    tables = [report.contender_table(rows), report.train_table(rows), report.scaling_table(rows)]
+    run.finish("train", rows, tables, output, plot_ranges(report.bars_of(rows, "images_per_s"), "images/s"))
+
+
+@bench.command()
+@_num_devices("1,2")
+@_contenders(workloads.EVALUATE_CONTENDERS)
+@click.option("--network", type=click.Choice(["mlp", "resnet18"]), default="mlp", show_default=True, help="What is evaluated.")
+@click.option("--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks, memory kept, or not.")
+@_compared_options
+def evaluate(num_devices: List[int], contenders: List[str], network: str, hybridize: bool, output: Path, **options: Any) -> None:
+    """Compare the accuracy on many small batches: added up on the devices, or read from each batch."""
+    run = _Comparison(**options)
+    case = replace(run.sized(workloads.EVALUATE), network=network, hybridize=hybridize)
+    rows = run.measure(workloads.evaluate_rows(contenders, run.few(num_devices), case))
+    tables = [report.contender_table(rows), report.evaluate_table(rows)]
+    run.finish("evaluate", rows, tables, output, plot_ranges(report.bars_of(rows, "evaluate_s"), "ms a pass"))
+
+
+@bench.command()
+@_num_devices("1,2,4")
+@_contenders(workloads.SIZE_CONTENDERS)
+@click.option(
+    "--num-params", default="10,30,100,300,1000", show_default=True, callback=_numbers, help="Numbers of parameters, by commas."
+)
+@_compared_options
+def size(num_devices: List[int], contenders: List[str], num_params: List[int], output: Path, **options: Any) -> None:
+    """Compare the update of few large parameters and of many small ones, of one total size."""
+    run = _Comparison(**options)
+    case = run.sized(workloads.SIZE)
+    rows = run.measure(workloads.size_rows(contenders, run.few(num_devices), run.few(num_params), case))
+    tables = [report.contender_table(rows), report.size_table(rows)]
+    run.finish("size", rows, tables, output, plot_lines(report.size_lines(rows), "parameters", "ms"))
+
+
+class _Comparison:
+    """The options that all comparisons have, and what they do with them."""
+
+    def __init__(self, *, rounds: int, pythons: Dict[str, str], device: str, timeout: float, quick: bool) -> None:
+        self.rounds = 2 if quick else rounds
+        self.pythons, self.device, self.timeout, self.quick = pythons, device, timeout, quick
+
+    def sized(self, case: Case) -> Case:
+        return replace(workloads.quick(case) if self.quick else case, device=self.device)
+
+    def few(self, numbers: List[int]) -> List[int]:
+        return numbers[:2] if self.quick else numbers
+
+    def measure(self, rows: List[Row], rounds: int = 0) -> List[Row]:
+        if not rows:
+            return rows
+        with _telling() as tell:
+            compare(rows, rounds=rounds or self.rounds, pythons=self.pythons, timeout_s=self.timeout, tell=tell)
+        return rows
+
+    def finish(self, name: str, rows: List[Row], tables: List[report.Table], output: Path, figure: Any) -> None:
+        for table in tables:
+            if table[2]:
+                print_table(*table)
+        write_results(output, name, report.results(name, rows, rounds=self.rounds, tables=tables), figure)
+
+
+@contextmanager
+def _telling() -> Iterator[Tell]:
+    """Yield a function that shows what is under way: in one place on a terminal, else a line a round."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("", refresh_per_second=2) as status:
+            yield status.update
+        return
+    told: List[str] = []
+
+    def tell(text: str) -> None:
+        stage = text.split(",")[0].split(":")[0]
+        if stage not in told:
+            told.append(stage)
+            print(text, file=sys.stderr, flush=True)
+
+    yield tell

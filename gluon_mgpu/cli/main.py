@@ -11,6 +11,7 @@ from mxnet import MXNetError
 from .. import __version__, errors
 from .bench import bench
 from .devices import devices
+from .doctor import doctor
 from .train import train
 
 _TOLD = (
@@ -50,5 +51,6 @@ def main() -> None:
 
 
 main.add_command(devices)
+main.add_command(doctor)
 main.add_command(bench)
 main.add_command(train)

@@ -114,9 +114,9 @@ def train_resnet18(
     images = _load(data, data_dir, seed)
     train_iter = ArrayLoader(images.train_images, images.train_labels, batch_size, shuffle=True, seed=seed)
     test_iter = ArrayLoader(images.test_images, images.test_labels, max(256, batch_size))
-    mx.random.seed(seed)
-    np.random.seed(seed)
-    with use_devices(devices) as ctx:
+    with use_devices(devices) as ctx:  # before anything runs on a device: it settles their threads
+        mx.random.seed(seed)
+        np.random.seed(seed)
         print(
             f"{images.name}: {len(images.train_images)} images to train on, {len(images.test_images)} to test, "
             f"{images.num_classes} classes, on {', '.join(map(str, ctx))}"

@@ -1,0 +1,1 @@
+"""Ours, plain Gluon, d2l, GluonCV and PyTorch, measured in turns, each in a process of its own."""

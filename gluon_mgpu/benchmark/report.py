@@ -1,0 +1,309 @@
+"""From rounds to medians, ratios with their spread, tables, and what the JSON file and the picture show."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+from .. import __version__, runtime
+from ..devices import describe_devices
+from .compare import Row
+
+REFERENCE = "ours"
+_NOTHING = "-"
+
+Table = Tuple[str, List[str], List[List[str]]]
+Point = Tuple[float, float, float, float]  # x, median, low, high
+Panels = Dict[str, Dict[str, List[Point]]]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over the rounds, and the lowest and highest of them."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Optional[Spread]:
+    """Return the median and the range of some values, None of none.
+
+    Examples
+    --------
+    >>> spread([3.0, 1.0, 2.5])
+    Spread(median=2.5, low=1.0, high=3.0)
+    """
+    return Spread(median(values), min(values), max(values)) if values else None
+
+
+def values(row: Row, name: str) -> Optional[Spread]:
+    """Return what a row's rounds found under a name, None where they found nothing, or the row has failed."""
+    return None if row.reason else spread([found[name] for found in row.rounds if name in found])
+
+
+def ratio(row: Row, other: Row, name: str) -> Optional[Spread]:
+    """Return how many times another row's value this one's is: the median of the rounds' ratios, and their range."""
+    if row.reason or other.reason:
+        return None
+    pairs = [(mine[name], theirs[name]) for mine, theirs in zip(row.rounds, other.rounds) if name in mine and name in theirs]
+    return spread([mine / theirs for mine, theirs in pairs])
+
+
+def reference_of(row: Row, rows: Sequence[Row]) -> Optional[Row]:
+    """Return the row of ours in the same group."""
+    return next((other for other in rows if other.group == row.group and other.contender == REFERENCE), None)
+
+
+def ratio_to_ours(row: Row, rows: Sequence[Row], name: str) -> Optional[Spread]:
+    """Return the ratio to the row of ours in the same group, None where there is none."""
+    other = reference_of(row, rows)
+    return ratio(row, other, name) if other else None
+
+
+def contender_table(rows: Sequence[Row]) -> Table:
+    """Return one line a contender: its processes' environment, and the versions in it, or why it was not measured."""
+    lines = []
+    for contender in dict.fromkeys(row.contender for row in rows):
+        mine = [row for row in rows if row.contender == contender]
+        names = dict.fromkeys(name for row in mine for name in row.environment)
+        told = {name: dict.fromkeys(row.environment[name] for row in mine if name in row.environment) for name in names}
+        settings = "\n".join(f"{name}={' or '.join(found)}" for name, found in told.items())
+        versions = next((row.versions for row in mine if row.versions), {})
+        there = [f"{name} {version}" for name, version in versions.items()]
+        lines.append([contender, settings or "its own", "\n".join([", ".join(there)] * bool(there) + _reasons(mine))])
+    return "contenders", ["contender", "environment", "with what, or why not"], lines
+
+
+def _reasons(rows: Sequence[Row]) -> List[str]:
+    """Return why these rows of a contender were not measured: each reason once, with its groups where it is not for all."""
+    groups: Dict[str, List[str]] = {}
+    for row in rows:
+        if row.reason:
+            groups.setdefault(row.reason, []).append(row.group)
+    return [
+        f"not measured{'' if len(those) == len(rows) else ' with ' + '; '.join(those)}: {reason}"
+        for reason, those in groups.items()
+    ]
+
+
+def measured(rows: Sequence[Row]) -> List[Row]:
+    """Return the rows of contenders that were measured at all: the others are in the table of contenders."""
+    there = {row.contender for row in rows if not row.reason}
+    return [row for row in rows if row.contender in there]
+
+
+def parts_table(rows: Sequence[Row]) -> Table:
+    """Return milliseconds of each part of a step, and the ratio of the update to ours."""
+    parts = ["split", "forward", "backward", "update"]
+    lines = [
+        [
+            str(row.case.num_devices),
+            row.contender,
+            *[_number(values(row, f"{part}_s"), 1e3) for part in parts],
+            _ranged(ratio_to_ours(row, rows, "update_s")),
+        ]
+        for row in measured(rows)
+        if any(f"{part}_s" in found for part in parts for found in row.rounds)
+    ]
+    columns = ["contexts", "contender", *parts, "update, of ours'"]
+    return "ms to dispatch each part of a step, the devices idle before: medians", columns, lines
+
+
+def whole_table(rows: Sequence[Row]) -> Table:
+    """Return milliseconds of a whole step, and its ratio to ours."""
+    lines = [
+        [
+            str(row.case.num_devices),
+            row.contender,
+            _ranged(values(row, "whole_s"), 1e3),
+            _ranged(ratio_to_ours(row, rows, "whole_s")),
+        ]
+        for row in measured(rows)
+    ]
+    columns = ["contexts", "contender", "ms", "time, of ours'"]
+    return f"ms of a whole step, {_common(rows, 'num_steps')} before each wait: median (range)", columns, lines
+
+
+def _common(rows: Sequence[Row], name: str) -> str:
+    """Return what the rows' cases say, with commas."""
+    return " or ".join(dict.fromkeys(f"{getattr(row.case, name):,}" for row in rows))
+
+
+def memory_table(rows: Sequence[Row]) -> Table:
+    """Return the memory of a process after some steps and after many."""
+    lines = []
+    for row in measured(rows):
+        first, last = values(row, "first_bytes"), values(row, "last_bytes")
+        growth = f"{last.median / first.median:.3f}" if first and last else _NOTHING
+        lines.append([row.group.replace("memory, ", ""), row.contender, _number(first, 2**-20), _number(last, 2**-20), growth])
+    case = rows[0].case
+    names = [f"MiB after {case.first_steps:,} steps", f"after {case.last_steps:,}", "times"]
+    return "resident memory of the process", ["contexts", "contender", *names], lines
+
+
+def train_table(rows: Sequence[Row]) -> Table:
+    """Return images a second, and each step's time as a multiple of ours."""
+    lines = [
+        [
+            row.group,
+            row.contender,
+            _ranged(_images_per_s(row)),
+            _ranged(ratio_to_ours(row, rows, "whole_s")),
+        ]
+        for row in measured(rows)
+    ]
+    return "images/s: median (range)", ["on", "contender", "images/s", "time, of ours'"], lines
+
+
+def scaling_table(rows: Sequence[Row]) -> Table:
+    """Return how many times as fast several contexts are as one with one thread, for each contender that has both."""
+    lines = []
+    for row in measured(rows):
+        single = _single_thread_of(row, rows)
+        if single is not None:
+            lines.append([row.contender, row.group, single.group, _ranged(ratio(single, row, "whole_s"))])
+    return "scaling: one thread for each context", ["contender", "these", "against", "times as fast"], lines
+
+
+def _single_thread_of(row: Row, rows: Sequence[Row]) -> Optional[Row]:
+    threads = row.environment.get("OMP_NUM_THREADS")
+    if row.case.num_devices == 1 or threads != "1":
+        return None
+    contender = row.contender if row.contender != "torch-ddp" else "torch"
+    singles = [other for other in rows if other.case.num_devices == 1 and other.contender == contender]
+    return next((other for other in singles if other.environment.get("OMP_NUM_THREADS") == "1"), None)
+
+
+def evaluate_table(rows: Sequence[Row]) -> Table:
+    """Return batches a second, each pass's time as a multiple of ours, and the accuracy found."""
+    lines = [
+        [
+            row.group,
+            row.contender,
+            _ranged(values(row, "evaluate_s"), 1e3),
+            _ranged(ratio_to_ours(row, rows, "evaluate_s")),
+            _number(values(row, "accuracy"), digits=4),
+        ]
+        for row in measured(rows)
+    ]
+    return "a pass over the batches: median (range)", ["on", "contender", "ms", "time, of ours'", "accuracy"], lines
+
+
+def size_table(rows: Sequence[Row]) -> Table:
+    """Return milliseconds of an update until its call returns and until it is done, and its ratio to ours."""
+    lines = [
+        [
+            str(row.case.num_params),
+            str(row.case.num_devices),
+            row.contender,
+            _ranged(values(row, "update_s"), 1e3),
+            _ranged(ratio_to_ours(row, rows, "update_s")),
+            _number(values(row, "done_s"), 1e3),
+        ]
+        for row in measured(rows)
+    ]
+    columns = ["parameters", "contexts", "contender", "dispatched, ms", "of ours'", "done, ms"]
+    return f"an update of {_common(rows, 'total_size')} numbers in all, the devices idle before: median (range)", columns, lines
+
+
+def results(name: str, rows: Sequence[Row], *, rounds: int, tables: Sequence[Table]) -> Dict[str, Any]:
+    """Return what the JSON file holds: where and how this was measured, every round, and the tables as they are printed."""
+    cpu = describe_devices()[0]
+    return {
+        "benchmark": name,
+        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "machine": {
+            "processor": cpu.description,
+            "cores": runtime.num_cores(),
+            "memory_bytes": cpu.memory_bytes,
+            "system": platform.platform(),
+            "load_average": list(os.getloadavg()),
+        },
+        "gluon_mgpu": __version__,
+        "python": platform.python_version(),
+        "rounds": rounds,
+        "reference": REFERENCE,
+        "rows": [_row(row, rows) for row in rows],
+        "tables": [{"title": title, "columns": columns, "rows": lines} for title, columns, lines in tables],
+    }
+
+
+def _row(row: Row, rows: Sequence[Row]) -> Dict[str, Any]:
+    names = list(dict.fromkeys(name for found in row.rounds for name in found))
+    seconds = [name for name in names if name.endswith("_s")]
+    return {
+        **asdict(row),
+        "medians": {name: _dict(values(row, name)) for name in names},
+        "ratios": {name: _dict(ratio_to_ours(row, rows, name)) for name in seconds},
+    }
+
+
+def step_lines(rows: Sequence[Row]) -> Panels:
+    """Return what `plot_lines` draws of steps: milliseconds of the update and of the whole, over the number of contexts."""
+    panels = {"update, dispatched": "update_s", "whole step": "whole_s"}
+    return {title: _lines(rows, name, lambda row: row.case.num_devices) for title, name in panels.items()}
+
+
+def size_lines(rows: Sequence[Row]) -> Panels:
+    """Return what `plot_lines` draws of updates: milliseconds over the number of parameters, a panel a number of contexts."""
+    drawn: Panels = {}
+    for k in sorted({row.case.num_devices for row in rows}):
+        those = [row for row in rows if row.case.num_devices == k]
+        title = f"update dispatched, {k} context{'s' if k > 1 else ''}"
+        drawn[title] = _lines(those, "update_s", lambda row: row.case.num_params)
+    return drawn
+
+
+def _lines(rows: Sequence[Row], name: str, place: Callable[[Row], float]) -> Dict[str, List[Point]]:
+    lines: Dict[str, List[Point]] = {}
+    for row in rows:
+        one = _scaled(values(row, name), 1e3)
+        if one:
+            lines.setdefault(row.contender, []).append((place(row), one.median, one.low, one.high))
+    return lines
+
+
+def bars_of(rows: Sequence[Row], name: str) -> Dict[str, Dict[str, Tuple[float, float, float]]]:
+    """Return what `plot_ranges` draws: group -> contender -> (median, low, high). `images_per_s` is derived."""
+    drawn: Dict[str, Dict[str, Tuple[float, float, float]]] = {}
+    for row in rows:
+        one = _images_per_s(row) if name == "images_per_s" else _scaled(values(row, name), 1e3)
+        if one:
+            drawn.setdefault(row.group, {})[row.contender] = (one.median, one.low, one.high)
+    return drawn
+
+
+def _images_per_s(row: Row) -> Optional[Spread]:
+    return None if row.reason else spread([row.case.batch_size / found["whole_s"] for found in row.rounds])
+
+
+def _scaled(one: Optional[Spread], factor: float) -> Optional[Spread]:
+    return Spread(one.median * factor, one.low * factor, one.high * factor) if one else None
+
+
+def _dict(one: Optional[Spread]) -> Optional[Dict[str, float]]:
+    return {"median": one.median, "min": one.low, "max": one.high} if one else None
+
+
+def _number(one: Optional[Spread], factor: float = 1.0, digits: int = 0) -> str:
+    return _NOTHING if one is None else _short(one.median * factor, digits)
+
+
+def _ranged(one: Optional[Spread], factor: float = 1.0) -> str:
+    if one is None:
+        return _NOTHING
+    if one.low == one.high:
+        return _short(one.median * factor)
+    return f"{_short(one.median * factor)} ({_short(one.low * factor)}–{_short(one.high * factor)})"
+
+
+def _short(value: float, digits: int = 0) -> str:
+    """Return a number with three significant digits, as one reads it."""
+    return f"{value:.{digits or (0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3)}f}"

@@ -1,0 +1,169 @@
+"""What is compared: each workload's rows, with every contender's threads and environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Dict, List, Sequence, Tuple
+
+from .. import runtime
+from .case import Case
+from .compare import Row
+
+STEP_CONTENDERS = (
+    "ours",
+    "ours-static",
+    "gluon",
+    "gluoncv",
+    "gluoncv-threads",
+    "d2l",
+    "torch",
+    "torch-compile",
+    "torch-ddp",
+)
+TRAIN_CONTENDERS = (
+    "ours",
+    "gluon",
+    "gluon-defaults",
+    "gluoncv",
+    "gluoncv-threads",
+    "d2l",
+    "torch",
+    "torch-compile",
+    "torch-ddp",
+)
+EVALUATE_CONTENDERS = ("ours", "gluon", "d2l", "torch", "torch-compile")
+SIZE_CONTENDERS = ("ours", "ours-static", "gluon")
+CONTENDERS = tuple(dict.fromkeys(STEP_CONTENDERS + TRAIN_CONTENDERS + EVALUATE_CONTENDERS + SIZE_CONTENDERS))
+MEMORY_CONTENDERS = ("ours", "ours-static", "gluon", "gluoncv", "d2l", "torch")
+
+STEP = Case("step")
+MEMORY = Case("memory", num_devices=2)
+TRAIN = Case("train", network="resnet18", num_steps=2)
+EVALUATE = Case("evaluate", num_layers=3, units=64, batch_size=16, num_batches=200)
+SIZE = Case("size", network="many")
+
+_DDP_PROCESSES = 2
+
+
+def quick(case: Case) -> Case:
+    """Return a case so small that it only shows whether it runs."""
+    return replace(
+        case,
+        num_layers=3,
+        units=8,
+        image_size=8,
+        batch_size=8,
+        total_size=2**12,
+        num_batches=min(case.num_batches, 4),
+        repeats=2,
+        num_steps=2,
+        first_steps=2,
+        last_steps=10,
+    )
+
+
+def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = STEP) -> List[Row]:
+    """Return the rows of a network of many small parameters: what a step costs the host, for each number of contexts."""
+    return [
+        Row(contender, _contexts(k), replace(case, num_devices=k), _environment(contender, k if _is_torch(contender) else 0))
+        for k in num_devices
+        for contender in contenders
+        if _runs_on(contender, k)
+    ]
+
+
+def memory_rows(contenders: Sequence[str], num_devices: int, case: Case = MEMORY) -> List[Row]:
+    """Return the rows of the memory that a process holds after some steps and after many."""
+    return [
+        Row(contender, f"memory, {row.group}", replace(row.case, workload="memory"), row.environment)
+        for contender in contenders
+        if contender in MEMORY_CONTENDERS
+        for row in step_rows([contender], [1 if _is_torch(contender) else num_devices], case)
+    ]
+
+
+def train_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = TRAIN) -> Tuple[List[Row], List[Row]]:
+    """Return the rows of training ResNet-18, in two parts that are measured one after the other, as a process takes a GiB.
+
+    One context with all cores; and several contexts with their share of the cores, beside one with one.
+    """
+    several = [k for k in num_devices if k > 1]
+    singles = [c for c in contenders if c in ("ours", "gluon", "torch")] if several and runtime.num_cores() > 1 else []
+    rows = [Row(c, _contexts(1, 1), replace(case, num_devices=1), _environment(c, 1, threads=1)) for c in singles]
+    alone = [k for k in num_devices if k == 1]
+    return _rows_with_threads(contenders, alone, case), rows + _rows_with_threads(contenders, several, case)
+
+
+def evaluate_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = EVALUATE) -> List[Row]:
+    """Return the rows of evaluating on many small batches."""
+    return _rows_with_threads(contenders, num_devices, case)
+
+
+def size_rows(contenders: Sequence[str], num_devices: Sequence[int], num_params: Sequence[int], case: Case = SIZE) -> List[Row]:
+    """Return the rows of an update of the same total size in few and many parameters."""
+    return [
+        Row(
+            contender,
+            f"{n} parameters, {_contexts(k)}",
+            replace(case, num_devices=k, batch_size=k, num_params=n),
+            _environment(contender),
+        )
+        for k in num_devices
+        for n in num_params
+        for contender in contenders
+    ]
+
+
+def _rows_with_threads(contenders: Sequence[str], num_devices: Sequence[int], case: Case) -> List[Row]:
+    return [
+        Row(contender, _contexts(k, _threads(k)), replace(case, num_devices=k), _environment(contender, k))
+        for k in num_devices
+        for contender in contenders
+        if _runs_on(contender, k)
+    ]
+
+
+def _is_torch(contender: str) -> bool:
+    return contender.startswith("torch")
+
+
+def _runs_on(contender: str, num_devices: int) -> bool:
+    """Return whether there is such a row: PyTorch has no contexts, but one process, or several."""
+    if contender == "torch-ddp":
+        return num_devices == _DDP_PROCESSES
+    return not _is_torch(contender) or num_devices == 1
+
+
+def _threads(num_devices: int) -> int:
+    return max(1, runtime.num_cores() // num_devices)
+
+
+def _environment(contender: str, num_devices: int = 0, *, threads: int = 0) -> Dict[str, str]:
+    """Return what a contender's process is told. Without a number of devices, each context has one thread.
+
+    The loops on MXNet are told what importing gluon_mgpu settles, so that their code makes the difference. d2l, and
+    gluon-defaults, are run as published: without settings.
+    """
+    if contender in ("d2l", "gluon-defaults"):
+        return {}
+    told = {"OMP_NUM_THREADS": str(threads or (_threads(num_devices) if num_devices else 1))}
+    if contender in ("ours", "ours-static"):
+        return {**told, **runtime.ENVIRONMENT}
+    if contender == "torch-ddp":
+        return {**told, "GLOO_SOCKET_IFNAME": "lo"}
+    if contender == "torch-compile":  # its processes for compiling would stay beside the measured one
+        return {**told, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return told if _is_torch(contender) else {**told, **runtime.ENVIRONMENT, **_allocator()}
+
+
+def _allocator() -> Dict[str, str]:
+    """Return malloc's settings of `runtime`, as glibc reads them from the environment."""
+    return {f"MALLOC_{name[2:]}_": str(value) for name, (_, value) in runtime.ALLOCATOR.items()}
+
+
+def _contexts(num_devices: int, threads: int = 0) -> str:
+    name = "1 context" if num_devices == 1 else f"{num_devices} contexts"
+    if not threads:
+        return name
+    each = " each" if num_devices > 1 else ""
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}{each}"

@@ -13,6 +13,7 @@ from .devices import describe_devices, resolve_devices, try_all_gpus, try_gpu, u
 from .evaluation import evaluate, evaluate_accuracy_gpus
 from .fit import fit
 from .metrics import DeviceSums, accuracy, top_k_accuracy
+from .prefetch import prefetch
 from .reduction import clip_global_norm
 from .replicas import average_running_stats, replica_difference
 from .sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
@@ -35,6 +36,7 @@ __all__ = [
     "split_data",
     "gather",
     "plan_shards",
+    "prefetch",
     "copyto",
     "as_in_context",
     "Timer",

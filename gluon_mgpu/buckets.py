@@ -152,10 +152,12 @@ def _forget_graphs(placed: Set[int]) -> None:
     another block than the parameters do, such as one that wraps it.
     """
     kinds = set(_subclasses(gluon.HybridBlock))
-    for block in [thing for thing in gc.get_objects() if type(thing) in kinds]:
-        arguments = getattr(block, "_cached_op_args", None) or ()
-        if block._cached_op is not None and any(not is_input and id(value) in placed for is_input, value in arguments):
-            block._clear_cached_op()
+    blocks = [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "_cached_op", None) is not None]
+    stale = [block for block in blocks if any(not is_input and id(value) in placed for is_input, value in block._cached_op_args)]
+    if stale:
+        mx.nd.waitall()  # once: their operations are not to be deleted while they run
+    for block in stale:
+        block._clear_cached_op()
 
 
 def _subclasses(kind: Any) -> Iterator[Any]:

@@ -147,9 +147,9 @@ def check_contexts(contexts: Sequence[Context], operation: str) -> None:
     for context in contexts:
         if not isinstance(context, Context) or context.device_type not in ("cpu", "gpu"):
             raise DeviceError(f"{operation}: got {context!r} among the devices; need mx.cpu(i) or mx.gpu(i). {_FORMS}")
-    for i, context in enumerate(contexts):
-        if context in contexts[:i]:
-            raise DeviceError(f"{operation}: got {context} twice in {list(contexts)}; need different devices. Name each once.")
+    if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
+        twice = next(context for i, context in enumerate(contexts) if context in contexts[:i])
+        raise DeviceError(f"{operation}: got {twice} twice in {list(contexts)}; need different devices. Name each once.")
     runtime.settle_threads(contexts)
 
 

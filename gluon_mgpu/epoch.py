@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 
 from .errors import NonFiniteLossError, StepError, TrainerError
 from .metrics import DeviceSums, Metrics
 from .nested import Leaf, is_device_array
+from .prefetch import NUM_HELD, Buffers, as_pair
 from .step import Batch
 
 REPORT_S = 0.5
@@ -63,9 +64,11 @@ def run_epoch(
     """Run `run_batch` on every batch, and return the metrics over all of them.
 
     ```
-    batch ─► run_batch: queued, not waited for ─► metrics: added up on the devices ─┐  every half second
-                 at most `max_inflight` are queued; then the oldest is waited for   └─► read: on_report, finite?
+    batch ─► run_batch: queued, not waited for ─► with more than `max_inflight` queued, the oldest is waited for
+                 on_report, finite? ◄── read, every half second ◄── its metrics are added up on the devices ◄──┘
     ```
+
+    Only what has run is added up, so that the devices have the later batches to do while it is read.
 
     Parameters
     ----------
@@ -78,7 +81,8 @@ def run_epoch(
     first_step : int
         The number of the first batch, for errors.
     max_inflight : int
-        Batches that may be queued on the devices. More hide longer pauses of the host, and take more memory.
+        Batches that may be queued on the devices. More hide longer pauses of the host, take more memory, and let reports and
+        errors come later by as many.
     check_finite : bool
         Raise when the loss is NaN or infinite.
     on_report : callable (EpochProgress), optional
@@ -96,14 +100,15 @@ def run_epoch(
         The message names the step and the device.
     """
     sums = DeviceSums(metrics)
+    buffers = Buffers(max_inflight + NUM_HELD)
     queued: Deque[Tuple[int, Batch]] = deque()
     unread: List[Tuple[int, List[Leaf]]] = []  # losses since the last report: to find out which step went wrong
     started = reported = time.perf_counter()
-    num_batches = num_examples = 0
+    num_batches = num_examples = 0  # that have been added up
     stopped = False
 
     def report() -> EpochProgress:
-        means = _checked(operation, queued, sums.read)
+        means = _checked(operation, unread or queued, sums.read)
         if check_finite and not math.isfinite(means.get("loss", 0.0)):
             _raise_non_finite(operation, unread)
         unread.clear()
@@ -112,45 +117,49 @@ def run_epoch(
             on_report(progress)
         return progress
 
-    for step, item in enumerate(data_iter, first_step):
-        X, y = _as_pair(item, operation)
-        try:
-            batch = run_batch(X, y)
+    def add_oldest() -> None:
+        nonlocal num_batches, num_examples, reported
+        step, batch = queued.popleft()
+        with _naming(operation, step, "; need data that the metrics take. Try them on one batch."):
             sums.add_batch(batch)
-        except (StepError, mx.MXNetError) as error:
-            advice = "" if isinstance(error, StepError) else "; need data that the metrics take. Try them on one batch."
-            told = _told(error) + advice
-            raise StepError(f"{operation}: got an error at step {step}: {told}") from (error.__cause__ or error)
-        queued.append((step, batch))
         unread.append((step, batch.losses))
         num_batches += 1
         num_examples += batch.num_examples
-        if len(queued) > max_inflight:
-            _checked(operation, queued, lambda: _wait(queued[0][1]))
-            queued.popleft()
         if time.perf_counter() - reported > REPORT_S or len(unread) >= REPORT_BATCHES:
             report()
             reported = time.perf_counter()
+
+    for step, item in enumerate(data_iter, first_step):
+        X, y = as_pair(item, operation)
+        with _naming(operation, step, "; need data that the network and the loss take. Try them on one batch."), buffers.used():
+            batch = run_batch(X, y)
+        queued.append((step, batch))
+        if len(queued) > max_inflight:
+            _checked(operation, queued, lambda: _wait(queued[0][1]))
+            add_oldest()
         stopped = should_stop()
         if stopped:
             break
-    if not num_batches:
+    if not num_batches and not queued:
         raise TrainerError(
             f"{operation}: got no batch; need one or more. A generator is empty when it is read a second time: "
             "pass a list or a loader."
         )
     # The sums know nothing of the last update: its seconds count, and its errors belong to this pass.
     _checked(operation, queued, mx.nd.waitall)
+    while queued:
+        add_oldest()
     return report()
 
 
-def _as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
-    if not isinstance(item, (list, tuple)) or len(item) != 2:
-        found = f"{type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (list, tuple)) else "")
-        raise TrainerError(
-            f"{operation}: got {found} from the data iterator; need pairs (X, y). Nest several inputs: ((X1, X2), y)."
-        )
-    return item[0], item[1]
+@contextmanager
+def _naming(operation: str, step: int, advice: str) -> Iterator[None]:
+    """Name the step in what MXNet raises at once."""
+    try:
+        yield
+    except (StepError, mx.MXNetError) as error:
+        told = _told(error) + ("" if isinstance(error, StepError) else advice)
+        raise StepError(f"{operation}: got an error at step {step}: {told}") from (error.__cause__ or error)
 
 
 def _wait(batch: Batch) -> None:
@@ -158,7 +167,7 @@ def _wait(batch: Batch) -> None:
         array.wait_to_read()
 
 
-def _checked(operation: str, queued: Deque[Tuple[int, Batch]], read: Callable[[], Any]) -> Any:
+def _checked(operation: str, queued: Sequence[Tuple[int, Any]], read: Callable[[], Any]) -> Any:
     """Return `read()`; an error that surfaces there belongs to the oldest step that is still queued, or a later one."""
     try:
         return read()

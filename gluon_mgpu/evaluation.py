@@ -13,6 +13,8 @@ from .replicas import average_running_stats
 from .sharding import split_batch
 from .step import SplitFunction, eval_batch
 
+MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they hold little, and small ones run in no time
+
 
 def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: SplitFunction = split_batch) -> float:
     """Return the accuracy of a network on a data set, computed on all its devices.
@@ -92,7 +94,7 @@ def run_evaluation(
         data_iter,
         lambda X, y: eval_batch(net, X, y, devices, loss=loss, split_f=split_f),
         metrics,
-        **{"operation": "evaluate", **options},
+        **{"operation": "evaluate", "max_inflight": MAX_INFLIGHT, **options},
     )
 
 

@@ -56,7 +56,7 @@ def fit(
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
     max_inflight : int
-        Batches that may be queued on the devices.
+        Batches that may be queued on the devices; reports and errors come later by as many.
 
     Returns
     -------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, List, Optional, Sequence, Tuple
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -271,11 +274,13 @@ def _split(
 ) -> List[Any]:
     check_contexts(contexts, operation)
     bounds = _plan(operation, data, len(contexts), batch_axis, even_split, weights)
-    return [
-        map_leaves(lambda path, leaf, ctx=context: _load(operation, path, leaf, ctx, dtype), _slice(data, *bound, batch_axis))
-        for bound, context in zip(bounds, contexts)
-        if bound[1] > bound[0]
-    ]
+
+    def shard(begin: int, end: int, ctx: Context) -> Any:
+        return map_leaves(
+            lambda path, leaf, axis: _load(operation, path, _slice_leaf(leaf, begin, end, axis), ctx, dtype), data, batch_axis
+        )
+
+    return [shard(begin, end, context) for (begin, end), context in zip(bounds, contexts) if end > begin]
 
 
 def _plan(
@@ -287,7 +292,7 @@ def _plan(
             f"{operation}: got a batch of {num_examples} along axis {batch_axis} for {num_shards} devices with "
             f"even_split=True; need a multiple of {num_shards}. Pass even_split=False."
         )
-    ends = np.cumsum(plan_shards(num_examples, num_shards, weights)).tolist()
+    ends = list(accumulate(plan_shards(num_examples, num_shards, weights)))
     return list(zip([0] + ends[:-1], ends))
 
 
@@ -337,13 +342,32 @@ def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[s
         return loaded if dtype is None else loaded.astype(dtype, copy=False)
     try:
         wanted = np.dtype(dtype or _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype))
-        array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-        return array(leaf, ctx=ctx, dtype=wanted)
+        return _loader.get()(leaf, ctx, wanted)
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
             f"{operation}: got {path} of dtype {leaf.dtype}; need a dtype that MXNet has: float16, float32, float64, uint8, "
             "int8, int32, int64, bool. Pass dtype='float32', say."
         ) from error
+
+
+def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Leaf:
+    """Return a NumPy array as a new MXNet array of the current mode."""
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    return array(data, ctx=ctx, dtype=dtype)
+
+
+Loader = Callable[[np.ndarray, Context, np.dtype], Leaf]
+_loader: ContextVar[Loader] = ContextVar("_loader", default=new_array)
+
+
+@contextmanager
+def loading(loader: Loader) -> Iterator[None]:
+    """Let the splits in this block make their arrays with `loader`, which must give what `new_array` gives."""
+    token = _loader.set(loader)
+    try:
+        yield
+    finally:
+        _loader.reset(token)
 
 
 def _concatenate(path: str, parts: Sequence[Leaf], ctx: Optional[Context], axis: Any) -> Leaf:

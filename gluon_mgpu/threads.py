@@ -85,7 +85,7 @@ _seen: Set[int] = set()  # ids of the CPU contexts that were used through this p
 _threads: Dict[int, int] = {}  # CPU context id -> OpenMP threads of its engine workers, once settled
 _new: Set[int] = set()  # ids of those whose threads were set here: their workers were new
 _settling = threading.Lock()
-_alive: List[Any] = []  # functions that the engine may still call
+_alive: List[Any] = []  # functions that the engine has been given: a worker is still on its way out of one when that has told
 
 
 def settle(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
@@ -206,8 +206,8 @@ def _push(device_id: int, look: Callable[[], None]) -> None:
     for _ in range(num_workers):
         context = ctypes.byref(_Context(_CPU, device_id))
         mxnet_base.check_call(push(function, None, None, context, None, 0, None, 0, None, 0, b"settle_threads"))
-    if all(done.acquire(timeout=_WAIT_S) for _ in range(num_workers)):
-        _alive.remove(function)
+    for _ in range(num_workers):
+        done.acquire(timeout=_WAIT_S)
 
 
 def has_own_workers() -> bool:

@@ -185,3 +185,80 @@ def test_an_error_of_the_last_update_belongs_to_the_pass():
     with pytest.raises(StepError, match="^fit: got an error of a device around step 1: "):
         run_epoch(data, lambda X, y: mgpu.train_batch(net, loss, trainer, X, y), operation="fit")
     mx.nd.waitall()
+
+
+def test_a_report_is_read_while_later_batches_run(monkeypatch):
+    """Reading what was queued last left the devices idle until the next batch was there."""
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 2)
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", math.inf)
+    events = []
+
+    def run_batch(X, y):
+        events.append(f"run {int(X[0])}")
+        return make_batch(X, y)
+
+    def on_report(progress):
+        events.append(f"report {progress.num_batches}")
+
+    run_epoch(pairs(*([i] for i in range(1, 7))), run_batch, operation="fit", max_inflight=1, on_report=on_report)
+    first, last = events[:8], events[8:]
+    assert first == ["run 1", "run 2", "run 3", "report 2", "run 4", "run 5", "report 4", "run 6"]
+    assert last == ["report 6", "report 6"]
+
+
+@pytest.mark.parametrize("at, told", [(1, 1), (4, 3), (9, 9)])
+def test_the_error_of_a_metric_on_a_device_names_the_report_it_came_up_in(at, told, monkeypatch):
+    """It was called an error of the last batch that was queued."""
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", math.inf)
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 2)
+    rows = [[1.0]] * 20
+    rows[at - 1] = [-1.0]
+
+    def factor(output, label):
+        return mx.nd.linalg.potrf(output.reshape((1, 1, 1))).reshape((1,)), 1
+
+    with pytest.raises(StepError, match=f"^fit: got an error of a device around step {told}: .*potrf") as caught:
+        run_epoch(pairs(*rows), make_batch, [factor], operation="fit")
+    assert_house_style(caught.value)
+    with suppress(mx.MXNetError):
+        mx.nd.waitall()
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_an_error_of_a_metric_that_is_raised_at_once_names_its_step(at):
+    def refuses(output, label):
+        return mx.nd.concat(output, label, dim=9) if int(output.asscalar()) == at else output.sum(), 1
+
+    with pytest.raises(StepError, match=f"^fit: got an error at step {at}: .*; need data that the metrics take") as caught:
+        run_epoch(pairs(*([i] for i in range(1, 6))), make_batch, [refuses], operation="fit")
+    assert_house_style(caught.value)
+
+
+def test_labels_that_a_metric_keeps_do_not_change():
+    """The memory of shards is written again, but not what somebody holds, be it a slice."""
+    kept = []
+
+    def keep(output, label):
+        kept.append(label[0:1])
+        return output.sum().reshape((1,)), 1
+
+    def run_batch(X, y):
+        ((X,), (y,)) = mgpu.split_batch(X, y, [mx.cpu(0)])
+        return mgpu.Batch([X], [y], [X], 2)
+
+    batches = [(np.ones(2, "float32"), np.full(2, i, "float32")) for i in range(30)]
+    run_epoch(batches, run_batch, [keep], operation="fit")
+    assert [int(one.asscalar()) for one in kept] == list(range(30))
+
+
+def test_reports_are_half_a_second_apart(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("gluon_mgpu.epoch.time.perf_counter", lambda: clock[0])
+    reports = []
+
+    def run_batch(X, y):
+        clock[0] += 0.2
+        return make_batch(X, y)
+
+    run_epoch(pairs(*[[1]] * 9), run_batch, operation="fit", max_inflight=1, on_report=reports.append)
+    assert [(one.num_batches, round(one.seconds, 1)) for one in reports] == [(2, 0.6), (5, 1.2), (8, 1.8), (9, 1.8)]

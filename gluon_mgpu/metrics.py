@@ -107,6 +107,7 @@ class DeviceSums:
     def __init__(self, metrics: Metrics = ()) -> None:
         self._metrics = named_metrics(metrics)
         self._joined = {name: metric for name, metric in self._metrics.items() if getattr(metric, "joins_shards", False)}
+        self._alone = {name: metric for name, metric in self._metrics.items() if name not in self._joined}
         self._pairs: Dict[Hashable, Shards] = {}  # outputs and labels of one form and device, for the metrics that join shards
         self._losses: Dict[Hashable, Shards] = {}
         self._values: Dict[Tuple[str, Context, Any], Shards] = {}  # of a metric, on one device
@@ -115,15 +116,15 @@ class DeviceSums:
 
     def add_shard(self, output: Any, label: Any) -> None:
         """Add what every metric says of one shard."""
-        together = bool(self._joined) and _belong_together(output, label)
-        if together:
-            form = (output.context, output.shape[1:], output.dtype, label.context, label.shape[1:], label.dtype)
-            held = self._pairs.setdefault(form, Shards())
-            if held.add(output, label):
-                self._say(self._joined, *held.take())
-        for name, metric in self._metrics.items():
-            if not together or name not in self._joined:
-                self._say({name: metric}, output, label)
+        form = _form(output, label) if self._joined else None
+        if form is None:
+            self._say(self._metrics, output, label)
+            return
+        held = self._pairs.setdefault(form, Shards())
+        if held.add(output, label):
+            self._say(self._joined, *held.take())
+        if self._alone:
+            self._say(self._alone, output, label)
 
     def add_batch(self, batch: Batch) -> None:
         """Add what every metric says of a batch, and its losses, where it has some, as `loss`."""
@@ -193,7 +194,7 @@ class Shards:
     def add(self, *arrays: Leaf) -> bool:
         """Hold the arrays of a shard, and return whether it is time to take all."""
         self._held.append(tuple(array.detach() for array in arrays))  # without the graph that they came from
-        self._num_bytes += sum(array.size for array in arrays) * 8
+        self._num_bytes += max(array.size for array in arrays) * 8
         return len(self._held) >= _MOST_SHARDS or self._num_bytes >= _MOST_BYTES
 
     def take(self) -> List[Leaf]:
@@ -203,12 +204,19 @@ class Shards:
         return [arrays[0] if len(arrays) == 1 else mx.nd.concat(*arrays, dim=0) for arrays in kinds]
 
 
-def _belong_together(output: Any, label: Any) -> bool:
-    """Return whether shards like this one can be joined along their first axis: one array of scores, one label for each."""
-    if not is_device_array(output) or not is_device_array(label) or not output.shape or not label.shape:
-        return False
-    predictions = output.shape[:1] + output.shape[2:] if len(output.shape) > 1 else output.shape
-    return output.stype == label.stype == "default" and predictions == label.shape and output.shape[0] > 0
+def _form(output: Any, label: Any) -> Optional[Hashable]:
+    """Return what shards have in common that can be joined along their first axis: one array of scores, one label for each.
+
+    None where this one cannot.
+    """
+    if not is_device_array(output) or not is_device_array(label):
+        return None
+    scores, labels = output.shape, label.shape
+    if not labels or not labels[0] or (scores[:1] + scores[2:] if len(scores) > 1 else scores) != labels:
+        return None
+    if output.stype != "default" or label.stype != "default":
+        return None
+    return (output.context, scores[1:], output.dtype, label.context, labels[1:], label.dtype)
 
 
 def read_together(arrays: List[Leaf]) -> List[float]:

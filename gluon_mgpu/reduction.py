@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import Context
 
+from .calls import PushPull
 from .errors import TrainerError
 from .nested import Leaf, num_bytes
 from .replicas import Buffer
@@ -18,6 +19,7 @@ _MULTIPLE = 16  # elements: slices begin where a cache line does
 _MOST_PAIRS = 16  # (key, array) in one call: the store sorts more of them by key so that devices change places, and sums bits
 _MOST_ARRAYS = 200  # that MXNet's finite check takes at once
 Part = Tuple[List[int], List[List[Leaf]]]  # keys; for each, one array a device
+Sum = Union[PushPull, "SparsePushPull"]
 
 
 class Reduction:
@@ -50,7 +52,7 @@ class Reduction:
         self._keys: Dict[Tuple[Any, ...], List[int]] = {}
         self._slice_bytes: List[int] = []
         self._latest: List[Buffer] = []
-        self._parts: List[List[Part]] = []  # of the latest buffers
+        self._calls: List[List[Sum]] = []  # of the latest buffers
 
     def sum(self, buffers: List[Buffer]) -> None:
         """Replace every device's gradients by their sum over the devices, the same bits on each.
@@ -61,15 +63,15 @@ class Reduction:
         if self._num_devices == 1:
             return
         if buffers is not self._latest:
-            self._parts = [self._divided(buffer) for buffer in buffers]
+            self._calls = [[self._call(*part) for part in self._divided(buffer)] for buffer in buffers]
             self._latest = buffers
-        for place, parts in enumerate(self._parts):
-            for keys, gradients in parts:
-                if gradients[0][0].stype == "default":
-                    self._store.pushpull(keys, gradients, priority=-place)
-                else:
-                    self._store.push(keys, gradients, priority=-place)
-                    self._store.pull(keys, gradients, priority=-place, ignore_sparse=False)
+        for place, calls in enumerate(self._calls):
+            for call in calls:
+                call.run(-place)
+
+    def _call(self, keys: List[int], gradients: List[List[Leaf]]) -> Sum:
+        kind = PushPull if gradients[0][0].stype == "default" else SparsePushPull
+        return kind(self._store, keys, gradients)
 
     def bytes_held(self) -> List[int]:
         """Return the bytes that the store takes on each device for its sums: as many copies of a slice as there are devices.
@@ -109,6 +111,18 @@ class Reduction:
                 self._slice_bytes.append(num_bytes(arrays[0]))
         keys, together = self._keys[known], max(1, _MOST_PAIRS // self._num_devices)
         return [(keys[i : i + together], slices[i : i + together]) for i in range(0, len(keys), together)]
+
+
+class SparsePushPull:
+    """Sums of sparse gradients, which the store does in two calls. Arguments as for `PushPull`."""
+
+    def __init__(self, store: Any, keys: List[int], arrays: List[List[Leaf]]) -> None:
+        self._store, self._keys, self._arrays = store, keys, arrays
+
+    def run(self, priority: int) -> None:
+        """Queue the sums."""
+        self._store.push(self._keys, self._arrays, priority=priority)
+        self._store.pull(self._keys, self._arrays, priority=priority, ignore_sparse=False)
 
 
 def all_finite(gradients: Sequence[Leaf]) -> Leaf:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon
-from mxnet.base import _LIB, check_call
 
 from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
+from .calls import Flags
 from .errors import StaleGradientError, TrainerError
 from .nested import Leaf, num_bytes
 
@@ -133,9 +131,9 @@ class Replicas:
         if not self._initialised or self._changed():
             self.check_unmoved()
             self._settle()
-        fresh = self._flags.read()
-        if fresh.all() and not self._shapeless:
+        if self._flags.all() and not self._shapeless:
             return self._all
+        fresh = self._flags.read()
         used = self._used(fresh)
         self._check_unused(used, ignore_stale_grad)
         buffers = self._all if used == self._trainable else self._alone(used)
@@ -266,52 +264,6 @@ class Replicas:
                 f"Trainer.step: got no gradient for {told} on any device since the last step; need a backward pass "
                 "through every parameter. If this network uses only a part of them, pass ignore_stale_grad=True."
             )
-
-
-class Flags:
-    """Which gradients are fresh: written by a backward pass since they were used.
-
-    MXNet keeps one flag a variable and has no function for many, so that reading and clearing go through `map` and ctypes, with
-    arguments made once: a quarter of what the property `_fresh_grad` costs.
-
-    Parameters
-    ----------
-    weights : list of lists of NDArray
-        One list a parameter, in it one array a replica.
-    """
-
-    def __init__(self, weights: Sequence[Sequence[Leaf]]) -> None:
-        self._weights = [weight for replicas in weights for weight in replicas]  # alive as long as their handles are used
-        self._handles = [weight.handle for weight in self._weights]
-        self._values = np.zeros(len(self._handles), dtype=np.int32)
-        self._shape = (len(weights), len(weights[0]) if weights else 0)
-        address, width = self._values.ctypes.data, self._values.itemsize
-        self._into = [ctypes.c_void_p(address + width * i) for i in range(len(self._handles))]
-        self._zeros = [0] * len(self._handles)
-
-    def read(self) -> Any:
-        """Return them as NumPy array of bool, shape (parameters, replicas)."""
-        _check(any(map(_flag_functions()[0], self._handles, self._into)))
-        return self._values.reshape(self._shape) != 0
-
-    def clear(self, which: Optional[Sequence[bool]] = None) -> None:
-        """Unset all flags, or those of these parameters."""
-        handles = self._handles
-        if which is not None:
-            handles = [handle for i, handle in enumerate(handles) if which[i // self._shape[1]]]
-        _check(any(map(_flag_functions()[1], handles, self._zeros)))
-
-
-@lru_cache(maxsize=None)
-def _flag_functions() -> Tuple[Any, Any]:
-    """Return MXNet's functions to read and to write a flag; as PyDLL they keep the interpreter's lock, which is cheaper."""
-    library = ctypes.PyDLL(_LIB._name)
-    return library.MXNDArrayGetGradState, library.MXNDArraySetGradState
-
-
-def _check(failed: bool) -> None:
-    if failed:
-        check_call(-1)
 
 
 def _run(bucket: Bucket, run: Sequence[Tuple[int, Place]]) -> Buffer:

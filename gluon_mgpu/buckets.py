@@ -57,7 +57,7 @@ def place_of(param: gluon.Parameter) -> Optional[Place]:
     return place if place is not None and place.gradients is param._grad else None
 
 
-def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
+def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> List[Leaf]:
     """Move the weights and gradients of parameters into buckets, all of them on the same devices.
 
     The arrays that `param.data()` and `param.grad()` gave before are the same objects after, now with other memory. Parameters
@@ -69,7 +69,13 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
         In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
     bucket_bytes : int
         A bucket is closed when the next parameter would make it larger.
+
+    Returns
+    -------
+    list of NDArray
+        The weights as they were: a graph that was recorded before writes its gradients beside them, and marks them as fresh.
     """
+    before: List[Leaf] = []
     open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
     closed: List[List[gluon.Parameter]] = []
     filled: Dict[Tuple[object, ...], int] = {}
@@ -88,8 +94,9 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
     if groups:
         with autograd.pause():
             for group in groups:
-                _fill(group)
+                before += _fill(group)
         _forget_graphs({id(param) for group in groups for param in group})
+    return before
 
 
 def _fits(param: gluon.Parameter) -> bool:
@@ -117,8 +124,9 @@ def _padded(param: gluon.Parameter) -> int:
     return -(-int(np.prod(param.shape)) // step) * step
 
 
-def _fill(params: Sequence[gluon.Parameter]) -> None:
+def _fill(params: Sequence[gluon.Parameter]) -> List[Leaf]:
     first = params[0]
+    before: List[Leaf] = []
     size = sum(_padded(param) for param in params)
     bucket = Bucket([], [])
     for context in first.list_ctx():
@@ -129,20 +137,23 @@ def _fill(params: Sequence[gluon.Parameter]) -> None:
         fresh = [weight._fresh_grad for weight in param._data]
         for replica in range(len(bucket.gradients)):
             _adopt(param._grad[replica], bucket.gradients[replica], begin)
-            _adopt(param._data[replica], bucket.weights[replica], begin)
+            before.append(_adopt(param._data[replica], bucket.weights[replica], begin))
+            before[-1]._fresh_grad = False
         autograd.mark_variables(param._data, param._grad, param.grad_req)
         for weight, is_fresh in zip(param._data, fresh):
             weight._fresh_grad = is_fresh
         end = begin + _padded(param)
         _places[param] = Place(bucket, begin, end, int(np.prod(param.shape)), param._grad)
         begin = end
+    return before
 
 
-def _adopt(array: Leaf, memory: Leaf, begin: int) -> None:
-    """Let an array, which others may hold, be a view of memory, with the values that it has."""
+def _adopt(array: Leaf, memory: Leaf, begin: int) -> Leaf:
+    """Let an array, which others may hold, be a view of memory, with the values that it has; return what it was."""
     view = memory[begin : begin + array.size].reshape(array.shape)
     array.as_nd_ndarray().copyto(view)
     array.handle, view.handle = view.handle, array.handle
+    return view
 
 
 def _forget_graphs(placed: Set[int]) -> None:
@@ -152,7 +163,12 @@ def _forget_graphs(placed: Set[int]) -> None:
     another block than the parameters do, such as one that wraps it.
     """
     kinds = set(_subclasses(gluon.HybridBlock))
+    was_frozen = gc.get_freeze_count() > 0
+    if was_frozen:
+        gc.unfreeze()  # what is frozen is not listed
     blocks = [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "_cached_op", None) is not None]
+    if was_frozen:
+        gc.freeze()
     stale = [block for block in blocks if any(not is_input and id(value) in placed for is_input, value in block._cached_op_args)]
     if stale:
         mx.nd.waitall()  # once: their operations are not to be deleted while they run

@@ -115,7 +115,12 @@ class DeviceSums:
         self._counts: Dict[str, int] = {}
 
     def add_shard(self, output: Any, label: Any) -> None:
-        """Add what every metric says of one shard."""
+        """Add what every metric says of one shard. Its arrays may be overwritten afterwards."""
+        if self._joined and is_device_array(label) and is_device_array(output):
+            output, label = output.copy(), label.copy()
+        self._add_shard(output, label)
+
+    def _add_shard(self, output: Any, label: Any) -> None:
         form = _form(output, label) if self._joined else None
         if form is None:
             self._say(self._metrics, output, label)
@@ -123,13 +128,15 @@ class DeviceSums:
         held = self._pairs.setdefault(form, Shards())
         if held.add(output, label):
             self._say(self._joined, *held.take())
+        elif len(self._pairs) > 1 and sum(one.num_bytes for one in self._pairs.values()) >= _MOST_BYTES:
+            self._take_pairs()
         if self._alone:
             self._say(self._alone, output, label)
 
     def add_batch(self, batch: Batch) -> None:
         """Add what every metric says of a batch, and its losses, where it has some, as `loss`."""
         for output, label in zip(batch.outputs, batch.labels):
-            self.add_shard(output, label)
+            self._add_shard(output, label)
         for losses in batch.losses:
             held = self._losses.setdefault((losses.context, losses.shape[1:], losses.dtype), Shards())
             if held.add(losses):
@@ -151,9 +158,7 @@ class DeviceSums:
 
     def read(self) -> Dict[str, float]:
         """Return each metric's mean over everything that was added, waiting once for each device. The sums stay."""
-        for held in self._pairs.values():
-            if held:
-                self._say(self._joined, *held.take())
+        self._take_pairs()
         for held in self._losses.values():
             if held:
                 self.add("loss", *mean_loss(*held.take()))
@@ -165,6 +170,11 @@ class DeviceSums:
             for name, value in zip(on_device, read_together(list(on_device.values()))):
                 totals[name] += value
         return {name: total / self._counts[name] for name, total in totals.items() if self._counts[name]}
+
+    def _take_pairs(self) -> None:
+        for held in self._pairs.values():
+            if held:
+                self._say(self._joined, *held.take())
 
     def _say(self, metrics: Mapping[str, Metric], output: Any, label: Any) -> None:
         for name, metric in metrics.items():
@@ -186,7 +196,7 @@ class Shards:
 
     def __init__(self) -> None:
         self._held: List[Tuple[Leaf, ...]] = []
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -194,13 +204,13 @@ class Shards:
     def add(self, *arrays: Leaf) -> bool:
         """Hold the arrays of a shard, and return whether it is time to take all."""
         self._held.append(tuple(array.detach() for array in arrays))  # without the graph that they came from
-        self._num_bytes += max(array.size for array in arrays) * 8
-        return len(self._held) >= _MOST_SHARDS or self._num_bytes >= _MOST_BYTES
+        self.num_bytes += max(array.size for array in arrays) * 8
+        return len(self._held) >= _MOST_SHARDS or self.num_bytes >= _MOST_BYTES
 
     def take(self) -> List[Leaf]:
         """Return the arrays, each kind joined along its first axis, as legacy arrays, and hold them no longer."""
         kinds = [[array.as_nd_ndarray() for array in arrays] for arrays in zip(*self._held)]
-        self._held, self._num_bytes = [], 0
+        self._held, self.num_bytes = [], 0
         return [arrays[0] if len(arrays) == 1 else mx.nd.concat(*arrays, dim=0) for arrays in kinds]
 
 

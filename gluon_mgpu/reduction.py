@@ -17,6 +17,7 @@ LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allr
 _MIN_SLICE = 2**15  # elements: a smaller slice costs more to queue than to add
 _MULTIPLE = 16  # elements: slices begin where a cache line does
 _MOST_PAIRS = 16  # (key, array) in one call: the store sorts more of them by key so that devices change places, and sums bits
+_LARGEST = 3.4028234e38  # float32
 _MOST_ARRAYS = 200  # that MXNet's finite check takes at once
 Part = Tuple[List[int], List[List[Leaf]]]  # keys; for each, one array a device
 Sum = Union[PushPull, "SparsePushPull"]
@@ -100,8 +101,10 @@ class Reduction:
             num_slices = max(1, min(self._num_devices, size // _MIN_SLICE))
             step = -(-size // (num_slices * _MULTIPLE)) * _MULTIPLE
             slices = [[flat[begin : min(begin + step, size)] for flat in gradients] for begin in range(0, size, step)]
-        known = (buffer.indices, gradients[0].shape, gradients[0].dtype)
+        known = (buffer.bucket is not None, buffer.indices, gradients[0].shape, gradients[0].dtype)
         if known not in self._keys:
+            if buffer.bucket is not None and any(one[0] and set(one[1]).intersection(buffer.indices) for one in self._keys):
+                self._keys, self._slice_bytes = {}, []  # grouped anew: another store, so that the memory of the old sums goes
             if not self._keys:
                 self._store = mx.kv.create(self._name)
             first = sum(map(len, self._keys.values()))
@@ -184,6 +187,8 @@ def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
     norm = mx.nd.sqrt(mx.nd.add_n(*squares))
     # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero
     scale = max_norm / mx.nd.maximum(norm, max_norm)
+    # by 1 where the norm is not finite: what lies between parameters in a bucket is 0, and must not become NaN for good
+    scale = mx.nd.where(norm <= _LARGEST, scale, mx.nd.ones_like(scale))
     for gradient in classic:
         factor = scale.astype(gradient.dtype, copy=False).reshape((1,) * len(gradient.shape))
         mx.nd.broadcast_mul(gradient, factor, out=gradient)

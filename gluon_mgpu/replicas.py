@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, MutableSet, Optional, Sequence, Tuple, Union
+from weakref import WeakSet
 
 import mxnet as mx
 import numpy as np
@@ -84,8 +85,17 @@ class Replicas:
         self._watched: List[int] = []  # whose flags are looked at
         self._all: List[Buffer] = []
         self._flags = Flags([])
+        self._settled = False  # with all shapes known
+        self._before: List[Leaf] = []  # weights before they got their places, for the next steps
+        self._num_steps_before = 0
         if has_values(self.params):
             self._settle()
+
+    def know_shapes(self) -> bool:
+        """Return whether all shapes are known, and give the parameters their places when they come to be."""
+        if not self._settled and has_values(self.params):
+            self._settle()
+        return self._settled
 
     def check_unmoved(self) -> None:
         """Raise `TrainerError` if a parameter was put on other devices since, initialised again, or cast.
@@ -131,6 +141,8 @@ class Replicas:
         if not self._initialised or self._changed():
             self.check_unmoved()
             self._settle()
+        if self._before:
+            self._check_recorded_since()
         if self._flags.all() and not self._shapeless:
             return self._all
         fresh = self._flags.read()
@@ -173,7 +185,9 @@ class Replicas:
         self._flags.clear()
         if self._static_graph and len(self._watched) > 1:  # every one was there: from now on, one speaks for all
             self._watch(self._trainable[-1:])
-            self._seen = [self._seen[self._trainable[-1]]]
+            _watching_one.add(self)
+            param = self.params[self._trainable[-1]]
+            self._seen = [(param, param._grad, param.lr_mult, param.wd_mult)]
 
     def bytes_held(self) -> List[Tuple[int, int]]:
         """Return the bytes of weights and of gradients on each device."""
@@ -203,14 +217,31 @@ class Replicas:
 
     def _settle(self) -> None:
         """Give every trainable parameter its place, and group them anew."""
-        place(self.params, self._bucket_bytes)
         params = self.params
+        moved = place(params, self._bucket_bytes)
+        if moved:
+            self._before, self._num_steps_before = moved, _STEPS_BEFORE
+        _clear_unwatched(self)
         self._seen = [(param, param._grad, param.lr_mult, param.wd_mult) for param in params]
         wanted = [index for index, param in enumerate(params) if param.grad_req != "null"]
         self._trainable = [index for index in wanted if params[index]._data is not None]
         self._shapeless = [index for index in wanted if params[index]._data is None]
+        self._settled = not self._shapeless
         self._all = self._grouped(self._trainable)
         self._watch(self._trainable)
+
+    def _check_recorded_since(self) -> None:
+        """Raise `TrainerError` if a graph of the time before wrote gradients into the arrays of that time."""
+        if any(weight._fresh_grad for weight in self._before):
+            self._before = []
+            raise TrainerError(
+                "Trainer.step: got gradients of a graph that was recorded before the parameters got their places; need one that "
+                "was recorded after. Make the Trainer before recording, and pass one batch through a network whose shapes are "
+                "decided by its first batch before that."
+            )
+        self._num_steps_before -= 1
+        if not self._num_steps_before:
+            self._before = []
 
     def _watch(self, indices: List[int]) -> None:
         self._watched = indices
@@ -251,10 +282,10 @@ class Replicas:
                 idle = set(self._trainable)
             for buffer in buffers:
                 if idle.issuperset(buffer.indices):
-                    buffer.gradients[replica][:] = 0
+                    _zero(buffer.gradients[replica])
                 else:
                     for index in idle.intersection(buffer.indices):
-                        self.params[index].list_grad()[replica][:] = 0
+                        _zero(self.params[index].list_grad()[replica])
 
     def _check_unused(self, used: Iterable[int], ignore_stale_grad: bool) -> None:
         unused = sorted({*self._trainable, *self._shapeless}.difference(used))
@@ -266,11 +297,33 @@ class Replicas:
             )
 
 
+def _zero(gradient: Leaf) -> None:
+    if gradient.stype == "default":
+        classic = gradient.as_nd_ndarray()
+        mx.nd.zeros_like(classic, out=classic)  # np's scalars take no [:]
+    else:
+        gradient[:] = 0
+
+
 def _run(bucket: Bucket, run: Sequence[Tuple[int, Place]]) -> Buffer:
     begin, end = run[0][1].begin, run[-1][1].end
     weights = [flat[begin:end] for flat in bucket.weights]
     gradients = [flat[begin:end] for flat in bucket.gradients]
     return Buffer(tuple(index for index, _ in run), weights, gradients, bucket, begin, end)
+
+
+_STEPS_BEFORE = 2
+_watching_one: MutableSet[Replicas] = WeakSet()  # whose other parameters' flags nobody clears
+
+
+def _clear_unwatched(replicas: Replicas) -> None:
+    """Clear the flags that a static graph left unset, before somebody looks at all of them."""
+    for other in list(_watching_one):
+        shared = {id(param) for param in replicas.params}.intersection(map(id, other.params))
+        if shared and not other._flags.read().any():  # else a backward pass has just set them
+            Flags([other.params[index]._data for index in other._trainable if other.params[index]._grad]).clear()
+            _watching_one.discard(other)
+            other._watch(other._trainable)
 
 
 def average_running_stats(params: Params) -> None:
@@ -285,13 +338,16 @@ def average_running_stats(params: Params) -> None:
     telling the engine.
     """
     # Not differentiable is how Gluon marks them; a frozen weight has grad_req "null" but is differentiable.
-    stats = [param for param in _named(params).values() if not param._differentiable and len(param._data or []) > 1]
+    # Counters and masks, of whole numbers, are none of BatchNorm's.
+    unlearnt = [param for param in _named(params).values() if not param._differentiable and len(param._data or []) > 1]
+    stats = [param for param in unlearnt if np.issubdtype(np.dtype(param.dtype), np.floating)]
     if not stats:
         return
     mx.nd.waitall()
     for param in stats:
         arrays = param.list_data()
-        mean = sum((array.as_in_context(arrays[0].context) for array in arrays[1:]), arrays[0]) / len(arrays)
+        wide = [array.as_in_context(arrays[0].context).astype("float64") for array in arrays]
+        mean = (sum(wide[1:], wide[0]) / len(arrays)).astype(arrays[0].dtype)
         for array in arrays:
             mean.copyto(array)
 
@@ -342,7 +398,8 @@ def _named(params: Params) -> Dict[str, gluon.Parameter]:
         named = {getattr(param, "name", str(i)): param for i, param in enumerate(params)}
         if len(named) < len(params):
             raise TrainerError(
-                f"Trainer: got {len(params)} parameters with {len(named)} names; need different ones. Pass each once."
+                f"Trainer: got {len(params)} parameters with {len(named)} names; need different ones. Pass each once, and "
+                "give networks different prefixes."
             )
     else:
         raise TrainerError(

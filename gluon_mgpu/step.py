@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import Context, MXNetError, autograd, gluon
 
 from .errors import ShardError, StepError, TrainerError
-from .nested import Leaf, is_device_array, leaves
+from .nested import Leaf, is_device_array, leaves, map_leaves
 from .sharding import split_batch
 from .trainer import Trainer
 
@@ -98,12 +98,16 @@ def train_batch(
             f"train_batch: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
         )
     Xs, ys = _split(split_f, X, y, trainer.contexts)
+    if not trainer.know_shapes():
+        with autograd.pause(train_mode=False):
+            _forward("train_batch", net, None, Xs[:1], ys[:1])
+        trainer.know_shapes()
     with autograd.record():
         outputs, losses = _forward("train_batch", net, loss, Xs, ys)
     num_examples = _count("train_batch", split_f, losses, y, ys)
     backward(losses)
     trainer.step(num_examples, ignore_stale_grad)
-    return Batch(outputs, ys, losses, num_examples)
+    return Batch(outputs, _own(y, ys), losses, num_examples)
 
 
 def eval_batch(
@@ -129,7 +133,8 @@ def eval_batch(
     Xs, ys = _split(split_f, X, y, devices)
     with autograd.pause(train_mode=False):
         outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
-    return Batch(outputs, ys, losses, _count("eval_batch", split_f, losses, y, ys) if losses else _num_labels(ys))
+    num_examples = _count("eval_batch", split_f, losses, y, ys) if losses else _num_labels(ys)
+    return Batch(outputs, _own(y, ys), losses, num_examples)
 
 
 def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
@@ -139,6 +144,22 @@ def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -
         found = f"{len(shards[0])} shards of features and {len(shards[1])} of labels" if pair else type(shards).__name__
         raise ShardError(f"split_f: got {found}; need as many of each, 1 or more. Return (list of X shards, list of y shards).")
     return list(shards[0]), list(shards[1])
+
+
+def _own(label: Any, shards: List[Any]) -> List[Any]:
+    """Return the labels' shards, copied where they may share the batch's memory.
+
+    Metrics look at them when later batches are on their way already, and MXNet's own iterators write each batch into the arrays
+    of the one before.
+    """
+    shared = {leaf.context for _, leaf in leaves(label) if is_device_array(leaf)}
+    if not shared:
+        return shards
+
+    def own(_: str, leaf: Leaf) -> Leaf:
+        return leaf.copy() if is_device_array(leaf) and leaf.context in shared else leaf
+
+    return [map_leaves(own, shard) for shard in shards]
 
 
 def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Leaf]]:

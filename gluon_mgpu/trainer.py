@@ -107,6 +107,14 @@ class Trainer(gluon.Trainer):
         """The devices, in the order of the replicas."""
         return list(self._replicas.contexts)
 
+    def know_shapes(self) -> bool:
+        """Return whether the shapes of all parameters are known; the first batch decides those that the layers were not told.
+
+        Asked between the first forward pass, in prediction mode, and the first recorded one, it lets the parameters move before
+        a graph holds them.
+        """
+        return self._replicas.know_shapes()
+
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Reduce the gradients over the devices and update the weights on each. It does not wait.
 
@@ -127,6 +135,9 @@ class Trainer(gluon.Trainer):
         _check_batch_size("Trainer.step", batch_size)
         buffers = self._replicas.collect(ignore_stale_grad)
         self._reduction.sum(buffers)
+        # From here on these gradients are sums: should the optimizer raise, another step must not sum them again.
+        self._replicas.mark_used(buffers)
+        self._summed = buffers
         self._apply(buffers, batch_size)
 
     def allreduce_grads(self) -> None:
@@ -261,6 +272,10 @@ class Trainer(gluon.Trainer):
             self._update.apply(buffers)
         self._replicas.mark_used(buffers)
         self._summed = None
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled network has no trainer: this one's memory is the original's."""
+        return type(None), ()
 
     def _clip(self, buffers: List[Buffer]) -> None:
         if self._clip_norm is not None and buffers:

@@ -57,7 +57,8 @@ class Update:
         # they are prepared.
         self._whole: List[Tuple[Buffer, List[State], List[Operator]]] = []
         self._single: List[int] = []  # parameters that are updated one by one
-        self._num_uncounted = 0  # updates that only the first parameter of each whole buffer has counted
+        self._most_updates = 0  # of any parameter that takes part, when these buffers were prepared
+        self._num_uncounted = 0  # updates since, which of each whole buffer only the first parameter has counted
         self._num_updated = len(self._contexts) if type(optimizer) in _ALIKE else 1
 
     def apply(self, buffers: List[Buffer]) -> None:
@@ -66,6 +67,8 @@ class Update:
             self._prepare(buffers)
         self._num_uncounted += 1
         optimizer, params = self._optimizer, self._params
+        # The schedule's clock, before the first update asks for a rate: every parameter on every replica gets the same one.
+        optimizer.num_update = max(optimizer.num_update, self._most_updates + self._num_uncounted)
         for replica, context in enumerate(self._contexts[: self._num_updated]):
             # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by replica.
             optimizer._all_index_update_counts = {context.device_id: self._counts[replica]}
@@ -125,6 +128,9 @@ class Update:
                     self._whole.append((buffer, states, self._sgd(buffer, states)))
                     continue
             self._single += buffer.indices
+        self._single.sort()  # nadam's schedule goes on with each parameter, in the order of Gluon's
+        taking_part = [index for buffer in buffers for index in buffer.indices]
+        self._most_updates = max((self._counts[0].get(i, self._optimizer.begin_num_update) for i in taking_part), default=0)
         self._buffers = buffers
         current = {place.bucket for place in self._laid.values()}
         self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}

@@ -1,6 +1,8 @@
 """Flat memory shows in no bit: whatever is done to a network whose parameters are views of buckets, Gluon gives the same."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import gluon_mgpu as mgpu
@@ -557,3 +559,266 @@ def test_layers_of_many_kinds_train_and_predict_with_gluons_bits(mode, optimizer
 
     # with static_shape, recurrent layers give Gluon itself other last bits from run to run
     compare(story, mode=MODES[mode], optimizer=FLAT[optimizer], make=make, atol=1e-5 if mode == "static" else 0.0)
+
+
+def two_layers(ctx=CTX):
+    net = nn.Sequential()
+    net.add(nn.Dense(3, in_units=4), nn.Dense(1, in_units=3))
+    net.initialize(mx.init.One(), ctx=ctx)
+    return net
+
+
+def sum_step(net, trainer, ctx=CTX, layers=None, **options):
+    with autograd.record():
+        losses = []
+        for context in ctx:
+            out = mx.nd.ones((2, 4), ctx=context)
+            for layer in layers or net:
+                out = layer(out)
+            losses.append(out.sum())
+    autograd.backward(losses)
+    trainer.step(2 * len(ctx), **options)
+
+
+def test_a_batch_of_nan_leaves_nothing_behind(tmp_path):
+    """With clipping, NaN got into the zeros between parameters, where no backward pass writes, and into every later norm."""
+    net = nn.Dense(2, in_units=3)
+    net.initialize(mx.init.One(), ctx=CTX)
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
+    loss, y = gluon.loss.L2Loss(), np.zeros((4, 2), "float32")
+    good, bad = np.ones((4, 3), "float32"), np.full((4, 3), np.nan, "float32")
+    mgpu.train_batch(net, loss, trainer, good, y)
+    mgpu.save_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.train_batch(net, loss, trainer, bad, y)
+    assert np.isnan(net.weight.data(CTX[0]).asnumpy()).all()
+    mgpu.load_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.train_batch(net, loss, trainer, good, y)
+    np.testing.assert_allclose(net.weight.data(CTX[1]).asnumpy(), 0.98, atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", FLAT)
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_schedule_is_one_for_all_parameters_and_replicas(optimizer, last):
+    """A layer that was thawed late is behind in updates: the schedule's clock must not depend on who is updated first."""
+    name, params = FLAT[optimizer]
+    schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.1)
+    net = two_layers()
+    net[last].collect_params().setattr("grad_req", "null")
+    trainer = mgpu.Trainer(net, name, {**params, "lr_scheduler": schedule})
+    rates = []
+    for i in range(8):
+        if i == 4:
+            net[last].collect_params().setattr("grad_req", "write")
+        sum_step(net, trainer)
+        rates.append(trainer.learning_rate)
+    assert mgpu.replica_difference(net) == 0.0
+    assert rates == [params["learning_rate"] * factor for factor in (1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125)]
+
+
+def test_a_schedule_goes_on_where_only_some_parameters_take_part():
+    schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0)
+    net = TwoHeads()
+    net.initialize(ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0, "momentum": 0.9, "lr_scheduler": schedule})
+    for heads in ["left"] * 3 + ["left right"] * 3:
+        with autograd.record():
+            losses = [net.run(mx.nd.ones((2, 4), ctx=context), heads.split()).sum(axis=1) for context in CTX]
+        autograd.backward(losses)
+        trainer.step(4, ignore_stale_grad=True)
+    assert trainer._optimizer.num_update == 6
+    assert mgpu.replica_difference(net) == 0.0
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_nadam_goes_through_parameters_in_gluons_order(num_devices):
+    ctx = CTX[:num_devices]
+    nets = [two_layers(ctx[:1]), two_layers(ctx)]
+    theirs = gluon.Trainer(list(nets[0].collect_params().values()), "nadam", {"learning_rate": 0.01})
+    ours = mgpu.Trainer(nets[1], "nadam", {"learning_rate": 0.01})
+    for _ in range(6):
+        sum_step(nets[0], theirs, ctx[:1])
+        sum_step(nets[1], ours, ctx)
+    assert_same(weights_of(nets[1]), weights_of(nets[0]), atol=1e-6)
+
+
+def test_what_one_parameter_spoke_for_is_not_fresh_to_the_next_trainer():
+    net = TwoHeads()
+    net.initialize(ctx=CTX)
+
+    def backward(heads):
+        with autograd.record():
+            losses = [net.run(mx.nd.ones((2, 4), ctx=context), heads.split()).sum(axis=1) for context in CTX]
+        autograd.backward(losses)
+
+    static = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, static_graph=True)
+    for _ in range(3):
+        backward("left right")
+        static.step(4)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    before = net.left.weight.data(CTX[0]).asnumpy()
+    backward("right")
+    trainer.step(4, ignore_stale_grad=True)
+    np.testing.assert_array_equal(net.left.weight.data(CTX[0]).asnumpy(), before)
+    backward("left right")
+    static.step(4)  # and it goes on
+
+
+def test_a_graph_of_the_time_before_the_buckets_is_told():
+    """Its second backward pass would write into arrays that the network no longer has."""
+    net = nn.Dense(2)
+    net.initialize(mx.init.One(), ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    with autograd.record():
+        losses = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CTX]
+    autograd.backward(losses, retain_graph=True)
+    trainer.step(4)  # the shapes are known now, and the parameters move
+    autograd.backward(losses)
+    with pytest.raises(TrainerError, match="recorded before") as caught:
+        trainer.step(4)
+    assert_house_style(caught.value)
+    step_from_here = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CTX]
+    assert all(np.isfinite(one.asscalar()) for one in step_from_here)
+
+
+def test_a_step_that_raised_does_not_sum_again():
+    class Schedule(mx.lr_scheduler.LRScheduler):
+        broken = True
+
+        def __call__(self, num_update):
+            if self.broken:
+                raise RuntimeError("broken schedule")
+            return 0.1
+
+    schedule = Schedule()
+    net = nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One(), ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule})
+    with autograd.record():
+        losses = [net(mx.nd.ones((2, 1), ctx=context)).sum() for context in CTX]
+    autograd.backward(losses)
+    with pytest.raises(RuntimeError, match="broken schedule"):
+        trainer.step(4)
+    schedule.broken = False
+    with pytest.raises(StaleGradientError):
+        trainer.step(4)
+    trainer.update(4)
+    assert net.weight.data(CTX[1]).asscalar() == pytest.approx(0.9)
+
+
+def test_frozen_garbage_does_not_hide_a_graph():
+    X, y = small_batches([4])[0]
+    nets = []
+    for mode in ("static", "plain"):
+        nets.append(small_net(CTX, hybridize=MODES[mode]))
+        one = nets[-1]
+        with autograd.record():
+            losses = [LOSS(one(mx.nd.array(X, ctx=context)), mx.nd.array(y, ctx=context)) for context in CTX]
+        autograd.backward(losses)
+    gc.freeze()
+    try:
+        trainers_of = [mgpu.Trainer(one, "sgd", {"learning_rate": 0.1}) for one in nets]
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    for one, trainer in zip(nets, trainers_of):
+        for _ in range(2):
+            step(one, trainer, X, y)
+    assert_same(weights_of(nets[0]), weights_of(nets[1]), atol=1e-6)
+
+
+def test_one_large_parameter_in_full_and_partial_steps():
+    class Pair(nn.Block):
+        def __init__(self):
+            super().__init__()
+            self.a = self.params.get("a", shape=(2**17,), init="ones")
+            self.b = self.params.get("b", shape=(8,), init="ones")
+
+        def forward(self, x, both):
+            return self.a.data(x.context).sum() + (self.b.data(x.context).sum() if both else 0)
+
+    net = Pair()
+    net.initialize(ctx=CTX)
+    net.a.lr_mult = 0.5
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    for both in (True, False, True, False):
+        with autograd.record():
+            losses = [net(mx.nd.ones((1,), ctx=context), both) for context in CTX]
+        autograd.backward(losses)
+        trainer.step(2, ignore_stale_grad=True)
+    np.testing.assert_allclose(net.a.data(CTX[1]).asnumpy(), 0.8, rtol=1e-5)
+    np.testing.assert_allclose(net.b.data(CTX[0]).asnumpy(), 0.8, rtol=1e-5)
+
+
+def test_grouping_anew_leaves_no_sums_behind():
+    net = nn.Sequential()
+    for _ in range(4):
+        net.add(nn.Dense(8, in_units=8))
+    net.initialize(ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
+    rng = np.random.RandomState(0)
+    held = []
+    for _ in range(30):
+        for layer in net:
+            layer.collect_params().setattr("lr_mult", float(rng.randint(1, 4)))
+        with autograd.record():
+            losses = [net(mx.nd.ones((2, 8), ctx=context)).sum() for context in CTX]
+        autograd.backward(losses)
+        trainer.step(4)
+        held.append(len(trainer._reduction._keys))
+    assert max(held) <= 8
+
+
+def test_a_copied_network_has_no_trainer():
+    net = two_layers()
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    sum_step(net, trainer)
+    copied = copy.deepcopy(net)
+    before = weights_of(net)
+    assert_same(weights_of(copied), before)
+    assert copied[0].weight._trainer is None
+    sum_step(net, trainer)
+    assert_same(weights_of(copied), before)
+    pickle.loads(pickle.dumps(net))
+
+
+def test_whole_numbers_that_are_not_learnt_are_not_averaged():
+    net = nn.BatchNorm(in_channels=2)
+    net.counter = net.params.get("counter", shape=(1,), dtype="int32", differentiable=False, init="zeros", grad_req="null")
+    net.initialize(ctx=CTX)
+    for context, value in zip(CTX, (2**30, 2**30)):
+        net.counter.data(context)[:] = value
+        net.running_mean.data(context)[:] = 1.0 if context == CTX[0] else 3.0
+    mgpu.average_running_stats(net)
+    assert [net.counter.data(context).asscalar() for context in CTX] == [2**30, 2**30]
+    assert net.running_mean.data(CTX[1]).asnumpy().tolist() == [2.0, 2.0]
+
+
+def test_a_scalar_of_np_takes_part_with_zero_where_a_device_is_idle():
+    mx.npx.set_np()
+    try:
+
+        class One(mx.init.Initializer):
+            def _init_weight(self, _, array):
+                array[()] = 1
+
+        class Scaled(nn.Block):
+            def __init__(self):
+                super().__init__()
+                self.scale = self.params.get("scale", shape=(), init=One())
+                self.dense = nn.Dense(1, in_units=1, use_bias=False)
+
+            def forward(self, x):
+                return self.dense(x) * self.scale.data(x.ctx)
+
+        net = Scaled()
+        net.initialize(mx.init.One(), ctx=CTX)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+        for contexts in (CTX, CTX[:1]):
+            with autograd.record():
+                losses = [net(mx.np.ones((1, 1), ctx=context)).sum() for context in contexts]
+            autograd.backward(losses)
+            trainer.step(len(contexts))
+        assert mgpu.replica_difference(net) == 0.0
+        assert float(net.scale.data(CTX[1])) == pytest.approx(0.9 - 0.1 * 0.9)
+    finally:
+        mx.npx.reset_np()

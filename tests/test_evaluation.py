@@ -219,3 +219,23 @@ def test_labels_that_are_not_as_many_are_refused(devices):
     with pytest.raises(ShardError, match="got 2 examples in .* and 3 in ") as caught:
         mgpu.evaluate(linear_net(devices), [(X, np.zeros(3))])
     assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_an_iterator_may_write_each_batch_into_the_arrays_of_the_one_before(num_devices):
+    """As MXNet's own iterators do: the metrics see a batch when later ones are on their way."""
+    ctx = [mx.cpu(i) for i in range(num_devices)]
+    rng = np.random.RandomState(0)
+    features, labels = rng.rand(40, 8, 5).astype("float32"), rng.randint(0, 5, (40, 8))
+    net = mx.gluon.nn.Dense(5, in_units=5)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+
+    def recycling():
+        X, y = mx.nd.zeros((8, 5)), mx.nd.zeros((8,))
+        for one, other in zip(features, labels):
+            X[:], y[:] = one, other
+            yield X, y
+
+    weight, bias = net.weight.data(ctx[0]).asnumpy(), net.bias.data(ctx[0]).asnumpy()
+    right = ((features @ weight.T + bias).argmax(axis=2) == labels).mean()
+    assert mgpu.evaluate_accuracy_gpus(net, recycling()) == pytest.approx(right)

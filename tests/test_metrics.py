@@ -225,3 +225,19 @@ def test_a_sum_without_dimensions_is_a_sum():
         assert sums.read() == {"sum": 2.0}
     finally:
         mx.npx.reset_np()
+
+
+def test_arrays_may_be_written_again_after_they_were_added():
+    sums = mgpu.DeviceSums([mgpu.accuracy])
+    output, label = mx.nd.array([[0.0, 1.0]]), mx.nd.array([1])
+    sums.add_shard(output, label)
+    output[:], label[:] = 0, 0
+    assert sums.read() == {"accuracy": 1.0}
+
+
+def test_shards_of_many_forms_are_held_within_one_bound():
+    sums = mgpu.DeviceSums([mgpu.accuracy])
+    for width in range(2, 40):
+        sums.add_shard(mx.nd.ones((1000, width, 4)), mx.nd.zeros((1000, 4)))
+    assert sum(held.num_bytes for held in sums._pairs.values()) <= 2**23 + 8 * 1000 * 40 * 4
+    assert sums.read() == {"accuracy": 1.0}

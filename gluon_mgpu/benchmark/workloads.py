@@ -142,9 +142,9 @@ def _environment(contender: str, num_devices: int = 0, *, threads: int = 0) -> D
     """Return what a contender's process is told. Without a number of devices, each context has one thread.
 
     The loops on MXNet are told what importing gluon_mgpu settles, so that their code makes the difference. d2l, and
-    gluon-defaults, are run as published: without settings.
+    gluon-defaults, are run as published: without settings; ours, on one context with all cores, settles that itself.
     """
-    if contender in ("d2l", "gluon-defaults"):
+    if contender in ("d2l", "gluon-defaults") or (contender in ("ours", "ours-static") and num_devices == 1 and not threads):
         return {}
     told = {"OMP_NUM_THREADS": str(threads or (_threads(num_devices) if num_devices else 1))}
     if contender in ("ours", "ours-static"):

@@ -98,22 +98,22 @@ def plot_lines(panels: Dict[str, Dict[str, List[Tuple[float, float, float, float
     panels : dict of title -> dict of label -> points (x, median, low, high)
     xlabel, ylabel : str
     """
-    made = figure(5 * len(panels), 4.2)
+    made = figure(5 * len(panels), 4.6)
+    drawn: Dict[str, Any] = {}
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     places = sorted({point[0] for lines in panels.values() for points in lines.values() for point in points})
     for axes, (title, lines) in zip(made.subplots(1, len(panels), squeeze=False)[0], panels.items()):
         for label, points in lines.items():
             xs, medians, lows, highs = zip(*points)
             below_above = [[m - low for m, low in zip(medians, lows)], [high - m for m, high in zip(medians, highs)]]
-            axes.errorbar(xs, medians, below_above, marker=".", capsize=3, label=label, color=f"C{labels.index(label)}")
+            drawn[label] = axes.errorbar(xs, medians, below_above, marker=".", capsize=3, color=f"C{labels.index(label)}")
         axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel, title=title)
         axes.set_xticks(places)
         axes.set_xticks([], minor=True)
         axes.set_xticklabels([f"{place:g}" for place in places])
         axes.grid(alpha=0.3)
-        if lines:
-            axes.legend(fontsize=8)
-    made.tight_layout()
+    made.tight_layout(rect=(0, 0.1, 1, 1))
+    made.legend(list(drawn.values()), list(drawn), loc="lower center", ncol=5, fontsize=8)  # below, where no line is
     return made
 
 

@@ -86,16 +86,21 @@ class Replicas:
         self._all: List[Buffer] = []
         self._flags = Flags([])
         self._settled = False  # with all shapes known
+        self._asked = False  # for them, by know_shapes
         self._before: List[Leaf] = []  # weights before they got their places, for the next steps
         self._num_steps_before = 0
         if has_values(self.params):
             self._settle()
 
     def know_shapes(self) -> bool:
-        """Return whether all shapes are known, and give the parameters their places when they come to be."""
+        """Return whether all shapes are known, and give the parameters their places when they come to be.
+
+        Asked again, it says yes: what one batch has left without a shape is not used.
+        """
         if not self._settled and has_values(self.params):
             self._settle()
-        return self._settled
+        asked_before, self._asked = self._asked, True
+        return self._settled or asked_before
 
     def check_unmoved(self) -> None:
         """Raise `TrainerError` if a parameter was put on other devices since, initialised again, or cast.

@@ -175,7 +175,9 @@ class Trainer(gluon.Trainer):
                 f"Trainer.update: got gradients that were not summed over {len(self.contexts)} devices; need allreduce_grads() "
                 "before. Call step(), which does both."
             )
-        self._apply(self._replicas.collect(ignore_stale_grad), batch_size)
+        buffers = self._replicas.collect(ignore_stale_grad)
+        self._replicas.mark_used(buffers)
+        self._apply(buffers, batch_size)
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
         """Return what training holds on each device, in bytes, beside the network's own activations.
@@ -270,7 +272,6 @@ class Trainer(gluon.Trainer):
             self._optimizer.rescale_grad = self._scale / batch_size
             self._clip(buffers)
             self._update.apply(buffers)
-        self._replicas.mark_used(buffers)
         self._summed = None
 
     def __reduce__(self) -> Any:

@@ -120,3 +120,24 @@ def test_a_failure_names_shard_and_device(hybridize):
         mgpu.train_batch(net, LOSS, trainer, np.ones((6, 7)), np.zeros(6))
     assert_house_style(caught.value)
     assert isinstance(caught.value.__cause__, mx.MXNetError)
+
+
+def test_a_layer_that_no_batch_reaches_costs_one_look():
+    """The first batch is passed through in prediction mode to learn the shapes; what it leaves open stays open."""
+
+    class Lazy(mx.gluon.nn.HybridSequential):
+        predicted = 0
+
+        def forward(self, x):
+            Lazy.predicted += not mx.autograd.is_training()
+            return self[0](x)
+
+    net = Lazy()
+    net.add(mx.gluon.nn.Dense(1), mx.gluon.nn.Dense(1))
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, "sgd")
+    for _ in range(3):
+        X = np.ones((4, 2), "float32")
+        mgpu.train_batch(net, mx.gluon.loss.L2Loss(), trainer, X, X[:, :1], ignore_stale_grad=True)
+    assert Lazy.predicted == 1
+    assert mgpu.replica_difference(net[0]) == 0.0

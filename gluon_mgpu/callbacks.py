@@ -16,8 +16,8 @@ from mxnet import gluon
 from .checkpoint import save_checkpoint
 from .epoch import EpochProgress
 from .errors import TrainerError
+from .parameters import has_values
 from .plots import figure, plot_history, save
-from .replicas import has_values
 from .trainer import Trainer
 
 Row = Dict[str, float]

@@ -13,7 +13,8 @@ from mxnet import gluon
 
 from .errors import StateError
 from .evaluation import devices_of
-from .replicas import average_running_stats, has_values, shape_fits
+from .parameters import has_values, shape_fits
+from .replicas import average_running_stats
 from .trainer import Trainer
 
 _PARAMS, _STATES, _PROGRESS = _FILES = "net.params", "trainer.states", "progress.json"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, MutableSet, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, MutableSet, Optional, Sequence, Tuple
 from weakref import WeakSet
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, gluon
+from mxnet import gluon
 
 from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
 from .calls import Flags
 from .errors import StaleGradientError, TrainerError
 from .nested import Leaf, num_bytes
-
-Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
+from .parameters import Params, common_contexts, has_values, named_params
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +70,11 @@ class Replicas:
     """
 
     def __init__(self, params: Params, *, bucket_bytes: int = BUCKET_BYTES, static_graph: bool = False) -> None:
-        named = _named(params)
+        named = named_params(params)
         self.names = list(named)
         self.structural = isinstance(params, gluon.Block)
         self.params = list(named.values())
-        self.contexts = _common_contexts(named)
+        self.contexts = common_contexts(named)
         self._bucket_bytes = bucket_bytes
         self._static_graph = static_graph
         self._initialised: Dict[int, Tuple[Any, Any]] = {}  # of each parameter: what Gluon makes anew when it initialises, dtype
@@ -344,7 +343,7 @@ def average_running_stats(params: Params) -> None:
     """
     # Not differentiable is how Gluon marks them; a frozen weight has grad_req "null" but is differentiable.
     # Counters and masks, of whole numbers, are none of BatchNorm's.
-    unlearnt = [param for param in _named(params).values() if not param._differentiable and len(param._data or []) > 1]
+    unlearnt = [param for param in named_params(params).values() if not param._differentiable and len(param._data or []) > 1]
     stats = [param for param in unlearnt if np.issubdtype(np.dtype(param.dtype), np.floating)]
     if not stats:
         return
@@ -355,18 +354,6 @@ def average_running_stats(params: Params) -> None:
         mean = (sum(wide[1:], wide[0]) / len(arrays)).astype(arrays[0].dtype)
         for array in arrays:
             mean.copyto(array)
-
-
-def shape_fits(saved: Optional[Sequence[int]], wanted: Optional[Sequence[int]]) -> bool:
-    """Return whether two shapes are equal, but for what is not known yet: 0 or -1, or no shape at all."""
-    if not saved or not wanted:
-        return True
-    return len(saved) == len(wanted) and all(a == b or a in (0, -1) or b in (0, -1) for a, b in zip(saved, wanted))
-
-
-def has_values(params: Params) -> bool:
-    """Return whether every parameter has values: one whose shape the first batch decides has none before it."""
-    return all(param._data is not None for param in _named(params).values())
 
 
 def replica_difference(params: Params) -> float:
@@ -382,59 +369,13 @@ def replica_difference(params: Params) -> float:
     0.0
     """
     largest = 0.0
-    for param in _named(params).values():
+    for param in named_params(params).values():
         if param._differentiable and param._data:
             first, *others = [array.asnumpy() for array in param.list_data()]
             for other in others:
                 if not np.array_equal(first, other):
                     largest = max(largest, float(np.abs(first.astype(np.float64) - other).max()))
     return largest
-
-
-def _named(params: Params) -> Dict[str, gluon.Parameter]:
-    if isinstance(params, gluon.Block):
-        first_names: Dict[int, str] = {}  # a tied parameter has several structural names; the first one stands
-        for name, param in params._collect_params_with_prefix().items():
-            first_names.setdefault(id(param), name)
-        return {first_names.get(id(param), param.name): param for param in params.collect_params().values()}
-    if isinstance(params, (gluon.ParameterDict, dict)):
-        named: Dict[str, Any] = dict(params.items())
-    elif isinstance(params, (list, tuple)):
-        named = {getattr(param, "name", str(i)): param for i, param in enumerate(params)}
-        if len(named) < len(params):
-            raise TrainerError(
-                f"Trainer: got {len(params)} parameters with {len(named)} names; need different ones. Pass each once, and "
-                "give networks different prefixes."
-            )
-    else:
-        raise TrainerError(
-            f"Trainer: got {type(params).__name__} as the parameters; need a Block, a dict or a list of "
-            "Parameters. Pass the network."
-        )
-    for name, param in named.items():
-        if not isinstance(param, gluon.Parameter):
-            raise TrainerError(
-                f"Trainer: got {type(param).__name__} for {name}; need a gluon.Parameter. Pass net or net.collect_params()."
-            )
-    return named
-
-
-def _common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
-    if not named:
-        raise TrainerError("Trainer: got no parameters; need at least one. Pass a network that has layers.")
-    contexts: List[Context] = []
-    for name, param in named.items():
-        if param._data is None and not param._deferred_init:
-            raise TrainerError(
-                f"Trainer: got {name} not initialised; need values on the devices. Call net.initialize(ctx=ctx) first."
-            )
-        contexts = contexts or list(param.list_ctx())
-        if param.list_ctx() != contexts:
-            raise TrainerError(
-                f"Trainer: got {name} on {param.list_ctx()} and others on {contexts}; need all parameters on the same devices. "
-                "Call net.collect_params().reset_ctx(ctx)."
-            )
-    return contexts
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:

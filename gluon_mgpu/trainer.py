@@ -16,8 +16,9 @@ from .buckets import BUCKET_BYTES
 from .devices import check_contexts
 from .errors import StateError, TrainerError
 from .nested import is_device_array
+from .parameters import Params, shape_fits
 from .reduction import Reduction, clip_global_norm
-from .replicas import Buffer, Params, Replicas, shape_fits
+from .replicas import Buffer, Replicas
 from .update import Update, filled
 
 _FORMAT = "gluon_mgpu.Trainer"

@@ -9,28 +9,9 @@ from .. import runtime
 from .case import Case
 from .compare import Row
 
-STEP_CONTENDERS = (
-    "ours",
-    "ours-static",
-    "gluon",
-    "gluoncv",
-    "gluoncv-threads",
-    "d2l",
-    "torch",
-    "torch-compile",
-    "torch-ddp",
-)
-TRAIN_CONTENDERS = (
-    "ours",
-    "gluon",
-    "gluon-defaults",
-    "gluoncv",
-    "gluoncv-threads",
-    "d2l",
-    "torch",
-    "torch-compile",
-    "torch-ddp",
-)
+_OTHERS = ("gluoncv", "gluoncv-threads", "d2l", "torch", "torch-compile", "torch-ddp")
+STEP_CONTENDERS = ("ours", "ours-static", "gluon", *_OTHERS)
+TRAIN_CONTENDERS = ("ours", "gluon", "gluon-defaults", *_OTHERS)
 EVALUATE_CONTENDERS = ("ours", "gluon", "d2l", "torch", "torch-compile")
 SIZE_CONTENDERS = ("ours", "ours-static", "gluon")
 CONTENDERS = tuple(dict.fromkeys(STEP_CONTENDERS + TRAIN_CONTENDERS + EVALUATE_CONTENDERS + SIZE_CONTENDERS))

@@ -1,0 +1,83 @@
+"""What is passed as the parameters of a network: their names, devices, and whether they have values."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+from mxnet import Context, gluon
+
+from .errors import TrainerError
+
+Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
+
+
+def named_params(params: Params) -> Dict[str, gluon.Parameter]:
+    """Return parameters by name, in structural order: by structural name (`0.weight`) for a Block, by their own otherwise.
+
+    Raises
+    ------
+    TrainerError
+        They are not parameters, or two have one name.
+    """
+    if isinstance(params, gluon.Block):
+        first_names: Dict[int, str] = {}  # a tied parameter has several structural names; the first one stands
+        for name, param in params._collect_params_with_prefix().items():
+            first_names.setdefault(id(param), name)
+        return {first_names.get(id(param), param.name): param for param in params.collect_params().values()}
+    if isinstance(params, (gluon.ParameterDict, dict)):
+        named: Dict[str, Any] = dict(params.items())
+    elif isinstance(params, (list, tuple)):
+        named = {getattr(param, "name", str(i)): param for i, param in enumerate(params)}
+        if len(named) < len(params):
+            raise TrainerError(
+                f"Trainer: got {len(params)} parameters with {len(named)} names; need different ones. Pass each once, and "
+                "give networks different prefixes."
+            )
+    else:
+        raise TrainerError(
+            f"Trainer: got {type(params).__name__} as the parameters; need a Block, a dict or a list of "
+            "Parameters. Pass the network."
+        )
+    for name, param in named.items():
+        if not isinstance(param, gluon.Parameter):
+            raise TrainerError(
+                f"Trainer: got {type(param).__name__} for {name}; need a gluon.Parameter. Pass net or net.collect_params()."
+            )
+    return named
+
+
+def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
+    """Return the devices that all of these parameters are on.
+
+    Raises
+    ------
+    TrainerError
+        There is no parameter, one is not initialised, or they are on different devices.
+    """
+    if not named:
+        raise TrainerError("Trainer: got no parameters; need at least one. Pass a network that has layers.")
+    contexts: List[Context] = []
+    for name, param in named.items():
+        if param._data is None and not param._deferred_init:
+            raise TrainerError(
+                f"Trainer: got {name} not initialised; need values on the devices. Call net.initialize(ctx=ctx) first."
+            )
+        contexts = contexts or list(param.list_ctx())
+        if param.list_ctx() != contexts:
+            raise TrainerError(
+                f"Trainer: got {name} on {param.list_ctx()} and others on {contexts}; need all parameters on the same devices. "
+                "Call net.collect_params().reset_ctx(ctx)."
+            )
+    return contexts
+
+
+def has_values(params: Params) -> bool:
+    """Return whether every parameter has values: one whose shape the first batch decides has none before it."""
+    return all(param._data is not None for param in named_params(params).values())
+
+
+def shape_fits(saved: Optional[Sequence[int]], wanted: Optional[Sequence[int]]) -> bool:
+    """Return whether two shapes are equal, but for what is not known yet: 0 or -1, or no shape at all."""
+    if not saved or not wanted:
+        return True
+    return len(saved) == len(wanted) and all(a == b or a in (0, -1) or b in (0, -1) for a, b in zip(saved, wanted))

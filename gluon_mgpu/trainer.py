@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
@@ -269,7 +270,12 @@ class Trainer(gluon.Trainer):
 
     def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
         scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
-        if scaler is None or not scaler.has_overflow(self._params):
+        # It asks whatever has gradients: a buffer stands for all its parameters.
+        if (
+            scaler is None
+            or not buffers
+            or not scaler.has_overflow([SimpleNamespace(_grad=buffer.gradients) for buffer in buffers])
+        ):
             self._optimizer.rescale_grad = self._scale / batch_size
             self._clip(buffers)
             self._update.apply(buffers)

@@ -6,14 +6,14 @@ import math
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 
 from .errors import NonFiniteLossError, StepError, TrainerError
 from .metrics import DeviceSums, Metrics
-from .nested import Leaf, is_device_array
+from .nested import Leaf, is_device_array, leaves, map_leaves
 from .prefetch import NUM_HELD, Buffers, as_pair
 from .step import Batch
 
@@ -106,6 +106,7 @@ def run_epoch(
     started = reported = time.perf_counter()
     num_batches = num_examples = 0  # that have been added up
     stopped = False
+    keeps = isinstance(data_iter, (list, tuple, mx.gluon.data.DataLoader))  # every batch, in memory of its own
 
     def report() -> EpochProgress:
         means = _checked(operation, unread or queued, sums.read)
@@ -133,7 +134,7 @@ def run_epoch(
         X, y = as_pair(item, operation)
         with _naming(operation, step, "; need data that the network and the loss take. Try them on one batch."), buffers.used():
             batch = run_batch(X, y)
-        queued.append((step, batch))
+        queued.append((step, batch if keeps else _owning(batch, y)))
         if len(queued) > max_inflight:
             _checked(operation, queued, lambda: _wait(queued[0][1]))
             add_oldest()
@@ -160,6 +161,22 @@ def _naming(operation: str, step: int, advice: str) -> Iterator[None]:
     except (StepError, mx.MXNetError) as error:
         told = _told(error) + ("" if isinstance(error, StepError) else advice)
         raise StepError(f"{operation}: got an error at step {step}: {told}") from (error.__cause__ or error)
+
+
+def _owning(batch: Batch, label: Any) -> Batch:
+    """Return a batch with its labels copied where they may share the memory of what the iterator gave.
+
+    Metrics look at them when later batches are on their way already, and MXNet's own iterators write each batch into the arrays
+    of the one before.
+    """
+    shared = {leaf.context for _, leaf in leaves(label) if is_device_array(leaf)}
+    if not shared:
+        return batch
+
+    def own(_: str, leaf: Leaf) -> Leaf:
+        return leaf.copy() if is_device_array(leaf) and leaf.context in shared else leaf
+
+    return replace(batch, labels=[map_leaves(own, shard) for shard in batch.labels])
 
 
 def _wait(batch: Batch) -> None:

@@ -116,8 +116,9 @@ def split_data(
     """
     if isinstance(num_slice, bool) or not isinstance(num_slice, (int, np.integer)) or num_slice < 1:
         raise ShardError(f"split_data: got {num_slice!r} slices; need 1 or more. Pass the number of devices.")
-    bounds = _plan("split_data", data, int(num_slice), batch_axis, even_split, weights)
-    return [_slice(data, begin, end, batch_axis) for begin, end in bounds if end > begin]
+    found = _leaves(data, batch_axis)
+    bounds = _plan("split_data", found, int(num_slice), batch_axis, even_split, weights)
+    return [_like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) for begin, end in bounds if end > begin]
 
 
 def split_and_load(
@@ -273,20 +274,40 @@ def _split(
     dtype: Optional[str],
 ) -> List[Any]:
     check_contexts(contexts, operation)
-    bounds = _plan(operation, data, len(contexts), batch_axis, even_split, weights)
+    found = _leaves(data, batch_axis)
+    bounds = _plan(operation, found, len(contexts), batch_axis, even_split, weights)
 
     def shard(begin: int, end: int, ctx: Context) -> Any:
-        return map_leaves(
-            lambda path, leaf, axis: _load(operation, path, _slice_leaf(leaf, begin, end, axis), ctx, dtype), data, batch_axis
-        )
+        parts = [_load(operation, path, _slice_leaf(leaf, begin, end, axis), ctx, dtype) for path, leaf, axis in found]
+        return _like(data, parts)
 
     return [shard(begin, end, context) for (begin, end), context in zip(bounds, contexts) if end > begin]
 
 
+def _leaves(data: Any, batch_axis: Any) -> List[Tuple[str, Leaf, Any]]:
+    """Return every leaf's path, the leaf, and its batch axis."""
+    found: List[Tuple[str, Leaf, Any]] = []
+    map_leaves(lambda path, leaf, axis: found.append((path, leaf, axis)), data, batch_axis)
+    return found
+
+
+def _like(data: Any, parts: Sequence[Leaf]) -> Any:
+    """Return data of this form with these leaves."""
+    if type(data) is tuple and all(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in data):
+        return tuple(parts)  # as below, at once for the usual (X, y)
+    rest = iter(parts)
+    return map_leaves(lambda path, leaf: next(rest), data)
+
+
 def _plan(
-    operation: str, data: Any, num_shards: int, batch_axis: Any, even_split: bool, weights: Optional[Sequence[float]]
+    operation: str,
+    found: Sequence[Tuple[str, Leaf, Any]],
+    num_shards: int,
+    batch_axis: Any,
+    even_split: bool,
+    weights: Optional[Sequence[float]],
 ) -> List[Bounds]:
-    num_examples = _batch_size(operation, data, batch_axis)
+    num_examples = _batch_size(operation, found)
     if even_split and weights is None and num_examples % num_shards:
         raise ShardError(
             f"{operation}: got a batch of {num_examples} along axis {batch_axis} for {num_shards} devices with "
@@ -296,9 +317,8 @@ def _plan(
     return list(zip([0] + ends[:-1], ends))
 
 
-def _batch_size(operation: str, data: Any, batch_axis: Any) -> int:
-    sizes: List[Tuple[str, int]] = []
-    map_leaves(lambda path, leaf, axis: sizes.append((path, _length(operation, path, leaf, axis))), data, batch_axis)
+def _batch_size(operation: str, found: Sequence[Tuple[str, Leaf, Any]]) -> int:
+    sizes = [(path, _length(operation, path, leaf, axis)) for path, leaf, axis in found]
     if not sizes:
         raise ShardError(f"{operation}: got no array in the batch; need at least one. Pass the features and labels.")
     path, num_examples = sizes[0]
@@ -321,10 +341,6 @@ def _length(operation: str, path: str, leaf: Leaf, axis: Any) -> int:
             "Arrays without examples do not belong in the batch."
         )
     return int(shape[axis])
-
-
-def _slice(data: Any, begin: int, end: int, batch_axis: Any) -> Any:
-    return map_leaves(lambda _, leaf, axis: _slice_leaf(leaf, begin, end, axis), data, batch_axis)
 
 
 def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:

@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import Context, MXNetError, autograd, gluon
 
 from .errors import ShardError, StepError, TrainerError
-from .nested import Leaf, is_device_array, leaves, map_leaves
+from .nested import Leaf, is_device_array, leaves
 from .sharding import split_batch
 from .trainer import Trainer
 
@@ -23,7 +23,7 @@ class Batch:
     Attributes
     ----------
     outputs, labels : list
-        One item a shard, as the network and the split returned them.
+        One item a shard, as the network and the split returned them. A label may share the memory of the batch that it is of.
     losses : list of NDArray, shapes (shard size, ...)
         Empty after `eval_batch` without a loss.
     num_examples : int
@@ -107,7 +107,7 @@ def train_batch(
     num_examples = _count("train_batch", split_f, losses, y, ys)
     backward(losses)
     trainer.step(num_examples, ignore_stale_grad)
-    return Batch(outputs, _own(y, ys), losses, num_examples)
+    return Batch(outputs, ys, losses, num_examples)
 
 
 def eval_batch(
@@ -134,7 +134,7 @@ def eval_batch(
     with autograd.pause(train_mode=False):
         outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
     num_examples = _count("eval_batch", split_f, losses, y, ys) if losses else _num_labels(ys)
-    return Batch(outputs, _own(y, ys), losses, num_examples)
+    return Batch(outputs, ys, losses, num_examples)
 
 
 def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
@@ -144,22 +144,6 @@ def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -
         found = f"{len(shards[0])} shards of features and {len(shards[1])} of labels" if pair else type(shards).__name__
         raise ShardError(f"split_f: got {found}; need as many of each, 1 or more. Return (list of X shards, list of y shards).")
     return list(shards[0]), list(shards[1])
-
-
-def _own(label: Any, shards: List[Any]) -> List[Any]:
-    """Return the labels' shards, copied where they may share the batch's memory.
-
-    Metrics look at them when later batches are on their way already, and MXNet's own iterators write each batch into the arrays
-    of the one before.
-    """
-    shared = {leaf.context for _, leaf in leaves(label) if is_device_array(leaf)}
-    if not shared:
-        return shards
-
-    def own(_: str, leaf: Leaf) -> Leaf:
-        return leaf.copy() if is_device_array(leaf) and leaf.context in shared else leaf
-
-    return [map_leaves(own, shard) for shard in shards]
 
 
 def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Leaf]]:

@@ -11,10 +11,10 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
+from .batchnorm import settle_batch_norm
 from .errors import StateError
 from .evaluation import devices_of
 from .parameters import has_values, shape_fits
-from .replicas import average_running_stats
 from .trainer import Trainer
 
 _PARAMS, _STATES, _PROGRESS = _FILES = "net.params", "trainer.states", "progress.json"
@@ -57,7 +57,7 @@ def save_checkpoint(
             f"replaced as a whole. Pass {folder / 'checkpoint'}, say."
         )
     new, old = _beside(folder, "new"), _beside(folder, "old")
-    average_running_stats(net)
+    settle_batch_norm(net)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:

@@ -6,10 +6,10 @@ from typing import Any, Dict, Iterable, List, Optional
 
 from mxnet import Context, gluon
 
+from .batchnorm import settle_batch_norm
 from .epoch import EpochProgress, run_epoch
 from .errors import TrainerError
 from .metrics import Metrics, accuracy
-from .replicas import average_running_stats
 from .sharding import split_batch
 from .step import SplitFunction, eval_batch
 
@@ -57,7 +57,8 @@ def evaluate(
     Parameters
     ----------
     net : gluon.Block
-        Initialised on one or more devices. BatchNorm's running statistics are averaged over them first.
+        Initialised on one or more devices. BatchNorm's running statistics are averaged over them first, but for
+        `set_batch_norm(net, "local")`.
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
     metrics : sequence of functions, or dict name -> function
@@ -89,7 +90,7 @@ def run_evaluation(
 ) -> EpochProgress:
     """Evaluate, with the options of `run_epoch`; `evaluate` without, and `fit` with a way to stop, call this."""
     devices = devices_of(net)
-    average_running_stats(net)
+    settle_batch_norm(net)
     return run_epoch(
         data_iter,
         lambda X, y: eval_batch(net, X, y, devices, loss=loss, split_f=split_f),

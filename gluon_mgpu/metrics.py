@@ -137,6 +137,9 @@ class DeviceSums:
         """Add what every metric says of a batch, and its losses, where it has some, as `loss`."""
         for output, label in zip(batch.outputs, batch.labels):
             self._add_shard(output, label)
+        if batch.losses and batch.num_units is not None:  # the mean is over what the loss counts, not over its numbers
+            more = batch.num_units - sum(losses.size for losses in batch.losses)
+            self._counts["loss"] = self._counts.get("loss", 0) + more
         for losses in batch.losses:
             held = self._losses.setdefault((losses.context, losses.shape[1:], losses.dtype), Shards())
             if held.add(losses):

@@ -142,3 +142,46 @@ def plot_ranges(groups: Dict[str, Dict[str, Tuple[float, float, float]]], ylabel
     subplots[0].set_ylabel(ylabel)
     made.tight_layout()
     return made
+
+
+def plot_batch_sizes(
+    rates: Sequence[Tuple[float, float, float, float]],
+    memory: Sequence[Tuple[float, float, bool]],
+    *,
+    limit_gib: float,
+    recommended: float,
+) -> Any:
+    """Return a figure of batch sizes: examples/s with their ranges on the left, memory and its limit on the right.
+
+    Parameters
+    ----------
+    rates : sequence of (batch size, median, low, high)
+        Of the batches that fit.
+    memory : sequence of (batch size, GiB, whether it fits)
+    limit_gib : float
+    recommended : float
+        The batch size that is marked.
+    """
+    made = figure(10, 4)
+    left, right = made.subplots(1, 2)
+    sizes, medians, lows, highs = zip(*sorted(rates))
+    below_above = [[m - low for m, low in zip(medians, lows)], [high - m for m, high in zip(medians, highs)]]
+    left.errorbar(sizes, medians, below_above, marker=".", capsize=3)
+    left.axvline(recommended, linestyle=":", color="tab:green", label=f"recommended: {recommended:g}")
+    left.set(xlabel="batch size", ylabel="examples/s", title="speed: median and range", ylim=(0, 1.1 * max(highs)))
+    for fits, marker, color, label in ((True, ".", "tab:blue", "fits"), (False, "x", "tab:red", "does not fit")):
+        points = sorted((size, gib) for size, gib, does in memory if does is fits)
+        if points:
+            right.plot(*zip(*points), marker=marker, color=color, linestyle="-" if fits else "", label=label)
+    right.axhline(limit_gib, linestyle="--", color="gray", label="limit")
+    right.set(xlabel="batch size", ylabel="GiB", title="memory")
+    right.set_ylim(0, 1.1 * max(limit_gib, *(gib for _, gib, _ in memory)))
+    places = sorted(size for size, _, _ in memory)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(places[0] / 1.3, places[-1] * 1.3)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    made.tight_layout()
+    return made

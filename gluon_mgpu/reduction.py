@@ -157,6 +157,42 @@ def all_finite(gradients: Sequence[Leaf]) -> Leaf:
     return finite
 
 
+def global_norm(gradients: Sequence[Leaf]) -> Leaf:
+    """Return the common 2-norm of one device's gradients, without waiting.
+
+    Parameters
+    ----------
+    gradients : sequence of NDArray on one device, any shapes
+
+    Returns
+    -------
+    NDArray, shape (1,)
+        float32, on that device.
+
+    Examples
+    --------
+    >>> global_norm([mx.nd.array([3.0]), mx.nd.array([[4.0]])]).asscalar()
+    5.0
+    """
+    classic = [gradient.as_nd_ndarray() for gradient in gradients]
+    squares: List[Leaf] = [mx.nd.sum(mx.nd.square(gradient.astype("float32", copy=False))).reshape((1,)) for gradient in classic]
+    return mx.nd.sqrt(mx.nd.add_n(*squares))
+
+
+def clip_values(gradients: Sequence[Leaf], most: float) -> None:
+    """Cut the elements of one device's gradients to -most .. most, in place, without waiting. NaN stays NaN.
+
+    Examples
+    --------
+    >>> g = mx.nd.array([-3.0, 0.5, 2.0])
+    >>> clip_values([g], 1.0)
+    >>> g.asnumpy().tolist()
+    [-1.0, 0.5, 1.0]
+    """
+    for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
+        mx.nd.clip(gradient, -most, most, out=gradient)
+
+
 def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
     """Scale one device's gradients so that their common 2-norm is at most `max_norm`, without waiting.
 
@@ -182,14 +218,12 @@ def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
 
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
     """
-    classic = [gradient.as_nd_ndarray() for gradient in gradients]
-    squares: List[Leaf] = [mx.nd.sum(mx.nd.square(gradient.astype("float32", copy=False))).reshape((1,)) for gradient in classic]
-    norm = mx.nd.sqrt(mx.nd.add_n(*squares))
+    norm = global_norm(gradients)
     # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero
     scale = max_norm / mx.nd.maximum(norm, max_norm)
     # by 1 where the norm is not finite: what lies between parameters in a bucket is 0, and must not become NaN for good
     scale = mx.nd.where(norm <= _LARGEST, scale, mx.nd.ones_like(scale))
-    for gradient in classic:
+    for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
         factor = scale.astype(gradient.dtype, copy=False).reshape((1,) * len(gradient.shape))
         mx.nd.broadcast_mul(gradient, factor, out=gradient)
     return norm

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, MutableSet, Optional, Sequence, Tuple
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Dict, Iterable, List, MutableSet, Optional, Sequence, Set, Tuple
 from weakref import WeakSet
 
 import mxnet as mx
 import numpy as np
-from mxnet import gluon
+from mxnet import autograd, gluon
 
+from .accumulation import Accumulation
 from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
 from .calls import Flags
 from .errors import StaleGradientError, TrainerError
 from .nested import Leaf, num_bytes
 from .parameters import Params, common_contexts, has_values, named_params
+
+logger = logging.getLogger("gluon_mgpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,8 @@ class Replicas:
         See `buckets.place`.
     static_graph : bool
         Every step uses the same parameters, which stay as they are: look at one of them on each device instead of at all.
+    find_unused : bool
+        Leave out parameters that got no gradient on any device, and log their names once, instead of raising.
 
     Attributes
     ----------
@@ -69,7 +75,9 @@ class Replicas:
         The parameters are not parameters, not initialised, or not all on the same devices.
     """
 
-    def __init__(self, params: Params, *, bucket_bytes: int = BUCKET_BYTES, static_graph: bool = False) -> None:
+    def __init__(
+        self, params: Params, *, bucket_bytes: int = BUCKET_BYTES, static_graph: bool = False, find_unused: bool = False
+    ) -> None:
         named = named_params(params)
         self.names = list(named)
         self.structural = isinstance(params, gluon.Block)
@@ -77,6 +85,8 @@ class Replicas:
         self.contexts = common_contexts(named)
         self._bucket_bytes = bucket_bytes
         self._static_graph = static_graph
+        self._find_unused = find_unused
+        self._told: Set[str] = set()  # names of unused parameters that were logged
         self._initialised: Dict[int, Tuple[Any, Any]] = {}  # of each parameter: what Gluon makes anew when it initialises, dtype
         self._seen: List[Tuple[gluon.Parameter, Any, float, float]] = []  # each with its list of gradients and its multipliers
         self._trainable: List[int] = []
@@ -84,6 +94,9 @@ class Replicas:
         self._watched: List[int] = []  # whose flags are looked at
         self._all: List[Buffer] = []
         self._flags = Flags([])
+        # What graphs set that were recorded before backward passes began or ended to add, and for which of the watched.
+        self._outdated: Optional[Tuple[Flags, List[bool]]] = None
+        self._sums = Accumulation(self.params, len(self.contexts))
         self._settled = False  # with all shapes known
         self._asked = False  # for them, by know_shapes
         self._before: List[Leaf] = []  # weights before they got their places, for the next steps
@@ -142,14 +155,13 @@ class Replicas:
         StaleGradientError
             A parameter is left out and `ignore_stale_grad` is false. Nothing was changed.
         """
-        if not self._initialised or self._changed():
-            self.check_unmoved()
-            self._settle()
-        if self._before:
-            self._check_recorded_since()
+        self._follow()
         if self._flags.all() and not self._shapeless:
             return self._all
-        fresh = self._flags.read()
+        fresh = self._fresh()
+        if self._sums.is_on:
+            fresh = fresh | self._sums.reached(self._watched)
+            self._sums.put_back()
         used = self._used(fresh)
         self._check_unused(used, ignore_stale_grad)
         buffers = self._all if used == self._trainable else self._alone(used)
@@ -181,17 +193,69 @@ class Replicas:
         return buffers
 
     def mark_used(self, buffers: List[Buffer]) -> None:
-        """Note that these gradients have been applied: until the next backward pass they are stale."""
+        """Note that these gradients have been applied: until the next backward pass, which writes, they are stale."""
         if buffers is not self._all:
             used = {index for buffer in buffers for index in buffer.indices}
             self._flags.clear([index in used for index in self._watched])
-            return
+        else:
+            self._flags.clear()
+            if self._static_graph and len(self._watched) > 1:  # every one was there: from now on, one speaks for all
+                self._watch(self._trainable[-1:])
+                _watching_one.add(self)
+                param = self.params[self._trainable[-1]]
+                self._seen = [(param, param._grad, param.lr_mult, param.wd_mult)]
+        self.stop_adding()
+
+    @property
+    def is_adding(self) -> bool:
+        """Whether backward passes add to the gradients that are there."""
+        return self._sums.is_on
+
+    def start_adding(self) -> None:
+        """Let the coming backward passes add to what the last one gave, and to zero where that has been used."""
+        if not self._sums.is_on:
+            self._follow()
+            with autograd.pause():
+                self._zero_idle(self._fresh(), self._all)
+            self._mark_anew(self._sums.start)
+
+    def note_pass(self, ignore_stale_grad: bool = True) -> None:
+        """Remember which gradients have been added to since the last time.
+
+        Raises
+        ------
+        StaleGradientError
+            None have; or one never was, on no device, and `ignore_stale_grad` is false. Nothing was changed.
+        """
+        self._follow()
+        fresh = self._fresh()
+        if not fresh.any():
+            raise StaleGradientError(
+                "Trainer.step: got no gradient on any device since the last step; need a backward pass for each step that is "
+                "accumulated. Call flush() to update with those that there are."
+            )
+        self._check_unused(self._used(fresh | self._sums.reached(self._watched)), ignore_stale_grad)
+        speaks_for_all = len(self._watched) < len(self._trainable)
+        self._sums.note(self._trainable if speaks_for_all else self._watched, fresh)
         self._flags.clear()
-        if self._static_graph and len(self._watched) > 1:  # every one was there: from now on, one speaks for all
-            self._watch(self._trainable[-1:])
-            _watching_one.add(self)
-            param = self.params[self._trainable[-1]]
-            self._seen = [(param, param._grad, param.lr_mult, param.wd_mult)]
+        if self._outdated is not None:
+            self._outdated[0].clear(self._outdated[1])
+
+    def has_new(self) -> bool:
+        """Return whether there is a gradient that was not used or noted."""
+        return bool(self._fresh().any())
+
+    def stop_adding(self) -> None:
+        """Let backward passes write again; what has been added up is stale."""
+        if self._sums.is_on:
+            self._mark_anew(self._sums.stop)
+
+    def weight_buffers(self) -> List[Buffer]:
+        """Return buffers of all parameters that are trained, with their weights, also where a parameter is alone."""
+        return [
+            buffer if buffer.weights else replace(buffer, weights=self.params[buffer.indices[0]].list_data())
+            for buffer in self._all
+        ]
 
     def bytes_held(self) -> List[Tuple[int, int]]:
         """Return the bytes of weights and of gradients on each device."""
@@ -204,8 +268,45 @@ class Replicas:
                 gradient = found.bucket.gradients if found else param._grad
                 weights.update({id(array): num_bytes(array) for array in (weight or [])[replica : replica + 1]})
                 gradients.update({id(array): num_bytes(array) for array in (gradient or [])[replica : replica + 1]})
-            held.append((sum(weights.values()), sum(gradients.values())))
+            held.append((sum(weights.values()), sum(gradients.values()) + self._sums.bytes_held()[replica]))
         return held
+
+    def _follow(self) -> None:
+        """Settle anew where Gluon has made new arrays, or the first batch has decided shapes."""
+        if not self._initialised or self._changed():
+            self.check_unmoved()
+            self._settle()
+        if self._before:
+            self._check_recorded_since()
+
+    def _fresh(self) -> Any:
+        """Return the flags, with those that graphs of the time before `start_adding` have set.
+
+        Raises
+        ------
+        TrainerError
+            Such a graph has replaced what was added up, or one of the time before `stop_adding` has added to what is stale.
+        """
+        fresh = self._flags.read().reshape(len(self._watched), len(self.contexts))  # also of none
+        if self._outdated is None:
+            return fresh
+        late = self._outdated[0].read() & np.array(self._outdated[1])[:, None]
+        if late.any() and (not self._sums.is_on or self._sums.reached(self._watched).any()):
+            self._outdated = None
+            raise TrainerError(
+                "Trainer.step: got gradients of a graph that was recorded before accumulate() or before the last update; "
+                "need one that was recorded after. Record, go backward and step for one batch after the other."
+            )
+        return fresh | late
+
+    def _mark_anew(self, mark: Callable[[], List[gluon.Parameter]]) -> None:
+        """Let `mark` mark parameters anew, and watch what it gives them, but also what graphs of the time before will set."""
+        flags, marked = self._flags, set(map(id, mark()))
+        which = [id(self.params[index]) in marked for index in self._watched]
+        self._watch(self._watched)
+        if any(which):
+            flags.clear(which)
+            self._outdated = flags, which
 
     def _used(self, fresh: Any) -> List[int]:
         """Return the parameters that have a gradient on some device."""
@@ -222,6 +323,8 @@ class Replicas:
     def _settle(self) -> None:
         """Give every trainable parameter its place, and group them anew."""
         params = self.params
+        if self._sums.is_on:
+            self._sums.extend()
         moved = place(params, self._bucket_bytes)
         if moved:
             self._before, self._num_steps_before = moved, _STEPS_BEFORE
@@ -250,6 +353,7 @@ class Replicas:
     def _watch(self, indices: List[int]) -> None:
         self._watched = indices
         self._flags = Flags([self.params[index]._data for index in indices])
+        self._outdated = None
 
     def _grouped(self, indices: Sequence[int]) -> List[Buffer]:
         """Return runs of neighbours with the same multipliers, in the order in which the backward pass fills them."""
@@ -292,12 +396,23 @@ class Replicas:
                         _zero(self.params[index].list_grad()[replica])
 
     def _check_unused(self, used: Iterable[int], ignore_stale_grad: bool) -> None:
-        unused = sorted({*self._trainable, *self._shapeless}.difference(used))
-        if unused and not ignore_stale_grad:
-            told = _some([self.names[index] for index in unused])
+        used = set(used)
+        unused = [self.names[index] for index in sorted({*self._trainable, *self._shapeless}.difference(used))]
+        if self._find_unused and used:  # with no gradient at all, somebody has forgotten the backward pass
+            self._tell_unused(unused)
+        elif unused and not ignore_stale_grad:
             raise StaleGradientError(
-                f"Trainer.step: got no gradient for {told} on any device since the last step; need a backward pass "
-                "through every parameter. If this network uses only a part of them, pass ignore_stale_grad=True."
+                f"Trainer.step: got no gradient for {_some(unused)} on any device since the last step; need a backward pass "
+                "through every parameter. If this network uses only a part of them, pass ignore_stale_grad=True, or make the "
+                "trainer with find_unused_parameters=True."
+            )
+
+    def _tell_unused(self, unused: Sequence[str]) -> None:
+        new = [name for name in unused if name not in self._told]
+        if new:
+            self._told.update(new)
+            logger.warning(
+                "Trainer: %d parameters got no gradient on any device, and are left alone: %s", len(new), ", ".join(new)
             )
 
 
@@ -333,6 +448,8 @@ def _clear_unwatched(replicas: Replicas) -> None:
 def average_running_stats(params: Params) -> None:
     """Set BatchNorm's running means and variances, on every device, to their mean over the devices.
 
+    And the weights, where a `LocalSGD` has let the devices train apart.
+
     Each device sees its own shards, so each has its own statistics; Gluon evaluates with those of one device and saves
     their mean. Averaging is linear, as their running update is, so that doing it now does not change what it gives later.
 
@@ -341,6 +458,7 @@ def average_running_stats(params: Params) -> None:
     It waits for the devices: a network hybridized with `static_alloc` and `static_shape` writes these arrays without
     telling the engine.
     """
+    average_replicas(params)
     # Not differentiable is how Gluon marks them; a frozen weight has grad_req "null" but is differentiable.
     # Counters and masks, of whole numbers, are none of BatchNorm's.
     unlearnt = [param for param in named_params(params).values() if not param._differentiable and len(param._data or []) > 1]
@@ -354,6 +472,18 @@ def average_running_stats(params: Params) -> None:
         mean = (sum(wide[1:], wide[0]) / len(arrays)).astype(arrays[0].dtype)
         for array in arrays:
             mean.copyto(array)
+
+
+def average_replicas(params: Params) -> None:
+    """Average the weights over the devices, where a `LocalSGD` has let them train apart."""
+    for trainer in {id(trainer): trainer for trainer in _trainers_of(params)}.values():
+        trainer.average_replicas()
+
+
+def _trainers_of(params: Params) -> List[Any]:
+    """Return the trainers, as Gluon notes them, that let the devices of these parameters train apart."""
+    trainers = [param._trainer for param in named_params(params).values()]
+    return [trainer for trainer in trainers if hasattr(trainer, "average_replicas")]
 
 
 def replica_difference(params: Params) -> float:

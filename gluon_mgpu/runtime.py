@@ -46,8 +46,10 @@ _REASONS = {
 TOO_LATE = "MXNet had run operators before gluon_mgpu was imported. Write import gluon_mgpu above import mxnet."
 _OFF = "GLUON_MGPU_RUNTIME=off leaves it as it would be without gluon_mgpu."
 
-# MXNet makes its temporary buffers when an operator first asks for one; this byte of the wheel's library says whether it has.
+# MXNet makes its temporary buffers when an operator first asks for one, its engine with the first array; these bytes of the
+# wheel's library say whether it has. The second is of an engine with workers: the serial one has no pool of such operations.
 _BUFFERS_MADE = "_ZGVZN4dmlc16ThreadLocalStoreIN5mxnet8resource19ResourceManagerImplEE9SingletonEvE4inst"
+_ENGINE_MADE = "_ZGVZN5mxnet6common10ObjectPoolINS_6engine11ThreadedOprEE13_GetSharedRefEvE8inst_ptr"
 
 _set_here: Set[str] = set()  # names in ENVIRONMENT and ALLOCATOR that took effect through this package
 _too_late: Set[str] = set()  # names in ENVIRONMENT that MXNet had read before
@@ -80,6 +82,11 @@ def is_off() -> bool:
     return os.environ.get("GLUON_MGPU_RUNTIME", "").lower() == "off"
 
 
+def is_debug() -> bool:
+    """Return whether `GLUON_MGPU_DEBUG` asks for serial debugging: anything but nothing, `0` and `off`."""
+    return os.environ.get("GLUON_MGPU_DEBUG", "").lower() not in ("", "0", "off")
+
+
 def load_mxnet() -> ModuleType:
     """Return the `mxnet` module, imported with what it needs on today's machines.
 
@@ -105,6 +112,8 @@ def load_mxnet() -> ModuleType:
     if not is_off():
         _set_environment()
         _set_allocator()
+    if is_debug():  # asked for by name, so that GLUON_MGPU_RUNTIME=off does not stop it
+        _set_engine()
     try:
         mxnet = importlib.import_module("mxnet")
     except OSError as error:  # the dynamic linker: libgomp.so.1, libcuda.so.1, ...
@@ -177,7 +186,7 @@ def settings(contexts: Sequence[Any] = ()) -> List[Setting]:
 def _set_environment() -> None:
     """Set what the environment does not say, where MXNet has not read it yet; say so where it has."""
     missing = [name for name in ENVIRONMENT if name not in os.environ]
-    if missing and _buffers_are_made():
+    if missing and _is_made(_BUFFERS_MADE):
         _too_late.update(missing)
         logger.warning(
             "import gluon_mgpu: got an mxnet that has run operators before; need gluon_mgpu first, so that its settings take "
@@ -190,11 +199,24 @@ def _set_environment() -> None:
         _set_here.add(name)
 
 
-def _buffers_are_made() -> bool:
-    """Return whether MXNet was imported and has made its temporary buffers; False where its library does not tell."""
+def _set_engine() -> None:
+    """Let MXNet run each operation in the line that calls it, which an error then names, unless the environment says how."""
+    if "MXNET_ENGINE_TYPE" in os.environ:
+        return
+    if _is_made(_ENGINE_MADE):  # MXNet has chosen, and threads.py must not read here what is not so
+        logger.warning(
+            "import gluon_mgpu: got an mxnet that has run operations before; need gluon_mgpu first, so that GLUON_MGPU_DEBUG "
+            "takes effect: errors of a backward pass come late. Write import gluon_mgpu above import mxnet."
+        )
+        return
+    os.environ["MXNET_ENGINE_TYPE"] = threads.SERIAL_ENGINE
+
+
+def _is_made(what: str) -> bool:
+    """Return whether MXNet was imported and has made this; False where its library does not tell."""
     mxnet_base = sys.modules.get("mxnet.base")
     try:
-        return mxnet_base is not None and bool(ctypes.c_ubyte.in_dll(mxnet_base._LIB, _BUFFERS_MADE).value)
+        return mxnet_base is not None and bool(ctypes.c_ubyte.in_dll(mxnet_base._LIB, what).value)
     except (AttributeError, ValueError):
         return False
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, List, Sequence, Set, Tuple
+from functools import partial
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 from mxnet import Context, MXNetError, autograd, gluon
 
+from .balance import Balancer
+from .batchnorm import run_shards
 from .errors import ShardError, StepError, TrainerError
 from .nested import Leaf, is_device_array, leaves
-from .sharding import split_batch
+from .sharding import split_batch, split_data
 from .trainer import Trainer
 
 SplitFunction = Callable[[Any, Any, Sequence[Context]], Tuple[List[Any], List[Any]]]
@@ -23,17 +27,21 @@ class Batch:
     Attributes
     ----------
     outputs, labels : list
-        One item a shard, as the network and the split returned them. A label may share the memory of the batch that it is of.
+        One item a shard, of each micro-step, as the network and the split returned them. A label may share the memory of the
+        batch that it is of.
     losses : list of NDArray, shapes (shard size, ...)
         Empty after `eval_batch` without a loss.
     num_examples : int
         Over all devices.
+    num_units : int, optional
+        What a loss with `num_units` counts instead, such as target tokens.
     """
 
     outputs: List[Any]
     labels: List[Any]
     losses: List[Leaf]
     num_examples: int
+    num_units: Optional[int] = None
 
 
 def backward(losses: Sequence[Leaf]) -> None:
@@ -68,11 +76,18 @@ def train_batch(
     *,
     split_f: SplitFunction = split_batch,
     ignore_stale_grad: bool = False,
+    micro_steps: int = 1,
 ) -> Batch:
     """Train on one batch over the trainer's devices, and return what came of it. It does not wait.
 
+    ```
+    micro_steps=2:  batch ─┬─ first half ─► shards ─► forward, backward ─┐ gradients add up on each device
+                           └─ second half ─► shards ─► forward, backward ┴─► reduced once, one update
+    ```
+
     The gradient is divided by the number of examples that were seen, which is counted: the last batch of an epoch may hold
-    fewer than the others, and shards may be uneven.
+    fewer than the others, and shards may be uneven. A loss with a method `num_units(y)` is asked what to divide by instead, for
+    the whole batch before it is split: `models.SequenceLoss` counts target tokens.
 
     Parameters
     ----------
@@ -87,6 +102,11 @@ def train_batch(
         `split_batch`, d2l's functions, or a `functools.partial` with another `batch_axis`.
     ignore_stale_grad : bool
         Allow parameters that no shard used.
+    micro_steps : int
+        Do it in so many parts, one after the other, so that each device holds the activations of one part only. Each part is
+        spread over all devices; sizes differ by at most one example, and there are no more parts than examples. The update is
+        that of the whole batch, but that BatchNorm normalises each shard of each part by itself (synchronised, each part). The
+        batch is cut along the `batch_axis` of a `functools.partial` that splits, and else along axis 0.
 
     Raises
     ------
@@ -97,6 +117,31 @@ def train_batch(
         raise TrainerError(
             f"train_batch: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
         )
+    if isinstance(micro_steps, bool) or not isinstance(micro_steps, (int, np.integer)) or micro_steps < 1:
+        raise TrainerError(f"train_batch: got micro_steps={micro_steps!r}; need a whole number of 1 or more. 1 is one batch.")
+    if micro_steps == 1:
+        return _train_one(net, loss, trainer, X, y, split_f, ignore_stale_grad)
+    axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
+    parts = split_data((X, y), micro_steps, axis, even_split=False)
+    try:
+        with trainer.accumulate():
+            batches = [_train_one(net, loss, trainer, Xp, yp, split_f, ignore_stale_grad) for Xp, yp in parts]
+        trainer.flush(ignore_stale_grad)
+    except BaseException:
+        trainer.discard()  # a part of a batch is not to count in the next
+        raise
+    return Batch(
+        [output for batch in batches for output in batch.outputs],
+        [label for batch in batches for label in batch.labels],
+        [one for batch in batches for one in batch.losses],
+        sum(batch.num_examples for batch in batches),
+        _num_units("train_batch", loss, y),
+    )
+
+
+def _train_one(
+    net: gluon.Block, loss: Any, trainer: Trainer, X: Any, y: Any, split_f: SplitFunction, ignore_stale_grad: bool
+) -> Batch:
     Xs, ys = _split(split_f, X, y, trainer.contexts)
     if not trainer.know_shapes():
         with autograd.pause(train_mode=False):
@@ -105,9 +150,12 @@ def train_batch(
     with autograd.record():
         outputs, losses = _forward("train_batch", net, loss, Xs, ys)
     num_examples = _count("train_batch", split_f, losses, y, ys)
-    backward(losses)
-    trainer.step(num_examples, ignore_stale_grad)
-    return Batch(outputs, ys, losses, num_examples)
+    num_units = _num_units("train_batch", loss, y)
+    backward(trainer.scale(losses))
+    if isinstance(split_f, Balancer):
+        split_f.watch(losses)
+    trainer.step(num_examples if num_units is None else num_units, ignore_stale_grad)
+    return Batch(outputs, ys, losses, num_examples, num_units)
 
 
 def eval_batch(
@@ -134,7 +182,7 @@ def eval_batch(
     with autograd.pause(train_mode=False):
         outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
     num_examples = _count("eval_batch", split_f, losses, y, ys) if losses else _num_labels(ys)
-    return Batch(outputs, ys, losses, num_examples)
+    return Batch(outputs, ys, losses, num_examples, _num_units("eval_batch", loss, y))
 
 
 def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
@@ -148,22 +196,32 @@ def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -
 
 def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Leaf]]:
     """Return every shard's output, and its losses where there is a loss function."""
-    outputs, losses = [], []
-    for shard, (X, y) in enumerate(zip(Xs, ys)):
-        try:
-            outputs.append(net(X))
-            if loss is not None:
-                losses.append(loss(outputs[-1], y))
-        except MXNetError as error:
-            what = "network" if len(outputs) <= shard else "loss"
-            found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
-            places = ", ".join(sorted({str(leaf.context) for leaf in found}))
-            raise StepError(
-                f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes "
-                f"{[leaf.shape for leaf in found]}: "
-                f"{str(error).strip().splitlines()[-1].strip()}; need data that it takes. Try it on one device, with one example."
-            ) from error
+
+    def through(shard: int) -> Any:
+        with _naming(operation, "network", shard, Xs[shard], ys[shard]):
+            return net(Xs[shard])
+
+    outputs = run_shards(net, [partial(through, shard) for shard in range(len(Xs))])
+    losses: List[Leaf] = []
+    for shard, (output, y) in enumerate(zip(outputs, ys)):
+        if loss is not None:
+            with _naming(operation, "loss", shard, Xs[shard], y):
+                losses.append(loss(output, y))
     return outputs, losses
+
+
+@contextmanager
+def _naming(operation: str, what: str, shard: int, X: Any, y: Any) -> Iterator[None]:
+    """Name the shard, its device and shapes in what MXNet raises."""
+    try:
+        yield
+    except MXNetError as error:
+        found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
+        places = ", ".join(sorted({str(leaf.context) for leaf in found}))
+        raise StepError(
+            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {[leaf.shape for leaf in found]}: "
+            f"{str(error).strip().splitlines()[-1].strip()}; need data that it takes. Try it on one device, with one example."
+        ) from error
 
 
 def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
@@ -180,6 +238,18 @@ def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label
                 "right. Leave the mean out of the loss, and tell it where the examples are (batch_axis)."
             )
     return sum(int(loss.shape[0]) for loss in losses)
+
+
+def _num_units(operation: str, loss: Any, label: Any) -> Optional[int]:
+    """Return what a loss with `num_units` counts in the label of a whole batch; None of other losses."""
+    if not callable(getattr(loss, "num_units", None)):
+        return None
+    num_units = loss.num_units(label)
+    if isinstance(num_units, bool) or not isinstance(num_units, (int, np.integer)) or num_units < 1:
+        raise TrainerError(
+            f"{operation}: got {num_units!r} from the loss's num_units; need a whole number of 1 or more. Leave out the batch."
+        )
+    return int(num_units)
 
 
 def _shard_sizes(split_f: SplitFunction, label: Any, labels: Sequence[Any]) -> List[Set[int]]:

@@ -34,7 +34,7 @@ def cpu_quota() -> float:
     Source: the kernel's `Documentation/admin-guide/cgroup-v2.rst` (`cpu.max`) and `Documentation/scheduler/sched-bwc.rst`.
     """
     quotas = []
-    for line in _lines(_OWN_CGROUPS):
+    for line in read_lines(_OWN_CGROUPS):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
@@ -49,11 +49,11 @@ def cpu_quota() -> float:
 
 
 def _quota_v2(group: str) -> float:
-    return _ratio(" ".join(_lines(os.path.join(group, "cpu.max"))).split())
+    return _ratio(" ".join(read_lines(os.path.join(group, "cpu.max"))).split())
 
 
 def _quota_v1(group: str) -> float:
-    return _ratio([*_lines(os.path.join(group, "cpu.cfs_quota_us")), *_lines(os.path.join(group, "cpu.cfs_period_us"))])
+    return _ratio([*read_lines(os.path.join(group, "cpu.cfs_quota_us")), *read_lines(os.path.join(group, "cpu.cfs_period_us"))])
 
 
 def _ratio(parts: Sequence[str]) -> float:
@@ -63,7 +63,8 @@ def _ratio(parts: Sequence[str]) -> float:
     return int(parts[0]) / max(1, int(parts[1]))
 
 
-def _lines(path: str) -> List[str]:
+def read_lines(path: str) -> List[str]:
+    """Return the lines of a file of the kernel's, none where it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().splitlines()
@@ -71,7 +72,7 @@ def _lines(path: str) -> List[str]:
         return []
 
 
-class _Context(ctypes.Structure):
+class EngineContext(ctypes.Structure):
     """The C++ `mxnet::Context` that the engine's C interface takes."""
 
     _fields_ = [("dev_type", ctypes.c_int), ("dev_id", ctypes.c_int32)]
@@ -79,6 +80,7 @@ class _Context(ctypes.Structure):
 
 _ENGINE_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _WAIT_S = 30.0
+SERIAL_ENGINE = "NaiveEngine"
 _CPU = 1  # mxnet.Context.devtype2mask: what MXNet's C interface calls a CPU
 _TASKS = "/proc/self/task"
 _seen: Set[int] = set()  # ids of the CPU contexts that were used through this package
@@ -104,7 +106,7 @@ def settle(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
     A worker that has run something is left as it is: MXNet keeps oneDNN's primitives for each worker, made for its number
     of threads. Run with fewer they give wrong gradients, with more they write beyond their memory. Where that leaves two
     contexts with several threads, a warning says so. For the same reason a context that was alone, and got several threads,
-    keeps them when others join it; those get one each.
+    keeps them when others join it; those get one each. The serial engine has no workers, and is left alone.
 
     Parameters
     ----------
@@ -126,7 +128,7 @@ def settle(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
             return
         _seen.update(ids)
         number = 1 if len(_seen) > 1 else alone()
-        if not number:
+        if not number or runs_serially():  # one operation at a time: two are never inside dot
             return
         for device_id in sorted(_seen - set(_threads)):
             _threads[device_id] = _on_workers(device_id, number)
@@ -204,7 +206,7 @@ def _push(device_id: int, look: Callable[[], None]) -> None:
     _alive.append(function)
     push = mxnet_base._LIB.MXEnginePushSync
     for _ in range(num_workers):
-        context = ctypes.byref(_Context(_CPU, device_id))
+        context = ctypes.byref(EngineContext(_CPU, device_id))
         mxnet_base.check_call(push(function, None, None, context, None, 0, None, 0, None, 0, b"settle_threads"))
     for _ in range(num_workers):
         done.acquire(timeout=_WAIT_S)
@@ -213,6 +215,11 @@ def _push(device_id: int, look: Callable[[], None]) -> None:
 def has_own_workers() -> bool:
     """Return whether MXNet's engine is the usual one, in which each context has workers of its own."""
     return os.environ.get("MXNET_ENGINE_TYPE") in (None, "", "ThreadedEnginePerDevice")
+
+
+def runs_serially() -> bool:
+    """Return whether the environment asks for MXNet's serial engine: each operation runs in the thread that calls it."""
+    return os.environ.get("MXNET_ENGINE_TYPE") == SERIAL_ENGINE
 
 
 def num_engine_workers() -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import re
-from itertools import zip_longest
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet import Context, gluon
@@ -15,14 +12,15 @@ from mxnet import optimizer as opt
 
 from .buckets import BUCKET_BYTES
 from .devices import check_contexts
-from .errors import StateError, TrainerError
-from .nested import is_device_array
-from .parameters import Params, shape_fits
-from .reduction import Reduction, clip_global_norm
+from .errors import TrainerError
+from .loss_scaler import LossScaler
+from .nested import Leaf
+from .parameters import Params
+from .precision import precision_of, set_precision
+from .reduction import Reduction, clip_global_norm, clip_values, global_norm
 from .replicas import Buffer, Replicas
-from .update import Update, filled
-
-_FORMAT = "gluon_mgpu.Trainer"
+from .states import Content, read_states, states_on, write_states
+from .update import Update
 
 
 class Trainer(gluon.Trainer):
@@ -34,7 +32,8 @@ class Trainer(gluon.Trainer):
 
     What it does that Gluon's does not: a device that got no data takes part with zeros, instead of its gradient of an earlier
     step; several devices are always reduced; parameters are taken in structural order, and states are loaded only into the
-    network that they belong to, on any number of devices; BatchNorm's running statistics are left alone; `clip_norm`.
+    network that they belong to, on any number of devices; BatchNorm's running statistics are left alone; several batches can
+    make one step (`accumulate`); and gradients are clipped after they were summed, averaged and accumulated.
 
     Parameters
     ----------
@@ -50,12 +49,24 @@ class Trainer(gluon.Trainer):
     update_on_kvstore : None or False
         Gluon's place for it; the update is always done on the devices.
     clip_norm : float, optional
-        Clip the averaged gradient (the sum over all devices, divided by the batch size) to this global 2-norm.
+        Scale the averaged gradient (the sum over all devices and micro-steps, divided by their examples), so that its 2-norm
+        over all parameters is at most this.
+    clip_value : float, optional
+        Then cut each of its elements to -clip_value .. clip_value. Gluon's optimizer option `clip_gradient` does so, too; in the
+        optimizers that add weight decay to the gradient, it cuts their sum.
+    measure_grad_norm : bool
+        Compute `grad_norm`, also when nothing is clipped.
     static_graph : bool
         Promise that every step trains the same parameters on each device that gets data, and that nobody freezes them, makes
         them anew or sets their multipliers. After the first step that trains all, one parameter a device is asked whether it
         has a new gradient, instead of every one: for networks of many hundreds of parameters. A device without data is noticed
         as ever; a parameter that a later step leaves out is not, and would be updated with its old gradient.
+    find_unused_parameters : bool
+        In each step, leave parameters alone that got no gradient on any device, and log their names, each once. A step without
+        any gradient is still refused. Steps that leave parameters out are slower: see `ignore_stale_grad`.
+    precision : str, optional
+        `"bf16"` on CPUs, `"fp16"` on GPUs, or `"fp32"`: what the network computes in from now on; see `set_precision`. `params`
+        must be the Block. By default the network keeps its own.
     bucket_bytes : int, bytes
         Parameters and gradients lie in buckets of this size, in reverse order, so that the last ones are reduced while the
         backward pass still computes the first.
@@ -89,25 +100,48 @@ class Trainer(gluon.Trainer):
         update_on_kvstore: Optional[bool] = None,
         *,
         clip_norm: Optional[float] = None,
+        clip_value: Optional[float] = None,
+        measure_grad_norm: bool = False,
         static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        precision: Optional[str] = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         _check_buckets(bucket_bytes)
-        self._replicas = Replicas(params, bucket_bytes=bucket_bytes, static_graph=static_graph)
+        self._replicas = Replicas(
+            params, bucket_bytes=bucket_bytes, static_graph=static_graph, find_unused=find_unused_parameters
+        )
         self._optimizer: opt.Optimizer
         check_contexts(self._replicas.contexts, "Trainer")
         _check_optimizer(optimizer)
-        _check_options(self._replicas, compression_params, update_on_kvstore, clip_norm)
+        _check_options(self._replicas, compression_params, update_on_kvstore)
+        _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction = Reduction(kvstore, self._replicas.contexts)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
-        self._clip_norm = clip_norm
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._measures = measure_grad_norm or clip_norm is not None
+        self._grad_norm: Optional[Leaf] = None
+        self._num_open = 0  # of accumulate() contexts
+        self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Buffer]] = None  # what allreduce_grads() has summed and update() has not applied
         self._use(self._optimizer)
+        if precision is not None:
+            set_precision(params, precision)
+        self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
 
     @property
     def contexts(self) -> List[Context]:
         """The devices, in the order of the replicas."""
         return list(self._replicas.contexts)
+
+    @property
+    def grad_norm(self) -> Optional[Leaf]:
+        """The 2-norm over all parameters of the gradient that was last applied: averaged, and not clipped yet.
+
+        An mxnet.np.ndarray, shape (1,), on the first device; `float()` waits for it and reads it. None before the first update,
+        and where neither `clip_norm` nor `measure_grad_norm` asks for it.
+        """
+        return self._grad_norm
 
     def know_shapes(self) -> bool:
         """Return whether the shapes of all parameters are known; the first batch decides those that the layers were not told.
@@ -117,8 +151,17 @@ class Trainer(gluon.Trainer):
         """
         return self._replicas.know_shapes()
 
+    def scale(self, losses: Sequence[Leaf]) -> Sequence[Leaf]:
+        """Return the losses as they are to be given to `backward`: multiplied by the loss scale with fp16, else as they are.
+
+        A loop by hand is right in every precision with `mgpu.backward(trainer.scale(losses))`.
+        """
+        return losses if self.loss_scaler is None else self.loss_scaler.scale_losses(losses)
+
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Reduce the gradients over the devices and update the weights on each. It does not wait.
+
+        Inside `accumulate` it only counts the examples; the next step outside divides by all of them.
 
         Parameters
         ----------
@@ -135,12 +178,101 @@ class Trainer(gluon.Trainer):
             The batch size is not a positive number, or a parameter was moved to other devices.
         """
         _check_batch_size("Trainer.step", batch_size)
-        buffers = self._replicas.collect(ignore_stale_grad)
-        self._reduction.sum(buffers)
-        # From here on these gradients are sums: should the optimizer raise, another step must not sum them again.
-        self._replicas.mark_used(buffers)
-        self._summed = buffers
-        self._apply(buffers, batch_size)
+        if self.loss_scaler is not None:
+            self.loss_scaler.check("Trainer.step")
+        if self._replicas.is_adding:
+            try:
+                self._replicas.note_pass(ignore_stale_grad or self._num_open > 0)
+            except TrainerError:
+                self.discard()  # what was added up is spoilt
+                raise
+            self._num_counted += batch_size
+            if self._num_open:
+                return
+            batch_size = 0
+        self._step(batch_size, ignore_stale_grad)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let several batches make one update: inside, backward passes add up, and `step(n)` only counts n.
+
+        ```
+        with trainer.accumulate():    backward, step(4)    backward, step(4)    gradients add up on each device
+        outside:                      backward, step(2)                         reduced once, divided by 10, applied
+                                      or flush()                                the same without another batch
+        ```
+
+        The update is that of one batch of all these examples, also where they are not split evenly, and where a device had none
+        of some. It takes no memory, but for sparse gradients, which are added up beside when `step` is called: these need a step
+        after each backward pass. BatchNorm normalises each micro-batch by itself.
+
+        Contexts may be opened again before the update, and inside each other. An exception inside drops all that was
+        accumulated: the weights are those of the last update, and the next step begins anew.
+
+        Raises
+        ------
+        TrainerError
+            `allreduce_grads` has summed gradients that `update` has not applied.
+
+        Examples
+        --------
+        >>> import mxnet as mx
+        >>> net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+        >>> net.initialize(mx.init.Zero(), ctx=mx.cpu())
+        >>> trainer = Trainer(net, "sgd", {"learning_rate": 1.0})
+        >>> def pass_back(x):
+        ...     with mx.autograd.record():
+        ...         loss = net(mx.nd.array(x)).sum()
+        ...     loss.backward()
+        >>> with trainer.accumulate():
+        ...     pass_back([[1], [2]])
+        ...     trainer.step(2)
+        >>> pass_back([[3]])
+        >>> trainer.step(1)
+        >>> net.weight.data().asnumpy().item()  # -(1 + 2 + 3) / 3
+        -2.0
+        """
+        if self._summed is not None:
+            raise TrainerError(
+                "Trainer.accumulate: got gradients that were summed and not applied; need an update before. Call update()."
+            )
+        self._replicas.start_adding()
+        self._num_open += 1
+        try:
+            yield
+        except BaseException:
+            self._num_open -= 1
+            self.discard()
+            raise
+        self._num_open -= 1
+
+    def flush(self, ignore_stale_grad: bool = False) -> None:
+        """Update with what was accumulated, if anything. Inside `accumulate` it does nothing: the update comes after it.
+
+        For the end of the data, when a group of micro-steps is not complete. Arguments and errors as for `step`.
+
+        Raises
+        ------
+        TrainerError
+            There was a backward pass that no `step` counted. Nothing was changed.
+        """
+        if self._num_open or not self._replicas.is_adding:
+            return
+        if self._replicas.has_new():
+            raise TrainerError(
+                "Trainer.flush: got a backward pass after the last step(); need the number of its examples. Call step(n) instead."
+            )
+        if self._num_counted:
+            self._step(0, ignore_stale_grad)
+        else:
+            self.discard()
+
+    def discard(self) -> None:
+        """Drop what was accumulated: the next step begins anew, with the weights of the last update."""
+        self._replicas.stop_adding()
+        self._num_counted, self._summed = 0, None
+        if self._num_open:
+            self._replicas.start_adding()
 
     def allreduce_grads(self) -> None:
         """Sum the gradients over the devices, before `update`: for those who change the sum in between.
@@ -148,8 +280,9 @@ class Trainer(gluon.Trainer):
         Raises
         ------
         TrainerError
-            They have been summed: a second sum would multiply them by the number of devices.
+            They have been summed: a second sum would multiply them by the number of devices. Or it is inside `accumulate`.
         """
+        self._complete("Trainer.allreduce_grads")
         buffers = self._replicas.collect(ignore_stale_grad=True)
         if self._summed and not buffers:
             raise TrainerError(
@@ -163,12 +296,16 @@ class Trainer(gluon.Trainer):
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the weights with gradients that `allreduce_grads` has summed. Arguments and errors as for `step`.
 
+        To the batch size, the examples of steps inside `accumulate` are added.
+
         Raises
         ------
         TrainerError
             Several devices were not reduced: each would go its own way.
         """
         _check_batch_size("Trainer.update", batch_size)
+        if self.loss_scaler is not None:
+            self.loss_scaler.check("Trainer.update")
         if self._summed is not None:
             self._apply(self._replicas.collect_summed(self._summed, ignore_stale_grad), batch_size)
             return
@@ -177,6 +314,7 @@ class Trainer(gluon.Trainer):
                 f"Trainer.update: got gradients that were not summed over {len(self.contexts)} devices; need allreduce_grads() "
                 "before. Call step(), which does both."
             )
+        self._complete("Trainer.update")
         buffers = self._replicas.collect(ignore_stale_grad)
         self._replicas.mark_used(buffers)
         self._apply(buffers, batch_size)
@@ -208,31 +346,18 @@ class Trainer(gluon.Trainer):
         """Write optimizer, its states and update counts, with the parameters' names and shapes, for any number of devices.
 
         The file is written beside and renamed, so that a file of this name is always whole. It waits for the devices.
+
+        Raises
+        ------
+        TrainerError
+            Gradients were accumulated and not applied: the file would not hold them.
         """
-        content = {
-            "format": _FORMAT,
-            "version": 1,
-            "names": self._replicas.names,
-            "structural": self._replicas.structural,
-            "shapes": [param.shape for param in self._replicas.params],
-            "optimizer": pickle.dumps(self._optimizer),
-            "states": {index: _to_numpy(state) for index, state in self._update.states().items()},
-            "counts": self._update.counts(),
-        }
-        beside = f"{fname}.{os.getpid()}.new"
-        try:
-            with open(beside, "wb") as file:
-                pickle.dump(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, fname)
-        except BaseException:
-            if os.path.exists(beside):
-                os.unlink(beside)
-            raise
+        self._check_applied()
+        scale = None if self.loss_scaler is None else self.loss_scaler.state()
+        write_states(fname, self._replicas, self._optimizer, self._update, scale)
 
     def load_states(self, fname: str) -> None:
-        """Read what `save_states` wrote, on these devices, be they as many as then or not.
+        """Read what `save_states` wrote, on these devices, be they as many as then or not. What was accumulated is dropped.
 
         A file of `gluon.Trainer` is read in Gluon's order (names sorted as strings); only its shapes can be checked. The
         file is a pickle: load only files that you trust.
@@ -243,15 +368,15 @@ class Trainer(gluon.Trainer):
             The file is something else, or belongs to another network or optimizer. Nothing was changed.
         """
         content, optimizer = self.check_states(fname)
-        states = [
-            {index: self._restored(optimizer, index, value, context, fname) for index, value in content["states"].items()}
-            for context in self.contexts
-        ]
+        states = states_on(self._replicas, optimizer, content["states"], fname)
+        if self.loss_scaler is not None and content.get("loss_scaler") is not None:
+            self.loss_scaler.restore(content["loss_scaler"])
         optimizer.param_dict = dict(enumerate(self._params))
+        self.discard()
         self._use(optimizer)
         self._update.restore(states, content["counts"])
 
-    def check_states(self, fname: str) -> Tuple[Dict[str, Any], opt.Optimizer]:
+    def check_states(self, fname: str) -> Tuple[Content, opt.Optimizer]:
         """Return the content of a file of states and its optimizer, having checked that they belong to this trainer.
 
         Raises
@@ -259,105 +384,73 @@ class Trainer(gluon.Trainer):
         StateError
             As for `load_states`.
         """
-        content = self._read(fname)
-        optimizer = pickle.loads(content["optimizer"]) if content["optimizer"] else self._optimizer
-        if type(optimizer) is not type(self._optimizer):
-            raise StateError(
-                f"load_states: got {fname} of optimizer {type(optimizer).__name__} for a trainer with "
-                f"{type(self._optimizer).__name__}; need the same. Make the trainer with the optimizer of the file."
+        return read_states(fname, self._replicas, self._optimizer)
+
+    def _complete(self, operation: str) -> None:
+        """Add the last pass to what was accumulated, and refuse to use it while more is to come."""
+        if self._num_open:
+            raise TrainerError(f"{operation}: got a call inside accumulate(); need gradients that are complete. Call it after.")
+        if self._replicas.is_adding and self._replicas.has_new():
+            self._replicas.note_pass()
+
+    def _check_applied(self) -> None:
+        if self._num_counted:
+            raise TrainerError(
+                f"Trainer.save_states: got gradients of {self._num_counted} examples that were not applied; need an update "
+                "before. Call flush() outside of accumulate()."
             )
-        return content, optimizer
+
+    def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
+        buffers = self._replicas.collect(ignore_stale_grad)
+        self._reduce(buffers)
+        # From here on these gradients are sums: should the optimizer raise, another step must not sum them again.
+        self._replicas.mark_used(buffers)
+        self._summed = buffers
+        self._apply(buffers, batch_size)
+
+    def _reduce(self, buffers: List[Buffer]) -> None:
+        self._reduction.sum(buffers)
 
     def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
-        scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
-        # It asks whatever has gradients: a buffer stands for all its parameters.
-        if (
-            scaler is None
-            or not buffers
-            or not scaler.has_overflow([SimpleNamespace(_grad=buffer.gradients) for buffer in buffers])
-        ):
-            self._optimizer.rescale_grad = self._scale / batch_size
+        num_examples, self._num_counted = self._num_counted + batch_size, 0
+        multiplied = self._multiplied_by(buffers)
+        if multiplied is not None:
+            self._optimizer.rescale_grad = self._scale / multiplied / num_examples
             self._clip(buffers)
             self._update.apply(buffers)
         self._summed = None
+
+    def _multiplied_by(self, buffers: List[Buffer]) -> Optional[float]:
+        """Return what these gradients were multiplied by, beside `_scale`, or None: they overflowed, and are to be left out."""
+        if self.loss_scaler is not None:
+            return self.loss_scaler.settle([buffer.gradients[0] for buffer in buffers])
+        scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
+        # It asks whatever has gradients: a buffer stands for all its parameters.
+        gradients = [SimpleNamespace(_grad=buffer.gradients) for buffer in buffers]
+        return None if scaler is not None and gradients and scaler.has_overflow(gradients) else 1.0
 
     def __reduce__(self) -> Any:
         """A copied or pickled network has no trainer: this one's memory is the original's."""
         return type(None), ()
 
     def _clip(self, buffers: List[Buffer]) -> None:
-        if self._clip_norm is not None and buffers:
-            for replica in range(len(self.contexts)):
-                gradients = [buffer.gradients[replica] for buffer in buffers]
-                clip_global_norm(gradients, self._clip_norm / self._optimizer.rescale_grad)
+        rescale = self._optimizer.rescale_grad
+        for replica in range(len(self.contexts)) if buffers else ():
+            gradients = [buffer.gradients[replica] for buffer in buffers]
+            norm = None
+            if self._clip_norm is not None:
+                norm = clip_global_norm(gradients, self._clip_norm / rescale)
+            elif self._measures and not replica:
+                norm = global_norm(gradients)
+            if norm is not None and not replica:
+                self._grad_norm = (norm * rescale).as_np_ndarray()  # a legacy array knows no float()
+            if self._clip_value is not None:
+                clip_values(gradients, self._clip_value / rescale)
 
     def _use(self, optimizer: opt.Optimizer) -> None:
         self._optimizer = optimizer
         self._update = Update(optimizer, self._params, self.contexts)
         self._updaters = self._update.updaters  # gluon.Trainer's name, which others look for
-
-    def _read(self, fname: str) -> Dict[str, Any]:
-        try:
-            with open(fname, "rb") as file:
-                content = pickle.load(file)
-        except OSError:
-            raise
-        except Exception as error:  # pickle raises whatever the damaged bytes happen to call
-            raise StateError(
-                f"load_states: got {fname}, which is damaged ({error}); need a file of save_states. Save it again."
-            ) from error
-        if isinstance(content, dict) and content.get("format") == _FORMAT:
-            if content["version"] != 1:
-                raise StateError(
-                    f"load_states: got {fname} of version {content['version']}; need version 1. Install a newer gluon_mgpu."
-                )
-            self._check_same(fname, content)
-            return content
-        return self._from_gluon(fname, content)
-
-    def _check_same(self, fname: str, content: Dict[str, Any]) -> None:
-        replicas = self._replicas
-        # A parameter's own name counts the layers that were made before it: dense7_weight. Its last word does not.
-        exact = replicas.structural and content["structural"]
-        here = _described(replicas.names, [param.shape for param in replicas.params], exact)
-        there = _described(content["names"], content["shapes"], exact)
-        differing = [
-            f"{_worded(theirs)} where this one has {_worded(mine)}"
-            for mine, theirs in zip_longest(here, there)
-            if not mine or not theirs or mine[0] != theirs[0] or not shape_fits(theirs[1], mine[1])
-        ]
-        if differing:
-            raise StateError(
-                f"load_states: got {fname} of another network: {'; '.join(differing[:3])}; need the same parameters in the same "
-                "order. Build the network as it was when it was saved."
-            )
-
-    def _from_gluon(self, fname: str, content: Any) -> Dict[str, Any]:
-        states, optimizer = content if isinstance(content, tuple) and len(content) == 2 else (content, None)
-        if not isinstance(states, dict) or not all(isinstance(key, int) and key < len(self._params) for key in states):
-            raise StateError(
-                f"load_states: got {fname}, which holds no trainer states; need a file of save_states. Save it again."
-            )
-        by_name = sorted(range(len(self._params)), key=lambda index: self._params[index].name)
-        counts: Dict[int, int] = {}
-        if optimizer is not None:
-            all_counts = optimizer._all_index_update_counts.values()
-            counts = max(all_counts, key=lambda one: max(one.values(), default=0), default={})
-        return {
-            "optimizer": pickle.dumps(optimizer) if optimizer is not None else b"",
-            "states": {by_name[key]: _to_numpy(state) for key, state in states.items()},
-            "counts": {by_name[key]: count for key, count in counts.items()},
-        }
-
-    def _restored(self, optimizer: opt.Optimizer, index: int, value: Any, context: Context, fname: str) -> Any:
-        """Return an optimizer state on a device: one made afresh, with the values of the file."""
-        name, param = self._replicas.names[index], self._params[index]
-        if param._data is None:
-            raise StateError(
-                f"load_states: got {name} without a shape yet; need values on the devices. Pass one batch through the network."
-            )
-        state = optimizer.create_state_multi_precision(index, param.data(context).as_nd_ndarray())
-        return filled(state, value, f"{fname}, {name}")
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -372,7 +465,7 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any, clip_norm: Optional[float]) -> None:
+def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any) -> None:
     if update_on_kvstore:
         raise TrainerError(
             "Trainer: got update_on_kvstore=True; need None or False. The weights are updated on the devices: only so are "
@@ -380,14 +473,18 @@ def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any,
         )
     if compression:
         raise TrainerError(f"Trainer: got compression_params {compression}; need None. This version does not compress gradients.")
-    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
-        raise TrainerError(f"Trainer: got clip_norm {clip_norm}; need a number above 0. Pass None not to clip.")
     for name, param in zip(replicas.names, replicas.params):
         if param._stype != "default":
             raise TrainerError(
                 f"Trainer: got {name} stored as {param._stype}; need dense weights. gluon.Trainer takes sparse "
                 "ones, on one device."
             )
+
+
+def _check_clipping(**bounds: Optional[float]) -> None:
+    for name, bound in bounds.items():
+        if bound is not None and not (_is_number(bound) and bound > 0):
+            raise TrainerError(f"Trainer: got {name} {bound}; need a number above 0. Pass None not to clip.")
 
 
 def _check_buckets(bucket_bytes: Any) -> None:
@@ -404,18 +501,3 @@ def _check_batch_size(operation: str, batch_size: float) -> None:
         raise TrainerError(
             f"{operation}: got batch_size {batch_size!r}; need a positive number. Pass the examples over all devices, X.shape[0]."
         )
-
-
-def _described(names: List[str], shapes: List[Any], exact: bool) -> List[Tuple[str, Tuple[int, ...]]]:
-    told = names if exact else [re.split(r"[._]", name)[-1] for name in names]
-    return [(name, tuple(shape or ())) for name, shape in zip(told, shapes)]
-
-
-def _worded(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
-    return f"{described[0]} {described[1]}" if described else "nothing"
-
-
-def _to_numpy(state: Any) -> Any:
-    if is_device_array(state):
-        return state.asnumpy()
-    return type(state)(_to_numpy(item) for item in state) if isinstance(state, (list, tuple)) else state

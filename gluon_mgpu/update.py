@@ -12,7 +12,7 @@ from mxnet import optimizer as opt
 from .buckets import Bucket, Place, place_of
 from .calls import Operator
 from .errors import StateError
-from .nested import is_device_array, num_bytes
+from .nested import is_device_array, leaves, num_bytes
 from .optimizers import AdamW
 from .replicas import Buffer
 from .runtime import logger
@@ -88,6 +88,20 @@ class Update:
                 for weights in [buffer.weights] if buffer.weights else [params[index]._data for index in buffer.indices]:
                     for weight in weights[1:]:
                         weights[0].copyto(weight)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether every replica computes its own update; else one is updated, and copied to the others."""
+        return self._num_updated == len(self._contexts)
+
+    def arrays(self) -> List[List[Any]]:
+        """Return the arrays of the optimizer's states: of each, one a replica."""
+        held: List[List[Any]] = []
+        for replica, updater in enumerate(self.updaters):
+            alone = [state for index, state in sorted(updater.states.items()) if (index, replica) not in self._laid]
+            together = [memory for (_, where), memory in self._memory.items() if where == replica]
+            held.append([array for _, array in leaves([alone, together]) if is_device_array(array)])
+        return [list(arrays) for arrays in zip(*held)]
 
     def states(self) -> Dict[int, State]:
         """Return the states of the first replica, by parameter."""

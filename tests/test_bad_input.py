@@ -4,6 +4,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.local_sgd import LocalSGD
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -46,14 +47,25 @@ WRONG = {
     "a step of nothing": lambda w: w.trainer.step(6),
     "a step by zero": lambda w: w.trainer.step(0),
     "an update without a sum": lambda w: w.trainer.update(6),
+    "no parts": lambda w: w.train(micro_steps=0),
+    "half a part": lambda w: w.train(micro_steps=1.5),
+    "parts with a loss that is no array": lambda w: w.train(loss=lambda out, y: None, micro_steps=2),
+    "parts of an empty batch": lambda w: w.train(X[:0], Y[:0], micro_steps=2),
+    "parts of other lengths": lambda w: w.train(y=Y[:5], micro_steps=2),
     "no losses": lambda w: mgpu.backward([]),
     "a trainer of Gluon's": lambda w: mgpu.train_batch(w.net, LOSS, gluon.Trainer(w.net.collect_params(), "sgd"), X, Y),
+    "a norm to clip to of zero": lambda w: mgpu.Trainer(w.net, "sgd", clip_norm=0),
+    "a value to clip to that is none": lambda w: mgpu.Trainer(w.net, "sgd", clip_value="1"),
+    "devices apart for no step": lambda w: LocalSGD(w.net, "sgd", every=0),
     "an optimizer that is none": lambda w: mgpu.Trainer(w.net, "bogus"),
     "a split that returns nothing": lambda w: w.train(split_f=lambda X, y, ctx: None),
     "no data at all": lambda w: w.fit(None),
     "a callback that is a class": lambda w: w.fit(callbacks=[mgpu.Checkpoint]),
     "no epochs": lambda w: w.fit(epochs=0),
     "half an epoch": lambda w: w.fit(epochs=0.5),
+    "no parts of a batch": lambda w: w.fit(micro_steps=0),
+    "updates without batches": lambda w: w.fit(accumulate_grad_batches=0),
+    "fit with a trainer of Gluon's": lambda w: mgpu.fit(w.net, LOSS, gluon.Trainer(w.net.collect_params(), "sgd"), [], epochs=1),
     "no queue": lambda w: w.fit(max_inflight=0),
     "no batches": lambda w: w.fit([]),
     "batches of three": lambda w: w.fit([(X, Y, Y)]),

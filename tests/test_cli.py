@@ -100,7 +100,8 @@ def test_help_tells_of_every_flag(path, command):
     [
         (
             ("train", "resnet18"),
-            "--devices --epochs --batch-size --lr --optimizer --data --data-dir --output --seed --hybridize",
+            "--devices --epochs --batch-size --lr --optimizer --data --data-dir --output --seed --hybridize "
+            "--micro-steps --clip-norm --clip-value --average-every",
         ),
         (("bench", "transfer"), "--devices --sizes --repeats --output"),
         (("bench", "compute"), "--devices --sizes --num-products --repeats --output"),
@@ -117,15 +118,21 @@ def test_the_flags_are_these(path, flags):
 def test_the_commands_are_these():
     assert sorted(" ".join(path) for path, _ in commands()) == [
         "",
+        "agree",
         "bench",
+        "bench balance",
         "bench compute",
         "bench evaluate",
+        "bench precision",
         "bench size",
         "bench step",
         "bench train",
         "bench transfer",
         "devices",
         "doctor",
+        "find-batch-size",
+        "predict",
+        "predict resnet18",
         "train",
         "train resnet18",
     ]
@@ -139,6 +146,8 @@ def test_the_version_is_that_of_the_package():
     "arguments",
     [["nonsense"], ["train", "nonsense"], [*TRAIN, "--nonsense"], [*TRAIN, "--epochs", "0"], [*TRAIN, "--epochs", "two"]]
     + [[*TRAIN, "--lr", "0"], [*TRAIN, "--hybridize", "maybe"], ["bench", "transfer", "--sizes", "4,x"]]
+    + [[*TRAIN, "--micro-steps", "0"], [*TRAIN, "--clip-norm", "0"], [*TRAIN, "--clip-value", "inf"]]
+    + [[*TRAIN, "--average-every", "0"]]
     + [["bench", "compute", "--sizes", "0"], ["bench", "compute", "--sizes", ""], [*TRAIN, "--seed", "-1"]],
     ids=" ".join,
 )
@@ -223,7 +232,7 @@ def test_train_resnet18_trains_saves_and_tells(tmp_path, data_dir):
     out = tmp_path / "new" / "run"
     options = ["--devices", "cpu:2", "--epochs", "1", "--batch-size", "16", "--lr", "0.05", "--optimizer", "nag", "--seed", "3"]
     output = run(*TRAIN, *options, "--data-dir", data_dir, "--output", out, "--hybridize", "static")
-    first, epoch, saved, last = output.strip().splitlines()
+    first, *_, epoch, saved, last = output.strip().splitlines()  # a slow machine tells of batches, too
     assert first == "data: 32 images to train on, 8 to test, 2 classes, on cpu(0), cpu(1)"
     assert epoch.startswith("epoch 1/1  train accuracy ")
     assert saved == f"saved curves.png, history.csv, history.json, best and last in {out}"
@@ -295,6 +304,33 @@ def test_an_optimizer_by_name_is_used(tiny, data_dir, tmp_path):
     _, sgd = train_tiny(data_dir, tmp_path / "1", "--epochs", "2", "--lr", "0.01")
     _, adam = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--lr", "0.01", "--optimizer", "adam")
     assert losses(sgd) != losses(adam)
+
+
+def test_batches_in_parts_are_batches(tiny, data_dir, tmp_path):
+    _, whole = train_tiny(data_dir, tmp_path / "1", "--epochs", "2")
+    _, parts = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--micro-steps", "3")
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_clipping_is_done_and_told(tiny, data_dir, tmp_path):
+    _, free = train_tiny(data_dir, tmp_path / "1", "--epochs", "2")
+    _, normed = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--clip-norm", "0.01")
+    _, cut = train_tiny(data_dir, tmp_path / "3", "--epochs", "2", "--clip-value", "0.0001")
+    assert all("grad_norm" not in row for row in free + cut)
+    assert all(row["grad_norm_max"] >= row["grad_norm"] > 0.01 for row in normed)
+    assert losses(free) != losses(normed) != losses(cut) != losses(free)
+
+
+def test_devices_train_apart_on_demand(tiny, data_dir, tmp_path):
+    _, together = train_tiny(data_dir, tmp_path / "1", "--epochs", "2")
+    _, each = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--average-every", "1")
+    _, apart = train_tiny(data_dir, tmp_path / "3", "--epochs", "2", "--average-every", "4")
+    assert losses(each) == pytest.approx(losses(together), rel=1e-5)
+    assert losses(apart)[0] != pytest.approx(losses(together)[0], rel=1e-5)
+    options = ["--average-every", "2", "--optimizer", "nadam", "--data-dir", data_dir, "--output", tmp_path / "4"]
+    result = invoke(*TRAIN, "--devices", "cpu:2", *options)
+    assert result.exit_code == 1
+    assert "Error: LocalSGD: got Nadam; need" in result.output
 
 
 def test_digits_are_the_default(tiny, tmp_path):

@@ -232,6 +232,74 @@ def test_a_split_of_ones_own_is_used(devices):
     assert sizes == [16, 16, 16, 12, 16, 4]
 
 
+# Micro-steps, and the gradient's norm
+
+
+def test_micro_steps_are_those_of_train_batch(devices):
+    by_hand, fitted = make_net(devices), make_net(devices)
+    trainer = make_trainer(by_hand)
+    for X, y in batches_of(*three_clouds()):
+        mgpu.train_batch(by_hand, LOSS, trainer, X, y, micro_steps=3)
+    train(devices, net=fitted, micro_steps=3)
+    assert largest_difference(weights_of(by_hand), weights_of(fitted)) == 0.0
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 9])
+def test_batches_that_make_one_update(devices, every):
+    """An epoch of 4 batches: the last group is what is left, and the next epoch begins a group of its own."""
+    data = batches_of(*three_clouds())
+    assert len(data) == 4
+    joined = [tuple(np.concatenate(parts) for parts in zip(*data[i : i + every])) for i in range(0, 4, every)]
+    accumulated, whole, recorder = make_net(devices), make_net(devices), Recorder()
+    train(devices, data, net=accumulated, epochs=2, accumulate_grad_batches=every, callbacks=[recorder])
+    train(devices, joined, net=whole, epochs=2)
+    assert largest_difference(weights_of(accumulated), weights_of(whole)) <= 1e-6
+    assert recorder.state.trainer._optimizer.num_update == 2 * len(joined)
+
+
+def test_ctrl_c_applies_what_was_accumulated(ctrl_c, tmp_path):
+    data = batches_of(*three_clouds())
+    net, whole = make_net([mx.cpu()]), make_net([mx.cpu()])
+    options = {"callbacks": [mgpu.Checkpoint(tmp_path, monitor=None)], "accumulate_grad_batches": 4}
+    with pytest.raises(KeyboardInterrupt, match="after step 3$"):
+        train([mx.cpu()], interrupting(data, at=3), net=net, **options)
+    train([mx.cpu()], [tuple(np.concatenate(parts) for parts in zip(*data[:3]))], net=whole)
+    assert largest_difference(weights_of(net), weights_of(whole)) <= 1e-6
+    mgpu.load_checkpoint(tmp_path / "last", make_net([mx.cpu()]), make_trainer(net))
+
+
+def test_an_error_drops_what_was_accumulated():
+    data = batches_of(*three_clouds())
+    net = make_net([mx.cpu()])
+    trainer = make_trainer(net)
+    with pytest.raises(TrainerError):
+        mgpu.fit(net, LOSS, trainer, [*data[:2], "no pair"], epochs=1, callbacks=[], accumulate_grad_batches=4)
+    assert {param.grad_req for param in net.collect_params().values()} == {"write"}
+    whole = make_net([mx.cpu()])
+    mgpu.train_batch(whole, LOSS, make_trainer(whole), *data[3])
+    mgpu.train_batch(net, LOSS, trainer, *data[3])
+    assert largest_difference(weights_of(net), weights_of(whole)) == 0.0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_gradients_norm_is_a_column(devices, arrays, every):
+    """The mean and the largest over the epoch's updates, against those that were read one by one."""
+    data = batches_of(*three_clouds())
+    net = make_net(devices)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}, measure_grad_norm=True)
+    rows = mgpu.fit(net, LOSS, trainer, data, epochs=2, callbacks=[], accumulate_grad_batches=every).rows
+    by_hand = make_net(devices)
+    trainer = mgpu.Trainer(by_hand, "sgd", {"learning_rate": 0.5}, measure_grad_norm=True)
+    for row in rows:
+        norms = []
+        for i in range(0, len(data), every):
+            mgpu.train_batch(by_hand, LOSS, trainer, *(np.concatenate(parts) for parts in zip(*data[i : i + every])))
+            norms.append(float(trainer.grad_norm))
+        assert row["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+        assert row["grad_norm_max"] == pytest.approx(max(norms), rel=1e-4)
+        assert row["grad_norm"] < row["grad_norm_max"]
+
+
 # What it refuses
 
 
@@ -246,12 +314,14 @@ def test_a_split_of_ones_own_is_used(devices):
         {"max_inflight": 0},
         {"max_inflight": 1.5},
         {"max_inflight": "a"},
+        {"micro_steps": 0},
+        {"accumulate_grad_batches": 1.5},
     ],
 )
 def test_bad_numbers_are_refused_before_anything_happens(options):
     net, recorder = make_net([mx.cpu()]), Recorder()
     before = weights_of(net)
-    with pytest.raises(TrainerError, match="^fit: got (epochs|max_inflight)=") as caught:
+    with pytest.raises(TrainerError, match="^fit: got (epochs|max_inflight|micro_steps|accumulate_grad_batches)=") as caught:
         train([mx.cpu()], net=net, callbacks=[recorder], **options)
     assert_house_style(caught.value)
     assert recorder.calls == []

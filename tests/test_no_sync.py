@@ -33,17 +33,20 @@ def test_the_counter_counts(waits):
     assert waits == [WAITING[0], WAITING[1], WAITING[3], WAITING[0]]
 
 
+@pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("sizes", [[12] * 4, [7, 12, 1, 5]], ids=["even", "uneven and fewer"])
-def test_a_training_step_does_not_wait(devices, arrays, waits, sizes):
+def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_steps):
     net = small_net(devices, hybridize={}, normalize=True)
-    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0, clip_value=0.1)
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
     batches = small_batches(sizes)
     mgpu.train_batch(net, loss, trainer, *batches[0])  # shapes become known, buffers are made
     del waits[:]
     for X, y in batches:
-        mgpu.train_batch(net, loss, trainer, X, y)
+        mgpu.train_batch(net, loss, trainer, X, y, micro_steps=micro_steps)
     assert waits == []
+    assert float(trainer.grad_norm) > 0
+    assert waits == ["MXNDArraySyncCopyToCPU"]
 
 
 def test_an_evaluation_reads_once_a_device(devices, waits):

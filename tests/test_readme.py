@@ -40,13 +40,14 @@ def test_the_programs_run(tmp_path):
     told = done.stdout.decode()
     assert done.returncode == 0, told
     assert "epoch 3/3  train accuracy" in told
-    assert 0.9 < float(told.splitlines()[-1]) <= 1.0
+    accuracies = [float(line) for line in told.splitlines() if re.fullmatch(r"[01]\.\d+", line)]
+    assert len(accuracies) == 1 and 0.9 < accuracies[0] <= 1.0
 
 
 @pytest.mark.parametrize("name", READMES)
 def test_commands_exist(name):
-    commands = re.findall(r"^\| `gluon-mgpu ([a-z0-9 ]+)`", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(commands) == 9
+    commands = re.findall(r"^\| `gluon-mgpu ([a-z0-9 -]+)`", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(commands) == 14
     for command in commands:
         assert CliRunner().invoke(main, [*command.split(), "--help"]).exit_code == 0
 

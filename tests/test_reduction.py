@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.buckets import Bucket
-from gluon_mgpu.reduction import Reduction, all_finite
+from gluon_mgpu.reduction import Reduction, all_finite, clip_values, global_norm
 from gluon_mgpu.replicas import Buffer
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -168,3 +168,15 @@ def test_gluons_loss_scaler_sees_an_overflow_in_any_bucket():
     loss.backward()
     trainer.step(1)
     assert (net.weight.data().asnumpy() != before).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_values_are_cut_and_norms_measured_as_numpy_does(dtype, arrays):
+    rng = np.random.RandomState(0)
+    values = [rng.randn(5).astype(dtype), rng.randn(2, 3).astype(dtype), np.array([np.nan, np.inf, -np.inf], dtype)]
+    gradients = [arrays.array(value, dtype=dtype) for value in values]
+    norm = np.sqrt(sum((value.astype("float64") ** 2).sum() for value in values[:2]))
+    assert float(global_norm(gradients[:2]).asnumpy()[0]) == pytest.approx(norm, rel=1e-3 if dtype == "float16" else 1e-6)
+    clip_values(gradients, 0.5)
+    for gradient, value in zip(gradients, values):
+        np.testing.assert_array_equal(gradient.asnumpy(), np.clip(value, -0.5, 0.5))

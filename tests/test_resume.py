@@ -44,6 +44,24 @@ def test_a_run_in_two_parts_is_a_run(arrays, tmp_path, stop_after, optimizer, no
         assert largest_difference(weights_of(net), weights_of(straight)) <= bound
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_run_of_micro_steps_in_two_parts_is_a_run(tmp_path, optimizer):
+    """Nothing of a group of micro-steps is left over for the next."""
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    batches = small_batches(BATCHES)
+    straight, trainer = made(ctx, optimizer, False)
+    for i, (X, y) in enumerate(batches):
+        mgpu.train_batch(straight, LOSS, trainer, X, y, micro_steps=3)
+        if i + 1 == 3:
+            mgpu.save_checkpoint(tmp_path / "checkpoint", straight, trainer)
+    net, trainer = made(ctx, optimizer, False)
+    mgpu.eval_batch(net, *batches[0], ctx)
+    mgpu.load_checkpoint(tmp_path / "checkpoint", net, trainer)
+    for X, y in batches[3:]:
+        mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=3)
+    assert largest_difference(weights_of(net), weights_of(straight)) == 0.0
+
+
 def test_the_order_of_the_data_goes_on(tmp_path):
     data = small_batches([20])[0]
     whole = mgpu.data.ArrayLoader(*data, batch_size=6, shuffle=True, seed=3)

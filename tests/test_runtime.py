@@ -144,7 +144,7 @@ def test_an_extra_that_is_missing_is_named():
 
 def clean(**environment):
     """This environment without what decides threads, memory and copies, and with what is given."""
-    decides = ("OMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "GLUON_MGPU_RUNTIME")
+    decides = ("OMP_", "MXNET_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "GLUON_MGPU_")
     return {**{name: value for name, value in os.environ.items() if not name.startswith(decides)}, **environment}
 
 
@@ -294,6 +294,49 @@ def test_two_contexts_with_several_threads_are_warned_of_after_one_came_alone():
     told = "RuntimeWarning: use_devices: got contexts that have run already, cpu(0) with 3 and cpu(1) with 2 threads; need one"
     assert told in "\n".join(warned)
     assert run_clean(ASK, program.format(number=1)) == ["ready"]
+
+
+# The serial engine
+
+SERIAL = """
+    import os
+    {first}
+    import gluon_mgpu as mgpu
+    from gluon_mgpu.readiness import is_serial
+    {then}
+    with mgpu.use_devices("cpu:2") as ctx:
+        print(is_serial(), os.environ.get("MXNET_ENGINE_TYPE"), [mgpu.runtime.threads_of(i) for i in range(2)])
+        print({{(setting.value, setting.source) for setting in mgpu.runtime.settings(ctx) if "cpu(" in setting.name}})
+"""
+
+
+def serial(first="", then="", **environment):
+    lines = run_clean(SERIAL.format(first=first, then=then), OMP_NUM_THREADS="3", **environment)
+    return [line for line in lines if "start using engine" not in line]
+
+
+def test_two_contexts_of_the_serial_engine_are_not_warned_of():
+    """Each operation has three threads, but none runs beside another."""
+    assert serial(MXNET_ENGINE_TYPE="NaiveEngine") == ["True NaiveEngine [0, 0]", "{('3', 'environment')}"]
+
+
+def test_debugging_asks_for_the_serial_engine():
+    """Also without our other settings, and where mxnet was imported first and has run nothing."""
+    told = serial("import mxnet", GLUON_MGPU_DEBUG="1", GLUON_MGPU_RUNTIME="off")
+    assert told == ["True NaiveEngine [0, 0]", "{('3', 'off')}"]
+
+
+def test_an_engine_that_was_chosen_stands_until_it_is_replaced():
+    then = "print(os.environ['MXNET_ENGINE_TYPE']); from gluon_mgpu import debug; debug.run_serially()"
+    told = serial("", then, GLUON_MGPU_DEBUG="1", MXNET_ENGINE_TYPE="ThreadedEngine")
+    assert told == ["ThreadedEngine", "True NaiveEngine [0, 0]", "{('3', 'environment')}"]
+
+
+def test_an_engine_that_has_begun_is_told_and_its_contexts_get_one_thread_each():
+    """Were it taken for the serial engine, its contexts would keep several, and could hang."""
+    warned, *told = serial("import mxnet; mxnet.nd.ones((2,), ctx=mxnet.cpu(5))", GLUON_MGPU_DEBUG="1")
+    assert warned.startswith("import gluon_mgpu: got an mxnet that has run operations before; need gluon_mgpu first")
+    assert told == ["False None [1, 1]", "{('1', 'gluon_mgpu')}"]
 
 
 # Cores

@@ -141,3 +141,61 @@ def test_a_layer_that_no_batch_reaches_costs_one_look():
         mgpu.train_batch(net, mx.gluon.loss.L2Loss(), trainer, X, X[:, :1], ignore_stale_grad=True)
     assert Lazy.predicted == 1
     assert mgpu.replica_difference(net[0]) == 0.0
+
+
+def test_a_batch_in_parts_tells_what_came_of_all(arrays):
+    net = small_net(CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    X, y = small_batches([7])[0]
+    batch = mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=2)
+    assert batch.num_examples == 7
+    assert [output.shape for output in batch.outputs] == [(2, 3), (1, 3), (1, 3), (1, 3), (1, 3), (1, 3)]
+    assert [loss.context for loss in batch.losses] == CTX * 2
+    np.testing.assert_array_equal(np.concatenate([label.asnumpy() for label in batch.labels]), y)
+
+
+@pytest.mark.parametrize(
+    "micro_steps, sizes", [(1, [10]), (2, [5, 5]), (4, [3, 3, 2, 2]), (10, [1] * 10), (99, [1] * 10)], ids=repr
+)
+def test_parts_differ_by_one_example_at_most(micro_steps, sizes):
+    seen = []
+
+    def split(X, y, devices):
+        seen.append(len(X))
+        return mgpu.split_batch(X, y, devices)
+
+    net = small_net(CTX[:1])
+    X, y = small_batches([10])[0]
+    mgpu.train_batch(net, LOSS, mgpu.Trainer(net, "sgd"), X, y, split_f=split, micro_steps=micro_steps)
+    assert seen == sizes
+
+
+@pytest.mark.parametrize("form", ["NumPy", "MXNet"])
+def test_parts_of_data_of_every_form(arrays, form):
+    X, y = small_batches([5])[0]
+    nets = []
+    for micro_steps in (1, 3):
+        net = small_net(CTX[:2])
+        data = {"NumPy": (X, y), "MXNet": (arrays.array(X), arrays.array(y))}[form]
+        mgpu.train_batch(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}), *data, micro_steps=micro_steps)
+        nets.append(weights_of(net))
+    assert largest_difference(*nets) <= 1e-6
+
+
+def test_parts_of_nested_inputs_with_axes_of_their_own():
+    """A batch is cut where the split function would cut it."""
+    rng = np.random.RandomState(0)
+    X = {"tokens": rng.uniform(size=(6, 5, 2)).astype("float32"), "scale": rng.uniform(size=(5, 1)).astype("float32")}
+    y = rng.randint(0, 2, 5)
+    split = partial(mgpu.split_batch, batch_axis=({"tokens": 1, "scale": 0}, 0))
+    found = []
+    for num_devices, micro_steps in ((1, 1), (2, 2), (2, 4)):
+        mx.random.seed(1)
+        net = Tagger()
+        net.initialize(mx.init.Xavier(), ctx=CTX[:num_devices])
+        trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01})
+        for _ in range(5):
+            mgpu.train_batch(net, LOSS, trainer, X, y, split_f=split, micro_steps=micro_steps)
+        found.append(weights_of(net))
+    assert largest_difference(found[0], found[1]) <= 1e-5
+    assert largest_difference(found[0], found[2]) <= 1e-5

@@ -208,7 +208,7 @@ def test_a_file_of_states_is_always_whole(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("gluon_mgpu.trainer.os.fsync", full_disk)
+    monkeypatch.setattr("gluon_mgpu.states.os.fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
         trainer.save_states(path)
     assert (tmp_path / "states").read_bytes() == before
@@ -375,6 +375,8 @@ BAD = [
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit"}), "does not compress"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_norm=0), "got clip_norm 0"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_norm=float("nan")), "got clip_norm nan"),
+    (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_value=-1), "got clip_value -1"),
+    (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_value=True), "got clip_value True"),
     (lambda: mgpu.Trainer(sparse_weight(), "sgd"), "stored as row_sparse"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", kvstore="nonsense"), "got kvstore 'nonsense'"),
 ]
@@ -417,3 +419,77 @@ def test_bytes_are_counted_and_alike_on_every_device(num_devices, optimizer, sta
     assert sum(parts["sums"] for parts in held.values()) == (num_devices * size if num_devices > 1 else 0)
     totals = [sum(parts.values()) for parts in held.values()]
     assert max(totals) <= 1.02 * min(totals)
+
+
+@pytest.mark.parametrize(
+    "options, optimizer_params, wanted",
+    [
+        ({}, {}, lambda mean: mean),
+        ({"clip_norm": 2.0}, {}, lambda mean: mean * 2 / np.linalg.norm(mean)),
+        ({"clip_norm": 99.0}, {}, lambda mean: mean),
+        ({"clip_value": 1.5}, {}, lambda mean: np.clip(mean, -1.5, 1.5)),
+        ({"clip_norm": 2.0, "clip_value": 1.5}, {}, lambda mean: np.clip(mean * 2 / np.linalg.norm(mean), -1.5, 1.5)),
+        ({"clip_value": 1.5}, {"clip_gradient": 1.0}, lambda mean: np.clip(mean, -1.0, 1.0)),
+        ({}, {"clip_gradient": 1.0}, lambda mean: np.clip(mean, -1.0, 1.0)),
+    ],
+    ids=repr,
+)
+def test_clipping_is_of_what_was_summed_and_averaged(devices, arrays, options, optimizer_params, wanted):
+    """Against NumPy; each device's gradient alone would be cut at other places."""
+    net = nn.Dense(1, in_units=3, use_bias=False)
+    net.initialize(mx.init.Zero(), ctx=devices)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0, **optimizer_params}, measure_grad_norm=True, **options)
+    assert trainer.grad_norm is None
+    X = np.array([[9, -3, 0], [-1, 0, 5], [1, 1.5, -9], [0, -9, 3]], "float32")
+    mgpu.train_batch(net, lambda out, y: out.reshape((-1,)), trainer, X, X)
+    mean = X.astype("float64").mean(axis=0)
+    for context in devices:
+        np.testing.assert_allclose(net.weight.data(context).asnumpy()[0], -wanted(mean), atol=1e-6)
+    assert trainer.grad_norm.context == devices[0]
+    assert float(trainer.grad_norm) == pytest.approx(np.linalg.norm(mean), rel=1e-6)
+
+
+def test_a_norm_that_nobody_asked_for_is_not_computed():
+    net = small_net(CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, clip_value=1.0)
+    run(net, trainer, small_batches([4]))
+    assert trainer.grad_norm is None
+
+
+class TwoHeads(gluon.Block):
+    """A network of which each pass uses one head."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.body = nn.Dense(3, in_units=2)
+            self.heads = nn.HybridSequential()
+            self.heads.add(nn.Dense(2, in_units=3), nn.Dense(2, in_units=3))
+        self.head = 0
+
+    def forward(self, x):
+        return self.heads[self.head](self.body(x))
+
+
+def test_unused_parameters_are_told_once_and_left_alone(arrays, caplog):
+    mx.random.seed(1)
+    net = TwoHeads()
+    net.initialize(mx.init.Xavier(), ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, find_unused_parameters=True)
+    X, y = np.ones((4, 2), np.float32), np.array([0, 1, 0, 1])
+    mgpu.train_batch(net, LOSS, trainer, X, y)
+    before = weights_of(net)
+    mgpu.train_batch(net, LOSS, trainer, X, y)
+    told = [record.getMessage() for record in caplog.records if "got no gradient" in record.getMessage()]
+    assert told == ["Trainer: 2 parameters got no gradient on any device, and are left alone: heads.1.weight, heads.1.bias"]
+    changed = [not np.array_equal(old, new) for old, new in zip(before, weights_of(net))]
+    assert changed == [True, True, True, True, False, False]
+    net.head = 1
+    mgpu.train_batch(net, LOSS, trainer, X, y)
+    assert "heads.0.weight, heads.0.bias" in caplog.records[-1].getMessage()
+    assert mgpu.replica_difference(net) == 0.0
+    with pytest.raises(StaleGradientError, match="find_unused_parameters=True"):
+        trainer.step(4)  # nothing was passed back at all
+    plain = mgpu.Trainer(net, "sgd")
+    with pytest.raises(StaleGradientError, match=r"heads\.0\.weight"):
+        mgpu.train_batch(net, LOSS, plain, X, y)

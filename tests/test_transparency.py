@@ -78,3 +78,17 @@ def test_weighted_shards_do_not_show(weights, arrays):
     for X, y in batches:
         mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, split_f=split)
     assert largest_difference(weights_of(net), reference) <= 1e-5
+
+
+@pytest.mark.parametrize("hybridize", HYBRIDIZE)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+def test_micro_steps_do_not_show(num_devices, hybridize, reference):
+    """Uneven batches in 3 uneven parts, some of which leave devices without data."""
+    ctx = [mx.cpu(i) for i in range(num_devices)]
+    for optimizer, (name, params) in OPTIMIZERS.items():
+        net = small_net(ctx, hybridize=HYBRIDIZE[hybridize])
+        trainer = mgpu.Trainer(net, name, dict(params))
+        for X, y in small_batches(BATCHES["uneven"]):
+            mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, micro_steps=3)
+        assert mgpu.replica_difference(net) == 0.0
+        assert largest_difference(weights_of(net), reference("uneven", optimizer)) <= 1e-6, optimizer

@@ -12,6 +12,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import click
 from rich.console import Console
 
+from ..benchmark import balance as balancing
+from ..benchmark import precision as precisions
 from ..benchmark import report, workloads
 from ..benchmark.case import Case
 from ..benchmark.compare import Row, Tell, compare
@@ -253,6 +255,41 @@ def size(num_devices: List[int], contenders: List[str], num_params: List[int], o
     rows = run.measure(workloads.size_rows(contenders, run.few(num_devices), run.few(num_params), case))
     tables = [report.contender_table(rows), report.size_table(rows)]
     run.finish("size", rows, tables, output, plot_lines(report.size_lines(rows), "parameters", "ms"))
+
+
+@bench.command()
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Of each split, in turns.")
+@click.option("--num-steps", type=click.IntRange(1), default=20, show_default=True, help="Steps of each split in a round.")
+@click.option("--batch-size", type=click.IntRange(2), default=1024, show_default=True, help="Examples of a step.")
+@_output
+def balance(rounds: int, num_steps: int, batch_size: int, output: Path) -> None:
+    """Compare an even split with one by measured speed, on two CPU contexts of which one shares its core."""
+    found: List[balancing.Round] = []
+    with use_devices("cpu:2") as ctx, _telling() as tell:
+        for shared in (True, False):
+            options = {"rounds": rounds, "num_steps": num_steps, "batch_size": batch_size}
+            found += balancing.measure(ctx, shared=shared, tell=tell, **options)
+    print_table(*balancing.table(found))
+    results = [{**asdict(one), "gain": one.gain} for one in found]
+    write_results(output, "balance", results, plot_ranges(balancing.ranges(found), "ms a step"))
+
+
+@bench.command()
+@click.option("--devices", "specs", default="cpu,cpu:2", show_default=True, help="Choices of devices, separated by commas.")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Of each precision, in turns.")
+@click.option("--accuracy/--no-accuracy", default=True, show_default=True, help="Also learn the digits in each.")
+@_output
+def precision(specs: str, rounds: int, accuracy: bool, output: Path) -> None:
+    """Compare training in low precision with float32: examples/s, and accuracy on the digits."""
+    listed = specs.split(",")
+    with _telling() as tell:
+        found = precisions.measure(listed, rounds=rounds, tell=tell)
+        learned = precisions.learn(listed[-1], tell=tell) if accuracy else []
+    print_table(*precisions.speed_table(found))
+    if learned:
+        print_table(*precisions.accuracy_table(learned))
+    results = {"rounds": [asdict(one) for one in found], "learned": [asdict(one) for one in learned]}
+    write_results(output, "precision", results, plot_ranges(precisions.ranges(found), "times as fast as fp32"))
 
 
 class _Comparison:

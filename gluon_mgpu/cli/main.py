@@ -9,9 +9,12 @@ import click
 from mxnet import MXNetError
 
 from .. import __version__, errors
+from .agree import agree
 from .bench import bench
 from .devices import devices
 from .doctor import doctor
+from .find_batch_size import find_batch_size_
+from .predict import predict
 from .train import train
 
 _TOLD = (
@@ -54,3 +57,6 @@ main.add_command(devices)
 main.add_command(doctor)
 main.add_command(bench)
 main.add_command(train)
+main.add_command(predict)
+main.add_command(find_batch_size_)
+main.add_command(agree)

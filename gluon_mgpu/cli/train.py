@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from statistics import median
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Iterable, List, Optional, Union
 
 import click
 import mxnet as mx
 import numpy as np
 from mxnet import gluon, init
 
-from ..callbacks import Checkpoint, Progress, SaveHistory
+from ..batchnorm import BATCH_NORMS
+from ..callbacks import Callback, Checkpoint, Progress, SaveHistory
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
+from ..debug import run_serially
 from ..devices import use_devices
 from ..fit import fit
+from ..leaks import LeakCheck
+from ..local_sgd import LocalSGD
 from ..models import resnet18
 from ..trainer import Trainer
+from ..watchdog import Watchdog
 
 HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
     "off": None,
@@ -27,10 +33,19 @@ HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-def _finite(_context: click.Context, _parameter: click.Parameter, number: float) -> float:
-    if not math.isfinite(number):
+def _finite(_context: click.Context, _parameter: click.Parameter, number: Optional[float]) -> Optional[float]:
+    if number is not None and not math.isfinite(number):
         raise click.BadParameter(f"got {number}; need a finite number.")
     return number
+
+
+def _shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Union[None, str, List[float]]:
+    if text is None or text == "auto":
+        return text
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"got {text!r}; need auto, or a number for each device, separated by commas.") from None
 
 
 @click.group()
@@ -95,6 +110,58 @@ def train() -> None:
     show_default=True,
     help="Compile the network: not, or with memory kept (static).",
 )
+@click.option(
+    "--micro-steps",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Parts that a batch is done in, one after the other, for less memory.",
+)
+@click.option(
+    "--clip-norm",
+    callback=_finite,
+    type=click.FloatRange(0, min_open=True),
+    help="Largest norm of the gradient; none by default.",
+)
+@click.option(
+    "--clip-value",
+    callback=_finite,
+    type=click.FloatRange(0, min_open=True),
+    help="Largest absolute value of an element of the gradient; none by default.",
+)
+@click.option(
+    "--average-every",
+    type=click.IntRange(1),
+    help="Train the devices apart, and average their weights after so many steps (local SGD). By default gradients are summed "
+    "at each step.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="What convolutions and Dense layers compute in: bf16 on CPUs with AVX-512, fp16 on GPUs.",
+)
+@click.option(
+    "--bn",
+    type=click.Choice(BATCH_NORMS),
+    default="average",
+    show_default=True,
+    help="BatchNorm's statistics: each device's own, averaged to predict and to save, or the whole batch's.",
+)
+@click.option(
+    "--weights",
+    callback=_shares,
+    help="How batches are shared out: auto, as fast as each device is; or numbers, 3,1. By default evenly.",
+)
+@click.option("--debug", is_flag=True, help="One operation after another; every layer, label and index looked at. Slow.")
+@click.option(
+    "--watchdog",
+    callback=_finite,
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds without a step after which every thread is shown.",
+)
+@click.option("--leak-check", is_flag=True, help="Say at the end whether memory grows with the steps.")
 def train_resnet18(
     devices: str,
     epochs: int,
@@ -106,12 +173,25 @@ def train_resnet18(
     output: Path,
     seed: int,
     hybridize: str,
+    micro_steps: int,
+    clip_norm: Optional[float],
+    clip_value: Optional[float],
+    average_every: Optional[int],
+    precision: str,
+    bn: str,
+    weights: Any,
+    debug: bool,
+    watchdog: Optional[float],
+    leak_check: bool,
 ) -> None:
     """Train ResNet-18 on images of digits or clothes, on several devices.
 
     The defaults train on scikit-learn's handwritten digits. Ctrl-C stops after the batch under way, and saves.
     """
-    images = _load(data, data_dir, seed)
+    if debug:
+        os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit asks
+        run_serially()
+    images = load_images(data, data_dir, seed)
     train_iter = ArrayLoader(images.train_images, images.train_labels, batch_size, shuffle=True, seed=seed)
     test_iter = ArrayLoader(images.test_images, images.test_labels, max(256, batch_size))
     with use_devices(devices) as ctx:  # before anything runs on a device: it settles their threads
@@ -123,22 +203,44 @@ def train_resnet18(
         )
         net = resnet18(images.num_classes)
         net.initialize(init.Xavier(), ctx=ctx)
-        options = HYBRIDIZE[hybridize]
-        if options is not None:
-            net.hybridize(**options)
-        trainer = Trainer(net, optimizer, _optimizer_params(lr, len(train_iter), epochs))
+        how = HYBRIDIZE[hybridize]
+        if how is not None:
+            net.hybridize(**how)
+        params = _optimizer_params(lr, len(train_iter), epochs)
+        more: Dict[str, Any] = {"clip_norm": clip_norm, "clip_value": clip_value, "precision": precision}
+        if average_every is None:
+            trainer = Trainer(net, optimizer, params, **more)
+        else:
+            trainer = LocalSGD(net, optimizer, params, every=average_every, **more)
         loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        callbacks = [Progress("images"), Checkpoint(output), SaveHistory(output)]
+        callbacks: List[Callback] = [Progress("images"), Checkpoint(output), SaveHistory(output)]
+        check = LeakCheck() if leak_check else None
+        callbacks += [check] if check else []
+        tests: Iterable[Any] = test_iter
+        if watchdog is not None:
+            dog = Watchdog(watchdog)
+            callbacks.append(dog)
+            tests = dog.watch(test_iter)
+        options: Dict[str, Any] = {
+            "epochs": epochs,
+            "callbacks": callbacks,
+            "micro_steps": micro_steps,
+            "weights": weights,
+            "bn": bn,
+        }
         try:
-            history = fit(net, loss, trainer, train_iter, test_iter, epochs=epochs, callbacks=callbacks)
+            history = fit(net, loss, trainer, train_iter, tests, **options)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(f"{interrupt}; what was saved is in {output}") from None
+    if check is not None:
+        print(check.report())
     seconds = median(history.column("seconds"))
     print(f"saved curves.png, history.csv, history.json, best and last in {output}")
     print(f"test accuracy {history.column('test_accuracy')[-1]:.4f}, {seconds:.1f} s/epoch on {', '.join(map(str, ctx))}")
 
 
-def _load(data: str, data_dir: Optional[Path], seed: int) -> ImageData:
+def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:
+    """Return the images that `--data` and `--data-dir` ask for."""
     if data_dir is not None:
         return load_idx_folder(data_dir, seed=seed)
     if data == "digits":

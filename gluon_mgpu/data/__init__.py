@@ -3,5 +3,43 @@
 from .batching import ArrayLoader
 from .idx import load_idx_folder, read_idx
 from .images import ImageData, load_digits, load_fashion_mnist, load_mnist
+from .korean_numbers import exact_match, korean_numbers
+from .length_buckets import balance_shards, padding_share, plan_buckets
+from .pair_batches import PairLoader, encode_pairs
+from .pair_selection import FilteredPairs, filter_pairs, split_pairs
+from .pairs import SentencePairs, normalise, read_pairs, read_tsv
+from .vocabularies import build_vocabulary, load_vocabulary
+from .vocabulary import BOS, EOS, PAD, UNK, Vocabulary, check_vocabulary
 
-__all__ = ["ArrayLoader", "ImageData", "load_digits", "load_fashion_mnist", "load_idx_folder", "load_mnist", "read_idx"]
+__all__ = [
+    "ArrayLoader",
+    "ImageData",
+    "load_digits",
+    "load_fashion_mnist",
+    "load_idx_folder",
+    "load_mnist",
+    "read_idx",
+    # sentence pairs
+    "SentencePairs",
+    "FilteredPairs",
+    "read_pairs",
+    "read_tsv",
+    "filter_pairs",
+    "split_pairs",
+    "normalise",
+    "korean_numbers",
+    "exact_match",
+    "Vocabulary",
+    "build_vocabulary",
+    "load_vocabulary",
+    "check_vocabulary",
+    "PAD",
+    "BOS",
+    "EOS",
+    "UNK",
+    "encode_pairs",
+    "PairLoader",
+    "plan_buckets",
+    "padding_share",
+    "balance_shards",
+]

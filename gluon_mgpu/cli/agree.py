@@ -1,0 +1,158 @@
+"""gluon-mgpu agree: trains on one device and on several, and says whether they agree."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+import click
+from mxnet import Context, gluon
+from mxnet.gluon import nn
+from rich.console import Console
+
+from ..agreement import AGREE, LargerBatch, Recipe, Run, SameBatch, larger_batch, plot_agreement, same_batch
+from ..data import load_digits
+from ..devices import use_devices
+from ..models import resnet18
+from ._output import print_table, write_results
+
+
+def _mlp(num_classes: int) -> gluon.Block:
+    net = nn.HybridSequential()
+    net.add(nn.Flatten(), nn.Dense(64, activation="relu"), nn.Dense(num_classes))
+    return net
+
+
+NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": resnet18}
+
+
+@click.command()
+@click.option(
+    "--devices", "spec", default="cpu:2", show_default=True, help="Devices, as use_devices takes them; the first one is alone."
+)
+@click.option("--network", type=click.Choice(list(NETWORKS)), default="mlp", show_default=True, help="resnet18 takes minutes.")
+@click.option("--epochs", type=click.IntRange(1), default=10, show_default=True, help="Passes over the digits.")
+@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Images of a batch, over all devices.")
+@click.option(
+    "--lr", type=click.FloatRange(0, min_open=True), default=0.05, show_default=True, help="Learning rate for this batch."
+)
+@click.option("--optimizer", default="sgd", show_default=True, help="Any optimizer of MXNet's; sgd gets momentum 0.9.")
+@click.option(
+    "--scaling",
+    type=click.Choice(["linear", "sqrt", "none"]),
+    default="linear",
+    show_default=True,
+    help="How the learning rate grows with the batch: sqrt for adam and its kin.",
+)
+@click.option("--seeds", "num_seeds", type=click.IntRange(2), default=5, show_default=True, help="Runs of each batch size.")
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.01,
+    show_default=True,
+    help="By how much the mean accuracies may differ.",
+)
+@click.option("--larger/--no-larger", default=True, show_default=True, help="Also train with the larger batch, over the seeds.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/agree"),
+    show_default=True,
+    help="Folder for agree.json and agree.png.",
+)
+def agree(
+    spec: str,
+    network: str,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    optimizer: str,
+    scaling: str,
+    num_seeds: int,
+    margin: float,
+    larger: bool,
+    output: Path,
+) -> None:
+    """Train on one device and on several, and say whether they agree.
+
+    First with the same batches: but for rounding, losses and weights must be the same. Then with as many times the batch as there
+    are devices, and a learning rate to match: accuracies must be, in the mean over the seeds.
+
+    Exits with 1 unless all agree.
+    """
+    params: Dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
+    recipe = Recipe(NETWORKS[network], load_digits(), batch_size, epochs, lr, optimizer, params, rule=scaling)
+    over_seeds: Optional[LargerBatch] = None
+    with use_devices(spec) as ctx, Console(stderr=True).status("the same batches") as status:
+        same = same_batch(recipe, ctx)
+        if larger:
+            over_seeds = larger_batch(recipe, ctx, seeds=range(num_seeds), margin=margin, tell=status.update)
+    names = (str(ctx[0]), ", ".join(map(str, ctx)))
+    _print_same(same, ctx)
+    verdicts = [same.verdict]
+    if over_seeds is not None:
+        _print_larger(over_seeds, recipe, ctx)
+        verdicts.append(over_seeds.verdict)
+    write_results(output, "agree", _results(same, over_seeds, names), plot_agreement(same, over_seeds, names))
+    print(f"the same batches: {names[1]} and {names[0]} {same.verdict}")
+    if over_seeds is not None:
+        print(f"{len(ctx)} times the batch: mean accuracies {over_seeds.verdict}, within {margin:g}")
+    if any(verdict != AGREE for verdict in verdicts):
+        sys.exit(1)
+
+
+def _print_same(same: SameBatch, ctx: Sequence[Context]) -> None:
+    rows = []
+    for name, run in ((f"{ctx[0]}, Gluon's loop", same.reference), (f"{len(ctx)} devices", same.ours)):
+        rows.append([name, f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", f"{run.accuracy:.4f}"])
+    print_table(
+        f"the same batches, {len(same.ours.losses)} steps", ["who", "loss of first step", "of last step", "test accuracy"], rows
+    )
+    compared = zip(("a loss", "a weight"), same.differences(), same.tolerances())
+    rows = [[what, f"{difference:.1e}", f"{bound:.1e}"] for what, difference, bound in compared if difference == difference]
+    title = f"largest differences in the first {same.num_comparable()} steps, which can be compared"
+    print_table(title, ["of", "found", "allowed: 10 times rounding's, 1e-5 to 1e-3"], rows)
+
+
+def _print_larger(larger: LargerBatch, recipe: Recipe, ctx: Sequence[Context]) -> None:
+    pairs = list(zip(larger.reference, larger.ours))
+    rows = [
+        [str(seed), f"{base.accuracy:.4f}", f"{ours.accuracy:.4f}", f"{ours.accuracy - base.accuracy:+.4f}"]
+        for seed, (base, ours) in enumerate(pairs)
+    ]
+    columns = [f"batch {size} on {where}" for size, where in _sizes(recipe, ctx)]
+    print_table("test accuracy", ["seed", *columns, "difference"], rows)
+    low, high = larger.interval()
+    print_table(
+        "mean difference",
+        ["between, at 90 % confidence", "allowed"],
+        [[f"{low:+.4f} and {high:+.4f}", f"-{larger.margin:g} and +{larger.margin:g}"]],
+    )
+
+
+def _sizes(recipe: Recipe, ctx: Sequence[Context]) -> List[Any]:
+    return [(recipe.batch_size, str(ctx[0])), (recipe.batch_size * len(ctx), f"{len(ctx)} devices")]
+
+
+def _results(same: SameBatch, larger: Optional[LargerBatch], names: Sequence[str]) -> Dict[str, Any]:
+    found: Dict[str, Any] = {"devices": list(names)}
+    found["same_batch"] = {
+        "verdict": same.verdict,
+        "num_comparable": same.num_comparable(),
+        "differences": dict(zip(("loss", "weight"), same.differences())),
+        "tolerances": dict(zip(("loss", "weight"), same.tolerances())),
+        "runs": {name: _described(getattr(same, name)) for name in ("reference", "ours", "rounding")},
+    }
+    if larger is not None:
+        found["larger_batch"] = {
+            "verdict": larger.verdict,
+            "interval": larger.interval(),
+            "margin": larger.margin,
+            "runs": {name: [_described(run) for run in getattr(larger, name)] for name in ("reference", "ours")},
+        }
+    return found
+
+
+def _described(run: Run) -> Dict[str, Any]:
+    return {"accuracy": run.accuracy, "losses": run.losses}

@@ -1,0 +1,68 @@
+"""gluon-mgpu predict: what a saved network makes of images."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Optional
+
+import click
+import numpy as np
+
+from ..checkpoint import load_checkpoint
+from ..data import ArrayLoader
+from ..devices import use_devices
+from ..models import resnet18
+from ..prediction import predict as run_prediction
+from .train import load_images
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.group()
+def predict() -> None:
+    """Predict with a network that was trained."""
+
+
+@predict.command("resnet18")
+@click.option(
+    "--checkpoint", type=_FOLDER, default=Path("runs/resnet18/best"), show_default=True, help="Folder of train resnet18."
+)
+@click.option("--devices", default="auto", show_default=True, help="As for train.")
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Images of a batch.")
+@click.option(
+    "--data",
+    type=click.Choice(["digits", "mnist", "fashion-mnist"]),
+    default="digits",
+    show_default=True,
+    help="Predict its test images.",
+)
+@click.option("--data-dir", type=_FOLDER, help="Folder with idx files instead: its test images.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("predictions.csv"),
+    show_default=True,
+    help="A line an image: its number, the class, its probability, and the label.",
+)
+def predict_resnet18(checkpoint: Path, devices: str, batch_size: int, data: str, data_dir: Optional[Path], output: Path) -> None:
+    """Write the classes of images into a file, in their order."""
+    images = load_images(data, data_dir, seed=0)
+    with use_devices(devices) as ctx:
+        net = resnet18(images.num_classes)
+        net.initialize(ctx=ctx)
+        load_checkpoint(checkpoint, net)
+        net.hybridize(static_alloc=True, static_shape=True)
+        scores = run_prediction(net, ArrayLoader(images.test_images, images.test_labels, batch_size), pairs=True, progress=True)
+    scores = scores - scores.max(axis=1, keepdims=True)
+    odds = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    found = odds.argmax(axis=1)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(output, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "class", "probability", "label"])
+        writer.writerows(
+            (i, int(k), f"{odds[i, k]:.4f}", int(label)) for i, (k, label) in enumerate(zip(found, images.test_labels))
+        )
+    right = int((found == images.test_labels).sum())
+    print(f"saved {output}: {right} of {len(found)} classes as labelled, {right / len(found):.4f}")

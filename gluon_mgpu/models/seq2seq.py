@@ -1,0 +1,321 @@
+"""Attention seq2seq: an encoder reads a sentence in both directions, a decoder writes another, looking back at it."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import gluon
+from mxnet.gluon import nn
+
+from ..errors import TrainerError
+from ..nested import Leaf, is_device_array
+from .attention import ATTENTIONS, Attention
+from .legacy import Dense, Embedding, on_legacy_arrays
+from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, check_choice, each_step
+from .sequence_loss import LAYOUTS
+
+Memory = Tuple[Leaf, Leaf, Leaf]  # keys (N, S, hidden), values (N, S, 2 hidden), lengths (N,)
+State = Tuple[Leaf, ...]  # of the decoder: arrays of shape (N, hidden)
+
+
+class Seq2Seq(gluon.Block):  # type: ignore[misc]
+    """An encoder-decoder with attention, which scores each next token of the target.
+
+    ```
+    source ─► embed ─► both directions, layer by layer ─► values ─► keys              once for all steps
+                                  └─ last states ─► first states of the decoder
+    target ─► embed ─► recurrent layers ─► attention ─► output layer                  all steps at once
+                              └──◄── input feeding ◄──┘                               or steps, but for embedding and output
+    ```
+
+    Teacher forcing knows all inputs of the decoder beforehand. Without input feeding, its recurrent layers run as the encoder's
+    do, and attention and output layer take all steps together. With it, each step's attentional vector goes into the next.
+
+    Padding changes nothing: a sentence gives the same scores alone and in a batch. `net.hybridize()` compiles its parts. Inputs
+    are legacy or np arrays, as the mode is.
+
+    Parameters
+    ----------
+    source_vocab_size, target_vocab_size : int
+    embed_size, hidden_size, num_layers : int
+        The encoder has `hidden_size` in each direction.
+    cell : str
+        `"gru"` or `"lstm"`.
+    attention : str
+        `"dot"` or `"additive"`; see `Attention`.
+    input_feeding : bool
+    tied : bool
+        The output layer's weights are the target embedding's, which needs `embed_size == hidden_size`.
+    dropout : float, 0 up to 1
+        Of embeddings, of outputs between layers, and of what goes into the output layer.
+    layout : str
+        `"NTC"`: tokens of shape (N, T), scores of shape (N, T, vocabulary). `"TNC"`: (T, N) and (T, N, vocabulary).
+    recurrence : str
+        `"auto"`, `"fused"` or `"steps"`; see `Recurrence`.
+
+    Raises
+    ------
+    TrainerError
+        An option is none of these.
+
+    Examples
+    --------
+    >>> net = Seq2Seq(10, 12, embed_size=4, hidden_size=8)
+    >>> net.initialize()
+    >>> source, lengths, target = mx.nd.ones((2, 5)), mx.nd.array([5, 3]), mx.nd.ones((2, 7))
+    >>> net((source, lengths, target)).shape
+    (2, 7, 12)
+
+    Source: Luong, Pham, Manning, 2015 (input feeding, attentional vector); Bahdanau, Cho, Bengio, 2015 (the encoder).
+    """
+
+    def __init__(
+        self,
+        source_vocab_size: int,
+        target_vocab_size: int,
+        *,
+        embed_size: int = 256,
+        hidden_size: int = 256,
+        num_layers: int = 1,
+        cell: str = "gru",
+        attention: str = "dot",
+        input_feeding: bool = False,
+        tied: bool = False,
+        dropout: float = 0.0,
+        layout: str = "NTC",
+        recurrence: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        sizes = {"source_vocab_size": source_vocab_size, "target_vocab_size": target_vocab_size, "num_layers": num_layers}
+        _check_sizes(embed_size=embed_size, hidden_size=hidden_size, **sizes)
+        options = [("cell", cell, tuple(NUM_GATES)), ("attention", attention, ATTENTIONS), ("layout", layout, LAYOUTS)]
+        for name, value, choices in [*options, ("recurrence", recurrence, RECURRENCES)]:
+            check_choice("Seq2Seq", name, value, choices)
+        _check_tied(tied, embed_size, hidden_size)
+        _check_dropout(dropout)
+        self.layout, self.target_vocab_size, self.source_vocab_size = layout, target_vocab_size, source_vocab_size
+        with self.name_scope():
+            self.encoder = Encoder(source_vocab_size, embed_size, hidden_size, num_layers, cell, dropout, recurrence)
+            self.target_embedding = Embedding(target_vocab_size, embed_size)
+            self.decoder = Decoder(embed_size, hidden_size, num_layers, cell, attention, input_feeding, dropout, recurrence)
+            self.dropout = nn.Dropout(dropout)
+            shared = self.target_embedding.params if tied else None
+            self.output = Dense(target_vocab_size, flatten=False, in_units=hidden_size, params=shared)
+
+    @on_legacy_arrays
+    def forward(self, X: Any, *more: Leaf) -> Leaf:
+        """Return the scores of every target token, shape (N, T, vocabulary), or (T, N, vocabulary).
+
+        Parameters
+        ----------
+        X : (source, lengths, target), as one argument or three
+            Tokens of shapes (N, S) and (N, T), or (S, N) and (T, N); true source lengths, shape (N,).
+
+        Raises
+        ------
+        TrainerError
+            Other arrays than these.
+        """
+        source, lengths, target = _check_inputs((X, *more) if more else X, self.layout)
+        state, memory = self.encode(source, lengths)
+        return self.decode(target, state, memory)[0]
+
+    @on_legacy_arrays
+    def encode(self, source: Leaf, lengths: Leaf) -> Tuple[State, Memory]:
+        """Return the decoder's first state, and what it looks back at.
+
+        Parameters
+        ----------
+        source : NDArray, shape (N, S) or (S, N)
+        lengths : NDArray, shape (N,)
+        """
+        values, keys, first = self.encoder(source.T if self.layout == "NTC" else source, lengths)
+        return self.decoder.begin(first), (keys, values, lengths)
+
+    @on_legacy_arrays
+    def decode(self, target: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+        """Return the scores of the tokens after these, the state after the last, and where attention looked.
+
+        Called for all steps of a known target, or for one step after the other with the state of the last.
+
+        Parameters
+        ----------
+        target : NDArray, shape (N, T) or (T, N)
+        state, memory
+            Of `encode`, or of the step before.
+
+        Returns
+        -------
+        scores : NDArray, shape (N, T, vocabulary) or (T, N, vocabulary)
+        state
+        weights : NDArray, shape (N, S, T)
+        """
+        embedded = self.dropout(self.target_embedding(target.T if self.layout == "NTC" else target))
+        vectors, state, weights = self.decoder(embedded, state, memory)
+        vectors = vectors if self.layout == "NTC" else mx.nd.swapaxes(vectors, 0, 1)
+        return self.output(self.dropout(vectors)), state, weights
+
+
+class Encoder(gluon.Block):  # type: ignore[misc]
+    """Recurrent layers in both directions, each from the first to the last true token or back.
+
+    The backward direction reads each sentence reversed within its length. MXNet's bidirectional operator begins at the padding,
+    and on a CPU it ignores `use_sequence_length`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_size: int,
+        hidden_size: int,
+        num_layers: int,
+        cell: str,
+        dropout: float,
+        recurrence: str,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.embedding = Embedding(vocab_size, embed_size)
+            self.dropout = nn.Dropout(dropout)
+            self.forwards, self.backwards = nn.Sequential(prefix="forwards_"), nn.Sequential(prefix="backwards_")
+            for layers in (self.forwards, self.backwards):
+                with layers.name_scope():
+                    for i in range(num_layers):
+                        layers.add(Recurrence(cell, hidden_size, 2 * hidden_size if i else embed_size, recurrence))
+            self.keys = Dense(hidden_size, use_bias=False, flatten=False, in_units=2 * hidden_size)
+            width = num_layers * NUM_STATES[cell] * hidden_size
+            self.bridge = Dense(width, activation="tanh", in_units=2 * hidden_size)
+
+    def forward(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf, Leaf]:
+        """Return values (N, S, 2 hidden), keys (N, S, hidden), and first states, (N, all states of all layers).
+
+        Parameters
+        ----------
+        source : NDArray, shape (S, N)
+        lengths : NDArray, shape (N,)
+        """
+        outputs = self.embedding(source)
+        for ahead, back in zip(self.forwards, self.backwards):
+            outputs = self.dropout(outputs)
+            zeros = [mx.nd.zeros((source.shape[1], ahead.hidden_size), ctx=source.context)] * ahead.num_states
+            left = ahead(outputs, *zeros)[0]
+            right = back(_reversed(outputs, lengths), *zeros)[0]
+            outputs = mx.nd.concat(left, _reversed(right, lengths), dim=2)
+        # Each direction's last state stands at the last true token of what it has read.
+        last = [mx.nd.SequenceLast(one, lengths, use_sequence_length=True) for one in (left, right)]
+        values = mx.nd.swapaxes(self.dropout(outputs), 0, 1)
+        return values, self.keys(values), self.bridge(mx.nd.concat(*last, dim=1))
+
+
+class Decoder(gluon.Block):  # type: ignore[misc]
+    """Recurrent layers, and attention over the encoder's values."""
+
+    def __init__(
+        self,
+        embed_size: int,
+        hidden_size: int,
+        num_layers: int,
+        cell: str,
+        attention: str,
+        input_feeding: bool,
+        dropout: float,
+        recurrence: str,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._hidden_size, self._num_arrays = hidden_size, num_layers * NUM_STATES[cell]
+        with self.name_scope():
+            self.dropout = nn.Dropout(dropout)
+            self.layers = nn.Sequential(prefix="layers_")
+            with self.layers.name_scope():
+                for i in range(num_layers):
+                    self.layers.add(Recurrence(cell, hidden_size, hidden_size if i else embed_size, recurrence))
+            self.attention = Attention(attention, hidden_size, 2 * hidden_size)
+            width = NUM_GATES[cell] * hidden_size
+            self.feed: Optional[Dense] = Dense(width, use_bias=False, in_units=hidden_size) if input_feeding else None
+
+    def begin(self, first: Leaf) -> State:
+        """Return the state before the first step, from the encoder's, shape (N, all states of all layers)."""
+        state = tuple(mx.nd.slice_axis(first, axis=1, begin=i, end=i + self._hidden_size) for i in self._begins())
+        return (*state, mx.nd.zeros_like(state[0])) if self.feed is not None else state
+
+    def forward(self, embedded: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+        """Return vectors (N, T, hidden), the state after the last step, and weights (N, S, T).
+
+        Parameters
+        ----------
+        embedded : NDArray, shape (T, N, embed_size)
+        """
+        if self.feed is None:
+            return self._all_at_once(embedded, state, memory)
+        return self._fed(self.feed, embedded, state, memory)
+
+    def _all_at_once(self, outputs: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+        after: List[Leaf] = []
+        for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
+            outputs, *states = layer(self.dropout(outputs) if i else outputs, *before)
+            after += states
+        vectors, weights = self.attention(mx.nd.swapaxes(outputs, 0, 1), *memory)
+        return vectors, tuple(after), weights
+
+    def _fed(self, feed: Dense, embedded: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+        all_vectors, all_weights = [], []
+        for projected in each_step(self.layers[0].project(embedded)):
+            projected = projected + feed(state[-1])
+            after: List[Leaf] = []
+            for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
+                states = layer.step(layer.project(self.dropout(after[-layer.num_states])) if i else projected, *before)
+                after += states
+            vectors, weights = self.attention(mx.nd.expand_dims(after[-layer.num_states], axis=1), *memory)
+            state = (*after, vectors.reshape((-1, self._hidden_size)))
+            all_vectors.append(vectors)
+            all_weights.append(weights)
+        return mx.nd.concat(*all_vectors, dim=1), state, mx.nd.concat(*all_weights, dim=2)
+
+    def _by_layer(self, state: State) -> List[State]:
+        """Return each layer's states; what is fed comes after them."""
+        size = self._num_arrays // len(self.layers)
+        return [state[i : i + size] for i in range(0, self._num_arrays, size)]
+
+    def _begins(self) -> Sequence[int]:
+        return range(0, self._num_arrays * self._hidden_size, self._hidden_size)
+
+
+def _reversed(outputs: Leaf, lengths: Leaf) -> Leaf:
+    return mx.nd.SequenceReverse(outputs, lengths, use_sequence_length=True)
+
+
+def _check_inputs(X: Any, layout: str) -> Tuple[Leaf, Leaf, Leaf]:
+    form = "(N, S), (N,), (N, T)" if layout == "NTC" else "(S, N), (N,), (T, N)"
+    wanted = f"need (source, lengths, target), MXNet arrays of shapes {form}. The data side of the toolkit makes them"
+    if not isinstance(X, (list, tuple)) or len(X) != 3 or not all(is_device_array(array) for array in X):
+        found = [type(array).__name__ for array in X] if isinstance(X, (list, tuple)) else type(X).__name__
+        raise TrainerError(f"Seq2Seq: got {found}; {wanted}.")
+    source, lengths, target = X
+    axis = LAYOUTS.index(layout)
+    ranks = (source.ndim, lengths.ndim, target.ndim)
+    if ranks != (2, 1, 2) or not source.shape[axis] == lengths.shape[0] == target.shape[axis]:
+        raise TrainerError(f"Seq2Seq: got arrays of shapes {source.shape}, {lengths.shape}, {target.shape}; {wanted}.")
+    return source, lengths, target
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise TrainerError(f"Seq2Seq: got {name}={size!r}; need a whole number of 1 or more. 256 is usual for the sizes.")
+
+
+def _check_tied(tied: bool, embed_size: int, hidden_size: int) -> None:
+    if tied and embed_size != hidden_size:
+        raise TrainerError(
+            f"Seq2Seq: got tied=True with embed_size={embed_size} and hidden_size={hidden_size}; need both equal, as one array "
+            "is embedding and output layer. Pass one number for both."
+        )
+
+
+def _check_dropout(dropout: Any) -> None:
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise TrainerError(f"Seq2Seq: got dropout={dropout!r}; need 0 up to 1. 0.2 is usual.")

@@ -1,0 +1,585 @@
+"""Several backward passes make one update: the same as one batch of all their examples."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import StaleGradientError, TrainerError
+from gluon_mgpu.reduction import Reduction
+from mxnet import autograd, gluon
+from mxnet.gluon import nn, rnn
+
+from .conftest import assert_house_style, gluon_loop, largest_difference, small_batches, small_net, weights_of
+
+CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+HYBRIDIZE = {
+    "plain": None,
+    "hybrid": {},
+    "alloc": {"static_alloc": True},
+    "static": {"static_alloc": True, "static_shape": True},
+}
+MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3})
+GROUPS = [[5, 3, 9], [1, 1], [7], [2, 1, 4, 1]]  # examples of each micro-batch, of each update
+
+
+def grouped(groups=GROUPS):
+    """Micro-batches by update, and the batches that they make together."""
+    groups = [small_batches(sizes) for sizes in groups]
+    return groups, [tuple(np.concatenate(parts) for parts in zip(*group)) for group in groups]
+
+
+def pass_back(net, trainer, X, y):
+    Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
+    with autograd.record():
+        losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+    mgpu.backward(losses)
+
+
+def known(net, ctx):
+    """The network, with its shapes known and its weights drawn."""
+    mgpu.eval_batch(net, *small_batches([1])[0], ctx)
+    return net
+
+
+def last_outside(net, trainer, group):
+    for i, (X, y) in enumerate(group):
+        if i + 1 < len(group):
+            with trainer.accumulate():
+                pass_back(net, trainer, X, y)
+                trainer.step(len(X))
+        else:
+            pass_back(net, trainer, X, y)
+            trainer.step(len(X))
+
+
+def all_inside(net, trainer, group):
+    with trainer.accumulate():
+        for X, y in group:
+            pass_back(net, trainer, X, y)
+            trainer.step(len(X))
+    trainer.flush()
+
+
+def one_step_for_all(net, trainer, group):
+    with trainer.accumulate():
+        for X, y in group:
+            pass_back(net, trainer, X, y)
+    trainer.step(sum(len(X) for X, _ in group))
+
+
+def backward_before(net, trainer, group):
+    """The first backward pass, or all but its step, is done before the context opens."""
+    for X, y in group:
+        pass_back(net, trainer, X, y)
+        with trainer.accumulate():
+            trainer.step(len(X))
+    trainer.flush()
+
+
+def recorded_before(net, trainer, group):
+    """Each batch is recorded before it is decided whether it makes the update."""
+    for i, (X, y) in enumerate(group):
+        Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
+        with autograd.record():
+            losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+        if i + 1 < len(group):
+            with trainer.accumulate():
+                mgpu.backward(losses)
+                trainer.step(len(X))
+        else:
+            mgpu.backward(losses)
+            trainer.step(len(X))
+
+
+def one_in_another(net, trainer, group):
+    with trainer.accumulate():
+        for X, y in group:
+            with trainer.accumulate():
+                mgpu.train_batch(net, LOSS, trainer, X, y)
+            trainer.flush()  # not yet
+    trainer.flush()
+
+
+def summed_by_hand(net, trainer, group):
+    *earlier, (X, y) = group
+    with trainer.accumulate():
+        for batch in earlier:
+            mgpu.train_batch(net, LOSS, trainer, *batch)
+    pass_back(net, trainer, X, y)
+    if len(trainer.contexts) > 1:
+        trainer.allreduce_grads()
+    trainer.update(len(X))
+
+
+LOOPS = [
+    last_outside,
+    all_inside,
+    one_step_for_all,
+    backward_before,
+    recorded_before,
+    one_in_another,
+    summed_by_hand,
+]
+
+
+@pytest.mark.parametrize("hybridize", ["plain", "static"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_it_is_one_batch_of_all_examples(loop, hybridize, devices, arrays):
+    groups, batches = grouped()
+    reference = weights_of(gluon_loop(small_net(CTX[:1]), *MOMENTUM, batches))
+    net = known(small_net(devices, hybridize=HYBRIDIZE[hybridize]), devices)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    for group in groups:
+        loop(net, trainer, group)
+    assert mgpu.replica_difference(net) == 0.0
+    assert largest_difference(weights_of(net), reference) <= 1e-6
+    assert {param.grad_req for param in net.collect_params().values()} == {"write"}
+
+
+@pytest.mark.parametrize("num_devices", [4, 8])
+def test_more_devices_than_examples(num_devices):
+    ctx = [mx.cpu(i) for i in range(num_devices)]
+    groups, batches = grouped()
+    reference = weights_of(gluon_loop(small_net(CTX[:1]), *MOMENTUM, batches))
+    net = small_net(ctx)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    mgpu.eval_batch(net, *batches[0], ctx)
+    for group in groups:
+        all_inside(net, trainer, group)
+    assert largest_difference(weights_of(net), reference) <= 1e-6
+
+
+@pytest.mark.parametrize("loop", [all_inside, one_step_for_all], ids=lambda loop: loop.__name__)
+def test_shapes_that_the_first_batch_decides(loop, devices):
+    """The first micro-batch brings shapes and gradients at once: they count, too."""
+    groups, batches = grouped()
+    nets = []
+    for run in (loop, None):
+        net = nn.HybridSequential()
+        net.add(nn.Flatten(), nn.Dense(4, activation="tanh"), nn.Dense(3))
+        net.initialize(mx.init.One(), ctx=devices)
+        trainer = mgpu.Trainer(net, *MOMENTUM)
+        for group, (X, y) in zip(groups, batches):
+            if run:
+                run(net, trainer, group[:1] if group is groups[0] else group)
+            else:
+                X, y = group[0] if group is groups[0] else (X, y)
+                mgpu.train_batch(net, LOSS, trainer, X, y)
+        nets.append(weights_of(net))
+    assert largest_difference(*nets) <= 1e-6
+
+
+def test_a_device_without_any_data_takes_part_with_zeros():
+    """Its gradient of the update before is not added to."""
+    groups, batches = grouped([[6, 6], [1, 1, 1], [6]])
+    reference = weights_of(gluon_loop(small_net(CTX[:1]), *MOMENTUM, batches))
+    net = known(small_net(CTX), CTX)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    for group in groups:
+        all_inside(net, trainer, group)
+    assert mgpu.replica_difference(net) == 0.0
+    assert largest_difference(weights_of(net), reference) <= 1e-6
+
+
+def test_gradients_are_reduced_once(monkeypatch):
+    sums = []
+    reduce = Reduction.sum
+    monkeypatch.setattr(Reduction, "sum", lambda self, buffers: (sums.append(1), reduce(self, buffers)))
+    net = known(small_net(CTX), CTX)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    (group,), _ = grouped([[3, 3, 3]])
+    all_inside(net, trainer, group)
+    assert len(sums) == 1
+    mgpu.train_batch(net, LOSS, trainer, *group[0], micro_steps=3)
+    assert len(sums) == 2
+
+
+def test_outside_a_second_pass_replaces_the_first_as_ever(devices):
+    """After an update, gradients are written again, not added: as if nothing had been accumulated."""
+    (group,), (batch,) = grouped([[4, 5]])
+    reference = weights_of(gluon_loop(small_net(CTX[:1]), *MOMENTUM, [batch, group[1]]))
+    net = known(small_net(devices, hybridize=HYBRIDIZE["static"]), devices)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    all_inside(net, trainer, group)
+    pass_back(net, trainer, *group[0])
+    pass_back(net, trainer, *group[1])
+    trainer.step(5)
+    assert largest_difference(weights_of(net), reference) <= 1e-6
+
+
+# What MXNet must do for this: "add" is right for every layer, and a static graph notices the change
+
+
+def images():
+    return np.random.RandomState(0).uniform(-1, 1, (6, 3, 8, 8)).astype("float32")
+
+
+def sequences():
+    return np.random.RandomState(0).uniform(-1, 1, (6, 4, 8)).astype("float32")
+
+
+def words():
+    return np.random.RandomState(0).randint(0, 5, (6, 4)).astype("float32")
+
+
+LAYERS = {
+    "dense": (lambda: nn.Dense(5, flatten=False), sequences),
+    "convolution": (lambda: nn.Conv2D(4, 3), images),
+    "grouped convolution": (lambda: nn.Conv2D(6, 3, groups=3), images),
+    "transposed convolution": (lambda: nn.Conv2DTranspose(4, 3), images),
+    "BatchNorm": (lambda: nn.BatchNorm(), images),
+    "LayerNorm": (lambda: nn.LayerNorm(), sequences),
+    "embedding": (lambda: nn.Embedding(5, 3), words),
+    "LSTM": (lambda: rnn.LSTM(4, bidirectional=True), sequences),
+    "GRU": (lambda: rnn.GRU(4), sequences),
+    "PReLU": (lambda: nn.PReLU(), sequences),
+}
+
+
+@pytest.mark.parametrize("hybridize", HYBRIDIZE)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_of_every_layer_add_up(layer, hybridize, arrays):
+    make, data = LAYERS[layer]
+    net = make()
+    net.initialize(ctx=CTX[:1])
+    if HYBRIDIZE[hybridize] is not None:
+        net.hybridize(**HYBRIDIZE[hybridize])
+    X = data()
+    net(arrays.array(X[:2]))
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
+    params = [param for param in net.collect_params().values() if param.grad_req != "null"]
+
+    def gradient_of(begin, end):
+        with autograd.record():
+            out = net(arrays.array(X[begin:end]))
+            loss = (out * out * out + out).sum()
+        loss.backward()
+        return [param.grad().asnumpy().astype("float64") for param in params]
+
+    parts = [(0, 3), (3, 6), (0, 3), (1, 3)]
+    for _ in range(2):
+        alone = [gradient_of(*part) for part in parts]
+        trainer.step(1)
+        with trainer.accumulate():
+            together = [gradient_of(*part) for part in parts][-1]
+        trainer.step(1)
+        for i, total in enumerate(together):
+            expected = sum(one[i] for one in alone)
+            np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+# Parameters of all kinds
+
+
+def two_kinds(devices, sparse=False):
+    net = nn.HybridSequential()
+    net.add(nn.Embedding(10, 4, sparse_grad=sparse), nn.Dense(3, in_units=8))
+    mx.random.seed(1)
+    net.initialize(mx.init.Xavier(), ctx=devices)
+    return net
+
+
+def test_sparse_gradients(devices):
+    """Device 1 has nothing in the second micro-batch; rows overlap, and differ between steps."""
+    X = np.array([[1, 2], [2, 3], [3, 3], [9, 1], [0, 2]], "float32")
+    y = np.array([0, 1, 2, 0, 1], "float32")
+    found = []
+    for sparse in (False, True):
+        net = two_kinds(devices, sparse)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}, clip_value=0.2)
+        for update in range(3):
+            if sparse:
+                with trainer.accumulate():
+                    for part in (slice(0, 3), slice(3, 4), slice(4, 5)):
+                        mgpu.train_batch(net, LOSS, trainer, (X[part] + update) % 10, y[part])
+                    held = [parts["gradients"] for parts in trainer.bytes_per_device().values()]
+                trainer.flush()
+                assert held[0] == trainer.bytes_per_device()["cpu(0)"]["gradients"] + 10 * 4 * 4
+            else:
+                mgpu.train_batch(net, LOSS, trainer, (X + update) % 10, y)
+        assert mgpu.replica_difference(net) == 0.0
+        found.append(weights_of(net))
+    assert largest_difference(*found) <= 1e-6
+
+
+def test_dense_gradients_take_no_memory(devices):
+    net = known(small_net(devices), devices)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    (group,), _ = grouped([[3, 3]])
+    all_inside(net, trainer, group)
+    before = trainer.bytes_per_device()
+    with trainer.accumulate():
+        mgpu.train_batch(net, LOSS, trainer, *group[0])
+        assert trainer.bytes_per_device() == before
+
+
+def test_gradients_that_the_user_adds_up_stay_so(devices):
+    (group,), (batch,) = grouped([[4, 5]])
+    reference = weights_of(gluon_loop(small_net(CTX[:1]), *MOMENTUM, [batch] * 2))
+    net = known(small_net(devices), devices)
+    net[0].weight.grad_req = "add"
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    for _ in range(2):
+        all_inside(net, trainer, group)
+        for gradient in net[0].weight.list_grad():
+            gradient[:] = 0
+    assert net[0].weight.grad_req == "add"
+    assert largest_difference(weights_of(net), reference) <= 1e-6
+
+
+def test_frozen_and_thawed_in_between(devices):
+    """A frozen layer stays; one that is thawed inside the context adds up, too."""
+    groups, batches = grouped([[4, 5], [3, 2]])
+    found = []
+    for accumulated in (True, False):
+        net = known(small_net(devices), devices)
+        trainer = mgpu.Trainer(net, *MOMENTUM)
+        net[0].collect_params().setattr("grad_req", "null")
+        before = net[0].weight.data(devices[0]).asnumpy()
+        for group, batch in zip(groups, batches):
+            if accumulated:
+                with trainer.accumulate():
+                    if group is groups[1]:
+                        net[0].collect_params().setattr("grad_req", "write")
+                    for one in group:
+                        mgpu.train_batch(net, LOSS, trainer, *one)
+                trainer.flush()
+            else:
+                if group is groups[1]:
+                    net[0].collect_params().setattr("grad_req", "write")
+                mgpu.train_batch(net, LOSS, trainer, *batch)
+            if group is groups[0]:
+                np.testing.assert_array_equal(net[0].weight.data(devices[0]).asnumpy(), before)
+        assert {param.grad_req for param in net.collect_params().values()} == {"write"}
+        found.append(weights_of(net))
+    assert largest_difference(*found) <= 1e-6
+
+
+@pytest.mark.parametrize("hybridize", ["plain", "static"])
+def test_a_static_graph(devices, hybridize):
+    """One parameter speaks for all: also before it is known to, and for devices without data."""
+    groups, batches = grouped([[4, 5], [1, 1], [6], [1, 7, 1]])
+    reference = weights_of(gluon_loop(small_net(CTX[:1]), *MOMENTUM, batches))
+    net = known(small_net(devices, hybridize=HYBRIDIZE[hybridize]), devices)
+    trainer = mgpu.Trainer(net, *MOMENTUM, static_graph=True)
+    for group in groups:
+        last_outside(net, trainer, group)
+    assert largest_difference(weights_of(net), reference) <= 1e-6
+
+
+class Branches(gluon.Block):
+    """Uses its first or its second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential()
+        self.layers.add(*[nn.Dense(1, in_units=2, use_bias=False) for _ in range(3)])
+        self.register_child(self.layers)
+        self.used = 0
+
+    def forward(self, x):
+        return self.layers[self.used](x)
+
+
+def test_micro_steps_may_use_other_parameters():
+    net = Branches()
+    net.initialize(mx.init.Zero(), ctx=CTX[:2])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
+    with trainer.accumulate():
+        for net.used, X in ((0, np.ones((2, 2))), (1, 2 * np.ones((1, 2)))):
+            mgpu.train_batch(net, lambda out, y: out, trainer, X, X)
+    with pytest.raises(StaleGradientError, match="layers.2.weight") as caught:
+        trainer.flush()
+    assert_house_style(caught.value)
+    trainer.flush(ignore_stale_grad=True)
+    for context in CTX[:2]:
+        got = [layer.weight.data(context).asnumpy()[0, 0] for layer in net.layers]
+        np.testing.assert_allclose(got, [-2 / 3, -2 / 3, 0], atol=1e-6)
+
+
+def test_clipping_is_of_the_whole_gradient(devices):
+    """Against NumPy: summed over micro-steps and devices, averaged, scaled to the norm, cut to the value: once."""
+    net = nn.Dense(1, in_units=3, use_bias=False)
+    net.initialize(mx.init.Zero(), ctx=devices)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0}, clip_norm=1.0, clip_value=0.6)
+    X = np.array([[3, 4, 0], [-1, 0, 5], [2, 2, 2], [0, 1, 0], [9, -3, 1]], "float32")
+    mgpu.train_batch(net, lambda out, y: out.reshape((-1,)), trainer, X, X[:, 0], micro_steps=3)
+    mean = X.astype("float64").mean(axis=0)
+    norm = np.linalg.norm(mean)
+    assert norm > 1 and (np.abs(mean / norm) > 0.6).any()
+    np.testing.assert_allclose(net.weight.data(devices[-1]).asnumpy()[0], -np.clip(mean / norm, -0.6, 0.6), atol=1e-6)
+    assert float(trainer.grad_norm.asnumpy()[0]) == pytest.approx(norm, rel=1e-6)
+
+
+# What goes wrong
+
+
+def world(devices=CTX[:2]):
+    net = known(small_net(devices), devices)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
+    return net, trainer
+
+
+def test_an_exception_inside_drops_all(devices):
+    net, trainer = world(devices)
+    other, plain = world(devices)
+    group = small_batches([3, 4, 5])
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), trainer.accumulate():
+            mgpu.train_batch(net, LOSS, trainer, *group[0])
+            with trainer.accumulate():
+                pass_back(net, trainer, *group[1])
+                raise ZeroDivisionError
+        trainer.flush()  # nothing
+        mgpu.train_batch(net, LOSS, trainer, *group[2])
+        mgpu.train_batch(other, LOSS, plain, *group[2])
+    assert largest_difference(weights_of(net), weights_of(other)) == 0.0
+
+
+def test_an_exception_that_is_caught_inside_begins_anew(devices):
+    net, trainer = world(devices)
+    other, plain = world(devices)
+    group = small_batches([3, 4, 5])
+    with trainer.accumulate():
+        with pytest.raises(ZeroDivisionError), trainer.accumulate():
+            mgpu.train_batch(net, LOSS, trainer, *group[0])
+            raise ZeroDivisionError
+        for batch in group:
+            mgpu.train_batch(net, LOSS, trainer, *batch)
+    trainer.flush()
+    mgpu.train_batch(other, LOSS, plain, *(np.concatenate(parts) for parts in zip(*group)))
+    assert largest_difference(weights_of(net), weights_of(other)) <= 1e-6
+
+
+@pytest.mark.parametrize("wrong", ["loss", "stale"])
+def test_a_micro_step_that_fails_leaves_nothing_behind(wrong):
+    net, trainer = world()
+    before = weights_of(net)
+    X, y = small_batches([12])[0]
+    seen = []
+
+    def loss(out, label):
+        seen.append(len(label))
+        bad = len(seen) == 5  # in the third of three micro-steps
+        return LOSS(out, label).mean() if bad else LOSS(out, label)
+
+    if wrong == "loss":
+        with pytest.raises(TrainerError, match="need one number for each example"):
+            mgpu.train_batch(net, loss, trainer, X, y, micro_steps=3)
+    else:
+        extra = mgpu.Trainer(list(net.collect_params().values()) + [unused_parameter()], "sgd", {"learning_rate": 0.1})
+        with pytest.raises(StaleGradientError, match="unused"):
+            mgpu.train_batch(net, LOSS, extra, X, y, micro_steps=3)
+        trainer = extra
+    assert largest_difference(before, weights_of(net)) == 0.0
+    assert {param.grad_req for param in net.collect_params().values()} == {"write"}
+    mgpu.train_batch(net, LOSS, trainer, X, y, ignore_stale_grad=True)
+    other, plain = world()
+    options = {"learning_rate": 0.1} if wrong == "stale" else MOMENTUM[1]
+    if wrong == "stale":
+        plain = mgpu.Trainer(other, "sgd", options)
+    mgpu.train_batch(other, LOSS, plain, X, y)
+    assert largest_difference(weights_of(other), weights_of(net)) <= 1e-7
+
+
+def unused_parameter():
+    param = gluon.Parameter("unused", shape=(2,))
+    param.initialize(ctx=CTX[:2])
+    return param
+
+
+def refused(call, error, told):
+    with pytest.raises(error, match=told) as caught:
+        call()
+    assert_house_style(caught.value)
+
+
+def test_what_is_out_of_order_is_told(tmp_path):
+    net, trainer = world()
+    X, y = small_batches([6])[0]
+    with trainer.accumulate():
+        refused(lambda: trainer.step(6), StaleGradientError, "a backward pass for each step")
+        pass_back(net, trainer, X, y)
+        refused(lambda: trainer.step(0), TrainerError, "batch_size")
+        refused(trainer.allreduce_grads, TrainerError, "inside accumulate")
+        refused(lambda: trainer.update(6), TrainerError, "not summed")
+        trainer.step(6)
+        refused(lambda: trainer.save_states(str(tmp_path / "states")), TrainerError, "got gradients of 6 examples")
+        pass_back(net, trainer, X, y)
+    before = weights_of(net)
+    refused(trainer.flush, TrainerError, "after the last step")
+    assert list(tmp_path.iterdir()) == []
+    assert largest_difference(before, weights_of(net)) == 0.0
+    trainer.step(6)
+    refused(lambda: trainer.step(6), StaleGradientError, "no gradient")
+    pass_back(net, trainer, X, y)
+    trainer.allreduce_grads()
+    refused(lambda: trainer.accumulate().__enter__(), TrainerError, "summed and not applied")
+    trainer.update(6)
+    other, plain = world()
+    for _ in range(2):
+        mgpu.train_batch(other, LOSS, plain, X, y)
+    assert largest_difference(weights_of(other), weights_of(net)) <= 1e-6
+
+
+def test_one_device_updates_by_itself_only_after_the_context():
+    net, trainer = world(CTX[:1])
+    before = weights_of(net)
+    with trainer.accumulate():
+        pass_back(net, trainer, *small_batches([6])[0])
+        refused(lambda: trainer.update(6), TrainerError, "Trainer.update: got a call inside accumulate")
+    assert largest_difference(before, weights_of(net)) == 0.0
+
+
+def test_a_graph_that_outlives_its_update_is_refused():
+    """Recorded while gradients added up, it would add to those of the last update."""
+    net, trainer = world()
+    batches = small_batches([4, 6])
+    with trainer.accumulate():
+        mgpu.train_batch(net, LOSS, trainer, *batches[0])
+        Xs, ys = mgpu.split_batch(*batches[1], trainer.contexts)
+        with autograd.record():
+            late = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+    trainer.flush()
+    mgpu.backward(late)
+    before = weights_of(net)
+    refused(lambda: trainer.step(6), TrainerError, "graph that was recorded before")
+    assert largest_difference(before, weights_of(net)) == 0.0
+    mgpu.train_batch(net, LOSS, trainer, *batches[1])
+    other, plain = world()
+    for batch in batches:
+        mgpu.train_batch(other, LOSS, plain, *batch)
+    assert largest_difference(weights_of(other), weights_of(net)) == 0.0
+    with trainer.accumulate():
+        mgpu.train_batch(net, LOSS, trainer, *batches[0])
+    trainer.discard()
+
+
+def test_a_graph_that_would_replace_the_sum_is_refused():
+    """Recorded before the context, it writes: that is right for the first micro-step, and for no other."""
+    net, trainer = world()
+    before = weights_of(net)
+    batches = small_batches([4, 6])
+    with autograd.record():
+        early = [[LOSS(net(x), t) for x, t in zip(*mgpu.split_batch(X, y, trainer.contexts))] for X, y in batches]
+    with pytest.raises(TrainerError, match="graph that was recorded before"), trainer.accumulate():
+        for losses, (X, _) in zip(early, batches):
+            mgpu.backward(losses)
+            trainer.step(len(X))
+    trainer.flush()
+    assert largest_difference(before, weights_of(net)) == 0.0
+
+
+def test_states_that_are_loaded_drop_what_was_accumulated(tmp_path):
+    net, trainer = world()
+    batches = small_batches([4, 6])
+    mgpu.save_checkpoint(tmp_path / "checkpoint", net, trainer)
+    with trainer.accumulate():
+        mgpu.train_batch(net, LOSS, trainer, *batches[0])
+    mgpu.load_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.train_batch(net, LOSS, trainer, *batches[1])
+    other, plain = world()
+    mgpu.train_batch(other, LOSS, plain, *batches[1])
+    assert largest_difference(weights_of(other), weights_of(net)) == 0.0

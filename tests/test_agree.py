@@ -1,0 +1,77 @@
+"""The command gluon-mgpu agree: what it prints and writes, and its exit status."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import agree as module
+from gluon_mgpu.data import ImageData, load_digits
+from gluon_mgpu.step import train_batch
+
+QUICK = ["--epochs", "2", "--seeds", "2", "--batch-size", "16", "--margin", "0.5"]
+
+
+@pytest.fixture(autouse=True)
+def few_digits(monkeypatch):
+    digits = load_digits()
+    parts = (digits.train_images[:90], digits.train_labels[:90], digits.test_images[:60], digits.test_labels[:60])
+    monkeypatch.setattr(module, "load_digits", lambda: ImageData("few digits", *parts))
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(module.agree, [str(argument) for argument in arguments])
+
+
+def test_it_agrees(tmp_path):
+    result = invoke(*QUICK, "--devices", "cpu:3", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-2:] == [
+        "the same batches: cpu(0), cpu(1), cpu(2) and cpu(0) agree",
+        "3 times the batch: mean accuracies agree, within 0.5",
+    ]
+    found = json.loads((tmp_path / "agree.json").read_text())
+    same, larger = found["same_batch"], found["larger_batch"]
+    assert same["verdict"] == larger["verdict"] == "agree"
+    assert len(same["runs"]["ours"]["losses"]) == same["num_comparable"] == 12
+    assert np.abs(np.subtract(same["runs"]["ours"]["losses"], same["runs"]["reference"]["losses"])).max() <= 1e-5
+    assert [len(run["losses"]) for run in larger["runs"]["ours"]] == [4, 4]
+    assert (tmp_path / "agree.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trainer_with_a_bug_ends_it_with_1(tmp_path, monkeypatch):
+    def step(net, loss, trainer, X, y):
+        trainer.step, right = (lambda num_examples, *rest: right(16, *rest)), trainer.step  # the nominal batch size
+        try:
+            return train_batch(net, loss, trainer, X, y)
+        finally:
+            trainer.step = right
+
+    monkeypatch.setattr(module, "same_batch", lambda recipe, ctx: _same_batch(recipe, ctx, step=step))
+    result = invoke(*QUICK, "--output", tmp_path, "--no-larger")
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == "the same batches: cpu(0), cpu(1) and cpu(0) do not agree"
+    assert "larger_batch" not in json.loads((tmp_path / "agree.json").read_text())
+
+
+_same_batch = module.same_batch
+
+
+def test_accuracies_that_cannot_be_told_end_it_with_1(tmp_path):
+    result = invoke(*QUICK[:-1], "1e-9", "--output", tmp_path)
+    assert result.exit_code == 1
+    assert not result.output.splitlines()[-1].endswith("accuracies agree, within 1e-09")
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--seeds", 1), ("--margin", 0), ("--lr", 0), ("--scaling", "cubic"), ("--epochs", 0)], ids=str
+)
+def test_wrong_options_are_refused(wrong, tmp_path):
+    result = invoke(*wrong, "--output", tmp_path)
+    assert result.exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_device_is_compared_with_gluon(tmp_path):
+    result = invoke(*QUICK, "--devices", "cpu", "--output", tmp_path, "--no-larger")
+    assert result.exit_code == 0, result.output

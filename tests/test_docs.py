@@ -1,0 +1,58 @@
+"""The guides in docs/ are tried: their programs run, each page's in one process, and their links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def text(page):
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def test_there_are_pages():
+    assert len(PAGES) >= 3
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_run(page, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+    assert blocks
+    (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "page.py"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout.decode()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_have_the_options(page):
+    for line in re.findall(r"^(gluon-mgpu .*)$", text(page), re.MULTILINE):
+        words = line.split(" #")[0].split()[1:]
+        named = [word for word in words if word.startswith("--")]
+        path = []
+        for word in words:
+            if word.startswith("-") or CliRunner().invoke(main, [*path, word, "--help"]).exit_code:
+                break
+            path.append(word)
+        told = CliRunner().invoke(main, [*path, "--help"])
+        assert path and told.exit_code == 0, line
+        assert all(option.split("=")[0] in told.output for option in named), (line, told.output)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!http)([^)#]+)", text(page)):
+        assert (ROOT / "docs" / link).exists(), link

@@ -1,0 +1,276 @@
+"""Devices that train apart and are averaged, against networks of their own that are trained by hand and averaged with NumPy."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import StateError, TrainerError
+from gluon_mgpu.local_sgd import LocalSGD
+from gluon_mgpu.reduction import Reduction
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style, gluon_loop, largest_difference, small_batches, small_net, weights_of
+from .test_no_sync import waits  # noqa: F401
+
+CTX = [mx.cpu(i) for i in range(4)]
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+OPTIMIZERS = {
+    "sgd": ("sgd", {"learning_rate": 0.1}),
+    "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2}),
+    "adam": ("adam", {"learning_rate": 0.01}),
+}
+SIZES = [12, 7, 3, 1, 12, 2, 9]
+
+
+def known(ctx, **options):
+    net = small_net(ctx, **options)
+    mgpu.eval_batch(net, *small_batches([1])[0], ctx)
+    return net
+
+
+def trained_apart(num_devices, optimizer, every, batches):
+    """Networks on one device each, with gluon's trainers; weights and states averaged with NumPy. Their weights, by network."""
+    nets = [known(CTX[:1]) for _ in range(num_devices)]
+    trainers = [gluon.Trainer(net.collect_params(), *OPTIMIZERS[optimizer], kvstore=None) for net in nets]
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    for step, (X, y) in enumerate(batches, 1):
+        for net, trainer, x, t in zip(nets, trainers, np.array_split(X, num_devices), np.array_split(y, num_devices)):
+            if len(x):
+                with autograd.record():
+                    loss = LOSS(net(array(x, dtype=x.dtype)), array(t, dtype=t.dtype))
+                loss.backward()
+            else:
+                for param in net.collect_params().values():
+                    param.grad()[:] = 0
+                    param.data()._fresh_grad = True
+            trainer.step(len(X) / num_devices)
+        if step % every == 0:
+            average(nets, trainers)
+    return [weights_of(net) for net in nets]
+
+
+def average(nets, trainers):
+    columns = list(zip(*([param.data() for param in net.collect_params().values()] for net in nets)))
+    states = [trainer._updaters[0].states for trainer in trainers]
+    for index in states[0]:
+        each = [state[index] if isinstance(state[index], tuple) else (state[index],) for state in states]
+        columns += [arrays for arrays in zip(*each) if arrays[0] is not None]
+    for arrays in columns:
+        mean = np.mean([one.asnumpy().astype("float64") for one in arrays], axis=0)
+        for one in arrays:
+            one[:] = mean.astype("float32")
+
+
+def train(net, trainer, batches):
+    for X, y in batches:
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_is_networks_that_are_averaged(devices, arrays, optimizer, every):
+    """Uneven batches, and devices without data; convolutions have no bucket here."""
+    batches = small_batches(SIZES)
+    net = known(devices)
+    train(net, LocalSGD(net, *OPTIMIZERS[optimizer], every=every), batches)
+    for context, weights in zip(devices, trained_apart(len(devices), optimizer, every, batches)):
+        assert largest_difference(weights_of(net, context), weights) <= 2e-6
+    apart = len(devices) > 1 and len(SIZES) % every
+    assert (mgpu.replica_difference(net) > 0) == bool(apart)
+
+
+@pytest.mark.parametrize("hybridize", [None, {"static_alloc": True, "static_shape": True}], ids=["plain", "static"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+def test_every_step_is_a_trainer(num_devices, optimizer, hybridize):
+    """Averaging at each step is what summing gradients does, as the updates are linear; also of idle devices."""
+    batches = small_batches(SIZES)
+    reference = gluon_loop(small_net(CTX[:1]), *OPTIMIZERS[optimizer], batches)
+    net = small_net(CTX[:num_devices], hybridize=hybridize)
+    train(net, LocalSGD(net, *OPTIMIZERS[optimizer], every=1), batches)
+    assert mgpu.replica_difference(net) == 0.0
+    assert largest_difference(weights_of(net), weights_of(reference)) <= 1e-6
+
+
+def test_adam_is_another_algorithm():
+    """The bound above is not too wide: where the update is not linear, averaging it shows."""
+    batches = small_batches(SIZES)
+    reference = gluon_loop(small_net(CTX[:1]), *OPTIMIZERS["adam"], batches)
+    net = small_net(CTX[:2])
+    train(net, LocalSGD(net, *OPTIMIZERS["adam"], every=1), batches)
+    assert largest_difference(weights_of(net), weights_of(reference)) > 1e-3
+
+
+def test_devices_are_averaged_when_it_is_time_and_gradients_never(monkeypatch):
+    sums = []
+    reduce = Reduction.sum
+    monkeypatch.setattr(Reduction, "sum", lambda self, buffers: (sums.append(1), reduce(self, buffers)))
+    net = small_net(CTX[:2])
+    trainer = LocalSGD(net, *OPTIMIZERS["momentum"], every=3)
+    seen = []
+    for X, y in small_batches([4] * 7):
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+        seen.append(len(sums))
+    assert seen == [0, 0, 1, 1, 1, 2, 2]
+    trainer.every = 1
+    train(net, trainer, small_batches([4]))
+    assert len(sums) == 3
+    trainer.flush()
+    mgpu.evaluate(net, small_batches([4]))
+    assert len(sums) == 3  # they are the same already
+
+
+def test_evaluating_and_saving_see_the_average(tmp_path):
+    """Whichever comes: the accuracy, the file and each device are of the same weights."""
+    batches = small_batches([12, 7, 9])
+    averaged = [np.mean(each, axis=0) for each in zip(*trained_apart(2, "momentum", 99, batches))]
+    for look in (
+        lambda net, trainer: mgpu.evaluate_accuracy_gpus(net, batches),
+        lambda net, trainer: mgpu.save_checkpoint(tmp_path / "with", net, trainer),
+        lambda net, trainer: mgpu.save_checkpoint(tmp_path / "without", net),
+        lambda net, trainer: trainer.save_states(str(tmp_path / "states")),
+        lambda net, trainer: trainer.flush(),
+    ):
+        net = known(CTX[:2])
+        trainer = LocalSGD(net, *OPTIMIZERS["momentum"], every=50)
+        train(net, trainer, batches)
+        assert mgpu.replica_difference(net) > 1e-4
+        look(net, trainer)
+        assert mgpu.replica_difference(net) == 0.0
+        assert largest_difference(weights_of(net), averaged) <= 1e-6
+    other = known(CTX[:1])
+    mgpu.load_checkpoint(tmp_path / "without", other)
+    assert largest_difference(weights_of(other), weights_of(net)) <= 1e-6
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_goes_on_from_a_checkpoint(tmp_path, optimizer):
+    """Saved in the middle of an interval: the same bits on as many devices; states of every device on others."""
+    batches = small_batches(SIZES)
+    net = known(CTX[:2])
+    trainer = LocalSGD(net, *OPTIMIZERS[optimizer], every=3)
+    train(net, trainer, batches[:4])
+    mgpu.save_checkpoint(tmp_path / "checkpoint", net, trainer)
+    train(net, trainer, batches[4:])
+    mx.random.seed(9)
+    resumed = known(CTX[2:])
+    again = LocalSGD(resumed, *OPTIMIZERS[optimizer], every=3)
+    train(resumed, again, batches[:1])  # something to be replaced
+    mgpu.load_checkpoint(tmp_path / "checkpoint", resumed, again)
+    assert mgpu.replica_difference(resumed) == 0.0
+    train(resumed, again, batches[4:])
+    assert largest_difference(weights_of(resumed), weights_of(net)) == 0.0
+    ordinary = known(CTX[:3])
+    summing = mgpu.Trainer(ordinary, *OPTIMIZERS[optimizer])
+    mgpu.load_checkpoint(tmp_path / "checkpoint", ordinary, summing)
+    train(ordinary, summing, batches[4:])
+    assert mgpu.replica_difference(ordinary) == 0.0
+
+
+def test_states_alone_are_loaded_into_devices_that_are_apart(tmp_path):
+    net = known(CTX[:2])
+    trainer = LocalSGD(net, *OPTIMIZERS["momentum"], every=50)
+    train(net, trainer, small_batches([4]))
+    trainer.save_states(str(tmp_path / "states"))
+    train(net, trainer, small_batches([4, 5]))
+    (tmp_path / "damaged").write_bytes(b"nothing")
+    with pytest.raises(StateError):
+        trainer.load_states(str(tmp_path / "damaged"))
+    assert mgpu.replica_difference(net) > 0.0  # nothing was changed
+    trainer.load_states(str(tmp_path / "states"))
+    assert mgpu.replica_difference(net) == 0.0
+
+
+def test_fit_ends_with_the_average(devices):
+    """An epoch ends in the middle of an interval; the test set sees the average, and so does who comes after."""
+    net = known(devices)
+    trainer = LocalSGD(net, *OPTIMIZERS["momentum"], every=2)
+    data = small_batches([12, 7, 9])
+    history = mgpu.fit(net, LOSS, trainer, data, data, epochs=2, callbacks=[])
+    other = known(devices)
+    same = LocalSGD(other, *OPTIMIZERS["momentum"], every=2)
+    for _ in range(2):
+        train(other, same, data)
+        same.flush()
+    assert mgpu.replica_difference(net) == 0.0
+    assert largest_difference(weights_of(net), weights_of(other)) == 0.0
+    assert history.column("test_accuracy")[-1] == pytest.approx(mgpu.evaluate_accuracy_gpus(other, data))
+
+
+def test_micro_steps_are_one_step(devices):
+    batches = small_batches(SIZES)
+    nets = []
+    for micro_steps in (1, 3):
+        net = known(devices)
+        trainer = LocalSGD(net, *OPTIMIZERS["sgd"], every=1)
+        for X, y in batches:
+            mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=micro_steps)
+        nets.append(weights_of(net))
+    assert largest_difference(*nets) <= 1e-6
+    net = known(devices)
+    trainer = LocalSGD(net, *OPTIMIZERS["sgd"], every=1)
+    with trainer.accumulate():
+        train(net, trainer, batches[:2])
+        trainer.flush()  # neither updates nor averages
+        assert largest_difference(weights_of(net), weights_of(known(devices))) == 0.0
+
+
+def test_each_device_clips_its_own_gradient():
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.Zero(), ctx=CTX[:2])
+    trainer = LocalSGD(net, "sgd", {"learning_rate": 1.0}, every=2, clip_norm=1.0)
+    X = np.array([[3, 4], [0, 0.5]], "float32")
+    mgpu.train_batch(net, lambda out, y: out.reshape((-1,)), trainer, X, X)
+    np.testing.assert_allclose(net.weight.data(CTX[0]).asnumpy(), [[-0.6, -0.8]], atol=1e-6)
+    np.testing.assert_allclose(net.weight.data(CTX[1]).asnumpy(), [[0, -0.5]], atol=1e-6)
+    assert float(trainer.grad_norm.asnumpy()[0]) == pytest.approx(5.0)
+
+
+def test_neither_a_step_nor_an_average_waits(devices, waits):  # noqa: F811
+    net = small_net(devices, hybridize={}, normalize=True)
+    trainer = LocalSGD(net, "adam", {"learning_rate": 0.01}, every=2)
+    batches = small_batches([12, 7, 2, 12, 1])
+    train(net, trainer, batches[:1])
+    del waits[:]
+    train(net, trainer, batches)
+    assert waits == []
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, None, True, "2"])
+def test_every_is_a_whole_number(every):
+    net = known(CTX[:2])
+    with pytest.raises(TrainerError, match="got every=") as caught:
+        LocalSGD(net, "sgd", every=every)
+    assert_house_style(caught.value)
+    trainer = LocalSGD(net, "sgd", every=4)
+    with pytest.raises(TrainerError):
+        trainer.every = every
+    assert trainer.every == 4
+
+
+class Scaler:
+    def has_overflow(self, params):
+        return False
+
+
+def test_what_devices_cannot_do_apart_is_refused():
+    net = known(CTX[:2])
+    trainer = LocalSGD(net, *OPTIMIZERS["sgd"], every=2)
+    train(net, trainer, small_batches([4]))
+    before = weights_of(net)
+    trainer._amp_loss_scaler = Scaler()
+    for call in (
+        lambda: LocalSGD(known(CTX[:2]), "nadam", every=2),
+        lambda: LocalSGD(known(CTX[:2]), "sgd", every=2, update_on_kvstore=True),
+        trainer.allreduce_grads,
+        lambda: trainer.update(4),
+        lambda: train(net, trainer, small_batches([4])),
+    ):
+        with pytest.raises(TrainerError) as caught:
+            call()
+        assert_house_style(caught.value)
+    assert largest_difference(before, weights_of(net)) == 0.0
+    del trainer._amp_loss_scaler
+    train(net, trainer, small_batches([4]))
+    assert mgpu.replica_difference(net) == 0.0

@@ -1,0 +1,147 @@
+"""A Trainer in mixed precision: what precision= changes, and that steps whose gradients overflow leave everything alone."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import DeviceError, TrainerError
+from gluon_mgpu.loss_scaler import LossScaler
+from gluon_mgpu.precision import precision_of
+from mxnet import gluon
+
+from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
+
+
+def scaled_trainer(net, *optimizer, scale=2.0**10, every=2, **options):
+    """fp16's scaler with a network in float32: CPUs have no fp16, but the scaler does not know what it scales."""
+    trainer = mgpu.Trainer(net, *optimizer, **options)
+    trainer.loss_scaler = LossScaler(scale, every=every)
+    return trainer
+
+
+def made_net(ctx):
+    """A network with all its weights: without, the first batch would draw them."""
+    net = small_net(ctx)
+    mgpu.eval_batch(net, *small_batches([3])[0], ctx)
+    return net
+
+
+def spoil(net, context):
+    param = next(param for param in net.collect_params().values() if param.name.endswith("weight"))
+    gradient = param.grad(context).asnumpy()
+    gradient.flat[0] = np.inf
+    param.grad(context)[:] = (mx.np.array if mx.util.is_np_array() else mx.nd.array)(gradient)
+
+
+def by_hand(net, trainer, X, y, bad=None):
+    Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
+    with mx.autograd.record():
+        losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+    mgpu.backward(trainer.scale(losses))
+    if bad is not None:
+        spoil(net, bad)
+    trainer.step(len(X))
+
+
+@pytest.mark.parametrize("optimizer", [MOMENTUM, ("adam", {"learning_rate": 0.01})], ids=["momentum", "adam"])
+def test_a_scale_does_not_show(devices, arrays, optimizer):
+    """A power of 2 changes no bit of a float32 gradient, and clipping sees what was divided by it."""
+    trained = []
+    for make in (mgpu.Trainer, scaled_trainer):
+        net = small_net(devices)
+        trainer = make(net, *optimizer, clip_norm=0.5)
+        for X, y in small_batches([13, 7, 2, 24]):
+            mgpu.train_batch(net, LOSS, trainer, X, y)
+        trained.append(weights_of(net))
+    assert largest_difference(*trained) <= 1e-6
+    assert trainer.loss_scaler.scale == 4096.0
+
+
+def test_overflowing_steps_leave_everything_alone(arrays):
+    """On each of three devices in turn; the others are those of a training without the bad batches."""
+    ctx = [mx.cpu(i) for i in range(3)]
+    batches = small_batches([13, 7, 2, 24, 9, 9])
+    plan = [None, ctx[0], None, ctx[1], ctx[2], None]
+    scales = [1024.0, 512.0, 512.0, 256.0, 128.0, 128.0]
+    for optimizer in (MOMENTUM, ("adam", {"learning_rate": 0.01})):
+        net, good = made_net(ctx), made_net(ctx)
+        trainer, plain = scaled_trainer(net, *optimizer, every=100), mgpu.Trainer(good, *optimizer)
+        for (X, y), bad, scale in zip(batches, plan, scales):
+            before = weights_of(net) if bad else []
+            by_hand(net, trainer, X, y, bad)
+            if bad is None:
+                by_hand(good, plain, X, y)
+            else:
+                assert largest_difference(weights_of(net), before) == 0.0
+            assert trainer.loss_scaler.scale == scale
+            assert mgpu.replica_difference(net) == 0.0
+        assert largest_difference(weights_of(net), weights_of(good)) <= 1e-6
+        assert trainer._update.counts() == plain._update.counts()
+
+
+def test_states_hold_the_scale(tmp_path):
+    net = small_net([mx.cpu()])
+    trainer = scaled_trainer(net, *MOMENTUM, every=100)
+    for (X, y), bad in zip(small_batches([8, 8, 8]), (None, mx.cpu(), None)):
+        by_hand(net, trainer, X, y, bad)
+    trainer.save_states(str(tmp_path / "states"))
+    other = scaled_trainer(net, *MOMENTUM)
+    other.load_states(str(tmp_path / "states"))
+    assert other.loss_scaler.state() == trainer.loss_scaler.state() == {"scale": 512.0, "num_good": 1}
+    plain = mgpu.Trainer(net, *MOMENTUM)
+    plain.load_states(str(tmp_path / "states"))  # another precision may go on from here
+    assert plain.loss_scaler is None
+    plain.save_states(str(tmp_path / "states"))
+    other.load_states(str(tmp_path / "states"))
+    assert other.loss_scaler.scale == 512.0
+
+
+def test_losses_that_were_not_scaled_are_refused(devices):
+    net = small_net(devices)
+    trainer = scaled_trainer(net, *MOMENTUM)
+    ((X, y),) = small_batches([6])
+    by_hand(net, trainer, X, y)
+    before = weights_of(net)
+    Xs, ys = mgpu.split_batch(X, y, devices)
+    with mx.autograd.record():
+        losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+    mgpu.backward(losses)
+    with pytest.raises(TrainerError, match="scaled") as raised:
+        trainer.step(6)
+    assert_house_style(raised.value)
+    assert largest_difference(weights_of(net), before) == 0.0
+    by_hand(net, trainer, X, y)
+    assert largest_difference(weights_of(net), before) > 0.0
+
+
+def test_a_trainer_sets_the_precision(devices, arrays):
+    net = small_net(devices)
+    trainer = mgpu.Trainer(net, *MOMENTUM, precision="bf16")
+    assert precision_of(net) == "bf16" and trainer.loss_scaler is None
+    losses = [mx.nd.ones((1,))]
+    assert trainer.scale(losses) is losses
+    mgpu.Trainer(net, *MOMENTUM)
+    assert precision_of(net) == "bf16"  # another trainer leaves it
+    ((X, y),) = small_batches([6])
+    batch = mgpu.train_batch(net, LOSS, trainer, X, y)
+    out = batch.outputs[0].asnumpy()
+    assert (out.view("uint32") & 0xFFFF == 0).all()  # the last bits of a rounded number
+    assert any((weight.view("uint32") & 0xFFFF).any() for weight in weights_of(net))
+    mgpu.Trainer(net, *MOMENTUM, precision="fp32")
+    assert precision_of(net) == "fp32"
+
+
+def test_wrong_precisions_are_refused():
+    net = small_net([mx.cpu()])
+    for params, precision, error in (
+        (net, "fp16", DeviceError),
+        (net, "half", TrainerError),
+        (net.collect_params(), "bf16", TrainerError),
+    ):
+        with pytest.raises(error) as raised:
+            mgpu.Trainer(params, *MOMENTUM, precision=precision)
+        assert_house_style(raised.value)
+        assert precision_of(net) == "fp32"

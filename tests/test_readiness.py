@@ -1,0 +1,39 @@
+"""What the engine has not done yet."""
+
+import os
+import time
+
+import mxnet as mx
+import pytest
+from gluon_mgpu.readiness import Marker, is_ready, is_serial
+
+
+class Sleeper(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        time.sleep(0.5)
+        self.assign(out_data[0], req[0], in_data[0])
+
+
+@mx.operator.register("readiness_sleeper")
+class SleeperProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Sleeper()
+
+
+def test_an_array_is_ready_when_it_has_been_written():
+    if is_serial():
+        pytest.skip("the serial engine has no queue")
+    x = mx.nd.ones((2,))
+    x.wait_to_read()
+    y = mx.nd.Custom(x, op_type="readiness_sleeper")
+    z = y + 1
+    marker = Marker([x, z])
+    assert (is_ready(x), is_ready(y), is_ready(z), marker.done) == (True, False, False, False)
+    mx.nd.waitall()
+    assert (is_ready(y), is_ready(z), marker.done) == (True, True, True)
+    assert not Marker._pending
+
+
+def test_the_engine_is_told():
+    engine = os.environ.get("MXNET_ENGINE_TYPE")
+    assert is_serial() == (engine == "NaiveEngine")

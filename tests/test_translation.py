@@ -1,0 +1,234 @@
+import itertools
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu import plots
+from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.models.seq2seq import Seq2Seq
+from gluon_mgpu.models.sequence_loss import SequenceLoss
+from gluon_mgpu.translation import plot_attention, translate
+from matplotlib import font_manager
+from matplotlib.ft2font import FT2Font
+from mxnet import autograd
+
+from .conftest import assert_house_style
+
+VOCAB = 4  # bos 1, eos 2, and two words: 0 and 3
+SENTENCES = [[3, 1], [5], [4, 3, 5, 1], [6, 6, 6], [3, 4, 5, 6, 7]]
+
+
+def random_model(ctx=None, vocab=VOCAB, scale=2.0, **options):
+    mx.random.seed(3)
+    net = Seq2Seq(8, vocab, embed_size=4, hidden_size=4, **options)
+    net.initialize(mx.init.Uniform(scale), ctx=ctx or mx.cpu())
+    return net
+
+
+def array(values):
+    make = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    return make(np.array(values), dtype="int32")
+
+
+def log_p(net, sentence, tokens):
+    """Of each next token after these, from the whole network with teacher forcing: shape (tokens + 1, vocabulary)."""
+    given = [1, *tokens]
+    X = array([[*sentence, 2]]), array([len(sentence) + 1]), array([given])
+    scores = (
+        (net(X) if net.layout == "NTC" else net((X[0].T, X[1], X[2].T))).asnumpy().reshape((len(given), -1)).astype("float64")
+    )
+    return scores - np.log(np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True)) - scores.max(1)[:, None]
+
+
+def every_translation(net, sentence, max_length, divisor):
+    """(score, log-probability, tokens) of each sequence that ends within this length, or reaches it, best first."""
+    words = [token for token in range(VOCAB) if token != 2]
+    tables = {tokens: log_p(net, sentence, tokens) for tokens in itertools.product(words, repeat=max_length - 1)}
+    found = []
+    for length in range(max_length + 1):
+        for tokens in itertools.product(words, repeat=length):
+            table = tables[(tokens + (0,) * max_length)[: max_length - 1]]  # of any sequence that begins so
+            total = sum(table[i, token] for i, token in enumerate(tokens))
+            if length < max_length:
+                total += table[length, 2]
+            num = min(length + 1, max_length)
+            found.append((total / divisor(num), total, list(tokens)))
+    return sorted(found, key=lambda one: -one[0])
+
+
+@pytest.mark.parametrize(
+    "alpha, penalty, divisor",
+    [
+        (0.0, "wu", lambda n: 1.0),
+        (1.0, "wu", lambda n: (5 + n) / 6),
+        (0.6, "plain", lambda n: n**0.6),
+        (2.0, "plain", lambda n: n**2),
+    ],
+)
+@pytest.mark.parametrize("feeding", [False, True])
+def test_a_wide_beam_finds_what_trying_everything_finds(feeding, alpha, penalty, divisor):
+    net = random_model(input_feeding=feeding)
+    options = {"beam_size": 200, "num_best": 5, "alpha": alpha, "penalty": penalty, "max_length": 4}
+    found = translate(net, SENTENCES[:3], **options)
+    for sentence, best in zip(SENTENCES, found):
+        expected = every_translation(net, sentence, 4, divisor)[:5]
+        assert [one.tokens for one in best] == [tokens for _, _, tokens in expected]
+        np.testing.assert_allclose([one.score for one in best], [score for score, _, _ in expected], atol=1e-5)
+        np.testing.assert_allclose([one.log_probability for one in best], [total for _, total, _ in expected], atol=1e-5)
+        assert [one.finished for one in best] == [len(one.tokens) < 4 for one in best]
+
+
+@pytest.mark.parametrize("layout", ["NTC", "TNC"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_a_beam_of_one_takes_the_likeliest_token_each_time(arrays, cell, layout):
+    net = random_model(vocab=9, cell=cell, layout=layout)
+    lengths = set()
+    for sentence, (one,) in zip(SENTENCES, translate(net, SENTENCES)):
+        tokens = []
+        while len(tokens) < 2 * (len(sentence) + 1) + 10:
+            tokens.append(int(log_p(net, sentence, tokens)[-1].argmax()))
+            if tokens[-1] == 2:
+                break
+        assert one.finished == (tokens[-1] == 2)
+        assert one.tokens == (tokens[:-1] if one.finished else tokens)
+        lengths.add(len(one.tokens))
+    assert len(lengths) > 1  # some end by themselves, so that the rule is seen
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_neither_batch_nor_devices_show(arrays, beam_size):
+    alone = translate(random_model(vocab=9), SENTENCES, beam_size=beam_size, num_best=beam_size, batch_size=1, attention=True)
+    for num, batch_size in ((1, 64), (2, 3), (3, 64)):
+        net = random_model([mx.cpu(i) for i in range(num)], vocab=9)
+        together = translate(net, SENTENCES, beam_size=beam_size, num_best=beam_size, batch_size=batch_size, attention=True)
+        for one, other in zip(itertools.chain(*alone), itertools.chain(*together)):
+            assert one.tokens == other.tokens
+            np.testing.assert_allclose(one.score, other.score, atol=1e-5)
+            np.testing.assert_allclose(one.attention, other.attention, atol=1e-5)
+
+
+def test_n_best_are_different_and_in_order():
+    for best in translate(random_model(vocab=9), SENTENCES, beam_size=5, num_best=5):
+        assert len({tuple(one.tokens) for one in best}) == len(best) == 5
+        assert [one.score for one in best] == sorted((one.score for one in best), reverse=True)
+
+
+def test_attention_is_that_of_the_whole_network():
+    """Rows of the hypothesis that won, also where its beginning stood elsewhere in the beam."""
+    net = random_model(vocab=9)
+    for sentence, (one,) in zip(SENTENCES, translate(net, SENTENCES, beam_size=4, attention=True)):
+        state, memory = net.encode(array([[*sentence, 2]]), array([len(sentence) + 1]))
+        num_rows = len(one.tokens) + one.finished
+        weights = net.decode(array([[1, *one.tokens][:num_rows]]), state, memory)[2].asnumpy()[0].T
+        assert one.attention.shape == (num_rows, len(sentence) + 1)
+        np.testing.assert_allclose(one.attention, weights, atol=1e-5)
+
+
+def test_nothing_to_translate():
+    assert translate(random_model(), []) == []
+
+
+def test_the_network_is_left_as_it_was():
+    """Called inside of a recording, with dropout: it predicts, and records nothing."""
+    net = random_model(vocab=9, dropout=0.5)
+    expected = translate(net, SENTENCES)
+    with autograd.record():
+        assert translate(net, SENTENCES) == expected
+
+
+def reversed_digits(rng, num):
+    return [rng.randint(4, 10, rng.randint(2, 6)).tolist() for _ in range(num)]
+
+
+def test_it_learns_to_write_numbers_backwards(devices):
+    net, loss = Seq2Seq(10, 10, embed_size=24, hidden_size=32), SequenceLoss()
+    net.initialize(mx.init.Xavier(), ctx=devices)
+    net.hybridize()
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
+    rng = np.random.RandomState(0)
+    for i in range(150):
+        trainer.set_learning_rate(0.01 if i < 100 else 0.002)
+        sentences = reversed_digits(rng, 48)
+        loader = mgpu.data.PairLoader(sentences, [one[::-1] for one in sentences], 10000, num_buckets=1)
+        for X, y in loader:
+            Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
+            with autograd.record():
+                losses = [loss(net(features), label) for features, label in zip(Xs, ys)]
+            mgpu.backward(losses)
+            trainer.step(loss.num_units(y))
+    new = reversed_digits(np.random.RandomState(1), 100)
+    for beam_size in (1, 4):
+        found = translate(net, new, beam_size=beam_size)
+        assert np.mean([best[0].tokens == sentence[::-1] for sentence, best in zip(new, found)]) > 0.95
+
+
+# ---- the picture
+
+
+def test_a_picture_of_attention(tmp_path):
+    weights = np.array([[0.9, 0.1, 0.0], [0.0, 0.2, 0.8]])
+    figure = plot_attention(weights, ["ein", "Haus", "</s>"], ["house", "</s>"])
+    (axes,) = figure.axes
+    np.testing.assert_array_equal(axes.images[0].get_array(), weights)
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["ein", "Haus", "</s>"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["house", "</s>"]
+    plots.save(figure, tmp_path / "attention.png")
+    assert (tmp_path / "attention.png").stat().st_size > 1000
+
+
+def test_fonts_that_have_the_characters_are_taken():
+    """The usual font has Latin letters, and none of these: a STIX font of matplotlib's own has the first of them."""
+    private = "\ue000"
+    usual = font_manager.findfont(font_manager.FontProperties())
+    assert ord(private) not in FT2Font(usual).get_charmap()
+    for text, also in (("a", False), (private, True)):
+        (axes,) = plot_attention(np.ones((1, 1)), [text], ["b"]).axes
+        families = axes.get_xticklabels()[0].get_fontfamily()
+        assert (len(families) > 1) == also
+        files = [font_manager.findfont(font_manager.FontProperties(family=[name])) for name in families]
+        assert any(ord(text) in FT2Font(path).get_charmap() for path in files)
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # matplotlib says so as well
+def test_no_font_has_the_characters():
+    with pytest.warns(
+        UserWarning, match=r"plot_attention: got '.*', which no installed font has; need one\. Install fonts-nanum"
+    ):
+        plot_attention(np.ones((1, 1)), ["\U0010fffd"], ["b"])  # a code point that is nobody's
+
+
+# ---- wrong arguments
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"beam_size": 0}, "beam_size=0"),
+        ({"batch_size": 1.5}, "batch_size=1.5"),
+        ({"max_length": 0}, "max_length=0"),
+        ({"num_best": 2}, "num_best=2 of beam_size=1"),
+        ({"alpha": -1}, "alpha=-1"),
+        ({"alpha": float("nan")}, "alpha=nan"),
+        ({"penalty": "none"}, "penalty='none'"),
+        ({"eos": VOCAB}, f"eos {VOCAB}"),
+        ({"bos": -1}, "bos -1"),
+        ({"source_eos": 8}, "source_eos 8"),
+        ({"sentences": "three"}, "got str as sentences"),
+        ({"sentences": [[3], []]}, "as sentence 1"),
+        ({"sentences": [[3], [3, 8]]}, "a token of sentence 1: 8"),
+        ({"sentences": [[3.5]]}, "3.5"),
+        ({"net": mx.gluon.nn.Dense(1)}, "got Dense"),
+        ({"net": Seq2Seq(8, VOCAB)}, "need initialised parameters"),
+    ],
+)
+def test_a_wrong_argument(options, told):
+    with pytest.raises(TrainerError, match=told) as caught:
+        translate(**{"net": random_model(), "sentences": SENTENCES, **options})
+    assert_house_style(caught.value)
+
+
+def test_a_picture_of_other_words():
+    with pytest.raises(TrainerError, match="1 target and 2 source tokens") as caught:
+        plot_attention(np.ones((2, 2)), ["a", "b"], ["c"])
+    assert_house_style(caught.value)

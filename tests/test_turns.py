@@ -1,0 +1,103 @@
+"""Tasks that take turns: their order, what each sees, and how all end when one fails."""
+
+import sys
+from contextvars import ContextVar
+
+import mxnet as mx
+import pytest
+from gluon_mgpu.errors import MissingExtraError, StepError
+from gluon_mgpu.turns import defer, is_in_turns, meet, run_in_turns
+from mxnet import autograd
+
+from .conftest import assert_house_style
+
+PLACE, ELSEWHERE = object(), object()
+variable = ContextVar("variable", default=0)
+
+
+def test_one_runs_at_a_time_until_it_meets_the_others():
+    seen = []
+
+    def task(i):
+        seen.append(f"{i} begins")
+        first = meet(PLACE, i)
+        first.result = first.result or f"left by {i}"
+        seen.append(f"{i} has {first.values}, {first.result}")
+        second = meet(PLACE, i + 10)
+        seen.append(f"{i} has {second.values}, {second.result}")
+        return i * i
+
+    assert run_in_turns([lambda i=i: task(i) for i in range(2)]) == [0, 1]
+    assert seen == [
+        "0 begins",
+        "1 begins",
+        "0 has [0, 1], left by 0",
+        "1 has [0, 1], left by 0",
+        "0 has [10, 11], None",
+        "1 has [10, 11], None",
+    ]
+
+
+def test_alone_there_is_nobody_to_wait_for():
+    assert not is_in_turns() and meet(PLACE, 3).values == [3]
+    assert run_in_turns([lambda: (is_in_turns(), meet(PLACE, 4).values)]) == [(True, [4])]
+    called = []
+    defer(lambda: called.append(1))
+    assert called == [1]
+
+
+def test_what_a_task_sets_is_its_own():
+    def task(i):
+        assert autograd.is_recording() and mx.current_context() == mx.cpu(5) and variable.get() == 7
+        variable.set(i)
+        autograd.set_training(i == 1)
+        with mx.cpu(i), autograd.pause(train_mode=bool(i)):
+            meet(PLACE, None)
+            return variable.get(), mx.current_context(), autograd.is_recording(), autograd.is_training()
+
+    variable.set(7)
+    with autograd.record(), mx.cpu(5):
+        found = run_in_turns([lambda i=i: task(i) for i in range(3)])
+        assert autograd.is_recording() and autograd.is_training() and mx.current_context() == mx.cpu(5) and variable.get() == 7
+    assert found == [(0, mx.cpu(0), False, False), (1, mx.cpu(1), False, True), (2, mx.cpu(2), False, True)]
+
+
+@pytest.mark.parametrize(
+    "waits_for, error", [(lambda: 1 / 0, ZeroDivisionError), (lambda: meet(ELSEWHERE, 0), StepError), (int, StepError)]
+)
+def test_when_one_fails_all_are_ended(waits_for, error):
+    ended, deferred = [], []
+
+    def waits():
+        defer(lambda: deferred.append(1))
+        try:
+            meet(PLACE, 1)
+        finally:
+            ended.append(1)
+
+    with pytest.raises(error) as raised:
+        run_in_turns([waits, waits_for, waits])
+    if error is StepError:
+        assert_house_style(raised.value)
+    assert ended == ([1, 1] if error is StepError else [1])  # the third had not begun where the second raised
+    assert deferred == [] and not is_in_turns()
+    assert run_in_turns([lambda: meet(PLACE, 1).values] * 2) == [[1, 1]] * 2
+
+
+def test_deferred_calls_come_when_all_have_ended():
+    seen = []
+
+    def task(i):
+        defer(lambda: seen.append(f"deferred by {i}"))
+        meet(PLACE, None)
+        seen.append(f"{i} ends")
+
+    run_in_turns([lambda i=i: task(i) for i in range(2)])
+    assert seen == ["0 ends", "1 ends", "deferred by 0", "deferred by 1"]
+
+
+def test_without_greenlet_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    with pytest.raises(MissingExtraError, match="sync") as raised:
+        run_in_turns([int])
+    assert_house_style(raised.value)

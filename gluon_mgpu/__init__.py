@@ -33,6 +33,8 @@ from .timing import Timer
 from .trainer import Trainer
 from .transfer import as_in_context, copyto
 from .translation import Translation, plot_attention, translate
+from .translation_scores import translation_scores
+from .translator import Translator, load_translator
 from .watchdog import Watchdog
 
 __all__ = [
@@ -97,6 +99,9 @@ __all__ = [
     "translate",
     "Translation",
     "plot_attention",
+    "translation_scores",
+    "Translator",
+    "load_translator",
     # when something is wrong
     "debugging",
     "run_serially",

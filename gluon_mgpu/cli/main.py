@@ -16,6 +16,8 @@ from .doctor import doctor
 from .find_batch_size import find_batch_size_
 from .predict import predict
 from .train import train
+from .train_seq2seq import train_seq2seq
+from .translate import translate
 
 _TOLD = (
     errors.DeviceError,
@@ -56,7 +58,9 @@ def main() -> None:
 main.add_command(devices)
 main.add_command(doctor)
 main.add_command(bench)
+train.add_command(train_seq2seq)
 main.add_command(train)
+main.add_command(translate)
 main.add_command(predict)
 main.add_command(find_batch_size_)
 main.add_command(agree)

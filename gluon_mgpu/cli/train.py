@@ -33,13 +33,15 @@ HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-def _finite(_context: click.Context, _parameter: click.Parameter, number: Optional[float]) -> Optional[float]:
+def finite(_context: click.Context, _parameter: click.Parameter, number: Optional[float]) -> Optional[float]:
+    """Return an option's number, refused if it is infinite or NaN."""
     if number is not None and not math.isfinite(number):
         raise click.BadParameter(f"got {number}; need a finite number.")
     return number
 
 
-def _shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Union[None, str, List[float]]:
+def shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Union[None, str, List[float]]:
+    """Return "auto", or a number for each device."""
     if text is None or text == "auto":
         return text
     try:
@@ -70,7 +72,7 @@ def train() -> None:
 )
 @click.option(
     "--lr",
-    callback=_finite,
+    callback=finite,
     type=click.FloatRange(0, min_open=True),
     default=0.1,
     show_default=True,
@@ -119,13 +121,13 @@ def train() -> None:
 )
 @click.option(
     "--clip-norm",
-    callback=_finite,
+    callback=finite,
     type=click.FloatRange(0, min_open=True),
     help="Largest norm of the gradient; none by default.",
 )
 @click.option(
     "--clip-value",
-    callback=_finite,
+    callback=finite,
     type=click.FloatRange(0, min_open=True),
     help="Largest absolute value of an element of the gradient; none by default.",
 )
@@ -151,13 +153,13 @@ def train() -> None:
 )
 @click.option(
     "--weights",
-    callback=_shares,
+    callback=shares,
     help="How batches are shared out: auto, as fast as each device is; or numbers, 3,1. By default evenly.",
 )
 @click.option("--debug", is_flag=True, help="One operation after another; every layer, label and index looked at. Slow.")
 @click.option(
     "--watchdog",
-    callback=_finite,
+    callback=finite,
     type=click.FloatRange(0, min_open=True),
     help="Seconds without a step after which every thread is shown.",
 )

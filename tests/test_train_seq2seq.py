@@ -1,0 +1,336 @@
+"""The programs that train a translator and translate with it: what they print and write, and how they end."""
+
+import io
+import json
+import signal
+import sys
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+from gluon_mgpu.cli.train_seq2seq import _korean_numbers, train_seq2seq
+from gluon_mgpu.cli.translate import translate
+from gluon_mgpu.translator import load_translator
+
+PNG = b"\x89PNG\r\n\x1a\n"
+ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+KOREAN = ["영", "일", "이", "삼", "사", "오", "육", "칠", "팔", "구"]
+SMALL = ["--embed-size", "8", "--hidden-size", "12", "--num-validation", "5", "--num-test", "4", "--batch-tokens", "120"]
+WORDS = ["--source-vocabulary", "words", "--target-vocabulary", "words"]
+program = type(main)(
+    "gluon-mgpu", commands={"train": train_seq2seq, "translate": translate}
+)  # errors are told as main tells them
+
+
+@pytest.fixture(autouse=True)
+def without_sacrebleu(monkeypatch):
+    """As with the extra `train` alone; what sacrebleu says is tested elsewhere."""
+    for module in ("cli.train_seq2seq", "translation_scores"):
+        monkeypatch.setattr(f"gluon_mgpu.{module}.has_sacrebleu", lambda: False)
+
+
+@pytest.fixture
+def tsv(tmp_path):
+    """50 pairs of one to four digits read out: English, tab, Korean, tab, a note."""
+    rng = np.random.RandomState(0)
+    numbers = {tuple(rng.randint(0, 10, rng.randint(1, 5)).tolist()) for _ in range(200)}
+    lines = [" ".join(ENGLISH[d] for d in one) + "\t" + " ".join(KOREAN[d] for d in one) + "\tnote" for one in sorted(numbers)]
+    path = tmp_path / "numbers.tsv"
+    path.write_text("\n".join(lines[::2][:50]) + "\n", encoding="utf-8")
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 50
+    return path
+
+
+def invoke(*arguments, **more):
+    return CliRunner().invoke(program, [str(argument) for argument in arguments], prog_name="gluon-mgpu", **more)
+
+
+def run(*arguments, **more):
+    result = invoke(*arguments, **more)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def fail(*arguments, exit_code=1, **more):
+    result = invoke(*arguments, **more)
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert (result.exit_code, "Traceback" in result.output) == (exit_code, False)
+    (error,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
+    return error
+
+
+def train(tsv, out, *options, devices="cpu:2"):
+    output = run("train", "--tsv", tsv, *SMALL, *WORDS, "--devices", devices, "--output", out, *options)
+    return output.strip().splitlines(), json.loads((out / "history.json").read_text())["epochs"]
+
+
+def losses(rows):
+    return [row["train_loss"] for row in rows] + [row["test_loss"] for row in rows]
+
+
+@pytest.fixture
+def model(tsv, tmp_path):
+    """A translator that has hardly learnt."""
+    train(tsv, tmp_path / "run", "--epochs", "1")
+    return tmp_path / "run" / "best"
+
+
+# train
+
+
+def test_training_tells_and_writes(tsv, tmp_path):
+    out = tmp_path / "new" / "run"
+    lines, rows = train(tsv, out, "--epochs", "2")
+    assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 too short, 0 too long, 0 of unlike lengths"
+    assert lines[1] == "numbers.tsv: 41 pairs to train on, 5 to validate, 4 to test"
+    assert lines[2] == "14 words to 14 words, on cpu(0), cpu(1)"
+    assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
+    epochs = [line for line in lines if line.startswith("epoch ") and "batch" not in line]
+    assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
+    assert all("test exact match" in line and "tokens/s" in line for line in epochs)
+    assert lines[-2] == f"saved curves.png, history.csv, history.json, best and last in {out}"
+    assert lines[-1].startswith("test of best, 5 beams: exact_match ") and lines[-1].endswith(" tokens/s on cpu(0), cpu(1)")
+    assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
+    assert (out / "curves.png").read_bytes().startswith(PNG)
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
+    assert all(0 <= row["test_exact_match"] <= 100 and row["grad_norm"] > 0 for row in rows)
+    assert load_translator(out / "best").options["hidden_size"] == 12
+
+
+def test_it_learns_to_read_digits(tsv, tmp_path):
+    options = ["--epochs", "25", "--lr", "0.03", "--patience", "25", "--hidden-size", "24", "--batch-tokens", "60"]
+    train(tsv, tmp_path / "run", *options, devices="cpu:1")
+    english, korean, _ = zip(*(line.split("\t") for line in tsv.read_text(encoding="utf-8").splitlines()))
+    last = tmp_path / "run" / "last"
+    said = run("translate", "--model", last, "--devices", "cpu:2", input="\n".join(english)).splitlines()
+    assert sum(a == b for a, b in zip(said, korean)) >= 30
+
+
+@pytest.mark.parametrize("options", [[], ["--layout", "TNC", "--cell", "lstm", "--attention", "additive", "--input-feeding"]])
+def test_two_devices_train_as_one(tsv, tmp_path, options):
+    _, one = train(tsv, tmp_path / "1", "--epochs", "2", *options, devices="cpu:1")
+    for name, more in (("2", []), ("shares", ["--weights", "3,1"]), ("parts", ["--micro-steps", "2"])):
+        _, two = train(tsv, tmp_path / name, "--epochs", "2", *options, *more)
+        assert losses(two) == pytest.approx(losses(one), rel=1e-4), name
+
+
+def test_the_seed_decides_everything(tsv, tmp_path):
+    found = []
+    for name, seed in (("1", "5"), ("2", "5"), ("3", "6")):
+        mx.random.seed(len(found))
+        np.random.seed(len(found))
+        found.append(losses(train(tsv, tmp_path / name, "--epochs", "1", "--seed", seed, "--dropout", "0.2")[1]))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_other_direction(tsv, tmp_path):
+    train(tsv, tmp_path / "there", "--epochs", "1")
+    train(tsv, tmp_path / "back", "--epochs", "1", "--reverse")
+    there, back = (load_translator(tmp_path / name / "best") for name in ("there", "back"))
+    assert there.source_vocabulary.tokens(range(14)) == back.target_vocabulary.tokens(range(14))
+    assert {"four"} <= set(back.target_vocabulary.tokens(range(14))) and "사" in back.source_vocabulary.tokens(range(14))
+
+
+def test_two_files_are_a_tsv(tsv, tmp_path):
+    columns = list(zip(*(line.split("\t")[:2] for line in tsv.read_text(encoding="utf-8").splitlines())))
+    for name, column in zip(("a.txt", "b.txt"), columns):
+        (tmp_path / name).write_text("\n".join(column) + "\n", encoding="utf-8")
+    files = ["--source", tmp_path / "a.txt", "--target", tmp_path / "b.txt"]
+    run("train", *files, *SMALL, *WORDS, "--devices", "cpu:2", "--epochs", "1", "--output", tmp_path / "files")
+    _, rows = train(tsv, tmp_path / "tsv", "--epochs", "1")
+    assert losses(json.loads((tmp_path / "files" / "history.json").read_text())["epochs"]) == losses(rows)
+
+
+def test_options_change_what_they_name(tsv, tmp_path):
+    _, usual = train(tsv, tmp_path / "usual", "--epochs", "2")
+    changes = {
+        "smoothing": ["--label-smoothing", "0.2"],
+        "dropout": ["--dropout", "0.3"],
+        "clipping": ["--clip-norm", "0.01", "--optimizer", "sgd"],
+        "cutting": ["--clip-value", "0.00001", "--optimizer", "sgd"],
+        "plateau": ["--schedule", "plateau"],
+        "apart": ["--average-every", "3"],
+        "layers": ["--num-layers", "2"],
+        "tied": ["--tied", "--embed-size", "12"],
+        "shape": ["--batch-tokens", "60"],
+    }
+    found = [losses(train(tsv, tmp_path / name, "--epochs", "2", *options)[1]) for name, options in changes.items()]
+    assert len({tuple(one) for one in [losses(usual), *found]}) == len(changes) + 1
+    _, off = train(tsv, tmp_path / "off", "--epochs", "2", "--hybridize", "off")
+    assert losses(off) == pytest.approx(losses(usual), rel=1e-5)
+
+
+def test_the_rate_warms_up_and_falls(tsv, tmp_path):
+    _, rows = train(tsv, tmp_path / "run", "--epochs", "6", "--lr", "0.01", "--patience", "9")
+    rates = [row["learning_rate"] for row in rows]
+    assert rates == sorted(rates, reverse=True)
+    assert 0.005 < rates[0] <= 0.01 and rates[-1] < 0.001
+    _, rows = train(tsv, tmp_path / "plateau", "--epochs", "4", "--lr", "1e-9", "--schedule", "plateau", "--patience", "9")
+    assert [row["learning_rate"] for row in rows[:1]] == [1e-9]
+    assert rows[-1]["learning_rate"] <= 1e-9
+
+
+def test_no_progress_stops_it(tsv, tmp_path):
+    lines, rows = train(tsv, tmp_path / "run", "--epochs", "9", "--lr", "20", "--optimizer", "sgd", "--patience", "1")
+    assert len(rows) < 9
+    assert any(line.startswith("stopped: test_loss was best (") for line in lines)
+
+
+def test_memory_and_hangs_are_watched_on_demand(tsv, tmp_path):
+    lines, _ = train(
+        tsv, tmp_path / "run", "--epochs", "2", "--batch-tokens", "50", "--watchdog", "200", "--leak-check", "--weights", "auto"
+    )
+    assert any(line.startswith("host: ") for line in lines)
+
+
+def test_ctrl_c_saves_and_ends_with_130(tsv, tmp_path, monkeypatch):
+    class Interrupting(mgpu.data.PairLoader):
+        def __iter__(self):
+            for number, pair in enumerate(super().__iter__(), 1):
+                if self.shuffle and (self.epoch, number) == (2, 2):
+                    signal.raise_signal(signal.SIGINT)
+                yield pair
+
+    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.PairLoader", Interrupting)
+    out = tmp_path / "run"
+    result = invoke("train", "--tsv", tsv, *SMALL, *WORDS, "--devices", "cpu:2", "--epochs", "3", "--output", out)
+    assert result.exit_code == 130
+    assert "Interrupted. fit: stopped in epoch 2 after step " in result.output
+    assert result.output.strip().endswith(f"what was saved is in {out}")
+    assert load_translator(out / "last").translate(["one"])
+    progress = json.loads((out / "last" / "checkpoint" / "progress.json").read_text())
+    assert (progress["epoch"], progress["epochs_completed"]) == (2, 1)
+    assert json.loads((out / "history.json").read_text())["stopped"] == "interrupted"
+
+
+def test_korean_numbers_are_the_default(tmp_path, monkeypatch):
+    def no_fit(*arguments, **kwargs):
+        raise KeyboardInterrupt("enough")
+
+    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.fit", no_fit)
+    result = invoke("train", "--num-examples", "700", "--devices", "cpu:1", "--output", tmp_path / "out")
+    first, second, *_ = result.stdout.splitlines()
+    assert first.startswith("Korean numbers: 700 pairs to train on, ")
+    assert " characters to " in second and second.endswith(" words, on cpu(0)")
+    back = invoke("train", "--num-examples", "700", "--reverse", "--devices", "cpu:1", "--output", tmp_path / "out")
+    assert " words to " in back.stdout.splitlines()[1]
+
+
+def test_the_default_tests_what_it_has_not_seen():
+    corpus = _korean_numbers({"num_examples": 3000, "seed": 4})
+    parts = [set(part) for part in (corpus.train, corpus.valid, corpus.test)]
+    assert len(parts[1]) == len(corpus.valid) > 400 and len(parts[2]) == len(corpus.test) > 400
+    assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
+    assert {one for one, _ in corpus.swapped().test} == {two for _, two in corpus.test}
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--devices", "tpu"], "Error: use_devices: got 'tpu'"),
+        (
+            ["--num-test", "46"],
+            "Error: train seq2seq: got 50 pairs; need more than --num-validation 5 and --num-test 46 together",
+        ),
+        (["--batch-tokens", "3"], "Error: plan_buckets: got examples of up to 5 and 5 tokens for batches of 3"),
+        (["--tied"], "Error: Seq2Seq: got tied=True with embed_size=8 and hidden_size=12"),
+    ],
+)
+def test_what_cannot_be_trained_is_told_before_anything_is_written(tsv, tmp_path, options, told):
+    arguments = ["--tsv", tsv, *SMALL, *WORDS, "--devices", "cpu:1", "--output", tmp_path / "out", *options]
+    assert fail("train", *arguments).startswith(told)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [["--source", "a"], ["--target", "a"], ["--source", "a", "--target", "b", "--tsv", "c"]])
+def test_half_a_corpus_is_wrong_usage(tmp_path, options):
+    message = fail("train", *options, "--output", tmp_path / "out", exit_code=2)
+    assert message == "Error: got one file of two, or files and --tsv; need --source and --target, or --tsv alone."
+
+
+def test_a_bad_file_is_told_with_its_line(tsv, tmp_path):
+    assert "No such file" in fail("train", "--tsv", tmp_path / "none", "--output", tmp_path / "out")
+    tsv.write_bytes(tsv.read_bytes() + "zero\t영".encode("cp949"))
+    message = fail("train", "--tsv", tsv, "--output", tmp_path / "out")
+    assert message.startswith("Error: read_tsv: got byte 0x") and "numbers.tsv line 51, which is not UTF-8" in message
+
+
+def test_an_output_that_holds_something_else_is_not_replaced(tsv, tmp_path):
+    (tmp_path / "out" / "last").mkdir(parents=True)
+    (tmp_path / "out" / "last" / "thesis.txt").write_text("years of work")
+    message = fail("train", "--tsv", tsv, *SMALL, *WORDS, "--epochs", "1", "--devices", "cpu:1", "--output", tmp_path / "out")
+    assert message.startswith("Error: Translator.save: got ") and "which holds thesis.txt" in message
+    assert (tmp_path / "out" / "last" / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["last"]  # told before the first epoch
+
+
+# translate
+
+
+def test_lines_come_back_in_their_order(model, tmp_path):
+    texts = ["two one", "", "three", "nine nine nine four", "unheard of"]
+    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    for devices in ("cpu:1", "cpu:2"):
+        wanted = load_translator(model).best(texts, beam_size=5)
+        assert run("translate", "--model", model, "--devices", devices, tmp_path / "in.txt").split("\n") == [*wanted, ""]
+        piped = run("translate", "--model", model, "--devices", devices, "--batch-size", "2", input="\n".join(texts))
+        assert piped.split("\n") == [*wanted, ""]
+    assert wanted[1] == ""
+
+
+def test_long_inputs_are_translated_in_parts(model, monkeypatch):
+    texts = [f"{one} {other}" for one in ENGLISH for other in ENGLISH[:2]]
+    whole = run("translate", "--model", model, "--devices", "cpu:1", "--beam", "1", "--n-best", "1", input="\n".join(texts))
+    monkeypatch.setattr("gluon_mgpu.cli.translate._AT_ONCE", 7)
+    assert run("translate", "--model", model, "--devices", "cpu:1", "--beam", "1", input="\n".join(texts)) == whole
+    numbered = run("translate", "--model", model, "--devices", "cpu:1", "--beam", "2", "--n-best", "2", input="\n".join(texts))
+    assert [line.split("\t")[0] for line in numbered.splitlines()] == [str(i) for i in range(1, 21) for _ in range(2)]
+
+
+def test_n_best_and_scores(model):
+    output = run(
+        "translate", "--model", model, "--devices", "cpu:2", "--beam", "4", "--n-best", "3", "--scores", input="one\ntwo"
+    )
+    rows = [line.split("\t") for line in output.splitlines()]
+    found = load_translator(model).translate(["one", "two"], beam_size=4, num_best=3)
+    assert rows == [[str(i), f"{one.score:.4f}", one.text] for i, best in enumerate(found, 1) for one in best]
+    scores = [float(row[1]) for row in rows]
+    assert scores[:3] == sorted(scores[:3], reverse=True)
+
+
+def test_at_a_terminal_each_line_is_answered(model, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("one\ntwo three\n"))
+    translate.main(["--model", str(model), "--devices", "cpu:1"], standalone_mode=False)
+    out, told = capsys.readouterr()
+    one, two = load_translator(model).best(["one", "two three"], beam_size=5)
+    assert out.replace("> ", "").splitlines() == [one, two]
+    assert told == "Type a sentence. Ctrl-D ends.\n"
+
+
+def test_attention_is_drawn(model, tmp_path):
+    output = run(
+        "translate", "--model", model, "--devices", "cpu:1", "--attention", tmp_path / "new" / "a.png", input="\none two\ntwo\n"
+    )
+    assert (tmp_path / "new" / "a.png").read_bytes().startswith(PNG)
+    assert f"saved {tmp_path / 'new' / 'a.png'}" in output
+
+
+def test_nothing_in_is_nothing_out(model):
+    assert run("translate", "--model", model, "--devices", "cpu:1", input="") == ""
+
+
+def test_what_cannot_be_translated_is_told(model, tmp_path):
+    assert fail("translate", "--model", tmp_path / "none").startswith("Error: load_translator: got ")
+    assert "No such file" in fail("translate", "--model", model, "--devices", "cpu:1", tmp_path / "none.txt")
+    message = fail("translate", "--model", model, "--devices", "cpu:1", input=b"one\n\xff\n")
+    assert message == "Error: translate: got byte 0xff on standard input, which is not UTF-8; need UTF-8. Convert it with iconv."
+    message = fail("translate", "--model", model, "--beam", "2", "--n-best", "3", exit_code=2)
+    assert message == "Error: got --n-best 3 of --beam 2; need as many or fewer. Widen the beam."

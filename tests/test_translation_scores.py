@@ -1,0 +1,59 @@
+"""Scores of translations, against counting by hand."""
+
+import math
+from collections import Counter
+
+import pytest
+from gluon_mgpu.errors import DataError
+from gluon_mgpu.translation_scores import has_sacrebleu, translation_scores
+
+KOREAN = ["고양이 스무 마리가 있다", "오늘은 날씨가 좋다"]
+NEARLY = ["고양이 스물 마리가 있다", "오늘 날씨가 좋네"]
+
+
+def counted_bleu(translations, references, split):
+    """BLEU of 1 to 4 tokens by counting; every precision must be positive."""
+    logs, lengths = [], [sum(len(split(text)) for text in side) for side in (translations, references)]
+    for n in range(1, 5):
+        right = total = 0
+        for one, other in zip(translations, references):
+            grams = [Counter(tuple(split(text)[i : i + n]) for i in range(len(split(text)) - n + 1)) for text in (one, other)]
+            right += sum((grams[0] & grams[1]).values())
+            total += sum(grams[0].values())
+        logs.append(math.log(right / total))
+    return 100 * math.exp(min(0, 1 - lengths[1] / lengths[0]) + sum(logs) / 4)
+
+
+def test_without_sacrebleu_there_is_the_exact_match(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.translation_scores.has_sacrebleu", lambda: False)
+    assert translation_scores(["a", "b", "c", "e"], ["a", "b", "c", "d"]) == {"exact_match": 75.0}
+
+
+def test_whether_sacrebleu_is_there_is_looked_up(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.translation_scores.find_spec", {"sacrebleu": object()}.get)
+    assert has_sacrebleu()
+    monkeypatch.setattr("gluon_mgpu.translation_scores.find_spec", {}.get)
+    assert not has_sacrebleu()
+
+
+def test_what_is_right_is_a_hundred():
+    pytest.importorskip("sacrebleu")
+    english = ["the cat sat on the mat", "it rains all day long"]
+    for texts in (english, KOREAN):
+        assert translation_scores(texts, texts) == pytest.approx({"exact_match": 100, "bleu": 100, "chrf": 100})
+
+
+def test_korean_is_counted_in_characters_and_english_in_words():
+    pytest.importorskip("sacrebleu")
+    scores = translation_scores(NEARLY, KOREAN)
+    assert scores["bleu"] == pytest.approx(counted_bleu(NEARLY, KOREAN, lambda text: list(text.replace(" ", ""))))
+    assert scores["exact_match"] == 0
+    english, other = ["the cat sat on the mat today"], ["a cat sat on the mat today ."]
+    assert translation_scores(english, other)["bleu"] == pytest.approx(counted_bleu(english, other, str.split))
+    assert 0 < scores["chrf"] < 100
+
+
+@pytest.mark.parametrize("sides", [([], []), (["a"], ["a", "b"])])
+def test_sides_that_do_not_fit_are_refused(sides):
+    with pytest.raises(DataError, match="exact_match: got"):
+        translation_scores(*sides)

@@ -27,7 +27,7 @@ def _mlp(num_classes: int) -> gluon.Block:
 NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": resnet18}
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--devices", "spec", default="cpu:2", show_default=True, help="Devices, as use_devices takes them; the first one is alone."
 )

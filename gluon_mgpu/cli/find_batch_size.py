@@ -27,7 +27,7 @@ def _bytes(_context: click.Context, _parameter: click.Parameter, text: Optional[
     return int(float(found.group(1)) * 2 ** _UNITS[found.group(2).lower()])
 
 
-@click.command("find-batch-size")
+@click.command("find-batch-size", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--workload",
     metavar="FILE.py:FUNCTION",

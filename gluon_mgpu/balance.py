@@ -130,12 +130,18 @@ class Balancer:
         Raises
         ------
         TrainerError
-            Not a list of arrays.
+            Not a list of arrays, or not each on a device of its own of the trainer's. Nothing was noted.
         """
         if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(one) and one.shape for one in losses):
             raise TrainerError(
                 f"Balancer.watch: got {losses!r}; need a list of MXNet arrays, each with one number an example. Pass the list "
                 "that backward() got."
+            )
+        contexts = [loss.context for loss in losses]
+        if len(set(contexts)) < len(contexts) or not set(contexts) <= set(self._devices):
+            raise TrainerError(
+                f"Balancer.watch: got losses on {contexts}; need one a device, on {self._devices}. Pass the losses where they "
+                "were computed."
             )
         step, self._begun = self._begun, None
         self._num_unmeasured += 1

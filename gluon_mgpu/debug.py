@@ -11,6 +11,7 @@ from weakref import WeakSet
 import numpy as np
 from mxnet import Context, autograd, gluon
 
+from .batchnorm import is_synchronised
 from .errors import DataError, NonFiniteLossError, StepError, TrainerError
 from .nested import Leaf, is_device_array, leaves
 from .readiness import is_serial
@@ -82,7 +83,7 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
     DataError
         A label is no class, or an index is not in the table.
     NonFiniteLossError
-        A layer gives NaN or infinity; the message says whether they came in, or were in its weights.
+        A layer gets NaN, or gives NaN or infinity; the message says whether they came in, or were in its weights.
     StepError
         A layer failed.
 
@@ -168,6 +169,8 @@ class _Layer:
             inputs = _arrays(args)
             if self._begins and inputs:
                 self._place.begin(inputs[0].context)
+            if self._check_finite and self._path != "loss":
+                self._check_came_in(inputs)
             try:
                 output = original(*args)
                 for array in _arrays(output):
@@ -215,6 +218,17 @@ class _Layer:
                     )
                 )
 
+    def _check_came_in(self, inputs: Sequence[Leaf]) -> None:
+        """Look at what comes in, too: relu and max pooling make numbers of NaN, and the gradient has them all the same."""
+        num_bad = sum(_num_nan(array) for array in inputs)
+        if num_bad:
+            raise self._place.told_by(
+                NonFiniteLossError(
+                    f"debugging: got {num_bad} NaN in what comes into {self._told(inputs)}; need numbers. Look at the data, and "
+                    "at the weights of the layer before."
+                )
+            )
+
     def _check_range(self, inputs: Sequence[Leaf], found: Optional[_Range]) -> None:
         if found is None:
             return
@@ -257,11 +271,27 @@ def _layers(roots: Sequence[Tuple[str, gluon.Block]]) -> Iterator[Tuple[str, glu
 
 def _watch(stack: ExitStack, block: Any, layer: _Layer) -> None:
     """Put a layer's looking functions in place of its own, until the stack is closed."""
-    _replace(stack, block, "forward", layer.forward(block.forward))
+    _replace(stack, block, "forward", layer.forward(_own(block, "forward")))
     if any(isinstance(block, kind) for kind in _INDICES):
-        _replace(stack, block, "hybrid_forward", layer.hybrid_forward(block.hybrid_forward))
+        _replace(stack, block, "hybrid_forward", layer.hybrid_forward(_own(block, "hybrid_forward")))
     if getattr(block, "_active", False) and not isinstance(block, gluon.SymbolBlock):
-        _replace(stack, block, "_active", False)  # its graph is kept, and used again afterwards
+        block._active = False  # its graph is kept, and used again afterwards
+        stack.callback(_hybridize_again, block)
+
+
+def _own(block: gluon.Block, name: str) -> Callable[..., Any]:
+    """Return a function of a block: what its class has when it is called, as convert_sync_batchnorm changes the class."""
+    if name in vars(block):
+        return vars(block)[name]  # type: ignore[no-any-return]
+    return lambda *args, **kwargs: getattr(type(block), name)(block, *args, **kwargs)
+
+
+def _hybridize_again(block: Any) -> None:
+    if is_synchronised(block):  # converted meanwhile: without a graph, until it is reverted
+        block._was_active = True
+        block._clear_cached_op()
+    else:
+        block._active = True
 
 
 def _replace(stack: ExitStack, block: gluon.Block, name: str, value: Any) -> None:
@@ -324,6 +354,11 @@ def _arrays(value: Any) -> List[Leaf]:
         return [leaf for _, leaf in leaves(value) if is_device_array(leaf)]
     except TypeError:  # symbols, say
         return []
+
+
+def _num_nan(array: Leaf) -> int:
+    values = array.asnumpy()
+    return int(np.isnan(values).sum()) if values.dtype.kind == "f" else 0
 
 
 def _num_bad(array: Leaf) -> int:

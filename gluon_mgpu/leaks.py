@@ -9,6 +9,7 @@ import os
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from statistics import median
 from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
 
@@ -210,14 +211,14 @@ class LeakCheck(Callback):
     every : int
         Steps between two samples; more in a long run. In `fit` the reports, about two a second, come on top.
     contexts : sequence of mxnet.Context
-        GPUs to watch beside the host; in `fit`, the trainer's.
+        GPUs to watch beside the host; in `fit`, the trainer's. CPU contexts have the host's memory.
     tolerance_bytes, max_inflight
         See `judge`.
 
     Raises
     ------
     TrainerError
-        `every` is below 1.
+        `every` is no whole number of 1 or more, `tolerance_bytes` no number of 0 or more, or `contexts` no list of contexts.
 
     Examples
     --------
@@ -232,11 +233,20 @@ class LeakCheck(Callback):
     def __init__(
         self, every: int = 5, *, contexts: Sequence[Context] = (), tolerance_bytes: float = 256.0, max_inflight: int = 2
     ) -> None:
-        if every < 1:
-            raise TrainerError(f"LeakCheck: got every={every}; need 1 step or more. 5 is usual.")
-        self._contexts = list(contexts)
+        if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
+            raise TrainerError(f"LeakCheck: got every={every!r}; need a whole number of steps, 1 or more. 5 is usual.")
+        is_number = isinstance(tolerance_bytes, Real) and not isinstance(tolerance_bytes, bool)
+        if not is_number or not tolerance_bytes >= 0:
+            raise TrainerError(
+                f"LeakCheck: got tolerance_bytes={tolerance_bytes!r}; need a number of bytes a step, 0 or more. 256 is usual."
+            )
+        if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
+            raise TrainerError(
+                f"LeakCheck: got contexts={contexts!r}; need a list of contexts. Pass [mx.gpu(0)], or leave it out."
+            )
+        self._contexts = [context for context in contexts if context.device_type == "gpu"]
         self._step = self._looks = self._before = 0
-        self._every, self._tolerance_bytes, self._max_inflight = every, tolerance_bytes, max_inflight
+        self._every, self._tolerance_bytes, self._max_inflight = int(every), tolerance_bytes, max_inflight
         self._samples: Dict[str, List[Sample]] = {}
         self._queue: Deque[Marker] = deque()
         self._first: Tuple[int, Dict[Kind, int]] = (0, {})
@@ -254,8 +264,9 @@ class LeakCheck(Callback):
         TrainerError
             They are no arrays.
         """
-        if isinstance(losses, str) or not losses or not all(map(is_device_array, losses)):
-            raise TrainerError(f"LeakCheck.step: got {losses!r}; need the step's losses, one array a shard. Pass a list.")
+        if not isinstance(losses, (list, tuple)) or not losses or not all(map(is_device_array, losses)):
+            found = repr(losses) if isinstance(losses, (list, tuple)) else type(losses).__name__
+            raise TrainerError(f"LeakCheck.step: got {found}; need the step's losses, one array a shard. Pass a list.")
         self._step += 1
         self._queue.append(Marker(losses))
         if self._step % self._every:
@@ -275,7 +286,7 @@ class LeakCheck(Callback):
 
     def report(self) -> str:
         """Return a line for the host and each GPU; where there is a leak, also which arrays became more, and what to do."""
-        growth = self.growth()
+        growth = self.growth() or {"host": Growth("unknown")}  # no sample yet
         lines = [f"{name}: {found}" for name, found in growth.items()]
         if any(found.verdict == "leak" for found in growth.values()):
             lines += self._culprits()

@@ -15,6 +15,7 @@ from .devices import check_contexts
 from .errors import DeviceError, ShardError, StepError, TrainerError
 from .nested import is_device_array
 from .sharding import gather, split_and_load
+from .step import is_of_mxnet
 
 Call = Tuple[Tuple[Any, ...], Any]  # positional arguments, and those by name
 
@@ -59,7 +60,7 @@ class DataParallelModel:
     Raises
     ------
     TrainerError
-        The network is not initialised.
+        No network, or one that is not initialised.
     DeviceError
         The devices are not different contexts.
 
@@ -92,6 +93,11 @@ class DataParallelModel:
         output_device: Optional[Context] = None,
         output_axis: Optional[int] = None,
     ) -> None:
+        if not callable(module) or (ctx_list is not None and not hasattr(module, "collect_params")):
+            raise TrainerError(
+                f"DataParallelModel: got {type(module).__name__} as the network; need a gluon.Block, or a callable with "
+                "collect_params. Pass the network itself."
+            )
         if ctx_list is not None:
             check_contexts(ctx_list, "DataParallelModel")
         if output_device is not None:
@@ -162,12 +168,23 @@ class DataParallelCriterion:
     module, ctx_list, sync
         As given.
 
+    Raises
+    ------
+    TrainerError
+        The loss cannot be called.
+    DeviceError
+        The devices are not different contexts.
+
     Source: the signature and the form of the losses are those of `gluoncv.utils.parallel.DataParallelCriterion`.
     """
 
     def __init__(
         self, module: Callable[..., Any], ctx_list: Optional[Sequence[Context]] = None, sync: bool = False, *, batch_axis: int = 0
     ) -> None:
+        if not callable(module):
+            raise TrainerError(
+                f"DataParallelCriterion: got {type(module).__name__} as the loss; need a callable. Pass gluon.loss.L2Loss(), say."
+            )
         if ctx_list is not None:
             check_contexts(ctx_list, "DataParallelCriterion")
         self.module = module
@@ -257,7 +274,9 @@ def _on_each(operation: str, module: Any, shards: Sequence[Call], contexts: Sequ
         args, named = shards[shard]
         try:
             return module(*args, **named)
-        except mx.MXNetError as error:
+        except (mx.MXNetError, ValueError) as error:
+            if not is_of_mxnet(error):
+                raise
             arrays: List[Any] = []
             _map_arrays(arrays.append, (args, named))
             raise StepError(

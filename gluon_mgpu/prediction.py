@@ -162,7 +162,7 @@ def predict_batches(
         )
     if isinstance(max_inflight, bool) or not isinstance(max_inflight, (int, np.integer)) or max_inflight < 1:
         raise TrainerError(f"predict: got max_inflight={max_inflight!r}; need a whole number of 1 or more. 8 is usual.")
-    if not isinstance(data_iter, Iterable):
+    if not isinstance(data_iter, Iterable) or isinstance(data_iter, (str, np.ndarray, mx.nd.NDArray)):
         raise TrainerError(f"predict: got {type(data_iter).__name__} as data_iter; need an iterable of batches. Pass [X].")
     devices = _devices(net)
     plan_shards(1, len(devices), weights)  # refuses weights for other devices
@@ -182,6 +182,8 @@ class _Forward:
 
     def queue(self, X: Any, number: int) -> List[Output]:
         """Return one batch's outputs, one item a shard, where nobody writes before they are read."""
+        # An iterator may write its next batch into the arrays of this one, and a network return what it was given.
+        shared = any(is_device_array(leaf) for leaf in _leaves(X, number))
         held: List[Tuple[Context, int]] = []
 
         def split(X: Any, _: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
@@ -195,8 +197,6 @@ class _Forward:
             raise StepError(f"predict: got an error at batch {number}: {error}") from (error.__cause__ or error)
         for output, (_, size) in zip(outputs, held):
             self._check(output, size, number)
-        # An iterator may write its next batch into the arrays of this one, and a network return what it was given.
-        shared = any(is_device_array(leaf) for _, leaf in leaves(X))
         with autograd.pause():
             kept = [map_leaves(lambda _, leaf: _kept(leaf, shared), output) for output in outputs]
         return [(context, output) for (context, _), output in zip(held, kept)]
@@ -249,6 +249,16 @@ def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
             f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({told}); need its one "
             "argument. Pass pairs=True where the items are (X, y)."
         ) from error
+
+
+def _leaves(X: Any, number: int) -> List[Leaf]:
+    try:
+        return [leaf for _, leaf in leaves(X)]
+    except TypeError as error:
+        raise TrainerError(
+            f"predict: got something that is no array at batch {number} ({str(error).split(';')[0]}); need an array, or nested "
+            "data. Take it out of the batch."
+        ) from None
 
 
 def _kept(leaf: Leaf, shared: bool) -> Leaf:

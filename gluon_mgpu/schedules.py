@@ -43,7 +43,7 @@ def scaled_learning_rate(learning_rate: float, *, base_batch_size: int, batch_si
     Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022, which scales Adam's betas, too.
     """
     _check_positive(learning_rate=learning_rate, base_batch_size=base_batch_size, batch_size=batch_size)
-    if rule not in _RULES:
+    if not isinstance(rule, str) or rule not in _RULES:
         raise TrainerError(
             f"scaled_learning_rate: got rule {rule!r}; need 'linear' or 'sqrt'. Take linear for sgd, sqrt for adam and its kin."
         )
@@ -110,10 +110,11 @@ def scaled_params(
     rate = scaled_learning_rate(learning_rate, base_batch_size=base_batch_size, batch_size=batch_size, rule=rule)
     _check_positive(steps_per_epoch=steps_per_epoch)
     last = math.inf if epochs is None else epochs
-    if not 0 <= warmup_epochs < last or math.isinf(warmup_epochs):
+    finite = _is_finite(warmup_epochs) and (epochs is None or _is_finite(epochs))
+    if not finite or not 0 <= warmup_epochs < last:
         raise TrainerError(
-            f"scaled_params: got warmup_epochs={warmup_epochs!r} of epochs={epochs!r}; need 0 or more, and fewer than all. "
-            "5 are usual in a run of 30 or more."
+            f"scaled_params: got warmup_epochs={warmup_epochs!r} of epochs={epochs!r}; need finite numbers, 0 or more to "
+            "warm up, and fewer than all. 5 are usual in a run of 30 or more."
         )
     warm_up: Dict[str, Any] = {
         "base_lr": rate,
@@ -130,7 +131,12 @@ def scaled_params(
 
 def _check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, Real) or not 0 < number < math.inf:
+        if not _is_finite(number) or number <= 0:
             raise TrainerError(
                 f"scaled_learning_rate: got {name}={number!r}; need a positive number. Pass what trains well, and the sizes."
             )
+
+
+def _is_finite(number: Any) -> bool:
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    return is_number and bool(abs(number) <= sys.float_info.max)

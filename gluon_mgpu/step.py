@@ -215,13 +215,26 @@ def _naming(operation: str, what: str, shard: int, X: Any, y: Any) -> Iterator[N
     """Name the shard, its device and shapes in what MXNet raises."""
     try:
         yield
-    except MXNetError as error:
+    except (MXNetError, ValueError) as error:
+        if not is_of_mxnet(error):
+            raise
         found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
         places = ", ".join(sorted({str(leaf.context) for leaf in found}))
         raise StepError(
             f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {[leaf.shape for leaf in found]}: "
             f"{str(error).strip().splitlines()[-1].strip()}; need data that it takes. Try it on one device, with one example."
         ) from error
+
+
+def is_of_mxnet(error: Exception) -> bool:
+    """Return whether MXNet says this of its data: its own error, or a plain ValueError that its Python code raised."""
+    if isinstance(error, MXNetError):
+        return True
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    raised_by = str(place.tb_frame.f_globals.get("__name__", "")) if place is not None else ""
+    return type(error) is ValueError and raised_by.split(".")[0] == "mxnet"
 
 
 def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:

@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Sized, TextIO, Tuple
 
 import mxnet as mx
@@ -138,7 +139,7 @@ class Watchdog(Callback):
     Raises
     ------
     TrainerError
-        `timeout_s` is not above 0.
+        `timeout_s` is not a finite number above 0.
 
     Examples
     --------
@@ -148,10 +149,11 @@ class Watchdog(Callback):
     """
 
     def __init__(self, timeout_s: float = 120.0, *, file: Optional[TextIO] = None, end_process: bool = False) -> None:
-        if not timeout_s > 0:
-            raise TrainerError(f"Watchdog: got timeout_s={timeout_s}; need more than 0 seconds. 120 is usual.")
-        self.timeout_s = timeout_s
-        self._poll_s = min(5.0, timeout_s / 4)
+        is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+        if not is_number or not 0 < timeout_s <= sys.float_info.max:
+            raise TrainerError(f"Watchdog: got timeout_s={timeout_s!r}; need a finite number of seconds above 0. 120 is usual.")
+        self.timeout_s = float(timeout_s)
+        self._poll_s = min(5.0, self.timeout_s / 4)
         self._file, self._end_process = file, end_process
         self._thread: Optional[threading.Thread] = None
         self._stop = threading.Event()
@@ -232,7 +234,8 @@ class Watchdog(Callback):
         return False
 
     def _arm_faulthandler(self) -> None:
-        with suppress(AttributeError, OSError, RuntimeError, ValueError):  # no real file, which it needs
+        # no real file, which it needs, or more seconds than it counts
+        with suppress(AttributeError, OSError, OverflowError, RuntimeError, ValueError):
             faulthandler.dump_traceback_later(self.timeout_s + 2 * self._poll_s, file=self._file or sys.stderr)
 
     def _mark(self, arrays: Sequence[Leaf]) -> None:

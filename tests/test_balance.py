@@ -1,5 +1,6 @@
 """Balancer: what it makes of devices whose speeds are given, of one that is really slow, and that weights do not show it."""
 
+import copy
 import logging
 import time
 from functools import partial
@@ -307,3 +308,15 @@ def test_weights_that_make_no_sense_are_refused(weights, contexts):
     with pytest.raises(ValueError, match="need") as caught:
         mgpu.fit(net, LOSS, mgpu.Trainer(net, *MOMENTUM), small_batches([6]), epochs=1, callbacks=[], weights=weights)
     assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 3], [3], [0, 0, 1]], ids=str)
+def test_losses_of_other_devices_are_refused_before_anything_is_noted(places, contexts):
+    balance = balancer(contexts)
+    X, y = np.zeros((6, 2)), np.zeros(6)
+    balance(X, y, contexts)
+    before = {**vars(balance), "_queued": list(balance._queued), "_kept": copy.copy(balance._kept)}
+    with pytest.raises(TrainerError, match="losses on") as caught:
+        balance.watch([mx.nd.zeros((2,), ctx=mx.cpu(i)) for i in places])
+    assert_house_style(caught.value)
+    assert vars(balance) == before

@@ -383,6 +383,41 @@ def test_a_damaged_file_is_told(tiny, data_dir, tmp_path):
     assert message.startswith("Error: read_idx: got a damaged gzip file")
 
 
+def predict_tiny(monkeypatch, data_dir, output, *options):
+    """What the command says with scores of the labels in the place of a network, and the data that were predicted."""
+    calls = []
+
+    def scores(net, loader, **options):
+        calls.append(loader)
+        return np.stack([1 - loader.y, loader.y], axis=1).astype("float32")
+
+    monkeypatch.setattr("gluon_mgpu.cli.predict.resnet18", tiny_network)
+    monkeypatch.setattr("gluon_mgpu.cli.predict.load_checkpoint", lambda folder, net: None)
+    monkeypatch.setattr("gluon_mgpu.cli.predict.run_prediction", scores)
+    arguments = ["--devices", "cpu:1", "--data-dir", data_dir, "--output", output, *options]
+    return invoke("predict", "resnet18", *arguments), calls
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_predict_takes_the_test_images_of_its_seed(monkeypatch, data_dir, tmp_path, seed):
+    output = tmp_path / "new" / "predictions.csv"
+    result, (loader,) = predict_tiny(monkeypatch, data_dir, output, *(["--seed", seed] if seed else []))
+    assert result.exit_code == 0, result.output
+    images = mgpu.data.load_idx_folder(data_dir, seed=seed)
+    np.testing.assert_array_equal(loader.X, images.test_images)
+    with open(output, newline="") as file:
+        assert [int(row["label"]) for row in csv.DictReader(file)] == images.test_labels.tolist()
+
+
+def test_predict_makes_its_folder_before_it_computes(monkeypatch, data_dir, tmp_path):
+    (tmp_path / "file").write_text("")
+    result, calls = predict_tiny(monkeypatch, data_dir, tmp_path / "file" / "predictions.csv")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: ")
+    assert str(tmp_path / "file") in result.output
+    assert not calls
+
+
 def test_an_output_folder_that_cannot_be_made_is_told(tiny, data_dir, tmp_path):
     (tmp_path / "file").write_text("")
     result = invoke(*TRAIN, "--devices", "cpu:1", "--data-dir", data_dir, "--output", tmp_path / "file" / "out")

@@ -83,8 +83,9 @@ def test_fit_tells_the_layer(arrays):
     batches[2][0][5, 0, 2, 2] = np.nan
     with debugging(net, CE()), pytest.raises(NonFiniteLossError) as caught:
         mgpu.fit(net, CE(), trainer, batches, epochs=1, callbacks=[])
-    assert "from layer 0 (Conv2D) for shard 1 on cpu(1) at step 3, inputs of shapes (3, 1, 6, 6)" in str(caught.value)
-    assert "Such numbers came in: look at the data." in str(caught.value)
+    told = "got 1 NaN in what comes into HybridSequential for shard 1 on cpu(1) at step 3, inputs of shapes (3, 1, 6, 6)"
+    assert told in str(caught.value)
+    assert "Look at the data" in str(caught.value)
     assert_house_style(caught.value)
 
 
@@ -103,8 +104,41 @@ def test_the_cause_is_told_apart():
         net[0].weight.set_data(mx.nd.array([[1, np.inf], [1, 1]]))
         with pytest.raises(NonFiniteLossError, match=r"layer 0 \(Dense\) .* Its weight held such numbers"):
             net(mx.nd.ones((2, 2)))
+        net[0].weight.set_data(mx.nd.ones((2, 2)))
+        with pytest.raises(NonFiniteLossError, match=r"layer 0 \(Dense\) .* Such numbers came in: look at the data\.$"):
+            net(mx.nd.array([[1, np.inf], [1, 1]]))
     with debugging(net, check_finite=False):
-        net(mx.nd.ones((2, 2)))
+        net(mx.nd.array([[1, np.nan], [1, 1]]))
+
+
+@pytest.mark.parametrize("hides", [lambda: nn.Activation("relu"), lambda: nn.Dense(3, in_units=4, activation="relu")])
+def test_a_layer_that_makes_numbers_of_nan_is_told(arrays, hides):
+    net = nn.HybridSequential()
+    net.add(hides())
+    net.initialize()
+    X = np.ones((8, 4), "float32")
+    X[7, 0] = np.nan
+    x = arrays.array(X)
+    assert np.isfinite(net(x).asnumpy()).all()  # nothing shows in what comes out
+    with debugging(net), pytest.raises(NonFiniteLossError, match="got 1 NaN in what comes into HybridSequential") as caught:
+        net(x)
+    assert_house_style(caught.value)
+    with debugging(net, check_finite=False):
+        net(x)
+
+
+def test_nan_between_layers_names_the_layer_that_it_comes_into():
+    class Hides(nn.Block):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Activation("relu")
+
+        def forward(self, x):
+            return self.inner(x / x)
+
+    net = Hides()
+    with debugging(net), pytest.raises(NonFiniteLossError, match=r"got 1 NaN in what comes into layer inner \(Activation\)"):
+        net(mx.nd.array([[0, 1]]))
 
 
 def test_a_late_error_belongs_to_its_layer():
@@ -222,6 +256,39 @@ def test_weights_are_what_they_would_be(arrays, hybridize):
         return weights_of(net)
 
     assert largest_difference(train(debugging), train(lambda net, loss: debug.ExitStack())) <= 1e-6
+
+
+def sync_weights(num_devices, batches, bn="sync", inside=False):
+    """The weights of a network with BatchNorm over its devices, converted by fit."""
+    devices = [mx.cpu(i) for i in range(num_devices)]
+    net, loss = small_net(devices, hybridize={}, normalize=True), CE()
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
+    with debugging(net, loss) if inside else debug.ExitStack():
+        mgpu.fit(net, loss, trainer, batches, epochs=2, callbacks=[], bn=bn)
+    mgpu.fit(net, loss, trainer, batches, epochs=1, callbacks=[], bn=bn)  # and afterwards
+    return weights_of(net)
+
+
+def test_a_network_is_synchronised_inside_of_debugging():
+    batches = small_batches([8, 8])
+    found = sync_weights(2, batches, inside=True)
+    assert largest_difference(found, sync_weights(2, batches)) <= 1e-6
+    assert largest_difference(found, sync_weights(1, batches)) <= 1e-4
+    assert largest_difference(found, sync_weights(2, batches, bn="local")) > 1e-3
+
+
+def test_synchronising_ends_inside_of_debugging():
+    def train(context_manager):
+        net, loss = small_net([mx.cpu(0), mx.cpu(1)], hybridize={}, normalize=True), CE()
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
+        for bn, context in (("sync", debug.ExitStack()), ("local", context_manager(net, loss)), ("local", debug.ExitStack())):
+            with context:
+                mgpu.fit(net, loss, trainer, small_batches([8, 8]), epochs=1, callbacks=[], bn=bn)
+        return weights_of(net), [block._active for block in (net, *net._children.values())]
+
+    found, plain = train(debugging), train(lambda net, loss: debug.ExitStack())
+    assert largest_difference(found[0], plain[0]) <= 1e-6
+    assert found[1] == plain[1]
 
 
 def test_everything_is_put_back():

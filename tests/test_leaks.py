@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -246,9 +247,29 @@ def test_samples_stay_few(monkeypatch):
 def test_wrong_arguments():
     for make in (
         lambda: LeakCheck(every=0),
+        lambda: LeakCheck(every=1.5),
+        lambda: LeakCheck(every=True),
+        lambda: LeakCheck(every="5"),
+        lambda: LeakCheck(tolerance_bytes=-1),
+        lambda: LeakCheck(tolerance_bytes=float("nan")),
+        lambda: LeakCheck(tolerance_bytes="256"),
+        lambda: LeakCheck(contexts="cpu"),
+        lambda: LeakCheck(contexts=mx.cpu()),
+        lambda: LeakCheck(contexts=["gpu(0)"]),
         lambda: LeakCheck().step([]),
         lambda: LeakCheck().step([1.0]),
+        lambda: LeakCheck().step(None),
+        lambda: LeakCheck().step(mx.nd.ones((2,))),
+        lambda: LeakCheck().step({mx.nd.ones((1,)): 1}),
     ):
         with pytest.raises(TrainerError) as caught:
             make()
         assert_house_style(caught.value)
+
+
+def test_a_report_too_early_says_so():
+    check = LeakCheck(every=1, contexts=[mx.cpu(1)])
+    assert check.report() == "host: unknown: 0 samples, 8 are needed. Run more steps."
+    for _ in range(4):  # the fourth look waits for the devices
+        check.step([mx.nd.ones((1,))])
+    assert re.fullmatch(r"host: unknown: \d samples, 8 are needed. Run more steps.", check.report())  # a CPU's is the host's

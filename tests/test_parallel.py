@@ -350,6 +350,10 @@ def test_sync_refuses_to_leave_a_device_out_when_training():
 
 WRONG = {
     "not initialised": (TrainerError, "not initialised", lambda: DataParallelModel(nn.Dense(2), TWO)),
+    "no network": (TrainerError, "got NoneType as the network", lambda: DataParallelModel(None)),
+    "no network on devices": (TrainerError, "got NoneType as the network", lambda: DataParallelModel(None, TWO)),
+    "a function on devices": (TrainerError, "collect_params", lambda: DataParallelModel(abs, TWO)),
+    "no loss": (TrainerError, "got NoneType as the loss", lambda: DataParallelCriterion(None, TWO)),
     "a device twice": (DeviceError, "twice", lambda: DataParallelModel(dense(), TWO[:1] * 2)),
     "a device that is none": (DeviceError, "need a list", lambda: DataParallelModel(dense(), mx.cpu(0))),
     "no device": (DeviceError, "empty list", lambda: DataParallelModel(dense(), [])),
@@ -396,6 +400,24 @@ def test_an_error_of_the_network_or_the_loss_names_its_device():
     with pytest.raises(StepError, match=r"^DataParallelCriterion: got an error of function for shard 1 on cpu\(1\)") as caught:
         DataParallelCriterion(refuses, TWO)(net(np.ones((4, 3), "float32")), np.ones((4, 2), "float32"))
     assert_house_style(caught.value)
+
+
+def test_a_value_error_of_mxnets_names_its_device_and_others_stay_what_they_are():
+    convolution = nn.Conv2D(2, 3)
+    convolution.initialize(ctx=TWO)
+    net = DataParallelModel(convolution, TWO)
+    with pytest.raises(StepError, match=r"^DataParallelModel: got an error of Conv2D for shard 0 on cpu\(0\)") as caught:
+        net(np.ones((4, 3), "float32"))  # its shapes are unknown yet, and a row is no picture
+    assert type(caught.value.__cause__) is ValueError
+    assert_house_style(caught.value)
+    for error in (ValueError("mine"), ShardError("mine")):
+
+        def fails(output, label, error=error):
+            raise error
+
+        with pytest.raises(ValueError, match="mine") as caught:
+            DataParallelCriterion(fails, TWO)([1, 2], np.ones(4))
+        assert caught.value is error
 
 
 def test_a_synchronised_network_is_as_one_device():

@@ -122,6 +122,30 @@ def test_a_failure_names_shard_and_device(hybridize):
     assert isinstance(caught.value.__cause__, mx.MXNetError)
 
 
+@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: mgpu.convert_sync_batchnorm(net) or net], ids=["plain", "sync"])
+def test_a_value_error_of_mxnets_names_shard_and_device_too(wrap):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(2, 3), nn.BatchNorm())  # shapes unknown yet, and a row is no picture
+    net.initialize(ctx=CTX)
+    net.hybridize()
+    net = wrap(net)
+    with pytest.raises(StepError, match=r"eval_batch: .* network for shard 0 on cpu\(0\), shapes \[\(2, 7\), \(2,\)\]") as caught:
+        mgpu.eval_batch(net, np.ones((6, 7)), np.zeros(6), CTX)
+    assert_house_style(caught.value)
+    assert type(caught.value.__cause__) is ValueError
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), ShardError("mine")], ids=lambda error: type(error).__name__)
+def test_a_value_error_of_the_programs_own_stays_what_it_is(error):
+    def fails(output, label):
+        raise error
+
+    X, y = small_batches([6])[0]
+    with pytest.raises(ValueError, match="mine") as caught:
+        mgpu.eval_batch(small_net(CTX), X, y, CTX, loss=fails)
+    assert caught.value is error
+
+
 def test_a_layer_that_no_batch_reaches_costs_one_look():
     """The first batch is passed through in prediction mode to learn the shapes; what it leaves open stays open."""
 

@@ -1,6 +1,7 @@
 """Steps that do not come: stalls that are made on purpose, and told apart."""
 
 import ctypes
+import faulthandler
 import io
 import os
 import re
@@ -285,8 +286,19 @@ def test_a_network_of_np_arrays_is_watched():
         mx.npx.reset_np()
 
 
-@pytest.mark.parametrize("timeout_s", [0, float("nan")])
+@pytest.mark.parametrize(
+    "timeout_s", [0, -1, float("nan"), float("inf"), 10**400, "60", None, True], ids=lambda value: str(value)[:9]
+)
 def test_a_timeout_that_is_none(timeout_s):
     with pytest.raises(TrainerError) as caught:
         Watchdog(timeout_s)
     assert_house_style(caught.value)
+
+
+def test_more_seconds_than_faulthandler_counts_are_watched_too(tmp_path):
+    with open(tmp_path / "told", "w") as file:
+        watchdog = Watchdog(1e300, file=file)
+        try:
+            watchdog._arm_faulthandler()
+        finally:
+            faulthandler.cancel_dump_traceback_later()

@@ -39,15 +39,25 @@ def predict() -> None:
 )
 @click.option("--data-dir", type=_FOLDER, help="Folder with idx files instead: its test images.")
 @click.option(
+    "--seed",
+    type=click.IntRange(0, 2**31 - 1),
+    default=0,
+    show_default=True,
+    help="That of train: it chose the test images, where --data-dir has one pair of files.",
+)
+@click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("predictions.csv"),
     show_default=True,
     help="A line an image: its number, the class, its probability, and the label.",
 )
-def predict_resnet18(checkpoint: Path, devices: str, batch_size: int, data: str, data_dir: Optional[Path], output: Path) -> None:
+def predict_resnet18(
+    checkpoint: Path, devices: str, batch_size: int, data: str, data_dir: Optional[Path], seed: int, output: Path
+) -> None:
     """Write the classes of images into a file, in their order."""
-    images = load_images(data, data_dir, seed=0)
+    images = load_images(data, data_dir, seed)
+    output.parent.mkdir(parents=True, exist_ok=True)  # before it computes
     with use_devices(devices) as ctx:
         net = resnet18(images.num_classes)
         net.initialize(ctx=ctx)
@@ -57,7 +67,6 @@ def predict_resnet18(checkpoint: Path, devices: str, batch_size: int, data: str,
     scores = scores - scores.max(axis=1, keepdims=True)
     odds = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
     found = odds.argmax(axis=1)
-    output.parent.mkdir(parents=True, exist_ok=True)
     with open(output, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["image", "class", "probability", "label"])

@@ -432,7 +432,7 @@ def test_bytes_are_counted_and_alike_on_every_device(num_devices, optimizer, sta
         ({"clip_value": 1.5}, {"clip_gradient": 1.0}, lambda mean: np.clip(mean, -1.0, 1.0)),
         ({}, {"clip_gradient": 1.0}, lambda mean: np.clip(mean, -1.0, 1.0)),
     ],
-    ids=repr,
+    ids=lambda value: "wanted" if callable(value) else repr(value),
 )
 def test_clipping_is_of_what_was_summed_and_averaged(devices, arrays, options, optimizer_params, wanted):
     """Against NumPy; each device's gradient alone would be cut at other places."""

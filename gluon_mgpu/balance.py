@@ -19,6 +19,7 @@ from .errors import ShardError, TrainerError
 from .nested import Leaf, is_device_array
 from .runtime import logger
 from .sharding import plan_shards, split_batch
+from .threads import EngineContext
 from .trainer import Trainer
 
 NUM_KEPT = 5  # measured steps of which all must speak for another split: one that is out of line, such as the first, has no say
@@ -240,12 +241,6 @@ def _seconds(weights: Sequence[float], costs: Sequence[float]) -> float:
     return max(weight * cost for weight, cost in zip(weights, costs))
 
 
-class _Context(ctypes.Structure):
-    """The C++ `mxnet::Context` that the engine's C interface takes."""
-
-    _fields_ = [("dev_type", ctypes.c_int), ("dev_id", ctypes.c_int32)]
-
-
 _NORMAL, _PRIORITIZED = 0, 3  # mxnet::FnProperty: on a worker of the context, or on those for what must not queue behind others
 _waiting: Dict[int, Callable[[], None]] = {}
 _numbers = count(1)
@@ -268,7 +263,7 @@ def when_ready(arrays: Sequence[Leaf], function: Callable[[], None], *, on_worke
     arrays = list(arrays)
     number = next(_numbers)
     _waiting[number] = function
-    context = _Context(1, arrays[0].context.device_id if on_worker else 0)
+    context = EngineContext(1, arrays[0].context.device_id if on_worker else 0)
     handles = (ctypes.c_void_p * len(arrays))(*(array.handle.value for array in arrays))
     kind = ctypes.c_int(_NORMAL if on_worker else _PRIORITIZED)
     push, nothing = _LIB.MXEnginePushSyncND, (None, 0)

@@ -33,7 +33,6 @@ from .timing import Timer
 from .trainer import Trainer
 from .transfer import as_in_context, copyto
 from .translation import Translation, plot_attention, translate
-from .translation_scores import translation_scores
 from .translator import Translator, load_translator
 from .watchdog import Watchdog
 
@@ -99,7 +98,6 @@ __all__ = [
     "translate",
     "Translation",
     "plot_attention",
-    "translation_scores",
     "Translator",
     "load_translator",
     # when something is wrong

@@ -124,10 +124,13 @@ def test_host_bytes_are_those_of_arrays():
 
 def test_without_a_counter_of_malloc_the_resident_size_is_taken(monkeypatch):
     monkeypatch.setattr(leaks, "_malloc_counter", lambda: None)
-    before = leaks.host_bytes()
-    held = np.ones(10**7)  # 80 MB of pages that were written
-    assert 7e7 < leaks.host_bytes() - before < 12e7
-    assert held.any()
+    held, grown = [], []
+    for _ in range(3):  # a kernel short of memory may take other pages away meanwhile
+        before = leaks.host_bytes()
+        held.append(np.ones(10**7))  # 80 MB of pages that were written
+        grown.append(leaks.host_bytes() - before)
+    assert 7e7 < max(grown) < 12e7
+    assert all(array.any() for array in held)
 
 
 def test_live_arrays(arrays):

@@ -59,6 +59,18 @@ class Flags:
                 check_call(self._set(handle, 0))
 
 
+def write_unheld(array: Leaf, data: np.ndarray) -> None:
+    """Write NumPy's numbers into a legacy array on the CPU that no operation is to read or write, without asking the engine.
+
+    MXNet's own way waits until a worker thread of the context has time for it, behind all that computes.
+    """
+    place = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(place)))
+    dtype = np.dtype(array.dtype)
+    memory = (ctypes.c_char * (data.size * dtype.itemsize)).from_address(place.value or 0)
+    np.copyto(np.frombuffer(memory, dtype).reshape(data.shape), data, casting="unsafe")
+
+
 def read_flag(get: Any, handle: Any) -> int:
     """Return one flag, by the C interface's function for it."""
     value = ctypes.c_int()

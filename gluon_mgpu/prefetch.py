@@ -14,6 +14,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
+from .calls import write_unheld
 from .devices import check_contexts
 from .errors import TrainerError
 from .nested import Leaf
@@ -206,6 +207,7 @@ class Buffers:
     def __init__(self, num_batches: int) -> None:
         self._num_batches = num_batches
         self._num_loaded = 0
+        self._is_ahead = False  # of the devices, by more batches than are kept
         self._arrays: Deque[Leaf] = deque()  # legacy arrays that only we know, the last one written at the end
 
     @contextmanager
@@ -214,7 +216,9 @@ class Buffers:
         self._num_loaded = 0
         with loading(self.load):
             yield
-        while len(self._arrays) > self._num_batches * self._num_loaded:
+        most = self._num_batches * self._num_loaded
+        self._is_ahead = len(self._arrays) > most and all(num_holders(array) > 1 for array in self._arrays)
+        while len(self._arrays) > most:
             self._arrays.popleft()
 
     def load(self, data: np.ndarray, ctx: Context, dtype: np.dtype) -> Leaf:
@@ -223,7 +227,10 @@ class Buffers:
             return new_array(data, ctx, dtype)
         pinned = _pinned(ctx)
         array = self._free(data.shape, pinned or ctx, dtype)
-        array._sync_copyfrom(data)  # waits for the operations that hold the array: there is none
+        if pinned or self._is_ahead or not data.size:
+            array._sync_copyfrom(data)  # waits for a worker thread: a loop that never waits is not to fill the memory
+        else:
+            write_unheld(array, data)
         given = array.copyto(ctx) if pinned else array.detach()
         return given.as_np_ndarray() if mx.util.is_np_array() else given
 

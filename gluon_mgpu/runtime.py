@@ -31,10 +31,10 @@ ENVIRONMENT = {
 _MXNETS_OWN = {"MXNET_CPU_TEMP_COPY": "4", "MXNET_CPU_PARALLEL_RAND_COPY": "1", "MXNET_CPU_WORKER_NTHREADS": "1"}
 
 # glibc gives the large arrays of each operator back to the kernel, and takes new pages for the next (scripts/RESULTS.md).
-# Numbers from malloc.h, in the order in which they are set: any of them ends glibc's own raising of the first, which must
-# not be left at 128 kB. More than 32 MiB is refused; trimming "never" is -1.
+# Numbers from malloc.h. A threshold for mmap can be raised to 32 MiB only, which the scores of a vocabulary exceed: so no array
+# has a mapping of its own, and trimming is "never", -1.
 ALLOCATOR = {
-    "M_MMAP_THRESHOLD": (-3, 32 * 2**20),
+    "M_MMAP_MAX": (-4, 0),
     "M_TRIM_THRESHOLD": (-1, -1),
 }
 
@@ -297,12 +297,12 @@ def _threads_setting(device_id: int) -> Setting:
 
 def _allocator_setting(name: str) -> Setting:
     if name in _set_here:
-        value = {"M_MMAP_THRESHOLD": "32 MiB", "M_TRIM_THRESHOLD": "never"}[name]
+        value = {"M_MMAP_MAX": "0", "M_TRIM_THRESHOLD": "never"}[name]
         return Setting(
             name, value, "gluon_mgpu", "malloc keeps the memory of arrays for the next ones: the kernel clears fewer pages."
         )
     if is_off():
-        return Setting(name, "128 kB or more", "off", _OFF)
+        return Setting(name, "glibc's default", "off", _OFF)
     return Setting(name, "unknown", "environment", _why_not_allocator() or "mallopt refused it.")
 
 

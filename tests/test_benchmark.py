@@ -349,7 +349,7 @@ def test_only_ours_imports_the_package():
         import sys
         sys.path.insert(0, {folder!r})
         import worker
-        worker.find_contender({name!r})
+        worker.find_contender({name!r}, "step")
         print("gluon_mgpu.runtime" in sys.modules, "torch" in sys.modules)
     """
     folder = str(Path(workloads.__file__).parent)

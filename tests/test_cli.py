@@ -125,6 +125,7 @@ def test_the_commands_are_these():
         "bench compute",
         "bench evaluate",
         "bench precision",
+        "bench seq2seq",
         "bench size",
         "bench step",
         "bench train",

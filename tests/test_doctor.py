@@ -81,14 +81,14 @@ def test_the_environment_is_named_where_it_stands():
     found = values(report)
     assert found["threads of cpu(0)"] == ("3", "environment")
     assert found["MXNET_CPU_TEMP_COPY"] == ("9", "environment")
-    assert found["M_MMAP_THRESHOLD"][1] == "environment"
+    assert found["M_MMAP_MAX"][1] == "environment"
 
 
 def test_off_is_told():
     report, exit_code = fresh("--devices", "cpu:2", GLUON_MGPU_RUNTIME="off", OMP_NUM_THREADS="1")
     assert exit_code == 0
     found = values(report)
-    off = ["threads of cpu(0)", "threads of cpu(1)", "M_MMAP_THRESHOLD", "M_TRIM_THRESHOLD", "MXNET_CPU_TEMP_COPY"]
+    off = ["threads of cpu(0)", "threads of cpu(1)", "M_MMAP_MAX", "M_TRIM_THRESHOLD", "MXNET_CPU_TEMP_COPY"]
     assert [found[name][1] for name in off] == ["off"] * 5
     assert found["MXNET_CPU_TEMP_COPY"][0] == "4"
 

@@ -169,6 +169,30 @@ def test_prefetch_writes_into_memory_that_earlier_batches_left(created):
     assert 2 <= len(created) <= 8
 
 
+@pytest.fixture
+def waiting(monkeypatch):
+    """How often a worker thread of the engine was waited for, to write an array."""
+    calls = []
+    sync = mx.nd.NDArray._sync_copyfrom
+    monkeypatch.setattr(mx.nd.NDArray, "_sync_copyfrom", lambda array, data: (calls.append(1), sync(array, data))[1])
+    return calls
+
+
+def test_loading_waits_for_no_worker_thread(waiting):
+    buffers = Buffers(4)
+    for number in range(20):
+        load(buffers, number)
+    assert not waiting
+
+
+def test_a_loop_that_runs_ahead_of_the_devices_is_held_up(waiting):
+    buffers, kept = Buffers(4), []
+    for number in range(20):
+        kept.append(load(buffers, number))
+        assert kept[-1].asnumpy().tolist() == [[number] * 3] * 2
+    assert 10 <= len(waiting) <= 16
+
+
 def test_other_shapes_and_dtypes_have_memory_of_their_own(created):
     buffers = Buffers(4)
     for _ in range(3):

@@ -407,7 +407,7 @@ MALLOC = """
     import gluon_mgpu as mgpu
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    # glibc maps an array of its own where it is above the threshold: its chunk's second lowest size bit says so.
+    # glibc gives an array above its threshold a mapping of its own: its chunk's second lowest size bit says so.
     def is_mapped(num_bytes):
         array = libc.malloc(num_bytes)
         size = ctypes.c_size_t.from_address(array - ctypes.sizeof(ctypes.c_size_t)).value
@@ -423,8 +423,8 @@ GLIBC = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"
 @GLIBC
 def test_large_arrays_come_from_memory_that_malloc_keeps():
     mapped, values, _ = run_clean(MALLOC)
-    assert mapped == "False True"
-    assert values == "[('32 MiB', 'gluon_mgpu'), ('never', 'gluon_mgpu')]"
+    assert mapped == "False False"
+    assert values == "[('0', 'gluon_mgpu'), ('never', 'gluon_mgpu')]"
 
 
 @GLIBC
@@ -460,7 +460,7 @@ def test_another_allocator_is_left_alone(tmp_path):
     mapped, values, why = run_clean(MALLOC, LD_PRELOAD=str(tmp_path / "libother.so"))
     assert (mapped, why) == ("True True", "The allocator is libother.so.")
     assert "'environment'" in values
-    assert run_clean(MALLOC, LD_PRELOAD=str(tmp_path / "libunrelated.so"))[0] == "False True"
+    assert run_clean(MALLOC, LD_PRELOAD=str(tmp_path / "libunrelated.so"))[0] == "False False"
 
 
 # mxnet first

@@ -12,7 +12,7 @@ class Case:
     Attributes
     ----------
     workload : str
-        `step`, `memory`, `train`, `evaluate` or `size`: what `measure.run_round` does in a round.
+        `step`, `memory`, `train`, `evaluate`, `size` or `seq2seq`: what `measure.run_round` does in a round.
     network : str
         `mlp`: `num_layers` Dense layers of `units`. `resnet18`: images of `image_size`. `many`: `num_params` vectors that
         hold `total_size` numbers together.
@@ -30,6 +30,12 @@ class Case:
         In each round: calls of each part of a step, and steps that are queued before one wait.
     first_steps, last_steps : int
         When memory is read.
+    corpus : str
+        Folder with the batches of `seq2seq`; see `sentences`.
+    num_sentences, num_tokens : int
+        Of the corpus, and of a sentence at most.
+    source_vocabulary, target_vocabulary, embed_size : int
+        Of the network of `seq2seq`.
     """
 
     workload: str
@@ -48,3 +54,9 @@ class Case:
     num_steps: int = 20
     first_steps: int = 100
     last_steps: int = 2000
+    corpus: str = ""
+    num_sentences: int = 0
+    num_tokens: int = 30
+    source_vocabulary: int = 0
+    target_vocabulary: int = 0
+    embed_size: int = 0

@@ -130,7 +130,7 @@ class _Worker:
         try:
             with open(self._log, "wb") as log:
                 self._process = subprocess.Popen(
-                    [python, str(WORKER), row.contender],
+                    [python, str(WORKER), row.contender, row.case.workload],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -20,6 +20,7 @@ _NOTHING = "-"
 Table = Tuple[str, List[str], List[List[str]]]
 Point = Tuple[float, float, float, float]  # x, median, low, high
 Panels = Dict[str, Dict[str, List[Point]]]
+Ranges = Dict[str, Dict[str, Tuple[float, float, float]]]  # group -> contender -> median, low, high
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def parts_table(rows: Sequence[Row]) -> Table:
             str(row.case.num_devices),
             row.contender,
             *[_number(values(row, f"{part}_s"), 1e3) for part in parts],
-            _ranged(ratio_to_ours(row, rows, "update_s")),
+            ranged(ratio_to_ours(row, rows, "update_s")),
         ]
         for row in measured(rows)
         if any(f"{part}_s" in found for part in parts for found in row.rounds)
@@ -121,8 +122,8 @@ def whole_table(rows: Sequence[Row]) -> Table:
         [
             str(row.case.num_devices),
             row.contender,
-            _ranged(values(row, "whole_s"), 1e3),
-            _ranged(ratio_to_ours(row, rows, "whole_s")),
+            ranged(values(row, "whole_s"), 1e3),
+            ranged(ratio_to_ours(row, rows, "whole_s")),
         ]
         for row in measured(rows)
     ]
@@ -153,21 +154,21 @@ def train_table(rows: Sequence[Row]) -> Table:
         [
             row.group,
             row.contender,
-            _ranged(_images_per_s(row)),
-            _ranged(ratio_to_ours(row, rows, "whole_s")),
+            ranged(_images_per_s(row)),
+            ranged(ratio_to_ours(row, rows, "whole_s")),
         ]
         for row in measured(rows)
     ]
     return "images/s: median (range)", ["on", "contender", "images/s", "time, of ours'"], lines
 
 
-def scaling_table(rows: Sequence[Row]) -> Table:
+def scaling_table(rows: Sequence[Row], name: str = "whole_s") -> Table:
     """Return how many times as fast several contexts are as one with one thread, for each contender that has both."""
     lines = []
     for row in measured(rows):
         single = _single_thread_of(row, rows)
         if single is not None:
-            lines.append([row.contender, row.group, single.group, _ranged(ratio(single, row, "whole_s"))])
+            lines.append([row.contender, row.group, single.group, ranged(ratio(single, row, name))])
     return "scaling: one thread for each context", ["contender", "these", "against", "times as fast"], lines
 
 
@@ -176,7 +177,8 @@ def _single_thread_of(row: Row, rows: Sequence[Row]) -> Optional[Row]:
     if row.case.num_devices == 1 or threads != "1":
         return None
     contender = row.contender if row.contender != "torch-ddp" else "torch"
-    singles = [other for other in rows if other.case.num_devices == 1 and other.contender == contender]
+    alike = replace(row.case, num_devices=1)
+    singles = [other for other in rows if other.case == alike and other.contender == contender]
     return next((other for other in singles if other.environment.get("OMP_NUM_THREADS") == "1"), None)
 
 
@@ -186,8 +188,8 @@ def evaluate_table(rows: Sequence[Row]) -> Table:
         [
             row.group,
             row.contender,
-            _ranged(values(row, "evaluate_s"), 1e3),
-            _ranged(ratio_to_ours(row, rows, "evaluate_s")),
+            ranged(values(row, "evaluate_s"), 1e3),
+            ranged(ratio_to_ours(row, rows, "evaluate_s")),
             _number(values(row, "accuracy"), digits=4),
         ]
         for row in measured(rows)
@@ -202,8 +204,8 @@ def size_table(rows: Sequence[Row]) -> Table:
             str(row.case.num_params),
             str(row.case.num_devices),
             row.contender,
-            _ranged(values(row, "update_s"), 1e3),
-            _ranged(ratio_to_ours(row, rows, "update_s")),
+            ranged(values(row, "update_s"), 1e3),
+            ranged(ratio_to_ours(row, rows, "update_s")),
             _number(values(row, "done_s"), 1e3),
         ]
         for row in measured(rows)
@@ -270,9 +272,9 @@ def _lines(rows: Sequence[Row], name: str, place: Callable[[Row], float]) -> Dic
     return lines
 
 
-def bars_of(rows: Sequence[Row], name: str) -> Dict[str, Dict[str, Tuple[float, float, float]]]:
+def bars_of(rows: Sequence[Row], name: str) -> Ranges:
     """Return what `plot_ranges` draws: group -> contender -> (median, low, high). `images_per_s` is derived."""
-    drawn: Dict[str, Dict[str, Tuple[float, float, float]]] = {}
+    drawn: Ranges = {}
     for row in rows:
         one = _images_per_s(row) if name == "images_per_s" else _scaled(values(row, name), 1e3)
         if one:
@@ -296,7 +298,8 @@ def _number(one: Optional[Spread], factor: float = 1.0, digits: int = 0) -> str:
     return _NOTHING if one is None else _short(one.median * factor, digits)
 
 
-def _ranged(one: Optional[Spread], factor: float = 1.0) -> str:
+def ranged(one: Optional[Spread], factor: float = 1.0) -> str:
+    """Return a median with its range, as a table shows it."""
     if one is None:
         return _NOTHING
     if one.low == one.high:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Callable, Dict
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
-_OURS = ("ours", "ours-static")
+_OURS = ("ours", "ours-static", "ours-padded")
 _INSTALL = {
     "numpy": "pip install numpy",
     "mxnet": "pip install mxnet==1.9.1",
@@ -28,9 +28,15 @@ _INSTALL = {
 _END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
-def find_contender(name: str) -> Any:
-    """Return the class of a contender: made with a Case, it has `step`, `wait` and what else its workloads call."""
+def find_contender(name: str, workload: str) -> Any:
+    """Return the class of a contender: made with a Case, it has `wait`, `step` and what else its workload calls."""
     _find_package(whole=name in _OURS)
+    if workload == "seq2seq":
+        if name == "torch":
+            return importlib.import_module("gluon_mgpu.benchmark.seq2seq_with_torch").Eager
+        module = importlib.import_module("gluon_mgpu.benchmark.seq2seq_with_mxnet")
+        names = {"ours": module.Ours, "ours-padded": module.OursPadded}
+        return {**names, "gluon-cells": module.Cells, "korean-post": module.Post}[name]
     if name.startswith("torch"):
         module = importlib.import_module("gluon_mgpu.benchmark.with_torch")
         return {"torch": module.Eager, "torch-compile": module.Compiled, "torch-ddp": module.DDP}[name]
@@ -57,7 +63,7 @@ def _find_package(whole: bool) -> None:
         sys.modules["gluon_mgpu"] = shell
 
 
-def serve(name: str, requests: Any, answer: Callable[[Dict[str, Any]], None]) -> None:
+def serve(name: str, workload: str, requests: Any, answer: Callable[[Dict[str, Any]], None]) -> None:
     """Answer requests, one JSON object a line, until there are no more.
 
     ```
@@ -68,7 +74,7 @@ def serve(name: str, requests: Any, answer: Callable[[Dict[str, Any]], None]) ->
     ```
     """
     try:
-        contender = find_contender(name)
+        contender = find_contender(name, workload)
         answer({"versions": {"python": sys.version.split()[0], **contender.versions()}})
     except Exception as error:
         answer({"failed": _why(error)})
@@ -97,7 +103,7 @@ def _why(error: Exception) -> str:
 
 
 def main() -> None:
-    """Serve the contender that the first argument names, over standard input and output."""
+    """Serve the contender that the first argument names, for the workload of the second, over standard input and output."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
@@ -109,7 +115,7 @@ def main() -> None:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
-    serve(sys.argv[1], requests, answer)
+    serve(sys.argv[1], sys.argv[2], requests, answer)
 
 
 if __name__ == "__main__":

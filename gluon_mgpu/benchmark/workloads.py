@@ -14,7 +14,9 @@ STEP_CONTENDERS = ("ours", "ours-static", "gluon", *_OTHERS)
 TRAIN_CONTENDERS = ("ours", "gluon", "gluon-defaults", *_OTHERS)
 EVALUATE_CONTENDERS = ("ours", "gluon", "d2l", "torch", "torch-compile")
 SIZE_CONTENDERS = ("ours", "ours-static", "gluon")
-CONTENDERS = tuple(dict.fromkeys(STEP_CONTENDERS + TRAIN_CONTENDERS + EVALUATE_CONTENDERS + SIZE_CONTENDERS))
+SEQ2SEQ_CONTENDERS = ("ours", "ours-padded", "gluon-cells", "korean-post", "torch")
+_ALL = (STEP_CONTENDERS, TRAIN_CONTENDERS, EVALUATE_CONTENDERS, SIZE_CONTENDERS, SEQ2SEQ_CONTENDERS)
+CONTENDERS = tuple(dict.fromkeys(name for names in _ALL for name in names))
 MEMORY_CONTENDERS = ("ours", "ours-static", "gluon", "gluoncv", "d2l", "torch")
 
 STEP = Case("step")
@@ -69,15 +71,21 @@ def train_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case
     One context with all cores; and several contexts with their share of the cores, beside one with one.
     """
     several = [k for k in num_devices if k > 1]
-    singles = [c for c in contenders if c in ("ours", "gluon", "torch")] if several and runtime.num_cores() > 1 else []
-    rows = [Row(c, _contexts(1, 1), replace(case, num_devices=1), _environment(c, 1, threads=1)) for c in singles]
+    singles = [c for c in contenders if c in ("ours", "gluon", "torch")] if several else []
     alone = [k for k in num_devices if k == 1]
-    return _rows_with_threads(contenders, alone, case), rows + _rows_with_threads(contenders, several, case)
+    rows = single_thread_rows(singles, case) + rows_with_threads(contenders, several, case)
+    return rows_with_threads(contenders, alone, case), rows
+
+
+def single_thread_rows(contenders: Sequence[str], case: Case) -> List[Row]:
+    """Return the rows of one context with one thread; none on a machine with one core, where that is one with all."""
+    singles = contenders if runtime.num_cores() > 1 else ()
+    return [Row(c, _contexts(1, 1), replace(case, num_devices=1), _environment(c, 1, threads=1)) for c in singles]
 
 
 def evaluate_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = EVALUATE) -> List[Row]:
     """Return the rows of evaluating on many small batches."""
-    return _rows_with_threads(contenders, num_devices, case)
+    return rows_with_threads(contenders, num_devices, case)
 
 
 def size_rows(contenders: Sequence[str], num_devices: Sequence[int], num_params: Sequence[int], case: Case = SIZE) -> List[Row]:
@@ -95,7 +103,8 @@ def size_rows(contenders: Sequence[str], num_devices: Sequence[int], num_params:
     ]
 
 
-def _rows_with_threads(contenders: Sequence[str], num_devices: Sequence[int], case: Case) -> List[Row]:
+def rows_with_threads(contenders: Sequence[str], num_devices: Sequence[int], case: Case) -> List[Row]:
+    """Return the rows of each number of contexts, which share the cores."""
     return [
         Row(contender, _contexts(k, _threads(k)), replace(case, num_devices=k), _environment(contender, k))
         for k in num_devices
@@ -122,13 +131,14 @@ def _threads(num_devices: int) -> int:
 def _environment(contender: str, num_devices: int = 0, *, threads: int = 0) -> Dict[str, str]:
     """Return what a contender's process is told. Without a number of devices, each context has one thread.
 
-    The loops on MXNet are told what importing gluon_mgpu settles, so that their code makes the difference. d2l, and
-    gluon-defaults, are run as published: without settings; ours, on one context with all cores, settles that itself.
+    The loops on MXNet are told what importing gluon_mgpu settles, so that their code makes the difference. d2l, gluon-defaults
+    and korean-post are run as published: without settings; ours, on one context with all cores, settles that itself.
     """
-    if contender in ("d2l", "gluon-defaults") or (contender in ("ours", "ours-static") and num_devices == 1 and not threads):
+    ours = contender in ("ours", "ours-static", "ours-padded")
+    if contender in ("d2l", "gluon-defaults", "korean-post") or (ours and num_devices == 1 and not threads):
         return {}
     told = {"OMP_NUM_THREADS": str(threads or (_threads(num_devices) if num_devices else 1))}
-    if contender in ("ours", "ours-static"):
+    if ours:
         return {**told, **runtime.ENVIRONMENT}
     if contender == "torch-ddp":
         return {**told, "GLOO_SOCKET_IFNAME": "lo"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from ..benchmark import balance as balancing
 from ..benchmark import precision as precisions
 from ..benchmark import report, workloads
+from ..benchmark import seq2seq as translations
 from ..benchmark.case import Case
 from ..benchmark.compare import Row, Tell, compare
 from ..devices import use_devices
@@ -255,6 +257,37 @@ def size(num_devices: List[int], contenders: List[str], num_params: List[int], o
     rows = run.measure(workloads.size_rows(contenders, run.few(num_devices), run.few(num_params), case))
     tables = [report.contender_table(rows), report.size_table(rows)]
     run.finish("size", rows, tables, output, plot_lines(report.size_lines(rows), "parameters", "ms"))
+
+
+@bench.command()
+@_num_devices("1,2")
+@_contenders(workloads.SEQ2SEQ_CONTENDERS)
+@click.option("--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks, or not.")
+@click.option(
+    "--size",
+    "sizes",
+    type=click.Choice(translations.SIZES),
+    multiple=True,
+    default=translations.SIZES,
+    show_default=True,
+    help="300 units, 8,000 words and sentences of 30; or what train seq2seq trains. May be repeated.",
+)
+@_compared_options
+def seq2seq(
+    num_devices: List[int], contenders: List[str], hybridize: bool, sizes: Sequence[str], output: Path, **options: Any
+) -> None:
+    """Compare training translators with attention: sentences/s, what padding costs, and what a second context brings."""
+    run = _Comparison(**options)
+    rows: List[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [translations.make_text(size, Path(folder), quick=run.quick) for size in dict.fromkeys(sizes)]
+        for text in texts:
+            text = replace(text, case=replace(text.case, device=run.device, hybridize=hybridize))
+            for part in translations.seq2seq_rows(contenders, run.few(num_devices), text):
+                rows += run.measure(part)
+    scaling = report.scaling_table(rows, "pass_s")
+    tables = [report.contender_table(rows), translations.speed_table(rows), translations.padding_table(rows, texts), scaling]
+    run.finish("seq2seq", rows, tables, output, plot_ranges(translations.bars(rows), "sentences/s"))
 
 
 @bench.command()

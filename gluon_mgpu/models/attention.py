@@ -62,4 +62,12 @@ class Attention(nn.HybridBlock):  # type: ignore[misc]
         masked = F.SequenceMask(scores, lengths, use_sequence_length=True, axis=1, value=_NEVER)
         weights = F.softmax(masked, axis=1)
         found = F.batch_dot(weights, values, transpose_a=True)
-        return self.join(F.concat(found, queries, dim=2)), weights
+        return self.join(join_last(F, found, queries)), weights
+
+
+def join_last(F: Any, *arrays: Any) -> Any:
+    """Return arrays of shapes (A, B, ...) side by side along their last axis.
+
+    By way of four axes, which oneDNN joins: what MXNet has for three takes ten times as long.
+    """
+    return F.reshape(F.concat(*(F.expand_dims(array, axis=0) for array in arrays), dim=3), shape=(-3, 0, 0))

@@ -203,7 +203,7 @@ class Encoder(gluon.Block):  # type: ignore[misc]
             zeros = [mx.nd.zeros((source.shape[1], ahead.hidden_size), ctx=source.context)] * ahead.num_states
             left = ahead(outputs, *zeros)[0]
             right = back(_reversed(outputs, lengths), *zeros)[0]
-            outputs = mx.nd.concat(left, _reversed(right, lengths), dim=2)
+            outputs = mx.nd.stack(left, _reversed(right, lengths), axis=2).reshape((0, 0, -3))  # side by side, faster than concat
         # Each direction's last state stands at the last true token of what it has read.
         last = [mx.nd.SequenceLast(one, lengths, use_sequence_length=True) for one in (left, right)]
         values = mx.nd.swapaxes(self.dropout(outputs), 0, 1)

@@ -1,0 +1,198 @@
+"""gluon-mgpu launch: a program in several processes, on one machine or on many."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import click
+import mxnet as mx
+
+from ..distributed.hosts import PORT, SshHosts, parse_hosts, slurm_nodes
+from ..distributed.job import Job, default_log_dir, run_job, run_over_ssh
+from ..distributed.plan import program_command
+from ..distributed.rendezvous import parse_rendezvous
+from ..distributed.supervise import Limits
+
+_LOCAL = {
+    "num_processes",
+    "nodes",
+    "node_rank",
+    "rendezvous",
+    "hostfile",
+    "program",
+    "module",
+}  # what each host is told otherwise
+
+
+def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Optional[Tuple[int, int]]:
+    if text is None:
+        return None
+    fewest, colon, most = text.partition(":")
+    if not colon or not (fewest.isdigit() and most.isdigit()) or not 0 < int(fewest) <= int(most):
+        raise click.BadParameter(f"got {text!r}; need MIN:MAX, such as 2:4.")
+    return int(fewest), int(most)
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--num-processes",
+    type=click.IntRange(1),
+    help="Processes on this machine; 1 by default, and MAX with --elastic.",
+)
+@click.option(
+    "--servers",
+    type=click.IntRange(1),
+    help="Parameter servers of MXNet's store, in all. By default two on one machine, one each on several, none for one process.",
+)
+@click.option(
+    "--devices-per-process",
+    type=click.IntRange(1),
+    help="GPUs of each process (CUDA_VISIBLE_DEVICES). By default those of the machine are shared out evenly.",
+)
+@click.option("-m", "--module", is_flag=True, help="PROGRAM is a Python module, as after python -m.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="After a failure, end all processes and start all again, so many times. The program goes on from its checkpoint.",
+)
+@click.option(
+    "--elastic",
+    callback=_elastic,
+    metavar="MIN:MAX",
+    help="Restart with one process fewer when the same one fails twice in a row, and without a machine that does not come back.",
+)
+@click.option("--nodes", type=click.IntRange(1), help="Machines. Run the same command on each, with its --node-rank.")
+@click.option("--node-rank", type=click.IntRange(0), help="Number of this machine, from 0.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Address of node 0, and a port that is free there.")
+@click.option(
+    "--hostfile",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Start on these machines by ssh: one a line, such as node1 slots=4. The folder and the Python must be the same there.",
+)
+@click.option(
+    "--interface",
+    help="Network interface, or address, to bind to. By default loopback on one machine, on several where the rendezvous is.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0),
+    default=300.0,
+    show_default=True,
+    help="Seconds for which a process may be stopped, and for which all may compute nothing, before they count as hung. 0: ever.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Seconds between passing a signal on and killing.",
+)
+@click.option(
+    "--node-timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Seconds after which a machine that is silent is lost.",
+)
+@click.option(
+    "--join-timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="Seconds for which machines wait for each other.",
+)
+@click.option(
+    "--bind/--no-bind",
+    default=True,
+    show_default=True,
+    help="Give each process cores of its own, where there are at least as many as processes.",
+)
+@click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the logs, one a process.")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def launch(context: click.Context, /, program: Tuple[str, ...], **options: Any) -> None:
+    """Run PROGRAM in several processes that train one network together.
+
+    PROGRAM is a script that ends in .py, a module after -m, or a command such as gluon-mgpu train resnet18, and its arguments.
+    Each line of output begins with the process's rank. The first process that fails ends all others, and its exit
+    code is the launcher's. Ctrl-C and SIGTERM are passed on.
+    """
+    sys.exit(run_over_ssh(*_over_ssh(context, program, options)) if options["hostfile"] else run_job(_job(program, options)))
+
+
+def _job(program: Tuple[str, ...], options: Dict[str, Any]) -> Job:
+    nodes, node_rank = options["nodes"], options["node_rank"]
+    rendezvous = parse_rendezvous(options["rendezvous"]) if options["rendezvous"] else None
+    slurm = slurm_nodes(os.environ) if nodes is None and node_rank is None else None
+    if slurm is not None:
+        nodes, node_rank, first = slurm
+        rendezvous = rendezvous or first
+    if node_rank is None and (nodes or 1) > 1:
+        raise click.UsageError(f"got --nodes {nodes}; need --node-rank, the number of this machine, 0 to {nodes - 1}.")
+    elastic = options["elastic"]
+    return Job(
+        program_command(program, module=options["module"]),
+        num_processes=options["num_processes"] or (elastic[1] if elastic else 1),
+        servers=options["servers"],
+        num_nodes=nodes or 1,
+        node_rank=node_rank or 0,
+        rendezvous=rendezvous,
+        interface=options["interface"],
+        silence_s=options["node_timeout"],
+        bind=options["bind"],
+        gpus=_gpus(),
+        gpus_per_process=options["devices_per_process"] or 0,
+        log_dir=options["log_dir"] or default_log_dir(),
+        limits=_limits(options),
+    )
+
+
+def _over_ssh(context: click.Context, program: Tuple[str, ...], options: Dict[str, Any]) -> Tuple[Job, SshHosts]:
+    if options["nodes"] or options["node_rank"] is not None:
+        raise click.UsageError("got --hostfile with --nodes or --node-rank; need one or the other.")
+    hosts = parse_hosts(options["hostfile"].read_text(encoding="utf-8"), slots=options["num_processes"] or 1)
+    rendezvous = parse_rendezvous(options["rendezvous"]) if options["rendezvous"] else (hosts[0].name.rpartition("@")[2], PORT)
+    arguments = [*_said(context), *(["-m"] if options["module"] else []), *program]
+    grace_s = options["grace"] + options["node_timeout"]  # the launchers there end their processes first
+    job = Job(
+        program,
+        len(hosts),
+        servers=0,
+        limits=Limits(grace_s=grace_s, timeout_s=0),
+        log_dir=options["log_dir"] or default_log_dir(),
+    )
+    return job, SshHosts(tuple(hosts), rendezvous, tuple(arguments))
+
+
+def _said(context: click.Context) -> List[str]:
+    """Return the options that were said, for the launchers of other hosts."""
+    words: List[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name in _LOCAL or context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        if isinstance(parameter, click.Option) and parameter.is_flag:
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
+        else:
+            words += [parameter.opts[-1], ":".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return words
+
+
+def _limits(options: Dict[str, Any]) -> Limits:
+    fewest, most = options["elastic"] or (0, 0)
+    return Limits(options["max_restarts"], fewest, most, options["grace"], options["timeout"], options["join_timeout"])
+
+
+def _gpus() -> Tuple[str, ...]:
+    """Return the GPUs here as `CUDA_VISIBLE_DEVICES` names them."""
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if said is not None:
+        return tuple(name.strip() for name in said.split(",") if name.strip())
+    return tuple(map(str, range(mx.context.num_gpus())))

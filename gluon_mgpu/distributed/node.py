@@ -1,0 +1,313 @@
+"""The processes of one machine: started, looked after, ended."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
+
+from . import guard
+from .output import Log, Output
+from .plan import Plan, Task
+
+TIMED_OUT = 124  # as timeout(1) says it
+_LOOK_S = 1.0
+_IDLE = 0.01  # of a core: what all processes together use when they wait for one another
+_TICKS_S = 0.02  # the kernel counts hundredths of a second
+_READ = 1 << 16
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job has ended: the first of its processes that failed, not those that failed because of it.
+
+    Attributes
+    ----------
+    who : str
+        Such as "rank 1".
+    what : str
+        Such as "exited with status 3".
+    code : int
+        What the launcher exits with.
+    lines : tuple of str
+        The last traceback, or the last lines of standard error.
+    log : str
+        The file that holds everything.
+    slot : int
+        A worker's number on its machine, else -1.
+    node_rank : int
+        Its machine.
+    """
+
+    who: str
+    what: str
+    code: int
+    lines: Tuple[str, ...] = ()
+    log: str = ""
+    slot: int = -1
+    node_rank: int = 0
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Failure:
+        """Return the failure that another node has sent as `vars(failure)`."""
+        lines = tuple(str(line) for line in said["lines"])
+        return cls(str(said["who"]), str(said["what"]), int(said["code"]), lines, str(said["log"]), int(said["slot"]))
+
+
+class Startable(Protocol):
+    """What a node asks for its processes: `plan.Machine`, or `hosts.SshHosts`."""
+
+    @property
+    def host(self) -> str:
+        """Return the address of this machine."""
+
+    def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
+        """Return what there is to start."""
+
+
+class Node:
+    """This machine's part of a job: start, look, stop, again and again until nothing is running.
+
+    Parameters
+    ----------
+    machine : Startable
+    output : Output
+    selector : selectors.BaseSelector
+        Told of every pipe, with a function to call when it can be read.
+    grace_s : float, seconds
+        Between the first signal and the last, SIGKILL.
+    timeout_s : float, seconds
+        How long a process may be stopped; 0 for ever.
+    """
+
+    def __init__(
+        self, machine: Startable, output: Output, selector: selectors.BaseSelector, *, grace_s: float, timeout_s: float
+    ) -> None:
+        self.failure: Optional[Failure] = None
+        self.cpu_s = 0.0  # what the processes have computed
+        self.machine, self._output, self._selector = machine, output, selector
+        self._grace_s, self._timeout_s = grace_s, timeout_s
+        self._started: List[_Started] = []
+        self._stopping_at: Optional[float] = None
+        self._looked_at = 0.0
+        self._spare: List[int] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a process is left, of the store's, too."""
+        return any(not one.gone for one in self._started)
+
+    @property
+    def workers_left(self) -> int:
+        """How many workers have not ended."""
+        return sum(one.task.is_worker and not one.gone for one in self._started)
+
+    def start(self, plan: Plan, node_rank: int) -> None:
+        """Start what the plan says for this node."""
+        self.failure, self._stopping_at = None, None
+        self._spare = [pid for pid, stat in guard.processes().items() if stat.parent == os.getpid()]
+        self._started = []
+        first = plan.process(node_rank, 0).rank if plan.counts[node_rank] else 0
+        for task in self.machine.tasks(plan, node_rank):
+            log = self._output.log(task.name, task.number, plan.restart)
+            slot = task.number - first if task.is_worker else -1
+            self._started.append(_Started(task, log, slot, self._selector, self._grace_s))
+
+    def look(self) -> None:
+        """See who has ended or stopped, and go on with ending where that has begun."""
+        for one in self._started:
+            one.look()
+        ended = [one for one in self._started if one.failed_at is not None]
+        first = min(ended, key=lambda one: one.failed_at or 0.0, default=None)
+        if first is not None and first.gone and self.failure is None and self._stopping_at is None:
+            self.failure = first.failure()
+        if time.monotonic() - self._looked_at >= _LOOK_S and self.running:
+            self._looked_at = time.monotonic()
+            self._look_at_states()
+        if self._stopping_at is not None:
+            self._go_on_ending(self._stopping_at)
+
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        """Pass a signal to the workers, and begin to end everything: after the workers the store, after the grace by force."""
+        if self._stopping_at is None:
+            self._stopping_at = time.monotonic()
+        if signum == signal.SIGKILL:
+            self.kill()
+        for one in self._started:
+            if one.task.is_worker:
+                one.signal(signum)
+
+    def kill(self) -> None:
+        """End everything at once, and what it has left behind."""
+        guard.kill_descendants(self._spare)
+        for one in self._started:
+            one.look()
+
+    def _go_on_ending(self, since: float) -> None:
+        if not self.workers_left:
+            for one in self._started:
+                one.signal(signal.SIGTERM)
+        if not self.running or time.monotonic() > since + self._grace_s + _LOOK_S:
+            self.kill()  # also the orphans of a guard that was killed
+
+    def _look_at_states(self) -> None:
+        stats = guard.processes()
+        trees = {one: {one.guard, *guard.descendants(one.guard, stats)} for one in self._started if not one.gone}
+        self.cpu_s = sum(stats[pid].cpu_s for tree in trees.values() for pid in tree if pid in stats)
+        for one in trees:
+            stopped_s = one.stopped_s([stats[pid].state for pid in (one.guard, one.pid) if pid in stats])
+            if self._timeout_s and stopped_s > self._timeout_s and self.failure is None and self._stopping_at is None:
+                self.failure = one.failure(f"was stopped (SIGSTOP) for {stopped_s:.0f} s", TIMED_OUT)
+
+
+class Activity:
+    """Whether processes compute, from the processor time that they have used.
+
+    Examples
+    --------
+    >>> activity = Activity()
+    >>> [activity.idle_s(cpu_s, now) for cpu_s, now in [(0.0, 0.0), (5.0, 5.0), (5.01, 65.0), (6.5, 70.0)]]
+    [0.0, 0.0, 60.0, 0.0]
+    """
+
+    def __init__(self) -> None:
+        self._since: Optional[Tuple[float, float]] = None
+
+    def idle_s(self, cpu_s: float, now: float) -> float:
+        """Return for how many seconds less than a hundredth of a core has been used."""
+        before_s, since = self._since or (-1.0, now)
+        if self._since is None or cpu_s < before_s or cpu_s - before_s > max(_TICKS_S, _IDLE * (now - since)):
+            self._since = (cpu_s, now)
+            return 0.0
+        return now - since
+
+
+class _Started:
+    """A process with the guard around it."""
+
+    def __init__(self, task: Task, log: Log, slot: int, selector: selectors.BaseSelector, grace_s: float) -> None:
+        self.task, self._log, self._slot, self._selector = task, log, slot, selector
+        self.pid = 0
+        self.gone = False  # with all that it has started
+        self._status: Optional[int] = None
+        self._ended_at = 0.0
+        self._stopped_at: Optional[float] = None
+        self._told = b""
+        self._popen, report = self._start(grace_s)
+        self.guard = self._popen.pid
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        self._pipes: Dict[int, Tuple[IO[bytes], Callable[[bytes], None]]] = {}
+        self._listen(report, self._take_report)
+        self._listen(self._popen.stdout, lambda data: log.write(data, 0))
+        self._listen(self._popen.stderr, lambda data: log.write(data, 1))
+
+    @property
+    def failed_at(self) -> Optional[float]:
+        """When it ended otherwise than well; None if it has not. It is the guard's clock, so that the first comes first."""
+        return self._ended_at if self._status else None
+
+    def look(self) -> None:
+        """See whether the guard has ended, and take what is left in its pipes."""
+        if self.gone or self._popen.poll() is None:
+            return
+        for descriptor in list(self._pipes):
+            self._read(descriptor, all_of_it=True)
+            self._forget(descriptor)
+        if self._status is None:  # the guard was killed, and the program with it
+            self._status, self._ended_at = signal.SIGKILL, time.monotonic()
+        self._log.close()
+        self.gone = True
+
+    def signal(self, signum: int) -> None:
+        """Pass a signal to the program, unless it has ended."""
+        if not self.gone:
+            self._popen.send_signal(signum)
+
+    def stopped_s(self, states: Sequence[str]) -> float:
+        """Return for how many seconds one of the states has been "stopped"."""
+        self._stopped_at = (self._stopped_at or time.monotonic()) if "T" in states else None
+        return time.monotonic() - self._stopped_at if self._stopped_at else 0.0
+
+    def failure(self, what: str = "", code: int = 0) -> Failure:
+        """Return why it is the cause of the job's end."""
+        who = f"rank {self.task.name}" if self.task.name.isdigit() else self.task.name
+        status = self._status or 0
+        if not what and os.WIFSIGNALED(status):
+            what, code = f"was killed by {_name(os.WTERMSIG(status))}", 128 + os.WTERMSIG(status)
+        elif not what:
+            what, code = f"exited with status {os.WEXITSTATUS(status)}", os.WEXITSTATUS(status)
+        return Failure(who, what, code, tuple(self._log.last_words()), str(self._log.path), self._slot)
+
+    def _start(self, grace_s: float) -> Tuple[subprocess.Popen, IO[bytes]]:
+        report, told = os.pipe()
+        cores = ",".join(map(str, self.task.cores)) or "-"
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until the guard is ready for them
+        try:
+            popen = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    guard.__file__,
+                    str(os.getpid()),
+                    str(told),
+                    str(grace_s),
+                    cores,
+                    *self.task.command,
+                ],
+                env=dict(self.task.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[told],
+                start_new_session=True,  # so that the terminal's Ctrl-C comes to the launcher alone
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(told)
+        return popen, open(report, "rb", buffering=0)
+
+    def _listen(self, pipe: IO[bytes], take: Callable[[bytes], None]) -> None:
+        descriptor = pipe.fileno()
+        os.set_blocking(descriptor, False)
+        self._pipes[descriptor] = (pipe, take)
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._read(descriptor))
+
+    def _read(self, descriptor: int, *, all_of_it: bool = False) -> None:
+        while descriptor in self._pipes:
+            try:
+                data = os.read(descriptor, _READ)
+            except BlockingIOError:
+                return
+            if not data:
+                self._forget(descriptor)
+                return
+            self._pipes[descriptor][1](data)
+            if not all_of_it:
+                return
+
+    def _forget(self, descriptor: int) -> None:
+        if descriptor in self._pipes:
+            self._selector.unregister(descriptor)
+            self._pipes.pop(descriptor)[0].close()
+
+    def _take_report(self, data: bytes) -> None:
+        *lines, self._told = (self._told + data).split(b"\n")
+        for line in lines:
+            word, *numbers = line.split()
+            if word == b"pid":
+                self.pid = int(numbers[0])
+            else:
+                self._ended_at, self._status = float(numbers[0]), int(numbers[1])
+
+
+def _name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,125 @@
+"""What the processes of a job write: shown line by line with their name in front, and kept whole in files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO, Callable, Deque, List
+
+_COLOURS = (36, 33, 32, 35, 34, 31)
+_LONGEST = 64 * 1024  # bytes of a line that is shown before its end has come
+_KEPT = 200  # lines of standard error
+_TOLD = 40
+_WIDTH = 500
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class Output:
+    """Where a job's processes write to: two streams, and a folder of logs.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        For one file a process, `rank-0.log`, `server-0.log`, `scheduler.log`.
+    out, err : binary files
+        For what they write to their standard output and error. Names are coloured where both are terminals.
+    """
+
+    def __init__(self, folder: Path, out: BinaryIO, err: BinaryIO) -> None:
+        self.folder = folder
+        self._streams = (out, err)
+        self._colour = not os.environ.get("NO_COLOR") and out.isatty() and err.isatty()
+
+    def tell(self, text: str) -> None:
+        """Show what the launcher itself has to say, and keep it with the logs."""
+        line = f"gluon-mgpu launch: {text}\n".encode("utf-8", "replace")
+        self.show(line, 1)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "launcher.log", "ab") as file:
+            file.write(line)
+
+    def show(self, data: bytes, stream: int) -> None:
+        """Write to standard output (0) or error (1); where nobody reads any more, the logs are what there is."""
+        try:
+            self._streams[stream].write(data)
+            self._streams[stream].flush()
+        except OSError:
+            pass
+
+    def log(self, name: str, number: int, restart: int) -> Log:
+        """Return the log of one process; after a restart it goes on in a file of its own."""
+        stem = re.sub(r"[^\w.-]", "-", f"rank-{name}" if name.isdigit() else name)
+        folder = self.folder / f"restart-{restart}" if restart else self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = f"[{name}] "
+        if self._colour:
+            prefix = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{prefix}\x1b[0m"
+        return Log(folder / f"{stem}.log", prefix.encode(), self.show)
+
+
+class Log:
+    """What one process writes.
+
+    A line is shown when it is complete; of what was overwritten by a carriage return, as progress bars do, only the last is.
+    """
+
+    def __init__(self, path: Path, prefix: bytes, show: Callable[[bytes, int], None]) -> None:
+        self.path = path
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed with the process)
+        self._prefix, self._show_bytes = prefix, show
+        self._begun = [b"", b""]  # lines without an end, of standard output and error
+        self._kept: Deque[str] = deque(maxlen=_KEPT)
+        self.complaint = ""  # why the file is not whole
+
+    def write(self, data: bytes, stream: int) -> None:
+        """Take what has come from standard output (0) or error (1)."""
+        try:
+            self._file.write(data)
+        except OSError as error:  # a full disk must not end the training
+            self.complaint = self.complaint or f"{self.path}: {error.strerror}"
+        *lines, begun = (self._begun[stream] + data).split(b"\n")
+        if len(begun) > _LONGEST:
+            lines, begun = [*lines, begun], b""
+        self._begun[stream] = begun
+        self._show(lines, stream)
+
+    def close(self) -> None:
+        """Show what has no end, and close the file."""
+        for stream, begun in enumerate(self._begun):
+            self._show([begun] if begun else [], stream)
+        self._begun = [b"", b""]
+        self._file.close()
+
+    def last_words(self) -> List[str]:
+        """Return the last traceback on standard error, or its last lines.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> log = Log(Path(tempfile.mkdtemp(), "rank-0.log"), b"[0] ", lambda data, stream: None)
+        >>> log.write(b"careful\\nTraceback (most recent call last):\\n  ...\\nValueError: no\\n", 1)
+        >>> log.last_words()
+        ['Traceback (most recent call last):', '  ...', 'ValueError: no']
+        >>> log.close()
+        """
+        lines = [*self._kept, *self._text(self._begun[1])]
+        begins = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+        told = lines[begins[-1] :] if begins else lines[-10:]
+        if len(told) > _TOLD:  # the error stands at the end, where it comes from at the beginning
+            told = [*told[: _TOLD // 4], "...", *told[-_TOLD + _TOLD // 4 + 1 :]]
+        return [line[:_WIDTH] for line in told]
+
+    def _show(self, lines: List[bytes], stream: int) -> None:
+        if lines:
+            shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+            self._show_bytes(b"".join(self._prefix + line + b"\n" for line in shown), stream)
+        if stream == 1:
+            for line in lines:
+                self._kept.extend(self._text(line))
+
+    @staticmethod
+    def _text(line: bytes) -> List[str]:
+        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+        return [text] if text else []

@@ -1,0 +1,253 @@
+"""Who runs where: from a plan, which every node is told, to the commands and environments of a node's processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ..threads import num_cores
+from .process import LaunchError, Process
+
+STARTUP = str(Path(__file__).parent / "startup")
+_SERVER = (sys.executable, "-c", "import mxnet")  # with its role in the environment it serves, and ends by itself
+_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "DMLC_ROLE"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one attempt looks like, the same on every node. It holds numbers and an address, and nothing that is executed.
+
+    Attributes
+    ----------
+    restart : int
+        How often the job has been started again.
+    counts : tuple of int
+        Workers of each node.
+    servers : tuple of int
+        Parameter servers of each node; none where one worker trains alone.
+    root : tuple of (str, int)
+        Address and port of the scheduler, which runs on node 0.
+    """
+
+    restart: int
+    counts: Tuple[int, ...]
+    servers: Tuple[int, ...]
+    root: Tuple[str, int]
+
+    @property
+    def num_processes(self) -> int:
+        """How many workers there are."""
+        return sum(self.counts)
+
+    def process(self, node_rank: int, local_rank: int) -> Process:
+        """Return the place of a node's worker. Ranks go node by node.
+
+        Examples
+        --------
+        >>> Plan(0, (2, 3), (1, 1), ("10.0.0.1", 9000)).process(1, 2).rank
+        4
+        """
+        rank = sum(self.counts[:node_rank]) + local_rank
+        count = self.counts[node_rank]
+        return Process(rank, self.num_processes, local_rank, count, node_rank, len(self.counts), self.restart)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Plan:
+        """Return the plan that another node has sent as `vars(plan)`.
+
+        Raises
+        ------
+        LaunchError
+            It is not one.
+        """
+        try:
+            host, port = said["root"]
+            plan = cls(said["restart"], tuple(said["counts"]), tuple(said["servers"]), (host, port))
+            numbers = [plan.restart, port, *plan.counts, *plan.servers]
+            whole = all(type(number) is int and 0 <= number < 2**20 for number in numbers) and type(host) is str
+        except (KeyError, TypeError, ValueError):
+            whole = False
+        if not whole or len(plan.counts) != len(plan.servers):
+            raise LaunchError(f"launch: got {str(said)[:200]!r} from node 0; need a plan. Run the same version on every node.")
+        return plan
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process to start.
+
+    Attributes
+    ----------
+    name : str
+        A worker's rank, "server 0", or "scheduler".
+    number : int
+        For its colour.
+    command : tuple of str
+    environ : dict of str to str
+        The whole environment.
+    is_worker : bool
+        Whether it runs the program, and not a part of the store.
+    cores : tuple of int
+        Those that it is bound to; all where there are none.
+    """
+
+    name: str
+    number: int
+    command: Tuple[str, ...]
+    environ: Mapping[str, str]
+    is_worker: bool = False
+    cores: Tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a node brings: the program, and what its processes share.
+
+    Attributes
+    ----------
+    program : tuple of str
+        As `program_command` returns it.
+    host : str
+        The address at which the other nodes reach this one.
+    cores : tuple of int
+        What workers are bound to, each a share of it; none to leave them unbound.
+    gpus : tuple of str
+        The GPUs as `CUDA_VISIBLE_DEVICES` names them.
+    gpus_per_process : int
+        0 gives each worker an equal share of the GPUs, or all of them where there are fewer than workers.
+    """
+
+    program: Tuple[str, ...]
+    host: str = "127.0.0.1"
+    cores: Tuple[int, ...] = ()
+    gpus: Tuple[str, ...] = ()
+    gpus_per_process: int = 0
+
+    def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
+        """Return what this machine has to start: on node 0 the scheduler, then servers, then workers."""
+        base = {name: value for name, value in os.environ.items() if name not in _STALE and not name.startswith("DMLC_")}
+        store = {**base, **self._store_environ(plan)}
+        tasks = (
+            [Task("scheduler", 0, _SERVER, {**store, "DMLC_ROLE": "scheduler"})] if any(plan.servers) and not node_rank else []
+        )
+        first = sum(plan.servers[:node_rank])
+        for number in range(first, first + plan.servers[node_rank]):
+            tasks.append(Task(f"server {number}", number, _SERVER, {**store, "DMLC_ROLE": "server"}))
+        if any(plan.servers):
+            hook = os.pathsep.join([STARTUP, *filter(None, [base.get("PYTHONPATH")])])
+            base = {**store, "DMLC_ROLE": "worker", "PYTHONPATH": hook}
+        return tasks + [self._worker(plan.process(node_rank, i), base) for i in range(plan.counts[node_rank])]
+
+    def _store_environ(self, plan: Plan) -> Dict[str, str]:
+        """Return what ps-lite, MXNet's transport, must know; it binds to `DMLC_NODE_HOST`, the scheduler to the root."""
+        if not any(plan.servers):
+            return {}
+        return {
+            "DMLC_PS_ROOT_URI": plan.root[0],
+            "DMLC_PS_ROOT_PORT": str(plan.root[1]),
+            "DMLC_NUM_WORKER": str(plan.num_processes),
+            "DMLC_NUM_SERVER": str(sum(plan.servers)),
+            "DMLC_NODE_HOST": self.host,
+        }
+
+    def _worker(self, process: Process, base: Mapping[str, str]) -> Task:
+        local, count = process.local_rank, process.local_processes
+        environ = {"PYTHONUNBUFFERED": "1", **base, **process.variables()}  # else the last lines of a killed process are lost
+        cores: Tuple[int, ...] = ()
+        if count > 1 and len(self.cores) >= count:
+            cores = shares(self.cores, count)[local]
+        elif count > 1:
+            environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
+        if self.gpus_per_process:
+            gpus = self.gpus[local * self.gpus_per_process :][: self.gpus_per_process]
+        else:
+            gpus = shares(self.gpus, count)[local] if len(self.gpus) >= count else self.gpus
+        if gpus:
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return Task(str(process.rank), process.rank, self.program, environ, True, cores)
+
+
+def program_command(program: Sequence[str], *, module: bool = False) -> Tuple[str, ...]:
+    """Return what to execute for `train.py ...`, for a module with its arguments, or for a program on the PATH.
+
+    Raises
+    ------
+    LaunchError
+        There is no such file, module or program.
+
+    Examples
+    --------
+    >>> program_command(["timeit", "-n", "1"], module=True)[1:]
+    ('-m', 'timeit', '-n', '1')
+    """
+    first, *arguments = program
+    if module:
+        return (sys.executable, "-m", first, *arguments)
+    if first.endswith(".py"):
+        if not os.path.isfile(first):
+            raise LaunchError(f"launch: got {first!r}; need a script that is there. It is looked for from {os.getcwd()}.")
+        return (sys.executable, first, *arguments)
+    found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise LaunchError(
+            f"launch: got {first!r}; need a script that ends in .py, or a program on the PATH. Or a module after -m."
+        )
+    return (found, *arguments)
+
+
+def shares(things: Sequence[Any], count: int) -> List[Tuple[Any, ...]]:
+    """Return things shared out in order, the first shares one longer where they do not come out even.
+
+    Examples
+    --------
+    >>> shares([0, 1, 2, 3, 4], 2)
+    [(0, 1, 2), (3, 4)]
+    """
+    size, longer = divmod(len(things), count)
+    ends = [i * size + min(i, longer) for i in range(count + 1)]
+    return [tuple(things[begin:end]) for begin, end in zip(ends, ends[1:])]
+
+
+def bindable_cores() -> Tuple[int, ...]:
+    """Return the cores of this process, threads of one core side by side; none where a quota gives it fewer than that."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    cores = sorted(os.sched_getaffinity(0), key=_place)
+    return tuple(cores) if num_cores() == len(cores) else ()
+
+
+def _place(core: int) -> Tuple[int, int, int]:
+    return (_topology(core, "physical_package_id"), _topology(core, "core_id"), core)
+
+
+def _topology(core: int, what: str) -> int:
+    try:
+        return int(Path(f"/sys/devices/system/cpu/cpu{core}/topology/{what}").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def default_servers(counts: Sequence[int]) -> Tuple[int, ...]:
+    """Return how many parameter servers each node has where nobody has said.
+
+    A worker alone needs none. Two on one machine were faster than one, and than four, for two workers and for four; several
+    machines have one each, so that each has as much to send as to receive.
+
+    Examples
+    --------
+    >>> default_servers([1]), default_servers([4]), default_servers([2, 2])
+    ((0,), (2,), (1, 1))
+    """
+    each = 0 if sum(counts) == 1 else 2 if len(counts) == 1 else 1
+    return tuple(each for _ in counts)
+
+
+def spread_servers(servers: Optional[int], counts: Sequence[int]) -> Tuple[int, ...]:
+    """Return the servers of each node, `servers` of them in all, the first nodes one more where it does not come out even."""
+    if servers is None or sum(counts) == 1:
+        return default_servers(counts)
+    return tuple(len(share) for share in shares(range(servers), len(counts)))

@@ -1,0 +1,109 @@
+"""Which process of a job this one is, as the launcher has told it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Dict, Mapping, Optional
+
+PREFIX = "GLUON_MGPU_"
+
+
+class LaunchError(ValueError):
+    """A job cannot be launched as asked, or the variables that tell a process its place contradict each other."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process's place in its job.
+
+    Attributes
+    ----------
+    rank : int
+        Its number among all processes, from 0.
+    num_processes : int
+    local_rank : int
+        Its number among those of its machine, from 0.
+    local_processes : int
+        How many run on its machine.
+    node_rank : int
+        The number of its machine, from 0.
+    num_nodes : int
+        How many machines there are.
+    restart : int
+        How often the job has been started again.
+    """
+
+    rank: int
+    num_processes: int
+    local_rank: int
+    local_processes: int
+    node_rank: int
+    num_nodes: int
+    restart: int
+
+    def variables(self) -> Dict[str, str]:
+        """Return the environment variables from which `this_process` reads the same again.
+
+        Examples
+        --------
+        >>> Process(1, 2, 1, 2, 0, 1, 0).variables()["GLUON_MGPU_RANK"]
+        '1'
+        """
+        return {PREFIX + name.upper(): str(value) for name, value in vars(self).items()}
+
+
+ALONE = Process(0, 1, 0, 1, 0, 1, 0)
+_INDEX_OF = {"rank": "num_processes", "local_rank": "local_processes", "node_rank": "num_nodes"}
+_AT_MOST = {"local_processes": "num_processes", "num_nodes": "num_processes"}
+
+
+def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
+    """Return this process's place in its job; a program that was started without the launcher is the only one.
+
+    Parameters
+    ----------
+    environ : mapping of str to str, optional
+        Where to read `GLUON_MGPU_RANK`, `..._NUM_PROCESSES`, `..._LOCAL_RANK`, `..._LOCAL_PROCESSES`, `..._NODE_RANK`,
+        `..._NUM_NODES` and `..._RESTART`; this process's environment by default.
+
+    Raises
+    ------
+    LaunchError
+        Only some of the variables are set, or one is not a number that the others allow.
+
+    Examples
+    --------
+    >>> this_process({})
+    Process(rank=0, num_processes=1, local_rank=0, local_processes=1, node_rank=0, num_nodes=1, restart=0)
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: environ.get(PREFIX + name.upper()) for name in vars(ALONE)}
+    if not any(given.values()):
+        return ALONE
+    numbers = {name: _number(name, text) for name, text in given.items()}
+    for name, count in {**_INDEX_OF, **_AT_MOST}.items():
+        largest = numbers[count] - (1 if name in _INDEX_OF else 0)
+        if numbers[name] > largest:
+            raise _error(name, f"{numbers[name]}; need at most {largest}, as {_variable(count)}={numbers[count]}")
+    return Process(**numbers)
+
+
+def _number(name: str, text: Optional[str]) -> int:
+    if not text:
+        raise _error(name, "nothing, although others of its kind are set; need all of them or none")
+    least = 1 if name in _INDEX_OF.values() else 0
+    if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) < least:
+        raise _error(name, f"{text!r}; need a whole number of {least} or more")
+    return int(text)
+
+
+def _error(name: str, what: str) -> LaunchError:
+    return LaunchError(
+        f"this_process: got {_variable(name)}={what}. Start the program with gluon-mgpu launch, or unset all {PREFIX}* that "
+        "tell a process its rank."
+    )
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()

@@ -1,0 +1,276 @@
+"""A job from its first attempt to its last: the first failure is the cause, everything ends with it, all begin again.
+
+gather the nodes ──► plan ──► start ──► look, look, look ──► all workers ended well ──► 0
+       ▲                                      │
+       └── restarts left, perhaps one fewer ──┴── a failure, a signal ──► stop everything ──► the cause's exit code
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+from .node import TIMED_OUT, Activity, Failure, Node
+from .plan import Plan, spread_servers
+from .process import LaunchError
+from .rendezvous import Member, Rendezvous, reserve_port
+
+_ROUND_S = 0.1  # news of processes come through their pipes, and end the wait
+_SOONER_S = 2.0  # by which a process that was stopped, and that all others wait for, is told first
+_RETURN_S = 10.0  # for a node to come back, where the job may go on without
+_LATE_S = 3.0  # after the grace: what a node may take to kill, and to say so
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Site = Union[Node, Member]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long and how often.
+
+    Attributes
+    ----------
+    max_restarts : int
+    fewest : int
+        Processes with which the job may go on; 0 if their number must stay.
+    most : int
+        Processes with which it may begin; 0 for no such limit.
+    grace_s : float, seconds
+        Between the first signal and SIGKILL.
+    timeout_s : float, seconds
+        How long a process may be stopped, and how long all together may do nothing; 0 for ever.
+    patience_s : float, seconds
+        How long nodes wait for each other.
+    """
+
+    max_restarts: int = 0
+    fewest: int = 0
+    most: int = 0
+    grace_s: float = 5.0
+    timeout_s: float = 300.0
+    patience_s: float = 300.0
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP, which are noted instead of ending this process.
+
+    A terminal that was closed, or a lost ssh connection (SIGHUP), is passed on as a Ctrl-C, after which programs save.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0  # the signal that came first, 0 for none
+        self.new: List[int] = []  # those that nobody has passed on
+        self._before: Dict[int, object] = {}
+
+    def __enter__(self) -> Signals:
+        for signum in _PASSED_ON:
+            self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+
+    def take(self) -> List[int]:
+        """Return those that have come since the last call; the second Ctrl-C is a SIGKILL."""
+        new, self.new = self.new, []
+        return new
+
+    def _note(self, signum: int, _frame: Optional[FrameType]) -> None:
+        self.new.append(signal.SIGKILL if self.first else signal.SIGINT if signum == signal.SIGHUP else signum)
+        self.first = self.first or signum
+
+
+def wait_for_news(selector: selectors.BaseSelector) -> None:
+    """Wait until something has come, or a moment has passed, and call those who wait for it."""
+    for key, _ in selector.select(_ROUND_S):
+        if key.fileobj in selector.get_map():  # the one before may have closed it
+            key.data()
+
+
+class Supervisor:
+    """Runs a job from node 0.
+
+    Parameters
+    ----------
+    node : Node
+        This machine's part.
+    rendezvous : Rendezvous, optional
+        Where the other nodes come to; None where there are no others.
+    num_processes : int
+        Of this machine.
+    servers : int, optional
+        Of the whole job.
+    limits : Limits
+    selector : selectors.BaseSelector
+    signals : Signals
+    tell : callable (str) -> None
+        For what a person should know.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        rendezvous: Optional[Rendezvous],
+        num_processes: int,
+        *,
+        servers: Optional[int],
+        limits: Limits,
+        selector: selectors.BaseSelector,
+        signals: Signals,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._node, self._rendezvous, self._num_processes = node, rendezvous, num_processes
+        self._servers, self._limits, self._selector, self._signals, self._tell = servers, limits, selector, signals, tell
+        self._num_nodes = rendezvous.num_nodes if rendezvous else 1
+        self._fewer: Dict[int, int] = {}  # node -> how many of its processes are left out
+        self._slot: Tuple[int, int] = (-1, -1)  # node and number of the process that failed in the last attempt
+
+    def run(self) -> Tuple[int, str]:
+        """Run the job; return the exit code, and its cause where that is not 0."""
+        restart, cause = 0, ""
+        while True:
+            try:
+                sites, counts = self._gather(restart)
+            except LaunchError as error:
+                return self._ended(1, f"{cause} {error}".strip())
+            if self._signals.first:
+                return self._ended(1, cause)
+            failure = self._attempt(restart, sites, counts)
+            if failure is None:
+                return self._ended(0, "")
+            cause = told(failure, sum(counts))
+            if self._signals.first or restart == self._limits.max_restarts:
+                return self._ended(failure.code, cause)
+            self._tell(cause)
+            self._shrink(failure, sum(counts))
+            restart += 1
+            self._tell(f"restart {restart} of {self._limits.max_restarts}")
+
+    def _ended(self, code: int, cause: str) -> Tuple[int, str]:
+        if self._signals.first:
+            code, cause = 128 + self._signals.first, f"ended by {signal.Signals(self._signals.first).name}"
+        return code, cause
+
+    def _gather(self, restart: int) -> Tuple[Dict[int, Site], List[int]]:
+        """Wait for the nodes; return those that take part, by their numbers, and how many processes each runs."""
+        since = time.monotonic()
+        while True:
+            sites, counts = self._here()
+            waited_s, missing = time.monotonic() - since, self._missing()
+            if not missing or self._signals.first or self._can_do_without(missing, sum(counts), waited_s, restart):
+                break
+            if waited_s > self._limits.patience_s:
+                raise LaunchError(
+                    f"launch: got no {missing} for {waited_s:.0f} s; need {self._num_nodes} nodes. Start the same command there, "
+                    "with its --node-rank, and see that the rendezvous can be reached."
+                )
+            self._round([])
+        if self._limits.most and sum(counts) > self._limits.most:
+            raise LaunchError(
+                f"launch: got {sum(counts)} processes on {len(counts)} nodes; need at most {self._limits.most}. See --elastic."
+            )
+        return sites, counts
+
+    def _here(self) -> Tuple[Dict[int, Site], List[int]]:
+        """Return the nodes that are here and have something to run, and how many processes."""
+        sites: Dict[int, Site] = {0: self._node}
+        counts = [self._num_processes - self._fewer.get(0, 0)]
+        for member in self._rendezvous.members if self._rendezvous else []:
+            count = member.num_processes - self._fewer.get(member.node_rank, 0)
+            if count > 0:
+                sites[member.node_rank] = member
+                counts.append(count)
+        return sites, counts
+
+    def _missing(self) -> str:
+        here = {0, *(member.node_rank for member in self._rendezvous.members)} if self._rendezvous else {0}
+        missing = [str(rank) for rank in range(self._num_nodes) if rank not in here]
+        return f"node {', '.join(missing)}" if missing else ""
+
+    def _can_do_without(self, missing: str, num_processes: int, waited_s: float, restart: int) -> bool:
+        """Return whether the job may go on with fewer nodes, and those that are missing have had their time."""
+        patience_s = min(self._limits.patience_s, _RETURN_S) if restart else self._limits.patience_s
+        if not 0 < self._limits.fewest <= num_processes or waited_s <= patience_s:
+            return False
+        self._tell(f"without {missing}: {num_processes} processes")
+        return True
+
+    def _attempt(self, restart: int, sites: Dict[int, Site], counts: Sequence[int]) -> Optional[Failure]:
+        """Run all processes once; return what failed first."""
+        host = self._node.machine.host
+        with reserve_port(host) as held:
+            plan = Plan(restart, tuple(counts), spread_servers(self._servers, counts), (host, held.getsockname()[1]))
+            try:
+                for number, site in enumerate(sites.values()):
+                    site.start(plan, number)
+                return self._look_until_it_ends(sites)
+            finally:  # whatever has happened: nothing is left behind
+                self._stop(list(sites.values()))
+
+    def _look_until_it_ends(self, sites: Dict[int, Site]) -> Optional[Failure]:
+        activity = Activity()
+        while True:
+            for rank, site in sites.items():
+                if site.failure is not None:
+                    return replace(site.failure, node_rank=rank)
+            if not any(site.workers_left for site in sites.values()):
+                return None
+            if self._signals.new:
+                return Failure("the launcher", "was told to end", 1)
+            idle_s = activity.idle_s(sum(site.cpu_s for site in sites.values()), time.monotonic())
+            if self._limits.timeout_s and idle_s > self._limits.timeout_s + _SOONER_S:
+                what = f"has computed for {idle_s:.0f} s: all wait for each other, or for something else"
+                return Failure("no process", what, TIMED_OUT)
+            self._round(sites.values())
+
+    def _stop(self, sites: Sequence[Site]) -> None:
+        """Pass on what has come from outside, else SIGTERM, and wait until everything has ended."""
+        for signum in self._signals.take() or [signal.SIGTERM]:
+            for site in sites:
+                site.stop(signum)
+        deadline = time.monotonic() + self._limits.grace_s + _LATE_S
+        while any(site.running for site in sites) and time.monotonic() < deadline:
+            self._round(sites)
+            for signum in self._signals.take():
+                for site in sites:
+                    site.stop(signum)
+        for site in sites:
+            site.kill()
+
+    def _round(self, sites: Iterable[Site]) -> None:
+        wait_for_news(self._selector)
+        if self._rendezvous:
+            self._rendezvous.look()
+        for site in sites:
+            site.look()
+
+    def _shrink(self, failure: Failure, num_processes: int) -> None:
+        """Leave one process out where the same one has failed twice in a row, and the job may go on without."""
+        slot = (failure.node_rank, failure.slot)
+        again, self._slot = slot == self._slot and failure.slot >= 0, slot
+        if again and 0 < self._limits.fewest < num_processes:
+            self._fewer[failure.node_rank] = self._fewer.get(failure.node_rank, 0) + 1
+            self._slot = (-1, -1)
+            self._tell(f"one process fewer on node {failure.node_rank}: {num_processes - 1} in all")
+
+
+def told(failure: Failure, num_processes: int) -> str:
+    """Return the sentence that says why a job has ended, and the lines that belong to it.
+
+    Examples
+    --------
+    >>> print(told(Failure("rank 1", "exited with status 3", 3, ("ValueError: no",), "rank-1.log"), 2))
+    rank 1 exited with status 3, the first of 2 processes to fail. Its log is rank-1.log, its last words:
+      ValueError: no
+    """
+    text = f"{failure.who} {failure.what}"
+    if failure.slot >= 0 or failure.log:
+        text += f", the first of {num_processes} processes to fail"
+    text += f". Its log is {failure.log}" if failure.log else ""
+    if not failure.lines:
+        return text + "."
+    return f"{text}, its last words:\n" + "\n".join(f"  {line}" for line in failure.lines)

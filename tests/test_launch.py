@@ -1,0 +1,506 @@
+"""Launching on one machine: what workers are told, the first failure as the cause, and that nothing is left behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from gluon_mgpu.distributed import LaunchError
+from gluon_mgpu.distributed.job import Job, run_job
+from gluon_mgpu.distributed.plan import STARTUP, Machine, Plan, program_command, shares
+from gluon_mgpu.distributed.supervise import Limits
+
+from .conftest import assert_house_style
+
+pytestmark = pytest.mark.timeout(60)
+PYTHON = (sys.executable, "-S")  # workers that need no packages
+FAST = Limits(grace_s=0.5)
+PACKAGE = Path(__file__).parent.parent / "gluon_mgpu"
+LAUNCHER = f"""
+import json, sys, types
+package = types.ModuleType("gluon_mgpu")  # without MXNet, so that it starts at once
+package.__path__ = [{str(PACKAGE)!r}]
+sys.modules["gluon_mgpu"] = package
+from pathlib import Path
+from gluon_mgpu.distributed.job import Job, run_job
+from gluon_mgpu.distributed.supervise import Limits
+said = json.loads(sys.argv[1])
+said["limits"] = Limits(**said.get("limits", {{}}))
+said["program"], said["log_dir"] = tuple(said["program"]), Path(said["log_dir"])
+said["rendezvous"] = tuple(said["rendezvous"]) if "rendezvous" in said else None
+sys.exit(run_job(Job(**said)))
+"""
+SLEEP = "import time\nprint('ready')\ntime.sleep(100)\n"
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """A variable that every process of the test's jobs has in its environment, however it was started."""
+    name = f"launch-{uuid.uuid4()}"
+    monkeypatch.setenv("GLUON_MGPU_TEST_MARK", name)
+    yield name
+    for pid in marked(name):
+        os.kill(pid, signal.SIGKILL)
+
+
+def marked(name):
+    """The numbers of the living processes with this mark, but for this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if f"GLUON_MGPU_TEST_MARK={name}".encode() in environ and state != "Z" and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+def until(true, seconds=10.0):
+    """Wait for something to become true; return whether it has."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+class Runner:
+    """Runs jobs of small programs in a folder."""
+
+    def __init__(self, folder, capture):
+        self.folder, self.capture = folder, capture
+        self.logs = folder / "logs"
+
+    def __call__(self, program, *arguments, limits=FAST, **options):
+        path = self.folder / "program.py"
+        path.write_text(program, encoding="utf-8")
+        options = {"num_processes": 2, "servers": 0, **options}
+        code = run_job(Job((*PYTHON, str(path), *map(str, arguments)), log_dir=self.logs, limits=limits, **options))
+        self.out, self.err = (part.decode("utf-8", "replace") for part in self.capture.readouterr())
+        return code
+
+    def start(self, program, **options):
+        """Start a launcher of its own."""
+        path = self.folder / "program.py"
+        path.write_text(program, encoding="utf-8")
+        options = {"num_processes": 2, "servers": 0, "limits": vars(FAST), **options}
+        options.setdefault("log_dir", str(self.logs))
+        said = {"program": [*PYTHON, str(path)], **options}
+        command = [sys.executable, "-c", LAUNCHER, json.dumps(said)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder)
+
+    def log(self, rank, restart=0):
+        folder = self.logs / f"restart-{restart}" if restart else self.logs
+        path = folder / f"rank-{rank}.log"
+        return path.read_text("utf-8", "replace") if path.exists() else ""
+
+
+@pytest.fixture
+def run(tmp_path, capfdbinary):
+    return Runner(tmp_path, capfdbinary)
+
+
+def kill_when_done(process):
+    if process.poll() is None:
+        process.kill()
+    process.stdout.close()
+    process.wait()
+
+
+TELL = """
+import json, os, sys
+names = [name for name in os.environ if name.startswith(("GLUON_MGPU_", "DMLC_")) and "MARK" not in name]
+print(json.dumps({**{name: os.environ[name] for name in names}, "arguments": sys.argv[1:]}))
+"""
+
+
+def test_workers_are_told_who_they_are(run, monkeypatch):
+    monkeypatch.setenv("GLUON_MGPU_RANK", "17")  # of a launcher around this one
+    monkeypatch.setenv("DMLC_ROLE", "server")
+    assert run(TELL, "--lr", "0.1", num_processes=3) == 0
+    for rank in range(3):
+        assert json.loads(run.log(rank)) == {
+            "GLUON_MGPU_RANK": str(rank),
+            "GLUON_MGPU_NUM_PROCESSES": "3",
+            "GLUON_MGPU_LOCAL_RANK": str(rank),
+            "GLUON_MGPU_LOCAL_PROCESSES": "3",
+            "GLUON_MGPU_NODE_RANK": "0",
+            "GLUON_MGPU_NUM_NODES": "1",
+            "GLUON_MGPU_RESTART": "0",
+            "arguments": ["--lr", "0.1"],
+        }
+    assert sorted(line[:4] for line in run.out.splitlines()) == ["[0] ", "[1] ", "[2] "]
+    assert run.err == ""
+
+
+def test_workers_of_a_store_are_told_where_it_is(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    tasks = Machine(("prog",), "10.0.0.2").tasks(Plan(1, (1, 2), (1, 2), ("10.0.0.1", 9000)), 1)
+    assert [task.name for task in tasks] == ["server 1", "server 2", "1", "2"]  # the scheduler is on node 0
+    for task in tasks:
+        assert {name: value for name, value in task.environ.items() if name.startswith("DMLC_")} == {
+            "DMLC_ROLE": "worker" if task.is_worker else "server",
+            "DMLC_PS_ROOT_URI": "10.0.0.1",
+            "DMLC_PS_ROOT_PORT": "9000",
+            "DMLC_NUM_WORKER": "3",
+            "DMLC_NUM_SERVER": "3",
+            "DMLC_NODE_HOST": "10.0.0.2",
+        }
+    assert tasks[2].environ["GLUON_MGPU_LOCAL_RANK"] == "0" and tasks[3].environ["GLUON_MGPU_RANK"] == "2"
+    assert tasks[2].environ["GLUON_MGPU_RESTART"] == "1"
+    assert tasks[2].environ["PYTHONPATH"].endswith(os.pathsep + "/mine")
+    assert tasks[0].environ["PYTHONPATH"] == "/mine"
+
+
+def test_one_process_has_no_store(run):
+    assert run(TELL, num_processes=1, servers=None) == 0
+    told = json.loads(run.log(0))
+    assert told["GLUON_MGPU_NUM_PROCESSES"] == "1"
+    assert not [name for name in told if name.startswith("DMLC_")]
+    assert sorted(path.name for path in run.logs.iterdir()) == ["rank-0.log"]
+
+
+RAISE = """
+import os, time
+if os.environ["GLUON_MGPU_RANK"] == "1":
+    time.sleep(0.2)
+    raise ValueError("the data are bad")
+time.sleep(100)
+"""
+
+
+def test_an_exception_ends_all_and_is_the_cause(run, mark):
+    began = time.monotonic()
+    assert run(RAISE, num_processes=3) == 1
+    assert time.monotonic() - began < 10
+    assert marked(mark) == []
+    told = run.err[run.err.index("gluon-mgpu launch: ") :]
+    assert told.startswith("gluon-mgpu launch: rank 1 exited with status 1, the first of 3 processes to fail.")
+    assert "Traceback (most recent call last):" in told and told.count("ValueError: the data are bad") == 1
+    assert str(run.logs / "rank-1.log") in told
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("sys.exit(3)", 3, "exited with status 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+        ("os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(9)", 137, "was killed by SIGKILL"),  # its guard, and so itself
+    ],
+)
+def test_exit_codes(run, mark, how, code, told):
+    program = f"import os, signal, sys, time\nif os.environ['GLUON_MGPU_RANK'] == '0':\n    {how}\ntime.sleep(100)\n"
+    assert run(program) == code
+    assert f"rank 0 {told}, the first of 2" in run.err
+    assert marked(mark) == []
+
+
+def test_what_fails_because_of_it_is_not_the_cause(run):
+    program = """
+import os, signal, sys, time
+rank = int(os.environ["GLUON_MGPU_RANK"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+if rank == 2:
+    open(sys.argv[1], "w").close()
+    os._exit(5)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+time.sleep(0.1)
+raise ConnectionError("rank 2 is gone")  # as others fail soon after when one is missing
+"""
+    assert run(program, run.folder / "gone", num_processes=3) == 5
+    assert "rank 2 exited with status 5, the first of 3" in run.err
+    assert run.err.count("the first of") == 1
+
+
+def test_who_ignores_sigterm_is_killed(run, mark):
+    program = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["GLUON_MGPU_RANK"] == "0":
+    open(sys.argv[1], "w").close()
+    time.sleep(100)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    began = time.monotonic()
+    assert run(program, run.folder / "ready") == 3
+    assert 0.5 < time.monotonic() - began < 10
+    assert marked(mark) == []
+
+
+GRANDCHILDREN = """
+import os, subprocess, sys, time
+child = [sys.executable, "-S", "-c", "import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"]
+subprocess.Popen(child)
+if os.fork() == 0:  # a daemon: a session of its own, its parent gone
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(child[0], child)
+    os._exit(0)
+os.wait()
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(4)", "time.sleep(0.5)\nos.kill(os.getpid(), 9)"])
+def test_grandchildren_end_with_their_worker(run, mark, end):
+    assert run(GRANDCHILDREN + end) == {"": 0, "sys.exit(4)": 4}.get(end, 137)
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize("killed", ["launcher", "launcher, one guard being stopped", "guard"])
+def test_nothing_is_left_when_the_launcher_or_a_guard_is_killed(run, mark, killed):
+    launcher = run.start(GRANDCHILDREN + "time.sleep(100)", limits={"grace_s": 0.5})
+    try:
+        assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
+        assert len(marked(mark)) == 1 + 2 * 4  # the launcher; guards, workers, children, daemons
+        guards = [pid for pid in marked(mark) if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(guards) == 2
+        if "stopped" in killed:
+            os.kill(guards[0], signal.SIGSTOP)
+        os.kill(guards[0] if killed == "guard" else launcher.pid, signal.SIGKILL)
+        assert launcher.wait(timeout=10) == (137 if killed == "guard" else -9)
+        assert until(lambda: marked(mark) == [], 10), marked(mark)
+    finally:
+        kill_when_done(launcher)
+
+
+CATCH = """
+import os, signal, sys, time
+def caught(signum, frame):
+    print("caught", signal.Signals(signum).name, flush=True)
+    time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
+    sys.exit(0)
+signal.signal(signal.SIGINT, caught)
+signal.signal(signal.SIGTERM, caught)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "caught", "code"), [("SIGINT",) * 2 + (130,), ("SIGTERM",) * 2 + (143,), ("SIGHUP", "SIGINT", 129)]
+)
+def test_signals_are_passed_on(run, mark, signum, caught, code):
+    launcher = run.start(CATCH, limits={"grace_s": 10})
+    try:
+        assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
+        launcher.send_signal(getattr(signal, signum))
+        assert launcher.wait(timeout=10) == code
+        output = launcher.stdout.read().decode()
+        assert f"[0] caught {caught}" in output and f"[1] caught {caught}" in output
+        assert f"ended by {signum}" in output
+        assert marked(mark) == []
+    finally:
+        kill_when_done(launcher)
+
+
+def test_a_second_ctrl_c_does_not_wait(run, mark):
+    launcher = run.start(CATCH.replace("sys.exit(0)", "time.sleep(100)"), limits={"grace_s": 50})
+    try:
+        assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
+        launcher.send_signal(signal.SIGINT)
+        assert until(lambda: "caught" in run.log(0))
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=10) == 130
+        assert marked(mark) == []
+    finally:
+        kill_when_done(launcher)
+
+
+def test_a_stopped_worker_is_a_failure(run, mark):
+    program = """
+import os, signal, time
+if os.environ["GLUON_MGPU_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(100)  # for rank 1
+"""
+    assert run(program, limits=Limits(grace_s=0.5, timeout_s=1.5)) == 124
+    assert "rank 1 was stopped (SIGSTOP) for" in run.err
+    assert marked(mark) == []
+
+
+def test_workers_that_all_wait_are_a_failure(run, mark):
+    assert run(SLEEP, limits=Limits(grace_s=0.5, timeout_s=1.5)) == 124
+    assert "no process has computed for" in run.err
+    assert marked(mark) == []
+
+
+def test_output_comes_whole(run):
+    program = r"""
+import os, sys
+if os.environ["GLUON_MGPU_RANK"] == "0":
+    os.write(1, b"caf\xe9\nkept\n10%\r50%\r100%\nwith windows' end\r\n")
+    os.write(2, b"y" * 200_000 + b"\n")
+    os.write(1, b"no end")
+"""
+    assert run(program) == 0
+    assert (run.logs / "rank-0.log").read_bytes().startswith(b"caf\xe9\nkept\n10%\r50%\r100%\nwith windows' end\r\n")
+    assert run.out.splitlines() == ["[0] caf\ufffd", "[0] kept", "[0] 100%", "[0] with windows' end", "[0] no end"]
+    assert run.err.replace("[0] ", "").replace("\n", "") == "y" * 200_000
+    assert (run.logs / "rank-1.log").read_bytes() == b""
+
+
+def test_what_a_killed_worker_has_printed_is_there(run):
+    assert run("import os\nprint('loss 0.1')\nos.kill(os.getpid(), 9)\n") == 137
+    assert "[0] loss 0.1\n" in run.out or "[1] loss 0.1\n" in run.out
+
+
+RESTART = """
+import os, sys
+restart, rank = int(os.environ["GLUON_MGPU_RESTART"]), os.environ["GLUON_MGPU_RANK"]
+print("attempt", restart, "of", os.environ["GLUON_MGPU_NUM_PROCESSES"])
+sys.exit(6 if rank == "1" and restart < 2 else 0)
+"""
+
+
+def test_restarts(run):
+    assert run(RESTART, limits=Limits(grace_s=0.5, max_restarts=3)) == 0
+    assert [run.log(1, restart) for restart in range(4)] == [f"attempt {i} of 2\n" if i < 3 else "" for i in range(4)]
+    assert run.err.count("rank 1 exited with status 6") == 2
+    assert "restart 2 of 3" in run.err and "restart 3" not in run.err
+
+
+def test_too_few_restarts(run):
+    assert run(RESTART, limits=Limits(grace_s=0.5, max_restarts=1)) == 6
+    assert run.log(1, 1) and not run.log(1, 2)
+
+
+def test_elastic_leaves_out_who_keeps_failing(run):
+    program = RESTART.replace('rank == "1" and restart < 2', 'rank == "2"')
+    limits = Limits(grace_s=0.5, max_restarts=3, fewest=2, most=3)
+    assert run(program, num_processes=3, limits=limits) == 0
+    assert [run.log(2, restart) for restart in range(4)] == ["attempt 0 of 3\n", "attempt 1 of 3\n", "", ""]
+    assert run.log(0, 2) == run.log(1, 2) == "attempt 2 of 2\n"
+
+
+def test_elastic_keeps_the_fewest(run):
+    program = RESTART.replace('rank == "1" and restart < 2', 'rank == "1"')
+    limits = Limits(grace_s=0.5, max_restarts=3, fewest=2, most=2)
+    assert run(program, limits=limits) == 6
+    assert [run.log(1, restart) for restart in range(5)] == [f"attempt {i} of 2\n" for i in range(4)] + [""]
+
+
+AFFINITY = "import os\nprint(sorted(os.sched_getaffinity(0)), os.environ.get('OMP_NUM_THREADS'))"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_each_process_has_cores_of_its_own(run, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = sorted(os.sched_getaffinity(0))
+    assert run(AFFINITY) == 0
+    bound = [json.loads(run.log(rank).rpartition(" ")[0]) for rank in range(2)]
+    assert sorted(bound[0] + bound[1]) == cores and abs(len(bound[0]) - len(bound[1])) <= 1
+    assert run.log(0).split()[-1] == "None"
+    assert run(AFFINITY, bind=False) == 0
+    assert run.log(0) == run.log(1) == f"{cores} {max(1, len(cores) // 2)}\n"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run(AFFINITY, num_processes=len(cores) + 1) == 0
+    assert {run.log(rank) for rank in range(len(cores) + 1)} == {f"{cores} 7\n"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "each", "seen"),
+    [("0123", 0, ["0,1", "2,3"]), ("012", 0, ["0,1", "2"]), ("0123", 1, ["0", "1"]), ("5", 0, ["5", "5"]), ("", 0, [None, None])],
+)
+def test_gpus_are_shared_out(gpus, each, seen, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    tasks = Machine(("prog",), gpus=tuple(gpus), gpus_per_process=each).tasks(Plan(0, (2,), (0,), ("127.0.0.1", 1)), 0)
+    assert [task.environ.get("CUDA_VISIBLE_DEVICES") for task in tasks] == seen
+
+
+HANG_AT_EXIT = """
+import atexit, os, sys, time, types
+class Store:
+    def __del__(self):
+        time.sleep(100)  # as MXNet's store, until the other workers end
+sys.modules["mxnet"] = types.ModuleType("mxnet")
+sys.modules["mxnet"].store = Store()
+atexit.register(lambda: print("saved"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "errors"),
+    [
+        ("raise ValueError('bad')", 1, "ValueError: bad"),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no data')", 1, "no data"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        (
+            "Store.__del__ = lambda self: None\ntry:\n    sys.exit(4)\nexcept SystemExit as error:\n    assert error.code == 4",
+            0,
+            "",
+        ),
+        ("Store.__del__ = lambda self: None\nsys.exit()", 0, ""),
+    ],
+)
+def test_who_has_failed_does_not_wait_at_exit(end, code, errors, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    path = os.pathsep.join([STARTUP, str(tmp_path)])
+    environ = {**os.environ, "PYTHONPATH": path, "DMLC_ROLE": "worker"}
+    done = subprocess.run([sys.executable, "-c", HANG_AT_EXIT + end], env=environ, capture_output=True, text=True, timeout=20)
+    assert done.returncode == code
+    assert done.stdout == "mine\nsaved\n"
+    assert done.stderr.strip().splitlines()[-1:] == ([errors] if errors else [])
+
+
+def test_shares():
+    assert shares(range(7), 3) == [(0, 1, 2), (3, 4), (5, 6)]
+    assert shares([], 2) == [(), ()]
+
+
+def test_programs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert program_command(["train.py", "-x"]) == (sys.executable, "train.py", "-x")
+    assert program_command(["pkg.train", "-x"], module=True) == (sys.executable, "-m", "pkg.train", "-x")
+    assert program_command(["sh", "-c", "true"]) == (shutil.which("sh"), "-c", "true")
+    for wrong in ["missing.py", "no-such-program-at-all"]:
+        with pytest.raises(LaunchError) as raised:
+            program_command([wrong])
+        assert_house_style(raised.value)
+        assert wrong in str(raised.value)
+
+
+def test_a_program_that_cannot_be_run(run, tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x7fELFnot really")
+    broken.chmod(0o755)
+    assert run_job(Job((str(broken),), log_dir=run.logs)) == 127
+    assert b"broken" in run.capture.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"program": ()},
+        {"num_processes": 0},
+        {"servers": -1},
+        {"num_nodes": 2},
+        {"num_nodes": 2, "node_rank": 2, "rendezvous": ("127.0.0.1", 1)},
+        {"gpus_per_process": 1},
+        {"limits": Limits(max_restarts=-1)},
+        {"limits": Limits(grace_s=0)},
+        {"limits": Limits(fewest=2, most=3)},
+        {"interface": "no-such-interface.invalid"},
+        {"interface": "192.0.2.1"},
+    ],
+)
+def test_wrong_jobs(wrong, tmp_path):
+    with pytest.raises(LaunchError) as raised:
+        run_job(Job(**{"program": ("true",), "log_dir": tmp_path / "logs", **wrong}))
+    assert_house_style(raised.value)
+    assert not (tmp_path / "logs").exists()

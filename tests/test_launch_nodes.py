@@ -1,0 +1,309 @@
+"""Launching on several machines: launchers that meet, miss each other, and are told nonsense; network namespaces as hosts."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+
+import numpy as np
+import pytest
+from gluon_mgpu.distributed import LaunchError
+from gluon_mgpu.distributed.job import Job, run_job
+from gluon_mgpu.distributed.supervise import Limits
+
+from .conftest import assert_house_style
+from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, until
+
+__all__ = ["mark"]  # a fixture
+pytestmark = pytest.mark.timeout(100)
+PLACE = """
+import os, sys, time
+names = ("NODE_RANK", "LOCAL_RANK", "RANK", "NUM_PROCESSES", "NUM_NODES", "RESTART")
+place = [os.environ["GLUON_MGPU_" + name] for name in names]
+print("place", *place, flush=True)
+"""
+
+
+class Hosts:
+    """Launchers that are to meet, each with its own folder for logs."""
+
+    def __init__(self, folder, port):
+        self.folder, self.port = folder, port
+        self.started = []
+
+    def start(self, node_rank, program, *, name=None, prefix=(), host="127.0.0.1", num_nodes=2, limits=None, **options):
+        path = self.folder / "program.py"
+        path.write_text(program, encoding="utf-8")
+        said = {
+            "program": [*options.pop("python", PYTHON), str(path)],
+            "num_processes": 1,
+            "servers": 0,
+            "num_nodes": num_nodes,
+            "node_rank": node_rank,
+            "rendezvous": [host, self.port],
+            "silence_s": 1.0,
+            "limits": {"grace_s": 0.5, "patience_s": 20.0, **(limits or {})},
+            "log_dir": str(self.folder / (name or f"node{node_rank}")),
+            **options,
+        }
+        command = [*prefix, sys.executable, "-c", LAUNCHER, json.dumps(said)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder)
+        self.started.append(process)
+        return process
+
+    def log(self, node, rank, restart=0):
+        folder = self.folder / node / (f"restart-{restart}" if restart else "")
+        path = folder / f"rank-{rank}.log"
+        return path.read_text("utf-8", "replace") if path.exists() else ""
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hosts = Hosts(tmp_path, port)
+    yield hosts
+    for process in hosts.started:
+        kill_when_done(process)
+
+
+def codes(*launchers):
+    return [launcher.wait(timeout=20) for launcher in launchers]
+
+
+def test_three_nodes(hosts, mark):
+    counts = [2, 1, 3]
+    launchers = [hosts.start(rank, PLACE, num_nodes=3, num_processes=count) for rank, count in enumerate(counts)][::-1]
+    assert codes(*launchers) == [0, 0, 0]
+    places = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    for rank, (node, local) in enumerate(places):
+        assert hosts.log(f"node{node}", rank) == f"place {node} {local} {rank} 6 3 0\n"
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_anywhere_ends_all_nodes(hosts, mark, failing):
+    program = PLACE + f"if place[0] == '{failing}':\n    time.sleep(0.3)\n    raise KeyError('bad node')\ntime.sleep(100)"
+    launchers = [hosts.start(rank, program, num_processes=2) for rank in range(2)]
+    assert codes(*launchers) == [1, 1]
+    for launcher in launchers:  # both say the cause
+        output = launcher.stdout.read().decode()
+        assert output.count("of 4 processes to fail") == 1
+        assert "KeyError: 'bad node'" in output
+        assert f"rank {2 * failing}" in output or f"rank {2 * failing + 1}" in output
+    assert marked(mark) == []
+
+
+def test_restart_over_nodes(hosts, mark):
+    program = PLACE + "sys.exit(5 if place[2] == '1' and place[5] == '0' else 0)"
+    launchers = [hosts.start(rank, program, limits={"max_restarts": 1}) for rank in range(2)]
+    assert codes(*launchers) == [0, 0]
+    assert [hosts.log(f"node{rank}", rank, 1) for rank in range(2)] == ["place 0 0 0 2 2 1\n", "place 1 0 1 2 2 1\n"]
+
+
+WAIT = PLACE + "time.sleep(100 if place[5] == '0' else 0)"
+
+
+@pytest.mark.parametrize("signum", ["SIGKILL", "SIGSTOP", "SIGTERM"])
+def test_a_lost_node_is_noticed_and_may_come_back(hosts, mark, signum):
+    first, second = (hosts.start(rank, WAIT, limits={"max_restarts": 1}) for rank in range(2))
+    assert until(lambda: hosts.log("node0", 0) and hosts.log("node1", 1))
+    second.send_signal(getattr(signal, signum))  # SIGSTOP: the launcher is silent, as behind a cut cable
+    if signum == "SIGSTOP":
+        time.sleep(2.5)  # longer than the silence that is allowed
+        second.send_signal(signal.SIGCONT)  # it comes back by itself
+    else:
+        again = hosts.start(1, WAIT, name="again", limits={"max_restarts": 1})
+    assert first.wait(timeout=20) == 0
+    assert second.wait(timeout=20) == {"SIGKILL": -9, "SIGTERM": 143, "SIGSTOP": 0}[signum]
+    assert hosts.log("node0", 0, 1) == "place 0 0 0 2 2 1\n"
+    if signum != "SIGSTOP":
+        assert again.wait(timeout=20) == 0
+        assert hosts.log("again", 1, 1) == "place 1 0 1 2 2 1\n"
+    output = first.stdout.read().decode()
+    assert ("node 1 has closed" in output) or ("node 1 has not been heard of" in output) or ("on node 1 got SIGTERM" in output)
+    assert marked(mark) == []
+
+
+def test_elastic_goes_on_without_a_node(hosts, mark, monkeypatch):
+    limits = {"max_restarts": 1, "fewest": 1, "most": 2, "patience_s": 1.0}
+    first, second = (hosts.start(rank, WAIT, limits=limits) for rank in range(2))
+    assert until(lambda: hosts.log("node0", 0) and hosts.log("node1", 1))
+    second.kill()
+    assert first.wait(timeout=20) == 0
+    assert hosts.log("node0", 0, 1) == "place 0 0 0 1 1 1\n"
+    assert until(lambda: marked(mark) == [])
+
+
+def test_without_node_0(hosts, mark):
+    first, second = (hosts.start(rank, WAIT, limits={"patience_s": 1.5}) for rank in range(2))
+    assert until(lambda: hosts.log("node0", 0) and hosts.log("node1", 1))
+    first.kill()
+    assert second.wait(timeout=20) == 1
+    output = second.stdout.read().decode()
+    assert "node 0 has closed the connection; ended this node's processes" in output
+    assert "launch: got no node 0 at 127.0.0.1:" in output
+    assert marked(mark) == []
+
+
+def test_nodes_that_never_come(tmp_path, hosts):
+    options = {"num_nodes": 2, "rendezvous": ("127.0.0.1", hosts.port), "limits": Limits(patience_s=0.5), "log_dir": tmp_path}
+    with pytest.raises(LaunchError) as raised:
+        run_job(Job(("true",), node_rank=1, **options))
+    assert_house_style(raised.value)
+    assert run_job(Job(("true",), node_rank=0, **options)) == 1
+    assert "got no node 1 for" in (tmp_path / "launcher.log").read_text()
+    with socket.socket() as taken, pytest.raises(LaunchError) as raised:
+        taken.bind(("127.0.0.1", hosts.port))
+        taken.listen()
+        run_job(Job(("true",), node_rank=0, **options))
+    assert_house_style(raised.value)
+
+
+def say(port, data, seconds=0.3):
+    """Say something at the rendezvous; return what is answered."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(data)
+        connection.settimeout(seconds)
+        try:
+            return connection.recv(1000)
+        except OSError:
+            return b""
+
+
+def test_nonsense_at_the_rendezvous(hosts, mark):
+    first = hosts.start(0, PLACE)
+    hello = {"kind": "hello", "version": 1, "node_rank": 1, "num_nodes": 2, "num_processes": 1}
+    assert until(lambda: can_connect(hosts.port))
+    for nonsense in [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 300_000,
+        b"[" * 100_000 + b"\n",
+        b"[1]\n",
+        b'{"kind": 1}\n',
+        b"",
+        b"{}\n" * 9,
+    ]:
+        assert say(hosts.port, nonsense) == b""
+    for wrong in [{"version": 2}, {"node_rank": 0}, {"node_rank": 2}, {"num_nodes": 3}, {"num_processes": 0}, {"node_rank": "1"}]:
+        assert b'"refuse"' in say(hosts.port, json.dumps({**hello, **wrong}).encode() + b"\n", 5)
+    assert codes(hosts.start(1, PLACE), first) == [0, 0]
+    assert marked(mark) == []
+
+
+def can_connect(port):
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_refused_node_says_why(hosts):
+    first = hosts.start(0, PLACE)
+    assert hosts.start(1, PLACE, num_nodes=3).wait(timeout=20) == 1
+    output = hosts.started[1].stdout.read().decode()
+    assert "launch: got --nodes 3; need 2, as on node 0. Node 0 refused this one." in output
+    assert codes(hosts.start(1, PLACE), first) == [0, 0]
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+class Network:
+    """Hosts that are network namespaces, behind a switch that is one, too: what happens there touches no other network."""
+
+    def __init__(self, num_hosts):
+        self.name = f"mgpu{uuid.uuid4().hex[:6]}"
+        self.addresses = [f"10.213.0.{i + 1}" for i in range(num_hosts)]
+        self.names = [f"{self.name}-{i}" for i in range(num_hosts)]
+
+    def build(self):
+        ip("netns", "add", self.name)
+        ip("-n", self.name, "link", "add", "switch", "type", "bridge")
+        ip("-n", self.name, "link", "set", "switch", "up")
+        for i, (name, address) in enumerate(zip(self.names, self.addresses)):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", self.name, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", self.name, "link", "set", f"port{i}", "master", "switch", "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+
+    def plug(self, i, state):
+        """Pull the cable of a host ("down"), or plug it in ("up")."""
+        ip("-n", self.name, "link", "set", f"port{i}", state)
+
+    def remove(self):
+        for name in [self.name, *self.names]:
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, timeout=10)
+
+
+@pytest.fixture
+def network():
+    network = Network(2)
+    try:
+        network.build()
+    except (OSError, subprocess.CalledProcessError) as error:
+        network.remove()
+        told = getattr(error, "stderr", None) or str(error).encode()
+        pytest.skip(f"network namespaces are not permitted here: {told.decode().strip()}")
+    yield network
+    network.remove()
+
+
+DESCEND = """
+import json, os, sys, time
+import mxnet as mx
+rank, path, target = int(os.environ["GLUON_MGPU_RANK"]), os.environ["CHECKPOINT"], [3.0, 5.0]
+step, weight = json.load(open(path)) if os.path.exists(path) else (0, 0.0)
+print("from step", step, flush=True)
+store = mx.kv.create("dist_sync")
+store.init(0, mx.nd.zeros((1,)))
+while step < 60:
+    gradient = mx.nd.array([weight - target[rank]])  # of the squared distance to this worker's target
+    store.push(0, gradient)
+    total = mx.nd.zeros((1,))
+    store.pull(0, out=total)
+    step, weight = step + 1, weight - 0.125 * total.asscalar()
+    if rank == 0:
+        with open(path + ".part", "w") as file:
+            json.dump([step, float(weight)], file)
+        os.rename(path + ".part", path)
+    time.sleep(0.05)
+print("weight", weight, flush=True)
+"""
+
+
+def test_hosts_train_lose_each_other_and_recover(network, hosts, mark, monkeypatch):
+    checkpoint = hosts.folder / "checkpoint.json"
+    monkeypatch.setenv("CHECKPOINT", str(checkpoint))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = {"host": network.addresses[0], "python": [sys.executable], "servers": 1, "limits": {"max_restarts": 1}}
+    enter = [["ip", "netns", "exec", name] for name in network.names]
+    launchers = [hosts.start(rank, DESCEND, prefix=enter[rank], **options) for rank in range(2)]
+    assert until(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())[0] >= 10, 40)
+    network.plug(1, "down")
+    assert until(lambda: b"node 1 has not been heard of" in launcher_log(hosts, 0))
+    assert until(lambda: b"node 0 has not been heard of" in launcher_log(hosts, 1))
+    assert until(lambda: len(marked(mark)) == 2)  # the launchers: both sides have ended their processes
+    network.plug(1, "up")
+    assert [launcher.wait(timeout=50) for launcher in launchers] == [0, 0]
+    resumed = int(hosts.log("node0", 0, 1).split()[2])
+    assert 10 <= resumed < 60
+    weight = np.float32(0)
+    for _ in range(60):  # as one process would
+        weight = float(weight) - 0.125 * np.float32(np.float32(float(weight) - 3.0) + np.float32(float(weight) - 5.0))
+    for rank in range(2):
+        assert float(hosts.log(f"node{rank}", rank, 1).split()[-1]) == float(weight)
+    assert marked(mark) == []
+
+
+def launcher_log(hosts, node_rank):
+    path = hosts.folder / f"node{node_rank}" / "launcher.log"
+    return path.read_bytes() if path.exists() else b""

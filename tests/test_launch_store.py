@@ -1,0 +1,100 @@
+"""Launching with MXNet's own store between two workers: it works, it ends when something fails, and it listens on loopback."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import test_launch
+from .test_launch import Runner, kill_when_done, mark, marked, until
+
+__all__ = ["mark"]  # a fixture
+pytestmark = pytest.mark.timeout(100)
+PUSH_AND_PULL = """
+import os, sys, time
+import mxnet as mx
+store = mx.kv.create("dist_sync")
+rank = int(os.environ["GLUON_MGPU_RANK"])
+value = mx.nd.zeros((2,))
+store.init(3, value)
+def step(number):
+    store.push(3, mx.nd.ones((2,)) * number * 10 ** rank)
+    store.pull(3, out=value)
+    return value.asnumpy().tolist()
+print("pulled", step(1), step(2), flush=True)
+"""
+PULLED = "pulled [11.0, 11.0] [22.0, 22.0]\n"
+
+
+@pytest.fixture
+def run(tmp_path, capfdbinary, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(test_launch, "PYTHON", (sys.executable,))
+    return Runner(tmp_path, capfdbinary)
+
+
+def listening(pids):
+    """The addresses at which these processes listen, as the kernel lists them: network byte order read as a hex number."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(descriptor))
+            except OSError:
+                continue
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+
+def test_two_workers_and_a_killed_server(run, mark):
+    launcher = run.start(PUSH_AND_PULL + "time.sleep(100)", servers=1)
+    try:
+        assert until(lambda: run.log(0) == run.log(1) == PULLED, 30), run.log(0)
+        addresses = listening(marked(mark))
+        assert len(addresses) == 4  # the scheduler, a server, and the workers
+        assert {address.partition(":")[0] for address in addresses} == {"0100007F"}  # 127.0.0.1, not 0.0.0.0
+        (server,) = [pid for pid in marked(mark) if is_server(pid)]
+        os.kill(server, signal.SIGKILL)
+        assert launcher.wait(timeout=15) == 137
+        assert (
+            "gluon-mgpu launch: server 0 was killed by SIGKILL, the first of 2 processes to fail"
+            in launcher.stdout.read().decode()
+        )
+        assert marked(mark) == []
+    finally:
+        kill_when_done(launcher)
+
+
+def is_server(pid):
+    environ = Path(f"/proc/{pid}/environ").read_bytes()
+    return b"DMLC_ROLE=server" in environ and b"guard.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_store_that_is_never_freed(run, mark):
+    """Left alone, a worker whose store lives as long as the interpreter is aborted at its end, after all has gone well."""
+    forget = "import ctypes\nctypes.pythonapi.Py_IncRef(ctypes.py_object(store))"
+    assert run(PUSH_AND_PULL + forget, servers=1) == 0, run.err
+    assert run.log(0) == run.log(1) == PULLED
+    assert marked(mark) == []
+
+
+FAIL = """
+if rank == 1 and os.environ["GLUON_MGPU_RESTART"] == "0":
+    raise ValueError("the data are bad")
+if rank == 1:
+    sys.exit(3)
+step(3)
+"""
+
+
+def test_workers_that_fail_between_two_steps_and_a_new_store(run, mark):
+    """Left alone, who fails waits for the other at MXNet's exit barrier, and the other for its push."""
+    limits = test_launch.Limits(grace_s=0.5, max_restarts=1)
+    assert run(PUSH_AND_PULL + FAIL, servers=1, limits=limits) == 3
+    first, _, second = run.err.partition("restart 1 of 1")
+    assert "rank 1 exited with status 1, the first of 2" in first and "  ValueError: the data are bad\n" in first
+    assert "rank 1 exited with status 3, the first of 2" in second
+    assert [run.log(rank, restart) for rank in (0, 1) for restart in (0, 1)][::3] == [PULLED] * 2
+    assert marked(mark) == []

@@ -14,6 +14,7 @@ from .callbacks import Callback, Checkpoint, EarlyStopping, History, Progress, S
 from .checkpoint import load_checkpoint, save_checkpoint
 from .debug import debugging, run_serially
 from .devices import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
+from .distributed import this_process
 from .evaluation import evaluate, evaluate_accuracy_gpus
 from .fit import fit
 from .leaks import LeakCheck
@@ -95,6 +96,7 @@ __all__ = [
     "save_checkpoint",
     "load_checkpoint",
     "find_batch_size",
+    "this_process",
     "translate",
     "Translation",
     "plot_attention",

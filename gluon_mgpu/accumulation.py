@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, MutableSet, Sequence, Tuple
+from weakref import WeakSet
 
 import mxnet as mx
 import numpy as np
@@ -29,15 +30,18 @@ class Accumulation:
     Attributes
     ----------
     is_on : bool
+    is_outdated : bool
+        Another one has marked parameters of these anew: flags that were found before are no longer theirs.
     """
 
     def __init__(self, params: Sequence[gluon.Parameter], num_replicas: int) -> None:
-        self.is_on = False
+        self.is_on = self.is_outdated = False
         self._params = list(params)
         self._num_replicas = num_replicas
         self._changed: List[gluon.Parameter] = []  # those that wrote before
         self._sparse: Dict[Tuple[int, int], Leaf] = {}  # sums, by parameter and replica
         self._forget()
+        _all.add(self)
 
     def start(self) -> List[gluon.Parameter]:
         """Let the coming backward passes add to what is there, and return for which parameters. What is stale is to be zero."""
@@ -50,7 +54,7 @@ class Accumulation:
         for param in writing:
             param._grad_req = "add"  # its setter would make new arrays; without arrays yet, they will be made so
         self._changed += writing
-        _mark([param for param in writing if param._grad], "add")
+        self._mark(writing, "add")
         return writing
 
     def stop(self) -> List[gluon.Parameter]:
@@ -59,7 +63,7 @@ class Accumulation:
         adding = [param for param in self._changed if param.grad_req == "add"]
         for param in adding:
             param._grad_req = "write"
-        _mark([param for param in adding if param._grad], "write")
+        self._mark(adding, "write")
         for param in self._params:
             for weight in (param._data or []) if param._grad else []:
                 weight._fresh_grad = False
@@ -98,6 +102,13 @@ class Accumulation:
             for replica in range(self._num_replicas)
         ]
 
+    def _mark(self, params: Sequence[gluon.Parameter], grad_req: str) -> None:
+        _mark([param for param in params if param._grad], grad_req)
+        marked = set(map(id, params))
+        for other in _all:
+            if other is not self and not marked.isdisjoint(map(id, other._params)):
+                other.is_outdated = True
+
     def _add_sparse(self, index: int, replica: int) -> None:
         gradient, total = self._params[index].list_grad()[replica], self._sparse.get((index, replica))
         self._sparse[index, replica] = gradient.copy() if total is None else mx.nd.sparse.elemwise_add(total, gradient)
@@ -105,6 +116,9 @@ class Accumulation:
     def _forget(self) -> None:
         self._reached = np.zeros((len(self._params), self._num_replicas), dtype=bool)
         self._sparse.clear()
+
+
+_all: MutableSet[Accumulation] = WeakSet()  # of several trainers, that may share parameters
 
 
 def _mark(params: Sequence[gluon.Parameter], grad_req: str) -> None:

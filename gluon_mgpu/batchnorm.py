@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Iterable, List, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -13,6 +13,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.gluon.parameter import DeferredInitializationError
 
 from .errors import TrainerError
+from .parameters import blocks_of
 from .replicas import average_replicas, average_running_stats
 from .turns import defer, is_in_turns, meet, run_in_turns
 
@@ -271,16 +272,7 @@ def _blocks(operation: str, net: Any) -> List[gluon.Block]:
     """Return a network and all blocks in it."""
     if not isinstance(net, gluon.Block):
         raise TrainerError(f"{operation}: got {type(net).__name__} as the network; need a gluon.Block. Pass the network itself.")
-    found: Dict[int, gluon.Block] = {}
-
-    def visit(block: gluon.Block) -> None:
-        if id(block) not in found:
-            found[id(block)] = block
-            for child in block._children.values():
-                visit(child)
-
-    visit(net)
-    return list(found.values())
+    return blocks_of(net)
 
 
 def _check_convertible(block: gluon.Block) -> None:

@@ -9,18 +9,25 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
+import numpy as np
 from mxnet import gluon
 
-from .checkpoint import save_checkpoint
+from .checkpoint import check_folder
+from .described import describe
+from .distributed.process import this_process
 from .epoch import EpochProgress
 from .errors import TrainerError
+from .nested import Leaf
 from .parameters import has_values
 from .plots import figure, plot_history, save
+from .position import Row
+from .processes import group
+from .rng import draw_base
+from .shelf import Shelf
+from .snapshot import FILES, OLD_STATES, Content, Place, Snapshot, take_snapshot
 from .trainer import Trainer
-
-Row = Dict[str, float]
 
 
 @dataclass
@@ -98,6 +105,14 @@ class FitState:
         Whether Ctrl-C ended it between two batches, so that all devices hold the same weights.
     tests : bool
         Whether there is a test set.
+    batches, step : int
+        How many were trained on in this epoch, and since the run began.
+    pending : int
+        Of these, how many no update has been made with yet; see `accumulate_grad_batches`.
+    resumed : Content, optional
+        Of the checkpoint that the run goes on from: its rows are in the history.
+    where : callable () -> (dict, dict of NDArray), optional
+        What a checkpoint keeps to go on from here; it does not wait.
     """
 
     net: gluon.Block
@@ -110,6 +125,11 @@ class FitState:
     error: Optional[BaseException] = None
     interrupted: bool = False
     tests: bool = False
+    batches: int = 0
+    step: int = 0
+    pending: int = 0
+    resumed: Optional[Content] = None
+    where: Optional[Callable[[], Tuple[Place, Dict[str, Leaf]]]] = None
 
 
 class Callback:
@@ -120,6 +140,9 @@ class Callback:
 
     def on_epoch_begin(self, state: FitState) -> None:
         """Before the first batch of an epoch."""
+
+    def on_batch_end(self, state: FitState) -> None:
+        """After each batch of training: it is queued on the devices, and nobody should wait for it here."""
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         """About twice a second while training, when the sums have been read."""
@@ -149,7 +172,8 @@ class Progress(Callback):
 
     def on_fit_begin(self, state: FitState) -> None:
         self._began = self._printed = time.perf_counter()
-        if sys.stdout.isatty():
+        self._done_before = len(state.history.rows) + (state.batches / state.num_batches if state.num_batches else 0.0)
+        if sys.stdout.isatty() and not this_process().rank:
             from rich import progress  # only here: importing it takes longer than most batches
 
             self._bar = progress.Progress(
@@ -190,16 +214,17 @@ class Progress(Callback):
         if not state.num_batches:
             return ""
         done = state.epoch - 1 + progress.num_batches / state.num_batches
-        seconds = (time.perf_counter() - self._began) / done * (state.epochs - done)
+        seconds = (time.perf_counter() - self._began) / (done - self._done_before) * (state.epochs - done)
         return f"  {_clock(seconds)} left"
 
     def _print(self, line: str) -> None:
         self._printed = time.perf_counter()
-        print(line, flush=True)
+        if not this_process().rank:
+            print(line, flush=True)
 
 
 class SaveHistory(Callback):
-    """Writes the history's table and picture after each epoch, and at the end: see `History.save`.
+    """Writes the history's table and picture after each epoch, and at the end: see `History.save`. In a job, process 0 does.
 
     Parameters
     ----------
@@ -213,10 +238,11 @@ class SaveHistory(Callback):
         figure()  # tells before the first epoch that the extra is missing
 
     def on_epoch_end(self, state: FitState) -> None:
-        state.history.save(self.folder)
+        if not this_process().rank:
+            state.history.save(self.folder)
 
     def on_fit_end(self, state: FitState) -> None:
-        if state.history.rows:
+        if state.history.rows and not this_process().rank:
             state.history.save(self.folder)  # now it says why it stopped
 
 
@@ -247,17 +273,23 @@ class EarlyStopping(Callback):
 
     def on_fit_begin(self, state: FitState) -> None:
         self._best.begin(state)
+        if state.history.rows:  # the run that is gone on with may have been stopped
+            self._stop(state)
 
     def on_epoch_end(self, state: FitState) -> None:
+        if not self._best.improves(state):
+            self._stop(state)
+
+    def _stop(self, state: FitState) -> None:
         best = self._best
-        if not best.improves(state) and state.epoch - best.epoch > self._patience:
+        if len(state.history.rows) - best.epoch > self._patience:
             state.stop = f"{best.monitor} was best ({best.value:.4g}) in epoch {best.epoch}"
 
 
 class Checkpoint(Callback):
     """Saves the network and its trainer: `best` when a metric is better than before, `last` after each epoch and at the end.
 
-    What an error has spoilt is not saved; what Ctrl-C ends is.
+    What an error has spoilt is not saved; what Ctrl-C ends is. `fit(..., resume="auto")` goes on from the latest.
 
     Parameters
     ----------
@@ -267,29 +299,98 @@ class Checkpoint(Callback):
         A column of the history, for `best`. None: only `last`.
     mode : "min", "max" or None
         As for `EarlyStopping`.
+    every : int, optional
+        Save in an epoch, too: after so many batches, or with the update that follows.
+    keep : int
+        How many of the last to keep: `last`, and those before it, which are called `step-00000200` by their batches.
+    background : bool
+        Write in a thread, while training goes on: what is saved is copied on the devices first. An error shows at the next save,
+        or at the end; the end of `fit` waits for the thread.
+
+    Raises
+    ------
+    TrainerError
+        A number that makes no sense.
     """
 
-    def __init__(self, folder: Union[str, Path], monitor: Optional[str] = "test_accuracy", *, mode: Optional[str] = None) -> None:
+    def __init__(
+        self,
+        folder: Union[str, Path],
+        monitor: Optional[str] = "test_accuracy",
+        *,
+        mode: Optional[str] = None,
+        every: Optional[int] = None,
+        keep: int = 1,
+        background: bool = False,
+    ) -> None:
+        for name, number in (("every", 1 if every is None else every), ("keep", keep)):
+            if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
+                raise TrainerError(
+                    f"{type(self).__name__}: got {name}={number!r}; need a whole number of 1 or more. every=500 and keep=3, say."
+                )
         self.folder = Path(folder)
         self._best = Best(monitor, mode) if monitor else None
+        self._every = every
+        self._shelf = Shelf(self.folder, keep=keep, background=background)
 
     def on_fit_begin(self, state: FitState) -> None:
         if self._best is not None:
             self._best.begin(state)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("best", "last"):
+            self._check_replaceable(self.folder / name)
+        describe(state.trainer.optimizer)  # what cannot be saved is told before the first epoch
+        self._base: Optional[int] = None
+        self._saved: Any = None
+        self._reached = state.step
+        if state.resumed is not None and state.resumed.training is not None:
+            self._base = state.resumed.training["random"]["base"]
+        processes = group()
+        if processes is not None:
+            processes.wait()  # each has read what it goes on from, before the first one tidies up
+        if not this_process().rank:
+            self._shelf.begin(None if state.resumed is None else state.resumed.folder)
+
+    def on_batch_end(self, state: FitState) -> None:
+        # The end of an epoch is saved when it has been evaluated.
+        if self._every is None or state.pending or state.batches == state.num_batches:
+            return
+        if state.step // self._every > self._reached // self._every:
+            self._save(state)
 
     def on_epoch_end(self, state: FitState) -> None:
-        self._save("last", state)
-        if self._best is not None and self._best.improves(state):
-            self._save("best", state)
+        is_best = False
+        try:
+            is_best = self._best is not None and self._best.improves(state)
+        finally:
+            self._save(state, is_best=is_best)
 
     def on_fit_end(self, state: FitState) -> None:
-        if state.interrupted and has_values(state.net):
-            self._save("last", state)
+        try:
+            if state.interrupted and has_values(state.net):
+                self._save(state)
+        finally:
+            self._shelf.wait()
 
-    def _save(self, name: str, state: FitState) -> None:
+    def _save(self, state: FitState, *, is_best: bool = False) -> None:
+        place, arrays = state.where() if state.where is not None else ({}, {})
+        here = [place.get(name) for name in ("epoch", "batches", "step", "row")]
+        if place and self._saved == here:
+            return  # Ctrl-C came when all was saved
+        self._reached = state.step
+        if self._base is None or not place:
+            self._base = draw_base(state.trainer.contexts[0])
         progress = {"epoch": state.epoch, "epochs_completed": len(state.history.rows), "history": state.history.rows}
-        save_checkpoint(self.folder / name, state.net, state.trainer, progress)
+        snapshot = take_snapshot(state.net, state.trainer, progress, place=place, arrays=arrays, base=self._base)
+        if not this_process().rank:
+            self._shelf.put(self._writing(snapshot), state.step, is_best=is_best)
+        self._saved = here
+
+    def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
+        """Return what fills a folder with the snapshot: in any thread, and without looking at the network."""
+        return snapshot.write
+
+    def _check_replaceable(self, folder: Path) -> None:
+        check_folder(folder, (*FILES, OLD_STATES), type(self).__name__, "checkpoint")
 
 
 class Best:
@@ -304,7 +405,7 @@ class Best:
         self.value, self.epoch = math.nan, 0
 
     def begin(self, state: FitState) -> None:
-        """Begin anew.
+        """Begin anew, or with what the history of a run that is gone on with tells.
 
         Raises
         ------
@@ -318,6 +419,8 @@ class Best:
                 "test_iter to fit, "
                 "or another monitor: 'train_loss', or None for a Checkpoint."
             )
+        for epoch, row in enumerate(state.history.rows, 1):
+            self._note(row.get(self.monitor, math.nan), epoch)
 
     def improves(self, state: FitState) -> bool:
         """Return whether the last epoch is the best so far, and remember it if so.
@@ -332,11 +435,13 @@ class Best:
             raise TrainerError(
                 f"callbacks: got monitor {self.monitor!r}; need one of {', '.join(row)}. Pass a test_iter for test_... columns."
             )
-        value = row[self.monitor]
+        return self._note(row[self.monitor], state.epoch)
+
+    def _note(self, value: float, epoch: int) -> bool:
         # NaN is never better, and anything is better than NaN.
         better = value == value and not self._sign * (self.value - value) <= self._min_delta
         if better:
-            self.value, self.epoch = value, state.epoch
+            self.value, self.epoch = value, epoch
         return better
 
 

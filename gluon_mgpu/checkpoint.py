@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
-from .batchnorm import settle_batch_norm
+from .distributed.process import this_process
 from .errors import StateError
 from .evaluation import devices_of
+from .folders import new_folder, put_in_place, whole
 from .parameters import has_values, shape_fits
+from .replicas import average_replicas
+from .snapshot import FILES, OLD_STATES, PARAMS, Content, check_content, read_content, restore, states_of, take_snapshot
 from .trainer import Trainer
-
-_PARAMS, _STATES, _PROGRESS = _FILES = "net.params", "trainer.states", "progress.json"
 
 
 def save_checkpoint(
@@ -29,13 +28,21 @@ def save_checkpoint(
     """Write a network, and what its training needs to go on, into a folder.
 
     ```
-    net.params        plain Gluon: net.load_parameters reads it, here or without this package
-    trainer.states    optimizer and its states
-    progress.json     whatever was passed: the epoch, say
+    net.params       plain Gluon: net.load_parameters reads it, here or without this package
+    progress.json    whatever was passed: the epoch, say
+    states.npz       the optimizer's states, and each device's running statistics        with a trainer
+    training.json    its options and schedule, counts, random numbers, versions          with a trainer
+    manifest.json    the sizes and checksums of the others
     ```
 
-    The folder is written beside and then renamed: one of this name is whole, the new or the old one. BatchNorm's running
-    statistics are averaged over the devices first, so that what is saved is what `evaluate` measures.
+    The folder is written beside, forced to the disk, and then renamed: one of this name is whole, the new or the old one. Reading
+    it executes nothing that is in it.
+
+    `net.params` holds the mean of BatchNorm's running statistics over the devices, which is what `evaluate` measures. Training is
+    left as it is, but that MXNet's random generators, which do not tell where they are, are seeded anew where a trainer is saved:
+    this run and one that goes on from the folder draw the same numbers from here on.
+
+    In a job of several processes, the first one writes. Each is to call it.
 
     Parameters
     ----------
@@ -45,38 +52,39 @@ def save_checkpoint(
     trainer : Trainer, optional
     progress : dict, optional
         Anything that JSON holds.
+
+    Raises
+    ------
+    StateError
+        The folder holds something else, the network has no values, or optimizer or schedule keep what a file cannot hold.
+    TrainerError
+        Gradients were accumulated and not applied: the files would not hold them.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> net = gluon.nn.Dense(1, in_units=1)
+    >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(folder + "/c", net, Trainer(net, "adam"), {"epoch": 3})
+    ...     load_checkpoint(folder + "/c", net, Trainer(net, "adam"))
+    {'epoch': 3}
     """
-    if not has_values(net):
-        raise StateError("save_checkpoint: got a network that has no values yet; need known shapes. Pass one batch through it.")
     folder = Path(folder)
-    others = [path.name for path in folder.iterdir() if path.name not in _FILES] if folder.is_dir() else []
-    if others or not folder.name or (folder.exists() and not folder.is_dir()):
-        raise StateError(
-            f"save_checkpoint: got {folder}, which holds {', '.join(others[:3]) or 'no checkpoint'}; need a "
-            "folder of its own, which is "
-            f"replaced as a whole. Pass {folder / 'checkpoint'}, say."
-        )
-    new, old = _beside(folder, "new"), _beside(folder, "old")
-    settle_batch_norm(net)
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
-        _save_parameters(net, str(new / _PARAMS))
-        if trainer is not None:
-            trainer.save_states(str(new / _STATES))
-        (new / _PROGRESS).write_text(json.dumps(progress or {}, indent=1), encoding="utf-8")
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    check_folder(folder, (*FILES, OLD_STATES), "save_checkpoint", "checkpoint")
+    snapshot = take_snapshot(net, trainer, progress)
+    if this_process().rank:
+        return
+    with new_folder(folder) as new:
+        snapshot.write(new)
+    put_in_place(folder)
 
 
 def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None) -> Dict[str, Any]:
     """Read what `save_checkpoint` wrote into a network that is on its devices, as many as then or not.
+
+    With a trainer, Python's, NumPy's and MXNet's random generators go on from where they were, too; and on as many devices as
+    then, each has its own running statistics again, where without a trainer, or on others, all have their mean.
 
     Returns
     -------
@@ -86,46 +94,53 @@ def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
     Raises
     ------
     StateError
-        There is no checkpoint, it is damaged, or it belongs to another network or optimizer. Nothing was changed.
+        There is no checkpoint, it is damaged or of a newer version, or it belongs to another network, optimizer or schedule.
+        Nothing was changed.
     """
-    folder = Path(folder)
-    if not folder.exists() and _beside(folder, "old").exists():  # stopped between two renames of save_checkpoint
-        folder = _beside(folder, "old")
-    missing = [name for name in (_PARAMS, _PROGRESS) + ((_STATES,) if trainer else ()) if not (folder / name).is_file()]
-    if missing:
-        raise StateError(
-            f"load_checkpoint: got {folder} without {', '.join(missing)}; need a folder of save_checkpoint. Check the path."
-        )
-    progress = _read_progress(folder)
+    return read_checkpoint(folder, net, trainer).progress
+
+
+def read_checkpoint(
+    folder: Union[str, Path],
+    net: gluon.Block,
+    trainer: Optional[Trainer] = None,
+    *,
+    check: Callable[[Content], None] = lambda content: None,
+) -> Content:
+    """Do what `load_checkpoint` does, and return all that was read; `check` may refuse it before anything is changed."""
+    folder = whole(Path(folder))
+    content = read_content(folder, with_training=trainer is not None)
     _check_parameters(folder, net)
-    if trainer is not None:
-        trainer.check_states(str(folder / _STATES))
-    net.load_parameters(str(folder / _PARAMS), ctx=devices_of(net))
-    if trainer is not None:
-        trainer.load_states(str(folder / _STATES))  # after the parameters, which may bring the shapes
-    return progress
+    if trainer is None:
+        net.load_parameters(str(folder / PARAMS), ctx=devices_of(net))
+        return content
+    check_content(content, trainer)
+    check(content)
+    states = states_of(content, trainer) if has_values(net) else None
+    average_replicas(net)  # where they are apart, they are told that they are no longer
+    net.load_parameters(str(folder / PARAMS), ctx=devices_of(net))
+    restore(content, net, trainer, states_of(content, trainer) if states is None else states)  # the parameters bring the shapes
+    return content
 
 
-def _read_progress(folder: Path) -> Dict[str, Any]:
-    try:
-        progress: Dict[str, Any] = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
-        return progress
-    except ValueError as error:
+def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str) -> None:
+    """Raise `StateError` unless a folder is not there yet, or holds nothing but files of these names."""
+    others = [path.name for path in folder.iterdir() if path.name not in ours] if folder.is_dir() else []
+    if others or not folder.name or (folder.exists() and not folder.is_dir()):
         raise StateError(
-            f"load_checkpoint: got {folder / _PROGRESS}, which is damaged ({error}); need a file of "
-            "save_checkpoint. Use another one."
-        ) from error
+            f"{operation}: got {folder}, which holds {', '.join(sorted(others)[:3]) or f'no {example}'}; need a folder of its "
+            f"own, which is replaced as a whole. Pass {folder / example}, say."
+        )
 
 
 def _check_parameters(folder: Path, net: gluon.Block) -> None:
     """Raise `StateError` unless the file holds this network's parameters: Gluon looks at them one by one, as it loads."""
     try:
-        loaded = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(str(folder / _PARAMS))
+        loaded = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(str(folder / PARAMS))
     except (mx.MXNetError, ValueError) as error:
         told = str(error).strip().splitlines()[-1]
         raise StateError(
-            f"load_checkpoint: got {folder / _PARAMS}, which is damaged ({told}); need a file of save_checkpoint. "
-            "Use another one."
+            f"load_checkpoint: got {folder / PARAMS}, which is damaged ({told}); need a file of save_checkpoint. Use another one."
         ) from error
     params = net._collect_params_with_prefix().items()
     here = {name: (np.dtype(param.dtype).name, tuple(param.shape or ())) for name, param in params}
@@ -148,14 +163,3 @@ def _check_parameters(folder: Path, net: gluon.Block) -> None:
 
 def _worded(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
     return f"{described[0]} {described[1]}" if described else "nothing"
-
-
-def _save_parameters(net: gluon.Block, path: str) -> None:
-    """Write what `net.save_parameters` writes, but one replica's bits: the mean of three equal numbers may be another one."""
-    save = mx.npx.save if mx.util.is_np_array() else mx.nd.save
-    arrays = {name: param.list_data()[0] for name, param in net._collect_params_with_prefix().items()}
-    save(path, {name: array.as_in_context(mx.cpu()) for name, array in arrays.items()})
-
-
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{what}")

@@ -15,10 +15,12 @@ from .errors import NonFiniteLossError, StepError, TrainerError
 from .metrics import DeviceSums, Metrics
 from .nested import Leaf, is_device_array, leaves, map_leaves
 from .prefetch import NUM_HELD, Buffers, as_pair
+from .processes import any_says, group
 from .step import Batch
 
 REPORT_S = 0.5
 REPORT_BATCHES = 64
+STOP_BATCHES = 16  # after so many, processes ask each other whether to stop
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def run_epoch(
     max_inflight: int = 2,
     check_finite: bool = False,
     on_report: Optional[Callable[[EpochProgress], None]] = None,
+    on_batch: Optional[Callable[[Callable[[], None]], None]] = None,
+    sums: Optional[DeviceSums] = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EpochProgress:
     """Run `run_batch` on every batch, and return the metrics over all of them.
@@ -87,6 +91,10 @@ def run_epoch(
         Raise when the loss is NaN or infinite.
     on_report : callable (EpochProgress), optional
         Called about twice a second, and at the end.
+    on_batch : callable (callable () -> None), optional
+        Called after each batch has been queued. What it gets adds the batches that are still queued to the sums, without waiting.
+    sums : DeviceSums, optional
+        Of these metrics: to go on from what is in them.
     should_stop : callable () -> bool
         Asked after each batch.
 
@@ -99,35 +107,47 @@ def run_epoch(
     NonFiniteLossError
         The message names the step and the device.
     """
-    sums = DeviceSums(metrics)
+    sums = DeviceSums(metrics) if sums is None else sums
     buffers = Buffers(max_inflight + NUM_HELD)
     queued: Deque[Tuple[int, Batch]] = deque()
     unread: List[Tuple[int, List[Leaf]]] = []  # losses since the last report: to find out which step went wrong
     started = reported = time.perf_counter()
     num_batches = num_examples = 0  # that have been added up
+    num_ahead = 0  # queued, and in the sums already
     stopped = False
     keeps = isinstance(data_iter, (list, tuple, mx.gluon.data.DataLoader))  # every batch, in memory of its own
 
-    def report() -> EpochProgress:
-        means = _checked(operation, unread or queued, sums.read)
+    def report(read: Callable[[], Dict[str, float]]) -> EpochProgress:
+        means = _checked(operation, unread or queued, read)
         if check_finite and not math.isfinite(means.get("loss", 0.0)):
-            _raise_non_finite(operation, unread)
+            _raise_non_finite(operation, [*unread, *((step, batch.losses) for step, batch in queued)])
         unread.clear()
         progress = EpochProgress(means, num_batches, num_examples, time.perf_counter() - started, stopped)
         if on_report is not None:
             on_report(progress)
         return progress
 
+    def add_queued() -> None:
+        nonlocal num_ahead
+        for step, batch in list(queued)[num_ahead:]:
+            with _naming(operation, step, "; need data that the metrics take. Try them on one batch."):
+                sums.add_batch(batch)
+            num_ahead += 1
+
     def add_oldest() -> None:
-        nonlocal num_batches, num_examples, reported
-        step, batch = queued.popleft()
-        with _naming(operation, step, "; need data that the metrics take. Try them on one batch."):
-            sums.add_batch(batch)
+        nonlocal num_batches, num_examples, num_ahead, reported
+        step, batch = queued[0]
+        if num_ahead:
+            num_ahead -= 1
+        else:
+            with _naming(operation, step, "; need data that the metrics take. Try them on one batch."):
+                sums.add_batch(batch)
+        queued.popleft()
         unread.append((step, batch.losses))
         num_batches += 1
         num_examples += batch.num_examples
         if time.perf_counter() - reported > REPORT_S or len(unread) >= REPORT_BATCHES:
-            report()
+            report(sums.read)
             reported = time.perf_counter()
 
     for step, item in enumerate(data_iter, first_step):
@@ -138,7 +158,9 @@ def run_epoch(
         if len(queued) > max_inflight:
             _checked(operation, queued, lambda: _wait(queued[0][1]))
             add_oldest()
-        stopped = should_stop()
+        if on_batch is not None:
+            on_batch(add_queued)
+        stopped = _agreed(should_stop, step)
         if stopped:
             break
     if not num_batches and not queued:
@@ -150,7 +172,12 @@ def run_epoch(
     _checked(operation, queued, mx.nd.waitall)
     while queued:
         add_oldest()
-    return report()
+    return report(sums.read_all)
+
+
+def _agreed(should_stop: Callable[[], bool], step: int) -> bool:
+    """Return whether to stop; in a job of several processes, all do after the same step, soon after one was asked to."""
+    return any_says(should_stop()) if group() is None or step % STOP_BATCHES == 0 else False
 
 
 @contextmanager

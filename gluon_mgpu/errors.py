@@ -37,3 +37,7 @@ class NonFiniteLossError(FloatingPointError):
 
 class MissingExtraError(ImportError):
     """An optional package is needed; the message names the extra that installs it."""
+
+
+class ProcessError(RuntimeError):
+    """The processes of a job cannot work together."""

@@ -6,10 +6,12 @@ from typing import Any, Dict, Iterable, List, Optional
 
 from mxnet import Context, gluon
 
-from .batchnorm import settle_batch_norm
+from .batchnorm import batch_norm_of, settle_batch_norm
 from .epoch import EpochProgress, run_epoch
 from .errors import TrainerError
 from .metrics import Metrics, accuracy
+from .processes import group
+from .replicas import running_stats
 from .sharding import split_batch
 from .step import SplitFunction, eval_batch
 
@@ -91,6 +93,7 @@ def run_evaluation(
     """Evaluate, with the options of `run_epoch`; `evaluate` without, and `fit` with a way to stop, call this."""
     devices = devices_of(net)
     settle_batch_norm(net)
+    average_over_processes(net)
     return run_epoch(
         data_iter,
         lambda X, y: eval_batch(net, X, y, devices, loss=loss, split_f=split_f),
@@ -113,3 +116,17 @@ def devices_of(net: gluon.Block) -> List[Context]:
             "evaluate: got a network that is on no device; need initialised parameters. Call net.initialize(ctx=ctx) first."
         )
     return list(params[0].list_ctx())
+
+
+def average_over_processes(net: gluon.Block) -> None:
+    """Average BatchNorm's running statistics over the processes of a job, but for "local". All of them are to call it."""
+    processes = group()
+    stats = running_stats(net) if processes is not None else []
+    if processes is None or not stats or batch_norm_of(net) == "local":
+        return
+    settle_batch_norm(net)
+    processes.average([param.list_data()[0] for param in stats])
+    for param in stats:
+        first, *others = param.list_data()
+        for other in others:
+            first.copyto(other)

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Sized, Union
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Sized, Union
 
-import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
 from .balance import Balancer
 from .batchnorm import set_batch_norm
-from .callbacks import Callback, FitState, History, Progress
+from .callbacks import Callback, Checkpoint, FitState, History, Progress
 from .debug import debugging_if_asked
-from .epoch import run_epoch
 from .errors import TrainerError
-from .evaluation import run_evaluation
+from .evaluation import average_over_processes, run_evaluation
 from .metrics import Metrics, accuracy
-from .nested import Leaf
+from .position import resume_run
+from .processes import any_says
+from .run import Run, each
 from .runtime import logger
 from .sharding import plan_shards, split_batch
-from .step import Batch, SplitFunction, train_batch
+from .snapshot import Content
+from .step import SplitFunction, train_batch
 from .trainer import Trainer
 
 
@@ -44,6 +46,7 @@ def fit(
     bn: Optional[str] = None,
     micro_steps: int = 1,
     accumulate_grad_batches: int = 1,
+    resume: Union[None, str, Path] = None,
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return what each epoch gave.
 
@@ -76,6 +79,10 @@ def fit(
         Do each batch in so many parts, for less memory; see `train_batch`.
     accumulate_grad_batches : int
         Update once after so many batches, as if they were one; the last update of an epoch takes what is left.
+    resume : "auto" or folder, optional
+        Go on from a checkpoint that `Checkpoint` has saved, in the middle of an epoch, too: `epochs` and the history count from
+        the beginning of the run. `"auto"`: from the latest good one of the callback among these, and from the beginning where
+        there is none yet. Else from a folder: of a checkpoint, or of a run.
 
     Returns
     -------
@@ -83,6 +90,9 @@ def fit(
 
     Raises
     ------
+    StateError
+        There are checkpoints to go on from, and none of them belongs to this network, trainer and data, or all are damaged.
+        Nothing was changed.
     NonFiniteLossError
         The loss became NaN or infinite; the message names the step and the device.
     StepError
@@ -115,64 +125,34 @@ def fit(
     if bn is not None:
         set_batch_norm(net, bn)
     num_batches = len(train_iter) if isinstance(train_iter, Sized) else 0
-    state = FitState(net, trainer, epochs, num_batches, tests=test_iter is not None)
-    step, num_seen = 1, 0  # the next batch; batches of this epoch
-    norms = GradNorms()
-
-    def train_one(X: Any, y: Any) -> Batch:
-        nonlocal num_seen
-        num_seen += 1
-        with trainer.accumulate() if num_seen % accumulate_grad_batches else nullcontext():
-            batch = train_batch(net, loss, trainer, X, y, split_f=split_f, micro_steps=micro_steps)
-        norms.add(trainer.grad_norm)
-        return batch
-
-    def stop_if(stopped: bool, where: str) -> None:
-        if stopped:
-            state.interrupted = True
-            raise KeyboardInterrupt(f"fit: stopped {where}")
-
-    def run_one(interrupts: List[int]) -> None:
-        nonlocal step, num_seen
-        num_seen = 0
-        options: Dict[str, Any] = {
-            "operation": "fit",
-            "first_step": step,
-            "max_inflight": max_inflight,
-            "check_finite": True,
-            "should_stop": lambda: bool(interrupts),
-        }
-        train = run_epoch(
-            train_iter,
-            train_one,
-            metrics,
-            on_report=lambda progress: _each(listed, "on_report", state, progress),
-            **options,
-        )
-        step += train.num_batches
-        trainer.flush()
-        norms.add(trainer.grad_norm)
-        stop_if(train.stopped, f"in epoch {state.epoch} after step {step - 1}")
-        means = {**{f"train_{name}": mean for name, mean in train.means.items()}, **norms.take()}
-        rest = {"seconds": train.seconds, "examples_per_s": train.examples_per_s, "learning_rate": trainer.learning_rate}
-        if isinstance(split_f, Balancer):
-            rest.update({f"share_{context}": share for context, share in zip(trainer.contexts, split_f.weights)})
-        state.history.rows.append({"epoch": state.epoch, **means, **rest})
-        if test_iter is not None:
-            options.update(operation="evaluate", first_step=1)
-            test = run_evaluation(net, test_iter, metrics, loss=loss, split_f=split_f, **options)
-            stop_if(test.stopped, f"in the evaluation after epoch {state.epoch}")
-            means.update({f"test_{name}": mean for name, mean in test.means.items()})
-            state.history.rows[-1] = {"epoch": state.epoch, **means, **rest}
-
-    with debugging_if_asked(net, loss), _interruptible() as interrupts:
+    content = None if resume is None else _resumed(resume, listed, net, trainer, num_batches)
+    state = FitState(net, trainer, epochs, num_batches, tests=test_iter is not None, resumed=content)
+    run = Run(
+        state,
+        listed,
+        train_iter,
+        test_iter,
+        metrics=metrics,
+        train=partial(train_batch, net, loss, trainer, split_f=split_f, micro_steps=micro_steps),
+        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f),
+        group=accumulate_grad_batches,
+        max_inflight=max_inflight,
+        balancer=split_f if isinstance(split_f, Balancer) else None,
+    )
+    if content is not None:
+        run.go_on(content)
+    state.where = run.where
+    with debugging_if_asked(net, loss), _interruptible() as run.interrupts:
         try:
-            _each(listed, "on_fit_begin", state)
-            for state.epoch in range(1, epochs + 1):
-                _each(listed, "on_epoch_begin", state)
-                run_one(interrupts)
-                _each(listed, "on_epoch_end", state)
-                stop_if(bool(interrupts), f"after epoch {state.epoch}")
+            each(listed, "on_fit_begin", state)
+            epochs_left = () if state.stop else range(run.begun.epoch, epochs + 1)
+            for state.epoch in epochs_left:
+                each(listed, "on_epoch_begin", state)
+                run.do_epoch()
+                if test_iter is None:
+                    average_over_processes(net)  # an evaluation would have done it
+                each(listed, "on_epoch_end", state)
+                run.stop_if(any_says(bool(run.interrupts)), f"after epoch {state.epoch}")
                 if state.stop:
                     break
         except BaseException as error:
@@ -183,7 +163,18 @@ def fit(
         finally:
             state.history.stopped = state.stop
             _end(listed, state)
+    any_says(False)  # all see the files that the first process has written
     return state.history
+
+
+def _resumed(
+    resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, num_batches: int
+) -> Optional[Content]:
+    """Let the network and its trainer go on from a checkpoint; None where there is none yet."""
+    if not isinstance(resume, (str, Path)):
+        raise TrainerError(f"fit: got resume={resume!r}; need 'auto' or a folder. None begins anew.")
+    folders = [callback.folder for callback in callbacks if isinstance(callback, Checkpoint)]
+    return resume_run(resume, folders[0] if folders else None, net, trainer, num_batches)
 
 
 def _weighted(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:
@@ -199,38 +190,6 @@ def _weighted(weights: Union[None, str, Sequence[float]], split_f: SplitFunction
         return Balancer(trainer)
     plan_shards(1, len(trainer.contexts), weights)  # what makes no sense is refused now
     return partial(split_batch, weights=weights)
-
-
-class GradNorms:
-    """The mean and the largest of the gradient's norms since the last report, added up on their device."""
-
-    def __init__(self) -> None:
-        self._latest: Optional[Leaf] = None
-        self._num = 0
-        self._sum: Optional[Leaf] = None
-        self._largest: Optional[Leaf] = None
-
-    def add(self, norm: Optional[Leaf]) -> None:
-        """Add the norm of an update. The same array again is of the same update."""
-        if norm is None or norm is self._latest:
-            return
-        self._latest, norm = norm, norm.as_nd_ndarray()
-        self._num += 1
-        self._sum = norm if self._sum is None else self._sum + norm
-        self._largest = norm if self._largest is None else mx.nd.maximum(self._largest, norm)
-
-    def take(self) -> Dict[str, float]:
-        """Return `grad_norm` and `grad_norm_max`, waiting for the device, and begin anew; nothing where there was none."""
-        if self._sum is None or self._largest is None:
-            return {}
-        read = {"grad_norm": float(self._sum.asscalar()) / self._num, "grad_norm_max": float(self._largest.asscalar())}
-        self._num, self._sum, self._largest = 0, None, None
-        return read
-
-
-def _each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> None:
-    for callback in callbacks:
-        getattr(callback, method)(*arguments)
 
 
 def _end(callbacks: Sequence[Callback], state: FitState) -> None:

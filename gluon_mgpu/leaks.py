@@ -218,7 +218,8 @@ class LeakCheck(Callback):
     Raises
     ------
     TrainerError
-        `every` is no whole number of 1 or more, `tolerance_bytes` no number of 0 or more, or `contexts` no list of contexts.
+        `every` or `max_inflight` is no whole number of 1 or more, `tolerance_bytes` no number of 0 or more, or `contexts` no list
+        of contexts.
 
     Examples
     --------
@@ -239,6 +240,10 @@ class LeakCheck(Callback):
         if not is_number or not tolerance_bytes >= 0:
             raise TrainerError(
                 f"LeakCheck: got tolerance_bytes={tolerance_bytes!r}; need a number of bytes a step, 0 or more. 256 is usual."
+            )
+        if isinstance(max_inflight, bool) or not isinstance(max_inflight, (int, np.integer)) or max_inflight < 1:
+            raise TrainerError(
+                f"LeakCheck: got max_inflight={max_inflight!r}; need a whole number of steps, 1 or more. 2 is what fit queues."
             )
         if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
             raise TrainerError(
@@ -339,8 +344,9 @@ class LeakCheck(Callback):
         worst = sorted((kind for kind in more if more[kind] > 2), key=lambda kind: -more[kind])[:_SHOWN]
         if not worst:
             return [
-                "No arrays became more in Python: what grows is held by MXNet or by another library. A loss that is added up "
-                "inside of autograd.record() keeps every step's graph: add up outside, or read it with asscalar()."
+                "No arrays of MXNet's became more in Python: what grows is something else that Python holds, such as NumPy's, or "
+                "is held by MXNet or another library. A loss that is added up inside of autograd.record() keeps every step's "
+                "graph: add up outside, or read it with asscalar()."
             ]
         told = [f"  {more[kind]} more since step {step}: {kind[1]} {kind[2]} on {kind[0]}" for kind in worst]
         return [

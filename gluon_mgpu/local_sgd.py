@@ -10,6 +10,7 @@ from mxnet import autograd
 
 from .errors import TrainerError
 from .parameters import Params
+from .processes import group
 from .replicas import Buffer, replica_difference
 from .trainer import Trainer
 
@@ -70,6 +71,8 @@ class LocalSGD(Trainer):
         self, params: Params, optimizer: Any, optimizer_params: Optional[Dict[str, Any]] = None, *, every: int, **options: Any
     ) -> None:
         self.every = every
+        if group() is not None:
+            raise TrainerError("LocalSGD: got a job of several processes; need one, whose devices are averaged. Use a Trainer.")
         super().__init__(params, optimizer, optimizer_params, **options)
         if not self._update.is_alike:
             raise TrainerError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
@@ -10,6 +11,7 @@ from mxnet import Context
 
 from .errors import TrainerError
 from .nested import Leaf, is_device_array
+from .processes import Group, group
 from .step import Batch
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
@@ -76,13 +78,13 @@ def top_k_accuracy(k: int) -> Metric:
 
 
 def mean_loss(losses: Leaf) -> Tuple[Leaf, int]:
-    """Return the sum of a shard's losses, and of how many.
+    """Return the sum of a shard's losses, and of how many; in float64, so that hardly a bit tells how they were put together.
 
     Parameters
     ----------
     losses : NDArray, shape (B, ...)
     """
-    return _total(losses), losses.size
+    return _total(losses.as_nd_ndarray().astype("float64")), losses.size
 
 
 class DeviceSums:
@@ -160,7 +162,72 @@ class DeviceSums:
             self._sum(name, *held.take())
 
     def read(self) -> Dict[str, float]:
-        """Return each metric's mean over everything that was added, waiting once for each device. The sums stay."""
+        """Return each metric's mean over everything that was added, waiting once for each device.
+
+        The sums stay, and what is held until it is added up together is held on: no bit tells when they were read.
+
+        In a job of several processes, it is over what was added in this one: see `read_all`.
+        """
+        now = self._copy()
+        return _means(now._totals(), now._counts)
+
+    def read_all(self) -> Dict[str, float]:
+        """Return each metric's mean over everything that was added in any process: the same numbers in each, which all wait."""
+        processes = group()
+        if processes is None:
+            return self.read()
+        return _means(*self._copy()._all_totals(processes))
+
+    def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Leaf]]:
+        """Return what `restore` goes on from: counts by metric, and sums by metric and device, on it.
+
+        It does not wait; but in a job of several processes all of them wait for each other, and from then on the first one holds
+        what all have added.
+        """
+        processes = group()
+        if processes is None:
+            self._add_up()
+        else:
+            totals, counts = self._all_totals(processes)
+            context = next(iter(self._sums), mx.cpu())
+            self._sums, self._counts = {}, {}
+            if not processes.process.rank:
+                self.restore(counts, [(name, context, [total]) for name, total in totals.items()])
+        sums = {(name, context): value for context, held in self._sums.items() for name, value in held.items()}
+        return dict(self._counts), sums
+
+    def restore(self, counts: Mapping[str, int], sums: Sequence[Tuple[str, Context, Any]]) -> None:
+        """Go on from what `state` returned: counts, and triples of metric, device and sum."""
+        self._counts = dict(counts)
+        for name, context, value in sums:
+            self._sum(name, mx.nd.array(value, ctx=context, dtype="float64"))
+
+    def _all_totals(self, processes: Group) -> Tuple[Dict[str, float], Dict[str, int]]:
+        """Return the sums and counts over all processes, the same in each."""
+        said = [json.loads(one) for one in processes.say(json.dumps([self._totals(), self._counts]).encode())]
+        names = dict.fromkeys(name for totals, _ in said for name in totals)
+        totals = {name: sum(totals.get(name, 0.0) for totals, _ in said) for name in names}
+        return totals, {name: sum(counts.get(name, 0) for _, counts in said) for name in names}
+
+    def _copy(self) -> DeviceSums:
+        """Return sums of the same, which adding up changes without changing these."""
+        other = DeviceSums(self._metrics)
+        for name in ("_pairs", "_losses", "_values"):
+            setattr(other, name, {key: held.copy() for key, held in getattr(self, name).items()})
+        other._sums = {context: dict(sums) for context, sums in self._sums.items()}
+        other._counts = dict(self._counts)
+        return other
+
+    def _totals(self) -> Dict[str, float]:
+        self._add_up()
+        totals = dict.fromkeys([name for name in (*self._metrics, *self._counts) if name in self._counts], 0.0)
+        for on_device in self._sums.values():
+            for name, value in zip(on_device, read_together(list(on_device.values()))):
+                totals[name] += value
+        return totals
+
+    def _add_up(self) -> None:
+        """Add up what is held."""
         self._take_pairs()
         for held in self._losses.values():
             if held:
@@ -168,11 +235,7 @@ class DeviceSums:
         for (name, _, _), held in self._values.items():
             if held:
                 self._sum(name, *held.take())
-        totals = dict.fromkeys([name for name in (*self._metrics, *self._counts) if name in self._counts], 0.0)
-        for on_device in self._sums.values():
-            for name, value in zip(on_device, read_together(list(on_device.values()))):
-                totals[name] += value
-        return {name: total / self._counts[name] for name, total in totals.items() if self._counts[name]}
+        self._pairs, self._losses, self._values = {}, {}, {}  # their order is that of what comes next
 
     def _take_pairs(self) -> None:
         for held in self._pairs.values():
@@ -194,6 +257,10 @@ class DeviceSums:
         on_device[name] = on_device[name] + total if name in on_device else total
 
 
+def _means(totals: Mapping[str, float], counts: Mapping[str, int]) -> Dict[str, float]:
+    return {name: total / counts[name] for name, total in totals.items() if counts[name]}
+
+
 class Shards:
     """Arrays of some shards, of one form and on one device, until there are enough to compute with them."""
 
@@ -209,6 +276,12 @@ class Shards:
         self._held.append(tuple(array.detach() for array in arrays))  # without the graph that they came from
         self.num_bytes += max(array.size for array in arrays) * 8
         return len(self._held) >= _MOST_SHARDS or self.num_bytes >= _MOST_BYTES
+
+    def copy(self) -> Shards:
+        """Return the same, to be taken without taking these."""
+        other = Shards()
+        other._held, other.num_bytes = list(self._held), self.num_bytes
+        return other
 
     def take(self) -> List[Leaf]:
         """Return the arrays, each kind joined along its first axis, as legacy arrays, and hold them no longer."""

@@ -1,4 +1,4 @@
-"""What is passed as the parameters of a network: their names, devices, and whether they have values."""
+"""What is passed as the parameters of a network: their names, devices, whether they have values; and its blocks."""
 
 from __future__ import annotations
 
@@ -74,6 +74,28 @@ def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
 def has_values(params: Params) -> bool:
     """Return whether every parameter has values: one whose shape the first batch decides has none before it."""
     return all(param._data is not None for param in named_params(params).values())
+
+
+def blocks_of(net: gluon.Block) -> List[gluon.Block]:
+    """Return a network and all blocks in it, each once, a block before those that it holds.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Sequential()
+    >>> net.add(gluon.nn.Dense(1), gluon.nn.Flatten())
+    >>> [type(block).__name__ for block in blocks_of(net)]
+    ['Sequential', 'Dense', 'Flatten']
+    """
+    found: Dict[int, gluon.Block] = {}
+
+    def visit(block: gluon.Block) -> None:
+        if id(block) not in found:
+            found[id(block)] = block
+            for child in block._children.values():
+                visit(child)
+
+    visit(net)
+    return list(found.values())
 
 
 def shape_fits(saved: Optional[Sequence[int]], wanted: Optional[Sequence[int]]) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from array import array
 from functools import lru_cache, partial
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -16,6 +17,7 @@ from mxnet.gluon.block import _flatten
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 
 from .errors import DeviceError, TrainerError
+from .parameters import blocks_of
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -83,7 +85,7 @@ def set_precision(net: gluon.Block, precision: str) -> None:
     Source: Micikevicius et al., "Mixed precision training", 2018; MXNet 1.9.1, src/nnvm/low_precision_pass.cc.
     """
     _check(net, precision)
-    changing = [block for block in _blocks_of(net) if vars(block).get("_precision", "fp32") != precision]
+    changing = [block for block in _compiled_of(net) if vars(block).get("_precision", "fp32") != precision]
     if changing:
         mx.nd.waitall()  # what runs in a graph is not to be deleted with it
     for block in changing:
@@ -103,22 +105,13 @@ def precision_of(net: Any) -> str:
     >>> precision_of(gluon.nn.Dense(1))
     'fp32'
     """
-    blocks = _blocks_of(net) if isinstance(net, gluon.Block) else []
+    blocks = _compiled_of(net) if isinstance(net, gluon.Block) else []
     return next((vars(block)["_precision"] for block in blocks if "_precision" in vars(block)), "fp32")
 
 
-def _blocks_of(net: gluon.Block) -> List[gluon.HybridBlock]:
+def _compiled_of(net: gluon.Block) -> List[gluon.HybridBlock]:
     """Return every block that is compiled, alone or as part of another, each once."""
-    found: Dict[int, gluon.Block] = {}
-
-    def visit(block: gluon.Block) -> None:
-        if id(block) not in found:
-            found[id(block)] = block
-            for child in block._children.values():
-                visit(child)
-
-    visit(net)
-    return [block for block in found.values() if isinstance(block, gluon.HybridBlock)]
+    return [block for block in blocks_of(net) if isinstance(block, gluon.HybridBlock)]
 
 
 def _check(net: Any, precision: Any) -> None:
@@ -185,7 +178,7 @@ def _graph_of(block: gluon.HybridBlock, *args: Any) -> Tuple[Any, Any]:
     inputs, graph = type(block)._get_graph(block, *args)
     arrays = [one.as_nd_ndarray() for one in _flatten(args, "input")[0] if one is not None]
     codes = {symbol.name: _DTYPE_NP_TO_MX[one.dtype] for symbol, one in zip(inputs, arrays)}
-    return inputs, _reduced(graph, block._precision, codes)
+    return inputs, _addable(_reduced(graph, block._precision, codes), set(codes))
 
 
 def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:
@@ -231,6 +224,20 @@ def _reduced(graph: Any, precision: str, codes: Dict[str, int]) -> Any:
     )
     reduced = mx.sym.Symbol(handle)
     return reduced.as_np_ndarray() if isinstance(graph, mx.sym.np._Symbol) else reduced
+
+
+def _addable(graph: Any, data: Set[str]) -> Any:
+    """Return a graph with a copy between each parameter and its cast, whose gradients can be added up (`grad_req="add"`).
+
+    The backward pass of a cast, where oneDNN does it, drops what it is to add: the gradient would stay 0. That of a copy adds.
+    """
+    nodes = json.loads(graph.tojson(remove_amp_cast=False))["nodes"]
+    read = {nodes[node["inputs"][0][0]]["name"]: nodes[node["inputs"][0][0]]["op"] for node in nodes if node["op"] == "amp_cast"}
+    variables = {name for name, op in read.items() if op == "null"}.difference(data)
+    classic, inner = graph.as_nd_ndarray(), graph.as_nd_ndarray().get_internals()
+    if variables:
+        classic = classic(**{name: mx.sym.identity(inner[name], name=f"{name}_copy") for name in variables})
+    return classic.as_np_ndarray() if isinstance(graph, mx.sym.np._Symbol) else classic
 
 
 @lru_cache(maxsize=None)

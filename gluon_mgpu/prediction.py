@@ -19,6 +19,7 @@ from .errors import ShardError, StepError, TrainerError
 from .evaluation import MAX_INFLIGHT, devices_of
 from .nested import Leaf, is_device_array, leaves, map_leaves
 from .prefetch import NUM_HELD, Buffers, as_pair
+from .processes import apart
 from .sharding import gather, plan_shards, split_and_load
 from .step import eval_batch
 
@@ -192,7 +193,8 @@ class _Forward:
             return shards, [None] * len(shards)
 
         try:
-            outputs = eval_batch(self.net, X, None, self.devices, split_f=split).outputs
+            with apart():  # every process of a job has all outputs
+                outputs = eval_batch(self.net, X, None, self.devices, split_f=split).outputs
         except (StepError, mx.MXNetError) as error:
             raise StepError(f"predict: got an error at batch {number}: {error}") from (error.__cause__ or error)
         for output, (_, size) in zip(outputs, held):

@@ -1,4 +1,4 @@
-"""Sum gradients over devices, and clip what was summed."""
+"""Sum gradients over devices and processes, and clip what was summed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mxnet import Context
 from .calls import PushPull
 from .errors import TrainerError
 from .nested import Leaf, num_bytes
+from .processes import Group, group
 from .replicas import Buffer
 
 # Gluon takes any other name, and None, for "local" or for no reduction at all, without a word.
@@ -24,7 +25,7 @@ Sum = Union[PushPull, "SparsePushPull"]
 
 
 class Reduction:
-    """Sums buffers over the devices of one process, through MXNet's kvstore.
+    """Sums buffers over the devices, through MXNet's kvstore, and over the processes of a job.
 
     Parameters
     ----------
@@ -36,15 +37,15 @@ class Reduction:
     Raises
     ------
     TrainerError
-        The store is unknown, or spans several processes.
+        The store is unknown, or one of several processes: the launcher says how many there are, not the store's name.
     """
 
     def __init__(self, kvstore: Any, contexts: Sequence[Context]) -> None:
         name = "device" if kvstore is None else getattr(kvstore, "type", kvstore)
         if name not in LOCAL_STORES:
             raise TrainerError(
-                f"Trainer: got kvstore {name!r}; need one of {', '.join(LOCAL_STORES)}. Training over several processes is "
-                "not in this version; gluon.Trainer with update_on_kvstore=False takes 'dist_sync'."
+                f"Trainer: got kvstore {name!r}; need one of {', '.join(LOCAL_STORES)}. Over several processes, started by "
+                "gluon-mgpu launch, gradients are summed without being asked for."
             )
         if len({context.device_type for context in contexts}) > 1:
             name = "local"  # "device" sums on the devices themselves, and they must be of one kind
@@ -52,8 +53,10 @@ class Reduction:
         self._num_devices = len(contexts)
         self._keys: Dict[Tuple[Any, ...], List[int]] = {}
         self._slice_bytes: List[int] = []
+        self._group = group()
+        self._sums: Dict[Tuple[Any, ...], Any] = {}  # over processes, by what they are of
         self._latest: List[Buffer] = []
-        self._calls: List[List[Sum]] = []  # of the latest buffers
+        self._calls: List[List[Any]] = []  # of the latest buffers
 
     def sum(self, buffers: List[Buffer]) -> None:
         """Replace every device's gradients by their sum over the devices, the same bits on each.
@@ -61,14 +64,29 @@ class Reduction:
         A sum is queued behind the operations that write its buffer, and no others: it runs while the backward pass still fills
         the next one.
         """
-        if self._num_devices == 1:
+        if self._num_devices == 1 and self._group is None:
             return
         if buffers is not self._latest:
-            self._calls = [[self._call(*part) for part in self._divided(buffer)] for buffer in buffers]
+            if self._group is not None:
+                self._calls = [[self._over_processes(self._group, buffer)] for buffer in buffers]
+            else:
+                self._calls = [[self._call(*part) for part in self._divided(buffer)] for buffer in buffers]
             self._latest = buffers
         for place, calls in enumerate(self._calls):
             for call in calls:
                 call.run(-place)
+
+    def _over_processes(self, processes: Group, buffer: Buffer) -> Any:
+        """Return what sums a buffer over all devices of all processes, made once for each set of parameters."""
+        if buffer.gradients[0].stype != "default":
+            raise TrainerError(
+                "Trainer: got a sparse gradient in a job of several processes; need dense ones. Leave sparse_grad out of "
+                "Embedding."
+            )
+        known = (buffer.indices, *(id(gradient) for gradient in buffer.gradients))
+        if known not in self._sums:
+            self._sums[known] = processes.sum_of(buffer.gradients)
+        return self._sums[known]
 
     def _call(self, keys: List[int], gradients: List[List[Leaf]]) -> Sum:
         kind = PushPull if gradients[0][0].stype == "default" else SparsePushPull

@@ -16,7 +16,7 @@ from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
 from .calls import Flags
 from .errors import StaleGradientError, TrainerError
 from .nested import Leaf, num_bytes
-from .parameters import Params, common_contexts, has_values, named_params
+from .parameters import Params, blocks_of, common_contexts, has_values, named_params
 
 logger = logging.getLogger("gluon_mgpu")
 
@@ -83,8 +83,10 @@ class Replicas:
         self.structural = isinstance(params, gluon.Block)
         self.params = list(named.values())
         self.contexts = common_contexts(named)
+        self._dense = [block for block in blocks_of(params) if isinstance(block, gluon.nn.Dense)] if self.structural else []
         self._bucket_bytes = bucket_bytes
         self._static_graph = static_graph
+        self.all_take_part = False  # also what got no gradient here: other processes may have one
         self._find_unused = find_unused
         self._told: Set[str] = set()  # names of unused parameters that were logged
         self._initialised: Dict[int, Tuple[Any, Any]] = {}  # of each parameter: what Gluon makes anew when it initialises, dtype
@@ -162,6 +164,9 @@ class Replicas:
         if self._sums.is_on:
             fresh = fresh | self._sums.reached(self._watched)
             self._sums.put_back()
+        if self.all_take_part and not self._shapeless:
+            self._zero_idle(fresh, self._all)
+            return self._all
         used = self._used(fresh)
         self._check_unused(used, ignore_stale_grad)
         buffers = self._all if used == self._trainable else self._alone(used)
@@ -206,6 +211,12 @@ class Replicas:
                 self._seen = [(param, param._grad, param.lr_mult, param.wd_mult)]
         self.stop_adding()
 
+    def forget_unused(self) -> None:
+        """Take gradients that were not used for stale, unless they are being added up."""
+        if not self._sums.is_on:
+            self._follow()
+            self._flags.clear()
+
     @property
     def is_adding(self) -> bool:
         """Whether backward passes add to the gradients that are there."""
@@ -229,12 +240,13 @@ class Replicas:
         """
         self._follow()
         fresh = self._fresh()
-        if not fresh.any():
+        if not fresh.any() and not self.all_take_part:
             raise StaleGradientError(
                 "Trainer.step: got no gradient on any device since the last step; need a backward pass for each step that is "
                 "accumulated. Call flush() to update with those that there are."
             )
-        self._check_unused(self._used(fresh | self._sums.reached(self._watched)), ignore_stale_grad)
+        if not self.all_take_part:
+            self._check_unused(self._used(fresh | self._sums.reached(self._watched)), ignore_stale_grad)
         speaks_for_all = len(self._watched) < len(self._trainable)
         self._sums.note(self._trainable if speaks_for_all else self._watched, fresh)
         self._flags.clear()
@@ -243,6 +255,7 @@ class Replicas:
 
     def has_new(self) -> bool:
         """Return whether there is a gradient that was not used or noted."""
+        self._follow()
         return bool(self._fresh().any())
 
     def stop_adding(self) -> None:
@@ -273,7 +286,7 @@ class Replicas:
 
     def _follow(self) -> None:
         """Settle anew where Gluon has made new arrays, or the first batch has decided shapes."""
-        if not self._initialised or self._changed():
+        if not self._initialised or self._sums.is_outdated or self._changed():
             self.check_unmoved()
             self._settle()
         if self._before:
@@ -323,6 +336,8 @@ class Replicas:
     def _settle(self) -> None:
         """Give every trainable parameter its place, and group them anew."""
         params = self.params
+        self._check_dense()
+        self._sums.is_outdated = False
         if self._sums.is_on:
             self._sums.extend()
         moved = place(params, self._bucket_bytes)
@@ -336,6 +351,18 @@ class Replicas:
         self._settled = not self._shapeless
         self._all = self._grouped(self._trainable)
         self._watch(self._trainable)
+
+    def _check_dense(self) -> None:
+        """Raise `TrainerError` where a Dense layer trains its bias alone: on a CPU, MXNet computes no gradient for it.
+
+        It says that it has, so that the gradient of the steps before would be applied again and again.
+        """
+        for block in self._dense if self.contexts[0].device_type == "cpu" else ():
+            if block.bias is not None and block.weight.grad_req == "null" and block.bias.grad_req != "null":
+                raise TrainerError(
+                    f"Trainer: got {block.weight.name} frozen and {block.bias.name} trained; need both or none on a CPU, where "
+                    "MXNet computes no gradient of such a bias. Freeze both, or set lr_mult and wd_mult of the weight to 0."
+                )
 
     def _check_recorded_since(self) -> None:
         """Raise `TrainerError` if a graph of the time before wrote gradients into the arrays of that time."""
@@ -459,10 +486,7 @@ def average_running_stats(params: Params) -> None:
     telling the engine.
     """
     average_replicas(params)
-    # Not differentiable is how Gluon marks them; a frozen weight has grad_req "null" but is differentiable.
-    # Counters and masks, of whole numbers, are none of BatchNorm's.
-    unlearnt = [param for param in named_params(params).values() if not param._differentiable and len(param._data or []) > 1]
-    stats = [param for param in unlearnt if np.issubdtype(np.dtype(param.dtype), np.floating)]
+    stats = [param for param in running_stats(params) if len(param._data) > 1]
     if not stats:
         return
     mx.nd.waitall()
@@ -472,6 +496,14 @@ def average_running_stats(params: Params) -> None:
         mean = (sum(wide[1:], wide[0]) / len(arrays)).astype(arrays[0].dtype)
         for array in arrays:
             mean.copyto(array)
+
+
+def running_stats(params: Params) -> List[gluon.Parameter]:
+    """Return BatchNorm's running means and variances, where they have values."""
+    # Not differentiable is how Gluon marks them; a frozen weight has grad_req "null" but is differentiable.
+    # Counters and masks, of whole numbers, are none of BatchNorm's.
+    unlearnt = [param for param in named_params(params).values() if not param._differentiable and param._data]
+    return [param for param in unlearnt if np.issubdtype(np.dtype(param.dtype), np.floating)]
 
 
 def average_replicas(params: Params) -> None:

@@ -15,6 +15,7 @@ from mxnet import Context
 from .devices import check_contexts
 from .errors import ShardError
 from .nested import Leaf, is_device_array, leaves, map_leaves
+from .processes import share
 from .transfer import on_device
 
 # What NumPy has and MXNet has not goes into the next larger one; float64, which networks do not take, into float32.
@@ -275,13 +276,41 @@ def _split(
 ) -> List[Any]:
     check_contexts(contexts, operation)
     found = _leaves(data, batch_axis)
-    bounds = _plan(operation, found, len(contexts), batch_axis, even_split, weights)
+    bounds = _bounds_here(operation, found, len(contexts), batch_axis, even_split, weights)
 
     def shard(begin: int, end: int, ctx: Context) -> Any:
         parts = [_load(operation, path, _slice_leaf(leaf, begin, end, axis), ctx, dtype) for path, leaf, axis in found]
         return _like(data, parts)
 
     return [shard(begin, end, context) for (begin, end), context in zip(bounds, contexts) if end > begin]
+
+
+def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
+    """Return how many examples a batch holds; errors as of a split."""
+    return _batch_size(operation, _leaves(data, batch_axis))
+
+
+def part_of_process(data: Any, num_devices: int, batch_axis: Any = 0, weights: Optional[Sequence[float]] = None) -> Any:
+    """Return what a split of a batch gives to all devices of this process together, where it is; None if that is nothing."""
+    found = _leaves(data, batch_axis)
+    bounds = _bounds_here("split_batch", found, num_devices, batch_axis, False, weights)
+    begin, end = bounds[0][0], bounds[-1][1]
+    return _like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) if end > begin else None
+
+
+def _bounds_here(
+    operation: str,
+    found: Sequence[Tuple[str, Leaf, Any]],
+    num_devices: int,
+    batch_axis: Any,
+    even_split: bool,
+    weights: Optional[Sequence[float]],
+) -> List[Bounds]:
+    """Return the bounds of the shards of this process's devices, of a batch that all processes share."""
+    rank, num_processes = share()
+    all_weights = weights if weights is None or num_processes == 1 else list(weights) * num_processes
+    bounds = _plan(operation, found, num_devices * num_processes, batch_axis, even_split, all_weights)
+    return bounds[rank * num_devices : (rank + 1) * num_devices]
 
 
 def _leaves(data: Any, batch_axis: Any) -> List[Tuple[str, Leaf, Any]]:

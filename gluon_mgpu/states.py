@@ -107,11 +107,12 @@ def _read(fname: str, replicas: Replicas) -> Content:
         return _from_gluon(fname, content, replicas)
     if content["version"] != 1:
         raise StateError(f"load_states: got {fname} of version {content['version']}; need version 1. Install a newer gluon_mgpu.")
-    _check_same(fname, content, replicas)
+    check_same(fname, content, replicas)
     return content
 
 
-def _check_same(fname: str, content: Content, replicas: Replicas) -> None:
+def check_same(fname: str, content: Content, replicas: Replicas, operation: str = "load_states") -> None:
+    """Raise `StateError` unless the names and shapes of a file's parameters are those of this network, in its order."""
     # A parameter's own name counts the layers that were made before it: dense7_weight. Its last word does not.
     exact = replicas.structural and content["structural"]
     here = _described(replicas.names, [param.shape for param in replicas.params], exact)
@@ -123,7 +124,7 @@ def _check_same(fname: str, content: Content, replicas: Replicas) -> None:
     ]
     if differing:
         raise StateError(
-            f"load_states: got {fname} of another network: {'; '.join(differing[:3])}; need the same parameters in the same "
+            f"{operation}: got {fname} of another network: {'; '.join(differing[:3])}; need the same parameters in the same "
             "order. Build the network as it was when it was saved."
         )
 

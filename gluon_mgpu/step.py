@@ -14,7 +14,8 @@ from .balance import Balancer
 from .batchnorm import run_shards
 from .errors import ShardError, StepError, TrainerError
 from .nested import Leaf, is_device_array, leaves
-from .sharding import split_batch, split_data
+from .processes import own_batches, share
+from .sharding import count_examples, part_of_process, split_batch, split_data
 from .trainer import Trainer
 
 SplitFunction = Callable[[Any, Any, Sequence[Context]], Tuple[List[Any], List[Any]]]
@@ -32,9 +33,9 @@ class Batch:
     losses : list of NDArray, shapes (shard size, ...)
         Empty after `eval_batch` without a loss.
     num_examples : int
-        Over all devices.
+        Over all devices, of all processes that share the batch.
     num_units : int, optional
-        What a loss with `num_units` counts instead, such as target tokens.
+        What a loss with `num_units` counts instead, such as target tokens, in this process's part of the batch.
     """
 
     outputs: List[Any]
@@ -59,6 +60,8 @@ def backward(losses: Sequence[Leaf]) -> None:
     TrainerError
         Not a list of arrays.
     """
+    if isinstance(losses, list) and not losses and share()[1] > 1:  # a small batch left nothing for the devices of this process
+        return
     if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
             f"backward: got {_kinds(losses)}; need a list of one or more MXNet arrays, one loss a shard. "
@@ -119,14 +122,29 @@ def train_batch(
         )
     if isinstance(micro_steps, bool) or not isinstance(micro_steps, (int, np.integer)) or micro_steps < 1:
         raise TrainerError(f"train_batch: got micro_steps={micro_steps!r}; need a whole number of 1 or more. 1 is one batch.")
+    with own_batches(trainer.sharded_data):
+        return _train_all(net, loss, trainer, X, y, split_f, ignore_stale_grad, int(micro_steps))
+
+
+def _train_all(
+    net: gluon.Block,
+    loss: Any,
+    trainer: Trainer,
+    X: Any,
+    y: Any,
+    split_f: SplitFunction,
+    ignore_stale_grad: bool,
+    micro_steps: int,
+) -> Batch:
     if micro_steps == 1:
         return _train_one(net, loss, trainer, X, y, split_f, ignore_stale_grad)
     axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
     parts = split_data((X, y), micro_steps, axis, even_split=False)
+    trainer.forget_unused()
     try:
         with trainer.accumulate():
             batches = [_train_one(net, loss, trainer, Xp, yp, split_f, ignore_stale_grad) for Xp, yp in parts]
-        trainer.flush(ignore_stale_grad)
+        Trainer.flush(trainer, ignore_stale_grad)  # not LocalSGD's, which averages the devices, too
     except BaseException:
         trainer.discard()  # a part of a batch is not to count in the next
         raise
@@ -135,7 +153,7 @@ def train_batch(
         [label for batch in batches for label in batch.labels],
         [one for batch in batches for one in batch.losses],
         sum(batch.num_examples for batch in batches),
-        _num_units("train_batch", loss, y),
+        _own_units("train_batch", loss, y, split_f, trainer.contexts),
     )
 
 
@@ -149,13 +167,14 @@ def _train_one(
         trainer.know_shapes()
     with autograd.record():
         outputs, losses = _forward("train_batch", net, loss, Xs, ys)
-    num_examples = _count("train_batch", split_f, losses, y, ys)
+    num_examples = _count_all("train_batch", split_f, losses, y, ys)
     num_units = _num_units("train_batch", loss, y)
-    backward(trainer.scale(losses))
+    backward(trainer.scale(losses) if losses else [])
     if isinstance(split_f, Balancer):
         split_f.watch(losses)
     trainer.step(num_examples if num_units is None else num_units, ignore_stale_grad)
-    return Batch(outputs, ys, losses, num_examples, num_units)
+    own_units = num_units if share()[1] == 1 else _own_units("train_batch", loss, y, split_f, trainer.contexts)
+    return Batch(outputs, ys, losses, num_examples, own_units)
 
 
 def eval_batch(
@@ -181,14 +200,21 @@ def eval_batch(
     Xs, ys = _split(split_f, X, y, devices)
     with autograd.pause(train_mode=False):
         outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
-    num_examples = _count("eval_batch", split_f, losses, y, ys) if losses else _num_labels(ys)
-    return Batch(outputs, ys, losses, num_examples, _num_units("eval_batch", loss, y))
+    counts = losses or share()[1] > 1
+    num_examples = _count_all("eval_batch", split_f, losses, y, ys) if counts else _num_labels(ys)
+    return Batch(outputs, ys, losses, num_examples, _own_units("eval_batch", loss, y, split_f, devices))
 
 
 def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
+    several = share()[1] > 1
+    if several and getattr(split_f, "func", split_f) is not split_batch:
+        raise TrainerError(
+            f"train_batch: got split_f={split_f!r} in a job of {share()[1]} processes; need split_batch, which gives each its "
+            "part of the batch. Pass it, or a functools.partial of it."
+        )
     shards = split_f(X, y, list(devices))
     pair = isinstance(shards, (list, tuple)) and len(shards) == 2 and all(isinstance(side, (list, tuple)) for side in shards)
-    if not pair or len(shards[0]) != len(shards[1]) or not shards[0]:
+    if not pair or len(shards[0]) != len(shards[1]) or not (shards[0] or several):
         found = f"{len(shards[0])} shards of features and {len(shards[1])} of labels" if pair else type(shards).__name__
         raise ShardError(f"split_f: got {found}; need as many of each, 1 or more. Return (list of X shards, list of y shards).")
     return list(shards[0]), list(shards[1])
@@ -237,6 +263,14 @@ def is_of_mxnet(error: Exception) -> bool:
     return type(error) is ValueError and raised_by.split(".")[0] == "mxnet"
 
 
+def _count_all(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
+    """Return the examples of a batch over all processes, having checked the losses of this one."""
+    counted = _count(operation, split_f, losses, label, labels)
+    if share()[1] == 1:
+        return counted
+    return count_examples(operation, label, _label_axis(split_f))
+
+
 def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
     """Return the examples that these losses are of, having checked that each holds one number for each of its shard."""
     for shard, (loss, sizes) in enumerate(zip(losses, _shard_sizes(split_f, label, labels))):
@@ -251,6 +285,20 @@ def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label
                 "right. Leave the mean out of the loss, and tell it where the examples are (batch_axis)."
             )
     return sum(int(loss.shape[0]) for loss in losses)
+
+
+def _own_units(operation: str, loss: Any, label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Optional[int]:
+    """Return what a loss with `num_units` counts in this process's part of a batch; None of other losses."""
+    if share()[1] == 1 or not callable(getattr(loss, "num_units", None)):
+        return _num_units(operation, loss, label)
+    weights = getattr(split_f, "keywords", {}).get("weights")
+    part = part_of_process(label, len(devices), _label_axis(split_f), weights)
+    return _num_units(operation, loss, part) if part is not None else 0
+
+
+def _label_axis(split_f: SplitFunction) -> Any:
+    axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
+    return axis[1] if isinstance(axis, (list, tuple)) else axis
 
 
 def _num_units(operation: str, loss: Any, label: Any) -> Optional[int]:

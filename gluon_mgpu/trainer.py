@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
@@ -15,8 +16,9 @@ from .devices import check_contexts
 from .errors import TrainerError
 from .loss_scaler import LossScaler
 from .nested import Leaf
-from .parameters import Params
+from .parameters import Params, has_values
 from .precision import precision_of, set_precision
+from .processes import group
 from .reduction import Reduction, clip_global_norm, clip_values, global_norm
 from .replicas import Buffer, Replicas
 from .states import Content, read_states, states_on, write_states
@@ -31,9 +33,13 @@ class Trainer(gluon.Trainer):
     ```
 
     What it does that Gluon's does not: a device that got no data takes part with zeros, instead of its gradient of an earlier
-    step; several devices are always reduced; parameters are taken in structural order, and states are loaded only into the
-    network that they belong to, on any number of devices; BatchNorm's running statistics are left alone; several batches can
-    make one step (`accumulate`); and gradients are clipped after they were summed, averaged and accumulated.
+    step; several devices, and the processes of a job, are always reduced; parameters are taken in structural order, and states
+    are loaded only into the network that they belong to, on any number of devices; BatchNorm's running statistics are left
+    alone; several batches can make one step (`accumulate`); and gradients are clipped after they were summed, averaged and
+    accumulated.
+
+    In a job of several processes, all begin with the weights of process 0. A parameter that gets no gradient in one process may
+    get one in another: none is looked for, and one that gets none anywhere is updated with zero.
 
     Parameters
     ----------
@@ -44,8 +50,9 @@ class Trainer(gluon.Trainer):
         For an optimizer given by name: `{"learning_rate": 0.1}`.
     kvstore : str, KVStore or None
         How devices are reduced: `"device"` or `"local"`; see `Reduction`.
-    compression_params : None
-        Gluon's place for it; gradient compression is not in this version.
+    compression_params : dict, optional
+        `{"type": "2bit", "threshold": 0.5}`: what processes send each other; see `processes.Group.compress`. The threshold is
+        of the sum over the examples of a process, before it is divided by their number.
     update_on_kvstore : None or False
         Gluon's place for it; the update is always done on the devices.
     clip_norm : float, optional
@@ -67,6 +74,10 @@ class Trainer(gluon.Trainer):
     precision : str, optional
         `"bf16"` on CPUs, `"fp16"` on GPUs, or `"fp32"`: what the network computes in from now on; see `set_precision`. `params`
         must be the Block. By default the network keeps its own.
+    sharded_data : bool
+        In a job of several processes, each reads batches of its own, by a `ShardedSampler`, say. `step` then takes the examples
+        of this process, 0 or more, and divides by those of all. By default all read the same batches, of which `split_batch`
+        gives each process its part, and `step` takes the examples of the whole.
     bucket_bytes : int, bytes
         Parameters and gradients lie in buckets of this size, in reverse order, so that the last ones are reduced while the
         backward pass still computes the first.
@@ -105,6 +116,7 @@ class Trainer(gluon.Trainer):
         static_graph: bool = False,
         find_unused_parameters: bool = False,
         precision: Optional[str] = None,
+        sharded_data: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         _check_buckets(bucket_bytes)
@@ -114,9 +126,16 @@ class Trainer(gluon.Trainer):
         self._optimizer: opt.Optimizer
         check_contexts(self._replicas.contexts, "Trainer")
         _check_optimizer(optimizer)
-        _check_options(self._replicas, compression_params, update_on_kvstore)
+        _check_options(self._replicas, update_on_kvstore)
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction = Reduction(kvstore, self._replicas.contexts)
+        self._processes = group()
+        if compression_params:
+            _check_compression(compression_params, self._processes is not None, has_values(self._replicas.params))
+        self._replicas.all_take_part = self._processes is not None
+        self._has_joined = self._processes is None
+        self.sharded_data = sharded_data and self._processes is not None
+        self._count_sum: Any = None  # over the processes, of the examples of a step, with one number a device
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
@@ -128,6 +147,10 @@ class Trainer(gluon.Trainer):
         if precision is not None:
             set_precision(params, precision)
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
+        if has_values(self._replicas.params):
+            self._join()
+        if compression_params:
+            self._processes.compress(compression_params)  # type: ignore[union-attr]
 
     @property
     def contexts(self) -> List[Context]:
@@ -149,7 +172,10 @@ class Trainer(gluon.Trainer):
         Asked between the first forward pass, in prediction mode, and the first recorded one, it lets the parameters move before
         a graph holds them.
         """
-        return self._replicas.know_shapes()
+        known = self._replicas.know_shapes()
+        if has_values(self._replicas.params):
+            self._join()
+        return known
 
     def scale(self, losses: Sequence[Leaf]) -> Sequence[Leaf]:
         """Return the losses as they are to be given to `backward`: multiplied by the loss scale with fp16, else as they are.
@@ -177,7 +203,8 @@ class Trainer(gluon.Trainer):
         TrainerError
             The batch size is not a positive number, or a parameter was moved to other devices.
         """
-        _check_batch_size("Trainer.step", batch_size)
+        if not (self.sharded_data and batch_size == 0):
+            _check_batch_size("Trainer.step", batch_size)
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
         if self._replicas.is_adding:
@@ -273,6 +300,10 @@ class Trainer(gluon.Trainer):
         self._num_counted, self._summed = 0, None
         if self._num_open:
             self._replicas.start_adding()
+
+    def forget_unused(self) -> None:
+        """Let gradients that no step has used not count in what is accumulated next: of a pass whose loss was another's, say."""
+        self._replicas.forget_unused()
 
     def allreduce_grads(self) -> None:
         """Sum the gradients over the devices, before `update`: for those who change the sum in between.
@@ -386,6 +417,18 @@ class Trainer(gluon.Trainer):
         """
         return read_states(fname, self._replicas, self._optimizer)
 
+    def _join(self) -> None:
+        """Begin with the weights of process 0, on every device of every process."""
+        if self._processes is None or self._has_joined:
+            return
+        self._has_joined = True
+        params = [param for param in self._replicas.params if np.issubdtype(np.dtype(param.dtype), np.floating)]
+        self._processes.share_first([param.list_data()[0] for param in params])
+        for param in params:
+            first, *others = param.list_data()
+            for other in others:
+                first.copyto(other)
+
     def _complete(self, operation: str) -> None:
         """Add the last pass to what was accumulated, and refuse to use it while more is to come."""
         if self._num_open:
@@ -401,6 +444,7 @@ class Trainer(gluon.Trainer):
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
+        self._join()
         buffers = self._replicas.collect(ignore_stale_grad)
         self._reduce(buffers)
         # From here on these gradients are sums: should the optimizer raise, another step must not sum them again.
@@ -414,11 +458,28 @@ class Trainer(gluon.Trainer):
     def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
         num_examples, self._num_counted = self._num_counted + batch_size, 0
         multiplied = self._multiplied_by(buffers)
+        if self.sharded_data:
+            num_examples = self._divide_by_all(buffers, num_examples)
         if multiplied is not None:
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples
             self._clip(buffers)
             self._update.apply(buffers)
         self._summed = None
+
+    def _divide_by_all(self, buffers: List[Buffer], num_examples: float) -> float:
+        """Divide these gradients by the examples of all processes, which nobody here knows or waits for, and return 1."""
+        if self._count_sum is None:
+            self._counts = [mx.nd.zeros((1,), ctx=context) for context in self.contexts]
+            self._count_sum = self._processes.sum_of(self._counts)  # type: ignore[union-attr]
+        for replica, count in enumerate(self._counts):
+            count[:] = 0 if replica else num_examples
+        self._count_sum.run(0)
+        for buffer in buffers:
+            for gradient, count in zip(buffer.gradients, self._counts):
+                classic = gradient.as_nd_ndarray()
+                factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))
+                mx.nd.broadcast_div(classic, factor, out=classic)
+        return 1
 
     def _multiplied_by(self, buffers: List[Buffer]) -> Optional[float]:
         """Return what these gradients were multiplied by, beside `_scale`, or None: they overflowed, and are to be left out."""
@@ -465,20 +526,38 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _check_options(replicas: Replicas, compression: Any, update_on_kvstore: Any) -> None:
+def _check_options(replicas: Replicas, update_on_kvstore: Any) -> None:
     if update_on_kvstore:
         raise TrainerError(
             "Trainer: got update_on_kvstore=True; need None or False. The weights are updated on the devices: only so are "
             "clipping, schedules and idle devices right."
         )
-    if compression:
-        raise TrainerError(f"Trainer: got compression_params {compression}; need None. This version does not compress gradients.")
     for name, param in zip(replicas.names, replicas.params):
         if param._stype != "default":
             raise TrainerError(
                 f"Trainer: got {name} stored as {param._stype}; need dense weights. gluon.Trainer takes sparse "
                 "ones, on one device."
             )
+
+
+def _check_compression(compression: Any, several: bool, has_shapes: bool) -> None:
+    kind = compression.get("type") if isinstance(compression, dict) else None
+    threshold: Any = compression.get("threshold", 0.5) if isinstance(compression, dict) else None
+    if kind != "2bit" or set(compression) - {"type", "threshold"} or not _is_number(threshold) or not threshold > 0:
+        raise TrainerError(
+            f"Trainer: got compression_params {compression!r}; need a dict with type '2bit' and a threshold above 0. "
+            "Pass {'type': '2bit', 'threshold': 0.5}, say."
+        )
+    if not several:
+        raise TrainerError(
+            "Trainer: got compression_params for one process; need several, which send each other gradients. Leave it out, or "
+            "start the program with gluon-mgpu launch."
+        )
+    if not has_shapes:
+        raise TrainerError(
+            "Trainer: got compression_params and parameters without shapes; need them known, as weights are not to be "
+            "compressed. Pass one batch through the network before."
+        )
 
 
 def _check_clipping(**bounds: Optional[float]) -> None:

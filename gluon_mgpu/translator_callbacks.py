@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Optional, Union
+from typing import Any, Callable, Optional, Union
 
 from mxnet import lr_scheduler
 
-from .callbacks import Best, Callback, FitState, History, Progress
+from .callbacks import Best, Callback, Checkpoint, FitState, History, Progress
 from .data import PairLoader, SentencePairs
 from .epoch import EpochProgress
 from .errors import TrainerError
+from .folders import sync
+from .shelf import INNER
+from .snapshot import Snapshot
 from .translation_scores import translation_scores
 from .translator import Translator, check_replaceable
 
@@ -119,7 +124,7 @@ class Plateau(Callback):
             self._schedule.factor *= self._factor
 
 
-class SaveTranslator(Callback):
+class SaveTranslator(Checkpoint):
     """Saves the translator and its trainer's states: `best` when a metric is better than before, `last` after each epoch.
 
     What an error has spoilt is not saved; what Ctrl-C ends is.
@@ -132,30 +137,29 @@ class SaveTranslator(Callback):
         Of the network that is being trained.
     monitor : str
         A column of the history.
-    mode : "min", "max" or None
-        As for `EarlyStopping`.
+    **options
+        Of `Checkpoint`: `mode`, `every`, `keep`, `background`.
     """
 
-    def __init__(
-        self, folder: Union[str, Path], translator: Translator, monitor: str = "test_loss", *, mode: Optional[str] = None
-    ) -> None:
-        self.folder, self._translator, self._best = Path(folder), translator, Best(monitor, mode)
+    def __init__(self, folder: Union[str, Path], translator: Translator, monitor: str = "test_loss", **options: Any) -> None:
+        super().__init__(folder, monitor, **options)
+        self._translator = translator
 
-    def on_fit_begin(self, state: FitState) -> None:
-        self._best.begin(state)
-        for name in ("best", "last"):
-            check_replaceable(self.folder / name)
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
+        return partial(_write, self._translator, snapshot)
 
-    def on_epoch_end(self, state: FitState) -> None:
-        self._save("last", state)
-        if self._best.improves(state):
-            self._save("best", state)
+    def _check_replaceable(self, folder: Path) -> None:
+        check_replaceable(folder)
 
-    def on_fit_end(self, state: FitState) -> None:
-        if state.interrupted:
-            self._save("last", state)
 
-    def _save(self, name: str, state: FitState) -> None:
-        progress = {"epoch": state.epoch, "epochs_completed": len(state.history.rows), "history": state.history.rows}
-        self._translator.save(self.folder / name, state.trainer, progress)
+def _write(translator: Translator, snapshot: Snapshot, folder: Path) -> None:
+    """Fill a folder as `Translator.save` does, but with what the network was when the snapshot was taken, and at last with it."""
+    sides = {"source": translator.source_vocabulary, "target": translator.target_vocabulary}
+    for side, vocabulary in sides.items():
+        vocabulary.save(folder / f"{side}.vocab")
+    (folder / "model.json").write_text(json.dumps(translator.config(), indent=1), encoding="utf-8")
+    for path in folder.iterdir():
+        sync(path)
+    (folder / INNER).mkdir()
+    snapshot.write(folder / INNER)
+    sync(folder)

@@ -583,3 +583,31 @@ def test_states_that_are_loaded_drop_what_was_accumulated(tmp_path):
     other, plain = world()
     mgpu.train_batch(other, LOSS, plain, *batches[1])
     assert largest_difference(weights_of(other), weights_of(net)) == 0.0
+
+
+def test_trainers_that_share_parameters_take_turns(devices):
+    """One that adds up marks the parameters anew: the other is to find their flags again."""
+    net = nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One(), ctx=devices)
+    rates = (0.1, 0.01)
+    trainers = [mgpu.Trainer(net, "sgd", {"learning_rate": rate}) for rate in rates]
+    weight, X = 1.0, np.array([[1.0], [2.0], [3.0], [0.5], [1.5]], "float32")
+    for which, micro_steps in ((0, 1), (1, 1), (0, 3), (1, 1), (1, 2), (0, 1), (0, 2)):
+        mgpu.train_batch(net, gluon.loss.L2Loss(), trainers[which], X, np.zeros(5, "float32"), micro_steps=micro_steps)
+        weight -= rates[which] * weight * float(np.square(X).mean())
+        for context in devices:
+            assert net.weight.data(context).asscalar() == pytest.approx(weight, rel=1e-5)
+
+
+def test_what_another_loss_has_left_does_not_count(devices):
+    """A generator's pass goes through the discriminator, too, which then trains on micro-steps of its own."""
+    net = nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One(), ctx=devices)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    ones = np.ones((4, 1), "float32")
+    Xs, _ = mgpu.split_batch(ones, ones, devices)
+    with mx.autograd.record():
+        losses = [net(x) for x in Xs]
+    mgpu.backward(losses)
+    mgpu.train_batch(net, lambda output, label: 2 * output.reshape((-1,)), trainer, ones, ones, micro_steps=2)
+    np.testing.assert_allclose(net.weight.data(devices[0]).asnumpy(), [[0.8]], rtol=1e-6)

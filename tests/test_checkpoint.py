@@ -1,13 +1,22 @@
 """Checkpoints: what is in the folder, that it is always whole, and that fit() goes on from it to the bit."""
 
+import hashlib
 import json
+import os
+import pickle
+import random
+import resource
+import subprocess
+import zipfile
 from functools import partial
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import StateError
+from gluon_mgpu import snapshot
+from gluon_mgpu.errors import StateError, TrainerError
+from gluon_mgpu.translator_callbacks import PlateauSchedule
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -127,11 +136,15 @@ def test_a_compiled_network_goes_on(tmp_path):
 # What is in the folder
 
 
-def test_a_checkpoint_is_three_files(tmp_path, devices):
+ALONE = ["manifest.json", "net.params", "progress.json"]
+FILES = [*ALONE, "states.npz", "training.json"]
+
+
+def test_a_checkpoint_is_five_files(tmp_path, devices):
     net, trainer, loader = make_run(devices)
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(tmp_path / "new" / "c", net, trainer, {"epoch": 7, "note": "schön"})
-    assert sorted(path.name for path in (tmp_path / "new" / "c").iterdir()) == ["net.params", "progress.json", "trainer.states"]
+    assert sorted(path.name for path in (tmp_path / "new" / "c").iterdir()) == FILES
     assert json.loads((tmp_path / "new" / "c" / "progress.json").read_text(encoding="utf-8")) == {"epoch": 7, "note": "schön"}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["c"]
 
@@ -140,11 +153,11 @@ def test_a_network_alone_is_a_checkpoint(tmp_path, devices):
     net, trainer, loader = make_run(devices)
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(str(tmp_path / "c"), net)
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["net.params", "progress.json"]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ALONE
     other = small_net(contexts(1))
     assert mgpu.load_checkpoint(str(tmp_path / "c"), other) == {}
     assert largest_difference(all_of(other), all_of(net)) == 0.0
-    assert "without trainer.states" in told(mgpu.load_checkpoint, tmp_path / "c", net, trainer)
+    assert "without states.npz, training.json" in told(mgpu.load_checkpoint, tmp_path / "c", net, trainer)
 
 
 def test_plain_gluon_reads_the_network(tmp_path, devices, arrays):
@@ -153,18 +166,19 @@ def test_plain_gluon_reads_the_network(tmp_path, devices, arrays):
     mgpu.save_checkpoint(tmp_path / "c", net, trainer)
     plain = small_net([mx.cpu(4)], normalize=True)
     plain.load_parameters(str(tmp_path / "c" / "net.params"), ctx=mx.cpu(4))
+    mgpu.average_running_stats(net)
     assert largest_difference(all_of(plain), all_of(net)) == 0.0
 
 
 def test_what_is_saved_is_what_evaluate_measures(tmp_path):
-    """BatchNorm's running statistics are one set per device; their mean is saved, and set on all devices."""
+    """BatchNorm's running statistics are one set per device; their mean is saved, and the devices keep their own."""
     net = nn.BatchNorm(in_channels=2)
     net.initialize(ctx=contexts(3))
     for i, context in enumerate(contexts(3)):
         net.running_mean.data(context)[:] = mx.nd.array([i, 10 * i])
     mgpu.save_checkpoint(tmp_path / "c", net)
-    for context in contexts(3):
-        assert net.running_mean.data(context).asnumpy().tolist() == [1.0, 10.0]
+    for i, context in enumerate(contexts(3)):
+        assert net.running_mean.data(context).asnumpy().tolist() == [i, 10 * i]
     other = nn.BatchNorm(in_channels=2)
     other.initialize(ctx=contexts(2))
     mgpu.load_checkpoint(tmp_path / "c", other)
@@ -217,11 +231,7 @@ def disk_full(*arguments, **kwargs):
     raise OSError("disk full")
 
 
-@pytest.mark.parametrize(
-    "where",
-    [(mx.nd, "save"), (mgpu.Trainer, "save_states"), (json, "dumps")],
-    ids=["network", "trainer", "progress"],
-)
+@pytest.mark.parametrize("where", [(snapshot, "write_params"), (snapshot, "_write_arrays"), (os, "fsync"), (os, "open")])
 def test_saving_that_fails_leaves_the_old_one(tmp_path, monkeypatch, where):
     net, trainer = saved_twice(tmp_path / "c", monkeypatch, (*where, disk_full))
     assert number_in(tmp_path / "c", net, trainer) == 1
@@ -242,7 +252,7 @@ def test_a_program_that_is_killed_between_the_renames_leaves_a_whole_one(tmp_pat
         return rename(self, target)
 
     net, trainer = saved_twice(tmp_path / "c", monkeypatch, (path_class, "rename", killed))
-    assert number_in(tmp_path / "c", net, trainer) == 1
+    assert number_in(tmp_path / "c", net, trainer) == which_rename  # the old one, or the new one, which is whole by now
     net.weight.set_data(mx.nd.array([[3.0]]))
     mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 3})
     assert number_in(tmp_path / "c", net, trainer) == 3
@@ -256,7 +266,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     net, trainer, _ = make_run(contexts(1))
     for folder in (tmp_path, tmp_path / "not there"):
         message = told(mgpu.load_checkpoint, folder, net, trainer)
-        assert f"got {folder} without net.params, progress.json, trainer.states" in message
+        assert f"got {folder} without net.params, progress.json" in message
 
 
 @pytest.fixture
@@ -289,7 +299,7 @@ def test_other_shapes_are_refused(tmp_path):
 def test_another_optimizer_is_refused(checkpoint):
     net, trainer, _ = make_run(contexts(2), "adam")
     mgpu.eval_batch(net, *small_batches([4])[0], contexts(2))
-    assert "optimizer SGD for a trainer with Adam" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert "of a trainer with SGD where this one has Adam" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
 
 
 def test_what_is_refused_changes_nothing(checkpoint, tmp_path):
@@ -301,12 +311,27 @@ def test_what_is_refused_changes_nothing(checkpoint, tmp_path):
     assert largest_difference(weights_of(net), before) == 0.0
 
 
-@pytest.mark.parametrize("file", ["net.params", "progress.json"])
-def test_damaged_files_are_told(checkpoint, file):
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "changed", "longer", "gone"])
+def test_damaged_files_are_told(checkpoint, file, damage):
     path = checkpoint / file
-    path.write_bytes(path.read_bytes()[:-1][: max(1, path.stat().st_size // 2)])
+    content = path.read_bytes()
+    half = len(content) // 2
+    changed = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+    path.write_bytes({"truncated": content[:half], "changed": changed, "longer": content + b"x", "gone": b""}[damage])
+    if damage == "gone":
+        path.unlink()
     net, trainer, _ = make_run(contexts(2), "momentum")
-    assert "damaged" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    mgpu.eval_batch(net, *small_batches([4])[0], contexts(2))
+    before = weights_of(net)
+    if (file, damage) == ("manifest.json", "changed"):
+        changed_json = path.read_bytes().replace(b'"version": 2', b'"version": [2]')
+        path.write_bytes(changed_json)
+    message = told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert file in message and (
+        "damaged" in message or (file, damage) == ("manifest.json", "gone") or "something else" in message
+    )
+    assert largest_difference(weights_of(net), before) == 0.0
 
 
 def test_a_network_without_values_is_not_saved(tmp_path):
@@ -342,3 +367,318 @@ def test_another_dtype_is_refused(tmp_path):
     net = dense(4)
     net.cast("float64")
     assert "float32 (4, 3) where this one has float64" in told(mgpu.load_checkpoint, tmp_path / "c", net)
+
+
+def forge(folder, **files):
+    """Replace files, and let the manifest say that they are right."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, content in files.items():
+        name = name.replace("_", ".")
+        (folder / name).write_bytes(content)
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_newer_version_is_refused(checkpoint):
+    path = checkpoint / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+    net, trainer, _ = make_run(contexts(1))
+    assert "of version 3; need 2 or older. Install a newer gluon_mgpu" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+
+
+@pytest.mark.parametrize("content", ['{"format": "other", "version": 1, "files": {}}', "[]", "", '{"files": {"../../x": {}}}'])
+def test_a_foreign_manifest_is_refused(checkpoint, content):
+    (checkpoint / "manifest.json").write_text(content)
+    net, trainer, _ = make_run(contexts(1))
+    assert "manifest.json, which is " in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+
+
+class Trap:
+    """A pickle of it calls a function when it is read."""
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_nothing_in_a_checkpoint_is_executed(checkpoint, tmp_path):
+    trap = Trap()
+    trap.folder = str(tmp_path / "trapped")
+    array = np.empty(1, object)
+    array[0] = trap
+    np.savez(tmp_path / "evil.npz", **{"state/0": array})
+    forge(checkpoint, states_npz=(tmp_path / "evil.npz").read_bytes())
+    net, trainer, _ = make_run(contexts(1))
+    assert "states.npz, which is damaged" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert not (tmp_path / "trapped").exists()
+    with pytest.raises(FileExistsError):  # the trap works
+        (tmp_path / "trapped").mkdir()
+        pickle.loads(pickle.dumps(trap))
+
+
+@pytest.mark.parametrize("name", ["names", "optimizer", "states", "counts", "random", "devices", "shapes"])
+def test_a_file_that_lacks_something_is_told(checkpoint, name):
+    training = json.loads((checkpoint / "training.json").read_text())
+    del training[name]
+    forge(checkpoint, training_json=json.dumps(training).encode())
+    net, trainer, _ = make_run(contexts(1))
+    assert "training.json, which is damaged" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+
+
+def test_states_of_other_shapes_are_refused(checkpoint, tmp_path):
+    with np.load(checkpoint / "states.npz") as file:
+        arrays = {name: array[:1] for name, array in file.items()}
+    np.savez(tmp_path / "other.npz", **arrays)
+    forge(checkpoint, states_npz=(tmp_path / "other.npz").read_bytes())
+    net, trainer, _ = make_run(contexts(2))
+    mgpu.eval_batch(net, *small_batches([4])[0], contexts(2))
+    before = weights_of(net)
+    assert "need shape" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert largest_difference(weights_of(net), before) == 0.0
+
+
+def test_folders_of_the_version_before_give_the_network_and_execute_nothing(tmp_path):
+    net, trainer, loader = make_run(contexts(2))
+    train(net, trainer, loader, epochs=1)
+    old = tmp_path / "old"
+    old.mkdir()
+    net.save_parameters(str(old / "net.params"))
+    trainer.save_states(str(old / "trainer.states"))
+    (old / "progress.json").write_text('{"epoch": 4}')
+    other, again, _ = make_run(contexts(1))
+    message = told(mgpu.load_checkpoint, old, other, again)
+    assert "trainer.states is a pickle" in message and "load_states" in message
+    assert mgpu.load_checkpoint(old, other) == {"epoch": 4}
+    assert largest_difference(weights_of(other), weights_of(net)) == 0.0
+    again.load_states(str(old / "trainer.states"))  # whoever trusts it
+    mgpu.save_checkpoint(old, other, again)  # and the folder is replaced
+    assert sorted(path.name for path in old.iterdir()) == FILES
+
+
+def test_legacy_arrays_are_not_read_from_np_arrays(tmp_path):
+    mx.npx.set_np()
+    try:
+        mgpu.save_checkpoint(tmp_path / "c", dense(4))
+    finally:
+        mx.npx.reset_np()
+    assert "saved with mx.npx.set_np()" in told(mgpu.load_checkpoint, tmp_path / "c", dense(4))
+
+
+# The optimizer and its schedule
+
+
+def cosine(**options):
+    return mx.lr_scheduler.CosineScheduler(**{"max_update": 100, "base_lr": 0.1, **options})
+
+
+@pytest.mark.parametrize(
+    "saved, made, difference",
+    [
+        ({"momentum": 0.9}, {"momentum": 0.5}, "momentum 0.9 where this one has 0.5"),
+        ({"momentum": 0.9}, {}, "momentum 0.9 where this one has 0.0"),
+        ({"wd": 0.1}, {"wd": 0.2}, "wd 0.1 where this one has 0.2"),
+        ({"clip_gradient": 1.0}, {}, "clip_gradient 1.0 where this one has None"),
+        ({"lr_scheduler": cosine()}, {}, "CosineScheduler as its schedule where this one has none"),
+        (
+            {"lr_scheduler": cosine()},
+            {"lr_scheduler": cosine(max_update=200)},
+            "schedule's max_update 100 where this one has 200",
+        ),
+        (
+            {"lr_scheduler": cosine()},
+            {"lr_scheduler": mx.lr_scheduler.FactorScheduler(3, base_lr=0.1)},
+            "schedule's CosineScheduler where this one has FactorScheduler",
+        ),
+    ],
+)
+def test_other_options_are_refused_by_name(tmp_path, saved, made, difference):
+    first, second = ({"learning_rate": 0.1, **options} for options in (saved, made))
+    net = dense(4)
+    mgpu.save_checkpoint(tmp_path / "c", net, mgpu.Trainer(net, "sgd", first))
+    assert difference in told(mgpu.load_checkpoint, tmp_path / "c", net, mgpu.Trainer(net, "sgd", second))
+
+
+def test_a_learning_rate_that_was_set_goes_on(tmp_path):
+    net = dense(4)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    trainer.set_learning_rate(0.025)
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    other = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    mgpu.load_checkpoint(tmp_path / "c", net, other)
+    assert other.learning_rate == 0.025
+
+
+def test_the_schedule_stays_the_object_that_it_is(tmp_path):
+    """A callback that moves it, such as Plateau, holds it, too."""
+    net = dense(4)
+    schedules = [PlateauSchedule(0.5, warmup_steps=2) for _ in range(2)]
+    trainers = [mgpu.Trainer(net, "sgd", {"learning_rate": 0.5, "lr_scheduler": schedule}) for schedule in schedules]
+    schedules[0].factor = 0.25
+    mgpu.save_checkpoint(tmp_path / "c", net, trainers[0])
+    mgpu.load_checkpoint(tmp_path / "c", net, trainers[1])
+    assert trainers[1].optimizer.lr_scheduler is schedules[1]
+    assert schedules[1].factor == 0.25
+
+
+ALL_KINDS = {
+    "nag": {"momentum": 0.9},
+    "adamw": {},
+    "rmsprop": {"centered": True},
+    "nadam": {},
+    "lamb": {},
+    "adagrad": {},
+    "adadelta": {},
+    "ftrl": {},
+    "ftml": {},
+    "adamax": {},
+    "signum": {},
+    "lars": {"momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", ALL_KINDS)
+def test_optimizers_go_on(tmp_path, name):
+    batches = small_batches([4] * 6)
+    nets = []
+    for stop in (None, 3):
+        net = small_net(contexts(2))
+        nets.append(net)
+        trainer = mgpu.Trainer(net, name, dict(ALL_KINDS[name]))
+        for i, (X, y) in enumerate(batches):
+            if i == stop:
+                mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+                trainer = mgpu.Trainer(net, name, dict(ALL_KINDS[name]))
+                for param in net.collect_params().values():
+                    param.set_data(param.data(mx.cpu(0)) * 0)
+                mgpu.load_checkpoint(tmp_path / "c", net, trainer)
+            mgpu.train_batch(net, LOSS, trainer, X, y)
+    assert largest_difference(*map(weights_of, nets)) == 0.0
+
+
+def test_what_a_file_cannot_hold_is_told_before_anything_is_written(tmp_path):
+    """DCASGD keeps the weights of the step before on the side."""
+    net = dense(4)
+    trainer = mgpu.Trainer(net, "dcasgd")
+    trainer.optimizer.weight_previous[0] = mx.nd.ones((1,))
+    assert "weight_previous of type dict in DCASGD" in told(mgpu.save_checkpoint, tmp_path / "c", net, trainer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_that_were_not_applied_are_told(tmp_path):
+    net = small_net(contexts(2))
+    trainer = mgpu.Trainer(net, "sgd")
+    with trainer.accumulate():
+        mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
+    with pytest.raises(TrainerError, match="got gradients of 4 examples that were not applied") as caught:
+        mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    assert_house_style(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+# What else goes on
+
+
+def draws():
+    return random.random(), np.random.normal(), mx.nd.random.uniform(shape=(3,)).asnumpy().tolist()
+
+
+def test_random_numbers_go_on(tmp_path):
+    net = dense(4)
+    trainer = mgpu.Trainer(net, "sgd")
+    np.random.normal()  # NumPy keeps the second one of a pair
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    drawn = draws()
+    draws()
+    mgpu.load_checkpoint(tmp_path / "c", net, trainer)
+    assert draws() == drawn
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    assert draws() != drawn
+
+
+def test_two_programs_with_one_seed_draw_alike_after_saving(tmp_path):
+    found = []
+    for _ in range(2):
+        mx.random.seed(5)
+        net = dense(4)
+        mgpu.save_checkpoint(tmp_path / "c", net, mgpu.Trainer(net, "sgd"))
+        found.append(mx.nd.random.uniform(shape=(3,)).asnumpy().tolist())
+    assert found[0] == found[1]
+
+
+def test_each_device_has_its_own_statistics_again(tmp_path):
+    nets = [mgpu.set_batch_norm(small_net(contexts(2), normalize=True), "local") for _ in range(2)]
+    trainers = [mgpu.Trainer(net, "sgd") for net in nets]
+    mgpu.train_batch(nets[0], LOSS, trainers[0], *small_batches([9])[0])
+    mgpu.save_checkpoint(tmp_path / "c", nets[0], trainers[0])
+    mgpu.load_checkpoint(tmp_path / "c", nets[1], trainers[1])
+    for context in contexts(2):
+        means = [net[2].running_mean.data(context).asnumpy() for net in nets]
+        assert largest_difference(means[:1], means[1:]) == 0.0
+    assert largest_difference(means[1:], [nets[1][2].running_mean.data(mx.cpu(0)).asnumpy()]) > 0.0
+
+
+def test_a_frozen_graphs_statistics_are_those_of_the_last_step(tmp_path):
+    """A graph with static memory writes them without telling the engine: they are waited for, on one device, too."""
+    net = small_net(contexts(1), normalize=True, hybridize={"static_alloc": True, "static_shape": True})
+    trainer = mgpu.Trainer(net, "sgd")
+    ((X, y),) = small_batches([64])
+    for _ in range(5):
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+        mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+        mx.nd.waitall()
+        saved = mx.nd.load(str(tmp_path / "c" / "net.params"))["2.running_mean"].asnumpy()
+        np.testing.assert_array_equal(saved, net[2].running_mean.data().asnumpy())
+
+
+# A disk that is full
+
+
+def test_a_file_that_may_not_grow_leaves_the_old_one(tmp_path):
+    net = dense(400)
+    trainer = mgpu.Trainer(net, "sgd")
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 1})
+    before = weights_of(net)
+    net[0].weight.set_data(net[0].weight.data(mx.cpu(0)) * 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert mgpu.load_checkpoint(tmp_path / "c", net, trainer) == {"number": 1}
+    assert largest_difference(weights_of(net), before) == 0.0
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 96 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "gluon_mgpu_test", str(disk)]
+    if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("mounting is not permitted")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_leaves_the_old_one(small_disk):
+    net = dense(4000)  # 64 KB
+    trainer = mgpu.Trainer(net, "sgd")
+    mgpu.save_checkpoint(small_disk / "c", net, trainer, {"number": 1})
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left on device"):
+            mgpu.save_checkpoint(small_disk / "c", net, trainer, {"number": 2})
+        assert mgpu.load_checkpoint(small_disk / "c", net, trainer) == {"number": 1}
+        assert [path.name for path in small_disk.iterdir()] == ["c"]
+
+
+def test_states_are_a_zip_of_plain_arrays(checkpoint):
+    """Read by NumPy, or by anything that knows zip."""
+    with zipfile.ZipFile(checkpoint / "states.npz") as archive:
+        assert archive.testzip() is None
+    with np.load(checkpoint / "states.npz", allow_pickle=False) as file:
+        assert {array.dtype.name for _, array in file.items()} == {"float32"}
+    training = json.loads((checkpoint / "training.json").read_text())
+    assert training["optimizer"]["values"]["momentum"] == 0.9
+    assert set(training["versions"]) == {"gluon_mgpu", "mxnet", "numpy", "python"}

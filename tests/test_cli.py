@@ -133,6 +133,7 @@ def test_the_commands_are_these():
         "devices",
         "doctor",
         "find-batch-size",
+        "launch",
         "predict",
         "predict resnet18",
         "train",
@@ -160,6 +161,14 @@ def test_wrong_usage_is_told(arguments):
     assert result.exit_code == 2
     assert "Error: " in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("program", ["resnet18", "seq2seq"])
+@pytest.mark.parametrize("shares, told", [("3,1,1", "got 3 numbers for 2 devices"), ("1,-1", "not all 0"), ("0,0", "not all 0")])
+def test_shares_that_make_no_sense_name_the_flag(program, shares, told):
+    result = invoke("train", program, "--devices", "cpu:2", "--weights", shares)
+    assert result.exit_code == 2
+    assert "--weights" in result.output and told in " ".join(result.output.split())
 
 
 # devices

@@ -257,13 +257,13 @@ def test_batches_that_make_one_update(devices, every):
     assert recorder.state.trainer._optimizer.num_update == 2 * len(joined)
 
 
-def test_ctrl_c_applies_what_was_accumulated(ctrl_c, tmp_path):
+def test_ctrl_c_waits_for_the_last_batch_of_an_update(ctrl_c, tmp_path):
     data = batches_of(*three_clouds())
     net, whole = make_net([mx.cpu()]), make_net([mx.cpu()])
     options = {"callbacks": [mgpu.Checkpoint(tmp_path, monitor=None)], "accumulate_grad_batches": 4}
-    with pytest.raises(KeyboardInterrupt, match="after step 3$"):
+    with pytest.raises(KeyboardInterrupt, match="after step 4$"):
         train([mx.cpu()], interrupting(data, at=3), net=net, **options)
-    train([mx.cpu()], [tuple(np.concatenate(parts) for parts in zip(*data[:3]))], net=whole)
+    train([mx.cpu()], [tuple(np.concatenate(parts) for parts in zip(*data[:4]))], net=whole)
     assert largest_difference(weights_of(net), weights_of(whole)) <= 1e-6
     mgpu.load_checkpoint(tmp_path / "last", make_net([mx.cpu()]), make_trainer(net))
 

@@ -183,7 +183,7 @@ def test_a_graph_that_goes_on_is_a_leak_that_no_array_shows():
     """The classic: total_loss += loss inside of record(), never read."""
     growth, report = loop("a graph")
     assert growth.verdict == "leak", report
-    assert "No arrays became more in Python" in report
+    assert "No arrays of MXNet's became more in Python" in report
 
 
 def test_a_queue_without_back_pressure_is_no_leak():
@@ -256,6 +256,10 @@ def test_wrong_arguments():
         lambda: LeakCheck(tolerance_bytes=-1),
         lambda: LeakCheck(tolerance_bytes=float("nan")),
         lambda: LeakCheck(tolerance_bytes="256"),
+        lambda: LeakCheck(max_inflight=0),
+        lambda: LeakCheck(max_inflight=2.5),
+        lambda: LeakCheck(max_inflight="2"),
+        lambda: LeakCheck(max_inflight=True),
         lambda: LeakCheck(contexts="cpu"),
         lambda: LeakCheck(contexts=mx.cpu()),
         lambda: LeakCheck(contexts=["gpu(0)"]),

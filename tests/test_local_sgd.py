@@ -216,6 +216,15 @@ def test_micro_steps_are_one_step(devices):
         assert largest_difference(weights_of(net), weights_of(known(devices))) == 0.0
 
 
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_devices_stay_apart_whatever_a_batch_is_made_of(micro_steps):
+    net = known(CTX[:2])
+    trainer = LocalSGD(net, *OPTIMIZERS["sgd"], every=16)
+    for X, y in small_batches([8, 8, 8]):
+        mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=micro_steps)
+    assert mgpu.replica_difference(net) > 0
+
+
 def test_each_device_clips_its_own_gradient():
     net = nn.Dense(1, in_units=2, use_bias=False)
     net.initialize(mx.init.Zero(), ctx=CTX[:2])

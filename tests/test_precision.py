@@ -316,6 +316,44 @@ def test_plain_blocks_and_imported_graphs(tmp_path):
     assert not np.array_equal(out, full)
 
 
+@pytest.mark.parametrize("hybridize", HYBRIDIZE.values(), ids=list(HYBRIDIZE))
+def test_gradients_add_up(hybridize, arrays):
+    """The backward pass of oneDNN's cast drops what it is to add, so that the gradient would stay 0."""
+    batches = [(as_array(x), as_array(y)) for x, y in small_batches([8, 5, 7])]
+    net = smooth_net([mx.cpu()], hybridize, normalize=True)
+    net(batches[0][0])
+    set_precision(net, "bf16")
+    expected, params = [], [param for param in net.collect_params().values() if param.grad_req != "null"]
+    for grad_req in ("write", "add"):
+        for param in params:
+            param.grad_req = grad_req
+        for x, y in batches:
+            with autograd.record():
+                loss = LOSS(net(x), y)
+            loss.backward()
+            if grad_req == "write":
+                expected.append([param.grad().asnumpy() for param in params])
+    for param, *each in zip(params, *expected):
+        np.testing.assert_array_equal(param.grad().asnumpy(), (each[0] + each[1]) + each[2], err_msg=param.name)
+
+
+@pytest.mark.parametrize("hybridize", HYBRIDIZE.values(), ids=list(HYBRIDIZE))
+def test_micro_steps_are_the_batch(devices, hybridize):
+    found = []
+    for precision, micro_steps in (("fp32", 1), ("bf16", 1), ("bf16", 3)):
+        net = smooth_net(devices, hybridize)
+        mgpu.predict(net, [small_batches([4])[0][0]])
+        before = weights_of(net)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, precision=precision)
+        for x, y in small_batches([12, 9, 12]):
+            mgpu.train_batch(net, LOSS, trainer, x, y, micro_steps=micro_steps)
+        found.append([after - start for after, start in zip(weights_of(net), before)])
+    full, whole, parts = found
+    size = distance(full, [0.0] * len(full))
+    assert distance(whole, full) <= 4 * EPS * size
+    assert distance(parts, full) <= 4 * EPS * size
+
+
 def test_mxnet_is_as_it_was():
     before = [mx.nd.FullyConnected, mx.sym.FullyConnected, mx.nd.op.FullyConnected, mx.sym.Convolution, nn.Dense.hybrid_forward]
     set_precision(layers(), "bf16")

@@ -1,11 +1,26 @@
 """Contract: stop anywhere, go on from the checkpoint: the same bits on the same devices, within 1e-5 on another number."""
 
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
 import gluon_mgpu as mgpu
 import mxnet as mx
+import numpy as np
 import pytest
 from mxnet import gluon
+from mxnet.base import _LIB
+from mxnet.gluon import nn
 
 from .conftest import largest_difference, small_batches, small_net, weights_of
+from .test_no_sync import WAITING
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 BATCHES = [7, 12, 3, 12, 1, 9]
@@ -69,3 +84,483 @@ def test_the_order_of_the_data_goes_on(tmp_path):
     resumed = mgpu.data.ArrayLoader(*data, batch_size=6, shuffle=True, seed=3)
     resumed.epoch = 2
     assert [y.tolist() for _, y in resumed] == epochs[2] != epochs[1]
+
+
+# fit: in the middle of an epoch, with everything that moves
+
+
+class KilledError(Exception):
+    """Stands for an end that nobody has seen coming."""
+
+
+class KilledAfter(mgpu.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_batch_end(self, state):
+        if state.step == self.step:
+            raise KilledError
+
+
+class PressedAfter(mgpu.Callback):
+    """Ctrl-C."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_batch_end(self, state):
+        if state.step == self.step:
+            signal.raise_signal(signal.SIGINT)
+
+
+TIMES = ("seconds", "examples_per_s")
+
+
+class World:
+    """A network with BatchNorm and Dropout, a trainer whose schedule changes itself, and data in another order each epoch."""
+
+    def __init__(self, ctx, optimizer="adam", *, normalize=True, dropout=0.5, hybridize=None, known=True, **options):
+        mx.random.seed(7)
+        self.net = nn.HybridSequential()
+        self.net.add(nn.Conv2D(4, 3, padding=1), nn.BatchNorm() if normalize else nn.Activation("tanh"), nn.Flatten())
+        self.net.add(nn.Dense(12, activation="relu"), nn.Dropout(dropout), nn.Dense(3))
+        self.net.initialize(mx.init.Xavier(), ctx=ctx)
+        if hybridize is not None:
+            self.net.hybridize(**hybridize)
+        schedule = mx.lr_scheduler.FactorScheduler(step=3, factor=0.8, base_lr=0.05)
+        params = {"learning_rate": 0.05, "lr_scheduler": schedule, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+        self.trainer = mgpu.Trainer(self.net, optimizer, params, **options)
+        ((X, y),) = small_batches([50])
+        self.train_iter = mgpu.data.ArrayLoader(X, y, 8, shuffle=True, seed=3)  # 7 batches, the last of 2
+        self.test_iter = mgpu.data.ArrayLoader(X[:20], y[:20], 8)
+        if known:
+            mgpu.eval_batch(self.net, X[:4], y[:4], ctx)  # the weights are drawn now
+
+    def fit(self, callbacks, *, train_iter=None, epochs=3, tests=True, **options):
+        options = {"callbacks": callbacks, "epochs": epochs, **options}
+        data = self.train_iter if train_iter is None else train_iter
+        return mgpu.fit(self.net, LOSS, self.trainer, data, self.test_iter if tests else None, **options)
+
+    def bits(self):
+        """Weights and running statistics on each device, and the states of the optimizer."""
+        params = [array.asnumpy() for param in self.net.collect_params().values() for array in param.list_data()]
+        states = [state if isinstance(state, tuple) else (state,) for _, state in sorted(self.trainer._update.states().items())]
+        return params + [array.asnumpy() for state in states for array in state]
+
+
+def rows_of(history):
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in history.rows]
+
+
+def whole_and_in_parts(folder, make, stops, *, every=2, epochs=3, background=False, monitor="test_loss", **options):
+    """A run, and the same one killed after each of these steps and gone on with by a new network: bits and rows of both."""
+    found = []
+    for name, ends in (("whole", [None]), ("parts", [*stops, None])):
+        for end in ends:
+            random.seed(len(found)), np.random.seed(len(found)), mx.random.seed(len(found))
+            world = make()
+            saves = mgpu.Checkpoint(folder / name, monitor, every=every, keep=2, background=background)
+            callbacks = [saves] + ([] if end is None else [KilledAfter(end)])
+            try:
+                history = world.fit(callbacks, epochs=epochs, resume="auto", **options)
+            except KilledError:
+                continue
+            found.append((world.bits(), rows_of(history)))
+    return found
+
+
+def assert_the_same(found):
+    (bits, rows), (other_bits, other_rows) = found
+    assert largest_difference(bits, other_bits) == 0.0
+    assert rows == other_rows
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("stops", [[1], [2], [9, 10], [7, 14], [20, 21]], ids=str)
+def test_killed_after_any_step_it_ends_with_the_same_bits(tmp_path, optimizer, stops):
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, optimizer), stops))
+
+
+@pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}], ids=["plain", "hybrid", "static"])
+def test_on_any_devices_and_with_any_arrays(tmp_path, devices, arrays, hybridize):
+    assert_the_same(whole_and_in_parts(tmp_path, lambda: World(devices, hybridize=hybridize), [11], epochs=2, background=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"background": True},
+        {"accumulate_grad_batches": 3},
+        {"micro_steps": 2},
+        {"every": 1},
+        {"every": 100},
+        {"bn": "local"},
+        {"max_inflight": 5, "every": 3},
+        {"tests": False, "monitor": "train_loss", "metrics": ()},
+        {"metrics": {"sum": lambda output, label: (output.sum(), label.size), "right": mgpu.accuracy}},
+    ],
+    ids=lambda options: next(iter(options)) + str(next(iter(options.values())))[:5],
+)
+def test_with_any_option(tmp_path, options):
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, clip_norm=0.5), [5, 12], **options))
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"micro_steps": 2}, {}], ids=str)
+def test_with_shapes_that_the_first_batch_decides(tmp_path, options):
+    """Those of the network that goes on come from the file, and its first batch may be one of a group."""
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, known=False), [5, 12], **options))
+
+
+def test_in_bf16(tmp_path):
+    try:
+        World([mx.cpu(0)], precision="bf16")
+    except mgpu.errors.TrainerError as error:
+        pytest.skip(str(error))
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, precision="bf16", hybridize={}), [5, 12]))
+
+
+@pytest.mark.parametrize("kind", ["list", "DataLoader", "DataLoader that loads ahead", "sampler", "generator of NumPy's numbers"])
+def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
+    """Gluon's samplers shuffle by NumPy's global generator, and augmentation draws from it as it goes."""
+    ((X, y),) = small_batches([50])
+
+    class Drawn:
+        def __iter__(self):
+            for _ in range(7):
+                chosen = np.random.permutation(50)[:8]
+                yield X[chosen] * np.random.uniform(0.9, 1.1), y[chosen]
+
+    makes = {
+        "list": lambda: [(X[i : i + 8], y[i : i + 8]) for i in range(0, 50, 8)],
+        "DataLoader": lambda: gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), 8, shuffle=True),
+        "DataLoader that loads ahead": lambda: gluon.data.DataLoader(
+            gluon.data.ArrayDataset(X, y), 8, shuffle=True, num_workers=1, thread_pool=True
+        ),
+        "sampler": lambda: gluon.data.DataLoader(
+            gluon.data.ArrayDataset(X, y), batch_sampler=mgpu.data.ShardedSampler(50, 8, seed=3)
+        ),
+        "generator of NumPy's numbers": Drawn,
+    }
+    found = []
+    for name, stops in (("whole", [None]), ("parts", [4, 12, None])):
+        for stop in stops:
+            np.random.seed(5 if name == "whole" or stop == 4 else 99)
+            world = World([mx.cpu(0), mx.cpu(1)])
+            callbacks = [mgpu.Checkpoint(tmp_path / name, every=3)] + ([] if stop is None else [KilledAfter(stop)])
+            try:
+                history = world.fit(callbacks, train_iter=makes[kind](), resume="auto")
+            except KilledError:
+                continue
+            found.append((world.bits(), rows_of(history)))
+    assert_the_same(found)
+
+
+def test_it_can_fail(tmp_path, monkeypatch):
+    """Each thing that a checkpoint brings back matters to the tests above."""
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    run = "gluon_mgpu.run.Run."
+    for what, broken in {
+        "gluon_mgpu.snapshot.mx.random.seed": lambda seed: None,
+        "gluon_mgpu.snapshot.set_again": lambda *arguments: None,
+        "gluon_mgpu.update.Update.restore": lambda *arguments: None,
+        run + "_restore_sums": lambda *arguments: None,
+        "gluon_mgpu.run.rest_of": lambda train_iter, position: iter(train_iter),
+        "gluon_mgpu.run.loader_epoch": lambda train_iter: None,
+    }.items():
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(what, broken)
+            (bits, rows), (other_bits, other_rows) = whole_and_in_parts(tmp_path, lambda: World(ctx, "nadam"), [11], epochs=2)
+        assert largest_difference(bits, other_bits) > 0.0 or rows != other_rows, what
+
+
+def test_no_bit_tells_when_a_report_was_made(tmp_path, monkeypatch):
+    """Reports come every half second, so that no two runs make them after the same batches."""
+    found = []
+    for every_s in (1e9, -1.0):
+        monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", every_s)
+        monkeypatch.setattr("gluon_mgpu.metrics.mean_loss", in_float32)  # whose sums tell how they were put together
+        found.append(rows_of(World([mx.cpu(0), mx.cpu(1)]).fit([])))
+    assert found[0] == found[1]
+
+
+def in_float32(losses):
+    return losses.as_nd_ndarray().sum(), losses.size
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 3), (2, 4)])
+def test_on_another_number_of_devices(tmp_path, optimizer, before, after):
+    """Without BatchNorm and Dropout, whose devices are no copies of each other."""
+    found = []
+    for ctx, end in (([mx.cpu(i) for i in range(before)], 11), ([mx.cpu(i) for i in range(after)], None)):
+        world = World(ctx, optimizer, normalize=False, dropout=0.0)
+        try:
+            found = rows_of(world.fit([mgpu.Checkpoint(tmp_path / "parts", every=2), KilledAfter(end)], resume="auto"))
+        except KilledError:
+            continue
+    whole = World([mx.cpu(i) for i in range(before)], optimizer, normalize=False, dropout=0.0)
+    rows = rows_of(whole.fit([]))
+    assert largest_difference(weights_of(whole.net), weights_of(world.net)) <= 1e-5
+    assert mgpu.replica_difference(world.net) == 0.0
+    for mine, other in zip(rows, found):
+        assert mine == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("stop", [1, 5, 7, 13, 14])
+def test_ctrl_c_at_any_step(tmp_path, stop):
+    """What it saves is one checkpoint more; where nothing draws random numbers, no bit tells that there was one."""
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        first = World(ctx, dropout=0.0)
+        with pytest.raises(KeyboardInterrupt, match=f"after step {stop}$"):
+            first.fit([mgpu.Checkpoint(tmp_path), PressedAfter(stop)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert first.trainer.optimizer.num_update == stop
+    resumed, whole = World(ctx, dropout=0.0), World(ctx, dropout=0.0)
+    rows = rows_of(resumed.fit([mgpu.Checkpoint(tmp_path)], resume="auto"))
+    assert rows == rows_of(whole.fit([]))
+    assert largest_difference(resumed.bits(), whole.bits()) == 0.0
+
+
+def test_ctrl_c_in_the_evaluation(tmp_path):
+    """The epoch has been trained: only its evaluation is done again."""
+
+    class Pressing:
+        def __init__(self, batches):
+            self.batches = list(batches)
+
+        def __iter__(self):
+            yield self.batches[0]
+            signal.raise_signal(signal.SIGINT)
+            yield from self.batches[1:]
+
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    first, resumed, whole = (World(ctx, dropout=0.0) for _ in range(3))
+    first.test_iter, batches = Pressing(first.test_iter), list(first.test_iter)
+    assert len(batches) == 3
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="in the evaluation after epoch 1$"):
+            first.fit([mgpu.Checkpoint(tmp_path)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert rows_of(resumed.fit([mgpu.Checkpoint(tmp_path)], resume="auto")) == rows_of(whole.fit([]))
+    assert largest_difference(resumed.bits(), whole.bits()) == 0.0
+
+
+# Programs that are killed
+
+PROGRAM = """
+    import sys
+    import gluon_mgpu as mgpu
+    import mxnet as mx
+    import numpy as np
+    from mxnet import gluon
+    from mxnet.gluon import nn
+
+    mx.random.seed(int(sys.argv[2]))
+    rng = np.random.RandomState(0)
+    X, y = rng.uniform(-1, 1, (60, 300)).astype("float32"), rng.randint(0, 3, 60).astype("int32")
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    net = nn.HybridSequential()
+    net.add(nn.Dense(300, activation="relu"), nn.BatchNorm(), nn.Dropout(0.3), nn.Dense(3))
+    mx.random.seed(1)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.003})
+    data = mgpu.data.ArrayLoader(X, y, 8, shuffle=True)
+
+    class Told(mgpu.Callback):
+        def on_batch_end(self, state):
+            print(state.step, flush=True)
+
+    saves = mgpu.Checkpoint(sys.argv[1], "train_loss", every=1, keep=3, background=True)
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    history = mgpu.fit(net, loss, trainer, data, epochs=12, callbacks=[Told(), saves], resume="auto")
+    print("rows", [(row["epoch"], row["train_loss"], row["train_accuracy"]) for row in history.rows])
+"""
+
+
+def start(folder, seed):
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM), str(folder), str(seed)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
+
+
+def end(program):
+    output, errors = program.communicate(timeout=120)
+    assert program.returncode == 0, errors
+    return output.splitlines()
+
+
+def test_a_program_killed_at_random_moments_loses_nothing(tmp_path):
+    """Each time in the midst of writing: it saves after every step. In the end no bit tells that it was killed."""
+    whole = end(start(tmp_path / "whole", 1))
+    rng = random.Random(int(time.time()))
+    told = []
+    for attempt in range(3):
+        with start(tmp_path / "parts", 50 + attempt) as program:
+            try:
+                begun = int(program.stdout.readline())
+                assert begun >= (told[-1] if told else 1)  # the last step that it told was queued, perhaps not saved
+                reached = begun
+                deadline = time.monotonic() + rng.uniform(0.0, 0.4)
+                while time.monotonic() < deadline:
+                    line = program.stdout.readline()
+                    if not line or line.startswith("rows"):
+                        break
+                    reached = int(line)
+                told.append(max(begun, reached - 2))
+            finally:
+                program.send_signal(signal.SIGKILL)
+        # Whatever is called a checkpoint is one; what is not whole has a hidden name.
+        for folder in (tmp_path / "parts").iterdir():
+            if not folder.name.startswith("."):
+                manifest = json.loads((folder / "manifest.json").read_text())
+                sizes = {name: os.path.getsize(folder / name) for name in manifest["files"]}
+                assert sizes == {name: one["bytes"] for name, one in manifest["files"].items()}
+    assert end(start(tmp_path / "parts", 99))[-1] == whole[-1]
+    for file in ("net.params", "states.npz"):
+        left, right = ((tmp_path / name / "last" / file).read_bytes() for name in ("whole", "parts"))
+        assert left == right
+    assert [path.name for path in (tmp_path / "parts").iterdir() if path.name.startswith(".")] == []
+
+
+# What is kept
+
+
+class Steps(mgpu.Callback):
+    """Notes what is in the folder after each batch, when it is the last callback."""
+
+    def __init__(self, folder):
+        self.folder, self.after = folder, {}
+
+    def on_batch_end(self, state):
+        self.after[state.step] = sorted(path.name for path in self.folder.iterdir())
+
+
+def steps_in(folder):
+    return {path.name: mgpu.shelf.step_of(path) for path in sorted(folder.iterdir())}
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    world = World([mx.cpu(0)])
+    steps = Steps(tmp_path)
+    world.fit([mgpu.Checkpoint(tmp_path, every=3, keep=3), steps], epochs=2)  # of 7 batches
+    assert steps.after[2] == []
+    assert steps.after[3] == ["last"]
+    assert steps.after[6] == ["last", "step-00000003"]
+    assert steps.after[8] == ["best", "last", "step-00000003", "step-00000006"]
+    assert steps.after[9] == ["best", "last", "step-00000006", "step-00000007"]
+    assert steps.after[12] == ["best", "last", "step-00000007", "step-00000009"]
+    kept = steps_in(tmp_path)
+    assert kept == {"best": kept["best"], "last": 14, "step-00000009": 9, "step-00000012": 12}
+    assert kept["best"] in (7, 14)
+
+
+def test_a_group_of_batches_is_not_cut(tmp_path):
+    """A checkpoint is due after batches 2, 4, 6; updates come after 3, 6 and at the end, after 7."""
+    world = World([mx.cpu(0)])
+    steps = Steps(tmp_path)
+    world.fit([mgpu.Checkpoint(tmp_path, every=2, keep=9), steps], epochs=1, accumulate_grad_batches=3)
+    assert [len(steps.after[step]) for step in range(1, 8)] == [0, 0, 1, 1, 1, 2, 2]
+    assert steps_in(tmp_path) == {"best": 7, "last": 7, "step-00000003": 3, "step-00000006": 6}
+
+
+def test_the_same_seed_saves_the_same_bits(tmp_path):
+    """Whatever was in the process before: seeds of checkpoints come from the program's own seed."""
+    files = []
+    for name in ("1", "2"):
+        World([mx.cpu(0)]).fit([mgpu.Checkpoint(tmp_path / name, every=2)], epochs=2)
+        files.append((tmp_path / name / "last" / "net.params").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_a_step_with_a_checkpoint_in_the_background_does_not_wait(tmp_path, monkeypatch):
+    """Without running statistics, which MXNet writes behind its engine's back, and after the first one, whose seed is drawn."""
+    main, called = threading.get_ident(), []
+    for name in WAITING:
+        function = getattr(_LIB, name)
+
+        def counted(*arguments, _name=name, _function=function):
+            if threading.get_ident() == main:
+                called.append(_name)
+            return _function(*arguments)
+
+        monkeypatch.setattr(_LIB, name, counted)
+    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", 1e9)
+    during = {}
+
+    class First(mgpu.Callback):
+        def on_batch_end(self, state):
+            during[state.step] = len(called)
+
+    class Last(mgpu.Callback):
+        def on_batch_end(self, state):
+            during[state.step] = called[during[state.step] :]
+
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    world = World(ctx, normalize=False)
+    saves = mgpu.Checkpoint(tmp_path, every=1, background=True)
+    world.fit([First(), saves, Last()], epochs=2)
+    assert during[1] != []  # the counter counts: the first seed
+    assert [during[step] for step in (2, 3, 4, 8, 9)] == [[]] * 5
+
+
+def test_an_error_in_the_background_ends_the_run(tmp_path, monkeypatch):
+    """At the next save, or at the end; what was saved before stays."""
+    write = mgpu.snapshot.Snapshot.write
+
+    def failing(self, folder):
+        if self.training["place"]["step"] == 4:
+            raise OSError("disk full")
+        write(self, folder)
+
+    monkeypatch.setattr(mgpu.snapshot.Snapshot, "write", failing)
+    for every, reached in ((2, 6), (4, 7)):
+        world = World([mx.cpu(0)])
+        steps = Steps(tmp_path)
+        with pytest.raises(OSError, match="^disk full$"):
+            saves = mgpu.Checkpoint(tmp_path / str(every), None, every=every, background=True)
+            world.fit([saves, steps], epochs=1, tests=False)
+        assert max(steps.after) == reached - (every == 2)
+    assert steps_in(tmp_path / "2") == {"last": 2}
+    assert not any((tmp_path / "4").iterdir())
+
+
+def test_early_stopping_goes_on(tmp_path):
+    """The best epoch so far is in the history; and a run that was stopped stays so."""
+
+    class Scripted(mgpu.Callback):
+        def on_epoch_end(self, state):
+            state.history.rows[-1]["test_own"] = [0.2, 0.9, 0.5, 0.4, 0.3, 0.2][state.epoch - 1]
+
+    def callbacks(name, end=None):
+        stopping = mgpu.EarlyStopping("test_own", patience=2)
+        return [Scripted(), mgpu.Checkpoint(tmp_path / name, "test_own", keep=2), stopping, KilledAfter(end)]
+
+    history = World([mx.cpu(0)]).fit(callbacks("whole"), epochs=6)
+    with pytest.raises(KilledError):
+        World([mx.cpu(0)]).fit(callbacks("parts", 25), epochs=6)
+    for _ in range(2):
+        parts = World([mx.cpu(0)])
+        resumed = parts.fit(callbacks("parts"), epochs=6, resume="auto")
+        assert rows_of(resumed) == rows_of(history) and len(history.rows) == 5
+        assert resumed.stopped == history.stopped == "test_own was best (0.9) in epoch 2"
+        assert mgpu.load_checkpoint(tmp_path / "parts" / "best", parts.net)["epoch"] == 2
+
+
+def test_a_run_that_is_done_is_done(tmp_path):
+    world = World([mx.cpu(0)])
+    rows = world.fit([mgpu.Checkpoint(tmp_path)], epochs=2, resume="auto").rows
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    again = World([mx.cpu(0)])
+    assert again.fit([mgpu.Checkpoint(tmp_path)], epochs=2, resume="auto").rows == rows
+    assert largest_difference(world.bits(), again.bits()) == 0.0
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    assert len(World([mx.cpu(0)]).fit([mgpu.Checkpoint(tmp_path)], epochs=3, resume="auto").rows) == 3

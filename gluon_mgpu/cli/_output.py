@@ -10,7 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..distributed.process import this_process
 from ..plots import save
+
+
+def tell(text: str) -> None:
+    """Print a line; in a job of several processes, only the first does."""
+    if not this_process().rank:
+        print(text, flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -292,8 +292,8 @@ def seq2seq(
 
 @bench.command()
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Of each split, in turns.")
-@click.option("--num-steps", type=click.IntRange(1), default=20, show_default=True, help="Steps of each split in a round.")
-@click.option("--batch-size", type=click.IntRange(2), default=1024, show_default=True, help="Examples of a step.")
+@click.option("--num-steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of each split in a round.")
+@click.option("--batch-size", type=click.IntRange(2), default=4096, show_default=True, help="Examples of a step.")
 @_output
 def balance(rounds: int, num_steps: int, batch_size: int, output: Path) -> None:
     """Compare an even split with one by measured speed, on two CPU contexts of which one shares its core."""

@@ -9,11 +9,13 @@ import click
 from mxnet import MXNetError
 
 from .. import __version__, errors
+from ..distributed.process import LaunchError
 from .agree import agree
 from .bench import bench
 from .devices import devices
 from .doctor import doctor
 from .find_batch_size import find_batch_size_
+from .launch import launch
 from .predict import predict
 from .train import train
 from .train_seq2seq import train_seq2seq
@@ -28,6 +30,8 @@ _TOLD = (
     errors.StepError,
     errors.NonFiniteLossError,
     errors.MissingExtraError,
+    errors.ProcessError,
+    LaunchError,
     MXNetError,
     OSError,
 )
@@ -64,3 +68,4 @@ main.add_command(translate)
 main.add_command(predict)
 main.add_command(find_batch_size_)
 main.add_command(agree)
+main.add_command(launch)

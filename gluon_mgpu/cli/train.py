@@ -24,6 +24,7 @@ from ..local_sgd import LocalSGD
 from ..models import resnet18
 from ..trainer import Trainer
 from ..watchdog import Watchdog
+from ._output import tell
 
 HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
     "off": None,
@@ -48,6 +49,41 @@ def shares(_context: click.Context, _parameter: click.Parameter, text: Optional[
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise click.BadParameter(f"got {text!r}; need auto, or a number for each device, separated by commas.") from None
+
+
+def saving(command: Any) -> Any:
+    """Give a training program the options that say what is saved, and what it goes on from."""
+    every = click.option(
+        "--checkpoint-every",
+        type=click.IntRange(1),
+        help="Save after so many batches, too. By default after each epoch, and when Ctrl-C ends it.",
+    )
+    keep = click.option(
+        "--keep",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="How many of the last checkpoints stay.",
+    )
+    resume = click.option(
+        "--resume",
+        metavar="auto|FOLDER",
+        help="Go on from a checkpoint, with the other options as they were: auto, the latest good one in --output, or from the "
+        "beginning where there is none; or its folder.",
+    )
+    return every(keep(resume(command)))
+
+
+def check_shares(weights: Union[None, str, List[float]], num_devices: int) -> None:
+    """Refuse numbers of --weights that are not one for each device, or make no sense."""
+    if isinstance(weights, list):
+        if len(weights) != num_devices:
+            found = f"{len(weights)} numbers for {num_devices} devices; need one for each."
+        elif not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
+            found = f"{', '.join(f'{weight:g}' for weight in weights)}; need finite numbers of 0 or more, not all 0."
+        else:
+            return
+        raise click.BadParameter(f"got {found}", param_hint="--weights")
 
 
 @click.group()
@@ -156,6 +192,7 @@ def train() -> None:
     callback=shares,
     help="How batches are shared out: auto, as fast as each device is; or numbers, 3,1. By default evenly.",
 )
+@saving
 @click.option("--debug", is_flag=True, help="One operation after another; every layer, label and index looked at. Slow.")
 @click.option(
     "--watchdog",
@@ -182,13 +219,17 @@ def train_resnet18(
     precision: str,
     bn: str,
     weights: Any,
+    checkpoint_every: Optional[int],
+    keep: int,
+    resume: Optional[str],
     debug: bool,
     watchdog: Optional[float],
     leak_check: bool,
 ) -> None:
     """Train ResNet-18 on images of digits or clothes, on several devices.
 
-    The defaults train on scikit-learn's handwritten digits. Ctrl-C stops after the batch under way, and saves.
+    The defaults train on scikit-learn's handwritten digits. Ctrl-C stops after the batch under way, and saves;
+    --resume auto goes on.
     """
     if debug:
         os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit asks
@@ -197,9 +238,10 @@ def train_resnet18(
     train_iter = ArrayLoader(images.train_images, images.train_labels, batch_size, shuffle=True, seed=seed)
     test_iter = ArrayLoader(images.test_images, images.test_labels, max(256, batch_size))
     with use_devices(devices) as ctx:  # before anything runs on a device: it settles their threads
+        check_shares(weights, len(ctx))
         mx.random.seed(seed)
         np.random.seed(seed)
-        print(
+        tell(
             f"{images.name}: {len(images.train_images)} images to train on, {len(images.test_images)} to test, "
             f"{images.num_classes} classes, on {', '.join(map(str, ctx))}"
         )
@@ -215,7 +257,8 @@ def train_resnet18(
         else:
             trainer = LocalSGD(net, optimizer, params, every=average_every, **more)
         loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        callbacks: List[Callback] = [Progress("images"), Checkpoint(output), SaveHistory(output)]
+        checkpoint = Checkpoint(output, every=checkpoint_every, keep=keep, background=True)
+        callbacks: List[Callback] = [Progress("images"), checkpoint, SaveHistory(output)]
         check = LeakCheck() if leak_check else None
         callbacks += [check] if check else []
         tests: Iterable[Any] = test_iter
@@ -229,16 +272,17 @@ def train_resnet18(
             "micro_steps": micro_steps,
             "weights": weights,
             "bn": bn,
+            "resume": resume,
         }
         try:
             history = fit(net, loss, trainer, train_iter, tests, **options)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(f"{interrupt}; what was saved is in {output}") from None
+            raise KeyboardInterrupt(f"{interrupt}; --resume auto goes on; what was saved is in {output}") from None
     if check is not None:
-        print(check.report())
+        tell(check.report())
     seconds = median(history.column("seconds"))
-    print(f"saved curves.png, history.csv, history.json, best and last in {output}")
-    print(f"test accuracy {history.column('test_accuracy')[-1]:.4f}, {seconds:.1f} s/epoch on {', '.join(map(str, ctx))}")
+    tell(f"saved curves.png, history.csv, history.json, best and last in {output}")
+    tell(f"test accuracy {history.column('test_accuracy')[-1]:.4f}, {seconds:.1f} s/epoch on {', '.join(map(str, ctx))}")
 
 
 def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:

@@ -45,7 +45,8 @@ from ..translation_scores import has_sacrebleu, translation_scores
 from ..translator import Translator, load_translator
 from ..translator_callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
 from ..watchdog import Watchdog
-from .train import HYBRIDIZE, finite, shares
+from ._output import tell
+from .train import HYBRIDIZE, check_shares, finite, saving, shares
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -165,6 +166,7 @@ _of_training = _options(
         callback=shares,
         help="How batches are shared out: auto, as fast as each device is; or numbers, 3,1. By default evenly.",
     ),
+    saving,
     click.option("--debug", is_flag=True, help="One operation after another; every layer and index looked at. Slow."),
     _positive("--watchdog", help="Seconds without a step after which every thread is shown."),
     click.option("--leak-check", is_flag=True, help="Say at the end whether memory grows with the steps."),
@@ -179,25 +181,26 @@ def train_seq2seq(**given: Any) -> None:
     """Train a translator with attention, on several devices.
 
     The defaults train on Korean numbers, dates, times and counts written out, with their English. Give --source and --target, or
-    --tsv, to train on text of your own. Ctrl-C stops after the batch under way, and saves.
+    --tsv, to train on text of your own. Ctrl-C stops after the batch under way, and saves; --resume auto goes on.
     """
     if given["debug"]:
         os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit asks
         run_serially()
     corpus, vocabularies = _load_corpus(given)
     with use_devices(given["devices"]) as ctx:  # before anything runs on a device: it settles their threads
+        check_shares(given["weights"], len(ctx))
         mx.random.seed(given["seed"])
         np.random.seed(given["seed"])
         names = ", ".join(map(str, ctx))
-        print(f"{corpus.name}: {corpus}")
+        tell(f"{corpus.name}: {corpus}")
         translator = _translator(vocabularies, given)
-        print(f"{_told(vocabularies[0])} to {_told(vocabularies[1])}, on {names}")
+        tell(f"{_told(vocabularies[0])} to {_told(vocabularies[1])}, on {names}")
         history = _train(translator, corpus, ctx, given)
         best = load_translator(given["output"] / "best", ctx)
         scores = translation_scores(best.best(corpus.test.source, beam_size=5), corpus.test.target)
-    print(f"saved curves.png, history.csv, history.json, best and last in {given['output']}")
+    tell(f"saved curves.png, history.csv, history.json, best and last in {given['output']}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
-    print(f"test of best, 5 beams: {'  '.join(f'{name} {score:.2f}' for name, score in scores.items())}; {rates}")
+    tell(f"test of best, 5 beams: {'  '.join(f'{name} {score:.2f}' for name, score in scores.items())}; {rates}")
 
 
 def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], given: Dict[str, Any]) -> Any:
@@ -246,13 +249,14 @@ def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], given:
             callbacks=callbacks,
             split_f=split_f,
             micro_steps=given["micro_steps"],
+            resume=given["resume"],
         )
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(f"{interrupt}; what was saved is in {given['output']}") from None
+        raise KeyboardInterrupt(f"{interrupt}; --resume auto goes on; what was saved is in {given['output']}") from None
     if history.stopped:
-        print(f"stopped: {history.stopped}")
+        tell(f"stopped: {history.stopped}")
     if check is not None:
-        print(check.report())
+        tell(check.report())
     return history
 
 
@@ -263,10 +267,11 @@ def _callbacks(
     monitor = "test_exact_match" if _is_embedded(given) else "test_chrf"
     if not has_sacrebleu():
         monitor = "test_exact_match" if _is_embedded(given) else "test_loss"
-        print("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
+        tell("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
     callbacks: List[Callback] = [ValidateTranslations(translator, corpus.valid), TokenProgress(train_iter)]
     callbacks += [Plateau(schedule)] if isinstance(schedule, PlateauSchedule) else []
-    callbacks += [SaveTranslator(given["output"], translator, monitor), SaveHistory(given["output"])]
+    kept = {"every": given["checkpoint_every"], "keep": given["keep"], "background": True}
+    callbacks += [SaveTranslator(given["output"], translator, monitor, **kept), SaveHistory(given["output"])]
     return [*callbacks, EarlyStopping(monitor, given["patience"])]
 
 
@@ -299,7 +304,7 @@ def _from_files(given: Dict[str, Any]) -> Corpus:
         raise click.UsageError("got one file of two, or files and --tsv; need --source and --target, or --tsv alone.")
     pairs = read_tsv(tsv, skip_empty=True) if tsv else read_pairs(source, target)
     filtered = filter_pairs(pairs, max_length=given["max_length"])
-    print(f"{tsv or f'{source} and {target}'}: {filtered}")
+    tell(f"{tsv or f'{source} and {target}'}: {filtered}")
     num_train = len(filtered.pairs) - given["num_validation"] - given["num_test"]
     if num_train < 1:
         raise DataError(

@@ -8,11 +8,14 @@ from .length_buckets import balance_shards, padding_share, plan_buckets
 from .pair_batches import PairLoader, encode_pairs
 from .pair_selection import FilteredPairs, filter_pairs, split_pairs
 from .pairs import SentencePairs, normalise, read_pairs, read_tsv
+from .sharded_sampler import ShardedSampler, skip_first_batches
 from .vocabularies import build_vocabulary, load_vocabulary
 from .vocabulary import BOS, EOS, PAD, UNK, Vocabulary, check_vocabulary
 
 __all__ = [
     "ArrayLoader",
+    "ShardedSampler",
+    "skip_first_batches",
     "ImageData",
     "load_digits",
     "load_fashion_mnist",

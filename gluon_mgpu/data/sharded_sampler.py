@@ -1,0 +1,148 @@
+"""Which examples are this process's: every batch divided over the processes of a job."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any, Iterable, Iterator, List, Optional, TypeVar
+
+import numpy as np
+from mxnet import gluon
+
+from ..distributed.process import Process, this_process
+from ..errors import DataError
+
+Item = TypeVar("Item")
+
+
+class ShardedSampler:
+    """Yields the indices of this process's part of each batch: a `batch_sampler` for `gluon.data.DataLoader`.
+
+    ```
+    10 examples, batches of 4, 2 processes      process 0   0 1 │ 4 5 │ 8
+                                                process 1   2 3 │ 6 7 │ 9
+    ```
+
+    Every example comes once in a pass, in one process. All processes have as many batches, each with one example at least: a last
+    batch that is too small for that is joined to the one before. But for that, the batches are those of one process with the
+    same seed. Make the trainer with `sharded_data=True`, which divides by the examples of all.
+
+    Parameters
+    ----------
+    num_examples : int
+    batch_size : int
+        Over all processes.
+    shuffle : bool
+    seed : int
+        The order depends on it and the epoch's number alone.
+    process : Process, optional
+        `this_process()` by default.
+
+    Attributes
+    ----------
+    epoch : int
+        How many passes have begun. Set it to go on where another run stopped.
+
+    Raises
+    ------
+    DataError
+        There are fewer examples, or smaller batches, than processes.
+
+    Examples
+    --------
+    >>> second = Process(1, 2, 1, 2, 0, 1, 0)  # of two
+    >>> sampler = ShardedSampler(10, 4, shuffle=False, process=second)
+    >>> list(sampler), len(sampler)
+    ([[2, 3], [6, 7], [9]], 3)
+    """
+
+    def __init__(
+        self, num_examples: int, batch_size: int, *, shuffle: bool = True, seed: int = 0, process: Optional[Process] = None
+    ) -> None:
+        self._process = this_process() if process is None else process
+        least = self._process.num_processes
+        sizes = (("num_examples", num_examples, least), ("batch_size", batch_size, least), ("seed", seed, 0))
+        for name, number, smallest in sizes:
+            if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < smallest:
+                raise DataError(
+                    f"ShardedSampler: got {name} {number!r} for {least} processes; need a whole number of {smallest} or more. "
+                    "Give each process one example of each batch at least."
+                )
+        self.num_examples, self.batch_size, self.shuffle, self.seed = int(num_examples), int(batch_size), shuffle, int(seed)
+        self.epoch = 0
+        begins = list(range(0, self.num_examples, self.batch_size))
+        if len(begins) > 1 and self.num_examples - begins[-1] < least:
+            begins.pop()
+        self._bounds = list(zip(begins, begins[1:] + [self.num_examples]))
+
+    def __len__(self) -> int:
+        """Return the number of batches of one pass, the same in every process."""
+        return len(self._bounds)
+
+    def __iter__(self) -> Iterator[List[int]]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        order = np.arange(self.num_examples)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+        for begin, end in self._bounds:
+            yield np.array_split(order[begin:end], self._process.num_processes)[self._process.rank].tolist()
+
+
+def skip_first_batches(loader: Iterable[Item], num_batches: int) -> LaterBatches[Item]:
+    """Return an iterable that leaves out the first batches of its first pass, and of no later one: to go on in mid-epoch.
+
+    What Gluon's DataLoader would read for them is not read; of other iterators, they are drawn and dropped.
+
+    Parameters
+    ----------
+    loader : iterable
+        A loader or a sampler.
+    num_batches : int
+
+    Raises
+    ------
+    DataError
+        The number is not one.
+
+    Examples
+    --------
+    >>> batches = skip_first_batches([10, 20, 30], 2)
+    >>> list(batches), list(batches)
+    ([30], [10, 20, 30])
+
+    Source: the name is Accelerate's.
+    """
+    if isinstance(num_batches, bool) or not isinstance(num_batches, (int, np.integer)) or num_batches < 0:
+        raise DataError(f"skip_first_batches: got {num_batches!r}; need a whole number of 0 or more. Pass batches, not examples.")
+    return LaterBatches(loader, int(num_batches))
+
+
+class LaterBatches(Iterable[Item]):
+    """What `skip_first_batches` returns."""
+
+    def __init__(self, loader: Iterable[Item], num_batches: int) -> None:
+        self._loader, self._num_batches = loader, num_batches
+
+    def __len__(self) -> int:
+        """Return the number of batches of the next pass."""
+        return max(0, len(self._loader) - self._num_batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Item]:
+        num_left_out, self._num_batches = self._num_batches, 0
+        loader = self._loader
+        if num_left_out and isinstance(loader, gluon.data.DataLoader):
+            return _without_reading(loader, num_left_out)
+        return islice(loader, num_left_out, None)
+
+
+def _without_reading(loader: gluon.data.DataLoader, num_batches: int) -> Iterator[Any]:
+    """Yield a loader's batches from one on: its sampler is drawn from, its data set not asked, before that."""
+    sampler = loader._batch_sampler
+    loader._batch_sampler = skip_first_batches(sampler, num_batches)
+    try:
+        loader.refresh()  # workers are given the first batches of a pass before it begins
+        batches = iter(loader)
+        first = list(islice(batches, 1))
+    finally:
+        loader._batch_sampler = sampler
+    yield from first
+    yield from batches

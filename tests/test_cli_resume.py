@@ -1,0 +1,117 @@
+"""Training programs that are stopped, and go on with --resume."""
+
+import json
+import shutil
+import signal
+from functools import partial
+
+import gluon_mgpu as mgpu
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+from mxnet.gluon import nn
+
+from .test_cli import data_dir  # noqa: F401  a fixture
+from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
+
+TIMES = ("seconds", "examples_per_s", "tokens_per_s")
+
+
+def network(num_classes):
+    net = nn.HybridSequential()
+    net.add(nn.Flatten(), nn.Dense(8, activation="relu"), nn.Dropout(0.2), nn.Dense(num_classes))
+    return net
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.cli.train.resnet18", network)
+
+
+@pytest.fixture
+def pressed(monkeypatch):
+    """Ctrl-C, in the training data of a program, before this batch of this epoch; each once."""
+    moments = []
+
+    def interrupting(kind):
+        class Interrupting(kind):
+            def __iter__(self):
+                for number, pair in enumerate(super().__iter__(), 1):
+                    if self.shuffle and (self.epoch, number) in moments:
+                        moments.remove((self.epoch, number))
+                        signal.raise_signal(signal.SIGINT)
+                    yield pair
+
+        return Interrupting
+
+    monkeypatch.setattr("gluon_mgpu.cli.train.ArrayLoader", interrupting(mgpu.data.ArrayLoader))
+    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.PairLoader", interrupting(mgpu.data.PairLoader))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield moments
+    signal.signal(signal.SIGINT, before)
+
+
+def run(*arguments, exit_code=0):
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="gluon-mgpu")
+    assert result.exit_code == exit_code, (result.output, result.exception)
+    return result.output
+
+
+def rows_in(out):
+    rows = json.loads((out / "history.json").read_text())["epochs"]
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def programs(request):
+    images, sentences = request.getfixturevalue("data_dir"), request.getfixturevalue("tsv")
+    return {
+        "resnet18": ["train", "resnet18", "--data-dir", images, "--batch-size", "8", "--lr", "0.05"],
+        "seq2seq": ["train", "seq2seq", "--tsv", sentences, *SMALL, *WORDS, "--dropout", "0.1"],
+    }
+
+
+CHECKPOINT = {"resnet18": "last", "seq2seq": "last/checkpoint"}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "seq2seq"])
+def test_a_program_that_is_stopped_goes_on(name, request, small, pressed, tmp_path):
+    """Its checkpoints are taken at the same batches, so that it draws the same random numbers."""
+    command = partial(run, *programs(request)[name], "--devices", "cpu:2", "--epochs", "3")
+    often = ["--checkpoint-every", "1", "--keep", "2"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    command("--output", whole, *often)
+    pressed += [(1, 2), (3, 3)]
+    for moment in ("in epoch 1 after step 2", "in epoch 3 after step"):
+        output = command("--output", parts, *often, "--resume", "auto", exit_code=130)
+        assert f"Interrupted. fit: stopped {moment}" in output
+        assert "; --resume auto goes on; what was saved is in" in output
+    command("--output", parts, *often, "--resume", "auto")
+    assert pressed == []
+    assert rows_in(parts) == rows_in(whole)
+    for file in ("net.params", "states.npz"):
+        left, right = ((out / CHECKPOINT[name] / file).read_bytes() for out in (whole, parts))
+        assert left == right
+    assert len([path for path in parts.iterdir() if path.name.startswith("step-")]) == 1
+
+
+def test_a_folder_of_a_checkpoint_is_gone_on_from(request, small, tmp_path):
+    command = partial(run, *programs(request)["resnet18"], "--devices", "cpu:1", "--epochs", "2")
+    command("--output", tmp_path / "one")
+    shutil.copytree(tmp_path / "one" / "last", tmp_path / "kept")
+    command("--output", tmp_path / "two", "--resume", tmp_path / "kept")
+    assert rows_in(tmp_path / "two") == rows_in(tmp_path / "one")
+
+
+def test_other_options_are_told(request, small, tmp_path):
+    command = partial(run, *programs(request)["resnet18"], "--devices", "cpu:1", "--output", tmp_path / "out")
+    command("--epochs", "1")
+    output = command("--epochs", "2", "--resume", "auto", exit_code=1)
+    assert "schedule's max_update 4 where this one has 8" in output
+    assert "Traceback" not in output
+
+
+def test_a_folder_that_is_none_is_told(request, small, tmp_path):
+    command = [*programs(request)["resnet18"], "--devices", "cpu:1", "--epochs", "1", "--output", tmp_path / "out"]
+    output = run(*command, "--resume", tmp_path / "nowhere", exit_code=1)
+    assert "which holds no checkpoint" in output
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,130 @@
+"""Folders that are whole or not there, whenever the program is killed."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from gluon_mgpu import folders
+from gluon_mgpu.errors import StateError
+from gluon_mgpu.folders import FolderWriter, copy_folder, new_folder, put_in_place, read_manifest, remove, whole
+
+
+class KilledError(BaseException):
+    """Nothing runs after it: not even cleaning up."""
+
+
+def write(folder, number):
+    with new_folder(folder) as new:
+        writer = FolderWriter(new)
+        writer.text("number", str(number))
+        with writer.file("bytes") as file:
+            file.write(b"ab")
+            file.write(memoryview(b"cd"))
+        writer.finish(kind="test")
+    put_in_place(folder)
+
+
+def number_in(folder):
+    read_manifest(whole(folder), "test")
+    return int((whole(folder) / "number").read_text())
+
+
+def test_the_manifest_tells_sizes_and_checksums(tmp_path):
+    write(tmp_path / "f", 1)
+    manifest = read_manifest(tmp_path / "f", "test")
+    assert manifest["kind"] == "test"
+    assert manifest["files"]["bytes"] == {
+        "bytes": 4,
+        "sha256": "88d4266fd4e6338d13b845fcf289579d209c897823b9217da3e161936f031589",  # sha256sum of abcd
+    }
+    (tmp_path / "f" / "bytes").write_bytes(b"abce")
+    with pytest.raises(StateError, match="test: got .*bytes, which is damaged .its bytes are others than were written"):
+        read_manifest(tmp_path / "f", "test")
+
+
+def killed_at(monkeypatch, call, act):
+    """Do something, and be killed before the so-and-so-many-th call of the system that changes names or forces to the disk."""
+    calls = []
+
+    def counting(function):
+        def counted(*arguments, **options):
+            calls.append(function)
+            if len(calls) == call:
+                raise KilledError
+            return function(*arguments, **options)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        path_class = type(Path())
+        for where, name in ((os, "fsync"), (path_class, "rename"), (path_class, "mkdir")):
+            patch.setattr(where, name, counting(getattr(where, name)))
+        patch.setattr(folders.shutil, "rmtree", lambda *arguments, **options: None)  # the cleaning up that is not done
+        try:
+            act()
+        except KilledError:
+            return True
+    return False
+
+
+def test_replacing_is_whole_wherever_it_is_killed(tmp_path, monkeypatch):
+    found = []
+    for call in range(1, 100):
+        folder = tmp_path / str(call) / "f"
+        write(folder, 1)
+        killed = killed_at(monkeypatch, call, lambda folder=folder: write(folder, 2))
+        found.append(number_in(folder))
+        write(folder, 3)
+        assert number_in(folder) == 3 and [path.name for path in folder.parent.iterdir()] == ["f"]
+        if not killed:
+            break
+    assert found == sorted(found) and set(found) == {1, 2}
+    assert len(found) > 8
+
+
+def test_the_first_one_is_there_or_not(tmp_path, monkeypatch):
+    there = []
+    for call in range(1, 100):
+        folder = tmp_path / str(call) / "f"
+        folder.parent.mkdir()
+        killed = killed_at(monkeypatch, call, lambda folder=folder: write(folder, 2))
+        there.append(whole(folder).exists())
+        assert not there[-1] or number_in(folder) == 2
+        if not killed:
+            break
+    assert there == sorted(there) and set(there) == {False, True}
+
+
+def test_a_copy_has_files_of_its_own(tmp_path):
+    write(tmp_path / "a" / "inner", 1)
+    copy_folder(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a" / "inner" / "number").write_text("7")
+    assert number_in(tmp_path / "b" / "inner") == 1
+    copy_folder(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b" / "inner" / "number").read_text() == "7"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_what_is_half_removed_has_another_name(tmp_path, monkeypatch):
+    write(tmp_path / "f", 1)
+
+    def half(path, ignore_errors=False):
+        if path.exists():
+            (path / "number").unlink()
+            raise KilledError
+
+    monkeypatch.setattr(folders.shutil, "rmtree", half)
+    with pytest.raises(KilledError):
+        remove(tmp_path / "f")
+    assert [path.name for path in tmp_path.iterdir()] == [".f.old"]
+
+
+def test_a_file_name_that_leads_elsewhere_is_refused(tmp_path):
+    write(tmp_path / "f", 1)
+    path = tmp_path / "f" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["../x"] = manifest["files"]["bytes"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(StateError, match="which is of something else"):
+        read_manifest(tmp_path / "f", "test")

@@ -1,0 +1,216 @@
+"""Going on with a run: from where, with which data, and what is refused."""
+
+import json
+import logging
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import StateError, TrainerError
+from gluon_mgpu.position import Position, loader_epoch, position_of, rest_of, set_loader_epoch
+from gluon_mgpu.snapshot import read_content
+from mxnet import gluon
+
+from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
+from .test_checkpoint import forge
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+CTX = [mx.cpu(0), mx.cpu(1)]
+
+
+def fit(folder, resume=None, *, net=None, params=None, epochs=2, size=6, callbacks=None):
+    net = net or small_net(CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9, **(params or {})})
+    ((X, y),) = small_batches([24])
+    data = mgpu.data.ArrayLoader(X, y, size, shuffle=True)
+    callbacks = [mgpu.Checkpoint(folder, None, keep=3)] if callbacks is None else callbacks
+    return net, mgpu.fit(net, LOSS, trainer, data, epochs=epochs, callbacks=callbacks, resume=resume)
+
+
+def refused(match, *arguments, **options):
+    """The network's weights are as they were."""
+    net = options.pop("net", None) or small_net(CTX)
+    mgpu.eval_batch(net, *small_batches([4])[0], CTX)
+    before = weights_of(net)
+    with pytest.raises((StateError, TrainerError), match=match) as caught:
+        fit(*arguments, net=net, **options)
+    assert_house_style(caught.value)
+    assert largest_difference(weights_of(net), before) == 0.0
+
+
+def truncate(path):
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+# From where
+
+
+def test_none_begins_anew(tmp_path):
+    _, history = fit(tmp_path / "run", "auto")
+    assert [row["epoch"] for row in history.rows] == [1, 2]
+
+
+@pytest.mark.parametrize("where", ["auto", "run", "run/last", "run/step-00000008"])
+def test_epochs_count_from_the_beginning_of_the_run(tmp_path, where):
+    whole, expected = fit(tmp_path / "whole", epochs=4)
+    fit(tmp_path / "run", epochs=3)  # 4, 8, 12 batches
+    net, history = fit(tmp_path / "run", where if where == "auto" else tmp_path / where, epochs=4)
+    assert largest_difference(weights_of(net), weights_of(whole)) == 0.0
+    assert history.column("train_loss") == expected.column("train_loss")
+    assert mgpu.load_checkpoint(tmp_path / "run" / "last", net)["epoch"] == 4
+
+
+@pytest.mark.parametrize("file", ["net.params", "states.npz", "training.json", "progress.json", "manifest.json"])
+def test_the_one_before_is_taken_where_the_latest_is_damaged(tmp_path, caplog, file):
+    whole, _ = fit(tmp_path / "whole", epochs=4)
+    fit(tmp_path / "run", epochs=3)
+    truncate(tmp_path / "run" / "last" / file)
+    with caplog.at_level(logging.INFO, logger="gluon_mgpu"):
+        net, history = fit(tmp_path / "run", "auto", epochs=4)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and str(tmp_path / "run" / "last") in warnings[0] and file in warnings[0]
+    assert any("goes on from" in message and "step-00000008" in message for message in caplog.messages)
+    assert len(history.rows) == 4
+    assert largest_difference(weights_of(net), weights_of(whole)) == 0.0
+    fit(tmp_path / "run", tmp_path / "run" / "last", epochs=4)  # whole again
+
+
+def test_none_that_is_good_is_an_error_and_begins_nothing_anew(tmp_path):
+    fit(tmp_path)
+    for path in tmp_path.iterdir():
+        truncate(path / "net.params")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    refused("last/net.params, which is damaged", tmp_path, "auto")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_damaged_one_that_was_named_is_an_error(tmp_path):
+    fit(tmp_path)
+    truncate(tmp_path / "last" / "states.npz")
+    refused("states.npz, which is damaged", tmp_path, tmp_path / "last")
+
+
+@pytest.mark.parametrize("resume", ["nowhere", "empty"])
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path, resume):
+    (tmp_path / "empty").mkdir()
+    refused("holds no checkpoint", tmp_path / "run", tmp_path / resume)
+    assert not (tmp_path / "run").exists()
+
+
+def test_auto_needs_a_callback_that_saves():
+    refused("no callback that saves", "unused", "auto", callbacks=[])
+
+
+@pytest.mark.parametrize("resume", [True, 3, ["auto"]])
+def test_what_is_no_folder_is_refused(tmp_path, resume):
+    refused("need 'auto' or a folder", tmp_path, resume)
+
+
+def test_another_network_or_option_is_an_error_that_names_it(tmp_path):
+    fit(tmp_path)
+    refused("momentum 0.9 where this one has 0.5", tmp_path, "auto", params={"momentum": 0.5})
+    refused(
+        "of another network: .*5.weight float32 .3, 8. where this one has float32 .8, 36.",
+        tmp_path,
+        "auto",
+        net=small_net(CTX, normalize=True),
+    )
+
+
+def test_a_checkpoint_that_was_saved_by_hand_says_nothing_of_a_run(tmp_path):
+    net = small_net(CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    refused("does not say where its run was", tmp_path / "run", tmp_path / "c")
+
+
+def test_other_batches_are_refused_in_the_middle_of_an_epoch(tmp_path):
+    fit(tmp_path)
+    place = read_content(tmp_path / "last", with_training=True).place
+    assert (place["epoch"], place["batches"], place["num_batches"]) == (3, 0, 4)
+    fit(tmp_path, "auto", size=12, epochs=3)  # between two epochs they may change
+    training = json.loads((tmp_path / "last" / "training.json").read_text())
+    training["place"].update(batches=1, num_batches=4)
+    forge(tmp_path / "last", training_json=json.dumps(training).encode())
+    refused("need the same batches", tmp_path, tmp_path / "last", size=12, epochs=9)
+
+
+def test_the_version_before_is_told(tmp_path):
+    (tmp_path / "last").mkdir()
+    for name in ("net.params", "trainer.states", "progress.json"):
+        (tmp_path / "last" / name).write_text("{}")
+    refused("of an older gluon_mgpu, whose trainer.states is a pickle", tmp_path, "auto")
+
+
+# With which data
+
+
+def test_what_was_done_is_drawn_and_not_given():
+    loader = mgpu.data.ArrayLoader(np.arange(20), np.arange(20), 3, shuffle=True, seed=4)
+    whole = [x.tolist() for x, _ in loader]
+    for done in range(7):
+        loader.epoch = 0
+        assert [x.tolist() for x, _ in rest_of(loader, Position(batches=done))] == whole[done:]
+    loader.epoch = 0
+    assert rest_of(loader, Position(batches=7)) is None
+    with pytest.raises(StateError, match="got a train_iter of 7 batches, and a checkpoint after 8"):
+        rest_of(loader, Position(batches=8))
+
+
+def test_numpys_generator_is_where_it_was():
+    """The order comes from it as it was when the epoch began; what is drawn later comes from it as it is now."""
+
+    def drawing():
+        for i in np.random.permutation(50)[:5].tolist():
+            yield i, np.random.uniform()
+
+    position = Position(batches=3)
+    whole = list(drawing())
+    np.random.seed(9)
+    rest = list(rest_of(drawing(), position))
+    np.random.seed(9)
+    assert rest == [(whole[3][0], np.random.uniform()), (whole[4][0], np.random.uniform())]
+
+
+def test_iterators_that_count_their_epochs_are_known():
+    assert loader_epoch(mgpu.data.ArrayLoader(np.zeros(2), np.zeros(2), 1)) == 0
+    assert loader_epoch([1]) is None
+
+    class Own:
+        epoch = True
+
+    assert loader_epoch(Own()) is None
+    sampler = mgpu.data.ShardedSampler(6, 2, seed=1)
+    loader = gluon.data.DataLoader(np.arange(6), batch_sampler=sampler)
+    passes = [[x.asnumpy().tolist() for x in loader] for _ in range(3)]
+    assert loader_epoch(loader) == 3
+    set_loader_epoch(loader, 1)
+    assert [x.asnumpy().tolist() for x in rest_of(loader, Position(batches=1))] == passes[1][1:] != passes[0][1:]
+
+
+def test_position_knows_what_it_is_of(tmp_path):
+    fit(tmp_path)
+    position = position_of(read_content(tmp_path / "last", with_training=True))
+    assert (position.epoch, position.batches, position.step, position.loader_epoch) == (3, 0, 8, 2)
+
+
+# Several processes
+
+
+def test_the_first_process_writes_and_all_read(tmp_path, monkeypatch):
+    """A process that is not the first of its job writes nothing."""
+    net = small_net(CTX)
+    trainer = mgpu.Trainer(net, "sgd")
+    mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
+    mgpu.save_checkpoint(tmp_path / "c", net)
+    before = weights_of(net)
+    monkeypatch.setattr("gluon_mgpu.checkpoint.this_process", lambda: mgpu.distributed.Process(1, 2, 1, 2, 0, 1, 0))
+    net[0].weight.set_data(net[0].weight.data(CTX[0]) * 2)
+    mgpu.save_checkpoint(tmp_path / "c", net)
+    mgpu.save_checkpoint(tmp_path / "d", net)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    mgpu.load_checkpoint(tmp_path / "c", net)
+    assert largest_difference(weights_of(net), before) == 0.0

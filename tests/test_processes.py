@@ -1,0 +1,229 @@
+"""Several processes train as one does, with as many devices: the same script, started by the launcher."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import gluon_mgpu as mgpu
+import numpy as np
+import pytest
+from gluon_mgpu import processes
+from gluon_mgpu.errors import ProcessError
+
+from .conftest import assert_house_style
+
+pytestmark = pytest.mark.timeout(200)
+BEGIN = """
+import json, sys
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+from gluon_mgpu.distributed.process import this_process
+from gluon_mgpu.processes import apart, group
+from mxnet import autograd, gluon, init
+me = this_process()
+folder, num_devices = sys.argv[1], int(sys.argv[2])
+ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(num_devices)])
+def tell(**found):
+    with open(f"{folder}/{me.rank}.json", "w") as file:
+        json.dump(found, file)
+"""
+
+
+def launched(tmp_path, program, num_processes, num_devices=1):
+    """What each process tells, of a program that is launched."""
+    script = tmp_path / "program.py"
+    script.write_text(BEGIN + textwrap.dedent(program))
+    folder = tmp_path / f"{num_processes}x{num_devices}"
+    folder.mkdir()
+    command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", num_processes, "--log-dir", folder / "logs"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
+    done = subprocess.run(
+        [str(part) for part in [*command, script, folder, num_devices]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+SAY = """
+    g, n = group(), me.num_processes
+    said = [one.decode() for one in g.say(f"{me.rank}".encode() * (1 + 500 * me.rank))]
+    empty = [len(one) for one in g.say(b"")]
+    first = [mx.nd.full((2, 2), me.rank + 0.1), mx.nd.full((3,), me.rank + 7, dtype="float16")]
+    g.share_first(first)
+    numbers = np.float32([[1e8, 1, 3], [-1e8, 2, 5], [1, 4, 7]])[me.rank]  # the first come to 1, 0 or 2, as they are ordered
+    arrays = [mx.nd.array(numbers), mx.nd.zeros((3,), ctx=mx.cpu(1))]
+    total = g.sum_of(arrays)
+    sums = []
+    for _ in range(3):
+        arrays[0][:], arrays[1][:] = mx.nd.array(numbers), 0
+        total.run(0)
+        sums += [array.asnumpy().tolist() for array in arrays]
+    mean = mx.nd.array([me.rank, 2.0])
+    g.average([mean])
+    with apart():
+        alone = group() is None and len(mgpu.split_batch(np.zeros((4, 1)), np.zeros(4), ctx)[0][0])
+    part = [x.asnumpy().tolist() for x in mgpu.split_batch(np.arange(7.0), np.arange(7), ctx)[0]]
+    g.wait()
+    tell(said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums, mean=mean.asnumpy().tolist(),
+         alone=alone, part=part)
+"""
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_sum_and_say(tmp_path, num_processes):
+    found = launched(tmp_path, SAY, num_processes)
+    expected = {2: [0.0, 3.0, 8.0], 3: [1.0, 7.0, 15.0]}[num_processes]  # (1e8 - 1e8) + 1, in float32
+    for rank, told in enumerate(found):
+        assert told["said"] == [str(one) * (1 + 500 * one) for one in range(num_processes)]
+        assert told["empty"] == [0] * num_processes
+        assert told["first"] == [np.full((2, 2), 0.1, "float32").tolist(), [7.0] * 3]
+        assert told["sums"] == [expected] * 6
+        assert told["mean"] == [(num_processes - 1) / 2, 2.0]
+        assert told["alone"] == 4
+        assert told["part"] == [np.array_split(np.arange(7.0), num_processes)[rank].tolist()]
+
+
+COMPRESS = """
+    g = group()
+    g.compress({"type": "2bit", "threshold": 0.5})
+    gradient = mx.nd.zeros((9,))
+    total = g.sum_of([gradient])
+    sums = []
+    for step in range(4):
+        gradient[:] = mx.nd.array(np.random.RandomState(10 * me.rank + step).normal(0, 0.5, 9).astype("float32"))
+        total.run(0)
+        sums.append(gradient.asnumpy().tolist())
+    tell(sums=sums, said=[one.decode() for one in g.say(b"plain")])
+"""
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_gradients_are_sent_in_two_bits(tmp_path, num_processes):
+    """NumPy's own way to quantise: what is over the threshold goes, the rest waits for the next step."""
+    found = launched(tmp_path, COMPRESS, num_processes)
+    rests = [np.zeros(9, "float32") for _ in range(num_processes)]
+    for step in range(4):
+        expected = np.zeros(9, "float32")
+        for rank, rest in enumerate(rests):
+            rest += np.random.RandomState(10 * rank + step).normal(0, 0.5, 9).astype("float32")
+            sent = np.where(rest >= 0.5, np.float32(0.5), np.where(rest <= -0.5, np.float32(-0.5), np.float32(0)))
+            rest -= sent
+            expected += sent
+        assert [told["sums"][step] for told in found] == [expected.tolist()] * num_processes
+    assert all(told["said"] == ["plain"] * num_processes for told in found)
+
+
+TRAIN = """
+    def trained(optimizer, norm, sharded, seed):
+        mx.random.seed(me.rank + seed)  # other weights in each process: those of the first count
+        net = gluon.nn.Sequential()
+        net.add(gluon.nn.Dense(8, activation="tanh", in_units=5), norm, gluon.nn.Dense(4, in_units=8))
+        net.initialize(init.Xavier(), ctx=ctx)
+        trainer = mgpu.Trainer(net, *optimizer, clip_norm=0.5, sharded_data=sharded)
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()
+        rng = np.random.RandomState(0)
+        X, y = rng.normal(size=(47, 5)).astype("float32"), rng.randint(0, 4, 47)
+        batches = [(X[i : i + 11], y[i : i + 11]) for i in range(0, 45, 11)]  # the last has one example
+        if sharded:
+            sampler = mgpu.data.ShardedSampler(47, 11, seed=1)
+            batches = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), batch_sampler=sampler)
+        tests = [(X[:20], y[:20]), (X[20:], y[20:])]
+        history = mgpu.fit(net, loss, trainer, batches, tests, epochs=2, callbacks=[], micro_steps=2)
+        for _ in range(2):  # by hand, the first of two steps being accumulated
+            Xs, ys = mgpu.split_batch(X[:7], y[:7], ctx)
+            with trainer.accumulate():
+                with autograd.record():
+                    losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
+                mgpu.backward(losses)
+                trainer.step(7 if not sharded else len(ys[0]) if ys else 0)
+            trainer.flush()
+        mean = mgpu.evaluate(net, [(X[:1], y[:1]), (X, y)], loss=loss)
+        weights = [param.data(one).asnumpy().tolist() for one in ctx for param in net.collect_params().values()]
+        rows = [{name: value for name, value in row.items() if name[:5] in ("train", "test_", "grad_")} for row in history.rows]
+        return {"weights": weights, "rows": rows, "mean": mean, "outputs": mgpu.predict(net, [X]).tolist()}
+    def convolved():
+        # Shapes are decided by the first batch, whose forward pass puts weights into oneDNN's layout.
+        mx.random.seed(me.rank)
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Conv2D(8, 3, activation="relu"), gluon.nn.BatchNorm(), gluon.nn.Dense(4))
+        net.initialize(init.Xavier(), ctx=ctx)
+        net.hybridize(static_alloc=True, static_shape=True)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+        rng = np.random.RandomState(0)
+        X, y = rng.normal(size=(12, 3, 6, 6)).astype("float32"), rng.randint(0, 4, 12)
+        mgpu.fit(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, [(X, y)] * 3, epochs=1, callbacks=[])
+        return {"outputs": mgpu.predict(net, [X]).tolist(), "weights": []}
+    sgd, adam = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}), ("adam", {"learning_rate": 0.01})
+    found = {"adam": trained(adam, gluon.nn.Dense(8, in_units=8), False, 3)}
+    found["normed"] = trained(sgd, gluon.nn.BatchNorm(in_channels=8), False, 5)
+    found["sharded"] = trained(sgd, gluon.nn.Dense(8, in_units=8), True, 7)
+    found["convolved"] = convolved()
+    tell(**found)
+"""
+
+
+def numbers(told):
+    """All numbers of what was told, in order."""
+    if isinstance(told, dict):
+        return [number for name in sorted(told) for number in numbers(told[name])]
+    return [number for one in told for number in numbers(one)] if isinstance(told, list) else [told]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process tells that has the devices of all."""
+    return {k: launched(tmp_path_factory.mktemp("alone"), TRAIN, 1, k)[0] for k in (2, 3)}
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_do_not_show_in_the_weights(tmp_path, alone, num_processes):
+    first, *others = launched(tmp_path, TRAIN, num_processes)
+    for other in others:
+        assert other == first  # to the bit: weights, statistics, history, metrics, outputs
+    expected = alone[num_processes]
+    for name in expected:
+        width = len(first[name]["weights"])
+        found = dict(first[name], weights=first[name]["weights"])
+        there = dict(expected[name], weights=expected[name]["weights"][:width])  # of its first device
+        np.testing.assert_allclose(numbers(found), numbers(there), rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_program_gives_the_same_bits_again(tmp_path):
+    runs = [launched(folder, TRAIN, 3) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]
+    assert runs[0] == runs[1]
+
+
+def test_a_process_alone_has_no_group():
+    assert processes.group() is None
+    assert processes.share() == (0, 1)
+
+
+def test_a_job_without_a_store_is_told(monkeypatch):
+    monkeypatch.delenv("DMLC_ROLE", raising=False)
+    with pytest.raises(ProcessError, match="gluon-mgpu launch") as raised:
+        processes.Group(processes.Process(0, 2, 0, 2, 0, 1, 0))
+    assert_house_style(raised.value)
+
+
+def test_weights_that_train_apart_are_refused(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.local_sgd.group", lambda: object())
+    net = mgpu.models.resnet18(2)
+    with pytest.raises(mgpu.errors.TrainerError, match="several processes") as raised:
+        mgpu.LocalSGD(net, "sgd", every=2)
+    assert_house_style(raised.value)
+
+
+def test_another_way_to_split_is_refused(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.step.share", lambda: (0, 2))
+    devices = mgpu.resolve_devices("cpu:1")
+    with pytest.raises(mgpu.errors.TrainerError, match="split_batch") as raised:
+        mgpu.eval_batch(None, np.zeros((2, 1)), np.zeros(2), devices, split_f=lambda X, y, ctx: ([X], [y]))
+    assert_house_style(raised.value)

@@ -1,0 +1,134 @@
+"""Sampling over processes: every example once, as many batches in each process, the same batches on any number of them."""
+
+import numpy as np
+import pytest
+from gluon_mgpu.data import ArrayLoader, ShardedSampler, skip_first_batches
+from gluon_mgpu.distributed.process import Process
+from gluon_mgpu.errors import DataError
+from hypothesis import given
+from hypothesis import strategies as st
+from mxnet import gluon
+
+from .conftest import assert_house_style
+
+
+def samplers(num_processes, *arguments, **options):
+    made = [Process(rank, num_processes, rank, num_processes, 0, 1, 0) for rank in range(num_processes)]
+    return [ShardedSampler(*arguments, process=one, **options) for one in made]
+
+
+def test_parts_are_these():
+    first, second = samplers(2, 10, 4, shuffle=False)
+    assert list(first) == [[0, 1], [4, 5], [8]]
+    assert list(second) == [[2, 3], [6, 7], [9]]
+
+
+def test_a_last_batch_that_is_too_small_for_all_joins_the_one_before():
+    parts = [list(one) for one in samplers(3, 14, 4, shuffle=False)]
+    assert parts == [[[0, 1], [4, 5], [8, 9]], [[2], [6], [10, 11]], [[3], [7], [12, 13]]]
+
+
+@given(st.integers(1, 6), st.integers(0, 60), st.integers(0, 20), st.booleans(), st.integers(0, 3))
+def test_every_example_comes_once_and_all_have_as_many_batches(num_processes, more, larger, shuffle, seed):
+    size, batch_size = num_processes + more, num_processes + larger
+    everyone = samplers(num_processes, size, batch_size, shuffle=shuffle, seed=seed)
+    (alone,) = samplers(1, size, batch_size, shuffle=shuffle, seed=seed)
+    for _ in range(2):
+        passes = [list(one) for one in everyone]
+        assert {len(one) for one in passes} == {len(everyone[0])}
+        assert all(len(part) >= 1 for one in passes for part in one)
+        whole = [[index for part in batch for index in part] for batch in zip(*passes)]
+        assert sorted(index for batch in whole for index in batch) == list(range(size))
+        assert [index for batch in whole for index in batch] == [index for batch in alone for index in batch]
+        for batch in zip(*passes):
+            sizes = [len(part) for part in batch]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_order_is_the_epoch_s():
+    one, other = samplers(1, 20, 5, seed=3) + samplers(1, 20, 5, seed=3)
+    first, second = list(one), list(one)
+    assert first != second
+    other.epoch = 1
+    assert list(other) == second
+    assert list(samplers(1, 20, 5, seed=4)[0]) != first
+
+
+def test_gluon_s_loader_takes_it():
+    data = gluon.data.ArrayDataset(np.arange(10, dtype="float32"), np.arange(10))
+    loaders = [gluon.data.DataLoader(data, batch_sampler=one) for one in samplers(2, 10, 4, shuffle=False)]
+    assert [[x.asnumpy().tolist() for x, _ in loader] for loader in loaders] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ((1, 4), "num_examples 1 for 2"),
+        ((9, 1), "batch_size 1 for 2"),
+        ((9, True), "batch_size True"),
+        ((9, 2.0), "batch_size 2.0"),
+    ],
+)
+def test_what_leaves_a_process_without_examples_is_refused(arguments, told):
+    with pytest.raises(DataError, match=told) as raised:
+        samplers(2, *arguments)
+    assert_house_style(raised.value)
+
+
+# skip_first_batches
+
+
+class Counting:
+    """A data set that knows which examples were read."""
+
+    def __init__(self, size):
+        self.size, self.read = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return np.float32(index)
+
+
+def test_gluon_s_loader_does_not_read_what_is_left_out():
+    data = Counting(10)
+    loader = gluon.data.DataLoader(data, 2, shuffle=False)
+    skipping = skip_first_batches(loader, 3)
+    assert len(skipping) == 2
+    assert [batch.asnumpy().tolist() for batch in skipping] == [[6, 7], [8, 9]]
+    assert data.read == [6, 7, 8, 9]
+    assert len(skipping) == 5 and len(list(skipping)) == len(list(loader)) == 5  # once only
+
+
+def test_workers_are_given_only_the_rest():
+    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(np.arange(12)), 2, num_workers=2, thread_pool=True)
+    skipping = skip_first_batches(loader, 4)
+    assert [batch.asnumpy().tolist() for batch in skipping] == [[8, 9], [10, 11]]
+    assert len(list(skipping)) == 6
+
+
+def test_all_of_a_loader_can_be_left_out():
+    loader = gluon.data.DataLoader(Counting(4), 2)
+    assert list(skip_first_batches(loader, 2)) == list(skip_first_batches(loader, 9)) == []
+    assert len(list(loader)) == 2
+
+
+def test_our_loader_goes_on_in_its_epoch():
+    loaders = [ArrayLoader(np.arange(9), np.arange(9), 2, shuffle=True, seed=1) for _ in range(2)]
+    whole = [x.tolist() for x, _ in loaders[0]]
+    assert [x.tolist() for x, _ in skip_first_batches(loaders[1], 2)] == whole[2:]
+    assert loaders[1].epoch == 1
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, True, None])
+def test_a_wrong_number_is_refused(number):
+    with pytest.raises(DataError) as raised:
+        skip_first_batches([1], number)
+    assert_house_style(raised.value)
+
+
+def test_a_sampler_s_part_can_be_gone_on_with():
+    second = samplers(2, 10, 4, seed=5)[1], samplers(2, 10, 4, seed=5)[1]
+    assert list(skip_first_batches(second[0], 1)) == list(second[1])[1:]

@@ -1,0 +1,193 @@
+"""The checkpoints of a run: how many stay, in which order they are found, and what is written in a thread."""
+
+import shutil
+import subprocess
+import threading
+import time
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import pytest
+from gluon_mgpu.errors import StateError
+from gluon_mgpu.shelf import Shelf, checkpoint_in, find_checkpoints, step_of
+from gluon_mgpu.snapshot import take_snapshot
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style
+
+
+def make_run(value=1.0):
+    net = nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.Constant(value), ctx=[mx.cpu(0), mx.cpu(1)])
+    return net, mgpu.Trainer(net, "sgd", {"learning_rate": 1.0, "momentum": 0.5})
+
+
+def snapshot_at(step):
+    return take_snapshot(*make_run(step), {"step": step}, place={"step": step})
+
+
+def put(shelf, *steps, best=()):
+    for step in steps:
+        shelf.put(snapshot_at(step).write, step, is_best=step in best)
+    shelf.wait()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def value_in(folder):
+    net, trainer = make_run(0.0)
+    step = mgpu.load_checkpoint(folder, net, trainer)["step"]
+    assert net.weight.data(mx.cpu(1)).asscalar() == step
+    return step
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_ones_and_the_best_stay(tmp_path, background):
+    shelf = Shelf(tmp_path / "run", keep=3, background=background)
+    shelf.begin(None)
+    put(shelf, 10, 20, 30, 40, best=[20])
+    assert names(shelf.folder) == ["best", "last", "step-00000020", "step-00000030"]
+    assert [value_in(shelf.folder / name) for name in names(shelf.folder)] == [20, 40, 20, 30]
+    assert [path.name for path in find_checkpoints(shelf.folder)] == ["last", "step-00000030", "step-00000020", "best"]
+
+
+def test_one_is_kept_without_being_asked(tmp_path):
+    shelf = Shelf(tmp_path)
+    shelf.begin(None)
+    put(shelf, 10, 20, 30, best=[10, 30])
+    assert names(tmp_path) == ["best", "last"]
+    assert value_in(tmp_path / "best") == value_in(tmp_path / "last") == 30
+
+
+def test_fewer_than_before_may_be_kept(tmp_path):
+    put(Shelf(tmp_path, keep=5), 1, 2, 3, 4, 5)
+    put(Shelf(tmp_path, keep=2), 6)
+    assert names(tmp_path) == ["last", "step-00000005"]
+
+
+def test_going_back_leaves_the_later_ones_behind(tmp_path):
+    """At the first save, and not before; of the same step, the new one counts."""
+    put(Shelf(tmp_path, keep=9), 10, 20, 30, 40)
+    shelf = Shelf(tmp_path, keep=9)
+    shelf.begin(tmp_path / "step-00000020")
+    assert names(tmp_path) == ["last", "step-00000010", "step-00000020", "step-00000030"]
+    put(shelf, 25)
+    assert names(tmp_path) == ["last", "step-00000010", "step-00000020"]
+    put(shelf, 25, 26)
+    assert names(tmp_path) == ["last", "step-00000010", "step-00000020", "step-00000025"]
+
+
+def test_a_run_of_another_name_is_not_mixed_in(tmp_path):
+    put(Shelf(tmp_path / "run", keep=2), 1, 2)
+    before = names(tmp_path / "run")
+    for resumed in (None, tmp_path / "elsewhere" / "last"):
+        with pytest.raises(StateError, match="which holds step-00000001 of another run") as caught:
+            Shelf(tmp_path / "run", keep=2).begin(resumed)
+        assert_house_style(caught.value)
+    assert names(tmp_path / "run") == before
+
+
+def test_what_a_killed_program_left_is_tidied_up(tmp_path):
+    put(Shelf(tmp_path, keep=2), 1, 2)
+    (tmp_path / "last").rename(tmp_path / ".last.new")  # between two renames
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000000.old")
+    (tmp_path / ".best.new").mkdir()
+    (tmp_path / ".mine").write_text("")
+    assert value_in(tmp_path / "last") == 2
+    assert [step_of(path) for path in find_checkpoints(tmp_path)] == [2, 1]
+    Shelf(tmp_path).begin(tmp_path / "last")
+    assert names(tmp_path) == [".mine", "last", "step-00000001"]
+    assert value_in(tmp_path / "last") == 2
+
+
+def test_damage_to_the_last_one_does_not_reach_the_best(tmp_path):
+    put(Shelf(tmp_path), 1, best=[1])
+    path = tmp_path / "last" / "net.params"
+    with open(path, "r+b") as file:
+        file.truncate(10)
+    assert value_in(tmp_path / "best") == 1
+    with pytest.raises(StateError, match="damaged"):
+        value_in(tmp_path / "last")
+
+
+@pytest.mark.parametrize("what", ["run", "run/best"])
+def test_copies_are_checkpoints(tmp_path, what):
+    put(Shelf(tmp_path / "run", keep=2), 1, 2, 3, best=[2])
+    subprocess.run(["cp", "-r", str(tmp_path / what), str(tmp_path / "copy")], check=True)
+    shutil.rmtree(tmp_path / "run")
+    found = find_checkpoints(tmp_path / "copy") or [checkpoint_in(tmp_path / "copy")]
+    assert [value_in(path) for path in found] == ([3, 2, 2] if what == "run" else [2])
+
+
+def test_a_thread_writes_and_the_next_save_waits_for_it(tmp_path):
+    shelf, go = Shelf(tmp_path, background=True), threading.Event()
+    first, second = snapshot_at(1), snapshot_at(2)
+    writers = []
+
+    def slow(folder):
+        writers.append(threading.current_thread())
+        assert go.wait(10)
+        first.write(folder)
+
+    shelf.put(slow, 1)  # returns
+    assert "last" not in names(tmp_path)
+    threading.Timer(0.2, go.set).start()
+    began = time.perf_counter()
+    shelf.put(second.write, 2)
+    assert time.perf_counter() - began > 0.1
+    shelf.wait()
+    assert value_in(tmp_path / "last") == 2
+    assert writers[0] is not threading.main_thread() and not writers[0].daemon
+
+
+def test_what_is_copied_does_not_change_any_more(tmp_path):
+    """The snapshot is taken in the queue of the devices, before what training does next."""
+    net, trainer = make_run(1.0)
+    for step in range(1, 30):
+        snapshot = take_snapshot(net, trainer, {"step": step}, place={"step": step}, base=0)
+        for array in net.weight.list_data():
+            array[:] = array + 1
+        snapshot.write(_empty(tmp_path / str(step)))
+        assert value_in(tmp_path / str(step)) == step
+
+
+def _empty(folder):
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("where", ["put", "wait"])
+def test_an_error_of_the_thread_is_raised_once(tmp_path, where):
+    shelf = Shelf(tmp_path, background=True)
+    put(shelf, 1)
+
+    def failing(folder):
+        (folder / "half").write_text("")
+        raise OSError("disk full")
+
+    shelf.put(failing, 2)
+    with pytest.raises(OSError, match="^disk full$"):
+        shelf.wait() if where == "wait" else shelf.put(snapshot_at(3).write, 3)
+    assert names(tmp_path) == ["last"] and value_in(tmp_path / "last") == 1
+    shelf.wait()
+    put(shelf, 4)
+    assert value_in(tmp_path / "last") == 4
+
+
+def test_a_folder_that_holds_something_else_is_told_before_the_first_epoch(tmp_path):
+    (tmp_path / "last").mkdir()
+    (tmp_path / "last" / "thesis.tex").write_text("years of work")
+    net, trainer = make_run()
+    with pytest.raises(StateError, match="Checkpoint: got .*last, which holds thesis.tex; need a folder of its own") as caught:
+        mgpu.fit(net, None, trainer, [], epochs=1, callbacks=[mgpu.Checkpoint(tmp_path, None)])
+    assert_house_style(caught.value)
+    assert (tmp_path / "last" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("keep, every", [(0, 1), (1, 0), (True, 1), (1, 1.5), (-1, 1)])
+def test_numbers_that_make_no_sense_are_refused(tmp_path, keep, every):
+    with pytest.raises(mgpu.errors.TrainerError, match="need a whole number of 1 or more") as caught:
+        mgpu.Checkpoint(tmp_path, keep=keep, every=every)
+    assert_house_style(caught.value)

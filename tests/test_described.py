@@ -85,7 +85,16 @@ def test_a_function_as_a_schedule_keeps_nothing():
     assert differences(told(optimizer), opt.SGD()) == ["function as its schedule where this one has none"]
 
 
-@pytest.mark.parametrize("value", [np.zeros(2), mx.nd.zeros((2,)), object(), {1: mx.nd.zeros((2,))}, [object()]], ids=str)
+VALUES = {
+    "NumPy": np.zeros(2),
+    "MXNet": mx.nd.zeros((2,)),
+    "object": object(),
+    "dict": {1: mx.nd.zeros((2,))},
+    "list": [object()],
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_what_json_cannot_hold_is_told_by_name(value):
     optimizer = opt.SGD(lr_scheduler=lr_scheduler.FactorScheduler(3))
     optimizer.lr_scheduler.table = value

@@ -56,7 +56,8 @@ class Group:
         check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self._store.handle, 0))
         self._compression: Dict[str, Any] = {}
         self._num_keys = 0
-        self._message_keys: Dict[int, int] = {}
+        self._rows: Dict[int, _Rows] = {}  # of messages, by their size
+        self._bit_keys: Dict[int, int] = {}  # of the same in bits
 
     def sum_of(self, gradients: Sequence[Leaf]) -> Any:
         """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
@@ -68,8 +69,7 @@ class Group:
             )
         if self.process.num_processes == 2 or self._compression:
             return _ArrivalSum(self._store, self._new_key(classic[0].shape, classic[0].dtype), classic)
-        rows = (self.process.num_processes, classic[0].size)
-        return _RankSum(self._store, self._new_key(rows, classic[0].dtype, "row_sparse"), classic, self.process.rank)
+        return _RankSum(self._new_rows(classic[0].size, classic[0].dtype), classic)
 
     def compress(self, params: Dict[str, Any]) -> None:
         """Let float32 gradients be sent in 2 bits from now on: -threshold, 0 or threshold, what is left over going with the next.
@@ -84,7 +84,6 @@ class Group:
         if not self._compression:
             self._store.set_gradient_compression(params)
             self._compression = {"threshold": 0.5, **params}
-            self._message_keys = {}
 
     def say(self, message: bytes) -> List[bytes]:
         """Return what every process says here, in the order of their ranks. It waits for all."""
@@ -124,6 +123,10 @@ class Group:
         mx.nd.waitall()
         self._store._barrier()
 
+    def _new_rows(self, size: int, dtype: Any) -> _Rows:
+        key = self._new_key((self.process.num_processes, size + 1), dtype, "row_sparse")
+        return _Rows(self._store, key, self.process.rank, size, dtype)
+
     def _new_key(self, shape: Sequence[int], dtype: Any, stype: str = "default") -> int:
         key, self._num_keys = self._num_keys, self._num_keys + 1
         # The store refuses to begin with rows that are not there; and what it compresses must leave nothing for the next time.
@@ -135,12 +138,9 @@ class Group:
         """Return a row of numbers, float32, of every process."""
         if self._compression:
             return self._exchange_bits(numbers)
-        shape = (self.process.num_processes, len(numbers))
-        if len(numbers) not in self._message_keys:
-            self._message_keys[len(numbers)] = self._new_key(shape, np.float32, "row_sparse")
-        array = mx.nd.array(numbers.reshape(1, -1))
-        rows = _side_by_side(self._store, self._message_keys[len(numbers)], array, self.process.rank)
-        found: np.ndarray = rows.asnumpy()
+        if len(numbers) not in self._rows:
+            self._rows[len(numbers)] = self._new_rows(len(numbers), np.float32)
+        found: np.ndarray = self._rows[len(numbers)].show(mx.nd.array(numbers.reshape(1, -1))).asnumpy()
         return found
 
     def _exchange_bits(self, numbers: np.ndarray) -> np.ndarray:
@@ -148,11 +148,11 @@ class Group:
         threshold = self._compression["threshold"]
         rows = np.zeros((self.process.num_processes, 32 * len(numbers)), np.float32)
         rows[self.process.rank] = np.unpackbits(numbers.astype(np.float32).view(np.uint8)) * np.float32(threshold)
-        if rows.shape[1] not in self._message_keys:
-            self._message_keys[rows.shape[1]] = self._new_key(rows.shape, np.float32)
+        if rows.shape[1] not in self._bit_keys:
+            self._bit_keys[rows.shape[1]] = self._new_key(rows.shape, np.float32)
         array = mx.nd.array(rows)
-        self._store.push(self._message_keys[rows.shape[1]], array)
-        self._store.pull(self._message_keys[rows.shape[1]], out=array)
+        self._store.push(self._bit_keys[rows.shape[1]], array)
+        self._store.pull(self._bit_keys[rows.shape[1]], out=array)
         bits: np.ndarray = np.packbits(array.asnumpy() > threshold / 2, axis=1)
         return bits.view(np.float32)
 
@@ -162,14 +162,28 @@ def _write(array: Leaf, numbers: np.ndarray) -> None:
     mx.nd.array(numbers.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
 
 
-def _side_by_side(store: Any, key: int, row: Leaf, rank: int, priority: int = 0) -> Leaf:
-    """Return the rows of all processes, in the order of their ranks, without waiting."""
-    shape = (store.num_workers, row.shape[1])
-    mine = mx.nd.sparse.row_sparse_array((row, [rank]), shape=shape, dtype=row.dtype)
-    rows = mx.nd.sparse.zeros("row_sparse", shape, dtype=row.dtype)
-    store.push(key, mine, priority=priority)
-    store.row_sparse_pull(key, out=rows, row_ids=mx.nd.arange(shape[0], dtype="int64"), priority=priority)
-    return rows.tostype("default")
+class _Rows:
+    """Lets every process see the numbers of all, as rows in the order of their ranks, without waiting for them.
+
+    Each sends its own row only, of a sparse array; and a one behind it, as a row of zeros would not be there.
+    """
+
+    def __init__(self, store: Any, key: int, rank: int, size: int, dtype: Any) -> None:
+        self._store, self._key, self._dtype = store, key, dtype
+        self.shape = (store.num_workers, size + 1)
+        others = rank, store.num_workers - rank - 1
+        self._before, self._behind = ([mx.nd.zeros((n, size + 1), dtype=dtype)] if n else [] for n in others)
+        self._one = mx.nd.ones((1, 1), dtype=dtype)
+        self._all = mx.nd.arange(store.num_workers, dtype="int64")
+
+    def show(self, row: Leaf, priority: int = 0) -> Leaf:
+        """Return the rows of all, shape (processes, size), of this process's, shape (1, size)."""
+        parts = [*self._before, mx.nd.concat(row, self._one, dim=1), *self._behind]
+        mine = mx.nd.concat(*parts, dim=0).tostype("row_sparse")
+        rows = mx.nd.sparse.zeros("row_sparse", self.shape, dtype=self._dtype)
+        self._store.push(self._key, mine, priority=priority)
+        self._store.row_sparse_pull(self._key, out=rows, row_ids=self._all, priority=priority)
+        return mx.nd.slice_axis(rows.tostype("default"), axis=1, begin=0, end=self.shape[1] - 1)
 
 
 class _ArrivalSum:
@@ -187,17 +201,16 @@ class _ArrivalSum:
 class _RankSum:
     """Sums over the devices here, sends the sum as a row of its own, and adds the rows up in their order."""
 
-    def __init__(self, store: Any, key: int, arrays: List[Leaf], rank: int) -> None:
-        self._store, self._key, self._arrays, self._rank = store, key, arrays, rank
+    def __init__(self, rows: _Rows, arrays: List[Leaf]) -> None:
+        self._rows, self._arrays = rows, arrays
 
     def run(self, priority: int) -> None:
         """Queue the sum."""
         first = self._arrays[0]
-        here = first.reshape((1, -1))
+        here = mx.nd.reshape(first.as_in_context(mx.cpu()), shape=(1, -1))
         for other in self._arrays[1:]:
-            here = here + other.as_in_context(first.context).reshape((1, -1))
-        rows = _side_by_side(self._store, self._key, here, self._rank, priority)
-        total = mx.nd.sum(rows, axis=0).reshape(first.shape)
+            here = here + mx.nd.reshape(other.as_in_context(mx.cpu()), shape=(1, -1))
+        total = mx.nd.reshape(mx.nd.sum(self._rows.show(here, priority), axis=0), shape=first.shape)
         for array in self._arrays:
             total.copyto(array)
 

@@ -167,7 +167,7 @@ def _train_one(
         trainer.know_shapes()
     with autograd.record():
         outputs, losses = _forward("train_batch", net, loss, Xs, ys)
-    num_examples = _count_all("train_batch", split_f, losses, y, ys)
+    num_examples = _count_all("train_batch", split_f, losses, y, ys, trainer.contexts)
     num_units = _num_units("train_batch", loss, y)
     backward(trainer.scale(losses) if losses else [])
     if isinstance(split_f, Balancer):
@@ -201,7 +201,7 @@ def eval_batch(
     with autograd.pause(train_mode=False):
         outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
     counts = losses or share()[1] > 1
-    num_examples = _count_all("eval_batch", split_f, losses, y, ys) if counts else _num_labels(ys)
+    num_examples = _count_all("eval_batch", split_f, losses, y, ys, devices) if counts else _num_labels(ys)
     return Batch(outputs, ys, losses, num_examples, _own_units("eval_batch", loss, y, split_f, devices))
 
 
@@ -263,11 +263,19 @@ def is_of_mxnet(error: Exception) -> bool:
     return type(error) is ValueError and raised_by.split(".")[0] == "mxnet"
 
 
-def _count_all(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
+def _count_all(
+    operation: str,
+    split_f: SplitFunction,
+    losses: Sequence[Leaf],
+    label: Any,
+    labels: Sequence[Any],
+    devices: Sequence[Context],
+) -> int:
     """Return the examples of a batch over all processes, having checked the losses of this one."""
-    counted = _count(operation, split_f, losses, label, labels)
     if share()[1] == 1:
-        return counted
+        return _count(operation, split_f, losses, label, labels)
+    if losses:
+        _count(operation, split_f, losses, _own_part(label, split_f, devices), labels)
     return count_examples(operation, label, _label_axis(split_f))
 
 
@@ -291,9 +299,14 @@ def _own_units(operation: str, loss: Any, label: Any, split_f: SplitFunction, de
     """Return what a loss with `num_units` counts in this process's part of a batch; None of other losses."""
     if share()[1] == 1 or not callable(getattr(loss, "num_units", None)):
         return _num_units(operation, loss, label)
-    weights = getattr(split_f, "keywords", {}).get("weights")
-    part = part_of_process(label, len(devices), _label_axis(split_f), weights)
+    part = _own_part(label, split_f, devices)
     return _num_units(operation, loss, part) if part is not None else 0
+
+
+def _own_part(label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Any:
+    """Return what of a batch's label is this process's, None where that is nothing."""
+    weights = getattr(split_f, "keywords", {}).get("weights")
+    return part_of_process(label, len(devices), _label_axis(split_f), weights)
 
 
 def _label_axis(split_f: SplitFunction) -> Any:

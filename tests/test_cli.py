@@ -92,7 +92,8 @@ def test_help_tells_of_every_flag(path, command):
         if isinstance(parameter, click.Option):
             assert parameter.help and all(flag in output for flag in parameter.opts)
         else:
-            assert f"[{parameter.name.upper()}]" in output
+            told = parameter.name.upper() if parameter.nargs == 1 else f"{parameter.name.upper()}..."
+            assert (f" {told}" if parameter.required else f"[{told}]") in output
     assert run(*path, "-h") == output
 
 

@@ -17,6 +17,7 @@ from .conftest import assert_house_style
 pytestmark = pytest.mark.timeout(200)
 BEGIN = """
 import json, sys
+from functools import partial
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
@@ -165,7 +166,21 @@ TRAIN = """
     found = {"adam": trained(adam, gluon.nn.Dense(8, in_units=8), False, 3)}
     found["normed"] = trained(sgd, gluon.nn.BatchNorm(in_channels=8), False, 5)
     found["sharded"] = trained(sgd, gluon.nn.Dense(8, in_units=8), True, 7)
-    found["convolved"] = convolved()
+    def translated():
+        # Batches are (time, examples), sized by tokens; the loss divides by target tokens.
+        mx.random.seed(3)
+        net = mgpu.models.Seq2Seq(9, 8, embed_size=6, hidden_size=6, layout="TNC")
+        net.initialize(init.Xavier(), ctx=ctx)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
+        rng = np.random.RandomState(0)
+        pairs = [[rng.randint(4, size, rng.randint(1, 7)).tolist() for _ in range(29)] for size in (9, 8)]
+        loader = mgpu.data.PairLoader(*pairs, 60, shuffle=True, batch_axis=1, num_shards=num_devices * me.num_processes)
+        split = partial(mgpu.split_batch, batch_axis=loader.split_axes)
+        loss = mgpu.models.SequenceLoss(layout="TNC")
+        history = mgpu.fit(net, loss, trainer, loader, loader, epochs=2, metrics=(), callbacks=[], split_f=split)
+        rows = [{name: row[name] for name in ("train_loss", "test_loss")} for row in history.rows]
+        return {"weights": [param.data(ctx[0]).asnumpy().tolist() for param in net.collect_params().values()], "rows": rows}
+    found["convolved"], found["translated"] = convolved(), translated()
     tell(**found)
 """
 

@@ -30,6 +30,7 @@ from ..data import (
 )
 from ..debug import run_serially
 from ..devices import use_devices
+from ..distributed.process import this_process
 from ..errors import DataError
 from ..fit import fit
 from ..leaks import LeakCheck
@@ -205,7 +206,11 @@ def train_seq2seq(**given: Any) -> None:
 
 def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], given: Dict[str, Any]) -> Any:
     """Train on the devices, and return the history."""
-    options: Dict[str, Any] = {"seed": given["seed"], "num_shards": len(ctx), "batch_axis": LAYOUTS.index(given["layout"])}
+    options: Dict[str, Any] = {
+        "seed": given["seed"],
+        "num_shards": len(ctx) * this_process().num_processes,
+        "batch_axis": LAYOUTS.index(given["layout"]),
+    }
     train_iter, valid_iter = (
         PairLoader(
             *encode_pairs(pairs, translator.source_vocabulary, translator.target_vocabulary),

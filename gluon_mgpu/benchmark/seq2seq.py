@@ -101,12 +101,12 @@ def padding_table(rows: Sequence[Row], texts: Sequence[Text]) -> Table:
 
 
 def bars(rows: Sequence[Row]) -> Ranges:
-    """Return what `plot_ranges` draws: sentences a second."""
+    """Return what `plot_ranges` draws: how many times as fast as ours each contender is, as sizes differ by tens of times."""
     drawn: Ranges = {}
     for row in rows:
-        one = sentences_per_s(row)
-        if one:
-            drawn.setdefault(row.group, {})[row.contender] = (one.median, one.low, one.high)
+        time = ratio_to_ours(row, rows, "pass_s")
+        if time:
+            drawn.setdefault(row.group, {})[row.contender] = (1 / time.median, 1 / time.high, 1 / time.low)
     return drawn
 
 

@@ -287,7 +287,7 @@ def seq2seq(
                 rows += run.measure(part)
     scaling = report.scaling_table(rows, "pass_s")
     tables = [report.contender_table(rows), translations.speed_table(rows), translations.padding_table(rows, texts), scaling]
-    run.finish("seq2seq", rows, tables, output, plot_ranges(translations.bars(rows), "sentences/s"))
+    run.finish("seq2seq", rows, tables, output, plot_ranges(translations.bars(rows), "sentences/s, of ours'"))
 
 
 @bench.command()

@@ -173,6 +173,8 @@ class Progress(Callback):
     def on_fit_begin(self, state: FitState) -> None:
         self._began = self._printed = time.perf_counter()
         self._done_before = len(state.history.rows) + (state.batches / state.num_batches if state.num_batches else 0.0)
+        if state.resumed is not None:
+            self._print(f"goes on from {state.resumed.folder}, after step {state.step}")
         if sys.stdout.isatty() and not this_process().rank:
             from rich import progress  # only here: importing it takes longer than most batches
 

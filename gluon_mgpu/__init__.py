@@ -21,6 +21,7 @@ from .leaks import LeakCheck
 from .local_sgd import LocalSGD
 from .loss_scaler import LossScaler
 from .metrics import DeviceSums, accuracy, top_k_accuracy
+from .monitor import Monitor
 from .parallel import DataParallelCriterion, DataParallelModel
 from .precision import precision_of, set_precision
 from .prediction import predict, predict_batches
@@ -106,6 +107,7 @@ __all__ = [
     "debugging",
     "run_serially",
     "LeakCheck",
+    "Monitor",
     "Watchdog",
     # rooms
     "data",

@@ -144,6 +144,9 @@ class Callback:
     def on_batch_end(self, state: FitState) -> None:
         """After each batch of training: it is queued on the devices, and nobody should wait for it here."""
 
+    def on_phase(self, state: FitState, phase: str) -> None:
+        """Several times a batch, when another part of it begins: see `run_epoch`. To be as short as possible."""
+
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         """About twice a second while training, when the sums have been read."""
 

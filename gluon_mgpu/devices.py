@@ -1,54 +1,39 @@
-"""From what a user asks for to a list of contexts, and what each device is and whether MXNet can run on it."""
+"""From what a user asks for to a list of contexts."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Dict, Iterator, List, Sequence, Tuple, Union
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context
 
 from . import runtime
+from .device_list import DeviceInfo as DeviceInfo
+from .device_list import describe_devices as describe_devices
 from .errors import DeviceError
+from .gpus import mxnet_gpus, selection
+from .gpus.demand import Demand, num_bytes, seconds
+from .gpus.mxnet_gpus import usable_gpus as usable_gpus
 
 DeviceSpec = Union[None, str, int, Context, Sequence[Context]]
 
-_FORMS = "Use 'auto', 'gpu', 'gpu:4-7', 'gpu:0,2', 'cpu:2' (a number of CPU contexts), 'cpu:0,gpu:0', a count, or contexts."
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """What a device is, and whether MXNet can run on it.
-
-    Attributes
-    ----------
-    name : str
-        `cpu(0)`, `gpu(1)`.
-    description : str
-        The maker's name for it.
-    memory_bytes : int
-        Its memory; 0 where nobody tells.
-    usable : bool
-    reason : str
-        Why it cannot be used, and what to do; empty where it can.
-    """
-
-    name: str
-    description: str
-    memory_bytes: int
-    usable: bool
-    reason: str
+_FORMS = (
+    "Use 'auto', 'gpu', 'gpu:4-7', 'gpu:0,2', 'gpu:free', 'gpu:free:2', 'cpu:2' (a number of CPU contexts), 'cpu:0,gpu:0', "
+    "a count, or contexts."
+)
 
 
 @contextmanager
-def use_devices(spec: DeviceSpec = None) -> Iterator[List[Context]]:
+def use_devices(
+    spec: DeviceSpec = None,
+    *,
+    min_free_memory: Union[None, int, str] = None,
+    wait_s: Optional[float] = None,
+    tell: Optional[Callable[[str], None]] = None,
+) -> Iterator[List[Context]]:
     """Yield the contexts that `spec` asks for, the first being the default context inside.
 
     On leaving it waits for the devices, and raises what they still owed: MXNet reports the error of an operation only
@@ -57,12 +42,15 @@ def use_devices(spec: DeviceSpec = None) -> Iterator[List[Context]]:
     Parameters
     ----------
     spec : None, str, int, mxnet.Context or sequence of mxnet.Context
-        See `resolve_devices`.
+        See `resolve_devices`, for the others, too.
+    min_free_memory : None, int or str
+    wait_s : float, seconds
+    tell : callable
 
     Raises
     ------
     DeviceError
-        The spec is malformed, names a device twice, or names one that is not there.
+        The spec is malformed, names a device twice, or names one that is not there, or not free.
     mxnet.MXNetError
         An operation that was still under way on a device failed.
 
@@ -72,7 +60,7 @@ def use_devices(spec: DeviceSpec = None) -> Iterator[List[Context]]:
     ...     print(ctx, mx.current_context())
     [cpu(0), cpu(1)] cpu(0)
     """
-    contexts = resolve_devices(spec)
+    contexts = resolve_devices(spec, min_free_memory=min_free_memory, wait_s=wait_s, tell=tell)
     with contexts[0]:
         try:
             yield contexts
@@ -86,10 +74,18 @@ def _wait_quietly() -> None:
     try:
         mx.nd.waitall()
     except mx.MXNetError as error:
-        runtime.logger.warning("use_devices: while another error was on its way, a device reported: %s", _first_line(error))
+        runtime.logger.warning(
+            "use_devices: while another error was on its way, a device reported: %s", mxnet_gpus.first_line(error)
+        )
 
 
-def resolve_devices(spec: DeviceSpec = None) -> List[Context]:
+def resolve_devices(
+    spec: DeviceSpec = None,
+    *,
+    min_free_memory: Union[None, int, str] = None,
+    wait_s: Optional[float] = None,
+    tell: Optional[Callable[[str], None]] = None,
+) -> List[Context]:
     """Return the contexts that `spec` asks for.
 
     Parameters
@@ -98,15 +94,25 @@ def resolve_devices(spec: DeviceSpec = None) -> List[Context]:
         - `None` or `"auto"`: every GPU that MXNet can run on, else `cpu(0)`. Only this falls back to the CPU.
         - an int n, or `"n"`: the first n GPUs where MXNet can run on any, else n CPU contexts.
         - `"gpu"`, `"gpu:1"`, `"gpu:4-7"`, `"gpu:0,2"`: all GPUs, or those with these numbers.
+        - `"gpu:free"`, `"gpu:free:2"`: all GPUs that are free (see `demand.why_not_free`), or the two of them with the
+          most free memory, the most free first. They count as taken, for this package, until the process ends.
         - `"cpu"`, `"cpu:2"`: one CPU context, or `cpu(0)` and `cpu(1)`. CPU contexts share the processor, so one number
           alone says how many.
         - `"cpu:0,gpu:0"`: a list of devices, each with its number.
         - contexts: checked and returned.
+    min_free_memory : None, int, bytes, or str
+        Memory that must be free on each GPU: `8 * 2**30`, `"8GiB"`. `"auto"` and a count then choose among the GPUs that have
+        it; where none has, `"auto"` takes the CPU.
+    wait_s : float, seconds
+        How long to wait until the GPUs are free; all that were asked for must be, then, and `"auto"` waits for one.
+    tell : callable
+        Gets lines about what is waited for and what was taken; by default they are logged.
 
     Raises
     ------
     DeviceError
-        The spec is malformed, names a device twice, or names one that is not there.
+        The spec is malformed, names a device twice, or names one that is not there, or not free; or the driver does not say
+        what is free.
 
     Examples
     --------
@@ -120,22 +126,64 @@ def resolve_devices(spec: DeviceSpec = None) -> List[Context]:
     """
     if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit():
         spec = int(spec)
-    if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
-        contexts = usable_gpus() or [mx.cpu(0)]
-    elif isinstance(spec, (int, np.integer)) and not isinstance(spec, bool):
-        contexts = _first(int(spec))
-    elif isinstance(spec, str):
-        contexts = [mx.Context(kind, i) for kind, i in _parse(spec)]
-    elif isinstance(spec, Context):
-        contexts = [spec]
-    elif isinstance(spec, (list, tuple)):
-        contexts = list(spec)
-    else:
-        raise DeviceError(f"use_devices: got {spec!r} of type {type(spec).__name__}; need a device spec. {_FORMS}")
+    demand = _demand(spec, num_bytes(min_free_memory), seconds(wait_s))
+    contexts = _named(spec) if demand is None else _meet(demand, wait_s or 0.0, tell)
     check_contexts(contexts, "use_devices")
     for context in contexts:
         _check_present(context)
     return contexts
+
+
+def _named(spec: DeviceSpec) -> List[Context]:
+    """Return the contexts of a spec that does not ask for what is free."""
+    if _is_auto(spec):
+        return mxnet_gpus.usable_gpus() or [mx.cpu(0)]
+    if isinstance(spec, (int, np.integer)) and not isinstance(spec, bool):
+        return _first(int(spec))
+    if isinstance(spec, str):
+        return [mx.Context(kind, i) for kind, i in _parse(spec)]
+    if isinstance(spec, Context):
+        return [spec]
+    if isinstance(spec, (list, tuple)):
+        return list(spec)
+    raise DeviceError(f"use_devices: got {spec!r} of type {type(spec).__name__}; need a device spec. {_FORMS}")
+
+
+def _is_auto(spec: DeviceSpec) -> bool:
+    return spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto")
+
+
+def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> Optional[Demand]:
+    """Return what is asked of the GPUs' memory and their being free; None where nothing is."""
+    asked = re.fullmatch(r"gpu:free(?::([1-9]\d{0,3}))?", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+    if asked:
+        return Demand(str(spec), None, int(asked.group(1)) if asked.group(1) else None, True, min_free_bytes)
+    if not min_free_bytes and wait_s is None:
+        return None
+    free = wait_s is not None
+    if _is_auto(spec):
+        return Demand("auto", None, None, free, min_free_bytes, may_be_none=not free)
+    if isinstance(spec, (int, np.integer)) and not isinstance(spec, bool):
+        return Demand(str(spec), None, _positive(int(spec)), free, min_free_bytes)
+    contexts = _named(spec)
+    check_contexts(contexts, "use_devices")
+    if any(context.device_type != "gpu" for context in contexts):
+        raise DeviceError(
+            f"use_devices: got {contexts} with {'wait_s' if free else 'min_free_memory'}; need GPUs alone. Leave it out on CPUs."
+        )
+    for context in contexts:
+        _check_seen(context)
+    said = str(spec) if isinstance(spec, str) else ", ".join(map(str, contexts))
+    return Demand(said, tuple(context.device_id for context in contexts), None, free, min_free_bytes, every=True)
+
+
+def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
+    """Return the GPUs that meet a demand; the CPU where it leaves that open."""
+    if mxnet_gpus.num_gpus():
+        return [mx.gpu(device.number) for device in selection.meet(demand, wait_s, tell)] or [mx.cpu(0)]
+    if demand.may_be_none:
+        return [mx.cpu(0)]
+    raise DeviceError(f"use_devices: got {demand.said!r}; need a GPU that MXNet can see. {_why_no_gpu()}")
 
 
 def check_contexts(contexts: Sequence[Context], operation: str) -> None:
@@ -165,7 +213,7 @@ def try_gpu(i: int = 0) -> Context:
     """
     if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or i < 0:
         raise DeviceError(f"try_gpu: got {i}; need the number of a GPU, 0 or more. The first one is try_gpu(0).")
-    return mx.gpu(i) if mx.gpu(i) in usable_gpus() else mx.cpu()
+    return mx.gpu(i) if mx.gpu(i) in mxnet_gpus.usable_gpus() else mx.cpu()
 
 
 def try_all_gpus() -> List[Context]:
@@ -175,42 +223,24 @@ def try_all_gpus() -> List[Context]:
 
     Source: d2l, chapter "GPUs".
     """
-    return usable_gpus() or [mx.cpu()]
-
-
-def usable_gpus() -> List[Context]:
-    """Return the GPUs on which MXNet has just run, or ran before in this process, a small operation."""
-    return [mx.gpu(i) for i in range(_num_gpus()) if not _why_not(i)]
-
-
-def describe_devices() -> List[DeviceInfo]:
-    """Return what is there: the CPU, then every GPU that MXNet or the NVIDIA driver knows of."""
-    found = [DeviceInfo("cpu(0)", _cpu_name(), _memory_bytes(), True, "")]
-    by_driver = _nvidia_smi()
-    num_gpus = _num_gpus()
-    if num_gpus:
-        names = by_driver if len(by_driver) == num_gpus else [("NVIDIA GPU", 0)] * num_gpus
-        found += [DeviceInfo(f"gpu({i})", name, memory, not _why_not(i), _why_not(i)) for i, (name, memory) in enumerate(names)]
-        hidden = by_driver if len(by_driver) > num_gpus else []
-    else:
-        hidden = by_driver
-    if hidden:
-        reason = _why_hidden(num_gpus, len(by_driver))
-        listed = hidden if not num_gpus else [(f"{len(hidden)} GPUs in the driver's list", 0)]
-        found += [DeviceInfo("-", name, memory, False, reason) for name, memory in listed]
-    return found
+    return mxnet_gpus.usable_gpus() or [mx.cpu()]
 
 
 def _first(num_devices: int) -> List[Context]:
-    gpus = usable_gpus()
-    if num_devices < 1:
-        raise DeviceError(f"use_devices: got {num_devices} devices; need 1 or more. {_FORMS}")
+    gpus = mxnet_gpus.usable_gpus()
+    _positive(num_devices)
     if gpus and num_devices > len(gpus):
         raise DeviceError(
             f"use_devices: got {num_devices} devices; need at most {len(gpus)}, the GPUs that MXNet can run on. "
             f"Pass 'cpu:{num_devices}' to use CPU contexts instead."
         )
     return gpus[:num_devices] or [mx.cpu(i) for i in range(num_devices)]
+
+
+def _positive(num_devices: int) -> int:
+    if num_devices < 1:
+        raise DeviceError(f"use_devices: got {num_devices} devices; need 1 or more. {_FORMS}")
+    return num_devices
 
 
 def _parse(spec: str) -> List[Tuple[str, int]]:
@@ -240,95 +270,26 @@ def _parse(spec: str) -> List[Tuple[str, int]]:
 
 
 def _all_gpus() -> List[int]:
-    if not _num_gpus():
+    if not mxnet_gpus.num_gpus():
         raise DeviceError(f"use_devices: got 'gpu'; need a GPU that MXNet can see. {_why_no_gpu()}")
-    return list(range(_num_gpus()))
+    return list(range(mxnet_gpus.num_gpus()))
+
+
+def _check_seen(context: Context) -> None:
+    if context.device_id >= mxnet_gpus.num_gpus():
+        there = ", ".join(f"gpu({i})" for i in range(mxnet_gpus.num_gpus())) or "none"
+        raise DeviceError(f"use_devices: got {context}; need one of the GPUs that MXNet can see ({there}). {_why_no_gpu()}")
 
 
 def _check_present(context: Context) -> None:
     if context.device_type != "gpu":
         return
-    if context.device_id >= _num_gpus():
-        there = ", ".join(f"gpu({i})" for i in range(_num_gpus())) or "none"
-        raise DeviceError(f"use_devices: got {context}; need one of the GPUs that MXNet can see ({there}). {_why_no_gpu()}")
-    reason = _why_not(context.device_id)
+    _check_seen(context)
+    reason = mxnet_gpus.why_not(context.device_id)
     if reason:
         raise DeviceError(f"use_devices: got {context}; need a GPU that MXNet can run on. {reason}")
 
 
 def _why_no_gpu() -> str:
-    why = _why_hidden(_num_gpus(), len(_nvidia_smi()))
+    why = mxnet_gpus.why_hidden(mxnet_gpus.num_gpus(), len(mxnet_gpus.nvidia_smi()))
     return f"{why} 'auto' takes the CPU where there is no GPU; 'cpu:2' asks for two CPU contexts."
-
-
-def _why_hidden(num_seen: int, num_there: int) -> str:
-    if not mx.runtime.Features().is_enabled("CUDA"):
-        return (
-            f"The installed mxnet {mx.__version__} holds no GPU code. "
-            "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'."
-        )
-    if num_there > num_seen and "CUDA_VISIBLE_DEVICES" in os.environ:
-        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} lets MXNet see {num_seen} of {num_there}."
-    return "gluon-mgpu devices lists what is there."
-
-
-@lru_cache(maxsize=None)
-def _num_gpus() -> int:
-    try:
-        return int(mx.context.num_gpus())
-    except mx.MXNetError:  # a CUDA build without a working driver
-        return 0
-
-
-@lru_cache(maxsize=None)
-def _why_not(device_id: int) -> str:
-    """Return why MXNet cannot run on this GPU, "" where it can. Asked once a process: it runs an operation there."""
-    try:
-        if (mx.nd.ones((2,), ctx=mx.gpu(device_id)) * 2).asnumpy().tolist() == [2.0, 2.0]:
-            return ""
-        return "A test operation gave a wrong result: MXNet 1.9.1 holds no code for GPUs of compute capability 9.0 or newer."
-    except mx.MXNetError as error:
-        return f"A test operation failed: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line or "error" in line or "Check failed" in line]
-    return (told or lines or [type(error).__name__])[-1]
-
-
-def _nvidia_smi() -> List[Tuple[str, int]]:
-    """Return (name, memory in bytes) of each GPU that the NVIDIA driver lists, [] where there is no driver."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return []
-    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = []
-    for line in listed.stdout.decode(errors="replace").splitlines():
-        name, _, mebibytes = line.rpartition(",")
-        if name:
-            found.append((name.strip(), int(mebibytes) * 2**20 if mebibytes.strip().isdigit() else 0))
-    return found
-
-
-def _cpu_name() -> str:
-    name = _proc_values("/proc/cpuinfo").get("model name", "CPU")
-    return f"{name}, {runtime.num_cores()} cores"
-
-
-def _memory_bytes() -> int:
-    kilobytes = _proc_values("/proc/meminfo").get("MemTotal", "0 kB").split()[0]
-    return int(kilobytes) * 1024
-
-
-def _proc_values(path: str) -> Dict[str, str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            pairs = (line.partition(":") for line in file)
-            return {key.strip(): value.strip() for key, _, value in pairs}
-    except OSError:
-        return {}

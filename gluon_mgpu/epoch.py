@@ -64,6 +64,7 @@ def run_epoch(
     on_batch: Optional[Callable[[Callable[[], None]], None]] = None,
     sums: Optional[DeviceSums] = None,
     should_stop: Callable[[], bool] = lambda: False,
+    on_phase: Callable[[str], None] = lambda phase: None,
 ) -> EpochProgress:
     """Run `run_batch` on every batch, and return the metrics over all of them.
 
@@ -97,6 +98,9 @@ def run_epoch(
         Of these metrics: to go on from what is in them.
     should_stop : callable () -> bool
         Asked after each batch.
+    on_phase : callable (str) -> None
+        Told what begins: `data`, waiting for the next batch; `dispatch`, queueing it; `devices`, waiting for an earlier one or
+        for the sums; `callbacks`; and "" at the end.
 
     Raises
     ------
@@ -118,12 +122,14 @@ def run_epoch(
     keeps = isinstance(data_iter, (list, tuple, mx.gluon.data.DataLoader))  # every batch, in memory of its own
 
     def report(read: Callable[[], Dict[str, float]]) -> EpochProgress:
+        on_phase("devices")
         means = _checked(operation, unread or queued, read)
         if check_finite and not math.isfinite(means.get("loss", 0.0)):
             _raise_non_finite(operation, [*unread, *((step, batch.losses) for step, batch in queued)])
         unread.clear()
         progress = EpochProgress(means, num_batches, num_examples, time.perf_counter() - started, stopped)
         if on_report is not None:
+            on_phase("callbacks")
             on_report(progress)
         return progress
 
@@ -150,29 +156,38 @@ def run_epoch(
             report(sums.read)
             reported = time.perf_counter()
 
+    on_phase("data")
     for step, item in enumerate(data_iter, first_step):
+        on_phase("dispatch")
         X, y = as_pair(item, operation)
         with _naming(operation, step, "; need data that the network and the loss take. Try them on one batch."), buffers.used():
             batch = run_batch(X, y)
         queued.append((step, batch if keeps else _owning(batch, y)))
         if len(queued) > max_inflight:
+            on_phase("devices")
             _checked(operation, queued, lambda: _wait(queued[0][1]))
+            on_phase("dispatch")
             add_oldest()
         if on_batch is not None:
+            on_phase("callbacks")
             on_batch(add_queued)
         stopped = _agreed(should_stop, step)
         if stopped:
             break
+        on_phase("data")
     if not num_batches and not queued:
         raise TrainerError(
             f"{operation}: got no batch; need one or more. A generator is empty when it is read a second time: "
             "pass a list or a loader."
         )
     # The sums know nothing of the last update: its seconds count, and its errors belong to this pass.
+    on_phase("devices")
     _checked(operation, queued, mx.nd.waitall)
     while queued:
         add_oldest()
-    return report(sums.read_all)
+    progress = report(sums.read_all)
+    on_phase("")
+    return progress
 
 
 def _agreed(should_stop: Callable[[], bool], step: int) -> bool:

@@ -195,7 +195,10 @@ def live_arrays() -> Dict[Kind, int]:
 
 
 def held_arrays() -> List[Leaf]:
-    """Return MXNet's arrays that Python holds."""
+    """Return MXNet's arrays that Python holds.
+
+    Ask in the thread that makes and drops arrays: another could meet one whose memory is just being given back.
+    """
     kinds = {mx.nd.NDArray, mx.np.ndarray, mx.nd.sparse.CSRNDArray, mx.nd.sparse.RowSparseNDArray}
     return [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "handle", None)]
 

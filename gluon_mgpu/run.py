@@ -67,6 +67,9 @@ class Run:
         self._options: Dict[str, Any] = {"max_inflight": max_inflight, "check_finite": True}
         # in the middle of a group, half of an update would be made, or lost
         self._options["should_stop"] = lambda: bool(self.interrupts) and not state.pending
+        phased = [one for one in callbacks if type(one).on_phase is not Callback.on_phase]
+        if phased:
+            self._options["on_phase"] = lambda phase: each(phased, "on_phase", state, phase)
         self._sums, self._norms = DeviceSums(metrics), GradNorms()
         self._examples, self._started = 0, time.perf_counter()  # of this epoch, since it was begun here
         self._row: Optional[Row] = None  # of this epoch, before it is evaluated

@@ -1,4 +1,4 @@
-"""What must be settled before MXNet runs, as defaults: NumPy names, engine resource copies, memory, threads."""
+"""What must be settled before MXNet runs, as defaults: CUDA's libraries, NumPy names, engine resource copies, memory, threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, List, Sequence, Set
 
 from gluon_mgpu_numpy import ALIASES, add_aliases
 
-from . import threads
+from . import cuda, threads
 from .errors import MissingExtraError
 from .threads import num_cores as num_cores
 from .threads import threads_of as threads_of
@@ -27,8 +27,15 @@ ENVIRONMENT = {
     # engine makes the contexts of a ResNet-18 wait for each other (scripts/RESULTS.md).
     # It is read at the first operator, so setting it here works after `import mxnet`, too.
     "MXNET_CPU_TEMP_COPY": "128",
+    # gpu(i) is then GPU i of nvidia-smi. CUDA reads it when a program first asks for its devices (CUDA Programming Guide).
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
-_MXNETS_OWN = {"MXNET_CPU_TEMP_COPY": "4", "MXNET_CPU_PARALLEL_RAND_COPY": "1", "MXNET_CPU_WORKER_NTHREADS": "1"}
+_MXNETS_OWN = {
+    "MXNET_CPU_TEMP_COPY": "4",
+    "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
+    "MXNET_CPU_PARALLEL_RAND_COPY": "1",
+    "MXNET_CPU_WORKER_NTHREADS": "1",
+}
 
 # glibc gives the large arrays of each operator back to the kernel, and takes new pages for the next (scripts/RESULTS.md).
 # Numbers from malloc.h. A threshold for mmap can be raised to 32 MiB only, which the scores of a vocabulary exceed: so no array
@@ -40,6 +47,7 @@ ALLOCATOR = {
 
 _REASONS = {
     "MXNET_CPU_TEMP_COPY": "CPU contexts share that many temporary buffers in turn, and wait for each other where they are few.",
+    "CUDA_DEVICE_ORDER": "gpu(i) is GPU i of nvidia-smi. By itself CUDA numbers the fastest kind of GPU first.",
     "MXNET_CPU_PARALLEL_RAND_COPY": "CPU contexts take turns in Dropout; 64 was no faster, took 300 MB, and draws other numbers.",
     "MXNET_CPU_WORKER_NTHREADS": "Engine threads of a context, read by import mxnet; two were no faster, and may hang in dot.",
 }
@@ -95,7 +103,7 @@ def load_mxnet() -> ModuleType:
     MissingExtraError
         MXNet is not installed; the message names the extras that bring it.
     ImportError
-        MXNet, NumPy or a system library is there, but in a version that cannot work together.
+        MXNet, NumPy or a system library is there, but in a version that cannot work together; or a CUDA library is missing.
     """
     if importlib.util.find_spec("mxnet") is None:
         raise MissingExtraError(
@@ -112,6 +120,7 @@ def load_mxnet() -> ModuleType:
     if not is_off():
         _set_environment()
         _set_allocator()
+        cuda.load()
     if is_debug():  # asked for by name, so that GLUON_MGPU_RUNTIME=off does not stop it
         _set_engine()
     try:
@@ -119,7 +128,8 @@ def load_mxnet() -> ModuleType:
     except OSError as error:  # the dynamic linker: libgomp.so.1, libcuda.so.1, ...
         raise ImportError(
             f"import gluon_mgpu: got {error}; need the system libraries that MXNet's wheel is linked to. "
-            "libgomp.so.1 is Debian's and Ubuntu's package libgomp1; CUDA's come with the GPU driver and CUDA 11.2."
+            "libgomp.so.1 is Debian's and Ubuntu's package libgomp1; libcuda.so.1 comes with the NVIDIA driver; CUDA's others "
+            "come with pip install 'gluon_mgpu[cu112]', and are found there unless GLUON_MGPU_RUNTIME=off."
         ) from error
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "distutils":
@@ -129,7 +139,7 @@ def load_mxnet() -> ModuleType:
             "which carries it from "
             "Python 3.12 on. Run pip install setuptools."
         ) from error
-    if not mxnet.__version__.startswith("1."):
+    if not mxnet.__version__.startswith(("1.8.", "1.9.")):
         raise ImportError(
             f"import gluon_mgpu: got mxnet {mxnet.__version__}; need MXNet 1.9.1, whose Gluon this toolkit is written "
             "for. Run pip install 'mxnet==1.9.1'."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import zipfile
@@ -23,6 +24,7 @@ from .folders import MANIFEST, FolderWriter, WrittenFile, read_manifest
 from .nested import Leaf, is_device_array
 from .parameters import has_values
 from .params_file import write_params
+from .processes import group
 from .replicas import average_replicas
 from .states import check_same, states_on
 from .trainer import Trainer
@@ -123,6 +125,7 @@ def take_snapshot(
     for name, param in _running(net).items():
         copies.update({f"device/{i}/{name}": array for i, array in enumerate(_copies(param.list_data()))})
     training["random"] = _reseeded(trainer, (place or {}).get("step", 0), base)
+    training["ranks"] = _told_by_all(training["random"], (place or {}).get("generators"))
     return Snapshot(params, told, copies, training, is_np)
 
 
@@ -145,8 +148,10 @@ class Content:
 
     @property
     def place(self) -> Place:
-        """Where the run was."""
-        return dict((self.training or {}).get("place", {}))
+        """Where the run was, with this process's own random numbers where each had others."""
+        place = dict((self.training or {}).get("place", {}))
+        begun = _own(self.training or {}).get("begun")
+        return {**place, "generators": begun} if begun is not None and "generators" in place else place
 
 
 def read_content(folder: Path, *, with_training: bool) -> Content:
@@ -179,7 +184,7 @@ def check_content(content: Content, trainer: Trainer) -> None:
         check_same(str(content.folder), told, trainer._replicas, "load_checkpoint")
         differing = differences(told["optimizer"], trainer.optimizer)
         _states(content), _counts(content), told["devices"], rng.seed_of(**_seeds(told["random"]))
-        rng.check_random_state(told["random"])
+        rng.check_random_state(_own(told).get("now", told["random"]))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, StateError):
             raise
@@ -216,7 +221,7 @@ def restore(content: Content, net: gluon.Block, trainer: Trainer, states: List[D
         for name, param in _running(net).items():
             for i, array in enumerate(param.list_data()):
                 array.as_nd_ndarray()[:] = mx.nd.array(content.arrays[f"device/{i}/{name}"], ctx=array.context, dtype=array.dtype)
-    rng.set_random_state(told["random"])
+    rng.set_random_state(_own(told).get("now", told["random"]))
     mx.random.seed(rng.seed_of(**_seeds(told["random"])))
 
 
@@ -271,6 +276,26 @@ def _reseeded(trainer: Trainer, step: int, base: Optional[int]) -> Dict[str, Any
     told = {"base": base, "step": step, **rng.random_state()}
     mx.random.seed(rng.seed_of(**_seeds(told)))
     return told
+
+
+def _told_by_all(random: Dict[str, Any], begun: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Return where the generators of every process are, and were when its epoch began; none where all are at one place.
+
+    The processes wait for each other. What most of them say is a digest.
+    """
+    processes = group()
+    if processes is None:
+        return []
+    mine = json.dumps({"now": {name: random[name] for name in ("python", "numpy")}, "begun": begun}).encode()
+    if len(set(processes.say(hashlib.sha256(mine).digest()))) == 1:
+        return []
+    return [json.loads(one) for one in processes.say(mine)]
+
+
+def _own(told: Dict[str, Any]) -> Dict[str, Any]:
+    """Return what was told of the generators of this process, nothing where all had the same, or there were more or fewer."""
+    process, ranks = this_process(), told.get("ranks") or []
+    return dict(ranks[process.rank]) if len(ranks) == process.num_processes else {}
 
 
 def _seeds(told: Dict[str, Any]) -> Dict[str, int]:

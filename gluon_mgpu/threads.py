@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, Callable, Dict, List, Sequence, Set
 
@@ -180,6 +181,9 @@ def _on_workers(device_id: int, number: int) -> int:
         if number and str(threading.get_native_id()) not in before:
             openmp.omp_set_num_threads(number)
             _new.add(device_id)
+        # for top -H and gluon-mgpu monitor; the OpenMP threads that it starts inherit the name
+        with suppress(OSError), open(f"{_TASKS}/{threading.get_native_id()}/comm", "w", encoding="ascii") as file:
+            file.write(f"mxnet cpu({device_id})")
         found.append(openmp.omp_get_max_threads())
 
     _push(device_id, look)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
@@ -14,11 +13,11 @@ from mxnet import optimizer as opt
 from .buckets import BUCKET_BYTES
 from .devices import check_contexts
 from .errors import TrainerError
+from .joint import Joint
 from .loss_scaler import LossScaler
 from .nested import Leaf
 from .parameters import Params, has_values
 from .precision import precision_of, set_precision
-from .processes import group
 from .reduction import Reduction, clip_global_norm, clip_values, global_norm
 from .replicas import Buffer, Replicas
 from .states import Content, read_states, states_on, write_states
@@ -51,8 +50,9 @@ class Trainer(gluon.Trainer):
     kvstore : str, KVStore or None
         How devices are reduced: `"device"` or `"local"`; see `Reduction`.
     compression_params : dict, optional
-        `{"type": "2bit", "threshold": 0.5}`: what processes send each other; see `processes.Group.compress`. The threshold is
-        of the sum over the examples of a process, before it is divided by their number.
+        `{"type": "2bit", "threshold": 0.5}` over MXNet's store, `{"type": "fp16"}` over Horovod: what processes send each
+        other; see `DistSync.compress` and `Horovod.compress`. Both mean sums over examples, before these are divided by their
+        number.
     update_on_kvstore : None or False
         Gluon's place for it; the update is always done on the devices.
     clip_norm : float, optional
@@ -129,13 +129,7 @@ class Trainer(gluon.Trainer):
         _check_options(self._replicas, update_on_kvstore)
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction = Reduction(kvstore, self._replicas.contexts)
-        self._processes = group()
-        if compression_params:
-            _check_compression(compression_params, self._processes is not None, has_values(self._replicas.params))
-        self._replicas.all_take_part = self._processes is not None
-        self._has_joined = self._processes is None
-        self.sharded_data = sharded_data and self._processes is not None
-        self._count_sum: Any = None  # over the processes, of the examples of a step, with one number a device
+        self._joint = Joint(self._replicas, compression_params, sharded_data=sharded_data)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
@@ -148,9 +142,13 @@ class Trainer(gluon.Trainer):
             set_precision(params, precision)
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
         if has_values(self._replicas.params):
-            self._join()
-        if compression_params:
-            self._processes.compress(compression_params)  # type: ignore[union-attr]
+            self._joint.begin()
+        self._joint.compress(has_shapes=has_values(self._replicas.params))
+
+    @property
+    def sharded_data(self) -> bool:
+        """Whether every process of a job reads batches of its own."""
+        return self._joint.sharded_data
 
     @property
     def contexts(self) -> List[Context]:
@@ -174,7 +172,7 @@ class Trainer(gluon.Trainer):
         """
         known = self._replicas.know_shapes()
         if has_values(self._replicas.params):
-            self._join()
+            self._joint.begin()
         return known
 
     def scale(self, losses: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -417,18 +415,6 @@ class Trainer(gluon.Trainer):
         """
         return read_states(fname, self._replicas, self._optimizer)
 
-    def _join(self) -> None:
-        """Begin with the weights of process 0, on every device of every process."""
-        if self._processes is None or self._has_joined:
-            return
-        self._has_joined = True
-        params = [param for param in self._replicas.params if np.issubdtype(np.dtype(param.dtype), np.floating)]
-        self._processes.share_first([param.list_data()[0] for param in params])
-        for param in params:
-            first, *others = param.list_data()
-            for other in others:
-                first.copyto(other)
-
     def _complete(self, operation: str) -> None:
         """Add the last pass to what was accumulated, and refuse to use it while more is to come."""
         if self._num_open:
@@ -444,7 +430,7 @@ class Trainer(gluon.Trainer):
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
-        self._join()
+        self._joint.begin()
         buffers = self._replicas.collect(ignore_stale_grad)
         self._reduce(buffers)
         # From here on these gradients are sums: should the optimizer raise, another step must not sum them again.
@@ -459,27 +445,13 @@ class Trainer(gluon.Trainer):
         num_examples, self._num_counted = self._num_counted + batch_size, 0
         multiplied = self._multiplied_by(buffers)
         if self.sharded_data:
-            num_examples = self._divide_by_all(buffers, num_examples)
+            self._joint.divide(buffers, self.contexts, num_examples)
+            num_examples = 1
         if multiplied is not None:
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples
             self._clip(buffers)
             self._update.apply(buffers)
         self._summed = None
-
-    def _divide_by_all(self, buffers: List[Buffer], num_examples: float) -> float:
-        """Divide these gradients by the examples of all processes, which nobody here knows or waits for, and return 1."""
-        if self._count_sum is None:
-            self._counts = [mx.nd.zeros((1,), ctx=context) for context in self.contexts]
-            self._count_sum = self._processes.sum_of(self._counts)  # type: ignore[union-attr]
-        for replica, count in enumerate(self._counts):
-            count[:] = 0 if replica else num_examples
-        self._count_sum.run(0)
-        for buffer in buffers:
-            for gradient, count in zip(buffer.gradients, self._counts):
-                classic = gradient.as_nd_ndarray()
-                factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))
-                mx.nd.broadcast_div(classic, factor, out=classic)
-        return 1
 
     def _multiplied_by(self, buffers: List[Buffer]) -> Optional[float]:
         """Return what these gradients were multiplied by, beside `_scale`, or None: they overflowed, and are to be left out."""
@@ -538,26 +510,6 @@ def _check_options(replicas: Replicas, update_on_kvstore: Any) -> None:
                 f"Trainer: got {name} stored as {param._stype}; need dense weights. gluon.Trainer takes sparse "
                 "ones, on one device."
             )
-
-
-def _check_compression(compression: Any, several: bool, has_shapes: bool) -> None:
-    kind = compression.get("type") if isinstance(compression, dict) else None
-    threshold: Any = compression.get("threshold", 0.5) if isinstance(compression, dict) else None
-    if kind != "2bit" or set(compression) - {"type", "threshold"} or not _is_number(threshold) or not threshold > 0:
-        raise TrainerError(
-            f"Trainer: got compression_params {compression!r}; need a dict with type '2bit' and a threshold above 0. "
-            "Pass {'type': '2bit', 'threshold': 0.5}, say."
-        )
-    if not several:
-        raise TrainerError(
-            "Trainer: got compression_params for one process; need several, which send each other gradients. Leave it out, or "
-            "start the program with gluon-mgpu launch."
-        )
-    if not has_shapes:
-        raise TrainerError(
-            "Trainer: got compression_params and parameters without shapes; need them known, as weights are not to be "
-            "compressed. Pass one batch through the network before."
-        )
 
 
 def _check_clipping(**bounds: Optional[float]) -> None:

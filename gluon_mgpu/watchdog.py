@@ -12,7 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Sized, TextIO, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Sized, TextIO, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -159,6 +159,8 @@ class Watchdog(Callback):
         self._stop = threading.Event()
         self._beat_at, self._num_beats, self._shapes = 0.0, 0, ""
         self._reported = False
+        self._used: Set[int] = set()  # CPU contexts
+        self._looked_at = 0.0
         self._markers: Dict[str, Marker] = {}  # one on each CPU context's worker, that it has not come to yet
         self._worker_ids: Dict[str, int] = {}  # native ids, once a marker has told
         self._seen: Tuple[float, Dict[int, NativeThread]] = (0.0, {})
@@ -167,7 +169,7 @@ class Watchdog(Callback):
         """Begin to watch."""
         self.stop()
         self._stop.clear()
-        self._num_beats, self._shapes = 0, ""
+        self._num_beats, self._shapes, self._looked_at = 0, "", 0.0
         self._alive()
         self._thread = threading.Thread(target=self._run, name="Watchdog", daemon=True)
         self._thread.start()
@@ -214,6 +216,10 @@ class Watchdog(Callback):
 
     def _alive(self) -> None:
         self._beat_at = time.monotonic()
+        if self._beat_at - self._looked_at >= self._poll_s:
+            self._looked_at = self._beat_at
+            # Here, and not in the watchdog's thread: that could take hold of an array whose memory this one is giving back.
+            self._used |= {array.context.device_id for array in held_arrays() if array.context.device_type == "cpu"}
 
     def _run(self) -> None:
         while not self._stop.wait(self._poll_s):
@@ -221,7 +227,7 @@ class Watchdog(Callback):
             quiet_s = time.monotonic() - self._beat_at
             if quiet_s < self.timeout_s:
                 self._reported = self._recovered()
-                self._mark(held_arrays())
+                self._mark()
                 self._seen = time.monotonic(), native_threads()
             elif not self._reported:
                 self._reported = True
@@ -238,10 +244,9 @@ class Watchdog(Callback):
         with suppress(AttributeError, OSError, OverflowError, RuntimeError, ValueError):
             faulthandler.dump_traceback_later(self.timeout_s + 2 * self._poll_s, file=self._file or sys.stderr)
 
-    def _mark(self, arrays: Sequence[Leaf]) -> None:
+    def _mark(self) -> None:
         """Put a marker on each CPU context's worker that has none, and note who has come to the last ones."""
-        used = {array.context.device_id for array in arrays if array.context.device_type == "cpu"}
-        for context in map(mx.cpu, sorted(used.union(contexts_seen()))):
+        for context in map(mx.cpu, sorted(self._used.union(contexts_seen()))):
             marker = self._markers.get(str(context))
             if marker is not None and marker.done:
                 self._worker_ids[str(context)] = marker.thread
@@ -269,7 +274,8 @@ class Watchdog(Callback):
             os._exit(EXIT_STALLED)
 
     def _workers(self, arrays: Sequence[Leaf]) -> List[Worker]:
-        self._mark(arrays)
+        self._used |= {array.context.device_id for array in arrays if array.context.device_type == "cpu"}
+        self._mark()
         time.sleep(_LOOK_S)  # a free worker comes to its marker at once
         shares = self._cpu_shares(native_threads())
         names = self._names()

@@ -1,19 +1,36 @@
 import stat
+import tempfile
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu import devices as module
 from gluon_mgpu.errors import DeviceError
+from gluon_mgpu.gpus import claims, mxnet_gpus
 
 from .conftest import assert_house_style
+from .fake_nvml import a100_mig, h200, install, v100s
 
 
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine with eight GPUs, of which the last cannot run: contexts are made, and nothing runs on them."""
-    monkeypatch.setattr(module, "_num_gpus", lambda: 8)
-    monkeypatch.setattr(module, "_why_not", lambda i: "A test operation failed: no kernel image." if i == 7 else "")
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 8)
+    monkeypatch.setattr(mxnet_gpus, "why_not", lambda i: "A test operation failed: no kernel image." if i == 7 else "")
+
+
+@pytest.fixture
+def nvml(monkeypatch, tmp_path):
+    """Eight V100s that the driver describes, all idle, MXNet sees, and can run on; locks of this test alone."""
+    fake = install(monkeypatch, v100s(8))
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 8)
+    monkeypatch.setattr(mxnet_gpus, "why_not", lambda i: "")
+    monkeypatch.setattr(mxnet_gpus, "cuda_uuids", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(claims, "_held", {})
+    yield fake
+    for uuid in list(claims._held):
+        claims.release(uuid)
 
 
 @pytest.fixture
@@ -80,6 +97,7 @@ def test_gpus_that_cannot_be_had(gpus, spec, told):
 
 
 BAD = ["tpu", "", "gpu:", "cpu:-1", "cpu:x", "gpu:3-1", "cpu:1-2-3", "1,2", ",", "cpu:0,,cpu:1", "cpu:99999999999", "cpu:0-99999"]
+BAD += ["gpu:free:0", "gpu:free:", "gpu:free:two", "gpu:free,cpu:0", "free", "gpu:free:1,2", "cpu:free"]
 BAD += [
     0,
     -1,
@@ -138,6 +156,136 @@ def test_leaving_waits(monkeypatch):
     assert waited
 
 
+GIB = 2**30
+
+
+def gpu_ids(spec, **options):
+    contexts = mgpu.resolve_devices(spec, **options)
+    assert all(context.device_type == "gpu" for context in contexts)
+    return [context.device_id for context in contexts]
+
+
+def test_free_gpus(nvml, caplog):
+    nvml.gpus[0].processes = nvml.gpus[2].processes = [(17, "python", GIB)]
+    nvml.gpus[5].used_bytes, nvml.gpus[1].used_bytes = 200 * 2**20, 100 * 2**20
+    with caplog.at_level("INFO", "gluon_mgpu"):
+        assert gpu_ids("gpu:free") == [3, 4, 6, 7, 1, 5]
+    assert "gpu:free takes gpu(3) (Tesla V100-SXM2-16GB, GPU-8932f903" in caplog.text
+    assert "not gpu(0): process 17 (python) computes there" in caplog.text
+    assert gpu_ids(" GPU:free : 2 ") == [3, 4]
+    assert gpu_ids("gpu:free", min_free_memory="15.9GiB") == [3, 4, 6, 7, 1]
+    told = []
+    assert gpu_ids("gpu:free:1", tell=told.append) == [3]
+    assert len(told) == 1
+
+
+def test_too_few_free_gpus(nvml):
+    for gpu in nvml.gpus[1:]:
+        gpu.utilization = 90
+    with pytest.raises(DeviceError) as caught, mgpu.use_devices("gpu:free:2", wait_s=0):
+        pass
+    assert_house_style(caught.value)
+    assert "need 2 free GPUs: gpu(0): it would do; gpu(1): it is 90 % busy" in str(caught.value)
+
+
+def test_memory_that_must_be_free(nvml):
+    nvml.gpus[0].used_bytes = nvml.gpus[3].used_bytes = 10 * GIB
+    nvml.gpus[4].processes = [(17, "python", GIB)]  # may be shared: nobody has asked for a free one
+    assert gpu_ids("auto", min_free_memory="8GiB") == gpu_ids(None, min_free_memory=8 * GIB) == [1, 2, 4, 5, 6, 7]
+    assert gpu_ids(2, min_free_memory="8GiB") == gpu_ids("2", min_free_memory="8GiB") == [1, 2]
+    assert gpu_ids("gpu:2,1", min_free_memory="8GiB") == gpu_ids([mx.gpu(2), mx.gpu(1)], min_free_memory="8GiB") == [2, 1]
+    assert gpu_ids(mx.gpu(4), min_free_memory="8GiB") == [4]
+    assert not claims._held
+    for spec, told in [
+        ("gpu", "need 8 GPUs with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free; gpu(1): it would do"),
+        ("gpu:0", "need a GPU with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free"),
+        (7, "need 7 GPUs with 8.0 GiB of free memory"),
+        ("gpu:8", "need one of the GPUs that MXNet can see"),
+    ]:
+        with pytest.raises(DeviceError) as caught:
+            mgpu.resolve_devices(spec, min_free_memory="8GiB")
+        assert told in str(caught.value)
+        assert_house_style(caught.value)
+
+
+def test_auto_takes_the_cpu_where_memory_is_short(nvml, caplog):
+    assert mgpu.resolve_devices("auto", min_free_memory="17GiB") == [mx.cpu(0)]
+    assert "auto takes the CPU; not gpu(0): 16.0 GiB of 16.0 GiB are free" in caplog.text
+
+
+def test_waiting_means_free(nvml):
+    nvml.gpus[2].processes = [(17, "python", GIB)]
+    assert gpu_ids("gpu:2,1", min_free_memory=GIB) == [2, 1]
+    assert gpu_ids("gpu:1", wait_s=0) == [1]
+    assert gpu_ids("auto", wait_s=0) == [0, 1, 3, 4, 5, 6, 7]
+    assert gpu_ids(2, wait_s=0) == [0, 1]
+    with pytest.raises(DeviceError, match=r"need 2 free GPUs: gpu\(1\): it would do; gpu\(2\): process 17"):
+        mgpu.resolve_devices("gpu:2,1", wait_s=0)
+
+
+@pytest.mark.skipif(bool(mx.context.num_gpus()), reason="there are GPUs")
+def test_free_gpus_where_there_is_none():
+    for spec, options in [
+        ("gpu:free", {}),
+        ("gpu:free:2", {"wait_s": 600}),
+        ("auto", {"wait_s": 1}),
+        (1, {"min_free_memory": 1}),
+    ]:
+        with pytest.raises(DeviceError, match="holds no GPU code") as caught:
+            mgpu.resolve_devices(spec, **options)
+        assert_house_style(caught.value)
+    assert mgpu.resolve_devices("auto", min_free_memory="8GiB") == [mx.cpu(0)]
+
+
+@pytest.mark.parametrize("options", [{"wait_s": 5}, {"min_free_memory": "8GiB"}], ids=["wait", "memory"])
+@pytest.mark.parametrize("spec", ["cpu", "cpu:2", "cpu:0,gpu:0", [mx.cpu(0)]], ids=repr)
+def test_cpus_are_not_asked_for_free_memory(nvml, spec, options):
+    with pytest.raises(DeviceError, match="need GPUs alone") as caught:
+        mgpu.resolve_devices(spec, **options)
+    assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("wait_s", [-1, float("nan"), float("inf"), True, "5"], ids=repr)
+def test_times_that_are_none(nvml, wait_s):
+    with pytest.raises(DeviceError, match="wait_s") as caught:
+        mgpu.resolve_devices("gpu:free", wait_s=wait_s)
+    assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("how, told", [({"missing": True}, r"gluon_mgpu\[gpu\]"), ({"error": "DriverNotLoaded"}, "modprobe")])
+def test_nobody_tells_what_is_free(nvml, monkeypatch, how, told):
+    install(monkeypatch, **how)
+    with pytest.raises(DeviceError, match=told) as caught:
+        mgpu.resolve_devices("gpu:free")
+    assert_house_style(caught.value)
+
+
+def test_free_gpus_among_those_that_cuda_shows(nvml, monkeypatch):
+    """The last four of eight: MXNet numbers them from 0."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 4)
+    nvml.gpus[5].processes = [(17, "python", GIB)]
+    assert gpu_ids("gpu:free") == [0, 2, 3]
+    assert claims.is_ours(nvml.gpus[6].uuid)
+
+
+def test_numbers_that_nobody_can_tell(nvml, monkeypatch):
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 5)
+    with pytest.raises(DeviceError, match="got 5 GPUs from MXNet and 8 from the driver") as caught:
+        mgpu.resolve_devices("gpu:free")
+    assert_house_style(caught.value)
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 9)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    nvml.gpus.append(h200())
+    with pytest.raises(DeviceError, match="Set CUDA_DEVICE_ORDER=PCI_BUS_ID") as caught:
+        mgpu.resolve_devices("gpu:free")
+    assert_house_style(caught.value)
+    said = tuple(gpu.uuid[4:] for gpu in [nvml.gpus[8], *nvml.gpus[:8]])  # CUDA itself clears it up: the fastest is first
+    monkeypatch.setattr(mxnet_gpus, "cuda_uuids", lambda: said)
+    monkeypatch.setattr(mxnet_gpus, "why_not", lambda i: "no kernel image" if i == 0 else "")
+    assert gpu_ids("gpu:free:2") == [1, 2]
+
+
 @pytest.mark.parametrize("i", [-1, -5])
 def test_try_gpu_takes_no_negative_number(i):
     with pytest.raises(DeviceError):
@@ -148,6 +296,7 @@ def test_the_cpu_is_described():
     cpu = mgpu.describe_devices()[0]
     assert (cpu.name, cpu.usable, cpu.reason) == ("cpu(0)", True, "")
     assert f"{mgpu.runtime.num_cores()} cores" in cpu.description
+    assert 2**20 < cpu.free_bytes < cpu.memory_bytes
     assert cpu.memory_bytes > 2**28
 
 
@@ -159,15 +308,65 @@ def test_gpus_that_the_wheel_holds_no_code_for(nvidia_smi):
 
 
 def test_gpus_that_mxnet_sees(gpus, monkeypatch):
-    monkeypatch.setattr(module, "_nvidia_smi", lambda: [(f"GPU {i}", 2**30) for i in range(8)])
+    monkeypatch.setattr(mxnet_gpus, "nvidia_smi", lambda: [(f"GPU {i}", 2**30) for i in range(8)])
     found = mgpu.describe_devices()[1:]
     assert [device.name for device in found] == [f"gpu({i})" for i in range(8)]
     assert [device.usable for device in found] == [True] * 7 + [False]
     assert "no kernel image" in found[7].reason
 
 
+def test_gpus_that_the_driver_describes(nvml, monkeypatch):
+    monkeypatch.setattr(mxnet_gpus, "why_not", lambda i: "no kernel image" if i == 3 else "")
+    nvml.gpus[2].used_bytes = GIB
+    found = mgpu.describe_devices()[1:]
+    assert [device.name for device in found] == [f"gpu({i})" for i in range(8)]
+    assert [device.usable for device in found] == [i != 3 for i in range(8)]
+    third = found[2]
+    assert (third.description, third.memory_bytes, third.free_bytes) == ("Tesla V100-SXM2-16GB", 16 * GIB, 15 * GIB)
+    assert (third.index, third.uuid, third.pci_bus_id) == (2, nvml.gpus[2].uuid, "00000000:20:00.0")
+    assert third.note == ""
+
+
+def test_numbers_of_mxnet_and_of_the_driver(nvml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,4")
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 2)
+    monkeypatch.setattr(mx.runtime.Features, "is_enabled", lambda self, name: True)
+    found = mgpu.describe_devices()[1:]
+    assert [(device.name, device.index) for device in found[:2]] == [("gpu(0)", 7), ("gpu(1)", 4)]
+    assert [(device.name, device.index) for device in found[2:]] == [("-", i) for i in (0, 1, 2, 3, 5, 6)]
+    assert all(device.reason == "CUDA_VISIBLE_DEVICES=7,4 lets MXNet see 2 of 8." for device in found[2:])
+
+
+def test_numbers_in_doubt_are_noted(nvml, monkeypatch):
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 9)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    nvml.gpus.append(h200())
+    assert all("CUDA_DEVICE_ORDER=PCI_BUS_ID" in device.note for device in mgpu.describe_devices()[1:])
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 5)  # and where the two do not agree at all
+    found = mgpu.describe_devices()[1:]
+    assert [device.name for device in found] == [*(f"gpu({i})" for i in range(5)), *["-"] * 9]
+    assert all(device.uuid is None for device in found[:5])
+
+
+def test_mig_devices_are_listed(nvml, monkeypatch):
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 1)
+    nvml.gpus[:] = [a100_mig()]
+    first, second = mgpu.describe_devices()[1:]
+    assert (first.name, first.memory_bytes, first.uuid) == ("gpu(0)", 5 * GIB, nvml.gpus[0].mig[0].uuid)
+    assert second.name == "-"
+    assert "one part of a GPU" in second.reason
+
+
+@pytest.mark.skipif(mx.runtime.Features().is_enabled("CUDA"), reason="the wheel holds GPU code")
+def test_gpus_of_the_driver_that_the_wheel_holds_no_code_for(monkeypatch):
+    install(monkeypatch, v100s(2))
+    found = mgpu.describe_devices()[1:]
+    assert [(device.name, device.index, device.usable) for device in found] == [("-", 0, False), ("-", 1, False)]
+    assert all("pip install 'gluon_mgpu[cu112]'" in device.reason for device in found)
+
+
 def test_gpus_that_an_environment_variable_hides(gpus, monkeypatch):
-    monkeypatch.setattr(module, "_nvidia_smi", lambda: [(f"GPU {i}", 2**30) for i in range(10)])
+    monkeypatch.setattr(mxnet_gpus, "nvidia_smi", lambda: [(f"GPU {i}", 2**30) for i in range(10)])
     monkeypatch.setattr(mx.runtime.Features, "is_enabled", lambda self, name: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     hidden = mgpu.describe_devices()[-1]
@@ -180,7 +379,7 @@ def test_a_broken_driver_program_lists_nothing(monkeypatch, tmp_path, script):
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert module._nvidia_smi() == []
+    assert mxnet_gpus.nvidia_smi() == []
 
 
 @pytest.mark.gpu

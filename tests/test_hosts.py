@@ -3,8 +3,9 @@
 import pytest
 from gluon_mgpu.distributed import LaunchError, Process, this_process
 from gluon_mgpu.distributed.hosts import Host, expand_nodelist, parse_hosts, slurm_nodes
+from gluon_mgpu.distributed.interfaces import address_of
 from gluon_mgpu.distributed.plan import Plan
-from gluon_mgpu.distributed.rendezvous import address_of, parse_rendezvous
+from gluon_mgpu.distributed.rendezvous import parse_rendezvous
 
 from .conftest import assert_house_style
 
@@ -167,7 +168,7 @@ def test_ranks_go_node_by_node():
     ],
 )
 def test_plans_of_others_are_looked_at(wrong):
-    said = {"restart": 0, "counts": [1, 2], "servers": [1, 1], "root": ["10.0.0.1", 9000]}
+    said = {"restart": 0, "counts": [1, 2], "servers": [1, 1], "root": ["10.0.0.1", 9000], "backend": "dist_sync"}
     assert Plan.from_json(said) == Plan(0, (1, 2), (1, 1), ("10.0.0.1", 9000))
     with pytest.raises(LaunchError):
         Plan.from_json({**said, **wrong})

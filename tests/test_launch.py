@@ -338,6 +338,20 @@ def test_workers_that_all_wait_are_a_failure(run, mark):
     assert marked(mark) == []
 
 
+def test_who_waits_for_one_that_has_ended_well(run, mark):
+    program = "import os, time\nif os.environ['GLUON_MGPU_RANK'] != '1':\n    time.sleep(100)"
+    began = time.monotonic()
+    assert run(program, num_processes=3, limits=Limits(grace_s=0.5, timeout_s=20)) == 124
+    assert time.monotonic() - began < 15
+    assert "rank 1 ended with status 0, and the others have computed nothing for" in run.err
+    assert marked(mark) == []
+
+
+def test_who_computes_when_another_has_ended_well_is_left_alone(run):
+    program = "import os, time\nwhile os.environ['GLUON_MGPU_RANK'] == '1' and time.process_time() < 3:\n    pass"
+    assert run(program, limits=Limits(grace_s=0.5, timeout_s=1)) == 0
+
+
 def test_output_comes_whole(run):
     program = r"""
 import os, sys
@@ -430,6 +444,13 @@ sys.modules["mxnet"] = types.ModuleType("mxnet")
 sys.modules["mxnet"].store = Store()
 atexit.register(lambda: print("saved"))
 """
+THREAD = """
+import threading
+Store.__del__ = lambda self: None
+thread = threading.Thread(target={})
+thread.start()
+thread.join()
+"""
 
 
 @pytest.mark.parametrize(
@@ -438,6 +459,10 @@ atexit.register(lambda: print("saved"))
         ("raise ValueError('bad')", 1, "ValueError: bad"),
         ("sys.exit(3)", 3, ""),
         ("sys.exit('no data')", 1, "no data"),
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('no data')", 1, "no data"),
+        ("exit(5)", 5, ""),
+        ("class End(SystemExit):\n    pass\nraise End(6)", 6, ""),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
         (
             "Store.__del__ = lambda self: None\ntry:\n    sys.exit(4)\nexcept SystemExit as error:\n    assert error.code == 4",
@@ -445,6 +470,16 @@ atexit.register(lambda: print("saved"))
             "",
         ),
         ("Store.__del__ = lambda self: None\nsys.exit()", 0, ""),
+        ("Store.__del__ = lambda self: None\nraise SystemExit", 0, ""),
+        (
+            "Store.__del__ = lambda self: None\nimport builtins\ntry:\n    raise SystemExit(4)\n"
+            "except builtins.SystemExit as error:\n    assert error.code == 4 and type(error).__name__ == 'SystemExit'",
+            0,
+            "",
+        ),
+        (THREAD.format("sys.exit, args=(4,)"), 0, ""),
+        (THREAD.format("exit, args=(4,)"), 0, ""),
+        (THREAD.format("int, args=('x',)"), 0, "ValueError: invalid literal for int() with base 10: 'x'"),
     ],
 )
 def test_who_has_failed_does_not_wait_at_exit(end, code, errors, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,4 +98,29 @@ def test_workers_that_fail_between_two_steps_and_a_new_store(run, mark):
     assert "rank 1 exited with status 1, the first of 2" in first and "  ValueError: the data are bad\n" in first
     assert "rank 1 exited with status 3, the first of 2" in second
     assert [run.log(rank, restart) for rank in (0, 1) for restart in (0, 1)][::3] == [PULLED] * 2
+    assert marked(mark) == []
+
+
+END = """
+print("ends at", time.time(), flush=True)
+if rank == 1:
+    {}
+step(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise SystemExit(3)", 3), ("exit(3)", 3), ("os._exit(4)", 4)])
+def test_who_ends_while_the_others_wait_in_a_sum(run, mark, how, code):
+    assert run(PUSH_AND_PULL + END.format(how), servers=1) == code
+    assert time.time() - float(run.log(1).split()[-1]) < 10
+    assert f"rank 1 exited with status {code}, the first of 2" in run.err
+    assert marked(mark) == []
+
+
+def test_who_ends_well_while_the_others_wait_in_a_sum(run, mark):
+    """Left alone, it waits for the others at MXNet's exit barrier, and they for its push."""
+    limits = test_launch.Limits(grace_s=0.5, timeout_s=20)
+    assert run(PUSH_AND_PULL + END.format("sys.exit()"), servers=1, limits=limits) == 124
+    assert time.time() - float(run.log(1).split()[-1]) < 15
+    assert "rank 1 ended with status 0, and the others have computed nothing for" in run.err
     assert marked(mark) == []

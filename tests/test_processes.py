@@ -1,5 +1,6 @@
 """Several processes train as one does, with as many devices: the same script, started by the launcher."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,11 +11,15 @@ import gluon_mgpu as mgpu
 import numpy as np
 import pytest
 from gluon_mgpu import processes
-from gluon_mgpu.errors import ProcessError
+from gluon_mgpu.errors import MissingExtraError, ProcessError
 
 from .conftest import assert_house_style
 
 pytestmark = pytest.mark.timeout(200)
+NO_HOROVOD = importlib.util.find_spec("horovod") is None
+needs_horovod = pytest.mark.skipif(NO_HOROVOD, reason="Horovod is not installed: sh scripts/build_horovod.sh")
+BACKENDS = ["dist_sync", pytest.param("horovod", marks=needs_horovod)]
+STARTERS = ("GLUON_MGPU_", "DMLC_", "HOROVOD_")
 BEGIN = """
 import json, sys
 from functools import partial
@@ -33,14 +38,15 @@ def tell(**found):
 """
 
 
-def launched(tmp_path, program, num_processes, num_devices=1):
+def launched(tmp_path, program, num_processes, num_devices=1, backend="dist_sync"):
     """What each process tells, of a program that is launched."""
     script = tmp_path / "program.py"
     script.write_text(BEGIN + textwrap.dedent(program))
     folder = tmp_path / f"{num_processes}x{num_devices}"
     folder.mkdir()
     command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", num_processes, "--log-dir", folder / "logs"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
+    command += ["--backend", backend]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
     done = subprocess.run(
         [str(part) for part in [*command, script, folder, num_devices]],
         capture_output=True,
@@ -78,10 +84,15 @@ SAY = """
 """
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_sum_and_say(tmp_path, num_processes):
-    found = launched(tmp_path, SAY, num_processes)
+def test_processes_sum_and_say(tmp_path, num_processes, backend):
+    found = launched(tmp_path, SAY, num_processes, backend=backend)
     expected = {2: [0.0, 3.0, 8.0], 3: [1.0, 7.0, 15.0]}[num_processes]  # (1e8 - 1e8) + 1, in float32
+    if backend == "horovod" and num_processes == 3:
+        expected = found[0]["sums"][0]  # a ring begins elsewhere in each third, but always there
+        assert expected[0] in (0.0, 1.0)
+        assert expected[1:] == [7.0, 15.0]
     for rank, told in enumerate(found):
         assert told["said"] == [str(one) * (1 + 500 * one) for one in range(num_processes)]
         assert told["empty"] == [0] * num_processes
@@ -198,9 +209,10 @@ def alone(tmp_path_factory):
     return {k: launched(tmp_path_factory.mktemp("alone"), TRAIN, 1, k)[0] for k in (2, 3)}
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_do_not_show_in_the_weights(tmp_path, alone, num_processes):
-    first, *others = launched(tmp_path, TRAIN, num_processes)
+def test_processes_do_not_show_in_the_weights(tmp_path, alone, num_processes, backend):
+    first, *others = launched(tmp_path, TRAIN, num_processes, backend=backend)
     for other in others:
         assert other == first  # to the bit: weights, statistics, history, metrics, outputs
     expected = alone[num_processes]
@@ -211,9 +223,94 @@ def test_processes_do_not_show_in_the_weights(tmp_path, alone, num_processes):
         np.testing.assert_allclose(numbers(found), numbers(there), rtol=1e-5, atol=1e-5)
 
 
-def test_the_same_program_gives_the_same_bits_again(tmp_path):
-    runs = [launched(folder, TRAIN, 3) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_program_gives_the_same_bits_again(tmp_path, backend):
+    runs = [launched(folder, TRAIN, 3, backend=backend) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]
     assert runs[0] == runs[1]
+
+
+HALF = """
+    g = group()
+    g.compress({"type": "fp16"})
+    gradients = [mx.nd.array([1 + 2.0**-12, 3e4, 1e-9]), mx.nd.zeros((3,), ctx=mx.cpu(1))]
+    total, counts = g.sum_of(gradients), mx.nd.array([2049.0])
+    exact = g.sum_of([counts], exact=True)
+    total.run(0), exact.run(0)
+    said = [len(one) for one in g.say(b"x" * 3000)]
+    tell(sums=[one.asnumpy().tolist() for one in gradients], count=float(counts.asscalar()), said=said)
+"""
+
+
+@needs_horovod
+def test_gradients_are_sent_as_float16(tmp_path):
+    for told in launched(tmp_path, HALF, 2, backend="horovod"):
+        assert told["sums"] == [[2.0, 6e4, 0.0]] * 2  # 6e4 is 59,999 or 60,000 in float16: a multiple of 32
+        assert told["count"] == 4098
+        assert told["said"] == [3000, 3000]
+
+
+@needs_horovod
+def test_horovods_own_launcher(tmp_path):
+    """A script that horovodrun starts is told its place in Horovod's words."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        BEGIN
+        + textwrap.dedent("""
+        tell(place=vars(me), said=[one.decode() for one in group().say(str(me.rank).encode())])
+    """)
+    )
+    command = ["horovodrun", "--gloo", "-np", 2, "-H", "localhost:2", sys.executable, script, tmp_path, 1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
+    path = os.pathsep.join([os.path.dirname(sys.executable), environment["PATH"]])
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=90, env={**environment, "PATH": path})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for rank in range(2):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert told["said"] == ["0", "1"]
+        assert (told["place"]["rank"], told["place"]["num_processes"], told["place"]["num_nodes"]) == (rank, 2, 1)
+
+
+FAIL = """
+    total = group().sum_of([mx.nd.ones((1000,))])
+    for step in range(100):
+        total.run(0)
+        mx.nd.waitall()
+        if step == 3 and me.rank == 1 and not me.restart:
+            raise ValueError("this one")
+        if step == 6:
+            break
+    tell(restart=me.restart)
+"""
+
+
+@needs_horovod
+def test_a_worker_of_horovod_that_fails(tmp_path):
+    """It is the cause, not those whose connections it has broken; and with a restart all goes on."""
+    for restarts, code in ((0, 1), (1, 0)):
+        script = tmp_path / "program.py"
+        script.write_text(BEGIN + textwrap.dedent(FAIL))
+        command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", 2, "--backend", "horovod", "--max-restarts", restarts]
+        done = subprocess.run(
+            [str(part) for part in [*command, script, tmp_path, 1]],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if not name.startswith(STARTERS)},
+        )
+        assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+        assert ("rank 1 exited with status 1, the first of 2" in done.stderr) == (not restarts)
+        assert "ValueError: this one" in done.stderr
+    assert json.loads((tmp_path / "0.json").read_text()) == {"restart": 1}
+
+
+def test_a_job_for_horovod_where_it_is_not(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.delenv("DMLC_ROLE", raising=False)
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(MissingExtraError, match="build_horovod") as raised:
+        processes.Group(processes.Process(0, 2, 0, 2, 0, 1, 0))
+    assert_house_style(raised.value)
 
 
 def test_a_process_alone_has_no_group():

@@ -47,7 +47,7 @@ def test_the_programs_run(tmp_path):
 @pytest.mark.parametrize("name", READMES)
 def test_commands_exist(name):
     commands = re.findall(r"^\| `gluon-mgpu ([a-z0-9 -]+)`", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(commands) == 18
+    assert len(commands) == 21
     for command in commands:
         assert CliRunner().invoke(main, [*command.split(), "--help"]).exit_code == 0
 

@@ -15,6 +15,8 @@ import pytest
 from gluon_mgpu import runtime, threads
 from gluon_mgpu.errors import MissingExtraError
 
+from .test_cuda import elf
+
 
 def run_python(program, *options, **environment):
     """The output of a program, and whether it ended well."""
@@ -76,6 +78,7 @@ def test_without_mxnet_the_extras_are_named():
     "replaced, told",
     [
         ({"mxnet": "2.0.0"}, "got mxnet 2.0.0; need MXNet 1.9.1"),
+        ({"mxnet": "1.7.0"}, "got mxnet 1.7.0; need MXNet 1.9.1"),
         ({"numpy": "2.1.0"}, "got numpy 2.1.0; need 1.17 to 1.26"),
     ],
 )
@@ -99,6 +102,26 @@ def test_a_missing_system_library_is_named(monkeypatch):
     monkeypatch.setattr(runtime.importlib, "import_module", fake)
     with pytest.raises(ImportError, match="got libgomp.so.1: cannot open .* package libgomp1"):
         runtime.load_mxnet()
+
+
+@pytest.mark.parametrize(
+    "switch, told",
+    [
+        ("on", "ImportError: import mxnet: got no libcublasLt.so.9; no libcublas.so.9; need the CUDA libraries"),
+        (
+            "off",
+            "libcuda.so.1 comes with the NVIDIA driver; CUDA's others come with pip install 'gluon_mgpu[cu112]'",
+        ),
+    ],
+)
+def test_cuda_s_libraries_are_looked_for_before_mxnet_is_imported(tmp_path, switch, told):
+    library = bytearray(elf("libcublas.so.9"))
+    library[18] = 183  # of another processor: the dynamic linker refuses it
+    (tmp_path / "libmxnet.so").write_bytes(library)
+    environment = {"MXNET_LIBRARY_PATH": str(tmp_path / "libmxnet.so"), "GLUON_MGPU_RUNTIME": switch}
+    said, ended_well = run_python("import gluon_mgpu", **environment)
+    assert not ended_well
+    assert told in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -535,3 +558,18 @@ def test_the_version_is_in_one_place():
     metadata = pytest.importorskip("importlib.metadata")
     assert metadata.version("gluon_mgpu") == mgpu.__version__
     assert mx.__version__.startswith("1.")
+
+
+def test_import_mxnet_alone_loads_cuda_s_libraries_too(tmp_path):
+    (tmp_path / "libmxnet.so").write_bytes(elf("libcublas.so.9"))
+    program = """
+        import ctypes, sys
+        asked, CDLL = [], ctypes.CDLL
+        ctypes.CDLL = lambda name, *rest, **options: asked.append(name) or CDLL(name, *rest, **options)
+        import importlib.util
+        importlib.util.find_spec("mxnet")
+        print("libcublas.so.9" in asked, "gluon_mgpu" in sys.modules, "mxnet" in sys.modules)
+    """
+    library = str(tmp_path / "libmxnet.so")
+    assert run_python(program, MXNET_LIBRARY_PATH=library) == ("True False False\n", True)
+    assert run_python(program, MXNET_LIBRARY_PATH=library, GLUON_MGPU_RUNTIME="off") == ("False False False\n", True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import tempfile
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import click
 from rich.console import Console
@@ -18,12 +15,14 @@ from ..benchmark import precision as precisions
 from ..benchmark import report, workloads
 from ..benchmark import seq2seq as translations
 from ..benchmark.case import Case
-from ..benchmark.compare import Row, Tell, compare
+from ..benchmark.compare import Row, compare
 from ..devices import use_devices
 from ..plots import plot_bandwidth, plot_bars, plot_lines, plot_ranges
 from ..profiling import measure_logging, measure_overlap, measure_products
 from ..transfer import Bandwidth, measure_bandwidth
+from ._options import contenders_option, numbers, python_option, telling
 from ._output import print_table, write_results
+from .bench_scaling import checkpoint, scaling_
 
 _devices = click.option(
     "--devices", "spec", default="2", show_default=True, help="Devices, as use_devices takes them: auto, gpu, cpu:2, 2."
@@ -40,44 +39,9 @@ _repeats = click.option(
 )
 
 
-def _numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> List[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"got {text!r}; need whole numbers of 1 or more, separated by commas.")
-    return numbers
-
-
-def _pythons(_context: click.Context, _parameter: click.Parameter, pairs: Sequence[str]) -> Dict[str, str]:
-    found = {}
-    for pair in pairs:
-        name, _, path = pair.partition("=")
-        python = shutil.which(path) if path else None
-        if name not in workloads.CONTENDERS or python is None:
-            names = ", ".join(workloads.CONTENDERS)
-            raise click.BadParameter(f"got {pair!r}; need NAME=PATH, a Python that can be run for one of {names}.")
-        found[name] = str(Path(python).absolute())  # not resolved: a virtual environment's python is a link
-    return found
-
-
-def _contenders(among: Sequence[str]) -> Callable[..., Any]:
-    def names(_context: click.Context, _parameter: click.Parameter, text: str) -> List[str]:
-        found = [name.strip() for name in text.split(",")]
-        wrong = [name for name in found if name not in among]
-        if wrong:
-            raise click.BadParameter(f"got {', '.join(map(repr, wrong))}; need some of {', '.join(among)}.")
-        return list(dict.fromkeys(found))
-
-    return click.option(
-        "--contenders", default=",".join(among), show_default=True, callback=names, help="Who is compared, separated by commas."
-    )
-
-
 def _num_devices(default: str) -> Callable[..., Any]:
     return click.option(
-        "--num-devices", default=default, show_default=True, callback=_numbers, help="Numbers of contexts, separated by commas."
+        "--num-devices", default=default, show_default=True, callback=numbers, help="Numbers of contexts, separated by commas."
     )
 
 
@@ -85,14 +49,7 @@ def _compared_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options that all comparisons have."""
     options = [
         click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Every contender, so many times."),
-        click.option(
-            "--python",
-            "pythons",
-            multiple=True,
-            metavar="NAME=PATH",
-            callback=_pythons,
-            help="Another Python for a contender, such as d2l=d2l-env/bin/python. May be repeated.",
-        ),
+        python_option(workloads.CONTENDERS, "d2l"),
         click.option(
             "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="What MXNet's contexts are."
         ),
@@ -126,7 +83,7 @@ def bench() -> None:
     "--sizes",
     default="4096,65536,1048576,16777216,67108864",
     show_default=True,
-    callback=_numbers,
+    callback=numbers,
     help="Bytes of each copy, separated by commas.",
 )
 @_repeats
@@ -152,7 +109,7 @@ def transfer(spec: str, sizes: List[int], repeats: int, output: Path) -> None:
     "--sizes",
     default="64,256,1024,2048",
     show_default=True,
-    callback=_numbers,
+    callback=numbers,
     help="Sides of the square matrices, separated by commas.",
 )
 @click.option(
@@ -195,7 +152,7 @@ def _rates(seconds: Dict[str, float]) -> Dict[str, float]:
 
 @bench.command()
 @_num_devices("1,2,4,8,16")
-@_contenders(workloads.STEP_CONTENDERS)
+@contenders_option(workloads.STEP_CONTENDERS)
 @click.option("--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks, memory kept, or not.")
 @click.option("--memory/--no-memory", default=True, show_default=True, help="Also train for long, and see what memory grows.")
 @_compared_options
@@ -215,7 +172,7 @@ def step(num_devices: List[int], contenders: List[str], hybridize: bool, memory:
 
 @bench.command("train")
 @_num_devices("1,2")
-@_contenders(workloads.TRAIN_CONTENDERS)
+@contenders_option(workloads.TRAIN_CONTENDERS)
 @click.option("--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks, memory kept, or not.")
 @_compared_options
 def train_(num_devices: List[int], contenders: List[str], hybridize: bool, output: Path, **options: Any) -> None:
@@ -230,7 +187,7 @@ def train_(num_devices: List[int], contenders: List[str], hybridize: bool, outpu
 
 @bench.command()
 @_num_devices("1,2")
-@_contenders(workloads.EVALUATE_CONTENDERS)
+@contenders_option(workloads.EVALUATE_CONTENDERS)
 @click.option("--network", type=click.Choice(["mlp", "resnet18"]), default="mlp", show_default=True, help="What is evaluated.")
 @click.option("--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks, memory kept, or not.")
 @_compared_options
@@ -245,9 +202,9 @@ def evaluate(num_devices: List[int], contenders: List[str], network: str, hybrid
 
 @bench.command()
 @_num_devices("1,2,4")
-@_contenders(workloads.SIZE_CONTENDERS)
+@contenders_option(workloads.SIZE_CONTENDERS)
 @click.option(
-    "--num-params", default="10,30,100,300,1000", show_default=True, callback=_numbers, help="Numbers of parameters, by commas."
+    "--num-params", default="10,30,100,300,1000", show_default=True, callback=numbers, help="Numbers of parameters, by commas."
 )
 @_compared_options
 def size(num_devices: List[int], contenders: List[str], num_params: List[int], output: Path, **options: Any) -> None:
@@ -261,7 +218,7 @@ def size(num_devices: List[int], contenders: List[str], num_params: List[int], o
 
 @bench.command()
 @_num_devices("1,2")
-@_contenders(workloads.SEQ2SEQ_CONTENDERS)
+@contenders_option(workloads.SEQ2SEQ_CONTENDERS)
 @click.option("--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks, or not.")
 @click.option(
     "--size",
@@ -298,7 +255,7 @@ def seq2seq(
 def balance(rounds: int, num_steps: int, batch_size: int, output: Path) -> None:
     """Compare an even split with one by measured speed, on two CPU contexts of which one shares its core."""
     found: List[balancing.Round] = []
-    with use_devices("cpu:2") as ctx, _telling() as tell:
+    with use_devices("cpu:2") as ctx, telling() as tell:
         for shared in (True, False):
             options = {"rounds": rounds, "num_steps": num_steps, "batch_size": batch_size}
             found += balancing.measure(ctx, shared=shared, tell=tell, **options)
@@ -315,7 +272,7 @@ def balance(rounds: int, num_steps: int, batch_size: int, output: Path) -> None:
 def precision(specs: str, rounds: int, accuracy: bool, output: Path) -> None:
     """Compare training in low precision with float32: examples/s, and accuracy on the digits."""
     listed = specs.split(",")
-    with _telling() as tell:
+    with telling() as tell:
         found = precisions.measure(listed, rounds=rounds, tell=tell)
         learned = precisions.learn(listed[-1], tell=tell) if accuracy else []
     print_table(*precisions.speed_table(found))
@@ -341,7 +298,7 @@ class _Comparison:
     def measure(self, rows: List[Row], rounds: int = 0) -> List[Row]:
         if not rows:
             return rows
-        with _telling() as tell:
+        with telling() as tell:
             compare(rows, rounds=rounds or self.rounds, pythons=self.pythons, timeout_s=self.timeout, tell=tell)
         return rows
 
@@ -352,20 +309,5 @@ class _Comparison:
         write_results(output, name, report.results(name, rows, rounds=self.rounds, tables=tables), figure)
 
 
-@contextmanager
-def _telling() -> Iterator[Tell]:
-    """Yield a function that shows what is under way: in one place on a terminal, else a line a round."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("", refresh_per_second=2) as status:
-            yield status.update
-        return
-    told: List[str] = []
-
-    def tell(text: str) -> None:
-        stage = text.split(",")[0].split(":")[0]
-        if stage not in told:
-            told.append(stage)
-            print(text, file=sys.stderr, flush=True)
-
-    yield tell
+bench.add_command(scaling_)
+bench.add_command(checkpoint)

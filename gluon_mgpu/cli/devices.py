@@ -3,37 +3,90 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
+from typing import List, Optional
 
 import click
 
-from ..devices import describe_devices
+from ..device_list import DeviceInfo, describe_devices
+from ..errors import DeviceError
+from ..gpus.demand import Demand, num_bytes
+from ..gpus.nvml import try_driver
+from ..gpus.selection import describe, select
+from ..gpus.visible_gpus import visible_gpus
 from ._output import print_table
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def devices(as_json: bool) -> None:
-    """Show the CPU and every GPU: memory, and why one cannot be used."""
+@click.option(
+    "--free",
+    type=click.IntRange(0),
+    is_flag=False,
+    flag_value=0,
+    metavar="[COUNT]",
+    help="Print only the names of the free GPUs, or of the COUNT most free, as CUDA_VISIBLE_DEVICES takes them.",
+)
+@click.option("--min-free-memory", metavar="SIZE", help="With --free: 8GiB, for one, that must be free on each.")
+def devices(as_json: bool, free: Optional[int], min_free_memory: Optional[str]) -> None:
+    """Show the CPU and every GPU: memory, names, and why one cannot be used."""
+    if free is not None:
+        click.echo(",".join(free_gpus(free, num_bytes(min_free_memory))))
+        return
     found = describe_devices()
     if as_json:
         click.echo(json.dumps([asdict(device) for device in found], indent=1))
         return
     print_table(
         "devices",
-        ["device", "what it is", "memory", "can train", "why not"],
+        ["device", "what it is", "memory", "free", "can train", "why not"],
         [
             [
                 device.name,
                 device.description,
-                _gib(device.memory_bytes),
+                _gib(device.memory_bytes or None),
+                _gib(device.free_bytes),
                 "yes" if device.usable else "no",
                 device.reason,
             ]
             for device in found
         ],
     )
+    named = [device for device in found if device.uuid]
+    if named:
+        columns = ["MXNet", "nvidia-smi", "UUID", "PCI"]
+        print_table("names of the GPUs", columns, [_names(device) for device in named])
+    for note in sorted({device.note for device in found if device.note}):
+        click.echo(note)
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes else "?"
+def free_gpus(count: int, min_free_bytes: int) -> List[str]:
+    """Return the UUIDs of the free GPUs among those that CUDA may see, the most free first: all of them where `count` is 0.
+
+    Raises
+    ------
+    DeviceError
+        There are fewer, or none, or the driver does not say.
+    """
+    demand = Demand("--free", None, count or None, True, min_free_bytes)
+    driver, why = try_driver(links=False)
+    if driver is None:
+        raise DeviceError(f"devices: got --free; need the driver's word on its GPUs, which it does not give: {why}")
+    visible = visible_gpus(driver)
+    if visible.doubt and "CUDA_VISIBLE_DEVICES" in os.environ:
+        raise DeviceError(f"devices: got numbers in CUDA_VISIBLE_DEVICES; need to know which GPUs they are. {visible.doubt}")
+    found, reasons = select(visible.devices, demand, runs=lambda number: "")
+    if not found:
+        lacks = describe(reasons) or "CUDA may see none"
+        raise DeviceError(f"devices: got --free; need {demand}: {lacks}. Try again later, or ask for less.")
+    return [device.uuid for device in found]
+
+
+def _names(device: DeviceInfo) -> List[str]:
+    address = (device.pci_bus_id or "").replace("00000000:", "")  # the domain, of which few machines have several
+    return [device.name, str(device.index), device.uuid or "", address]
+
+
+def _gib(num_bytes: Optional[int]) -> str:
+    return "?" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"

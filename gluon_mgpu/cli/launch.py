@@ -12,7 +12,7 @@ import mxnet as mx
 
 from ..distributed.hosts import PORT, SshHosts, parse_hosts, slurm_nodes
 from ..distributed.job import Job, default_log_dir, run_job, run_over_ssh
-from ..distributed.plan import program_command
+from ..distributed.plan import BACKENDS, program_command
 from ..distributed.rendezvous import parse_rendezvous
 from ..distributed.supervise import Limits
 
@@ -47,6 +47,13 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
     "--servers",
     type=click.IntRange(1),
     help="Parameter servers of MXNet's store, in all. By default two on one machine, one each on several, none for one process.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="dist_sync",
+    show_default=True,
+    help="What joins the processes: MXNet's own store with parameter servers, or Horovod, where it is installed.",
 )
 @click.option(
     "--devices-per-process",
@@ -84,7 +91,8 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
     type=click.FloatRange(0),
     default=300.0,
     show_default=True,
-    help="Seconds for which a process may be stopped, and for which all may compute nothing, before they count as hung. 0: ever.",
+    help="Seconds for which a process may be stopped, and for which all may compute nothing (a tenth of it once one has ended "
+    "well), before they count as hung. 0: ever.",
 )
 @click.option(
     "--grace",
@@ -140,6 +148,7 @@ def _job(program: Tuple[str, ...], options: Dict[str, Any]) -> Job:
         program_command(program, module=options["module"]),
         num_processes=options["num_processes"] or (elastic[1] if elastic else 1),
         servers=options["servers"],
+        backend=options["backend"],
         num_nodes=nodes or 1,
         node_rank=node_rank or 0,
         rendezvous=rendezvous,

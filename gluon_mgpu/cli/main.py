@@ -10,12 +10,14 @@ from mxnet import MXNetError
 
 from .. import __version__, errors
 from ..distributed.process import LaunchError
+from ..gpus.nvml import DriverError
 from .agree import agree
 from .bench import bench
 from .devices import devices
 from .doctor import doctor
 from .find_batch_size import find_batch_size_
 from .launch import launch
+from .monitor import monitor
 from .predict import predict
 from .train import train
 from .train_seq2seq import train_seq2seq
@@ -32,6 +34,7 @@ _TOLD = (
     errors.MissingExtraError,
     errors.ProcessError,
     LaunchError,
+    DriverError,
     MXNetError,
     OSError,
 )
@@ -69,3 +72,4 @@ main.add_command(predict)
 main.add_command(find_batch_size_)
 main.add_command(agree)
 main.add_command(launch)
+main.add_command(monitor)

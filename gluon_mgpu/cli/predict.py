@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Optional
+from typing import Any, Dict, Optional
 
 import click
 import numpy as np
@@ -14,6 +14,7 @@ from ..data import ArrayLoader
 from ..devices import use_devices
 from ..models import resnet18
 from ..prediction import predict as run_prediction
+from ._gpus import choosing_gpus
 from .train import load_images
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -29,6 +30,7 @@ def predict() -> None:
     "--checkpoint", type=_FOLDER, default=Path("runs/resnet18/best"), show_default=True, help="Folder of train resnet18."
 )
 @click.option("--devices", default="auto", show_default=True, help="As for train.")
+@choosing_gpus
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Images of a batch.")
 @click.option(
     "--data",
@@ -53,12 +55,19 @@ def predict() -> None:
     help="A line an image: its number, the class, its probability, and the label.",
 )
 def predict_resnet18(
-    checkpoint: Path, devices: str, batch_size: int, data: str, data_dir: Optional[Path], seed: int, output: Path
+    checkpoint: Path,
+    devices: str,
+    choice: Dict[str, Any],
+    batch_size: int,
+    data: str,
+    data_dir: Optional[Path],
+    seed: int,
+    output: Path,
 ) -> None:
     """Write the classes of images into a file, in their order."""
     images = load_images(data, data_dir, seed)
     output.parent.mkdir(parents=True, exist_ok=True)  # before it computes
-    with use_devices(devices) as ctx:
+    with use_devices(devices, **choice) as ctx:
         net = resnet18(images.num_classes)
         net.initialize(ctx=ctx)
         load_checkpoint(checkpoint, net)

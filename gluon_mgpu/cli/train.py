@@ -24,6 +24,7 @@ from ..local_sgd import LocalSGD
 from ..models import resnet18
 from ..trainer import Trainer
 from ..watchdog import Watchdog
+from ._gpus import choosing_gpus
 from ._output import tell
 
 HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
@@ -96,8 +97,9 @@ def train() -> None:
     "--devices",
     default="auto",
     show_default=True,
-    help="auto, gpu, gpu:0,2, gpu:4-7, cpu:2 (two CPU contexts), or a count.",
+    help="auto, gpu, gpu:0,2, gpu:4-7, gpu:free (those that nobody uses), gpu:free:2, cpu:2 (two CPU contexts), or a count.",
 )
+@choosing_gpus
 @click.option("--epochs", type=click.IntRange(1), default=8, show_default=True, help="Passes over the training images.")
 @click.option(
     "--batch-size",
@@ -203,6 +205,7 @@ def train() -> None:
 @click.option("--leak-check", is_flag=True, help="Say at the end whether memory grows with the steps.")
 def train_resnet18(
     devices: str,
+    choice: Dict[str, Any],
     epochs: int,
     batch_size: int,
     lr: float,
@@ -237,7 +240,7 @@ def train_resnet18(
     images = load_images(data, data_dir, seed)
     train_iter = ArrayLoader(images.train_images, images.train_labels, batch_size, shuffle=True, seed=seed)
     test_iter = ArrayLoader(images.test_images, images.test_labels, max(256, batch_size))
-    with use_devices(devices) as ctx:  # before anything runs on a device: it settles their threads
+    with use_devices(devices, **choice) as ctx:  # before anything runs on a device: it settles their threads
         check_shares(weights, len(ctx))
         mx.random.seed(seed)
         np.random.seed(seed)

@@ -46,6 +46,7 @@ from ..translation_scores import has_sacrebleu, translation_scores
 from ..translator import Translator, load_translator
 from ..translator_callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
 from ..watchdog import Watchdog
+from ._gpus import choosing_gpus
 from ._output import tell
 from .train import HYBRIDIZE, check_shares, finite, saving, shares
 
@@ -116,8 +117,12 @@ _of_network = _options(
 )
 _of_training = _options(
     click.option(
-        "--devices", default="auto", show_default=True, help="auto, gpu, gpu:0,2, gpu:4-7, cpu:2 (two CPU contexts), or a count."
+        "--devices",
+        default="auto",
+        show_default=True,
+        help="auto, gpu, gpu:0,2, gpu:4-7, gpu:free (those that nobody uses), gpu:free:2, cpu:2 (two CPU contexts), or a count.",
     ),
+    choosing_gpus,
     _count("--epochs", default=8, help="Passes over the training pairs, at most."),
     _count("--batch-tokens", default=1200, help="Source and target tokens of a batch, over all devices together."),
     _positive("--lr", default=0.003, show_default=True, help="Highest learning rate, reached after a warm-up."),
@@ -188,7 +193,7 @@ def train_seq2seq(**given: Any) -> None:
         os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit asks
         run_serially()
     corpus, vocabularies = _load_corpus(given)
-    with use_devices(given["devices"]) as ctx:  # before anything runs on a device: it settles their threads
+    with use_devices(given["devices"], **given["choice"]) as ctx:  # before anything runs on a device: it settles their threads
         check_shares(given["weights"], len(ctx))
         mx.random.seed(given["seed"])
         np.random.seed(given["seed"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import click
 
@@ -15,6 +15,7 @@ from ..errors import DataError
 from ..plots import figure, save
 from ..translation import plot_attention
 from ..translator import TranslatedText, load_translator
+from ._gpus import choosing_gpus
 
 _AT_ONCE = 1024  # lines of a long input that are translated together
 _JOINED = "\uffed"  # the sign of words for no space, which few fonts have
@@ -30,6 +31,7 @@ _JOINED = "\uffed"  # the sign of words for no space, which few fonts have
     help="Folder best or last of train seq2seq.",
 )
 @click.option("--devices", default="auto", show_default=True, help="As for train.")
+@choosing_gpus
 @click.option("--beam", type=click.IntRange(1), default=5, show_default=True, help="Hypotheses a sentence; 1 is greedy.")
 @click.option("--n-best", type=click.IntRange(1), default=1, show_default=True, help="Translations a sentence, best first.")
 @click.option("--scores", is_flag=True, help="Print each translation's score and a tab before it.")
@@ -44,6 +46,7 @@ def translate(
     file: Optional[Path],
     model: Path,
     devices: str,
+    choice: Dict[str, Any],
     beam: int,
     n_best: int,
     scores: bool,
@@ -59,7 +62,7 @@ def translate(
         raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; need as many or fewer. Widen the beam.")
     if picture is not None:
         figure()  # if matplotlib is missing, it is told now
-    with use_devices(devices) as ctx:
+    with use_devices(devices, **choice) as ctx:
         translator = load_translator(model, ctx)
         number = 0
         for texts in _texts(file):

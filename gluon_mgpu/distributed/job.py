@@ -13,11 +13,12 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 from . import guard
 from .follow import Follower, Seat
 from .hosts import SshHosts
+from .interfaces import address_of
 from .node import Node
 from .output import Output
-from .plan import Machine, bindable_cores
+from .plan import BACKENDS, Machine, bindable_cores
 from .process import LaunchError
-from .rendezvous import Rendezvous, address_of
+from .rendezvous import Rendezvous
 from .supervise import Limits, Signals, Supervisor
 
 
@@ -38,6 +39,8 @@ class Job:
         On this machine.
     servers : int, optional
         Parameter servers of the whole job; one a node by default.
+    backend : str
+        What joins the processes: `dist_sync`, MXNet's store, or `horovod`, where it is installed.
     num_nodes, node_rank : int
         How many machines there are, and which this is.
     rendezvous : tuple of (str, int), optional
@@ -61,6 +64,7 @@ class Job:
     program: Tuple[str, ...]
     num_processes: int = 1
     servers: Optional[int] = None
+    backend: str = "dist_sync"
     num_nodes: int = 1
     node_rank: int = 0
     rendezvous: Optional[Tuple[str, int]] = None
@@ -132,12 +136,12 @@ def _stage(job: Job, machine: Union[Machine, SshHosts]) -> Iterator[Tuple[Node, 
 
 def _lead(job: Job, node: Node, common: Dict[str, Any]) -> Tuple[int, str]:
     if job.num_nodes == 1 or job.rendezvous is None:
-        return Supervisor(node, None, job.num_processes, servers=job.servers, **common).run()
+        return Supervisor(node, None, job.num_processes, servers=job.servers, backend=job.backend, **common).run()
     waits = {name: common[name] for name in ("selector", "tell")}
     rendezvous = Rendezvous(node.machine.host, job.rendezvous[1], job.num_nodes, silence_s=job.silence_s, **waits)
     code, cause = 1, "the launcher of node 0 failed"
     try:
-        code, cause = Supervisor(node, rendezvous, job.num_processes, servers=job.servers, **common).run()
+        code, cause = Supervisor(node, rendezvous, job.num_processes, servers=job.servers, backend=job.backend, **common).run()
     finally:
         rendezvous.finish(code, cause)
     return code, cause
@@ -158,6 +162,11 @@ def _wrong(job: Job) -> str:
         (not job.program, "no program; need a script, a module or a command. Name it after the options."),
         (job.num_processes < 1, f"{job.num_processes} processes; need 1 or more. See -n."),
         (job.servers is not None and job.servers < 0, f"{job.servers} servers; need 0 or more. See --servers."),
+        (job.backend not in BACKENDS, f"backend {job.backend!r}; need {' or '.join(BACKENDS)}. See --backend."),
+        (
+            job.backend == "horovod" and bool(job.servers),
+            f"{job.servers} servers with Horovod; need none, as it has no servers. Leave --servers out.",
+        ),
         (
             not 0 <= job.node_rank < job.num_nodes,
             f"node {job.node_rank} of {job.num_nodes}; need 0 to the number less 1. See --node-rank.",

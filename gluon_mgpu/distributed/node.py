@@ -107,6 +107,11 @@ class Node:
         """How many workers have not ended."""
         return sum(one.task.is_worker and not one.gone for one in self._started)
 
+    @property
+    def ended_well(self) -> List[str]:
+        """The ranks of the workers that have ended with status 0."""
+        return [one.task.name for one in self._started if one.task.is_worker and one.gone and one.failed_at is None]
+
     def start(self, plan: Plan, node_rank: int) -> None:
         """Start what the plan says for this node."""
         self.failure, self._stopping_at = None, None

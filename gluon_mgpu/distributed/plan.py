@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..threads import num_cores
+from .interfaces import interface_of
 from .process import LaunchError, Process
 
 STARTUP = str(Path(__file__).parent / "startup")
-_SERVER = (sys.executable, "-c", "import mxnet")  # with its role in the environment it serves, and ends by itself
-_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "DMLC_ROLE"}
+_IMPORT = "import gluon_mgpu_numpy; gluon_mgpu_numpy.add_aliases(); import mxnet"
+_SERVER = (sys.executable, "-c", _IMPORT)  # with its role in the environment it serves, and ends by itself
+_MEETING = str(Path(__file__).parent / "meeting.py")
+_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK"}
+BACKENDS = ("dist_sync", "horovod")
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,16 @@ class Plan:
     servers : tuple of int
         Parameter servers of each node; none where one worker trains alone.
     root : tuple of (str, int)
-        Address and port of the scheduler, which runs on node 0.
+        Address and port of the scheduler, which runs on node 0; of the meeting with Horovod.
+    backend : str
+        What joins the workers: `dist_sync`, MXNet's store, or `horovod`.
     """
 
     restart: int
     counts: Tuple[int, ...]
     servers: Tuple[int, ...]
     root: Tuple[str, int]
+    backend: str = "dist_sync"
 
     @property
     def num_processes(self) -> int:
@@ -66,12 +73,12 @@ class Plan:
         """
         try:
             host, port = said["root"]
-            plan = cls(said["restart"], tuple(said["counts"]), tuple(said["servers"]), (host, port))
+            plan = cls(said["restart"], tuple(said["counts"]), tuple(said["servers"]), (host, port), said["backend"])
             numbers = [plan.restart, port, *plan.counts, *plan.servers]
             whole = all(type(number) is int and 0 <= number < 2**20 for number in numbers) and type(host) is str
         except (KeyError, TypeError, ValueError):
             whole = False
-        if not whole or len(plan.counts) != len(plan.servers):
+        if not whole or len(plan.counts) != len(plan.servers) or plan.backend not in BACKENDS:
             raise LaunchError(f"launch: got {str(said)[:200]!r} from node 0; need a plan. Run the same version on every node.")
         return plan
 
@@ -83,14 +90,14 @@ class Task:
     Attributes
     ----------
     name : str
-        A worker's rank, "server 0", or "scheduler".
+        A worker's rank, "server 0", "scheduler" or "meeting".
     number : int
         For its colour.
     command : tuple of str
     environ : dict of str to str
         The whole environment.
     is_worker : bool
-        Whether it runs the program, and not a part of the store.
+        Whether it runs the program, and does not serve those that do.
     cores : tuple of int
         Those that it is bound to; all where there are none.
     """
@@ -128,24 +135,25 @@ class Machine:
     gpus_per_process: int = 0
 
     def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
-        """Return what this machine has to start: on node 0 the scheduler, then servers, then workers."""
+        """Return what this machine has to start: on node 0 the scheduler or the meeting, then servers, then workers."""
         base = {name: value for name, value in os.environ.items() if name not in _STALE and not name.startswith("DMLC_")}
-        store = {**base, **self._store_environ(plan)}
-        tasks = (
-            [Task("scheduler", 0, _SERVER, {**store, "DMLC_ROLE": "scheduler"})] if any(plan.servers) and not node_rank else []
-        )
-        first = sum(plan.servers[:node_rank])
-        for number in range(first, first + plan.servers[node_rank]):
-            tasks.append(Task(f"server {number}", number, _SERVER, {**store, "DMLC_ROLE": "server"}))
-        if any(plan.servers):
-            hook = os.pathsep.join([STARTUP, *filter(None, [base.get("PYTHONPATH")])])
-            base = {**store, "DMLC_ROLE": "worker", "PYTHONPATH": hook}
-        return tasks + [self._worker(plan.process(node_rank, i), base) for i in range(plan.counts[node_rank])]
+        tasks: List[Task] = []
+        if plan.backend == "horovod" and plan.num_processes > 1:
+            if not node_rank:
+                command = (sys.executable, "-I", "-S", _MEETING, plan.root[0], str(plan.root[1]))
+                tasks = [Task("meeting", 0, command, base)]
+            base = {**_hooked(base), **self._horovod_environ(plan)}
+        elif any(plan.servers):
+            store = {**base, **self._store_environ(plan)}
+            tasks = [] if node_rank else [Task("scheduler", 0, _SERVER, {**store, "DMLC_ROLE": "scheduler"})]
+            first = sum(plan.servers[:node_rank])
+            for number in range(first, first + plan.servers[node_rank]):
+                tasks.append(Task(f"server {number}", number, _SERVER, {**store, "DMLC_ROLE": "server"}))
+            base = {**_hooked(store), "DMLC_ROLE": "worker"}
+        return tasks + [self._worker(plan.process(node_rank, i), base, plan) for i in range(plan.counts[node_rank])]
 
     def _store_environ(self, plan: Plan) -> Dict[str, str]:
         """Return what ps-lite, MXNet's transport, must know; it binds to `DMLC_NODE_HOST`, the scheduler to the root."""
-        if not any(plan.servers):
-            return {}
         return {
             "DMLC_PS_ROOT_URI": plan.root[0],
             "DMLC_PS_ROOT_PORT": str(plan.root[1]),
@@ -154,9 +162,22 @@ class Machine:
             "DMLC_NODE_HOST": self.host,
         }
 
-    def _worker(self, process: Process, base: Mapping[str, str]) -> Task:
+    def _horovod_environ(self, plan: Plan) -> Dict[str, str]:
+        """Return what all processes of Horovod must know; it binds to the first address of an interface."""
+        interface = interface_of(self.host)
+        return {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": plan.root[0],
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(plan.root[1]),
+            **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
+        }
+
+    def _worker(self, process: Process, base: Mapping[str, str], plan: Plan) -> Task:
         local, count = process.local_rank, process.local_processes
         environ = {"PYTHONUNBUFFERED": "1", **base, **process.variables()}  # else the last lines of a killed process are lost
+        if plan.backend == "horovod" and plan.num_processes > 1:
+            environ.update(_horovod_place(process, plan))
         cores: Tuple[int, ...] = ()
         if count > 1 and len(self.cores) >= count:
             cores = shares(self.cores, count)[local]
@@ -169,6 +190,26 @@ class Machine:
         if gpus:
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         return Task(str(process.rank), process.rank, self.program, environ, True, cores)
+
+
+def _hooked(environ: Mapping[str, str]) -> Dict[str, str]:
+    """Return an environment in which a worker ends as `startup/sitecustomize.py` says."""
+    return {**environ, "PYTHONPATH": os.pathsep.join([STARTUP, *filter(None, [environ.get("PYTHONPATH")])])}
+
+
+def _horovod_place(process: Process, plan: Plan) -> Dict[str, str]:
+    """Return a worker's place in Horovod's words: "cross" are those with the same number on their machines."""
+    peers = [node for node, count in enumerate(plan.counts) if count > process.local_rank]
+    place = {
+        "RANK": process.rank,
+        "SIZE": process.num_processes,
+        "LOCAL_RANK": process.local_rank,
+        "LOCAL_SIZE": process.local_processes,
+        "CROSS_RANK": peers.index(process.node_rank),
+        "CROSS_SIZE": len(peers),
+        "HOSTNAME": f"node{process.node_rank}",
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in place.items()}
 
 
 def program_command(program: Sequence[str], *, module: bool = False) -> Tuple[str, ...]:

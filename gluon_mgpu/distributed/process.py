@@ -59,13 +59,14 @@ _AT_MOST = {"local_processes": "num_processes", "num_nodes": "num_processes"}
 
 
 def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
-    """Return this process's place in its job; a program that was started without the launcher is the only one.
+    """Return this process's place in its job; a program that was started without a launcher, ours or horovodrun, is the only one.
 
     Parameters
     ----------
     environ : mapping of str to str, optional
         Where to read `GLUON_MGPU_RANK`, `..._NUM_PROCESSES`, `..._LOCAL_RANK`, `..._LOCAL_PROCESSES`, `..._NODE_RANK`,
-        `..._NUM_NODES` and `..._RESTART`; this process's environment by default.
+        `..._NUM_NODES` and `..._RESTART`, or Horovod's `HOROVOD_RANK`, `..._SIZE`, `..._LOCAL_RANK`, `..._LOCAL_SIZE`,
+        `..._CROSS_RANK` and `..._CROSS_SIZE`; this process's environment by default.
 
     Raises
     ------
@@ -80,27 +81,45 @@ def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
     environ = os.environ if environ is None else environ
     given = {name: environ.get(PREFIX + name.upper()) for name in vars(ALONE)}
     if not any(given.values()):
-        return ALONE
-    numbers = {name: _number(name, text) for name, text in given.items()}
+        return _horovods(environ) if "HOROVOD_RANK" in environ else ALONE
+    return _checked({name: _number(_variable(name), name, text) for name, text in given.items()})
+
+
+_HOROVODS = {
+    "rank": "HOROVOD_RANK",
+    "num_processes": "HOROVOD_SIZE",
+    "local_rank": "HOROVOD_LOCAL_RANK",
+    "local_processes": "HOROVOD_LOCAL_SIZE",
+    "node_rank": "HOROVOD_CROSS_RANK",
+    "num_nodes": "HOROVOD_CROSS_SIZE",
+}
+
+
+def _horovods(environ: Mapping[str, str]) -> Process:
+    """Return the place that horovodrun tells."""
+    return _checked({"restart": 0, **{name: _number(said, name, environ.get(said)) for name, said in _HOROVODS.items()}})
+
+
+def _checked(numbers: Dict[str, int]) -> Process:
     for name, count in {**_INDEX_OF, **_AT_MOST}.items():
         largest = numbers[count] - (1 if name in _INDEX_OF else 0)
         if numbers[name] > largest:
-            raise _error(name, f"{numbers[name]}; need at most {largest}, as {_variable(count)}={numbers[count]}")
+            raise _error(_variable(name), f"{numbers[name]}; need at most {largest}, as {_variable(count)}={numbers[count]}")
     return Process(**numbers)
 
 
-def _number(name: str, text: Optional[str]) -> int:
+def _number(variable: str, name: str, text: Optional[str]) -> int:
     if not text:
-        raise _error(name, "nothing, although others of its kind are set; need all of them or none")
+        raise _error(variable, "nothing, although others of its kind are set; need all of them or none")
     least = 1 if name in _INDEX_OF.values() else 0
     if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) < least:
-        raise _error(name, f"{text!r}; need a whole number of {least} or more")
+        raise _error(variable, f"{text!r}; need a whole number of {least} or more")
     return int(text)
 
 
-def _error(name: str, what: str) -> LaunchError:
+def _error(variable: str, what: str) -> LaunchError:
     return LaunchError(
-        f"this_process: got {_variable(name)}={what}. Start the program with gluon-mgpu launch, or unset all {PREFIX}* that "
+        f"this_process: got {variable}={what}. Start the program with gluon-mgpu launch, or unset all {PREFIX}* that "
         "tell a process its rank."
     )
 

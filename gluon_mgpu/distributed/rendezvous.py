@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import selectors
 import signal
 import socket
-import struct
 import time
 from dataclasses import replace
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -17,7 +15,6 @@ from .process import LaunchError
 from .wire import LostError, Wire
 
 VERSION = 1
-_SIOCGIFADDR = 0x8915
 _HELLO_S = 5.0
 _LONGEST_CAUSE = 40_000
 _STRANGERS = 16  # connections that have not said hello, beside the nodes'
@@ -40,34 +37,6 @@ def parse_rendezvous(text: str) -> Tuple[str, int]:
     if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise LaunchError(f"launch: got --rendezvous {text!r}; need HOST:PORT. Name node 0 and a port that is free there.")
     return host, int(port)
-
-
-def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface, of a host name, or an address as it is.
-
-    Raises
-    ------
-    LaunchError
-        There is no such interface or host.
-
-    Examples
-    --------
-    >>> address_of("lo")
-    '127.0.0.1'
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(packed[20:24])
-        except OSError:
-            pass
-    try:
-        return str(socket.getaddrinfo(interface, None, socket.AF_INET)[0][4][0])
-    except OSError as error:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise LaunchError(
-            f"launch: got {interface!r} ({error}); need an interface, a host or an IPv4 address. Here are {names}."
-        ) from None
 
 
 def reserve_port(host: str) -> socket.socket:

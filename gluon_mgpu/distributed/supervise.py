@@ -22,6 +22,7 @@ from .rendezvous import Member, Rendezvous, reserve_port
 _ROUND_S = 0.1  # news of processes come through their pipes, and end the wait
 _SOONER_S = 2.0  # by which a process that was stopped, and that all others wait for, is told first
 _RETURN_S = 10.0  # for a node to come back, where the job may go on without
+_ALONE = 0.1  # of the time that all may do nothing: when some have ended already, the others rarely wait for something else
 _LATE_S = 3.0  # after the grace: what a node may take to kill, and to say so
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Site = Union[Node, Member]
@@ -41,7 +42,8 @@ class Limits:
     grace_s : float, seconds
         Between the first signal and SIGKILL.
     timeout_s : float, seconds
-        How long a process may be stopped, and how long all together may do nothing; 0 for ever.
+        How long a process may be stopped, and how long all together may do nothing, a tenth of it when some have ended well; 0
+        for ever.
     patience_s : float, seconds
         How long nodes wait for each other.
     """
@@ -104,6 +106,8 @@ class Supervisor:
         Of this machine.
     servers : int, optional
         Of the whole job.
+    backend : str
+        What joins the processes; see `plan.BACKENDS`.
     limits : Limits
     selector : selectors.BaseSelector
     signals : Signals
@@ -118,13 +122,15 @@ class Supervisor:
         num_processes: int,
         *,
         servers: Optional[int],
+        backend: str,
         limits: Limits,
         selector: selectors.BaseSelector,
         signals: Signals,
         tell: Callable[[str], None],
     ) -> None:
         self._node, self._rendezvous, self._num_processes = node, rendezvous, num_processes
-        self._servers, self._limits, self._selector, self._signals, self._tell = servers, limits, selector, signals, tell
+        self._servers, self._backend, self._limits = servers, backend, limits
+        self._selector, self._signals, self._tell = selector, signals, tell
         self._num_nodes = rendezvous.num_nodes if rendezvous else 1
         self._fewer: Dict[int, int] = {}  # node -> how many of its processes are left out
         self._slot: Tuple[int, int] = (-1, -1)  # node and number of the process that failed in the last attempt
@@ -203,15 +209,16 @@ class Supervisor:
         """Run all processes once; return what failed first."""
         host = self._node.machine.host
         with reserve_port(host) as held:
-            plan = Plan(restart, tuple(counts), spread_servers(self._servers, counts), (host, held.getsockname()[1]))
+            servers = spread_servers(0 if self._backend == "horovod" else self._servers, counts)
+            plan = Plan(restart, tuple(counts), servers, (host, held.getsockname()[1]), self._backend)
             try:
                 for number, site in enumerate(sites.values()):
                     site.start(plan, number)
-                return self._look_until_it_ends(sites)
+                return self._look_until_it_ends(sites, counts)
             finally:  # whatever has happened: nothing is left behind
                 self._stop(list(sites.values()))
 
-    def _look_until_it_ends(self, sites: Dict[int, Site]) -> Optional[Failure]:
+    def _look_until_it_ends(self, sites: Dict[int, Site], counts: Sequence[int]) -> Optional[Failure]:
         activity = Activity()
         while True:
             for rank, site in sites.items():
@@ -222,9 +229,9 @@ class Supervisor:
             if self._signals.new:
                 return Failure("the launcher", "was told to end", 1)
             idle_s = activity.idle_s(sum(site.cpu_s for site in sites.values()), time.monotonic())
-            if self._limits.timeout_s and idle_s > self._limits.timeout_s + _SOONER_S:
-                what = f"has computed for {idle_s:.0f} s: all wait for each other, or for something else"
-                return Failure("no process", what, TIMED_OUT)
+            ended = sum(counts) - sum(site.workers_left for site in sites.values())
+            if self._limits.timeout_s and idle_s > self._limits.timeout_s * (_ALONE if ended else 1.0) + _SOONER_S:
+                return _hung(idle_s, ended, self._node.ended_well)
             self._round(sites.values())
 
     def _stop(self, sites: Sequence[Site]) -> None:
@@ -256,6 +263,20 @@ class Supervisor:
             self._fewer[failure.node_rank] = self._fewer.get(failure.node_rank, 0) + 1
             self._slot = (-1, -1)
             self._tell(f"one process fewer on node {failure.node_rank}: {num_processes - 1} in all")
+
+
+def _hung(idle_s: float, num_ended: int, ranks: Sequence[str]) -> Failure:
+    """Return why a job goes no further, of which so many workers have ended well, those with these ranks on this machine."""
+    if not num_ended:
+        return Failure(
+            "no process", f"has computed for {idle_s:.0f} s: all wait for each other, or for something else", TIMED_OUT
+        )
+    who = f"rank {', '.join(ranks)}" if len(ranks) == num_ended else f"{num_ended} processes, not all of this node,"
+    what = (
+        f"ended with status 0, and the others have computed nothing for {idle_s:.0f} s: they wait for what has ended. Let every "
+        "process make as many steps, as ShardedSampler does, and evaluate and save as often"
+    )
+    return Failure(who, what, TIMED_OUT)
 
 
 def told(failure: Failure, num_processes: int) -> str:

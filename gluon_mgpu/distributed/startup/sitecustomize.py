@@ -3,29 +3,38 @@
 Python imports `sitecustomize` when it starts. The launcher puts this folder in front of the workers' `PYTHONPATH`; a
 `sitecustomize` that stands behind it is run as if this one were not there.
 
-    exception or sys.exit(3) ──► exit handlers of the program ──► ours, the last: flush, _exit ──✗──► the store's exit barrier
-    all well ──────────────────► exit handlers of the program ──► ours, the last: free the store ───► its exit barrier, end
+    exception, sys.exit(3), raise SystemExit(3) ──► exit handlers of the program ──► ours, the last: flush, _exit
+    all well ─────────────────────────────────────► exit handlers of the program ──► ours, the last: free the store, end
+
+A process that goes on without the others, or that they wait for, is the launcher's to see: no store waits at the exit for them.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import gc
 import importlib
 import os
 import sys
+import threading
 from contextlib import suppress
 from typing import Any, List
 
-_codes: List[int] = []  # what sys.exit ended the program with
+_codes: List[int] = []  # what a SystemExit has ended the program with
+_code_of = vars(SystemExit)["code"].__get__
+_excepthook = threading.excepthook
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises here; it remembers its code when nobody has caught it."""
+    """What is called `SystemExit` here, and raised by `sys.exit`; it remembers its code when nobody has caught it.
+
+    The interpreter has dropped the exception when exit handlers run, and tells them nothing of it.
+    """
 
     @property
     def code(self) -> Any:  # type: ignore[override]
-        code = vars(SystemExit)["code"].__get__(self)
+        code = _code_of(self)
         try:
             sys._getframe(1)
         except ValueError:  # no Python function asks: it is the interpreter, which ends
@@ -35,6 +44,12 @@ class _Exit(SystemExit):
 
 def _exit(status: Any = None, /) -> None:
     raise _Exit(status)
+
+
+def _hook(arguments: Any, /) -> None:
+    """Do what `threading.excepthook` does, which knows the other `SystemExit` alone: a thread may end so without a word."""
+    if arguments.exc_type is not _Exit:
+        _excepthook(arguments)
 
 
 def _end() -> None:
@@ -56,6 +71,8 @@ def _free_stores() -> None:
     """Free stores that the interpreter would not: one that is left when the process ends aborts it, its threads being alive."""
     kind = getattr(sys.modules.get("mxnet.kvstore.kvstore"), "KVStore", None)
     for store in [one for one in gc.get_objects() if kind is not None and type(one) is kind]:
+        # Else it would wait for the other workers, also for those that wait in a sum for this one.
+        sys.modules["mxnet.base"]._LIB.MXKVStoreSetBarrierBeforeExit(store.handle, 0)
         store.__del__()
         store.handle.value = None  # what freeing it again does nothing with
 
@@ -74,7 +91,11 @@ def _run_the_next() -> None:
 
 
 if __name__ == "sitecustomize":
-    if os.environ.get("DMLC_ROLE") == "worker":
-        setattr(sys, "exit", _exit)  # noqa: B010  (to mypy it is another type)
+    if os.environ.get("DMLC_ROLE") == "worker" or "HOROVOD_RANK" in os.environ:
+        _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+        _Exit.__module__ = "builtins"
+        setattr(builtins, "SystemExit", _Exit)  # noqa: B010  (to mypy it is another type)
+        setattr(sys, "exit", _exit)  # noqa: B010
+        threading.excepthook = _hook
         atexit.register(_end)  # the first to be registered is the last to run
     _run_the_next()

@@ -1,0 +1,71 @@
+"""What is wrong, and what to do about it; a look that fails is a finding, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, List, Tuple, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes
+    ----------
+    check : str
+        Which check found it: `packages`, `GPUs`, `disk space`, ...
+    what : str
+    to_do : str
+    stops_training : bool
+        Whether nothing can be trained on the devices that were asked for until it is mended.
+    """
+
+    check: str
+    what: str
+    to_do: str
+    stops_training: bool = False
+
+
+class Examination:
+    """Looks and checks, one after the other, and what they find; one that fails is a finding, and the others are still made.
+
+    Attributes
+    ----------
+    findings : list of Finding
+    """
+
+    def __init__(self) -> None:
+        self.findings: List[Finding] = []
+
+    def look(self, check: str, or_else: T, look: Callable[..., T], *arguments: Any) -> T:
+        """Return what `look(*arguments)` returns; where it raises, `or_else`."""
+        try:
+            return look(*arguments)
+        except Exception as error:  # whatever it is: the doctor goes on
+            what = f"The check of {check} failed: {type(error).__name__}: {first_line(error)}"
+            self.findings.append(Finding(check, what, "What it would have told is not known. Please report it."))
+            return or_else
+
+    def judge(self, check: str, judge: Callable[..., List[Finding]], *arguments: Any) -> None:
+        """Add what `judge(*arguments)` finds."""
+        found: List[Finding] = []
+        self.findings += self.look(check, found, judge, *arguments)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def told(error: BaseException) -> Tuple[str, str]:
+    """Return what an error in the house's form says, in two parts: what was got, and what is needed and to be done.
+
+    Examples
+    --------
+    >>> told(ValueError("fit: got 0 epochs; need 1 or more. Pass epochs=1."))
+    ('fit: got 0 epochs', 'Need 1 or more. Pass epochs=1.')
+    """
+    what, found, to_do = str(error).strip().partition("; need ")
+    return what or type(error).__name__, f"Need {to_do}" if found else "Do what the message says."

@@ -1,0 +1,125 @@
+"""The machine and the Python packages on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Dict, List, Tuple
+
+from .. import runtime, threads
+from .findings import Finding
+
+_OPTIONAL = {
+    "matplotlib": "train",
+    "scikit-learn": "train",
+    "scipy": "train",
+    "d2l": "d2l",
+    "threadpoolctl": "doctor",
+    "nvidia-ml-py": "gpu",
+}
+_WHEEL = re.compile(r"mxnet(-cu\d+(mkl)?|-native)?")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the operating system tells.
+
+    Attributes
+    ----------
+    system : str
+    cpu : str
+    usable_cores, bound_cores, cores : int
+        What this process may use, is bound to, and the machine has.
+    quota : float
+        Processor time that a cgroup allows, in cores; 0.0 without a limit.
+    memory_bytes, available_bytes : int
+        Of the machine; 0 where nobody tells.
+    """
+
+    system: str
+    cpu: str
+    usable_cores: int
+    bound_cores: int
+    cores: int
+    quota: float
+    memory_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True)
+class Packages:
+    """The Python packages that matter.
+
+    Attributes
+    ----------
+    versions : dict of str to str
+        In the order in which they are shown.
+    wheels : tuple of str
+        The distributions that bring a package `mxnet`.
+    """
+
+    versions: Dict[str, str]
+    wheels: Tuple[str, ...]
+
+
+def look_at_machine() -> Machine:
+    """Return the machine as it is."""
+    memory = _meminfo()
+    cores = os.cpu_count() or 1
+    models = (line.partition(":")[2].strip() for line in threads.read_lines("/proc/cpuinfo") if line.startswith("model name"))
+    return Machine(
+        platform.platform(),
+        next(models, "?"),
+        runtime.num_cores(),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        cores,
+        threads.cpu_quota(),
+        memory.get("MemTotal", 0),
+        memory.get("MemAvailable", 0),
+    )
+
+
+def look_at_packages() -> Packages:
+    """Return the version of each package, or the extra that brings it."""
+    wheels = _wheels()
+    found = {"Python": platform.python_version(), "gluon_mgpu": _version("gluon_mgpu") or "not installed, but imported"}
+    found["mxnet"] = next((_version(wheel) for wheel in wheels), "not installed")
+    found["numpy"] = _version("numpy") or "not installed"
+    for name, extra in _OPTIONAL.items():
+        found[name] = _version(name) or f"not installed: pip install 'gluon_mgpu[{extra}]'"
+    return Packages(found, wheels)
+
+
+def check_packages(packages: Packages) -> List[Finding]:
+    """Return what is wrong with the packages."""
+    found = []
+    wheels = packages.wheels
+    if len(wheels) > 1:
+        to_do = f"Run pip uninstall {' '.join(wheels)}, and install one of them again."
+        found.append(Finding("packages", f"{' and '.join(wheels)} are installed over one another.", to_do))
+    numpy = packages.versions.get("numpy", "")
+    if numpy.split(".")[0].isdigit() and int(numpy.split(".")[0]) >= 2:
+        what = f"NumPy {numpy} is too new for MXNet 1.9.1, which was written for 1.17 to 1.26."
+        found.append(Finding("packages", what, "Run pip install 'numpy<2'.", True))
+    return found
+
+
+def _wheels() -> Tuple[str, ...]:
+    names = (str(package.metadata["Name"]).lower().replace("_", "-") for package in metadata.distributions())
+    return tuple(sorted({name for name in names if _WHEEL.fullmatch(name)}))
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _meminfo() -> Dict[str, int]:
+    """Return the kernel's counts in bytes."""
+    rows = (re.match(r"(\w+):\s+(\d+) kB", line) for line in threads.read_lines("/proc/meminfo"))
+    return {row.group(1): int(row.group(2)) * 1024 for row in rows if row}

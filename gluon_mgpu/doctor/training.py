@@ -1,0 +1,64 @@
+"""Whether the devices that are asked for train: a small gradient is computed on each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Dict, List, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import Context
+
+from ..device_list import DeviceInfo
+from ..devices import resolve_devices
+from ..errors import DeviceError
+from .findings import Finding, told
+
+_ELSEWHERE = "Train on other devices: --devices cpu."
+
+
+def try_devices(spec: str) -> Tuple[List[Context], List[Finding]]:
+    """Return the contexts, [] where they are not there, and what stops training on them."""
+    try:
+        contexts = resolve_devices(spec)
+    except DeviceError as error:
+        return [], [Finding("devices", *told(error), True)]
+    return contexts, [finding for context in contexts for finding in try_training(context)]
+
+
+def try_training(context: Context) -> List[Finding]:
+    """Return what is wrong with the gradient of x * x on a device, which is 2 x."""
+    try:
+        x = mx.nd.array([1.0, -2.0], ctx=context)
+        x.attach_grad()
+        with mx.autograd.record():
+            y = x * x
+        y.backward()
+        found = x.grad.asnumpy().tolist()
+    except mx.MXNetError as error:
+        what = f"{context} failed: {str(error).strip().splitlines()[-1]}"
+        return [Finding("devices", what, _ELSEWHERE, True)]
+    if found != [2.0, -4.0]:
+        return [Finding("devices", f"{context} computed {found}, not [2.0, -4.0].", _ELSEWHERE, True)]
+    return []
+
+
+def with_reasons(devices: Sequence[DeviceInfo], known: Dict[int, str]) -> List[DeviceInfo]:
+    """Return the devices; one that cannot be used gets what is known of the GPU with its number, if anything is."""
+    found = []
+    for one in devices:
+        reason = one.reason if one.usable or one.index is None else known.get(one.index, one.reason)
+        found.append(replace(one, reason=reason))
+    return found
+
+
+def check_devices(devices: Sequence[DeviceInfo], explained: bool) -> List[Finding]:
+    """Return which devices cannot be used.
+
+    Parameters
+    ----------
+    devices : sequence of DeviceInfo
+    explained : bool
+        Whether findings about the driver's GPUs say it already.
+    """
+    unusable = [] if explained else [one for one in devices if not one.usable]
+    return [Finding("devices", f"{one.name} {one.description} cannot be used.", one.reason) for one in unusable]

@@ -1,0 +1,15 @@
+"""What devices and host do while a program trains, what is wrong, and why."""
+
+from .callback import Monitor as Monitor
+from .diagnosis import diagnose as diagnose
+from .finding import Finding as Finding
+from .picture import plot_samples as plot_samples
+from .reader import Reader as Reader
+from .sample import CpuSample as CpuSample
+from .sample import GpuSample as GpuSample
+from .sample import Held as Held
+from .sample import HostSample as HostSample
+from .sample import Sample as Sample
+from .sample import read_samples as read_samples
+from .summary import Summary as Summary
+from .summary import summarise as summarise

@@ -1,0 +1,292 @@
+"""What is seen at one moment, as plain values; and lines of JSON of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from ..errors import DataError
+
+PLACES = ("data", "dispatch", "sync", "devices", "callbacks", "other")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Arrays that Python holds on a device.
+
+    Attributes
+    ----------
+    num_bytes : int
+        Of all of them. Views count, too, so that it is for comparing devices.
+    more : int
+        Of the kind of which this device has most more bytes than the others: how many more.
+    shape : tuple of int
+    dtype : str
+        Of that kind.
+    """
+
+    num_bytes: int
+    more: int = 0
+    shape: Tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """A GPU. What nobody tells is None.
+
+    Attributes
+    ----------
+    name : str
+        `gpu(0)` as MXNet names it in the training process, else `GPU 0` by the driver's order.
+    description : str
+        The maker's name for it.
+    total_bytes, used_bytes : int or None
+    own_bytes : int or None
+        Of these, the memory of the processes that are looked at.
+    foreign : tuple of (str, int)
+        Other processes on it, and their bytes.
+    load : float or None
+        The share of the last moments in which a kernel ran, 0 to 1.
+    temperature_c, power_w, power_limit_w : float or None
+    throttled : tuple of str
+        Why its clocks are lower than they could be.
+    trouble : str
+        Why it does not answer.
+    held : Held, optional
+    """
+
+    name: str
+    description: str = ""
+    total_bytes: Optional[int] = None
+    used_bytes: Optional[int] = None
+    own_bytes: Optional[int] = None
+    foreign: Tuple[Tuple[str, int], ...] = ()
+    load: Optional[float] = None
+    temperature_c: Optional[float] = None
+    power_w: Optional[float] = None
+    power_limit_w: Optional[float] = None
+    throttled: Tuple[str, ...] = ()
+    trouble: str = ""
+    held: Optional[Held] = None
+
+
+@dataclass(frozen=True)
+class CpuSample:
+    """A CPU context.
+
+    Attributes
+    ----------
+    name : str
+        `cpu(0)`; `cpu(0) of 1234` where several processes are looked at.
+    cores : float
+        Taken by the threads that compute for it, since the sample before.
+    waiting : float
+        Threads of it that were ready to run, and got no core.
+    num_threads : int
+        How many it computes with.
+    held : Held, optional
+    """
+
+    name: str
+    cores: float
+    waiting: float
+    num_threads: int
+    held: Optional[Held] = None
+
+    @property
+    def load(self) -> float:
+        """The share of its threads that computed, 0 to 1."""
+        return min(1.0, self.cores / max(1, self.num_threads))
+
+
+@dataclass(frozen=True)
+class HostSample:
+    """A process and its children, and the machine.
+
+    Attributes
+    ----------
+    rss_bytes, children_bytes : int
+        Resident memory of the process, and of its children together. Pages that they share count in each.
+    num_children : int
+    cores : float
+        Taken by all of them since the sample before.
+    main_cores : float
+        Of these, by the main thread of the process.
+    machine_cores : float
+        Taken by all that runs on the machine.
+    num_cores : int
+        That the process may use.
+    available_bytes, total_bytes : int
+        Of the machine's memory.
+    """
+
+    rss_bytes: int
+    children_bytes: int
+    num_children: int
+    cores: float
+    main_cores: float
+    machine_cores: float
+    num_cores: int
+    available_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """All that was seen at one moment.
+
+    Attributes
+    ----------
+    unix_s : float
+        When.
+    seconds : float
+        Since the first one.
+    over_s : float
+        What rates are means over.
+    step, epoch : int
+        Where `fit` was; 0 where it is not known.
+    steps_per_s : float
+    host : HostSample
+    cpus : tuple of CpuSample
+    gpus : tuple of GpuSample
+    spent : dict of str to float
+        The shares of time that the training thread spent in `data` (the next batch), `dispatch` (queueing a step), `sync`
+        (waiting for an array that the program reads), `devices` (where `fit` waits, with more queued), `callbacks` and `other`;
+        empty where nobody looked.
+    where : dict of str to str
+        For each of these, the line where it was seen most often.
+    """
+
+    unix_s: float
+    seconds: float
+    over_s: float
+    host: HostSample
+    cpus: Tuple[CpuSample, ...] = ()
+    gpus: Tuple[GpuSample, ...] = ()
+    step: int = 0
+    epoch: int = 0
+    steps_per_s: float = 0.0
+    spent: Mapping[str, float] = field(default_factory=dict)
+    where: Mapping[str, str] = field(default_factory=dict)
+
+
+Device = Union[CpuSample, GpuSample]
+
+
+def devices_of(sample: Sample) -> List[Device]:
+    """Return what computes: the GPUs and the CPU contexts."""
+    return [*sample.gpus, *sample.cpus]
+
+
+def memory_of(device: Device) -> Optional[int]:
+    """Return the bytes that a GPU uses, or that Python's arrays hold on a CPU context; None where nobody tells."""
+    if isinstance(device, GpuSample):
+        return device.used_bytes
+    return device.held.num_bytes if device.held is not None else None
+
+
+def to_json(sample: Sample) -> str:
+    """Return a sample as one line of JSON."""
+    return json.dumps(asdict(sample))
+
+
+def from_json(line: str) -> Sample:
+    """Return the sample of a line.
+
+    Raises
+    ------
+    DataError
+        It is not one.
+    """
+    try:
+        found = json.loads(line)
+        return Sample(
+            **{
+                **found,
+                "host": HostSample(**found["host"]),
+                "cpus": tuple(CpuSample(**{**one, "held": _held(one)}) for one in found["cpus"]),
+                "gpus": tuple(_gpu(one) for one in found["gpus"]),
+            }
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"monitor: got the line {line[:60]!r} ({error!r}); need a line of JSON that gluon-mgpu monitor wrote. "
+            "Leave out what was cut off."
+        ) from error
+
+
+def read_samples(path: Union[str, Path]) -> List[Sample]:
+    """Return the samples of a file of lines, such as `monitor.jsonl`.
+
+    Raises
+    ------
+    DataError
+        A line is no sample.
+    OSError
+        There is no such file.
+    """
+    return [from_json(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def joined(first: Sample, second: Sample) -> Sample:
+    """Return one sample of two that follow each other: memory and heat are the larger, rates the means over both times."""
+    parts = first.over_s, second.over_s
+    spent = {
+        place: mean([first.spent.get(place, 0.0), second.spent.get(place, 0.0)], parts)
+        for place in dict.fromkeys([*first.spent, *second.spent])
+    }
+    return replace(
+        second,
+        over_s=sum(parts),
+        steps_per_s=mean([first.steps_per_s, second.steps_per_s], parts),
+        host=_joined(first.host, second.host, parts),
+        cpus=_paired(first.cpus, second.cpus, parts),
+        gpus=_paired(first.gpus, second.gpus, parts),
+        spent=spent,
+        where={**first.where, **second.where},
+    )
+
+
+def mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean, 0.0 of none."""
+    whole = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights)) / whole if whole else 0.0
+
+
+_RATES = ("cores", "main_cores", "machine_cores", "waiting", "load", "power_w")
+_PEAKS = ("rss_bytes", "children_bytes", "num_children", "used_bytes", "own_bytes", "temperature_c")
+
+
+def _joined(first: Any, second: Any, parts: Tuple[float, float]) -> Any:
+    changed: Dict[str, Any] = {}
+    for name in vars(second):
+        pair = getattr(first, name), getattr(second, name)
+        if None in pair:
+            continue
+        if name in _RATES:
+            changed[name] = mean(pair, parts)
+        elif name in _PEAKS:
+            changed[name] = max(pair)
+    if getattr(first, "held", None) is not None and (second.held is None or first.held.num_bytes > second.held.num_bytes):
+        changed["held"] = first.held
+    if hasattr(first, "throttled"):
+        changed["throttled"] = tuple(dict.fromkeys([*first.throttled, *second.throttled]))
+    return replace(second, **changed)
+
+
+def _paired(firsts: Sequence[Any], seconds: Sequence[Any], parts: Tuple[float, float]) -> Tuple[Any, ...]:
+    before = {one.name: one for one in firsts}
+    return tuple(_joined(before[one.name], one, parts) if one.name in before else one for one in seconds)
+
+
+def _held(device: Mapping[str, Any]) -> Optional[Held]:
+    held = device["held"]
+    return None if held is None else Held(**{**held, "shape": tuple(held["shape"])})
+
+
+def _gpu(found: Mapping[str, Any]) -> GpuSample:
+    foreign = tuple((name, num_bytes) for name, num_bytes in found["foreign"])
+    return GpuSample(**{**found, "foreign": foreign, "throttled": tuple(found["throttled"]), "held": _held(found)})

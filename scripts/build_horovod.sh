@@ -1,0 +1,51 @@
+#!/bin/sh
+# Build Horovod 0.28.1 for the MXNet that is installed here: sh scripts/build_horovod.sh [PYTHON]
+#
+# PYTHON is that of the environment which holds MXNet and this project, .venv/bin/python by default. It needs a C++ compiler; takes
+# some minutes. On a machine of NVIDIA GPUs with nvcc and NCCL, HOROVOD_GPU_OPERATIONS=NCCL in the environment lets it sum on them.
+# Where Horovod is used: gluon-mgpu launch -n 2 --backend horovod train.py
+#
+# Horovod looks for MXNet when it is built, so that pip must not build it in an environment apart; its setup.py was written for
+# setuptools below 70, its CMakeLists.txt for CMake below 4.
+
+set -eu
+python=${1:-"$(dirname "$0")/../.venv/bin/python"}
+case $python in */*) ;; *) python=$(command -v "$python") ;; esac
+
+fail() {
+    echo "build_horovod: $1" >&2
+    exit 1
+}
+
+[ -x "$python" ] || fail "got no Python at $python; need that of an environment with MXNet. Run sh scripts/quickstart.sh, or name one."
+"$python" -c 'import gluon_mgpu' || fail "got no gluon_mgpu and MXNet in $python; need both. Run $python -m pip install '.[cpu]'."
+command -v "${CXX:-c++}" >/dev/null 2>&1 || fail "got no C++ compiler; need one. Debian, Ubuntu: apt install g++ make."
+command -v make >/dev/null 2>&1 || fail "got no make; need it. Debian, Ubuntu: apt install make."
+
+PATH=$(cd "$(dirname "$python")" && pwd):$PATH # of cmake, which pip brings
+export PATH
+export HOROVOD_WITH_MXNET=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1
+
+setuptools=$("$python" -m pip list --format=freeze | sed -n 's/^setuptools==/setuptools==/p')
+echo "Building Horovod for $("$python" -c 'import sys; print(sys.prefix)'): some minutes."
+"$python" -m pip install --quiet --disable-pip-version-check 'setuptools>=65,<70' wheel 'cmake>=3.13,<4' cffi cloudpickle psutil pyyaml packaging
+log=$(mktemp)
+if ! "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-cache-dir --no-deps --verbose \
+    --force-reinstall horovod==0.28.1 >"$log" 2>&1; then
+    tail -40 "$log" >&2
+    fail "the build failed; its whole output is in $log"
+fi
+rm -f "$log"
+[ -z "$setuptools" ] || "$python" -m pip install --quiet --disable-pip-version-check "$setuptools"
+
+"$python" - <<'CHECK' || fail "got a Horovod that does not work with this MXNet; need one that was built for it. Build it again."
+import os, subprocess, sys, tempfile
+
+program = "from gluon_mgpu.processes import group; assert group().say(b'here') == [b'here', b'here']"
+with tempfile.TemporaryDirectory() as folder:
+    with open(os.path.join(folder, "two.py"), "w") as file:
+        file.write(program)
+    command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--backend", "horovod", "--log-dir", folder, file.name]
+    sys.exit(subprocess.run(command, timeout=120).returncode)
+CHECK
+echo "Horovod works: two processes have met. gluon-mgpu launch -n 2 --backend horovod PROGRAM uses it."

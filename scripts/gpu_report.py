@@ -1,0 +1,298 @@
+"""Try gluon_mgpu on the GPUs of this machine, and write what happened into one file, to be sent back.
+
+    pip install '.[cu112,train,dev]'
+    python scripts/gpu_report.py
+
+It takes some minutes, needs two NVIDIA GPUs of compute capability 5.0 to 8.9 to show everything, and says what it could not show.
+The file, gpu_report.json, is text that can be read before it is sent. Names of users and of this computer, and paths of home
+folders are taken out of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = "4096,1048576,67108864"
+ENVIRONMENT = re.compile(r"(MXNET|GLUON_MGPU|NCCL|CUDA|NVIDIA|OMP)_\w+|LD_LIBRARY_PATH")
+SHORT = ["--rounds", "2"]
+NEEDS_TWO = "sums over two GPUs, NCCL, copies from GPU to GPU, the balance of memory, and what a second GPU brings"
+
+FACTS = """
+import json, gluon_mgpu, mxnet
+from dataclasses import asdict
+from gluon_mgpu import cuda
+from gluon_mgpu.devices import describe_devices, usable_gpus
+print(json.dumps({
+    "gluon_mgpu": gluon_mgpu.__version__,
+    "mxnet": mxnet.__version__,
+    "usable_gpus": [str(context) for context in usable_gpus()],
+    "devices": [asdict(device) for device in describe_devices()],
+    "cuda_libraries": [asdict(library) for library in cuda.libraries()],
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended: `code` is None where it took too long. `files` holds the JSON that it wrote."""
+
+    code: Any
+    seconds: float
+    output: str
+    errors: str
+    files: Dict[str, Any]
+
+    def facts(self) -> Dict[str, Any]:
+        """Return it as a part of the report."""
+        ended = "took too long" if self.code is None else "well" if self.code == 0 else f"exit status {self.code}"
+        told = {} if self.code == 0 else {"output": self.output[-4000:], "errors": self.errors[-8000:]}
+        return {"ended": ended, "seconds": round(self.seconds, 1), **told, **self.files}
+
+
+def main() -> int:
+    """Make the report; return 0 where everything that could be tried went well."""
+    options = parse()
+    began = time.time()
+    with tempfile.TemporaryDirectory(prefix="gpu_report_") as folder:
+        report = make(Path(folder), options.only, options.limit)
+    report["seconds"] = round(time.time() - began, 1)
+    text = json.dumps(scrub(report, secrets()), indent=1)
+    Path(options.output).write_text(text + "\n", encoding="utf-8")
+    tell(report, options.output, len(text))
+    return 0 if report["went_well"] else 1
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(
+        description="Try gluon_mgpu on the GPUs here: the doctor, the tests that are marked gpu, copies and steps. Everything "
+        "goes into one file of text, without names of users and computers, which you can read and send back.",
+    )
+    parser.add_argument("--output", default="gpu_report.json", help="the file (default: gpu_report.json)")
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for each part (default: 900)")
+    return parser.parse_args()
+
+
+def make(folder: Path, parts: Sequence[str], limit_s: float) -> Dict[str, Any]:
+    """Return the report: facts, each part, what was not tested, and whether all went well."""
+    print("looking at this machine", flush=True)
+    facts, gpus = look(folder, limit_s)
+    report: Dict[str, Any] = {"format": 1, "machine": machine(), "facts": facts}
+    for part in parts:
+        print(f"{part} on {', '.join(gpus) or 'CPU contexts: there is no usable GPU'}", flush=True)
+        report[part] = PARTS[part](folder, gpus, limit_s)
+        print(f"  {report[part]['ended']}, {report[part]['seconds']} s", flush=True)
+    report["not_tested"] = not_tested(gpus, report, parts)
+    # The doctor's exit status says that something is wrong here; that is a finding, not a failure of the report.
+    report["went_well"] = all(report[part]["ended"] == "well" for part in ("facts", *parts) if part != "doctor")
+    return report
+
+
+def look(folder: Path, limit_s: float) -> Tuple[Dict[str, Any], List[str]]:
+    """Return versions, devices and CUDA's libraries, and the GPUs that MXNet can run on; none where it cannot be imported."""
+    done = run([sys.executable, "-c", FACTS], folder, limit_s)
+    found = last_json(done.output) if done.code == 0 else {}
+    return {**done.facts(), **found}, list(found.get("usable_gpus", []))
+
+
+def machine() -> Dict[str, Any]:
+    """Return what this machine is, and the variables that matter."""
+    chosen = {name: value for name, value in sorted(os.environ.items()) if ENVIRONMENT.fullmatch(name)}
+    system = {"system": platform.system(), "kernel": platform.release(), "C library": " ".join(platform.libc_ver())}
+    return {**system, "Python": platform.python_version(), "cores": os.cpu_count(), "environment": chosen}
+
+
+def doctor(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
+    """Return what `gluon-mgpu doctor --json` says."""
+    done = run([sys.executable, "-m", "gluon_mgpu", "doctor", "--json"], folder, limit_s)
+    return {**done.facts(), "told": last_json(done.output)}
+
+
+def tests(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
+    """Return the outcome of each test of tests/test_gpu.py, on GPUs and of its rehearsal, with durations and tracebacks."""
+    results = folder / "results.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", "tests/test_gpu.py"]
+    done = run(command, ROOT, limit_s)
+    cases = read_cases(results)
+    counts = {outcome: sum(case["outcome"] == outcome for case in cases) for outcome in ("passed", "failed", "skipped")}
+    on_gpus = sum(case["outcome"] != "skipped" for case in cases if is_on_gpu(case["test"]))
+    return {**done.facts(), "counts": counts, "on_gpus": on_gpus, "cases": cases}
+
+
+def transfer(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
+    """Return GB/s between the CPU and each GPU, and between GPUs."""
+    devices = "cpu:0," + ",".join(spec(name) for name in gpus) if gpus else "cpu:2"
+    sizes = SIZES if gpus else "4096,1048576"
+    return bench("transfer", ["--devices", devices, "--sizes", sizes], folder, limit_s)
+
+
+def step(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
+    """Return what a step costs, ours and plain Gluon's, on one device and on two."""
+    return bench("step", [*compared(gpus), "--contenders", "ours,ours-static,gluon", "--no-memory"], folder, limit_s)
+
+
+def train(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
+    """Return ResNet-18's images/s, ours and plain Gluon's, on one device and on two."""
+    return bench("train", [*compared(gpus), "--contenders", "ours,gluon"], folder, limit_s)
+
+
+PARTS: Dict[str, Callable[[Path, Sequence[str], float], Dict[str, Any]]] = {
+    "doctor": doctor,
+    "tests": tests,
+    "transfer": transfer,
+    "step": step,
+    "train": train,
+}
+
+
+def compared(gpus: Sequence[str]) -> List[str]:
+    """Return the options of a comparison: on GPUs in full; on CPU contexts so small that it only shows that it runs."""
+    if not gpus:
+        return ["--device", "cpu", "--num-devices", "1,2", "--quick"]
+    return ["--device", "gpu", "--num-devices", "1,2" if len(gpus) > 1 else "1", *SHORT]
+
+
+def spec(context: str) -> str:
+    """Return how use_devices takes a device: gpu(1) is gpu:1."""
+    return context.replace("(", ":").replace(")", "")
+
+
+def bench(name: str, arguments: Sequence[str], folder: Path, limit_s: float) -> Dict[str, Any]:
+    """Run `gluon-mgpu bench`, and return what it wrote."""
+    command = [sys.executable, "-m", "gluon_mgpu", "bench", name, *arguments, "--output", str(folder)]
+    return {"arguments": list(arguments), **run(command, folder, limit_s, files=[f"{name}.json"]).facts()}
+
+
+def run(command: Sequence[str], where: Path, limit_s: float, *, files: Sequence[str] = ()) -> Done:
+    """Run a command to its end, or until it has taken too long; a crash of it is a finding, not the end of the report."""
+    began = time.perf_counter()
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(list(command), cwd=str(where), env=environment, stdout=out, stderr=errors)
+        code: Any = None
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        told = [read_all(file) for file in (out, errors)]
+    written = {Path(name).stem: json.loads((where / name).read_text()) for name in files if (where / name).exists()}
+    return Done(code, time.perf_counter() - began, told[0], told[1], written)
+
+
+def read_all(file: Any) -> str:
+    """Return what was written to a file."""
+    file.seek(0)
+    return str(file.read().decode(errors="replace"))
+
+
+def last_json(text: str) -> Any:
+    """Return the JSON object that ends a text, {} where there is none: libraries may print lines before it."""
+    for start in [match.start() for match in re.finditer(r"^\{", text, re.MULTILINE)]:
+        try:
+            return json.loads(text[start:])
+        except ValueError:
+            continue
+    return {}
+
+
+def read_cases(results: Path) -> List[Dict[str, Any]]:
+    """Return each test's name, outcome, seconds, and why it was skipped or how it failed; none where pytest wrote nothing."""
+    if not results.exists():
+        return []
+    found = []
+    for case in ElementTree.parse(str(results)).getroot().iter("testcase"):
+        told = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        outcome = {"failure": "failed", "error": "failed", "skipped": "skipped"}[told[0].tag] if told else "passed"
+        one = {"test": case.get("name", ""), "outcome": outcome, "seconds": round(float(case.get("time", 0)), 2)}
+        if told:
+            one["why"] = told[0].get("message", "") if outcome == "skipped" else "\n".join(child.text or "" for child in told)
+        found.append(one)
+    return found
+
+
+def is_on_gpu(test: str) -> bool:
+    """Return whether a test's name is that of its run on GPUs: test_memory[gpu], test_copy[float32-gpu]."""
+    return "gpu" in re.split(r"[\[\]-]", test)[1:]
+
+
+def not_tested(gpus: Sequence[str], report: Dict[str, Any], parts: Sequence[str]) -> List[str]:
+    """Return in sentences what this report does not show."""
+    found = []
+    if not gpus:
+        reasons = sorted({device["reason"] for device in report["facts"].get("devices", []) if not device["usable"]})
+        found.append(" ".join(["No GPU that MXNet can run on: nothing was tried on a GPU.", *reasons]))
+    if len(gpus) == 1:
+        found.append(f"Only one GPU: {NEEDS_TWO} were not tried.")
+    found += [f"{part} was not asked for." for part in PARTS if part not in parts]
+    found += [f"{part} did not end well: {report[part]['ended']}." for part in parts if report[part]["ended"] != "well"]
+    if gpus and "tests" in parts and not report["tests"]["on_gpus"]:
+        found.append("No test ran on a GPU: see why each was skipped.")
+    return found
+
+
+def secrets() -> List[Tuple[str, str]]:
+    """Return what is not to be sent, and what stands for it; the longest first."""
+    folders = {str(ROOT): "<project>", sys.prefix: "<environment>", sys.base_prefix: "<python>", str(Path.home()): "~"}
+    folders[tempfile.gettempdir()] = "<tmp>"
+    names = dict.fromkeys((socket.gethostname(), platform.node(), socket.gethostname().split(".")[0]), "<host>")
+    users = [os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path.home().name]
+    with suppress(KeyError, OSError):  # a user without a name, in a container
+        users.append(getpass.getuser())
+    names.update(dict.fromkeys(users, "<user>"))
+    found = [(text, mark) for text, mark in {**folders, **names}.items() if len(text) > 1 and text != "localhost"]
+    return sorted(found, key=lambda pair: len(pair[0]), reverse=True)
+
+
+def scrub(value: Any, hidden: Sequence[Tuple[str, str]]) -> Any:
+    """Return nested data in which no text names a user, this computer, or a home folder."""
+    if isinstance(value, dict):
+        return {scrub(key, hidden): scrub(one, hidden) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [scrub(one, hidden) for one in value]
+    if not isinstance(value, str):
+        return value
+    for text, mark in hidden:
+        edge = (r"(?<![\w-])", r"(?![\w-])") if not text.startswith("/") else ("", r"(?![\w.-])")
+        value = re.sub(edge[0] + re.escape(text) + edge[1], mark, value)
+    value = re.sub(r"/(home|Users)/[^/\s'\":,;]+", "~", value)
+    value = re.sub(r"/root(?![\w.-])", "~", value)
+    return re.sub(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4,12}){4}", "<uuid of a GPU>", value)
+
+
+def tell(report: Dict[str, Any], path: str, num_bytes: int) -> None:
+    """Print what was found, in a few lines."""
+    if "tests" in report:
+        counts, on_gpus = report["tests"]["counts"], report["tests"]["on_gpus"]
+        print(f"\ntests: {', '.join(f'{number} {outcome}' for outcome, number in counts.items())}; {on_gpus} ran on GPUs")
+        for case in report["tests"]["cases"]:
+            if case["outcome"] == "failed":
+                print(f"  failed: {case['test']}")
+    print("\nnot tested:" if report["not_tested"] else "\neverything was tried")
+    for sentence in report["not_tested"]:
+        print(f"  {sentence}")
+    print(f"\nwrote {path}, {num_bytes / 1000:.0f} kB. Read it, and send this one file.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

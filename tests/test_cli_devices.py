@@ -1,0 +1,137 @@
+import json
+import tempfile
+
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+from gluon_mgpu.gpus import claims, mxnet_gpus
+
+from .fake_nvml import h200, install, v100s
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def own_locks(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(claims, "_held", {})
+    yield
+    for uuid in list(claims._held):
+        claims.release(uuid)
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Four V100s, of which the third is in use; MXNet sees the last two as gpu(0) and gpu(1)."""
+    fake = install(monkeypatch, v100s(4))
+    fake.gpus[2].processes, fake.gpus[2].used_bytes = [(17, "python", 9 * GIB)], 9 * GIB
+    fake.gpus[3].used_bytes = 300 * 2**20
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 2)
+    monkeypatch.setattr(mxnet_gpus, "why_not", lambda number: "")
+    monkeypatch.setattr(mxnet_gpus, "cuda_uuids", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
+    return fake
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, list(arguments))
+
+
+def run(*arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_gpus_have_their_names(nvml):
+    lines = run("devices").splitlines()
+    (row,) = [line for line in lines if nvml.gpus[3].uuid in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["gpu(0)", "3", nvml.gpus[3].uuid, "28:00.0"]
+    told = next(line for line in lines if "gpu(0)" in line)
+    assert [cell.strip() for cell in told.strip("│").split("│")][2:5] == ["16.0 GiB", "15.7 GiB", "yes"]
+    (hidden,) = [line for line in lines if nvml.gpus[1].uuid in line]
+    assert hidden.strip("│").split("│")[0].strip() == "-"
+    assert "CUDA_DEVICE_ORDER" not in "".join(lines)
+
+
+def test_gpus_have_their_names_in_json(nvml):
+    _, first, second, *hidden = json.loads(run("devices", "--json"))
+    assert (first["name"], first["index"], first["uuid"]) == ("gpu(0)", 3, nvml.gpus[3].uuid)
+    assert (second["name"], second["free_bytes"], second["pci_bus_id"]) == ("gpu(1)", 7 * GIB, nvml.gpus[2].bus_id)
+    assert [device["index"] for device in hidden] == [0, 1]
+
+
+def test_numbers_in_doubt_are_told(nvml, monkeypatch):
+    nvml.gpus.append(h200())
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert run("devices").count("CUDA_DEVICE_ORDER=PCI_BUS_ID") == 1
+
+
+def test_the_names_of_free_gpus(nvml, monkeypatch):
+    assert run("devices", "--free") == f"{nvml.gpus[3].uuid}\n"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    names = [gpu.uuid for gpu in nvml.gpus]
+    assert run("devices", "--free") == f"{names[0]},{names[1]},{names[3]}\n"
+    assert run("devices", "--free", "1") == f"{names[0]}\n"
+    assert run("devices", "--free", "--min-free-memory", "15.9GiB") == f"{names[0]},{names[1]}\n"
+
+
+def test_free_gpus_behind_numbers_in_doubt(nvml, monkeypatch):
+    nvml.gpus.append(h200())
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert "got numbers in CUDA_VISIBLE_DEVICES" in invoke("devices", "--free").output
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert run("devices", "--free", "1") == f"{nvml.gpus[4].uuid}\n"  # whatever its number is
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--free", "2"], "Error: devices: got --free; need 2 free GPUs: gpu(0): it would do; gpu(1): process 17 (python)"),
+        (["--free", "--min-free-memory", "17GiB"], "need a free GPU with 17.0 GiB of free memory: gpu(0): 15.7 GiB of 16.0 GiB"),
+        (["--free", "--min-free-memory", "much"], "got min_free_memory='much'"),
+    ],
+    ids=["too few", "too little", "no size"],
+)
+def test_no_free_gpus(nvml, arguments, told):
+    result = invoke("devices", *arguments)
+    assert result.exit_code == 1
+    assert told in result.output
+
+
+def test_nobody_tells_which_gpus_are_free(monkeypatch):
+    install(monkeypatch, error="LibraryNotFound")
+    result = invoke("devices", "--free")
+    assert result.exit_code == 1
+    assert "Error: devices: got --free; need the driver's word" in result.output
+    assert run("devices").startswith("devices")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [["train", "resnet18"], ["train", "seq2seq", "--num-examples", "200"], ["predict", "resnet18"], ["translate"]],
+    ids=" ".join,
+)
+def test_programs_choose_gpus(monkeypatch, program):
+    """Each gives use_devices what it was asked for, and before it has made a file."""
+    asked = []
+
+    def refuse(spec, **options):
+        options.pop("tell")("waiting")
+        asked.append((spec, options))
+        raise KeyboardInterrupt
+
+    names = {"train": "train_seq2seq" if "seq2seq" in program else "train"}
+    monkeypatch.setattr(f"gluon_mgpu.cli.{names.get(program[0], program[0])}.use_devices", refuse)
+    result = invoke(*program, "--devices", "gpu:free:2", "--min-free-memory", "8GiB", "--wait-for-gpu", "60")
+    assert asked == [("gpu:free:2", {"min_free_memory": "8GiB", "wait_s": 60.0})]
+    assert result.exit_code == 130
+    assert "waiting" in result.stderr
+    assert "waiting" not in result.stdout
+
+
+def test_programs_are_told_what_is_not_free(nvml):
+    result = invoke("train", "resnet18", "--devices", "gpu:1", "--wait-for-gpu", "0")
+    assert result.exit_code == 1
+    assert "Error: use_devices: got 'gpu:1'; need a free GPU: gpu(1): process 17 (python) computes there." in result.output

@@ -1,0 +1,285 @@
+"""Watching real runs on CPU contexts, GPUs that are a stand-in, and the command."""
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli.monitor import monitor as command
+from gluon_mgpu.errors import DataError, TrainerError
+from gluon_mgpu.gpus.nvml import Gpu
+from gluon_mgpu.monitor import Finding, GpuSample, Held, Monitor, Reader, callback, read_samples
+from gluon_mgpu.monitor.gpus import GpuReader, visible
+from gluon_mgpu.monitor.host import HostReader, Seldom, name_thread, threads_of
+from gluon_mgpu.monitor.view import view
+from gluon_mgpu.readiness import ON_WORKER, Marker, is_serial
+from mxnet import gluon
+from rich.console import Console
+
+from .conftest import assert_house_style, small_batches, small_net
+from .fake_nvml import install, v100s
+
+pytest.importorskip("psutil")
+CE = gluon.loss.SoftmaxCrossEntropyLoss
+
+
+@pytest.fixture(autouse=True)
+def no_driver(monkeypatch):
+    """No NVIDIA driver, whatever the machine has; tests that want one install another stand-in."""
+    return install(monkeypatch, [], error="LibraryNotFound")
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
+class Slow:
+    """Batches that take their time."""
+
+    def __init__(self, num, seconds):
+        self._num, self._seconds = num, seconds
+
+    def __iter__(self):
+        for batch in small_batches([12] * self._num):
+            time.sleep(self._seconds)
+            yield batch
+
+
+def fit(monitor, batches, epochs=1):
+    with mgpu.use_devices("cpu:2") as ctx:
+        net = small_net(ctx)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+        return mgpu.fit(net, CE(), trainer, batches, epochs=epochs, callbacks=[monitor])
+
+
+@pytest.mark.timeout(120)
+def test_fit_is_watched(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "gluon_mgpu")
+    monitor = Monitor(tmp_path / "run", interval_s=0.1)
+    history = fit(monitor, Slow(20, 0.05), epochs=2)
+    assert not any(thread.name == "Monitor" for thread in threading.enumerate())
+    samples = read_samples(tmp_path / "run" / "monitor.jsonl")
+    assert len(samples) == len(monitor.samples) >= 3
+    assert samples[-1].step == 40 and samples[-1].epoch == 2 and samples[-1].host.rss_bytes > 2**24
+    row = history.rows[-1]
+    assert row["host_gib"] > 0 and row["time_in_data"] > 0.5
+    if not is_serial():
+        assert [cpu.name for cpu in samples[-1].cpus] == ["cpu(0)", "cpu(1)"] and {"load_cpu(0)", "load_cpu(1)"} <= set(row)
+    assert (tmp_path / "run" / "monitor.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / "run" / "monitor.json").read_text(encoding="utf-8"))
+    assert max(summary["spent"], key=summary["spent"].get) == "data"
+    assert "the training thread: data" in caplog.text
+
+
+@pytest.mark.timeout(120)
+def test_slow_data_is_named_with_its_line(caplog):
+    if is_serial():
+        pytest.skip("the serial engine has no workers, whose load could be low")
+    monitor = Monitor(interval_s=0.1)
+    fit(monitor, Slow(40, 0.05))
+    idle = [one for one in monitor.findings if one.what == "idle"]
+    assert [one.cause for one in idle] == ["data"] and "test_monitor.py" in idle[0].message and "(__iter__)" in idle[0].message
+    assert sum("monitor: idle" in record.message for record in caplog.records) == 1  # warned of once
+
+
+@pytest.mark.timeout(120)
+def test_a_loop_by_hand_that_reads_every_loss():
+    if is_serial():
+        pytest.skip("the serial engine computes where it is called")
+    x = mx.nd.ones((700, 700))
+    with Monitor(interval_s=0.2) as monitor:
+        until_s = time.monotonic() + 1.5
+        while time.monotonic() < until_s:
+            float(mx.nd.dot(x, x).sum().asscalar())
+    spent = monitor.summary().spent
+    assert max(spent, key=spent.get) == "sync"
+    assert any("test_monitor.py" in sample.where.get("sync", "") for sample in monitor.samples)
+
+
+@pytest.mark.timeout(60)
+def test_arrays_that_are_kept_on_one_context_are_found():
+    monitor = Monitor(interval_s=0.1, contexts=[mx.cpu(0), mx.cpu(1)])
+    kept = [mx.nd.ones((50, 1031), ctx=mx.cpu(1)) for _ in range(20)]
+    mx.nd.waitall()
+    with monitor:
+        monitor.count_arrays()
+        until(lambda: monitor.samples and all(cpu.held for cpu in monitor.samples[-1].cpus))
+    if not is_serial():
+        held = {cpu.name: cpu.held for cpu in monitor.samples[-1].cpus}["cpu(1)"]
+        assert (held.more, held.shape, held.dtype) == (len(kept), (50, 1031), "float32")
+
+
+def test_the_watching_thread_asks_nothing_about_arrays(monkeypatch):
+    """An array that its own thread is freeing is still among Python's objects: to ask about it there was a crash."""
+    asked_by = []
+    monkeypatch.setattr(callback, "live_arrays", lambda: asked_by.append(threading.current_thread().name) or {})
+    with Monitor(interval_s=0.1) as monitor:
+        monitor.count_arrays()
+        until(lambda: len(monitor.samples) > 2)
+    assert asked_by == [threading.current_thread().name]
+
+
+def test_arrays_of_bf16_count(monkeypatch):
+    """NumPy calls MXNet's bfloat16 `void16`, a name that it does not take back."""
+    monkeypatch.setattr(callback, "live_arrays", lambda: {("cpu(0)", "void16", (3, 5)): 2})
+    assert callback._find_held() == {"cpu(0)": Held(60, 2, (3, 5), "bfloat16")}
+
+
+def test_told_phases_are_exact():
+    monitor = Monitor(interval_s=0.1)
+    with monitor:
+        monitor.on_phase(None, "data")
+        until(lambda: len(monitor.samples) > 2)
+    assert monitor.samples[-1].spent == {"data": 1.0}
+
+
+def test_a_watcher_that_fails_does_not_end_the_run(monkeypatch, caplog):
+    with Monitor(interval_s=0.1) as monitor:
+        monkeypatch.setattr(monitor._reader, "read", lambda **_: 1 / 0)
+        until(lambda: "watches no more" in caplog.text)
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"interval_s": 0}, {"interval_s": True}, {"interval_s": "1"}, {"contexts": "cpu"}, {"contexts": [1]}]
+)
+def test_wrong_arguments(wrong):
+    with pytest.raises(TrainerError) as caught:
+        Monitor(**wrong)
+    assert_house_style(caught.value)
+
+
+def test_no_such_process():
+    with pytest.raises(DataError) as caught:
+        HostReader(2**22 + 1)
+    assert_house_style(caught.value)
+
+
+def test_the_worker_of_a_context_has_a_name():
+    if is_serial():
+        pytest.skip("the serial engine has no workers")
+    marker = Marker(context=mx.cpu(3), where=ON_WORKER)
+    until(lambda: marker.done)
+    name_thread(marker.thread, "cpu(3)")
+    assert threads_of(os.getpid())[marker.thread].name == "mxnet cpu(3)"
+    reader = HostReader(num_threads={"cpu(3)": 1})
+    x = mx.nd.ones((600, 600), ctx=mx.cpu(3))
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        mx.nd.dot(x, x).wait_to_read()
+    _, cpus = reader.read()
+    busy = {cpu.name: cpu.cores for cpu in cpus}["cpu(3)"]
+    assert 0.05 < busy < 1.5
+    time.sleep(0.3)
+    _, cpus = reader.read()
+    assert {cpu.name: cpu.cores for cpu in cpus}["cpu(3)"] < busy / 2
+
+
+def test_children_count():
+    child = subprocess.Popen([sys.executable, "-c", "x = bytearray(10**8); input()"], stdin=subprocess.PIPE)
+    try:
+        until(lambda: HostReader().read()[0].children_bytes > 9e7)
+        assert child.pid in HostReader(whole_tree=True).pids()
+    finally:
+        child.communicate(b"\n", timeout=30)
+
+
+def test_what_is_dear_is_found_seldom():
+    found = []
+    seldom = Seldom(lambda: found.append(1) or len(found), every_s=1000.0)
+    assert [seldom(), seldom(), seldom()] == [1, 1, 1]
+
+
+def test_gpus_as_the_driver_tells(monkeypatch):
+    nvml = install(monkeypatch, v100s(2))
+    nvml.gpus[1].used_bytes, nvml.gpus[1].utilization, nvml.gpus[1].throttle_bits = 10 * 2**30, 87, 0x20
+    nvml.gpus[1].processes = [(os.getpid(), "python", 3 * 2**30), (4242, "other", 2**30)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    reader = Reader(gpu_ids=[1])
+    (gpu,) = reader.read().gpus
+    reader.close()
+    assert (gpu.name, gpu.load, gpu.used_bytes, gpu.own_bytes) == ("gpu(1)", 0.87, 10 * 2**30, 3 * 2**30)
+    assert gpu.foreign == (("other (4242)", 2**30),) and gpu.throttled == ("temperature",)
+    assert nvml.users == 0
+
+
+def test_without_a_driver_there_is_a_reason():
+    reader = GpuReader()
+    assert reader.read([1]) == () and "libnvidia-ml.so.1" in reader.why_not
+
+
+def test_cuda_visible_devices():
+    gpus = [Gpu(i, uuid=f"GPU-{i}a") for i in range(4)]
+    numbers = {"2,0": [2, 0], "GPU-3": [3], "1,9,2": [1], "": [], "-1": []}
+    assert [one.index for one in visible(gpus, {})] == [0, 1, 2, 3]
+    for named, expected in numbers.items():
+        assert [one.index for one in visible(gpus, {"CUDA_VISIBLE_DEVICES": named})] == expected, named
+
+
+def test_the_table(monkeypatch):
+    reader = Reader()
+    time.sleep(0.05)
+    sample = reader.read()
+    gpus = (
+        GpuSample(
+            "gpu(0)", "V100", 16 * 2**30, 10 * 2**30, 4 * 2**30, (("other (77)", 2**30),), 0.5, 71, 250, 300, ("temperature",)
+        ),
+        GpuSample("gpu(1)", "V100", trouble="GPU is lost"),
+    )
+    file = io.StringIO()
+    finding = Finding("idle", "gpu(0)", "data", "the devices [compute] little")
+    Console(file=file, width=160).print(view(type(sample)(**{**vars(sample), "gpus": gpus}), [finding], pid=os.getpid()))
+    told = file.getvalue()
+    for part in ("10.0 of 16.0", "50%", "71", "250 of 300", "temperature", "own 4.0, other (77) 1.0", "GPU is lost", "machine"):
+        assert part in told, part
+    assert f"process {os.getpid()}" in told and "idle: the devices [compute] little" in told
+
+
+def test_lines_where_there_is_no_terminal():
+    done = CliRunner().invoke(command, ["--count", "2", "--interval", "0.1", "--pid", str(os.getpid())])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    assert len(lines) == 2 and lines[1]["host"]["rss_bytes"] > 2**24 and lines[1]["gpus"] == []
+
+
+def test_without_a_process_it_is_the_machine():
+    done = CliRunner().invoke(command, ["--duration", "0.2", "--interval", "0.1"])
+    lines = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    assert lines and all(line["host"]["rss_bytes"] == 0 and line["host"]["total_bytes"] > 0 for line in lines)
+
+
+PROGRAM = [sys.executable, "-W", "ignore", "-c", "from gluon_mgpu.cli.monitor import monitor; monitor(['--interval', '0.1'])"]
+
+
+@pytest.mark.timeout(90)
+def test_ctrl_c_and_a_reader_that_leaves_end_it_quietly():
+    with subprocess.Popen(PROGRAM, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and b"Traceback" not in errors
+    with subprocess.Popen(PROGRAM, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(30) == 0
+    assert b"Traceback" not in errors and b"Broken" not in errors
+
+
+def test_it_ends_with_the_process_that_it_looks_at():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    threading.Timer(0.5, child.communicate, [b"\n"]).start()
+    done = CliRunner().invoke(command, ["--pid", str(child.pid), "--interval", "0.1", "--duration", "30"])
+    assert done.exit_code == 0 and f"Process {child.pid} has ended." in done.output + done.stderr

@@ -10,6 +10,8 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
+from .processes import group
+
 
 def random_state() -> Dict[str, List[Any]]:
     """Return where the global generators of Python and NumPy are, in a form that JSON holds.
@@ -54,12 +56,14 @@ def check_random_state(state: Dict[str, List[Any]]) -> None:
 
 
 def draw_base(context: Context) -> int:
-    """Return a number that MXNet's generator of a device draws. It is waited for.
+    """Return a number that MXNet's generator of a device draws, in process 0 for all of a job. It is waited for.
 
     MXNet does not tell where its generators are; so checkpoints seed them anew, with seeds that begin with this number, which is
     the same where a program has been seeded alike.
     """
-    return int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=context).asscalar())
+    drawn = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=context).asscalar())
+    processes = group()  # generators that began alike are apart where parts of batches were not equally large
+    return drawn if processes is None else int(processes.say(str(drawn).encode())[0])
 
 
 def seed_of(base: int, step: int, rank: int = 0) -> int:

@@ -6,7 +6,9 @@
 # Where Horovod is used: gluon-mgpu launch -n 2 --backend horovod train.py
 #
 # Horovod looks for MXNet when it is built, so that pip must not build it in an environment apart; its setup.py was written for
-# setuptools below 70, its CMakeLists.txt for CMake below 4.
+# setuptools below 70, its CMakeLists.txt for CMake below 4. One line is mended before: Horovod connects its processes twice, and
+# the second time forgets the network interface that it was told (HOROVOD_GLOO_IFACE), and takes the address of the machine's
+# name, which often is a loopback address that other machines cannot reach.
 
 set -eu
 python=${1:-"$(dirname "$0")/../.venv/bin/python"}
@@ -29,13 +31,28 @@ export HOROVOD_WITH_MXNET=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WI
 setuptools=$("$python" -m pip list --format=freeze | sed -n 's/^setuptools==/setuptools==/p')
 echo "Building Horovod for $("$python" -c 'import sys; print(sys.prefix)'): some minutes."
 "$python" -m pip install --quiet --disable-pip-version-check 'setuptools>=65,<70' wheel 'cmake>=3.13,<4' cffi cloudpickle psutil pyyaml packaging
-log=$(mktemp)
+folder=$(mktemp -d)
+"$python" -m pip download --quiet --disable-pip-version-check --no-build-isolation --no-deps --no-binary :all: --dest "$folder" horovod==0.28.1
+tar -xzf "$folder/horovod-0.28.1.tar.gz" -C "$folder"
+source=$folder/horovod-0.28.1/horovod/common/gloo/gloo_context.cc
+"$python" - "$source" <<'MEND'
+import sys
+
+path = sys.argv[1]
+with open(path, encoding="utf-8") as file:
+    text = file.read()
+begin = text.index("void GlooContext::InitializeForProcessSet(")
+told, forgotten = "  gloo_iface_ = global_context.gloo_iface_;\n", "  device_attr.iface = gloo_iface_;\n"
+place = text.index(forgotten, begin)
+with open(path, "w", encoding="utf-8") as file:
+    file.write(text[:place] + told + text[place:])
+MEND
 if ! "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-cache-dir --no-deps --verbose \
-    --force-reinstall horovod==0.28.1 >"$log" 2>&1; then
-    tail -40 "$log" >&2
-    fail "the build failed; its whole output is in $log"
+    --force-reinstall "$folder/horovod-0.28.1" >"$folder/log" 2>&1; then
+    tail -40 "$folder/log" >&2
+    fail "the build failed; its whole output is in $folder/log"
 fi
-rm -f "$log"
+rm -rf "$folder"
 [ -z "$setuptools" ] || "$python" -m pip install --quiet --disable-pip-version-check "$setuptools"
 
 "$python" - <<'CHECK' || fail "got a Horovod that does not work with this MXNet; need one that was built for it. Build it again."

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from gluon_mgpu.cli.launch import launch
+from gluon_mgpu.cli.launch import _gpus, launch
 from gluon_mgpu.distributed import LaunchError
 
 from .conftest import assert_house_style
@@ -163,3 +163,9 @@ def test_a_host_that_ssh_does_not_reach(hostfile, mark, monkeypatch):
     assert result.exit_code == 255
     assert "node two exited with status 255" in result.output and "  ssh: connect to host two: No route to host" in result.output
     assert marked(mark) == []
+
+
+@pytest.mark.parametrize(("said", "seen"), [("0, 3", ("0", "3")), ("1,-1,2", ("1",)), ("", ()), ("GPU-1a,", ("GPU-1a",))])
+def test_gpus_are_those_that_cuda_sees(monkeypatch, said, seen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+    assert _gpus() == seen

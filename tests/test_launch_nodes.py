@@ -16,6 +16,7 @@ from gluon_mgpu.distributed.supervise import Limits
 
 from .conftest import assert_house_style
 from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, until
+from .test_processes import BACKENDS
 
 __all__ = ["mark"]  # a fixture
 pytestmark = pytest.mark.timeout(100)
@@ -263,13 +264,21 @@ import mxnet as mx
 rank, path, target = int(os.environ["GLUON_MGPU_RANK"]), os.environ["CHECKPOINT"], [3.0, 5.0]
 step, weight = json.load(open(path)) if os.path.exists(path) else (0, 0.0)
 print("from step", step, flush=True)
-store = mx.kv.create("dist_sync")
-store.init(0, mx.nd.zeros((1,)))
+total = mx.nd.zeros((1,))
+if "HOROVOD_RANK" in os.environ:
+    from gluon_mgpu.processes import group
+    together = group().sum_of([total])
+else:
+    store = mx.kv.create("dist_sync")
+    store.init(0, total)
 while step < 60:
     gradient = mx.nd.array([weight - target[rank]])  # of the squared distance to this worker's target
-    store.push(0, gradient)
-    total = mx.nd.zeros((1,))
-    store.pull(0, out=total)
+    if "HOROVOD_RANK" in os.environ:
+        gradient.copyto(total)
+        together.run(0)
+    else:
+        store.push(0, gradient)
+        store.pull(0, out=total)
     step, weight = step + 1, weight - 0.125 * total.asscalar()
     if rank == 0:
         with open(path + ".part", "w") as file:
@@ -280,11 +289,13 @@ print("weight", weight, flush=True)
 """
 
 
-def test_hosts_train_lose_each_other_and_recover(network, hosts, mark, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hosts_train_lose_each_other_and_recover(network, hosts, mark, monkeypatch, backend):
     checkpoint = hosts.folder / "checkpoint.json"
     monkeypatch.setenv("CHECKPOINT", str(checkpoint))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = {"host": network.addresses[0], "python": [sys.executable], "servers": 1, "limits": {"max_restarts": 1}}
+    options = {"host": network.addresses[0], "python": [sys.executable], "limits": {"max_restarts": 1}}
+    options.update({"servers": 1} if backend == "dist_sync" else {"backend": backend})
     enter = [["ip", "netns", "exec", name] for name in network.names]
     launchers = [hosts.start(rank, DESCEND, prefix=enter[rank], **options) for rank in range(2)]
     assert until(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())[0] >= 10, 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -203,5 +204,6 @@ def _gpus() -> Tuple[str, ...]:
     """Return the GPUs here as `CUDA_VISIBLE_DEVICES` names them."""
     said = os.environ.get("CUDA_VISIBLE_DEVICES")
     if said is not None:
-        return tuple(name.strip() for name in said.split(",") if name.strip())
+        names = (name.strip() for name in said.split(","))
+        return tuple(takewhile(lambda name: name != "-1", filter(None, names)))  # CUDA sees none from there on
     return tuple(map(str, range(mx.context.num_gpus())))

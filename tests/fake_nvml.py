@@ -20,11 +20,15 @@ who have opened it and not closed it; `nvml.without` holds names of functions th
 # ruff: noqa: N802
 
 import sys
+import tempfile
 import types
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Dict, List, Optional, Set, Tuple
+
+import pytest
+from gluon_mgpu.gpus import claims
 
 CODES = {
     "NotSupported": (3, "Not Supported"),
@@ -290,3 +294,13 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetMaxPcieLinkWidth(self, gpu):
         return gpu.pcie[1]
+
+
+@pytest.fixture(autouse=True)
+def own_locks(monkeypatch, tmp_path):
+    """Locks on GPUs in a folder of the test, given back at its end. In modules that import it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(claims, "_held", {})
+    yield
+    for uuid in list(claims._held):
+        claims.release(uuid)

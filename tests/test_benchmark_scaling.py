@@ -1,15 +1,12 @@
 """The benchmarks of several processes and of checkpoints: turns, failures, the fit of made-up links. No test reads a clock."""
 
 import json
-import os
 import signal
 import stat
 import subprocess
 import sys
 import time
-import uuid
 from dataclasses import replace
-from pathlib import Path
 
 import mxnet as mx
 import pytest
@@ -21,6 +18,9 @@ from gluon_mgpu.benchmark.scaling_model import Fit, Link, Traffic, between_machi
 from gluon_mgpu.cli import main
 
 from .conftest import assert_house_style
+from .test_launch import mark, marked
+
+__all__ = ["mark"]  # a fixture
 
 pytestmark = pytest.mark.timeout(200)
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -267,30 +267,6 @@ def test_pairs_begin_with_their_checkpoint(monkeypatch, tmp_path):
 
 
 # Processes
-
-
-@pytest.fixture
-def mark(monkeypatch):
-    """A variable that every process of the test has in its environment, however it was started."""
-    name = f"scaling-{uuid.uuid4()}"
-    monkeypatch.setenv("GLUON_MGPU_TEST_MARK", name)
-    yield name
-    for pid in marked(name):
-        os.kill(pid, signal.SIGKILL)
-
-
-def marked(name):
-    """The numbers of the living processes with this mark, but for this one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (folder / "environ").read_bytes()
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if f"GLUON_MGPU_TEST_MARK={name}".encode() in environ and state != "Z" and int(folder.name) != os.getpid():
-            found.append(int(folder.name))
-    return found
 
 
 def python_of(path, program):

@@ -1,23 +1,15 @@
 import json
-import tempfile
 
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.gpus import claims, mxnet_gpus
+from gluon_mgpu.gpus import mxnet_gpus
 
-from .fake_nvml import h200, install, v100s
+from .fake_nvml import h200, install, own_locks, v100s
+
+__all__ = ["own_locks"]  # a fixture
 
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def own_locks(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(claims, "_held", {})
-    yield
-    for uuid in list(claims._held):
-        claims.release(uuid)
 
 
 @pytest.fixture

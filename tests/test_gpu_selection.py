@@ -1,6 +1,5 @@
 import os
 import re
-import tempfile
 from contextlib import contextmanager
 
 import pytest
@@ -12,18 +11,11 @@ from gluon_mgpu.gpus.selection import most_free_first, select, wait_for
 from gluon_mgpu.gpus.visible_gpus import visible_gpus
 
 from .conftest import assert_house_style
-from .fake_nvml import a100_mig, install, v100s
+from .fake_nvml import a100_mig, install, own_locks, v100s
+
+__all__ = ["own_locks"]  # a fixture
 
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def own_locks(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(claims, "_held", {})
-    yield
-    for uuid in list(claims._held):
-        claims.release(uuid)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 from typing import Any, Dict, List
@@ -59,6 +60,10 @@ class Horovod:
                 f"Trainer: got rank {found[0]} of {found[1]} from Horovod; need {process.rank} of {process.num_processes}, as "
                 "the environment says. Start the program once, with gluon-mgpu launch --backend horovod, or horovodrun."
             )
+        if "GLUON_MGPU_RANK" in os.environ:
+            # The launcher's hook (distributed/startup) shuts Horovod down where all is well. A process that has failed must not:
+            # the others would fail with it before it has ended, and one of them be taken for the cause.
+            atexit.unregister(self._hvd.shutdown)
         self._on_gpu = bool(self._hvd.nccl_built())
         self._num_sums = 0
         self._is_half = False

@@ -65,6 +65,7 @@ def _end() -> None:
                 stream.flush()
         os._exit(_codes[-1])
     _free_stores()
+    _leave_horovod()
 
 
 def _free_stores() -> None:
@@ -75,6 +76,13 @@ def _free_stores() -> None:
         sys.modules["mxnet.base"]._LIB.MXKVStoreSetBarrierBeforeExit(store.handle, 0)
         store.__del__()
         store.handle.value = None  # what freeing it again does nothing with
+
+
+def _leave_horovod() -> None:
+    """Shut Horovod down, which `processes/horovod.py` keeps from doing so by itself."""
+    horovod = sys.modules.get("horovod.mxnet")
+    if horovod is not None and horovod.is_initialized():
+        horovod.shutdown()
 
 
 def _run_the_next() -> None:

@@ -46,7 +46,8 @@ def why_hidden(num_seen: int, num_there: int) -> str:
     if not mx.runtime.Features().is_enabled("CUDA"):
         return (
             f"The installed mxnet {mx.__version__} holds no GPU code. "
-            "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'."
+            "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'; no wheel helps GPUs of compute capability 9.0 or "
+            "newer (Hopper, Blackwell), which cannot run MXNet 1.9.1."
         )
     if num_there > num_seen and "CUDA_VISIBLE_DEVICES" in os.environ:
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} lets MXNet see {num_seen} of {num_there}."

@@ -208,7 +208,8 @@ class Buffers:
         self._num_batches = num_batches
         self._num_loaded = 0
         self._is_ahead = False  # of the devices, by more batches than are kept
-        self._arrays: Deque[Leaf] = deque()  # legacy arrays that only we know, the last one written at the end
+        # Legacy arrays that only we know, each behind what it is asked for by; the last one written at the end.
+        self._arrays: Deque[Tuple[Any, Leaf]] = deque()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -217,7 +218,7 @@ class Buffers:
         with loading(self.load):
             yield
         most = self._num_batches * self._num_loaded
-        self._is_ahead = len(self._arrays) > most and all(num_holders(array) > 1 for array in self._arrays)
+        self._is_ahead = len(self._arrays) > most and all(num_holders(array) > 1 for _, array in self._arrays)
         while len(self._arrays) > most:
             self._arrays.popleft()
 
@@ -236,14 +237,14 @@ class Buffers:
 
     def _free(self, shape: Tuple[int, ...], ctx: Context, dtype: np.dtype) -> Leaf:
         """Return an array that nobody but us holds."""
-        wanted = (shape, ctx, dtype)
-        for i, array in enumerate(self._arrays):
-            if (array.shape, array.context, np.dtype(array.dtype)) == wanted and num_holders(array) == 1:
+        wanted = (shape, ctx, np.dtype(dtype))
+        for i, (known, array) in enumerate(self._arrays):
+            if known == wanted and num_holders(array) == 1:
                 del self._arrays[i]
                 break
         else:
             array = mx.nd.empty(shape, ctx=ctx, dtype=dtype)
-        self._arrays.append(array)
+        self._arrays.append((wanted, array))
         self._num_loaded += 1
         return array
 

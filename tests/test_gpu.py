@@ -179,7 +179,7 @@ def test_shards_wait_in_pinned_memory_for_their_copy(machine, monkeypatch):
             Xs, _ = mgpu.split_batch(X, np.zeros(64, "int32"), ctx)
         assert Xs[0].context == ctx[0]
         assert set(np.unique(Xs[0].asnumpy())) == {i}
-    assert {array.context for array in buffers._arrays} == {machine.pinned(ctx[0])}
+    assert {array.context for _, array in buffers._arrays} == {machine.pinned(ctx[0])}
     assert len(buffers._arrays) <= 4  # written again once their copies are made, not new for each batch
 
 

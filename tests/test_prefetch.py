@@ -309,7 +309,7 @@ def test_on_a_gpu_arrays_go_by_pinned_memory(monkeypatch, arrays, created):
         mx.nd.waitall()
     assert [shard.context for shard in held] == [CPU] * 8
     assert [sorted(set(shard.asnumpy().flat)) for shard in held] == [[number] for number in range(8)]
-    assert {array.context for array in buffers._arrays} == {mx.cpu(9)}
+    assert {array.context for _, array in buffers._arrays} == {mx.cpu(9)}
 
 
 # ---- the order of work

@@ -153,6 +153,30 @@ def test_both_ways_of_recurrence_and_compilation_give_the_same(arrays, options):
         assert largest_difference(result, results[0]) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("options", "is_whole"),
+    [({}, True), ({"num_layers": 2, "cell": "lstm"}, True), ({"recurrence": "steps"}, False), ({"input_feeding": True}, False)],
+)
+def test_it_is_compiled_whole_where_all_steps_are_taken_at_once(options, is_whole):
+    calls = []
+    net = small_model(mx.cpu(), hybridize=True, **options)
+    net.output.register_forward_hook(lambda *_: calls.append(1))
+    X, _ = on_device(pairs(3), mx.nd)
+    for _ in range(3):
+        net(X).wait_to_read()
+    assert (net._cached_op is not None) == is_whole
+    assert len(calls) <= 1 if is_whole else len(calls) == 3  # a layer of a graph is called while it is made, and not again
+
+
+def test_few_operations_keep_the_recurrent_operator_from_others_unless_asked_for():
+    net = small_model(mx.cpu(), hybridize=True)
+    flags = dict(net._flags)
+    assert (flags["forward_bulk_size"], flags["backward_bulk_size"]) == (4, 4)
+    net.hybridize(forward_bulk_size=15)
+    flags = dict(net._flags)
+    assert (flags["forward_bulk_size"], flags["backward_bulk_size"]) == (15, 4)
+
+
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_step_by_step_is_all_at_once(options):
     """Decoding one token after the other, with the state of the last, gives the scores of teacher forcing."""

@@ -45,3 +45,11 @@ class Dense(_LegacyParameters, nn.Dense):  # type: ignore[misc]
 
 class Embedding(_LegacyParameters, nn.Embedding):  # type: ignore[misc]
     """Gluon's, for legacy arrays in both modes."""
+
+
+class Dropout(nn.Dropout):  # type: ignore[misc]
+    """Gluon's, which copies its input where the rate is 0; this one hands it on."""
+
+    def forward(self, x: Any) -> Any:
+        """Return the input with some numbers left out."""
+        return super().forward(x) if self._rate else x

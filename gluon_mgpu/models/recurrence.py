@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Tuple
+from typing import Any, Iterable, List, Tuple
 
 import mxnet as mx
 from mxnet import Context, gluon
@@ -18,7 +18,7 @@ RECURRENCES = ("auto", "fused", "steps")
 _MANY = 3  # CPU contexts at once, for which steps, which take half as long again, are faster than turns
 
 
-class Recurrence(gluon.Block):  # type: ignore[misc]
+class Recurrence(nn.HybridBlock):  # type: ignore[misc]
     """A GRU or LSTM layer in one direction, steps first.
 
     ```
@@ -52,14 +52,13 @@ class Recurrence(gluon.Block):  # type: ignore[misc]
         check_choice("Recurrence", "cell", cell, tuple(NUM_GATES))
         check_choice("Recurrence", "recurrence", recurrence, RECURRENCES)
         self.hidden_size, self.num_states = hidden_size, NUM_STATES[cell]
-        self._recurrence, self._num_cores = recurrence, num_cores()
+        self._cell, self._recurrence, self._num_cores = cell, recurrence, num_cores()
         width = NUM_GATES[cell] * hidden_size
         with self.name_scope():
             self.i2h_weight = self.params.get("i2h_weight", shape=(width, input_size))
             self.h2h_weight = self.params.get("h2h_weight", shape=(width, hidden_size))
             self.i2h_bias = self.params.get("i2h_bias", shape=(width,), init="zeros")
             self.h2h_bias = self.params.get("h2h_bias", shape=(width,), init="zeros")
-            self.fused = _Fused(cell, hidden_size)
             self.i2h = _Project(width)
             self.cell = _GRUStep(hidden_size) if cell == "gru" else _LSTMStep(hidden_size)
 
@@ -72,15 +71,29 @@ class Recurrence(gluon.Block):  # type: ignore[misc]
         states : NDArray, shapes (N, hidden_size)
             One of a GRU; two of an LSTM.
         """
-        context = inputs.context
-        if self.is_fused(context):
-            params = (self.i2h_weight, self.h2h_weight, self.i2h_bias, self.h2h_bias)
-            return tuple(self.fused(inputs, *(_on(param, context) for param in params), *states))
+        if can_compile([self], inputs):
+            return tuple(super().forward(inputs, *states))
         outputs: List[Leaf] = []
         for projected in each_step(self.project(inputs)):
             states = self.step(projected, *states)
             outputs.append(states[0])
         return (mx.nd.stack(*outputs, axis=0), *states)
+
+    def hybrid_forward(self, F: Any, inputs: Any, *states: Any, **params: Any) -> Tuple[Any, ...]:
+        """Return the same by one operator for all steps."""
+        names = ("i2h_weight", "h2h_weight", "i2h_bias", "h2h_bias")
+        # MXNet joins rows ten times as fast as single numbers.
+        rows = [F.reshape(params[name].as_nd_ndarray(), shape=(-1, self.hidden_size)) for name in names]
+        outputs, *after = F.RNN(
+            inputs,
+            F.reshape(F.concat(*rows, dim=0), shape=(-1,)),
+            *(F.expand_dims(state, axis=0) for state in states),
+            state_size=self.hidden_size,
+            num_layers=1,
+            mode=self._cell,
+            state_outputs=True,
+        )
+        return (outputs, *(F.reshape(state, shape=(-3, 0)) for state in after))
 
     def is_fused(self, context: Context) -> bool:
         """Return whether one operator makes all steps on this device."""
@@ -98,31 +111,6 @@ class Recurrence(gluon.Block):  # type: ignore[misc]
         context = projected.context
         after = self.cell(projected, _on(self.h2h_weight, context), _on(self.h2h_bias, context), *states)
         return tuple(after) if isinstance(after, (list, tuple)) else (after,)
-
-
-class _Fused(nn.HybridBlock):  # type: ignore[misc]
-    """All steps in one operator. Parameters come as inputs, so that the other way has them, too."""
-
-    def __init__(self, cell: str, hidden_size: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._cell, self._hidden_size = cell, hidden_size
-
-    def hybrid_forward(
-        self, F: Any, inputs: Any, i2h_weight: Any, h2h_weight: Any, i2h_bias: Any, h2h_bias: Any, *states: Any
-    ) -> Any:
-        # MXNet joins rows ten times as fast as single numbers.
-        rows = [F.reshape(param, shape=(-1, self._hidden_size)) for param in (i2h_weight, h2h_weight, i2h_bias, h2h_bias)]
-        before = [F.expand_dims(state, axis=0) for state in states]
-        outputs, *after = F.RNN(
-            inputs,
-            F.reshape(F.concat(*rows, dim=0), shape=(-1,)),
-            *before,
-            state_size=self._hidden_size,
-            num_layers=1,
-            mode=self._cell,
-            state_outputs=True,
-        )
-        return (outputs, *(F.reshape(state, shape=(-3, 0)) for state in after))
 
 
 class _Project(nn.HybridBlock):  # type: ignore[misc]
@@ -158,6 +146,11 @@ class _LSTMStep(nn.HybridBlock):  # type: ignore[misc]
         i, f, new, o = F.split(gates, num_outputs=4, axis=1)
         c = F.sigmoid(f) * c + F.sigmoid(i) * F.tanh(new)
         return F.sigmoid(o) * F.tanh(c), c
+
+
+def can_compile(layers: Iterable[Recurrence], inputs: Any) -> bool:
+    """Return whether these layers can be part of a compiled graph: they are in one now, or make all steps by one operator."""
+    return isinstance(inputs, mx.sym.Symbol) or all(layer.is_fused(inputs.context) for layer in layers)
 
 
 def _on(param: gluon.Parameter, context: Context) -> Leaf:

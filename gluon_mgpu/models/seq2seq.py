@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from functools import partial
+from typing import Any, List, Optional, Tuple
 
 import mxnet as mx
-from mxnet import gluon
+from mxnet import Context
 from mxnet.gluon import nn
 
 from ..errors import TrainerError
 from ..nested import Leaf, is_device_array
 from .attention import ATTENTIONS, Attention
-from .legacy import Dense, Embedding, on_legacy_arrays
-from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, check_choice, each_step
+from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
+from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, check_choice, each_step
 from .sequence_loss import LAYOUTS
+
+_BULK = {"forward_bulk_size": 4, "backward_bulk_size": 4}  # operations
 
 Memory = Tuple[Leaf, Leaf, Leaf]  # keys (N, S, hidden), values (N, S, 2 hidden), lengths (N,)
 State = Tuple[Leaf, ...]  # of the decoder: arrays of shape (N, hidden)
 
 
-class Seq2Seq(gluon.Block):  # type: ignore[misc]
+class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
     """An encoder-decoder with attention, which scores each next token of the target.
 
     ```
@@ -32,8 +35,8 @@ class Seq2Seq(gluon.Block):  # type: ignore[misc]
     Teacher forcing knows all inputs of the decoder beforehand. Without input feeding, its recurrent layers run as the encoder's
     do, and attention and output layer take all steps together. With it, each step's attentional vector goes into the next.
 
-    Padding changes nothing: a sentence gives the same scores alone and in a batch. `net.hybridize()` compiles its parts. Inputs
-    are legacy or np arrays, as the mode is.
+    Padding changes nothing: a sentence gives the same scores alone and in a batch. `net.hybridize()` compiles it, whole where all
+    steps are taken at once, else its parts. Inputs are legacy or np arrays, as the mode is.
 
     Parameters
     ----------
@@ -100,9 +103,17 @@ class Seq2Seq(gluon.Block):  # type: ignore[misc]
             self.encoder = Encoder(source_vocab_size, embed_size, hidden_size, num_layers, cell, dropout, recurrence)
             self.target_embedding = Embedding(target_vocab_size, embed_size)
             self.decoder = Decoder(embed_size, hidden_size, num_layers, cell, attention, input_feeding, dropout, recurrence)
-            self.dropout = nn.Dropout(dropout)
+            self.dropout = Dropout(dropout)
             shared = self.target_embedding.params if tied else None
             self.output = Dense(target_vocab_size, flatten=False, in_units=hidden_size, params=shared)
+
+    def hybridize(self, active: bool = True, **options: Any) -> None:
+        """Compile the network, or no longer; see `gluon.HybridBlock.hybridize`.
+
+        MXNet makes one operation of up to 15 that follow one another in a graph, and a CPU context would keep the recurrent
+        operator from the others for as long (scripts/RESULTS.md): here it is 4, unless the options say otherwise.
+        """
+        super().hybridize(active, **{**_BULK, **options})
 
     @on_legacy_arrays
     def forward(self, X: Any, *more: Leaf) -> Leaf:
@@ -119,8 +130,13 @@ class Seq2Seq(gluon.Block):  # type: ignore[misc]
             Other arrays than these.
         """
         source, lengths, target = _check_inputs((X, *more) if more else X, self.layout)
-        state, memory = self.encode(source, lengths)
-        return self.decode(target, state, memory)[0]
+        inputs = (source, lengths, target, *self._start(source, lengths))
+        return super().forward(*inputs) if self.decoder.is_at_once(source.context) else self.hybrid_forward(mx.nd, *inputs)
+
+    def hybrid_forward(self, F: Any, source: Leaf, lengths: Leaf, target: Leaf, backwards: Leaf, zeros: Leaf) -> Leaf:
+        """Return the scores; `backwards` and `zeros` are the encoder's."""
+        state, memory = self._encode(F, source, lengths, backwards, zeros)
+        return self._decode(F, target, state, memory)[0]
 
     @on_legacy_arrays
     def encode(self, source: Leaf, lengths: Leaf) -> Tuple[State, Memory]:
@@ -131,8 +147,7 @@ class Seq2Seq(gluon.Block):  # type: ignore[misc]
         source : NDArray, shape (N, S) or (S, N)
         lengths : NDArray, shape (N,)
         """
-        values, keys, first = self.encoder(source.T if self.layout == "NTC" else source, lengths)
-        return self.decoder.begin(first), (keys, values, lengths)
+        return self._encode(mx.nd, source, lengths, *self._start(source, lengths))
 
     @on_legacy_arrays
     def decode(self, target: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
@@ -152,13 +167,23 @@ class Seq2Seq(gluon.Block):  # type: ignore[misc]
         state
         weights : NDArray, shape (N, S, T)
         """
-        embedded = self.dropout(self.target_embedding(target.T if self.layout == "NTC" else target))
-        vectors, state, weights = self.decoder(embedded, state, memory)
-        vectors = vectors if self.layout == "NTC" else mx.nd.swapaxes(vectors, 0, 1)
-        return self.output(self.dropout(vectors)), state, weights
+        return self._decode(mx.nd, target, state, memory)
+
+    def _start(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf]:
+        return self.encoder.start(source.T if self.layout == "NTC" else source, lengths)
+
+    def _encode(self, F: Any, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[State, Memory]:
+        values, keys, first = self.encoder(F.transpose(source) if self.layout == "NTC" else source, lengths, backwards, zeros)
+        return self.decoder.begin(F, first), (keys, values, lengths)
+
+    def _decode(self, F: Any, target: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+        embedded = self.dropout(self.target_embedding(F.transpose(target) if self.layout == "NTC" else target))
+        vectors, weights, *after = self.decoder(embedded, *memory, *state)
+        vectors = vectors if self.layout == "NTC" else F.swapaxes(vectors, dim1=0, dim2=1)
+        return self.output(self.dropout(vectors)), tuple(after), weights
 
 
-class Encoder(gluon.Block):  # type: ignore[misc]
+class Encoder(nn.HybridBlock):  # type: ignore[misc]
     """Recurrent layers in both directions, each from the first to the last true token or back.
 
     The backward direction reads each sentence reversed within its length. MXNet's bidirectional operator begins at the padding,
@@ -177,10 +202,11 @@ class Encoder(gluon.Block):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self._hidden_size = hidden_size
         with self.name_scope():
             self.embedding = Embedding(vocab_size, embed_size)
-            self.dropout = nn.Dropout(dropout)
-            self.forwards, self.backwards = nn.Sequential(prefix="forwards_"), nn.Sequential(prefix="backwards_")
+            self.dropout = Dropout(dropout)
+            self.forwards, self.backwards = (nn.HybridSequential(prefix=f"{way}_") for way in ("forwards", "backwards"))
             for layers in (self.forwards, self.backwards):
                 with layers.name_scope():
                     for i in range(num_layers):
@@ -189,28 +215,55 @@ class Encoder(gluon.Block):  # type: ignore[misc]
             width = num_layers * NUM_STATES[cell] * hidden_size
             self.bridge = Dense(width, activation="tanh", in_units=2 * hidden_size)
 
-    def forward(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf, Leaf]:
+    def start(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf]:
+        """Return the two inputs of `forward` that are no data: where each token stands backwards, and a first state.
+
+        MXNet reverses the numbers of rows 4 to 16 times as fast as all that the rows hold (scripts/RESULTS.md).
+
+        Parameters
+        ----------
+        source : NDArray, shape (S, N)
+        lengths : NDArray, shape (N,)
+
+        Returns
+        -------
+        backwards : NDArray, shape (S, N)
+            Rows of (S * N,). Padding stays in its place.
+        zeros : NDArray, shape (N, hidden)
+        """
+        places = mx.nd.arange(source.size, ctx=source.context, dtype="int32").reshape(source.shape)
+        backwards = mx.nd.SequenceReverse(places, lengths, use_sequence_length=True)
+        return backwards, mx.nd.zeros((source.shape[1], self._hidden_size), ctx=source.context)
+
+    def forward(self, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[Leaf, Leaf, Leaf]:
         """Return values (N, S, 2 hidden), keys (N, S, hidden), and first states, (N, all states of all layers).
 
         Parameters
         ----------
         source : NDArray, shape (S, N)
         lengths : NDArray, shape (N,)
+        backwards, zeros
+            Of `start`.
         """
+        forward = super().forward if can_compile(self.forwards, source) else partial(self.hybrid_forward, mx.nd)
+        return tuple(forward(source, lengths, backwards, zeros))
+
+    def hybrid_forward(self, F: Any, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[Leaf, Leaf, Leaf]:
         outputs = self.embedding(source)
         for ahead, back in zip(self.forwards, self.backwards):
             outputs = self.dropout(outputs)
-            zeros = [mx.nd.zeros((source.shape[1], ahead.hidden_size), ctx=source.context)] * ahead.num_states
-            left = ahead(outputs, *zeros)[0]
-            right = back(_reversed(outputs, lengths), *zeros)[0]
-            outputs = mx.nd.stack(left, _reversed(right, lengths), axis=2).reshape((0, 0, -3))  # side by side, faster than concat
+            states = [zeros] * ahead.num_states
+            left = ahead(outputs, *states)[0]
+            right = back(_rows(F, outputs, backwards), *states)[0]
+            pair = F.stack(left, _rows(F, right, backwards), axis=2)
+            outputs = F.reshape(pair, shape=(0, 0, -3))  # side by side, faster than concat
         # Each direction's last state stands at the last true token of what it has read.
-        last = [mx.nd.SequenceLast(one, lengths, use_sequence_length=True) for one in (left, right)]
-        values = mx.nd.swapaxes(self.dropout(outputs), 0, 1)
-        return values, self.keys(values), self.bridge(mx.nd.concat(*last, dim=1))
+        last = [F.SequenceLast(one, lengths, use_sequence_length=True) for one in (left, right)]
+        values = F.swapaxes(self.dropout(outputs), dim1=0, dim2=1)
+        return values, self.keys(values), self.bridge(F.concat(*last, dim=1))
 
 
-class Decoder(gluon.Block):  # type: ignore[misc]
+class Decoder(nn.HybridBlock):  # type: ignore[misc]
     """Recurrent layers, and attention over the encoder's values."""
 
     def __init__(
@@ -228,8 +281,8 @@ class Decoder(gluon.Block):  # type: ignore[misc]
         super().__init__(**kwargs)
         self._hidden_size, self._num_arrays = hidden_size, num_layers * NUM_STATES[cell]
         with self.name_scope():
-            self.dropout = nn.Dropout(dropout)
-            self.layers = nn.Sequential(prefix="layers_")
+            self.dropout = Dropout(dropout)
+            self.layers = nn.HybridSequential(prefix="layers_")
             with self.layers.name_scope():
                 for i in range(num_layers):
                     self.layers.add(Recurrence(cell, hidden_size, hidden_size if i else embed_size, recurrence))
@@ -237,31 +290,36 @@ class Decoder(gluon.Block):  # type: ignore[misc]
             width = NUM_GATES[cell] * hidden_size
             self.feed: Optional[Dense] = Dense(width, use_bias=False, in_units=hidden_size) if input_feeding else None
 
-    def begin(self, first: Leaf) -> State:
+    def begin(self, F: Any, first: Leaf) -> State:
         """Return the state before the first step, from the encoder's, shape (N, all states of all layers)."""
-        state = tuple(mx.nd.slice_axis(first, axis=1, begin=i, end=i + self._hidden_size) for i in self._begins())
-        return (*state, mx.nd.zeros_like(state[0])) if self.feed is not None else state
+        state = (first,) if self._num_arrays == 1 else tuple(F.split(first, num_outputs=self._num_arrays, axis=1))
+        return (*state, F.zeros_like(state[0])) if self.feed is not None else state
 
-    def forward(self, embedded: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
-        """Return vectors (N, T, hidden), the state after the last step, and weights (N, S, T).
+    def is_at_once(self, context: Context) -> bool:
+        """Return whether all steps are taken at once on this device."""
+        return self.feed is None and self.layers[0].is_fused(context)
+
+    def forward(self, embedded: Leaf, keys: Leaf, values: Leaf, lengths: Leaf, *state: Leaf) -> Tuple[Leaf, ...]:
+        """Return vectors (N, T, hidden), weights (N, S, T), and the state after the last step.
 
         Parameters
         ----------
         embedded : NDArray, shape (T, N, embed_size)
         """
-        if self.feed is None:
-            return self._all_at_once(embedded, state, memory)
-        return self._fed(self.feed, embedded, state, memory)
+        if self.feed is not None:
+            return self._fed(self.feed, embedded, (keys, values, lengths), state)
+        forward = super().forward if can_compile(self.layers, embedded) else partial(self.hybrid_forward, mx.nd)
+        return tuple(forward(embedded, keys, values, lengths, *state))
 
-    def _all_at_once(self, outputs: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+    def hybrid_forward(self, F: Any, embedded: Leaf, keys: Leaf, values: Leaf, lengths: Leaf, *state: Leaf) -> Tuple[Leaf, ...]:
         after: List[Leaf] = []
+        outputs = embedded
         for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
             outputs, *states = layer(self.dropout(outputs) if i else outputs, *before)
             after += states
-        vectors, weights = self.attention(mx.nd.swapaxes(outputs, 0, 1), *memory)
-        return vectors, tuple(after), weights
+        return (*self.attention(F.swapaxes(outputs, dim1=0, dim2=1), keys, values, lengths), *after)
 
-    def _fed(self, feed: Dense, embedded: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+    def _fed(self, feed: Dense, embedded: Leaf, memory: Memory, state: State) -> Tuple[Leaf, ...]:
         all_vectors, all_weights = [], []
         for projected in each_step(self.layers[0].project(embedded)):
             projected = projected + feed(state[-1])
@@ -273,19 +331,16 @@ class Decoder(gluon.Block):  # type: ignore[misc]
             state = (*after, vectors.reshape((-1, self._hidden_size)))
             all_vectors.append(vectors)
             all_weights.append(weights)
-        return mx.nd.concat(*all_vectors, dim=1), state, mx.nd.concat(*all_weights, dim=2)
+        return (mx.nd.concat(*all_vectors, dim=1), mx.nd.concat(*all_weights, dim=2), *state)
 
     def _by_layer(self, state: State) -> List[State]:
         """Return each layer's states; what is fed comes after them."""
         size = self._num_arrays // len(self.layers)
         return [state[i : i + size] for i in range(0, self._num_arrays, size)]
 
-    def _begins(self) -> Sequence[int]:
-        return range(0, self._num_arrays * self._hidden_size, self._hidden_size)
 
-
-def _reversed(outputs: Leaf, lengths: Leaf) -> Leaf:
-    return mx.nd.SequenceReverse(outputs, lengths, use_sequence_length=True)
+def _rows(F: Any, outputs: Leaf, places: Leaf) -> Leaf:
+    return F.take(F.reshape(outputs, shape=(-3, 0)), places)
 
 
 def _check_inputs(X: Any, layout: str) -> Tuple[Leaf, Leaf, Leaf]:

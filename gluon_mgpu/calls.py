@@ -64,11 +64,36 @@ def write_unheld(array: Leaf, data: np.ndarray) -> None:
 
     MXNet's own way waits until a worker thread of the context has time for it, behind all that computes.
     """
+    np.copyto(_memory_of(array), data, casting="unsafe")
+
+
+def values_of(array: Leaf) -> np.ndarray:
+    """Return an array's values when it has them, to be read only: where they are, of a dense one on the CPU, else a copy.
+
+    A copy would take as much memory again. Nobody may write to the array as long as its values are in use.
+
+    Examples
+    --------
+    >>> values_of(mx.nd.array([[1, 2]])).tolist()
+    [[1.0, 2.0]]
+    """
+    if array.context.device_type != "cpu" or array.stype != "default" or not array.size:
+        copied: np.ndarray = array.asnumpy()
+        return copied
+    array.wait_to_read()
+    values = _memory_of(array)
+    values.flags.writeable = False
+    return values
+
+
+def _memory_of(array: Leaf) -> np.ndarray:
+    """Return the memory of a dense array on the CPU, which lives as long as what is returned."""
     place = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(place)))
     dtype = np.dtype(array.dtype)
-    memory = (ctypes.c_char * (data.size * dtype.itemsize)).from_address(place.value or 0)
-    np.copyto(np.frombuffer(memory, dtype).reshape(data.shape), data, casting="unsafe")
+    memory: Any = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(place.value or 0)
+    memory.owner = array
+    return np.frombuffer(memory, dtype).reshape(array.shape)
 
 
 def read_flag(get: Any, handle: Any) -> int:

@@ -16,6 +16,7 @@ from mxnet import autograd, gluon
 
 from . import rng
 from .batchnorm import batch_norm_of, settle_batch_norm
+from .calls import values_of
 from .described import describe, differences, set_again
 from .distributed.process import this_process
 from .errors import StateError
@@ -329,7 +330,7 @@ def _copies(arrays: List[Leaf]) -> List[Leaf]:
 
 def _mean(copies: List[Leaf]) -> np.ndarray:
     """Return the mean over the devices, as `average_running_stats` computes it; of one device, its bits."""
-    first, *others = [array.asnumpy() for array in copies]
+    first, *others = [values_of(array) for array in copies]
     if not others:
         return first
     total = sum((one.astype("float64") for one in others), first.astype("float64"))
@@ -348,7 +349,7 @@ def _write_arrays(file: WrittenFile, arrays: Dict[str, Leaf]) -> None:
     with zipfile.ZipFile(file, "w") as archive:  # type: ignore[call-overload]
         for name, array in arrays.items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array.asnumpy(), allow_pickle=False)  # type: ignore[no-untyped-call]
+                np.lib.format.write_array(entry, values_of(array), allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
 def _read_arrays(path: Path) -> Dict[str, np.ndarray]:

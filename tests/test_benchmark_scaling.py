@@ -9,13 +9,16 @@ import time
 from dataclasses import replace
 
 import mxnet as mx
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.benchmark import checkpointing, scaling, scaling_report
 from gluon_mgpu.benchmark.case import Case
 from gluon_mgpu.benchmark.compare import ContenderError, Row
+from gluon_mgpu.benchmark.report import Spread, interval
 from gluon_mgpu.benchmark.scaling_model import Fit, Link, Traffic, between_machines, fit, project
 from gluon_mgpu.cli import main
+from gluon_mgpu.processes import horovod
 
 from .conftest import assert_house_style
 from .test_launch import mark, marked
@@ -66,6 +69,33 @@ def test_neither_latency_nor_bandwidth_is_negative():
     assert 0.5e-3 <= less_for_more.link.latency_s <= 1e-3
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 5e-3, 9e-3])
+def test_what_comes_once_a_sum_is_no_message(wait_s):
+    """The link is what is left when the wait is taken away, and 1,024 processes wait as long as two."""
+    traffic = Traffic("ring", 2, wait_s=wait_s)
+    found = fit([(size, wait_s + 2 * 20e-6 + size / 2.5e9) for size in SIZES], traffic)
+    assert (found.link.latency_s, found.link.bytes_per_s) == pytest.approx((20e-6, 2.5e9))
+    assert found.error < 1e-9
+    assert sum(traffic.seconds(SIZES[1], found.link)) == pytest.approx(wait_s + 40e-6 + SIZES[1] / 2.5e9)
+    many = project(replace(traffic, num_processes=1024), found.link, compute_s=1.0, num_bytes=2.5e9)
+    assert (many.latency_s, many.transfer_s) == pytest.approx((wait_s + 2046 * 20e-6, 2 * 1023 / 1024))
+
+
+def test_sums_that_end_before_the_known_wait_leave_a_link_of_nothing():
+    found = fit([(1e3, 1e-3), (1e6, 2e-3)], Traffic("ring", 2, wait_s=5e-3))
+    assert found.link == Link(0.0, float("inf"))
+    assert found.error == pytest.approx(4)  # five times as long as the smallest sum took
+
+
+def test_the_cycle_is_that_of_the_environment(monkeypatch):
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+    assert scaling.traffic_of("horovod", 2).wait_s == float(horovod.DEFAULTS["HOROVOD_CYCLE_TIME"]) / 1e3 > 0
+    assert scaling.traffic_of("torch", 2).wait_s == scaling.traffic_of("dist_sync", 2).wait_s == 0
+    for text, seconds in (("2.5", 2.5e-3), ("0", 0), ("-1", 0), ("soon", 0)):
+        monkeypatch.setenv("HOROVOD_CYCLE_TIME", text)
+        assert scaling.traffic_of("horovod", 8).wait_s == seconds
+
+
 @pytest.mark.parametrize("points, processes", [([(1e3, 1e-3)], 2), ([(1e3, 1e-3), (2e3, 2e-3)], 1)], ids=["one-size", "alone"])
 def test_too_little_cannot_be_fitted(points, processes):
     with pytest.raises(ValueError) as caught:
@@ -85,9 +115,10 @@ GIGABYTE = Link(1e-3, 1e9)
         (Traffic("servers", 8, 8), 0.1, 1e9, (0.002, 2.0), "bandwidth"),
         (Traffic("servers", 8, 2), 0.1, 1e9, (0.002, 8.0), "servers"),
         (Traffic("rows", 8, 8), 0.1, 1e9, (0.002, 9.0), "bandwidth"),
-        (Traffic("ring", 1), 0.1, 1e9, (0.0, 0.0), "compute"),
+        (Traffic("ring", 1, wait_s=0.5), 0.1, 1e9, (0.0, 0.0), "compute"),
+        (Traffic("ring", 8, wait_s=0.5), 0.1, 1e3, (0.514, 1.75e-6), "latency"),
     ],
-    ids=["latency", "bandwidth", "compute", "a-server-each", "servers", "rows", "alone"],
+    ids=["latency", "bandwidth", "compute", "a-server-each", "servers", "rows", "alone", "wait"],
 )
 def test_what_bounds_a_step(traffic, compute_s, num_bytes, parts, bound):
     found = project(traffic, GIGABYTE, compute_s=compute_s, num_bytes=num_bytes)
@@ -198,6 +229,22 @@ def test_training_is_compared_with_one_process_and_with_torch():
     assert lines[3][3:5] == ["1.60", "1.00"]
 
 
+def test_the_fit_tells_what_comes_once_a_sum():
+    fits = {("horovod", 2): Fit(Traffic("ring", 2, wait_s=0.0025), Link(50e-6, 2e9), 0.12)}
+    title, columns, lines = scaling_report.fit_table(fits)
+    assert "Horovod's cycle" in title
+    assert dict(zip(columns, lines[0])) == {
+        "contender": "horovod",
+        "n": "2",
+        "ms a sum": "2.5",
+        "µs a message": "50",
+        "GB/s": "2.00",
+        "largest error": "12%",
+    }
+    rows = [row_of("ours", 1, "whole_s", (0.5,), batch_size=10), row_of("horovod", 2, "whole_s", (0.6,), batch_size=20)]
+    assert scaling_report.train_table(rows, fits, num_bytes=20_000_000)[2][1][-1] == "513"  # 500 + 2.5 + 2 messages + 10
+
+
 def test_a_projection_says_that_it_is_one():
     fits = {("dist_sync", 2): fit([(1e3, 1e-3), (1e6, 2e-3)], Traffic("servers", 2, 2))}
     job = scaling.Job(0.1, 1_000_000, Link(50e-6, 1.25e9))
@@ -217,7 +264,7 @@ def test_a_projection_says_that_it_is_one():
         ("dist_sync", 2, Traffic("servers", 2, 2)),
         ("dist_sync", 3, Traffic("rows", 3, 2)),
         ("dist_sync-1-server", 2, Traffic("servers", 2, 1)),
-        ("horovod", 4, Traffic("ring", 4)),
+        ("horovod", 4, Traffic("ring", 4, wait_s=horovod.cycle_s())),
         ("torch", 4, Traffic("ring", 4)),
     ],
     ids=["two", "three", "one-server", "horovod", "torch"],
@@ -226,44 +273,88 @@ def test_how_each_contender_sums(contender, num_processes, traffic):
     assert scaling.traffic_of(contender, num_processes) == traffic
 
 
+def costs_of(num_contexts, milliseconds):
+    return [
+        checkpointing.Cost(
+            way, num_contexts, 0.1, wall_s=ms / 1e3, cpu_s=2 * ms / 1e3, held_s=0.01, writing_s=0.5, writing_cpu_s=0.3
+        )
+        for way, added in milliseconds.items()
+        for ms in added
+    ]
+
+
 def test_the_cost_of_checkpoints():
-    seconds = {"none": [(1.0, 1.0)] * 3, "background": [(1.02, 1.0), (1.1, 1.0), (1.0, 1.01)], "in the loop": [(2.0, 1.0)] * 3}
-    found = [checkpointing.Pair(way, *pair, False) for way, pairs in seconds.items() for pair in pairs]
-    lines = checkpointing.table(found, every=10)[2]
-    assert lines[0] == ["none", "100", "0 (0 to 0)", "-", "0"]
-    assert lines[1] == ["background", "100 (100–101)", "20 (-10 to 100)", "1.0", "0"]
-    assert lines[2] == ["in the loop", "100", "1000 (1000 to 1000)", "50.0", "0"]
-    assert checkpointing.ranges(found)["a checkpoint"]["background"] == pytest.approx((20, -10, 100))
+    """Of eight values, the second and the last but one hold the median with 93 % only: it takes the outermost."""
+    alone = {"none": range(-4, 4), "background": [100, 120, 110, 130, 90, 80, 140, 900], "in the loop": [600] * 8}
+    both = {"none": [0], "background": [-6], "in the loop": [12]}
+    found = costs_of(1, alone) + costs_of(2, both)
+    first, parts, second, _ = checkpointing.tables(found)
+    assert first[0].startswith("1 context: what a checkpoint adds to steps of 100 ms, 8 laps each")
+    assert first[2] == [
+        ["none", "0 (-4 to 3)", "0.00 (-0.01 to 0.01)", "-"],
+        ["background", "115 (80 to 900)", "0.19 (0.13 to 1.50)", "5.8 (4.0 to 45.0)"],
+        ["in the loop", "600 (600 to 600)", "1.00 (1.00 to 1.00)", "30.0 (30.0 to 30.0)"],
+    ]
+    assert parts[2][1] == ["background", "230 (160 to 1800)", "10", "500", "300", "0"]
+    assert parts[2][0][2:] == ["-", "-", "-", "0"]
+    assert first[0].endswith("the interval that holds it with 95 %")
+    assert second[0].startswith("2 contexts")
+    assert "too few for an interval" in second[0]
+    assert second[2][1] == ["background", "-6 (-6 to -6)", "-0.01 (-0.01 to -0.01)", "0.0 (0.0 to 0.0)"]
+    assert checkpointing.ranges(found)["1 context"]["background"] == pytest.approx((115, 80, 900))
 
 
-def test_pairs_begin_with_their_checkpoint(monkeypatch, tmp_path):
-    """A way that saves for a long time shows in the first half of each pair, and in no other place."""
-    saved, now = [], [0.0]
-    monkeypatch.setattr(checkpointing.time, "perf_counter", lambda: now[0])
+@pytest.mark.parametrize("num_values, low, high", [(1, 1, 1), (5, 1, 5), (6, 1, 6), (9, 2, 8), (25, 8, 18), (2000, 956, 1045)])
+def test_the_interval_of_a_median(num_values, low, high):
+    """The ranks that tables of the sign test give; thousands of values do not overflow."""
+    assert interval([float(value) for value in range(num_values, 0, -1)]) == Spread((num_values + 1) / 2, low, high)
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says():
+    draws = np.random.RandomState(0).exponential(size=(2000, 20))  # whose median is log(2)
+    held = [one.low <= np.log(2) <= one.high for one in map(interval, draws.tolist())]
+    assert 0.95 <= np.mean(held) < 0.97
+
+
+def test_laps_are_compared_with_their_neighbours(monkeypatch):
+    """Saving shows in the laps that begin with it, and a machine that becomes slower all the time shows nowhere."""
+    now, saved, told = [0.0], [], []
+    for name in ("perf_counter", "process_time", "thread_time"):
+        monkeypatch.setattr(checkpointing.time, name, lambda: now[0])
 
     class Slow(checkpointing.Callback):
-        def __init__(self, *arguments, every, background):
-            self.every = every
+        def __init__(self, folder, *, background):
+            self.name, self.shelf = folder.name, self
+            self.writings, self.is_writing = [], False
 
         def on_batch_end(self, state):
-            now[0] += 1.0
-            if state.step % self.every == 0 and state.batches < state.num_batches:
-                saved.append(state.step)
-                now[0] += 7.0
+            saved.append((state.step, self.name))
+            now[0] += 7.0 if self.name == "in the loop" else 3.0
+            self.writings.append((7.0, 5.0))
+            self.is_writing = self.name == "background"
 
     def fit(net, loss, trainer, batches, *, callbacks, **options):
+        (laps,) = callbacks
         state = checkpointing.FitState(None, None, 1, len(batches))
+        laps.on_fit_begin(state)
         for state.step in range(1, len(batches) + 1):
-            state.batches = state.step
-            for callback in callbacks:
-                callback.on_batch_end(state)
+            now[0] += 1.0 + state.step / 10
+            laps.on_batch_end(state)
+        laps.on_fit_end(state)
 
-    monkeypatch.setattr(checkpointing, "Checkpoint", Slow)
+    monkeypatch.setattr(checkpointing, "_Saving", Slow)
     monkeypatch.setattr(checkpointing, "fit", fit)
-    found = checkpointing.measure([mx.cpu()], rounds=1, every=2, num_checkpoints=3, case=Case("train", "resnet18", batch_size=1))
-    assert saved == [4, 8, 12] * 2
-    costs = {way: [one.cost_s for one in found if one.way == way] for way in checkpointing.WAYS}
-    assert costs == {"none": [0.0] * 3, "background": [7.0] * 3, "in the loop": [7.0] * 3}
+    case = Case("train", "resnet18", batch_size=1)
+    found = checkpointing.measure([mx.cpu()], rounds=2, every=2, case=case, tell=told.append)
+    assert told == ["round 1 of 2 with 1 context", "round 2 of 2 with 1 context"]
+    assert saved == [(8, "background"), (12, "in the loop"), (16, "in the loop"), (20, "background")]
+    assert [one.way for one in found] == ["none", "background", "in the loop", "in the loop", "background", "none"]
+    for name in ("wall_s", "cpu_s", "held_s"):
+        assert [getattr(one, name) for one in found] == pytest.approx([0, 3, 7, 7, 3, 0])
+    assert [(one.writing_s, one.writing_cpu_s) for one in found] == [(0, 0)] + [(7, 5)] * 4 + [(0, 0)]
+    assert found[0].step_s == pytest.approx(1.55)  # the mean of the steps 3, 4, 7 and 8
+    assert found[1].is_late
+    assert not found[0].is_late
 
 
 # Processes
@@ -330,14 +421,27 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, mark):
 
 
 def test_checkpoints_are_measured(tmp_path):
-    options = ["--rounds", 1, "--every", 1, "--num-checkpoints", 1, "--batch-size", 1, "--shape", 8, "--folder", tmp_path]
+    options = ["--rounds", 1, "--every", 2, "--batch-size", 2, "--shape", 8, "--folder", tmp_path]
     options += ["--json", tmp_path / "found.json", "--plot", tmp_path / "found.png"]
     done = CliRunner().invoke(main, ["bench", "checkpoint", *map(str, options)])
     assert done.exit_code == 0, done.output
-    pairs = json.loads((tmp_path / "found.json").read_text())["pairs"]
-    assert [one["way"] for one in pairs] == ["none", "background", "in the loop"]
-    assert all(one["with_s"] > 0 and one["without_s"] > 0 for one in pairs)
+    costs = json.loads((tmp_path / "found.json").read_text())["costs"]
+    assert [(one["num_contexts"], one["way"]) for one in costs] == [(n, way) for n in (1, 2) for way in checkpointing.WAYS]
+    for one in costs:
+        assert one["step_s"] > 0
+        parts = [one["held_s"], one["writing_s"], one["writing_cpu_s"]]
+        assert parts == [0, 0, 0] if one["way"] == "none" else min(parts) > 0
+        if one["way"] == "in the loop":
+            assert one["held_s"] > one["writing_s"] >= 0.9 * one["writing_cpu_s"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.png"]
+
+
+def test_checkpoints_are_measured_quickly():
+    """Less is asked for than two contexts need for a batch: the option chooses the sizes."""
+    done = CliRunner().invoke(main, ["bench", "checkpoint", "--quick", "--devices", "cpu", "--rounds", "99", "--shape", "999"])
+    assert done.exit_code == 0, done.output
+    assert "2 laps each" in done.output
+    assert "2 contexts" not in done.output
 
 
 @pytest.mark.parametrize(

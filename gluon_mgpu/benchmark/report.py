@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from math import comb
 from statistics import median
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -41,6 +42,36 @@ def spread(values: Sequence[float]) -> Optional[Spread]:
     Spread(median=2.5, low=1.0, high=3.0)
     """
     return Spread(median(values), min(values), max(values)) if values else None
+
+
+def interval(values: Sequence[float], level: float = 0.95) -> Spread:
+    """Return the median, and an interval that holds the median of all such values so probably, whatever their distribution.
+
+    Its ends are values that lie equally far from both ends of the sorted ones. Fewer than 6 values cannot tell so much: then it
+    is their range.
+
+    Parameters
+    ----------
+    values : sequence of float
+        At least one, independent of each other.
+    level : float
+
+    Examples
+    --------
+    >>> interval([5.0, 1.0, 4.0, 2.0, 3.0, 90.0])
+    Spread(median=3.5, low=1.0, high=90.0)
+    >>> interval(range(1, 26))
+    Spread(median=13, low=8, high=18)
+
+    Source: Thompson, "On confidence ranges for the median and other expectation distributions for populations of unknown
+    distribution form", 1936.
+    """
+    ordered, place, ways = sorted(values), 0, 1  # `ways` in 2 ** n to have at most so many values below the median
+    while 2 * ways / 2 ** len(ordered) <= 1 - level:
+        place += 1
+        ways += comb(len(ordered), place)
+    place = max(0, place - 1)
+    return Spread(median(ordered), ordered[place], ordered[-1 - place])
 
 
 def values(row: Row, name: str) -> Optional[Spread]:

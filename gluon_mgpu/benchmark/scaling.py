@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from .. import runtime
+from ..processes import horovod
 from .case import Case
 from .compare import ContenderError, Row, Tell
 from .report import values
@@ -110,9 +111,10 @@ def traffic_of(contender: str, num_processes: int, num_servers: int = 0) -> Traf
     """Return how a contender sums: gloo and Horovod in a ring; MXNet's store through servers, of two processes one sum.
 
     Three processes or more receive what each has sent, so that all add it up in the same order; see `gluon_mgpu.dist_sync`.
+    A sum of Horovod that follows one which was waited for has just missed a cycle, and begins with the next.
     """
     if contender in ("horovod", OTHER):
-        return Traffic("ring", num_processes)
+        return Traffic("ring", num_processes, wait_s=horovod.cycle_s() if contender == "horovod" else 0.0)
     servers = num_servers or OPTIONS[contender].get("servers", 2)
     return Traffic("servers" if num_processes <= 2 else "rows", num_processes, servers)
 

@@ -40,11 +40,14 @@ class Traffic:
     num_processes : int
     num_servers : int
         Of the patterns with servers.
+    wait_s : float, seconds
+        Before a sum begins: once a sum, however many processes there are, such as a cycle of Horovod's.
     """
 
     pattern: str
     num_processes: int
     num_servers: int = 1
+    wait_s: float = 0.0
 
     @property
     def num_messages(self) -> float:
@@ -89,8 +92,15 @@ class Traffic:
         return self.pattern != "ring" and self.num_servers < self.num_processes
 
     def seconds(self, num_bytes: float, link: Link) -> Tuple[float, float]:
-        """Return what the messages' latency and their bytes take, in seconds."""
-        return self.num_messages * link.latency_s, self.share * num_bytes / link.bytes_per_s
+        """Return what waiting and the messages' latency take, and what their bytes take, in seconds; nothing with one process.
+
+        Examples
+        --------
+        >>> Traffic("ring", 3, wait_s=0.01).seconds(3e6, Link(0.001, 1e9))
+        (0.014, 0.004)
+        """
+        wait_s = self.wait_s if self.num_processes > 1 else 0.0
+        return wait_s + self.num_messages * link.latency_s, self.share * num_bytes / link.bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -118,11 +128,14 @@ def fit(points: Sequence[Tuple[float, float]], traffic: Traffic) -> Fit:
     points : sequence of (bytes, seconds)
         Of at least two sizes.
     traffic : Traffic
-        How they were sent, by two processes or more.
+        How they were sent, by two processes or more. Its `wait_s` is known, and in the times: the link explains the rest.
 
     Examples
     --------
     >>> found = fit([(1e3, 101e-6), (1e6, 1.1e-3)], Traffic("ring", 2))
+    >>> round(found.link.latency_s * 1e6), round(found.link.bytes_per_s / 1e9)
+    (50, 1)
+    >>> found = fit([(1e3, 5.101e-3), (1e6, 6.1e-3)], Traffic("ring", 2, wait_s=5e-3))
     >>> round(found.link.latency_s * 1e6), round(found.link.bytes_per_s / 1e9)
     (50, 1)
     """
@@ -132,13 +145,14 @@ def fit(points: Sequence[Tuple[float, float]], traffic: Traffic) -> Fit:
             f"fit: got {len(set(sizes))} sizes of {traffic.num_processes} processes; need two of each. Measure more sizes."
         )
     terms = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
-    (begin, slope), *_ = np.linalg.lstsq(terms, np.ones_like(times), rcond=None)
+    rest = 1 - traffic.wait_s / times
+    (begin, slope), *_ = np.linalg.lstsq(terms, rest, rcond=None)
     if begin < 0 or slope < 0:  # neither is possible: the other alone explains the times
         kept = 1 if begin < 0 else 0
         alone = terms[:, kept]
-        best = float(alone.sum() / (alone**2).sum())
+        best = max(0.0, float(alone @ rest / (alone @ alone)))
         begin, slope = (0.0, best) if kept else (best, 0.0)
-    error = float(np.abs(terms @ np.array([begin, slope]) - 1).max())
+    error = float(np.abs(terms @ np.array([begin, slope]) - rest).max())
     return Fit(traffic, Link(begin / traffic.num_messages, traffic.share / slope if slope else float("inf")), error)
 
 
@@ -150,7 +164,7 @@ class Projection:
     ----------
     traffic : Traffic
     compute_s, latency_s, transfer_s : float, seconds
-        The parts of a step, one after the other.
+        The parts of a step, one after the other. `latency_s` is that of all messages, and the wait before them.
     """
 
     traffic: Traffic
@@ -179,7 +193,9 @@ class Projection:
 def project(traffic: Traffic, link: Link, *, compute_s: float, num_bytes: float) -> Projection:
     """Return what a step takes with this traffic over this link: computing, then sending the gradients, nothing at once.
 
-    Each process computes as much as one alone does, on a batch of its own.
+    Each process computes as much as one alone does, on a batch of its own. All gradients are one sum, which waits `wait_s` once.
+    Those of a step are ready at any moment of a cycle, and wait half of one on average. A whole one is counted, as of sums that
+    follow each other: no step waits longer, and the projection is not better than what comes.
 
     Examples
     --------
@@ -194,8 +210,8 @@ def between_machines(here: Link, wire: Link) -> Link:
     """Return what processes on several machines get: the software's latency and the wire's, and what is slower of both.
 
     `here` is a link as it was measured in one machine, where the network is memory: it stands for what the software takes. Its
-    latency is counted for every message. Part of it comes once a sum, such as Horovod's cycle; two processes alone cannot tell
-    the parts apart, so that a ring of many comes out slower than it need be.
+    latency is counted for every message. What comes once a sum is known of Horovod alone (`Traffic.wait_s`); two processes
+    cannot tell the rest of it apart, so that a ring of many comes out slower than it need be.
     """
     return Link(here.latency_s + wire.latency_s, min(here.bytes_per_s, wire.bytes_per_s))
 

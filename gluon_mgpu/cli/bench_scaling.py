@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional
 
 import click
 
-from ..benchmark import checkpointing, report, scaling, scaling_report
+from ..benchmark import checkpointing, report, scaling, scaling_report, workloads
 from ..benchmark.compare import Row
 from ..benchmark.scaling_model import Link
 from ..devices import use_devices
@@ -109,47 +109,58 @@ def scaling_(
 
 
 @click.command("checkpoint")
-@click.option("--devices", "spec", default="cpu", show_default=True, help="Devices, as use_devices takes them.")
-@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Runs of each way, in turns.")
+@click.option(
+    "--devices",
+    "spec",
+    default="cpu:2",
+    show_default=True,
+    help="Devices, as use_devices takes them: measured on the first one alone, then on all.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=25, show_default=True, help="Laps of each way, in turns.")
 @click.option(
     "--every",
     type=click.IntRange(1),
-    default=10,
+    default=5,
     show_default=True,
-    help="Steps after a checkpoint that are compared with as many behind them; they must take longer than writing.",
+    help="Steps of a lap, with a checkpoint or without; they must take longer than writing.",
 )
-@click.option("--num-checkpoints", type=click.IntRange(1), default=5, show_default=True, help="In a run.")
-@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Examples of a step.")
+@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Examples of a step.")
 @_shape
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, exists=True, path_type=Path),
     help="On the disk to write to; by default where temporary files go. What is written is removed.",
 )
+@click.option("--quick", is_flag=True, help="Small sizes, 2 rounds: whether it runs, not what it costs.")
 @_json
 @_plot
 def checkpoint(
     spec: str,
     rounds: int,
     every: int,
-    num_checkpoints: int,
     batch_size: int,
     shape: int,
     folder: Optional[Path],
+    quick: bool,
     json_path: Optional[Path],
     plot_path: Optional[Path],
 ) -> None:
     """Measure what a checkpoint adds to training ResNet-18, written in the background or in the loop.
 
-    Steps right after a checkpoint are compared with those that follow, within seconds of each other.
+    Laps of a few steps, of which every other one begins with a checkpoint, are compared with their neighbours: on the first
+    device, which leaves a CPU's other cores to the writer, and on all.
     """
     case = replace(scaling.TRAIN, batch_size=batch_size, image_size=shape)
-    counts = {"rounds": rounds, "every": every, "num_checkpoints": num_checkpoints}
+    if quick:
+        case, rounds, every = workloads.quick(case), 2, 1
+    found: List[checkpointing.Cost] = []
     with use_devices(spec) as ctx, telling() as tell:
-        found = checkpointing.measure(ctx, case=case, folder=folder, tell=tell, **counts)
-    made = checkpointing.table(found, every)
-    print_table(*made)
-    _write(json_path, checkpointing.results(found, made, every, rounds))
+        for contexts in [ctx[:1], ctx][: len(ctx)]:
+            found += checkpointing.measure(contexts, rounds=rounds, every=every, case=case, folder=folder, tell=tell)
+    tables = checkpointing.tables(found)
+    for table in tables:
+        print_table(*table)
+    _write(json_path, checkpointing.results(found, tables, rounds=rounds, every=every))
     _draw(plot_path, plot_ranges(checkpointing.ranges(found), "ms that it adds") if plot_path else None)
 
 

@@ -14,8 +14,9 @@ from .interfaces import interface_of
 from .process import LaunchError, Process
 
 STARTUP = str(Path(__file__).parent / "startup")
-_IMPORT = "import gluon_mgpu_numpy; gluon_mgpu_numpy.add_aliases(); import mxnet"
-_SERVER = (sys.executable, "-c", _IMPORT)  # with its role in the environment it serves, and ends by itself
+# MXNet serves when it is imported with a role in the environment, and ends by itself. By way of us it has our settings: malloc
+# keeps the memory of messages (scripts/RESULTS.md).
+_SERVER = (sys.executable, "-c", "import gluon_mgpu")
 _MEETING = str(Path(__file__).parent / "meeting.py")
 _STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK"}
 BACKENDS = ("dist_sync", "horovod")
@@ -145,10 +146,12 @@ class Machine:
             base = {**_hooked(base), **self._horovod_environ(plan)}
         elif any(plan.servers):
             store = {**base, **self._store_environ(plan)}
-            tasks = [] if node_rank else [Task("scheduler", 0, _SERVER, {**store, "DMLC_ROLE": "scheduler"})]
+            tasks = (
+                [] if node_rank else [Task("scheduler", 0, _SERVER, {**store, "DMLC_ROLE": "scheduler", "GLUON_MGPU_DEBUG": ""})]
+            )
             first = sum(plan.servers[:node_rank])
             for number in range(first, first + plan.servers[node_rank]):
-                tasks.append(Task(f"server {number}", number, _SERVER, {**store, "DMLC_ROLE": "server"}))
+                tasks.append(Task(f"server {number}", number, _SERVER, {**store, "DMLC_ROLE": "server", "GLUON_MGPU_DEBUG": ""}))
             base = {**_hooked(store), "DMLC_ROLE": "worker"}
         return tasks + [self._worker(plan.process(node_rank, i), base, plan) for i in range(plan.counts[node_rank])]
 

@@ -15,7 +15,7 @@ from ..threads import num_cores
 NUM_GATES = {"gru": 3, "lstm": 4}
 NUM_STATES = {"gru": 1, "lstm": 2}  # arrays of shape (N, hidden_size): h, and c of the LSTM
 RECURRENCES = ("auto", "fused", "steps")
-_MANY = 3  # CPU contexts at once, for which steps, which take half as long again, are faster than turns
+_MANY = 3  # CPU contexts at once, for which steps, which take nearly twice as long, are faster than turns
 
 
 class Recurrence(nn.HybridBlock):  # type: ignore[misc]

@@ -102,11 +102,23 @@ class Horovod:
 
 DEFAULTS = {
     "HOROVOD_FUSION_THRESHOLD": "0",  # bytes
-    # Milliseconds. Processes ask each other so often whether all have something, also when they compute: at Horovod's 1 ms a
-    # process with one core lost a tenth of it.
-    "HOROVOD_CYCLE_TIME": "5",
+    # Milliseconds. Processes ask each other so often whether all have something, also when they compute (scripts/RESULTS.md).
+    "HOROVOD_CYCLE_TIME": "10",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",  # for which a process may be late; it is 30, and imports of many can take that
 }
+
+
+def cycle_s() -> float:
+    """Return the seconds of a cycle: with the next one, sums begin that all processes have asked for.
+
+    As the environment of this process says, which those that it starts inherit, or `DEFAULTS`. What is no number, Horovod takes
+    for 0.
+    """
+    name = "HOROVOD_CYCLE_TIME"
+    try:
+        return max(0.0, float(os.environ.get(name, DEFAULTS[name]))) / 1e3
+    except ValueError:
+        return 0.0
 
 
 class _RingSum:

@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
+from .errors import TrainerError
 from .nested import Leaf, num_bytes
 
 
@@ -47,6 +48,18 @@ class Accumulation:
         """Let the coming backward passes add to what is there, and return for which parameters. What is stale is to be zero."""
         self.is_on = True
         return self.extend()
+
+    def check_alone(self) -> None:
+        """Raise `TrainerError` where another trainer adds up gradients of these parameters, which this one would begin anew."""
+        own = set(map(id, self._params))
+        shared = [
+            param.name for other in _all if other is not self and other.is_on for param in other._params if id(param) in own
+        ]
+        if shared:
+            raise TrainerError(
+                f"Trainer.accumulate: got {shared[0]!r}, of which another trainer accumulates gradients; need one at a time. "
+                "Call that one's flush() or discard() before."
+            )
 
     def extend(self) -> List[gluon.Parameter]:
         """Take those in, too, that write: they were thawed or given a shape since."""

@@ -226,6 +226,7 @@ class Replicas:
         """Let the coming backward passes add to what the last one gave, and to zero where that has been used."""
         if not self._sums.is_on:
             self._follow()
+            self._sums.check_alone()
             with autograd.pause():
                 self._zero_idle(self._fresh(), self._all)
             self._mark_anew(self._sums.start)

@@ -237,7 +237,8 @@ class Trainer(gluon.Trainer):
         Raises
         ------
         TrainerError
-            `allreduce_grads` has summed gradients that `update` has not applied.
+            `allreduce_grads` has summed gradients that `update` has not applied; or another trainer accumulates gradients of the
+            same parameters.
 
         Examples
         --------

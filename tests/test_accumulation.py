@@ -599,6 +599,27 @@ def test_trainers_that_share_parameters_take_turns(devices):
             assert net.weight.data(context).asscalar() == pytest.approx(weight, rel=1e-5)
 
 
+def test_two_trainers_do_not_accumulate_gradients_of_one_parameter_at_once(devices):
+    net, other = nn.Dense(1, in_units=1, use_bias=False), nn.Dense(1, in_units=1)
+    for one in (net, other):
+        one.initialize(mx.init.One(), ctx=devices)
+    first, second, apart = (mgpu.Trainer(one, "sgd", {"learning_rate": 0.1}) for one in (net, net, other))
+    X, y = np.ones((4, 1), "float32"), np.zeros(4, "float32")
+    with first.accumulate():
+        mgpu.train_batch(net, gluon.loss.L2Loss(), first, X, y)
+        with apart.accumulate():  # on parameters of its own
+            mgpu.train_batch(other, gluon.loss.L2Loss(), apart, X, y)
+        with pytest.raises(TrainerError, match="of which another trainer accumulates gradients") as caught, second.accumulate():
+            pass
+        assert_house_style(caught.value)
+    first.flush()
+    np.testing.assert_allclose(net.weight.data(devices[0]).asnumpy(), [[0.9]], rtol=1e-6)  # nothing of the sum was lost
+    with second.accumulate():
+        mgpu.train_batch(net, gluon.loss.L2Loss(), second, X, y)
+    second.flush()
+    np.testing.assert_allclose(net.weight.data(devices[0]).asnumpy(), [[0.81]], rtol=1e-6)
+
+
 def test_what_another_loss_has_left_does_not_count(devices):
     """A generator's pass goes through the discriminator, too, which then trains on micro-steps of its own."""
     net = nn.Dense(1, in_units=1, use_bias=False)

@@ -218,7 +218,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
     def start(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf]:
         """Return the two inputs of `forward` that are no data: where each token stands backwards, and a first state.
 
-        MXNet reverses the numbers of rows 4 to 16 times as fast as all that the rows hold (scripts/RESULTS.md).
+        MXNet takes rows by numbers up to ten times as fast as it reverses all that they hold (scripts/RESULTS.md).
 
         Parameters
         ----------

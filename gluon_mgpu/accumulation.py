@@ -51,9 +51,13 @@ class Accumulation:
 
     def check_alone(self) -> None:
         """Raise `TrainerError` where another trainer adds up gradients of these parameters, which this one would begin anew."""
-        own = set(map(id, self._params))
+        own = {id(param) for param in self._params if param.grad_req != "null"}
         shared = [
-            param.name for other in _all if other is not self and other.is_on for param in other._params if id(param) in own
+            param.name
+            for other in _all
+            if other is not self and other.is_on
+            for param, reached in zip(other._params, other._reached)
+            if reached.any() and id(param) in own
         ]
         if shared:
             raise TrainerError(

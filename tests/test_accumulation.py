@@ -620,6 +620,36 @@ def test_two_trainers_do_not_accumulate_gradients_of_one_parameter_at_once(devic
     np.testing.assert_allclose(net.weight.data(devices[0]).asnumpy(), [[0.81]], rtol=1e-6)
 
 
+def test_heads_of_a_frozen_trunk_may_accumulate_at_once(devices):
+    trunk, first, second = (nn.Dense(1, in_units=1, use_bias=False) for _ in range(3))
+    trainers, nets = [], []
+    for head in (first, second):
+        net = nn.Sequential()
+        net.add(trunk, head)
+        net.initialize(mx.init.One(), ctx=devices, force_reinit=True)
+        trunk.collect_params().setattr("grad_req", "null")
+        trainers.append(mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}))
+        nets.append(net)
+    with trainers[0].accumulate(), trainers[1].accumulate():
+        for net, trainer in zip(nets, trainers):
+            mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, np.ones((4, 1), "float32"), np.zeros(4, "float32"))
+    for trainer, head in zip(trainers, (first, second)):
+        trainer.flush()
+        np.testing.assert_allclose(head.weight.data(devices[0]).asnumpy(), [[0.9]], rtol=1e-6)
+
+
+def test_a_group_that_added_nothing_is_in_nobodys_way(devices):
+    net = nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One(), ctx=devices)
+    first, second = (mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}) for _ in range(2))
+    with first.accumulate():
+        pass
+    with second.accumulate():
+        mgpu.train_batch(net, gluon.loss.L2Loss(), second, np.ones((4, 1), "float32"), np.zeros(4, "float32"))
+    second.flush()
+    np.testing.assert_allclose(net.weight.data(devices[0]).asnumpy(), [[0.9]], rtol=1e-6)
+
+
 def test_what_another_loss_has_left_does_not_count(devices):
     """A generator's pass goes through the discriminator, too, which then trains on micro-steps of its own."""
     net = nn.Dense(1, in_units=1, use_bias=False)

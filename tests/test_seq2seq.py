@@ -168,6 +168,42 @@ def test_it_is_compiled_whole_where_all_steps_are_taken_at_once(options, is_whol
     assert len(calls) <= 1 if is_whole else len(calls) == 3  # a layer of a graph is called while it is made, and not again
 
 
+@pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}], ids=["plain", "static"])
+def test_predictions_are_differentiated_as_uncompiled(flags):
+    """Before training and after it: of a static graph, MXNet would give gradients of the last training."""
+    X, _ = on_device(pairs(3), mx.nd)
+    gradients = []
+    for compiles in (False, True):
+        net, found = small_model(mx.cpu(), num_layers=2), []
+        if compiles:
+            net.hybridize(**flags)
+        for is_training in (False, True, False):
+            with autograd.record(train_mode=is_training):
+                scores = net(X)
+            scores.backward(train_mode=is_training)
+            found += [param.grad().asnumpy() for param in net.collect_params().values()]
+        gradients.append(found)
+    assert largest_difference(*gradients) < 1e-6
+
+
+def test_a_compiled_block_around_it_is_refused():
+    class Around(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.net = small_model(mx.cpu())
+
+        def hybrid_forward(self, F, *X):
+            return self.net(*X)
+
+    around = Around()
+    X, _ = on_device(pairs(3), mx.nd)
+    np.testing.assert_array_equal(around(*X).asnumpy(), around.net(*X).asnumpy())
+    around.hybridize()
+    with pytest.raises(TrainerError, match="got symbols") as caught:
+        around(*X)
+    assert_house_style(caught.value)
+
+
 def test_few_operations_keep_the_recurrent_operator_from_others_unless_asked_for():
     net = small_model(mx.cpu(), hybridize=True)
     flags = dict(net._flags)

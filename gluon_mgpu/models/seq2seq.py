@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, List, Optional, Tuple
 
 import mxnet as mx
-from mxnet import Context
 from mxnet.gluon import nn
 
 from ..errors import TrainerError
@@ -131,7 +130,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         """
         source, lengths, target = _check_inputs((X, *more) if more else X, self.layout)
         inputs = (source, lengths, target, *self._start(source, lengths))
-        return super().forward(*inputs) if self.decoder.is_at_once(source.context) else self.hybrid_forward(mx.nd, *inputs)
+        return super().forward(*inputs) if self.decoder.is_at_once(source) else self.hybrid_forward(mx.nd, *inputs)
 
     def hybrid_forward(self, F: Any, source: Leaf, lengths: Leaf, target: Leaf, backwards: Leaf, zeros: Leaf) -> Leaf:
         """Return the scores; `backwards` and `zeros` are the encoder's."""
@@ -295,9 +294,9 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
         state = (first,) if self._num_arrays == 1 else tuple(F.split(first, num_outputs=self._num_arrays, axis=1))
         return (*state, F.zeros_like(state[0])) if self.feed is not None else state
 
-    def is_at_once(self, context: Context) -> bool:
-        """Return whether all steps are taken at once on this device."""
-        return self.feed is None and self.layers[0].is_fused(context)
+    def is_at_once(self, inputs: Leaf) -> bool:
+        """Return whether all steps can be taken at once, and compiled, where these inputs are."""
+        return self.feed is None and can_compile(self.layers, inputs)
 
     def forward(self, embedded: Leaf, keys: Leaf, values: Leaf, lengths: Leaf, *state: Leaf) -> Tuple[Leaf, ...]:
         """Return vectors (N, T, hidden), weights (N, S, T), and the state after the last step.
@@ -346,6 +345,10 @@ def _rows(F: Any, outputs: Leaf, places: Leaf) -> Leaf:
 def _check_inputs(X: Any, layout: str) -> Tuple[Leaf, Leaf, Leaf]:
     form = "(N, S), (N,), (N, T)" if layout == "NTC" else "(S, N), (N,), (T, N)"
     wanted = f"need (source, lengths, target), MXNet arrays of shapes {form}. The data side of the toolkit makes them"
+    if isinstance(X, (list, tuple)) and any(isinstance(array, mx.sym.Symbol) for array in X):
+        raise TrainerError(
+            "Seq2Seq: got symbols, of a block around it that is compiled; need MXNet arrays. Hybridize the Seq2Seq alone."
+        )
     if not isinstance(X, (list, tuple)) or len(X) != 3 or not all(is_device_array(array) for array in X):
         found = [type(array).__name__ for array in X] if isinstance(X, (list, tuple)) else type(X).__name__
         raise TrainerError(f"Seq2Seq: got {found}; {wanted}.")

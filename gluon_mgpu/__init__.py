@@ -2,9 +2,9 @@
 
 __version__ = "0.1.0"
 
-from . import runtime
+from . import exits, runtime
 
-runtime.load_mxnet()  # before anything below asks for mxnet
+exits.wait_at_exit(runtime.load_mxnet())  # before anything below asks for mxnet
 
 from . import data, errors, models
 from .balance import Balancer
@@ -27,7 +27,8 @@ from .precision import precision_of, set_precision
 from .prediction import predict, predict_batches
 from .prefetch import prefetch
 from .reduction import clip_global_norm
-from .replicas import average_running_stats, replica_difference
+from .replicas import replica_difference
+from .running_stats import average_running_stats
 from .schedules import scaled_learning_rate, scaled_params
 from .sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
 from .step import Batch, backward, eval_batch, train_batch

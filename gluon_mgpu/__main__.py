@@ -1,6 +1,6 @@
 """python -m gluon_mgpu: the command gluon-mgpu."""
 
-from .cli import main
+from gluon_mgpu_command import main
 
 if __name__ == "__main__":
-    main(prog_name="gluon-mgpu")
+    main()

@@ -11,10 +11,10 @@ from itertools import count
 from statistics import median
 from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
 
-import numpy as np
 from mxnet import Context
 from mxnet.base import _LIB, check_call
 
+from .checks import short, whole_number
 from .errors import ShardError, TrainerError
 from .nested import Leaf, is_device_array
 from .runtime import logger
@@ -66,6 +66,7 @@ class Balancer:
     >>> net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
     >>> trainer = Trainer(net, "sgd", {"learning_rate": 0.5})
     >>> balance = Balancer(trainer)
+    >>> import numpy as np
     >>> Xs, ys = balance(np.ones((4, 2)), np.ones(4), trainer.contexts)
     >>> with autograd.record():
     ...     losses = [gluon.loss.L2Loss()(net(X), y) for X, y in zip(Xs, ys)]
@@ -81,8 +82,7 @@ class Balancer:
             raise TrainerError(
                 f"Balancer: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
             )
-        if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
-            raise TrainerError(f"Balancer: got every={every!r}; need a number of steps of 1 or more. 10 is usual.")
+        whole_number("Balancer", "every", every, advice="10 steps are usual.")
         self._trainer = trainer
         self._devices = trainer.contexts
         self.keywords = {"batch_axis": batch_axis}  # as a functools.partial has: train_batch cuts along it for micro_steps
@@ -108,9 +108,9 @@ class Balancer:
         ShardError
             The batch cannot be split so, or the devices are not the trainer's.
         """
-        if list(devices) != self._devices:
+        if not isinstance(devices, (list, tuple)) or list(devices) != self._devices:
             raise ShardError(
-                f"Balancer: got devices {list(devices)}; need {self._devices}, which it measures. Pass trainer.contexts."
+                f"Balancer: got devices {short(devices)}; need {self._devices}, which it measures. Pass trainer.contexts."
             )
         if len(self._devices) == 1:
             return self._split(X, y, devices)
@@ -135,8 +135,8 @@ class Balancer:
         """
         if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(one) and one.shape for one in losses):
             raise TrainerError(
-                f"Balancer.watch: got {losses!r}; need a list of MXNet arrays, each with one number an example. Pass the list "
-                "that backward() got."
+                f"Balancer.watch: got {short(losses)}; need a list of MXNet arrays, each with one number an example. Pass the "
+                "list that backward() got."
             )
         contexts = [loss.context for loss in losses]
         if len(set(contexts)) < len(contexts) or not set(contexts) <= set(self._devices):

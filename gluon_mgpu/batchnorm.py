@@ -12,9 +12,11 @@ from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.gluon.parameter import DeferredInitializationError
 
-from .errors import TrainerError
+from .checks import explaining, instance, one_of, short
+from .errors import StepError, TrainerError
 from .parameters import blocks_of
-from .replicas import average_replicas, average_running_stats
+from .replicas import average_replicas
+from .running_stats import average_running_stats
 from .turns import defer, is_in_turns, meet, run_in_turns
 
 BATCH_NORMS = ("local", "average", "sync")  # whose statistics: each device's own; averaged, to predict; the whole batch's
@@ -119,10 +121,7 @@ def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
     >>> type(net).__name__, batch_norm_of(net)
     ('SyncBatchNorm', 'sync')
     """
-    if not isinstance(bn, str) or bn not in BATCH_NORMS:
-        raise TrainerError(
-            f"set_batch_norm: got bn={bn!r}; need one of {', '.join(BATCH_NORMS)}. 'average' is usual; 'sync' is as one device."
-        )
+    one_of("set_batch_norm", "bn", bn, BATCH_NORMS, advice="'average' is usual; 'sync' is as one device.")
     (convert_sync_batchnorm if bn == "sync" else revert_sync_batchnorm)(net)
     net._batch_norm = bn
     return net
@@ -219,7 +218,12 @@ def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
     >>> [y.asnumpy().round(3).tolist() for y in outputs]
     [[[-1.0]], [[1.0]]]
     """
-    return run_shards(net, [partial(net, x) for x in Xs])
+    instance("forward_shards", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
+    if not isinstance(Xs, (list, tuple)):
+        raise TrainerError(f"forward_shards: got Xs={short(Xs)}; need a list, one shard a device. Pass what split_batch gave.")
+    need = "shards that the network takes"
+    with explaining("forward_shards", "an error of the network", need, advice="Try it with one example.", error=StepError):
+        return run_shards(net, [partial(net, x) for x in Xs])
 
 
 def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:

@@ -9,25 +9,30 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
-import numpy as np
 from mxnet import gluon
 
 from .checkpoint import check_folder
+from .checks import flag, instance, one_of, path_of, real_number, short, whole_number
 from .described import describe
 from .distributed.process import this_process
 from .epoch import EpochProgress
-from .errors import TrainerError
+from .errors import StateError, TrainerError
+from .folders import MANIFEST, explained, make, new_file, open_folder
+from .lock_files import FolderLock
 from .nested import Leaf
 from .parameters import has_values
 from .plots import figure, plot_history, save
-from .position import Row
+from .position import Row, progress_of
 from .processes import group
 from .rng import draw_base
-from .shelf import Shelf
-from .snapshot import FILES, OLD_STATES, Content, Place, Snapshot, take_snapshot
+from .runtime import logger
+from .shelf import Shelf, checkpoint_in, find_checkpoints, outer_of
+from .snapshot import FILES, OLD_STATES, PROGRESS, Content, Place, Snapshot, take_snapshot
 from .trainer import Trainer
+
+_PATIENCE_S = 10.0  # of a job that was started again, for the process before to end
 
 
 @dataclass
@@ -61,21 +66,30 @@ class History:
             2        0.25
         """
         names = self._names()
-        cells = [names] + [[f"{row[name]:.4g}" if name in row else "" for name in names] for row in self.rows]
+        cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*cells)]
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
 
     def save(self, folder: Union[str, Path]) -> None:
-        """Write `history.csv`, `history.json` and the picture `curves.png` into a folder."""
+        """Write `history.csv`, `history.json` and the picture `curves.png` into a folder, each replaced when it is whole.
+
+        Raises
+        ------
+        SaveError
+            They cannot be written. The files before stay.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "history.csv", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._names())
-            writer.writeheader()
-            writer.writerows(self.rows)
-        content = {"stopped": self.stopped, "epochs": self.rows}
-        (folder / "history.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-        save(plot_history(self.rows), folder / "curves.png")
+        with explained("History.save", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with new_file(folder / "history.csv") as path, open(path, "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, self._names())
+                writer.writeheader()
+                writer.writerows(self.rows)
+            content = {"stopped": self.stopped, "epochs": self.rows}
+            with new_file(folder / "history.json") as path:
+                path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            with new_file(folder / "curves.png") as path:
+                save(plot_history(self.rows), path)
 
     def _names(self) -> List[str]:
         return list(dict.fromkeys(name for row in self.rows for name in row))
@@ -169,8 +183,9 @@ class Progress(Callback):
     """
 
     def __init__(self, unit: str = "examples", *, every_s: float = 5.0) -> None:
+        instance("Progress", "unit", unit, str, "a text", advice="Pass 'images', for one.")
         self._unit = unit
-        self._every_s = every_s
+        self._every_s = real_number("Progress", "every_s", every_s, advice="5 seconds are usual.")
         self._bar: Any = None
 
     def on_fit_begin(self, state: FitState) -> None:
@@ -237,7 +252,7 @@ class SaveHistory(Callback):
     """
 
     def __init__(self, folder: Union[str, Path]) -> None:
-        self.folder = Path(folder)
+        self.folder = path_of("SaveHistory", "folder", folder)
 
     def on_fit_begin(self, state: FitState) -> None:
         figure()  # tells before the first epoch that the extra is missing
@@ -269,10 +284,10 @@ class EarlyStopping(Callback):
     def __init__(
         self, monitor: str = "test_loss", patience: int = 3, *, min_delta: float = 0.0, mode: Optional[str] = None
     ) -> None:
-        if patience < 0 or min_delta < 0:
-            raise TrainerError(
-                f"EarlyStopping: got patience {patience} and min_delta {min_delta}; need 0 or more. 3 and 0 are usual."
-            )
+        real_number("EarlyStopping", "patience", patience, advice="3 epochs are usual.")
+        real_number("EarlyStopping", "min_delta", min_delta, advice="0 is usual.")
+        if monitor is None:
+            raise TrainerError("EarlyStopping: got monitor=None; need a column of the history. Pass 'test_loss', for one.")
         self._best = Best(monitor, mode, min_delta)
         self._patience = patience
 
@@ -294,7 +309,8 @@ class EarlyStopping(Callback):
 class Checkpoint(Callback):
     """Saves the network and its trainer: `best` when a metric is better than before, `last` after each epoch and at the end.
 
-    What an error has spoilt is not saved; what Ctrl-C ends is. `fit(..., resume="auto")` goes on from the latest.
+    What an error has spoilt is not saved; what Ctrl-C ends is. `fit(..., resume="auto")` goes on from the latest, and makes
+    `best` again where a kill has left none, or one of an earlier epoch. One run at a time uses a folder.
 
     Parameters
     ----------
@@ -318,6 +334,8 @@ class Checkpoint(Callback):
         A number that makes no sense.
     """
 
+    _parts: Sequence[str] = (MANIFEST,)  # what a folder holds
+
     def __init__(
         self,
         folder: Union[str, Path],
@@ -329,14 +347,37 @@ class Checkpoint(Callback):
         background: bool = False,
     ) -> None:
         for name, number in (("every", 1 if every is None else every), ("keep", keep)):
-            if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
-                raise TrainerError(
-                    f"{type(self).__name__}: got {name}={number!r}; need a whole number of 1 or more. every=500 and keep=3, say."
-                )
-        self.folder = Path(folder)
-        self._best = Best(monitor, mode) if monitor else None
+            whole_number(type(self).__name__, name, number, advice="every=500 and keep=3, say.")
+        flag(type(self).__name__, "background", background)
+        self.folder = path_of(type(self).__name__, "folder", folder)
+        best = Best("test_accuracy" if monitor is None else monitor, mode)
+        self._best = None if monitor is None else best
         self._every = every
-        self._shelf = Shelf(self.folder, keep=keep, background=background)
+        self._shelf = Shelf(self.folder, keep=keep, background=background, operation=type(self).__name__)
+        self._lock: Optional[FolderLock] = None
+
+    def hold(self) -> None:
+        """Take the folder for this run, unless it is taken already; in a job, process 0 does. `on_fit_end` lets go of it.
+
+        Raises
+        ------
+        SaveError
+            Another run uses it, or it cannot be written.
+        """
+        process, operation = this_process(), type(self).__name__
+        if process.rank or self._lock is not None:
+            return
+        with explained(operation, self.folder):
+            make(self.folder)
+            lock = FolderLock(self.folder, operation)
+            lock.acquire(_PATIENCE_S if process.restart else 0.0)
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def on_fit_begin(self, state: FitState) -> None:
         if self._best is not None:
@@ -352,8 +393,10 @@ class Checkpoint(Callback):
         processes = group()
         if processes is not None:
             processes.wait()  # each has read what it goes on from, before the first one tidies up
+        self.hold()
         if not this_process().rank:
             self._shelf.begin(None if state.resumed is None else state.resumed.folder)
+            self._restore_best(state)
 
     def on_batch_end(self, state: FitState) -> None:
         # The end of an epoch is saved when it has been evaluated.
@@ -374,7 +417,43 @@ class Checkpoint(Callback):
             if state.interrupted and has_values(state.net):
                 self._save(state)
         finally:
-            self._shelf.wait()
+            try:
+                self._shelf.wait()
+                if state.error is None and not this_process().rank:
+                    self._shelf.end()
+            finally:
+                self.release()
+
+    def _restore_best(self, state: FitState) -> None:
+        """Let `best` be of the best epoch of the run that is resumed, if a checkpoint of it is left."""
+        if state.resumed is None or self._best is None or not self._best.epoch:
+            return
+        epoch, rows = self._best.epoch, state.history.rows
+        resumed = outer_of(state.resumed.folder)
+        others = [resumed, *(outer_of(path) for path in find_checkpoints(resumed.parent))]
+        if not self._shelf.restore_best(lambda folder: self._is_of(folder, epoch, rows[:epoch]), others):
+            logger.warning(
+                "%s: %s is not of epoch %d, the best one by %s, and no whole checkpoint of that is left",
+                type(self).__name__,
+                self.folder / "best",
+                epoch,
+                self._best.monitor,
+            )
+
+    def _is_of(self, folder: Path, epoch: int, rows: List[Row]) -> bool:
+        """Return whether a folder is whole, and was saved at the end of this epoch, with this history."""
+        try:
+            if any(not (folder / name).exists() for name in self._parts):
+                return False
+            with open_folder(checkpoint_in(folder) or folder, FILES, type(self).__name__) as opened:
+                if MANIFEST not in opened or PROGRESS not in opened:
+                    return False
+                told = json.loads(opened.read(PROGRESS).decode())
+                if told.get("epoch") != epoch or json.dumps(told.get("history")) != json.dumps(rows):
+                    return False
+                return bool(opened.check(type(self).__name__))
+        except (StateError, ValueError, AttributeError):
+            return False
 
     def _save(self, state: FitState, *, is_best: bool = False) -> None:
         place, arrays = state.where() if state.where is not None else ({}, {})
@@ -384,10 +463,10 @@ class Checkpoint(Callback):
         self._reached = state.step
         if self._base is None or not place:
             self._base = draw_base(state.trainer.contexts[0])
-        progress = {"epoch": state.epoch, "epochs_completed": len(state.history.rows), "history": state.history.rows}
+        progress = progress_of(state.history.rows, state.epoch)
         snapshot = take_snapshot(state.net, state.trainer, progress, place=place, arrays=arrays, base=self._base)
         if not this_process().rank:
-            self._shelf.put(self._writing(snapshot), state.step, is_best=is_best)
+            self._shelf.put(self._writing(snapshot), state.step, is_best=is_best, num_bytes=snapshot.num_bytes)
         self._saved = here
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
@@ -402,8 +481,11 @@ class Best:
     """The best value of one column so far, and the epoch that gave it."""
 
     def __init__(self, monitor: str, mode: Optional[str] = None, min_delta: float = 0.0) -> None:
-        if mode not in (None, "min", "max"):
-            raise TrainerError(f"callbacks: got mode {mode!r}; need 'min' or 'max'. None decides by the name.")
+        one_of("callbacks", "mode", mode, (None, "min", "max"), advice="None decides by the name.")
+        if not isinstance(monitor, str) or not monitor:
+            raise TrainerError(
+                f"callbacks: got monitor={short(monitor)}; need a column of the history. Pass 'test_loss', for one."
+            )
         self.monitor = monitor
         self._sign = 1 if (mode or ("min" if monitor.endswith("loss") else "max")) == "min" else -1
         self._min_delta = min_delta
@@ -443,11 +525,15 @@ class Best:
         return self._note(row[self.monitor], state.epoch)
 
     def _note(self, value: float, epoch: int) -> bool:
-        # NaN is never better, and anything is better than NaN.
-        better = value == value and not self._sign * (self.value - value) <= self._min_delta
+        # NaN is never better, and anything is better than NaN; so it is with a text that a callback has added.
+        better = isinstance(value, (int, float)) and value == value and not self._sign * (self.value - value) <= self._min_delta
         if better:
             self.value, self.epoch = value, epoch
         return better
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
 def _listed(means: Row) -> str:

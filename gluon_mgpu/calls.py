@@ -6,7 +6,7 @@ import ctypes
 import os
 import platform
 from functools import lru_cache, partial
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -57,6 +57,40 @@ class Flags:
         for i, handle in enumerate(self._handles):
             if which is None or which[i // self._shape[1]]:
                 check_call(self._set(handle, 0))
+
+    def put(self, which: Any, value: bool) -> None:
+        """Set or unset the flags where an array of bool, shape (parameters, replicas), is true."""
+        if self._memory is not None:
+            self._memory[self._places[which]] = value
+            return
+        for handle, is_wanted in zip(self._handles, np.ravel(which)):
+            if is_wanted:
+                check_call(self._set(handle, int(value)))
+
+
+def on_backward(before: Callable[[], Any], after: Callable[[Any], None]) -> None:
+    """Call `before`, then `after` with what that returned, around every backward pass that writes gradients.
+
+    `autograd.grad`, which returns them, is left out. Both functions are MXNet's C interface, which its Python looks up by name
+    at each call.
+    """
+    for name, may_return in (("MXAutogradBackwardEx", True), ("MXAutogradBackward", False)):
+        setattr(_LIB, name, _between(before, getattr(_LIB, name), after, may_return=may_return))
+
+
+def _between(before: Callable[[], Any], function: Any, after: Callable[[Any], None], *, may_return: bool) -> Callable[..., int]:
+    def backward(*arguments: Any) -> int:
+        if may_return and arguments[3]:  # the number of arrays whose gradients are returned
+            returned: int = function(*arguments)
+            return returned
+        found = before()
+        try:
+            status: int = function(*arguments)
+        finally:
+            after(found)
+        return status
+
+    return backward
 
 
 def write_unheld(array: Leaf, data: np.ndarray) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
-import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
+from .calls import values_of
+from .checks import instance, path_of
 from .distributed.process import this_process
 from .errors import StateError
 from .evaluation import devices_of
-from .folders import new_folder, put_in_place, whole
-from .parameters import has_values, shape_fits
+from .folders import explained, new_folder, put_in_place
+from .parameters import shape_fits
 from .replicas import average_replicas
-from .snapshot import FILES, OLD_STATES, PARAMS, Content, check_content, read_content, restore, states_of, take_snapshot
+from .running_stats import remember_equal
+from .schema import shown
+from .snapshot import FILES, OLD_STATES, Content, check_content, read_content, restore, states_of, take_snapshot
+from .step import check_network
 from .trainer import Trainer
 
 
@@ -57,12 +63,15 @@ def save_checkpoint(
     ------
     StateError
         The folder holds something else, the network has no values, or optimizer or schedule keep what a file cannot hold.
+    SaveError
+        The folder cannot be written. What was there stays.
     TrainerError
         Gradients were accumulated and not applied: the files would not hold them.
 
     Examples
     --------
     >>> import tempfile
+    >>> import mxnet as mx
     >>> net = gluon.nn.Dense(1, in_units=1)
     >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -70,14 +79,18 @@ def save_checkpoint(
     ...     load_checkpoint(folder + "/c", net, Trainer(net, "adam"))
     {'epoch': 3}
     """
-    folder = Path(folder)
+    folder = path_of("save_checkpoint", "folder", folder, error=StateError)
+    _check_given("save_checkpoint", net, trainer)
+    advice = "Pass {'epoch': 3}, for one."
+    instance("save_checkpoint", "progress", progress, (dict, type(None)), "a dict", advice=advice, error=StateError)
     check_folder(folder, (*FILES, OLD_STATES), "save_checkpoint", "checkpoint")
     snapshot = take_snapshot(net, trainer, progress)
     if this_process().rank:
         return
-    with new_folder(folder) as new:
-        snapshot.write(new)
-    put_in_place(folder)
+    with explained("save_checkpoint", folder, num_bytes=snapshot.num_bytes, left="The checkpoint before stays."):
+        with new_folder(folder) as new:
+            snapshot.write(new)
+        put_in_place(folder)
 
 
 def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None) -> Dict[str, Any]:
@@ -97,7 +110,33 @@ def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
         There is no checkpoint, it is damaged or of a newer version, or it belongs to another network, optimizer or schedule.
         Nothing was changed.
     """
-    return read_checkpoint(folder, net, trainer).progress
+    return read_checkpoint(folder, net, trainer).restore().progress
+
+
+@dataclass(frozen=True)
+class ReadCheckpoint:
+    """A checkpoint that was read for a network and its trainer, which it fits. They are as they were.
+
+    Attributes
+    ----------
+    content : Content
+    """
+
+    content: Content
+    _net: gluon.Block
+    _trainer: Optional[Trainer]
+    _states: List[Dict[int, Any]]
+
+    def restore(self) -> Content:
+        """Let the network, and its trainer, continue from the checkpoint, and return the content without the parameters."""
+        if self._trainer is not None:
+            average_replicas(self._net)  # where they are apart, they are told that they are no longer
+        without = set_parameters(self.content, self._net)
+        if self._trainer is not None:
+            restore(without, self._net, self._trainer, self._states)
+        else:
+            remember_equal(self._net)
+        return without
 
 
 def read_checkpoint(
@@ -106,48 +145,63 @@ def read_checkpoint(
     trainer: Optional[Trainer] = None,
     *,
     check: Callable[[Content], None] = lambda content: None,
-) -> Content:
-    """Do what `load_checkpoint` does, and return all that was read; `check` may refuse it before anything is changed."""
-    folder = whole(Path(folder))
+) -> ReadCheckpoint:
+    """Return a checkpoint of this network and trainer, having checked all that it holds; `check` may refuse it, too.
+
+    Raises
+    ------
+    StateError
+        As for `load_checkpoint`.
+    """
+    folder = path_of("load_checkpoint", "folder", folder, error=StateError)
+    _check_given("load_checkpoint", net, trainer)
     content = read_content(folder, with_training=trainer is not None)
-    _check_parameters(folder, net)
+    check_parameters(content, net)
     if trainer is None:
-        net.load_parameters(str(folder / PARAMS), ctx=devices_of(net))
-        return content
-    check_content(content, trainer)
+        return ReadCheckpoint(content, net, None, [])
+    check_content(content, net, trainer)
     check(content)
-    states = states_of(content, trainer) if has_values(net) else None
-    average_replicas(net)  # where they are apart, they are told that they are no longer
-    net.load_parameters(str(folder / PARAMS), ctx=devices_of(net))
-    restore(content, net, trainer, states_of(content, trainer) if states is None else states)  # the parameters bring the shapes
-    return content
+    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer))
+
+
+def _check_given(operation: str, net: Any, trainer: Any) -> None:
+    check_network(operation, net)
+    advice = "Pass Trainer(net, 'sgd'), or None."
+    instance(operation, "trainer", trainer, (Trainer, type(None)), "a gluon_mgpu.Trainer", advice=advice)
 
 
 def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str) -> None:
-    """Raise `StateError` unless a folder is not there yet, or holds nothing but files of these names."""
-    others = [path.name for path in folder.iterdir() if path.name not in ours] if folder.is_dir() else []
-    if others or not folder.name or (folder.exists() and not folder.is_dir()):
+    """Raise `StateError` unless a folder is not there yet, or holds nothing but files of these names.
+
+    A link is refused, too: the folder is replaced as a whole, and what the link leads to would not be.
+    """
+    try:
+        others = [path.name for path in folder.iterdir() if path.name not in ours] if folder.is_dir() else []
+        is_there, is_link = os.path.lexists(folder), folder.is_symlink()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise StateError(
+            f"{operation}: got {str(folder)!r}, which cannot be read ({getattr(error, 'strerror', error)}); need a folder that "
+            "this process may read and write. Check its permissions, or pass another one."
+        ) from error
+    if is_link:
+        raise StateError(
+            f"{operation}: got {folder}, which is a link to {os.readlink(folder)}; need a folder of its own, which is replaced "
+            "as a whole. Remove the link, or pass the folder that it leads to; a folder further up may be a link."
+        )
+    if others or not folder.name or (is_there and not folder.is_dir()):
         raise StateError(
             f"{operation}: got {folder}, which holds {', '.join(sorted(others)[:3]) or f'no {example}'}; need a folder of its "
             f"own, which is replaced as a whole. Pass {folder / example}, say."
         )
 
 
-def _check_parameters(folder: Path, net: gluon.Block) -> None:
-    """Raise `StateError` unless the file holds this network's parameters: Gluon looks at them one by one, as it loads."""
-    try:
-        loaded = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(str(folder / PARAMS))
-    except (mx.MXNetError, ValueError) as error:
-        told = str(error).strip().splitlines()[-1]
-        raise StateError(
-            f"load_checkpoint: got {folder / PARAMS}, which is damaged ({told}); need a file of save_checkpoint. Use another one."
-        ) from error
+def check_parameters(content: Content, net: gluon.Block) -> None:
+    """Raise `StateError` unless a checkpoint holds this network's parameters, and no others."""
     params = net._collect_params_with_prefix().items()
     here = {name: (np.dtype(param.dtype).name, tuple(param.shape or ())) for name, param in params}
-    saved = loaded.items() if isinstance(loaded, dict) else ()
-    there = {name: (np.dtype(array.dtype).name, array.shape) for name, array in saved}
+    there = {name: (np.dtype(array.dtype).name, array.shape) for name, array in content.params.items()}
     differing = [
-        f"{name} {_worded(there.get(name))} where this one has {_worded(here.get(name))}"
+        f"{name if name in here else shown(name)} {_worded(there.get(name))} where this one has {_worded(here.get(name))}"
         for name in {**there, **here}
         if name not in there
         or name not in here
@@ -156,9 +210,33 @@ def _check_parameters(folder: Path, net: gluon.Block) -> None:
     ]
     if differing:
         raise StateError(
-            f"load_checkpoint: got {folder} of another network: {'; '.join(differing[:3])}; need the same layers. "
+            f"load_checkpoint: got {content.folder} of another network: {'; '.join(differing[:3])}; need the same layers. "
             "Build the network as it was when it was saved."
         )
+    _check_shared(content, net)
+
+
+def _check_shared(content: Content, net: gluon.Block) -> None:
+    """Raise `StateError` where one parameter of the network has several names, and other values under each of them."""
+    names: Dict[int, str] = {}
+    for name, param in net._collect_params_with_prefix().items():
+        first = names.setdefault(id(param), name)
+        if first != name and values_of(content.params[first]).tobytes() != values_of(content.params[name]).tobytes():
+            raise StateError(
+                f"load_checkpoint: got {content.folder} with other values of {first} than of {name}, one parameter here; need "
+                "the same layers. Build the network as it was when it was saved."
+            )
+
+
+def set_parameters(content: Content, net: gluon.Block) -> Content:
+    """Set a network's parameters to those of a checkpoint that `check_parameters` has accepted, and return it without them.
+
+    As Gluon's `load_parameters` does, which reads a file: the one that was checked may have been replaced.
+    """
+    ctx = devices_of(net)
+    for name, param in net._collect_params_with_prefix().items():
+        param._load_init(content.params[name], ctx)
+    return replace(content, params={})
 
 
 def _worded(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:

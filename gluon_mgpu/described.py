@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from typing import Any, Dict, List, Set
+from typing import Any, Dict, List, Mapping, Optional, Set
 
+import mxnet as mx
 import numpy as np
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
+from . import schema
 from .errors import StateError
 
+_SHOWN = 60  # characters of an option in an error
+_MOST_CAUGHT_UP = 10**6  # steps of a schedule that counts them one by one, which takes it about a second
 # What Trainer and Update set, or what names things of this run: counts are kept with the states, by the parameters' names.
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
@@ -61,6 +66,108 @@ def differences(told: Description, optimizer: opt.Optimizer) -> List[str]:
         values = [(name, theirs["values"].get(name), mine["values"][name]) for name in mine["values"] if name in options]
         found += [f"{of}{name} {_told(one)} where this one has {_told(other)}" for name, one, other in values if one != other]
     return found
+
+
+def misfit(mine: Mapping[str, Any], theirs: Mapping[str, Any], thing: Any, *, exact: bool = False) -> Optional[schema.Wrong]:
+    """Return the first of another's plain values that this optimizer or schedule cannot take in place of its own; None if it can.
+
+    Parameters
+    ----------
+    mine, theirs : mapping
+        Attributes by name, as `describe` gives them.
+    thing : mxnet.optimizer.Optimizer or schedule
+        What they are to be set on. Of classes that are neither MXNet's nor ours, more is accepted.
+    exact : bool
+        Refuse names that this one has not.
+    """
+    known, defaults = is_known(thing), _mxnets_defaults(thing)
+    for name in mine:
+        if name not in theirs and (known or name in defaults or name in _attributes(thing)):
+            return schema.Wrong(None, "it", (name,), is_missing=True)
+    for name, value in theirs.items():
+        if exact and name not in mine and (known or not _is_free(thing, name)):
+            return schema.Wrong(value, f"no attributes but those of {type(thing).__name__}", (name,))
+        if name in _attributes(thing):
+            wrong = _attributes(thing)[name](value)
+        elif value is None and defaults.get(name) is not None:
+            wrong = schema.Wrong(value, _kind(mine.get(name)))
+        else:
+            wrong = _unlike(mine[name], value, known) if name in mine else None
+        if wrong is not None:
+            return wrong.below(name)
+    return None
+
+
+def plain_attributes(thing: Any) -> Dict[str, Any]:
+    """Return the attributes of an optimizer, as `describe` gives them, and a text of the class of those that it does not give.
+
+    Examples
+    --------
+    >>> plain_attributes(opt.SGD(momentum=0.5))["momentum"]
+    0.5
+    """
+    found = {}
+    for name, value in vars(thing).items():
+        if name not in ("param_dict", "lr_scheduler", "sym_info", "allow_np_array"):
+            try:
+                found[name] = _plain(value)
+            except (TypeError, RecursionError):
+                found[name] = {type(value).__name__: None}
+    return found
+
+
+def failure(optimizer: opt.Optimizer, counts: Mapping[int, int]) -> str:
+    """Return in words why an optimizer cannot train; nothing where it can. A copy of it updates an array of one element.
+
+    Parameters
+    ----------
+    optimizer : mxnet.optimizer.Optimizer
+        Not changed. Of classes that are neither MXNet's nor ours, only the schedule is tried.
+    counts : mapping of int to int
+        Updates of each parameter that it is to update.
+
+    Examples
+    --------
+    >>> failure(opt.SGD(momentum=0.9), {0: 7})
+    ''
+    >>> broken = opt.SGD(momentum=0.9)
+    >>> broken.momentum = "0.9"
+    >>> failure(broken, {0: 7})
+    'TypeError'
+    """
+    try:
+        schedule = optimizer.lr_scheduler
+        if schedule is not None and not callable(schedule):
+            return "its schedule is no function"
+        if isinstance(schedule, lr_scheduler.FactorScheduler):
+            behind = (optimizer.num_update - schedule.count) / schedule.step
+            if not (schedule.step >= 1 and behind <= _MOST_CAUGHT_UP):
+                return f"its schedule is {behind:.3g} steps behind"
+        if isinstance(schedule, lr_scheduler.LRScheduler) and not schema.is_finite(copy.deepcopy(schedule)(optimizer.num_update)):
+            return "its schedule gives no finite number"
+        # SGLD draws random numbers, and LBSGD adds up whole gradients.
+        if is_known(optimizer) and not isinstance(optimizer, (opt.SGLD, opt.LBSGD)):
+            tried = copy.deepcopy(optimizer)
+            tried._all_index_update_counts = {0: dict(counts)}
+            tried._set_current_context(0)
+            for index in counts:
+                weight, gradient = mx.nd.zeros((1,)), mx.nd.zeros((1,))
+                tried.update_multi_precision(index, weight, gradient, tried.create_state_multi_precision(index, weight))
+                weight.wait_to_read()
+    except Exception as error:  # whatever its arithmetic, or MXNet's operators, say of its values
+        return type(error).__name__
+    return ""
+
+
+def with_values(told: Description, optimizer: opt.Optimizer) -> opt.Optimizer:
+    """Return a copy of an optimizer, and of its schedule, with the values that were described."""
+    other = copy.copy(optimizer)
+    if isinstance(other.lr_scheduler, lr_scheduler.LRScheduler):
+        other.lr_scheduler = copy.copy(optimizer.lr_scheduler)
+        set_again(told, other)
+    else:
+        set_again({**told, "schedule": None}, other)  # a function is no copy
+    return other
 
 
 def set_again(told: Description, optimizer: opt.Optimizer) -> None:
@@ -113,16 +220,94 @@ def _value(plain: Any) -> Any:
 def _options(thing: Any) -> Set[str]:
     """Return the attributes that say how something was made: of MXNet's classes and ours, whose ways are known."""
     kinds = type(thing).__mro__
-    if isinstance(thing, lr_scheduler.LRScheduler):
-        return set(vars(thing)) - _MOVED_BY_SCHEDULES if kinds[0].__module__ == lr_scheduler.__name__ else set()
-    if not isinstance(thing, opt.Optimizer) or kinds[0].__module__.split(".")[0] not in ("mxnet", "gluon_mgpu"):
+    if not is_known(thing):
         return set()
+    if isinstance(thing, lr_scheduler.LRScheduler):
+        return set(vars(thing)) - _MOVED_BY_SCHEDULES - set(getattr(thing, "moved", ()))
     return {name for kind in kinds if "__init__" in vars(kind) for name in inspect.signature(vars(kind)["__init__"]).parameters}
 
 
+def is_known(thing: Any) -> bool:
+    """Return whether this is an optimizer or a schedule of MXNet's or ours, whose ways are known."""
+    is_one = isinstance(thing, (opt.Optimizer, lr_scheduler.LRScheduler))
+    return is_one and type(thing).__module__.split(".")[0] in ("mxnet", "gluon_mgpu")
+
+
+def _is_free(thing: Any, name: str) -> bool:
+    """Return whether a name of an attribute that this thing has not yet is one that it may get while it trains."""
+    return bool(re.fullmatch(r"(?!__)\w+", name)) and name not in _NOT_KEPT and not hasattr(type(thing), name)
+
+
+def _unlike(mine: Any, theirs: Any, known: bool) -> Optional[schema.Wrong]:
+    """Return what is wrong with a value in the place of another one: they must be of one kind."""
+    if mine is None or theirs is None:
+        fits = not known or theirs is None or schema.is_finite(theirs)
+        return None if fits else schema.Wrong(theirs, "null or a finite number")
+    if not known and isinstance(mine, (bool, int, float)) and isinstance(theirs, (bool, int, float)):
+        return None
+    if isinstance(mine, bool) or isinstance(theirs, bool):
+        return None if isinstance(mine, bool) and isinstance(theirs, bool) else schema.Wrong(theirs, _kind(mine))
+    if isinstance(mine, (int, float)):
+        return None if schema.is_finite(theirs) or repr(mine) == repr(theirs) else schema.Wrong(theirs, "a finite number")
+    alike = type(mine) is type(theirs) and (not isinstance(mine, dict) or mine.keys() == theirs.keys())
+    return None if alike else schema.Wrong(theirs, _kind(mine))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a {next(iter(value))}"
+    return {bool: "true or false", str: "a text", list: "a list"}.get(type(value), "a finite number")
+
+
 def _class_name(described: Any) -> str:
-    return str(described["class"]).rsplit(".", 1)[-1] if described else "none"
+    if not described:
+        return "none"
+    name = described["class"].rsplit(".", 1)[-1]
+    return name if re.fullmatch(r"\w{1,60}", name) else schema.shown(name)
 
 
 def _told(value: Any) -> str:
-    return repr(_value(value))
+    told = repr(_value(value))
+    return told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
+
+
+def _mxnets_defaults(thing: Any) -> Dict[str, Any]:
+    """Return the options that an optimizer has from MXNet's classes and ours, with their defaults: a user's class may derive."""
+    kinds = [kind for kind in type(thing).__mro__ if kind.__module__.split(".")[0] in ("mxnet", "gluon_mgpu")]
+    made = [inspect.signature(vars(kind)["__init__"]).parameters for kind in reversed(kinds) if "__init__" in vars(kind)]
+    return {name: one.default for found in made for name, one in found.items() if one.default is not one.empty}
+
+
+def _attributes(thing: Any) -> Dict[str, schema.Schema]:
+    """Return the schemas of attributes that every optimizer has, or MXNet's schedules and ours."""
+    if isinstance(thing, opt.Optimizer):
+        return _OF_OPTIMIZERS
+    return _OF_SCHEDULES if is_known(thing) else {}
+
+
+def _is_plain(value: Any) -> bool:
+    return repr(_plain(_value(value))) == repr(value)
+
+
+_VALUE = schema.that("a number, a text, true, false, null, or lists of them as they were saved", _is_plain)
+_NAMED = {"class": schema.text(), "values": schema.mapping(schema.text(), _VALUE)}
+DESCRIPTION = schema.record({**_NAMED, "schedule": schema.nullable(schema.record(_NAMED))})
+
+_KEY = schema.that("a number or a name", lambda key: schema.is_whole(key) or isinstance(key, str))
+_MULTIPLIERS = schema.record({"dict": schema.list_of(schema.items(_KEY, schema.number()))})
+_OF_SCHEDULES: Dict[str, schema.Schema] = {
+    "base_lr": schema.number(),
+    "count": schema.steps(),
+    "cur_step_ind": schema.steps(),
+}
+_OF_OPTIMIZERS: Dict[str, schema.Schema] = {
+    "lr": schema.nullable(schema.number()),
+    "wd": schema.number(),
+    "clip_gradient": schema.nullable(schema.number()),
+    "aggregate_num": schema.whole(0, 2**16),
+    "idx2name": schema.record({"dict": schema.anything}),
+    "num_update": schema.steps(),
+    "begin_num_update": schema.steps(),
+    "lr_mult": _MULTIPLIERS,
+    "wd_mult": _MULTIPLIERS,
+}

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
-import numpy as np
 from mxnet import Context
 
 from . import runtime
+from .checks import is_whole, short, whole_number
 from .device_list import DeviceInfo as DeviceInfo
 from .device_list import describe_devices as describe_devices
 from .errors import DeviceError
@@ -19,6 +19,9 @@ from .gpus.demand import Demand, num_bytes, seconds
 from .gpus.mxnet_gpus import usable_gpus as usable_gpus
 
 DeviceSpec = Union[None, str, int, Context, Sequence[Context]]
+
+# Each CPU context starts a thread, and threads are counted for each: 256 take 1 s, 512 4 s, 1,024 12 s, 2,048 59 s.
+MOST_DEVICES = 1024
 
 _FORMS = (
     "Use 'auto', 'gpu', 'gpu:4-7', 'gpu:0,2', 'gpu:free', 'gpu:free:2', 'cpu:2' (a number of CPU contexts), 'cpu:0,gpu:0', "
@@ -124,7 +127,7 @@ def resolve_devices(
     Traceback (most recent call last):
     gluon_mgpu.errors.DeviceError: use_devices: got 'tpu'; need a device name. ...
     """
-    if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit():
+    if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit() and len(spec) < 100:
         spec = int(spec)
     demand = _demand(spec, num_bytes(min_free_memory), seconds(wait_s))
     contexts = _named(spec) if demand is None else _meet(demand, wait_s or 0.0, tell)
@@ -138,7 +141,7 @@ def _named(spec: DeviceSpec) -> List[Context]:
     """Return the contexts of a spec that does not ask for what is free."""
     if _is_auto(spec):
         return mxnet_gpus.usable_gpus() or [mx.cpu(0)]
-    if isinstance(spec, (int, np.integer)) and not isinstance(spec, bool):
+    if is_whole(spec):
         return _first(int(spec))
     if isinstance(spec, str):
         return [mx.Context(kind, i) for kind, i in _parse(spec)]
@@ -146,7 +149,7 @@ def _named(spec: DeviceSpec) -> List[Context]:
         return [spec]
     if isinstance(spec, (list, tuple)):
         return list(spec)
-    raise DeviceError(f"use_devices: got {spec!r} of type {type(spec).__name__}; need a device spec. {_FORMS}")
+    raise DeviceError(f"use_devices: got {short(spec)} of type {type(spec).__name__}; need a device spec. {_FORMS}")
 
 
 def _is_auto(spec: DeviceSpec) -> bool:
@@ -163,7 +166,7 @@ def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> O
     free = wait_s is not None
     if _is_auto(spec):
         return Demand("auto", None, None, free, min_free_bytes, may_be_none=not free)
-    if isinstance(spec, (int, np.integer)) and not isinstance(spec, bool):
+    if is_whole(spec):
         return Demand(str(spec), None, _positive(int(spec)), free, min_free_bytes)
     contexts = _named(spec)
     check_contexts(contexts, "use_devices")
@@ -189,15 +192,21 @@ def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) 
 def check_contexts(contexts: Sequence[Context], operation: str) -> None:
     """Raise `DeviceError` unless these are one or more different CPU or GPU contexts, and settle their threads."""
     if not isinstance(contexts, (list, tuple)):
-        raise DeviceError(f"{operation}: got {contexts!r} for the devices; need a list of contexts. Pass [mx.cpu(0)], for one.")
+        raise DeviceError(
+            f"{operation}: got {short(contexts)} for the devices; need a list of contexts. Pass [mx.cpu(0)], for one."
+        )
     if not contexts:
         raise DeviceError(f"{operation}: got an empty list of devices; need at least one. try_all_gpus() always holds one.")
     for context in contexts:
         if not isinstance(context, Context) or context.device_type not in ("cpu", "gpu"):
-            raise DeviceError(f"{operation}: got {context!r} among the devices; need mx.cpu(i) or mx.gpu(i). {_FORMS}")
+            raise DeviceError(f"{operation}: got {short(context)} among the devices; need mx.cpu(i) or mx.gpu(i). {_FORMS}")
     if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
         twice = next(context for i, context in enumerate(contexts) if context in contexts[:i])
-        raise DeviceError(f"{operation}: got {twice} twice in {list(contexts)}; need different devices. Name each once.")
+        raise DeviceError(f"{operation}: got {twice} twice in {short(contexts)}; need different devices. Name each once.")
+    for context in contexts:
+        if context.device_type == "gpu":
+            _check_seen(context, operation)
+    _few_enough(operation, len(contexts))
     runtime.settle_threads(contexts)
 
 
@@ -211,8 +220,7 @@ def try_gpu(i: int = 0) -> Context:
 
     Source: d2l, chapter "GPUs".
     """
-    if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or i < 0:
-        raise DeviceError(f"try_gpu: got {i}; need the number of a GPU, 0 or more. The first one is try_gpu(0).")
+    whole_number("try_gpu", "i", i, low=0, advice="The first GPU is try_gpu(0).", error=DeviceError)
     return mx.gpu(i) if mx.gpu(i) in mxnet_gpus.usable_gpus() else mx.cpu()
 
 
@@ -234,7 +242,7 @@ def _first(num_devices: int) -> List[Context]:
             f"use_devices: got {num_devices} devices; need at most {len(gpus)}, the GPUs that MXNet can run on. "
             f"Pass 'cpu:{num_devices}' to use CPU contexts instead."
         )
-    return gpus[:num_devices] or [mx.cpu(i) for i in range(num_devices)]
+    return gpus[:num_devices] or [mx.cpu(i) for i in range(_few_enough("use_devices", num_devices))]
 
 
 def _positive(num_devices: int) -> int:
@@ -248,7 +256,7 @@ def _parse(spec: str) -> List[Tuple[str, int]]:
     text = re.sub(r"\s+", "", spec.lower())
     count = re.fullmatch(r"cpu:([1-9]\d{0,5})", text)
     if count:
-        return [("cpu", i) for i in range(int(count.group(1)))]
+        return [("cpu", i) for i in range(_few_enough("use_devices", int(count.group(1))))]
     if text == "cpu":
         return [("cpu", 0)]
     if text == "gpu":
@@ -259,14 +267,22 @@ def _parse(spec: str) -> List[Tuple[str, int]]:
         match = re.fullmatch(r"(?:(cpu|gpu):)?(\d{1,6})(?:-(\d{1,6}))?", item)
         kind = match.group(1) or kind if match else ""
         if not match or not kind:
-            raise DeviceError(f"use_devices: got {spec!r}; need a device name. {_FORMS}")
+            raise DeviceError(f"use_devices: got {short(spec)}; need a device name. {_FORMS}")
         first, last = int(match.group(2)), int(match.group(3) or match.group(2))
         if last < first:
             raise DeviceError(f"use_devices: got the range {first}-{last} in {spec!r}; need the smaller number first. {_FORMS}")
-        if last - first > 4096:
-            raise DeviceError(f"use_devices: got the range {first}-{last} in {spec!r}; need at most 4096 devices. {_FORMS}")
+        _few_enough("use_devices", len(pairs) + last - first + 1)
         pairs += [(kind, i) for i in range(first, last + 1)]
     return pairs
+
+
+def _few_enough(operation: str, num_devices: int) -> int:
+    """Return the number of devices; raise `DeviceError` where the engine would take minutes to start a thread for each."""
+    if num_devices > MOST_DEVICES:
+        raise DeviceError(
+            f"{operation}: got {short(num_devices)} devices; need at most {MOST_DEVICES}. One CPU context per core is enough."
+        )
+    return num_devices
 
 
 def _all_gpus() -> List[int]:
@@ -275,10 +291,10 @@ def _all_gpus() -> List[int]:
     return list(range(mxnet_gpus.num_gpus()))
 
 
-def _check_seen(context: Context) -> None:
+def _check_seen(context: Context, operation: str = "use_devices") -> None:
     if context.device_id >= mxnet_gpus.num_gpus():
         there = ", ".join(f"gpu({i})" for i in range(mxnet_gpus.num_gpus())) or "none"
-        raise DeviceError(f"use_devices: got {context}; need one of the GPUs that MXNet can see ({there}). {_why_no_gpu()}")
+        raise DeviceError(f"{operation}: got {context}; need one of the GPUs that MXNet can see ({there}). {_why_no_gpu()}")
 
 
 def _check_present(context: Context) -> None:

@@ -12,15 +12,15 @@ from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optiona
 import mxnet as mx
 
 from .errors import NonFiniteLossError, StepError, TrainerError
+from .iterators import as_pair, batches_of
 from .metrics import DeviceSums, Metrics
 from .nested import Leaf, is_device_array, leaves, map_leaves
-from .prefetch import NUM_HELD, Buffers, as_pair
-from .processes import any_says, group
+from .prefetch import NUM_HELD, Buffers
 from .step import Batch
+from .stopping import Stops
 
 REPORT_S = 0.5
 REPORT_BATCHES = 64
-STOP_BATCHES = 16  # after so many, processes ask each other whether to stop
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class EpochProgress:
         Seen so far.
     seconds : float
         Since the pass began.
-    stopped : bool
-        Whether it was asked to stop before the end.
+    stopped : int
+        The signal that stopped it before the end; 0 for none.
     """
 
     means: Dict[str, float]
     num_batches: int
     num_examples: int
     seconds: float
-    stopped: bool = False
+    stopped: int = 0
 
     @property
     def examples_per_s(self) -> float:
@@ -63,7 +63,8 @@ def run_epoch(
     on_report: Optional[Callable[[EpochProgress], None]] = None,
     on_batch: Optional[Callable[[Callable[[], None]], None]] = None,
     sums: Optional[DeviceSums] = None,
-    should_stop: Callable[[], bool] = lambda: False,
+    should_stop: Optional[Callable[[], int]] = None,
+    may_stop: Callable[[], bool] = lambda: True,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> EpochProgress:
     """Run `run_batch` on every batch, and return the metrics over all of them.
@@ -96,8 +97,10 @@ def run_epoch(
         Called after each batch has been queued. What it gets adds the batches that are still queued to the sums, without waiting.
     sums : DeviceSums, optional
         Of these metrics: to go on from what is in them.
-    should_stop : callable () -> bool
-        Asked after each batch.
+    should_stop : callable () -> int, optional
+        Returns the signal that asked this process to stop, 0 for none. Processes agree on the batch; see `Stops`.
+    may_stop : callable () -> bool
+        Returns whether the pass can stop after this batch; the same in all processes.
     on_phase : callable (str) -> None
         Told what begins: `data`, waiting for the next batch; `dispatch`, queueing it; `devices`, waiting for an earlier one or
         for the sums; `callbacks`; and "" at the end.
@@ -118,7 +121,7 @@ def run_epoch(
     started = reported = time.perf_counter()
     num_batches = num_examples = 0  # that have been added up
     num_ahead = 0  # queued, and in the sums already
-    stopped = False
+    stops, stopped = Stops(), 0
     keeps = isinstance(data_iter, (list, tuple, mx.gluon.data.DataLoader))  # every batch, in memory of its own
 
     def report(read: Callable[[], Dict[str, float]]) -> EpochProgress:
@@ -157,7 +160,7 @@ def run_epoch(
             reported = time.perf_counter()
 
     on_phase("data")
-    for step, item in enumerate(data_iter, first_step):
+    for step, item in enumerate(batches_of(data_iter), first_step):
         on_phase("dispatch")
         X, y = as_pair(item, operation)
         with _naming(operation, step, "; need data that the network and the loss take. Try them on one batch."), buffers.used():
@@ -171,7 +174,7 @@ def run_epoch(
         if on_batch is not None:
             on_phase("callbacks")
             on_batch(add_queued)
-        stopped = _agreed(should_stop, step)
+        stopped = stops.after_step(should_stop(), may_stop=may_stop()) if should_stop is not None else 0
         if stopped:
             break
         on_phase("data")
@@ -188,11 +191,6 @@ def run_epoch(
     progress = report(sums.read_all)
     on_phase("")
     return progress
-
-
-def _agreed(should_stop: Callable[[], bool], step: int) -> bool:
-    """Return whether to stop; in a job of several processes, all do after the same step, soon after one was asked to."""
-    return any_says(should_stop()) if group() is None or step % STOP_BATCHES == 0 else False
 
 
 @contextmanager
@@ -234,9 +232,11 @@ def _checked(operation: str, queued: Sequence[Tuple[int, Any]], read: Callable[[
         step = queued[0][0] if queued else 0
         with suppress(mx.MXNetError):  # the engine keeps an error for each array that it has spoilt
             mx.nd.waitall()
+        need = "devices that work"
+        if "Unknown type enum" in str(error):  # MXNet's number of a dtype that an operator was not written for
+            need = "dtypes that every operator takes, which bool is not for most: cast it with astype('float32')"
         raise StepError(
-            f"{operation}: got an error of a device around step {step}: {_told(error)}; need devices that "
-            "work. Weights may "
+            f"{operation}: got an error of a device around step {step}: {_told(error)}; need {need}. Weights may "
             "be half updated: load the last checkpoint. MXNET_ENGINE_TYPE=NaiveEngine names the operation."
         ) from error
 

@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
+from typing import Any, Optional
 
-class DeviceError(ValueError):
+_LONGEST = 600  # characters of a message: what is longer loses its middle
+
+
+class _OneLineError(Exception):
+    """An error whose message is one line of at most 600 characters, whatever a value in it looks like when it is printed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*(one_line(arg) if isinstance(arg, str) else arg for arg in args), **options)
+
+
+def one_line(text: str) -> str:
+    """Return a message as one line of at most 600 characters."""
+    text = " ".join(text.splitlines()) if len(text.splitlines()) > 1 else text
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2 - 5]} ... {text[5 - _LONGEST // 2 :]}"
+
+
+class DeviceError(_OneLineError, ValueError):
     """A device was asked for that is malformed, repeated, or not there."""
 
 
-class ShardError(ValueError):
+class ShardError(_OneLineError, ValueError):
     """A batch cannot be split, or shards cannot be put together, as asked."""
 
 
-class TrainerError(ValueError):
+class NestedError(ShardError, TypeError):
+    """Something in nested data is neither an array nor a container of arrays."""
+
+
+class TrainerError(_OneLineError, ValueError):
     """A Trainer was given something it cannot train with, or called out of order."""
 
 
-class StaleGradientError(UserWarning):
+class StaleGradientError(_OneLineError, UserWarning):
     """A parameter got no gradient on any device since the last step. Gluon raises a bare `UserWarning` there."""
 
 
-class StateError(ValueError):
+class StateError(_OneLineError, ValueError):
     """A file of trainer states does not belong to this network, or is not one."""
 
 
-class DataError(ValueError):
+class SaveError(_OneLineError, OSError):
+    """A checkpoint or another file of a run cannot be written: no room, no permission, or another run uses the folder."""
+
+    def __init__(self, message: str, number: Optional[int] = None) -> None:
+        super().__init__(message)  # with the number, OSError would say it in front
+        self.errno = number
+
+
+class DataError(_OneLineError, ValueError):
     """A data file or array is damaged, foreign, or does not fit its partner."""
 
 
-class StepError(RuntimeError):
+class StepError(_OneLineError, RuntimeError):
     """A device failed while a batch was on its way; the message names the step."""
 
 
-class NonFiniteLossError(FloatingPointError):
+class NonFiniteLossError(_OneLineError, FloatingPointError):
     """The loss became NaN or infinite; the message names the step and the device."""
 
 
-class MissingExtraError(ImportError):
+class MissingExtraError(_OneLineError, ImportError):
     """An optional package is needed; the message names the extra that installs it."""
 
 
-class ProcessError(RuntimeError):
+class ProcessError(_OneLineError, RuntimeError):
     """The processes of a job cannot work together."""

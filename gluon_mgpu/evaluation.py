@@ -7,13 +7,14 @@ from typing import Any, Dict, Iterable, List, Optional
 from mxnet import Context, gluon
 
 from .batchnorm import batch_norm_of, settle_batch_norm
+from .checks import check_function
 from .epoch import EpochProgress, run_epoch
 from .errors import TrainerError
-from .metrics import Metrics, accuracy
-from .processes import group
-from .replicas import running_stats
+from .iterators import check_iterable
+from .metrics import Metrics, accuracy, named_metrics
+from .running_stats import average_over_group
 from .sharding import split_batch
-from .step import SplitFunction, eval_batch
+from .step import SplitFunction, check_network, eval_batch
 
 MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they hold little, and small ones run in no time
 
@@ -91,6 +92,12 @@ def run_evaluation(
     **options: Any,
 ) -> EpochProgress:
     """Evaluate, with the options of `run_epoch`; `evaluate` without, and `fit` with a way to stop, call this."""
+    check_network("evaluate", net)
+    named_metrics(metrics)
+    check_function("evaluate", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+    if loss is not None:
+        check_function("evaluate", "loss", loss, advice="Pass a loss of gluon.loss, or None.")
+    check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
     devices = devices_of(net)
     settle_batch_norm(net)
     average_over_processes(net)
@@ -120,13 +127,5 @@ def devices_of(net: gluon.Block) -> List[Context]:
 
 def average_over_processes(net: gluon.Block) -> None:
     """Average BatchNorm's running statistics over the processes of a job, but for "local". All of them are to call it."""
-    processes = group()
-    stats = running_stats(net) if processes is not None else []
-    if processes is None or not stats or batch_norm_of(net) == "local":
-        return
-    settle_batch_norm(net)
-    processes.average([param.list_data()[0] for param in stats])
-    for param in stats:
-        first, *others = param.list_data()
-        for other in others:
-            first.copyto(other)
+    if batch_norm_of(net) != "local":
+        average_over_group(net)

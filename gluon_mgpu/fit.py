@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Sized, Union
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 
-import numpy as np
 from mxnet import gluon
 
 from .balance import Balancer
-from .batchnorm import set_batch_norm
+from .batchnorm import set_batch_norm, settle_batch_norm
 from .callbacks import Callback, Checkpoint, FitState, History, Progress
+from .checkpoint import ReadCheckpoint
+from .checks import check_function, short, whole_number
 from .debug import debugging_if_asked
 from .errors import TrainerError
 from .evaluation import average_over_processes, run_evaluation
-from .metrics import Metrics, accuracy
-from .position import resume_run
+from .iterators import check_iterable
+from .metrics import Metrics, accuracy, named_metrics
+from .position import num_batches_of, resume_run
 from .processes import any_says
-from .run import Run, each
+from .run import Run, check_resumable, each
+from .running_stats import remember_equal
 from .runtime import logger
 from .sharding import plan_shards, split_batch
-from .snapshot import Content
-from .step import SplitFunction, train_batch
+from .step import SplitFunction, check_network, train_batch
+from .stopping import Terminated, any_asks, interruptible
 from .trainer import Trainer
 
 
@@ -50,8 +50,8 @@ def fit(
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return what each epoch gave.
 
-    Ctrl-C ends it after the batch under way: callbacks save what there is, then KeyboardInterrupt goes on. A second Ctrl-C does
-    not wait.
+    Ctrl-C and SIGTERM end it after the batch under way: callbacks save what there is. Then it raises KeyboardInterrupt, or after
+    SIGTERM SystemExit(143). A second signal ends it at once. A program's own signal handlers stay.
 
     Parameters
     ----------
@@ -95,10 +95,14 @@ def fit(
         Nothing was changed.
     NonFiniteLossError
         The loss became NaN or infinite; the message names the step and the device.
+    SaveError
+        A checkpoint could not be written, or another run uses its folder. The checkpoints before stay.
     StepError
         A device failed; the message names the step.
     KeyboardInterrupt
         Ctrl-C, after saving.
+    SystemExit
+        SIGTERM, after saving; its code is 143.
     """
     counts = {
         "epochs": epochs,
@@ -107,26 +111,23 @@ def fit(
         "accumulate_grad_batches": accumulate_grad_batches,
     }
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise TrainerError(
-                f"fit: got {name}={value!r}; need a whole number of 1 or more. 10 epochs, 2 in flight and 1 are usual."
-            )
+        whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
     if not isinstance(trainer, Trainer):
         raise TrainerError(
             f"fit: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
         )
-    listed: List[Callback] = [Progress()] if callbacks is None else list(callbacks)
-    if not isinstance(train_iter, Iterable) or any(not isinstance(callback, Callback) for callback in listed):
-        raise TrainerError(
-            f"fit: got {type(train_iter).__name__} as train_iter and callbacks {listed}; need an iterable of pairs (X, y), and "
-            "objects of subclasses of Callback. Pass a DataLoader, and Checkpoint(...), say."
-        )
+    check_network("fit", net)
+    check_function("fit", "loss", loss, advice="Pass a loss of gluon.loss, such as SoftmaxCrossEntropyLoss().")
+    check_function("fit", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+    check_iterable("fit", "train_iter", train_iter, reader="fit")
+    if test_iter is not None:
+        check_iterable("fit", "test_iter", test_iter, reader="evaluate")
+    named_metrics(metrics)
+    listed = _checked_callbacks(callbacks)
     split_f = _weighted(weights, split_f, trainer)
-    if bn is not None:
-        set_batch_norm(net, bn)
-    num_batches = len(train_iter) if isinstance(train_iter, Sized) else 0
-    content = None if resume is None else _resumed(resume, listed, net, trainer, num_batches)
-    state = FitState(net, trainer, epochs, num_batches, tests=test_iter is not None, resumed=content)
+    remember_equal(net)  # values may have been loaded since the trainer was made
+    read = None if resume is None else _read(resume, listed, net, trainer, train_iter)
+    state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
     run = Run(
         state,
         listed,
@@ -139,42 +140,63 @@ def fit(
         max_inflight=max_inflight,
         balancer=split_f if isinstance(split_f, Balancer) else None,
     )
-    if content is not None:
-        run.go_on(content)
+    if bn is not None:
+        set_batch_norm(net, bn)
+    if read is not None:  # from here on, nothing is refused
+        state.resumed = read.restore()
+        run.go_on(state.resumed)
     state.where = run.where
-    with debugging_if_asked(net, loss), _interruptible() as run.interrupts:
+    with debugging_if_asked(net, loss), interruptible() as run.interrupts:
         try:
             each(listed, "on_fit_begin", state)
             epochs_left = () if state.stop else range(run.begun.epoch, epochs + 1)
             for state.epoch in epochs_left:
                 each(listed, "on_epoch_begin", state)
                 run.do_epoch()
-                if test_iter is None:
-                    average_over_processes(net)  # an evaluation would have done it
+                if test_iter is None:  # an evaluation would have done it
+                    settle_batch_norm(net)
+                    average_over_processes(net)
                 each(listed, "on_epoch_end", state)
-                run.stop_if(any_says(bool(run.interrupts)), f"after epoch {state.epoch}")
+                run.stop_if(any_asks(run.interrupts.first), f"after epoch {state.epoch}")
                 if state.stop:
                     break
         except BaseException as error:
             state.error = error
             trainer.discard()
-            state.stop = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            state.stop = "interrupted" if isinstance(error, (KeyboardInterrupt, Terminated)) else type(error).__name__
             raise
         finally:
             state.history.stopped = state.stop
             _end(listed, state)
-    any_says(False)  # all see the files that the first process has written
+            if state.error is None or state.interrupted:
+                any_says(False)  # all see the files that the first process has written, and none ends before it
     return state.history
 
 
-def _resumed(
-    resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, num_batches: int
-) -> Optional[Content]:
-    """Let the network and its trainer go on from a checkpoint; None where there is none yet."""
+def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback]:
+    if callbacks is None:
+        return [Progress()]
+    if not isinstance(callbacks, (list, tuple)) or not all(isinstance(callback, Callback) for callback in callbacks):
+        raise TrainerError(
+            f"fit: got callbacks={short(callbacks)}; need a list of Callback objects. Pass [Checkpoint(...)], say."
+        )
+    return list(callbacks)
+
+
+def _read(
+    resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, train_iter: Iterable[Any]
+) -> Optional[ReadCheckpoint]:
+    """Return the checkpoint to continue from, having checked all that it holds; None where there is none yet."""
     if not isinstance(resume, (str, Path)):
-        raise TrainerError(f"fit: got resume={resume!r}; need 'auto' or a folder. None begins anew.")
-    folders = [callback.folder for callback in callbacks if isinstance(callback, Checkpoint)]
-    return resume_run(resume, folders[0] if folders else None, net, trainer, num_batches)
+        raise TrainerError(f"fit: got resume={short(resume)}; need 'auto' or a folder. None begins anew.")
+    saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    check = partial(check_resumable, train_iter=train_iter)
+    with ExitStack() as held:  # another run in the folder is an error before anything is changed
+        for callback in saving:
+            if callback.folder.is_dir():
+                held.callback(callback.release)
+                callback.hold()
+        return resume_run(resume, saving[0].folder if saving else None, net, trainer, check)
 
 
 def _weighted(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:
@@ -183,8 +205,8 @@ def _weighted(weights: Union[None, str, Sequence[float]], split_f: SplitFunction
         return split_f
     if split_f is not split_batch or (isinstance(weights, str) and weights != "auto"):
         raise TrainerError(
-            f"fit: got weights={weights!r} and split_f={split_f!r}; need 'auto' or a number for each device, and no other way to "
-            "split. Pass split_f=Balancer(trainer, batch_axis=1), or a functools.partial of split_batch."
+            f"fit: got weights={short(weights)} and split_f={short(split_f)}; need 'auto' or a number for each device, "
+            "and no other way to split. Pass split_f=Balancer(trainer, batch_axis=1), or a functools.partial of split_batch."
         )
     if isinstance(weights, str):
         return Balancer(trainer)
@@ -193,33 +215,17 @@ def _weighted(weights: Union[None, str, Sequence[float]], split_f: SplitFunction
 
 
 def _end(callbacks: Sequence[Callback], state: FitState) -> None:
-    """Let every callback end, whatever the others do: one of them saves. The first error is raised if none is under way."""
-    first: Optional[Exception] = None
+    """Let every callback end, whatever the others raise: one of them saves. Then raise the first error, unless one is under way.
+
+    A KeyboardInterrupt or SystemExit of a callback is raised in any case.
+    """
+    errors: List[BaseException] = []
     for callback in callbacks:
         try:
             callback.on_fit_end(state)
-        except Exception as error:
-            logger.warning("fit: %s failed at the end: %s", type(callback).__name__, error)
-            first = first or error
-    if first is not None and state.error is None:
-        raise first
-
-
-@contextmanager
-def _interruptible() -> Iterator[List[int]]:
-    """Yield a list that Ctrl-C adds to: it must not cut an update in two. A second Ctrl-C raises at once."""
-    interrupts: List[int] = []
-
-    def note(number: int, frame: Optional[FrameType]) -> None:
-        if interrupts:
-            signal.default_int_handler(number, frame)
-        interrupts.append(number)
-
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupts
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        except BaseException as error:
+            logger.warning("fit: %s failed at the end: %s", type(callback).__name__, error or type(error).__name__)
+            errors.append(error)
+    for first in [*(one for one in errors if not isinstance(one, Exception)), *errors]:
+        if state.error is None or not isinstance(first, Exception):
+            raise first

@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
+from .checks import is_number, short
 from .errors import TrainerError
 from .nested import Leaf
 from .processes import group
@@ -91,11 +92,11 @@ class Joint:
 def _check_compression(compression: Any, *, several: bool, sharded: bool) -> None:
     kind = compression.get("type") if isinstance(compression, dict) else None
     threshold: Any = compression.get("threshold", 0.5) if isinstance(compression, dict) else None
-    is_number = isinstance(threshold, (int, float, np.integer, np.floating)) and not isinstance(threshold, bool)
-    if kind not in _COMPRESSIONS or set(compression) - _COMPRESSIONS[kind] or not is_number or not threshold > 0:
+    known = isinstance(kind, str) and kind in _COMPRESSIONS and not set(compression) - _COMPRESSIONS[kind]
+    if not known or not is_number(threshold) or not 0 < threshold < float("inf"):
         raise TrainerError(
-            f"Trainer: got compression_params {compression!r}; need a dict with type '2bit' and a threshold above 0, or with "
-            "type 'fp16'. Pass {'type': '2bit', 'threshold': 0.5}, say."
+            f"Trainer: got compression_params {short(compression)}; need a dict with type '2bit' and a threshold above 0, or "
+            "with type 'fp16'. Pass {'type': '2bit', 'threshold': 0.5}, say."
         )
     if not several:
         raise TrainerError(

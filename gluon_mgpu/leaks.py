@@ -9,7 +9,6 @@ import os
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Real
 from statistics import median
 from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
 
@@ -18,6 +17,7 @@ import numpy as np
 from mxnet import Context
 
 from .callbacks import Callback, FitState
+from .checks import real_number, short, whole_number
 from .epoch import EpochProgress
 from .errors import TrainerError
 from .nested import Leaf, is_device_array
@@ -237,20 +237,12 @@ class LeakCheck(Callback):
     def __init__(
         self, every: int = 5, *, contexts: Sequence[Context] = (), tolerance_bytes: float = 256.0, max_inflight: int = 2
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
-            raise TrainerError(f"LeakCheck: got every={every!r}; need a whole number of steps, 1 or more. 5 is usual.")
-        is_number = isinstance(tolerance_bytes, Real) and not isinstance(tolerance_bytes, bool)
-        if not is_number or not tolerance_bytes >= 0:
-            raise TrainerError(
-                f"LeakCheck: got tolerance_bytes={tolerance_bytes!r}; need a number of bytes a step, 0 or more. 256 is usual."
-            )
-        if isinstance(max_inflight, bool) or not isinstance(max_inflight, (int, np.integer)) or max_inflight < 1:
-            raise TrainerError(
-                f"LeakCheck: got max_inflight={max_inflight!r}; need a whole number of steps, 1 or more. 2 is what fit queues."
-            )
+        whole_number("LeakCheck", "every", every, advice="5 steps are usual.")
+        real_number("LeakCheck", "tolerance_bytes", tolerance_bytes, advice="256 bytes a step are usual.")
+        whole_number("LeakCheck", "max_inflight", max_inflight, advice="2 steps are what fit queues.")
         if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
             raise TrainerError(
-                f"LeakCheck: got contexts={contexts!r}; need a list of contexts. Pass [mx.gpu(0)], or leave it out."
+                f"LeakCheck: got contexts={short(contexts)}; need a list of contexts. Pass [mx.gpu(0)], or leave it out."
             )
         self._contexts = [context for context in contexts if context.device_type == "gpu"]
         self._step = self._looks = self._before = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Dict, List, Optional
 
-import numpy as np
 from mxnet import autograd
 
+from .checks import whole_number
 from .errors import TrainerError
 from .parameters import Params
 from .processes import group
@@ -89,9 +89,7 @@ class LocalSGD(Trainer):
 
     @every.setter
     def every(self, steps: int) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
-            raise TrainerError(f"LocalSGD: got every={steps!r}; need a whole number of 1 or more. 16 is usual.")
-        self._every = int(steps)
+        self._every = whole_number("LocalSGD", "every", steps, advice="16 is usual.")
 
     def average_replicas(self) -> None:
         """Set weights and states on every device to their mean over the devices, if they have trained apart. It does not wait."""

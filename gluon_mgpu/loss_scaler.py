@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Dict, List, Optional, Sequence
 
-import numpy as np
 from mxnet import autograd
 
+from .checks import real_number, short, whole_number
 from .errors import NonFiniteLossError, StateError, TrainerError
-from .nested import Leaf
+from .nested import Leaf, is_device_array
 from .reduction import all_finite
 from .runtime import logger
+from .schema import number, record, steps
 
 _SMALLEST, _LARGEST = 1.0, 2.0**24  # of a scale
+STATE = record({"scale": number(_SMALLEST, _LARGEST), "num_good": steps()})
 
 
 class LossScaler:
@@ -64,15 +65,17 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 2.0**16, *, factor: float = 2.0, every: int = 2000) -> None:
-        _check_number("LossScaler", "scale", scale, _SMALLEST, _LARGEST)
-        _check_number("LossScaler", "factor", factor, 1.0, _LARGEST, above=True)
-        _check_number("LossScaler", "every", every, 1, math.inf, whole=True)
-        self.scale, self.num_good = float(scale), 0
-        self._factor, self._every = float(factor), int(every)
+        self.scale, self.num_good = _checked_scale("LossScaler", scale), 0
+        self._factor = real_number("LossScaler", "factor", factor, low=1.0, high=_LARGEST, above=True, advice="2 is usual.")
+        self._every = whole_number("LossScaler", "every", every, advice="2000 steps are usual.")
         self._is_scaled = False  # whether the gradients under way are of losses that were scaled
 
     def scale_losses(self, losses: Sequence[Leaf]) -> List[Leaf]:
         """Return the losses multiplied by the scale, to be given to `backward`, inside of `autograd.record` or after it."""
+        if not isinstance(losses, (list, tuple)) or not all(is_device_array(loss) for loss in losses):
+            raise TrainerError(
+                f"LossScaler: got losses={short(losses)}; need a list of MXNet arrays, one a shard. Pass what backward() gets."
+            )
         self._is_scaled = True
         with autograd.record(train_mode=autograd.is_training()):
             return [loss * self.scale for loss in losses]
@@ -140,21 +143,15 @@ class LossScaler:
             It is something else. Nothing was changed.
         """
         try:
-            _check_number("load_states", "scale", state["scale"], _SMALLEST, _LARGEST)
-            _check_number("load_states", "num_good", state["num_good"], 0, math.inf, whole=True)
+            scale = _checked_scale("load_states", state["scale"])
+            num_good = whole_number("load_states", "num_good", state["num_good"], low=0, advice="Save it again.")
         except (TypeError, KeyError, TrainerError) as error:
             raise StateError(
-                f"load_states: got {state!r} as the state of a loss scaler; need a scale and a number of good steps. "
+                f"load_states: got {short(state)} as the state of a loss scaler; need a scale and a number of good steps. "
                 "Save it again."
             ) from error
-        self.scale, self.num_good = float(state["scale"]), min(int(state["num_good"]), self._every - 1)
+        self.scale, self.num_good = scale, min(num_good, self._every - 1)
 
 
-def _check_number(operation: str, name: str, value: Any, least: float, most: float, **kind: bool) -> None:
-    whole, above = kind.get("whole", False), kind.get("above", False)
-    number = isinstance(value, (int, np.integer) if whole else (int, float, np.integer, np.floating))
-    if not number or isinstance(value, bool) or not least <= value <= most or (above and value == least):
-        what = "a whole number" if whole else "a number"
-        bound = f"above {least:g}" if above else f"of {least:g} or more"
-        at_most = "" if most == math.inf else f", at most {most:g}"
-        raise TrainerError(f"{operation}: got {name} {value!r}; need {what} {bound}{at_most}. The default is usual.")
+def _checked_scale(operation: str, scale: Any) -> float:
+    return real_number(operation, "scale", scale, low=_SMALLEST, high=_LARGEST, advice="65536 is usual.")

@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
+from .checks import explaining, is_whole, short, whole_number
 from .errors import TrainerError
 from .nested import Leaf, is_device_array
 from .processes import Group, group
@@ -40,8 +41,14 @@ def accuracy(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
     >>> right.asscalar(), count
     (1.0, 2)
 
+    Raises
+    ------
+    TrainerError
+        The output is not one array, or does not hold one row of scores for each label.
+
     Source: d2l's `accuracy`.
     """
+    _check_scores("accuracy", output, label, ndim=1)
     if len(output.shape) > 1 and output.shape[1] > 1:
         output = output.argmax(axis=1)
     if label.dtype == np.bool_:
@@ -63,10 +70,10 @@ def top_k_accuracy(k: int) -> Metric:
     (1.0, 2)
     """
 
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-        raise TrainerError(f"top_k_accuracy: got k={k!r}; need a whole number of 1 or more. 5 is usual.")
+    k = whole_number("top_k_accuracy", "k", k, advice="5 is usual.")
 
     def top_k(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
+        _check_scores(f"top_{k}_accuracy", output, label, ndim=2)
         scores = output.as_nd_ndarray()
         labels = label.as_nd_ndarray().reshape((scores.shape[0],) + scores.shape[2:])
         best = mx.nd.topk(scores, axis=1, k=min(k, scores.shape[1]))
@@ -75,6 +82,30 @@ def top_k_accuracy(k: int) -> Metric:
     top_k.__name__ = f"top_{k}_accuracy"
     top_k.joins_shards = True  # type: ignore[attr-defined]
     return top_k
+
+
+def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
+    """Raise `TrainerError` unless this output holds one row of scores, or one prediction, for each label."""
+    if not is_device_array(output) or not is_device_array(label):
+        kinds = [type(one).__name__ + (f" of {len(one)}" if isinstance(one, (list, tuple)) else "") for one in (output, label)]
+        raise TrainerError(
+            f"{name}: got {kinds[0]} as the output and {kinds[1]} as the label; need one MXNet array each. Pass metrics=(), "
+            f"or a function that picks one: metrics={{'{name}': lambda output, label: accuracy(output[0], label)}}."
+        )
+    shape = output.shape
+    rest = shape[:1] + shape[2:] if len(shape) > 1 and (shape[1] > 1 or ndim > 1) else shape
+    if len(shape) < ndim or int(np.prod(rest)) != label.size:
+        raise TrainerError(
+            f"{name}: got an output of shape {shape} and a label of shape {label.shape}; need a row of scores for each label, "
+            "with the classes along axis 1. Pass metrics=() where the labels are not classes."
+        )
+
+
+def check_metrics(metrics: Metrics, output: Any, label: Any) -> None:
+    """Raise `TrainerError` if this package's metrics do not take a shard. Others, which may count their calls, are not called."""
+    for metric in named_metrics(metrics).values():
+        if getattr(metric, "joins_shards", False):
+            metric(output, label)
 
 
 def mean_loss(losses: Leaf) -> Tuple[Leaf, int]:
@@ -120,7 +151,9 @@ class DeviceSums:
         """Add what every metric says of one shard. Its arrays may be overwritten afterwards."""
         if self._joined and is_device_array(label) and is_device_array(output):
             output, label = output.copy(), label.copy()
-        self._add_shard(output, label)
+        need = "an output and a label that the metrics take"
+        with explaining("DeviceSums.add_shard", "an error", need, advice="Try them on one example."):
+            self._add_shard(output, label)
 
     def _add_shard(self, output: Any, label: Any) -> None:
         form = _form(output, label) if self._joined else None
@@ -149,11 +182,10 @@ class DeviceSums:
 
     def add(self, name: str, value: Leaf, count: int) -> None:
         """Add a sum over `count` things: an array of one element, on any device."""
-        if not is_device_array(value) or value.size != 1 or isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+        if not isinstance(name, str) or not is_device_array(value) or value.size != 1 or not is_whole(count) or count < 0:
             raise TrainerError(
-                f"metrics: got {value!r} and {count!r} of {name}; need an MXNet array of one element and a whole "
-                "number: the sum, and "
-                "of how many. See gluon_mgpu.metrics.accuracy."
+                f"metrics: got {short(value)} and {short(count)} of {short(name)}; need an MXNet array of one element and a "
+                "whole number: the sum, and of how many. See gluon_mgpu.metrics.accuracy."
             )
         key = (name, value.context, value.dtype)
         self._counts[name] = self._counts.get(name, 0) + count
@@ -324,7 +356,7 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
     else:
         if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
             raise TrainerError(
-                f"metrics: got {metrics!r}; need a list of functions, or a dict name -> function. Pass [accuracy], say."
+                f"metrics: got {short(metrics)}; need a list of functions, or a dict name -> function. Pass [accuracy], say."
             )
         listed = [metrics] if callable(metrics) else list(metrics or ())
         named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
@@ -339,7 +371,7 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
     for name, metric in named.items():
         if not callable(metric):
             raise TrainerError(
-                f"metrics: got {metric!r} for {name}; need a function (output, label) -> (sum, count). Use "
+                f"metrics: got {short(metric)} for {str(name)[:60]}; need a function (output, label) -> (sum, count). Use "
                 "gluon_mgpu.metrics.accuracy, say."
             )
     return named

@@ -10,6 +10,10 @@ from typing import Any, Callable, Iterator, List, Tuple
 import mxnet as mx
 import numpy as np
 
+from .errors import NestedError, ShardError
+
+MOST_LEVELS = 32  # of tuples, lists and dicts inside each other
+
 Leaf = Any  # an mx.nd.NDArray, an mx.np.ndarray or a numpy.ndarray
 
 
@@ -40,11 +44,13 @@ def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str 
 
     Raises
     ------
-    TypeError
+    NestedError
         Something in there is neither an array nor a container.
     """
     if data is None:
         return None
+    if path.count("[") > MOST_LEVELS:
+        raise NestedError(f"{path[:60]}...: got data of more than {MOST_LEVELS} levels; need fewer. Take it apart.")
     if is_leaf(data):
         return function(path, data, *others)
     if isinstance(data, Mapping):
@@ -59,7 +65,7 @@ def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str 
             for i, item in enumerate(data)
         ]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    raise TypeError(
+    raise NestedError(
         f"{path}: got {type(data).__name__}; need an array, or a tuple, list or dict of arrays. "
         "Take what is not an array out of the batch."
     )
@@ -82,20 +88,20 @@ def _below(other: Any, key: Any, data: Any, path: str) -> Any:
     if not isinstance(other, (list, tuple, Mapping)) or is_device_array(other):
         return other
     if isinstance(other, Mapping) != isinstance(data, Mapping) or len(other) != len(data):
-        raise ValueError(
+        raise ShardError(
             f"{path}: got a {type(data).__name__} of {len(data)} beside a {type(other).__name__} of {len(other)}; "
             "need both of one form. Give one value for all, or one for each leaf."
         )
     if isinstance(other, Mapping) and key not in other:
-        raise ValueError(
+        raise ShardError(
             f"{path}: got a dict beside one that has no {key!r}; need the same keys in both. Give one for each leaf."
         )
     return other[key]
 
 
-def _holds_array(value: Any) -> bool:
+def _holds_array(value: Any, level: int = 0) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(_holds_array(item) for item in value)
+        return level > MOST_LEVELS or any(_holds_array(item, level + 1) for item in value)
     return is_device_array(value) or isinstance(value, (np.ndarray, Mapping))
 
 

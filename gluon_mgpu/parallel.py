@@ -11,11 +11,11 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from .batchnorm import run_shards
+from .checks import OF_WRONG_DATA, flag, is_of_mxnet, last_line, short
 from .devices import check_contexts
 from .errors import DeviceError, ShardError, StepError, TrainerError
 from .nested import is_device_array
 from .sharding import gather, split_and_load
-from .step import is_of_mxnet
 
 Call = Tuple[Tuple[Any, ...], Any]  # positional arguments, and those by name
 
@@ -106,7 +106,7 @@ class DataParallelModel:
             _move(module, list(ctx_list))
         self.module = module
         self.ctx_list = ctx_list
-        self.sync = sync
+        self.sync = flag("DataParallelModel", "sync", sync)
         self._batch_axis = batch_axis
         self._output_device = output_device
         self._output_axis = batch_axis if output_axis is None else output_axis
@@ -189,7 +189,7 @@ class DataParallelCriterion:
             check_contexts(ctx_list, "DataParallelCriterion")
         self.module = module
         self.ctx_list = ctx_list
-        self.sync = sync
+        self.sync = flag("DataParallelCriterion", "sync", sync)
         self._batch_axis = batch_axis
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Any:
@@ -274,15 +274,15 @@ def _on_each(operation: str, module: Any, shards: Sequence[Call], contexts: Sequ
         args, named = shards[shard]
         try:
             return module(*args, **named)
-        except (mx.MXNetError, ValueError) as error:
+        except (mx.MXNetError, *OF_WRONG_DATA) as error:
             if not is_of_mxnet(error):
                 raise
             arrays: List[Any] = []
             _map_arrays(arrays.append, (args, named))
             raise StepError(
                 f"{operation}: got an error of {type(module).__name__} for shard {shard} on {contexts[shard]}, "
-                f"shapes {[array.shape for array in arrays]}: "
-                f"{str(error).strip().splitlines()[-1].strip()}; need data that it takes. Try it on one device, with one example."
+                f"shapes {short([tuple(array.shape) for array in arrays])}: "
+                f"{last_line(error)}; need data that it takes. Try it on one device, with one example."
             ) from error
 
     tasks = [partial(on, shard) for shard in range(len(shards))]

@@ -46,6 +46,24 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
     return named
 
 
+def gluon_order(params: Params) -> List[int]:
+    """Return the places of parameters in the order in which a `gluon.Trainer` numbers and updates them.
+
+    It sorts the names of a dict as strings (`dense10_weight` before `dense9_weight`), and keeps the order of a list.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Sequential()
+    >>> net.add(*[gluon.nn.Dense(1, use_bias=False, prefix=f"dense{i}_") for i in (8, 9, 10)])
+    >>> gluon_order(net)
+    [2, 0, 1]
+    """
+    if isinstance(params, (list, tuple)):
+        return list(range(len(params)))
+    names = list(params.collect_params() if isinstance(params, gluon.Block) else params)
+    return sorted(range(len(names)), key=names.__getitem__)
+
+
 def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
     """Return the devices that all of these parameters are on.
 

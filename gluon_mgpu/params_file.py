@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 import struct
-from typing import Any, Dict
+from typing import Any, BinaryIO, Dict, Tuple
 
 import mxnet as mx
 import numpy as np
 
 _LIST, _LEGACY, _NUMPY = 0x112, 0xF993FAC9, 0xF993FACA  # what a list of arrays begins with, and each array in it
 _CPU = 1
+_DTYPES = mx.nd.ndarray._DTYPE_MX_TO_NP
+_MOST_AXES, _MOST_KINDS, _MOST_DEVICES = 32, 5, 2**16
 
 
 def write_params(file: Any, arrays: Dict[str, np.ndarray], *, np_shape: bool = False) -> None:
@@ -45,6 +49,47 @@ def write_params(file: Any, arrays: Dict[str, np.ndarray], *, np_shape: bool = F
     for name in arrays:
         text = name.encode()
         file.write(struct.pack("<Q", len(text)) + text)
+
+
+def check_params(file: BinaryIO) -> None:
+    """Check a file of `write_params` before MXNet reads it, which trusts the numbers in it and may end the process.
+
+    Raises
+    ------
+    ValueError
+        The file is no such file, or a part of it is missing.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    kind, _, num_arrays = _unpacked(file, "<QQQ")
+    if kind != _LIST:
+        raise ValueError("it does not begin as a list of arrays does")
+    for i in range(num_arrays):  # each of them reads on: a number that is too large ends at the end of the file
+        kind, storage, num_axes = _unpacked(file, "<Iii")
+        if kind not in (_LEGACY, _NUMPY) or storage or not (kind == _LEGACY) <= num_axes <= _MOST_AXES:
+            raise ValueError(f"array {i} is of another form")
+        shape = _unpacked(file, f"<{num_axes}q")
+        device, number, dtype = _unpacked(file, "<iii")
+        if min((*shape, 0)) < 0 or not 1 <= device <= _MOST_KINDS or not 0 <= number < _MOST_DEVICES or dtype not in _DTYPES:
+            raise ValueError(f"array {i} has another shape, device or dtype than an array can have")
+        if math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize > size - file.tell():
+            raise ValueError(f"array {i} ends after the file")
+        file.seek(math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize, os.SEEK_CUR)
+    names = set()
+    if _unpacked(file, "<Q") != (num_arrays,):
+        raise ValueError("there are more or fewer names than arrays")
+    for _ in range(num_arrays):
+        (length,) = _unpacked(file, "<Q")
+        names.add(file.read(min(length, size)).decode())
+    if len(names) < num_arrays or file.tell() != size:
+        raise ValueError("a name is there twice, or more follows than names")
+
+
+def _unpacked(file: BinaryIO, form: str) -> Tuple[int, ...]:
+    content = file.read(struct.calcsize(form))
+    if len(content) < struct.calcsize(form):
+        raise ValueError("it is shorter than it says")
+    return struct.unpack(form, content)
 
 
 def _kind(array: np.ndarray) -> Any:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sized, Union
 
 from mxnet import gluon
 
-from .checkpoint import read_checkpoint
+from . import schema
+from .checkpoint import ReadCheckpoint, read_checkpoint
+from .distributed.process import this_process
 from .errors import StateError
+from .iterators import batches_of
 from .processes import group
-from .rng import random_state, set_random_state
+from .rng import RANDOM_STATE, random_state, set_random_state
 from .runtime import logger
 from .shelf import checkpoint_in, find_checkpoints
-from .snapshot import Content
+from .snapshot import PROGRESS as PROGRESS_FILE
+from .snapshot import TRAINING, Content
 from .trainer import Trainer
 
 Row = Dict[str, float]
@@ -51,6 +56,8 @@ class Position:
         Of an epoch that only wants to be evaluated.
     shares : list of float, optional
         Of the devices in a batch.
+    num_examples : int
+        Of the data set, 0 where the data iterator does not tell.
     """
 
     epoch: int = 1
@@ -65,12 +72,13 @@ class Position:
     norms: int = 0
     row: Optional[Row] = None
     shares: Optional[List[float]] = None
+    num_examples: int = 0
 
 
 def resume_run(
-    resume: Union[str, Path], folder: Optional[Path], net: gluon.Block, trainer: Trainer, num_batches: int = 0
-) -> Optional[Content]:
-    """Let a network and its trainer go on from a checkpoint, and return what it holds; None where there is none to go on from.
+    resume: Union[str, Path], folder: Optional[Path], net: gluon.Block, trainer: Trainer, check: Callable[[Content], None]
+) -> Optional[ReadCheckpoint]:
+    """Return the checkpoint that a run continues from, which changes nothing yet; None where there is none.
 
     Parameters
     ----------
@@ -78,27 +86,23 @@ def resume_run(
         Of a checkpoint; or of a run, whose latest good one is taken. `"auto"`: of the run in `folder`, if there is one.
     folder : pathlib.Path, optional
         Where this run saves.
-    num_batches : int
-        Of an epoch, 0 where that is not known.
+    check : callable (Content)
+        Raises `StateError` where the run cannot continue from this content.
 
     Raises
     ------
     StateError
-        There are checkpoints, and none that belongs to this network and trainer and is not damaged. Nothing was changed.
+        There are checkpoints, and none that belongs to this network and trainer and is not damaged.
     """
-
-    def check(content: Content) -> None:
-        check_batches(position_of(content), num_batches)
-
     where = folder if resume == "auto" else Path(resume)
-    content = _latest(resume, where, net, trainer, check)
-    _check_agreed(content)
-    return content
+    found = _latest(resume, where, net, trainer, check)
+    _check_agreed(None if found is None else found.content)
+    return found
 
 
 def _latest(
     resume: Union[str, Path], where: Optional[Path], net: gluon.Block, trainer: Trainer, check: Callable[[Content], None]
-) -> Optional[Content]:
+) -> Optional[ReadCheckpoint]:
     if where is None:
         raise StateError(
             "fit: got resume='auto' and no callback that saves; need a folder to look into. Pass callbacks=[Checkpoint(folder)], "
@@ -115,13 +119,14 @@ def _latest(
     first: Optional[StateError] = None
     for path in found:
         try:
-            content = read_checkpoint(path, net, trainer, check=check)
+            read = read_checkpoint(path, net, trainer, check=check)
         except StateError as error:
             logger.warning("fit: cannot go on from %s: %s", path, error)
             first = first or error
             continue
-        logger.info("fit: goes on from %s, epoch %s, step %s", path, content.place.get("epoch"), content.place.get("step"))
-        return content
+        place = read.content.place
+        logger.info("fit: goes on from %s, epoch %s, step %s", path, place.get("epoch"), place.get("step"))
+        return read
     if first is not None:
         raise first
     return None
@@ -140,30 +145,86 @@ def _check_agreed(content: Optional[Content]) -> None:
         )
 
 
+def progress_of(rows: List[Row], epoch: int) -> Dict[str, Any]:
+    """Return the `progress` of a checkpoint: the history of the run, and the epoch that it is in or has done."""
+    return {"epoch": epoch, "epochs_completed": len(rows), "history": rows}
+
+
 def position_of(content: Content) -> Position:
     """Return where the run was that saved a checkpoint.
 
     Raises
     ------
     StateError
-        It was not saved by `fit`.
+        It was not saved by `fit`, or its place and its history are not as `fit` saves them.
     """
     place = content.place
-    if not {"epoch", "batches", "step"} <= place.keys() <= Position.__dataclass_fields__.keys():
+    if not place:
         raise StateError(
             f"fit: got {content.folder}, which does not say where its run was; need a checkpoint of fit's. Load one that was "
             "saved by hand with load_checkpoint."
         )
-    return Position(**place)
-
-
-def check_batches(position: Position, num_batches: int) -> None:
-    """Raise `StateError` if a run in the middle of an epoch would go on with batches of other numbers."""
-    if position.batches and position.num_batches and num_batches and position.num_batches != num_batches:
+    schema.check(PLACE, {"place": place}, operation="fit", file=content.folder / TRAINING)
+    schema.check(PROGRESS, content.progress, operation="fit", file=content.folder / PROGRESS_FILE)
+    position = Position(**place)
+    num_rows, done = len(content.progress["history"]), position.epoch - (position.row is None)
+    told = content.progress["epochs_completed"]
+    if not num_rows == done == told or content.progress["epoch"] not in (position.epoch - 1, position.epoch):
         raise StateError(
-            f"fit: got a train_iter of {num_batches} batches, and a checkpoint in the middle of an epoch of "
-            f"{position.num_batches}; need the same batches. Use the batch size and the data of the run that was stopped."
+            f"fit: got {content.folder} with {num_rows} epochs in its history, {told} completed, and in its place epoch "
+            f"{position.epoch}, which follows {done}; need the same in each. Use another checkpoint."
         )
+    return position
+
+
+def check_data(position: Position, train_iter: Iterable[Any]) -> None:
+    """Raise `StateError` if a run in the middle of an epoch would continue with other data; at its end, log a warning.
+
+    What is compared is the number of batches and the number of examples, where data iterators have them. In a job, the examples
+    are those of process 0, which saves: others may read other parts.
+    """
+    num_batches = num_batches_of(train_iter)
+    num_examples = 0 if this_process().rank else num_examples_of(train_iter)
+    compared = (("batches", position.num_batches, num_batches), ("examples", position.num_examples, num_examples))
+    if num_batches and position.batches > num_batches and position.row is None:
+        raise StateError(
+            f"fit: got a train_iter of {num_batches} batches, and a checkpoint after {position.batches}; need the same batches. "
+            "Use the data of the run that was stopped."
+        )
+    for what, then, now in compared:
+        if then and now and then != now:
+            if position.batches and position.row is None:
+                raise StateError(
+                    f"fit: got a train_iter of {now} {what}, and a checkpoint in the middle of an epoch of {then}; need the "
+                    f"same {what}. Use the batch size and the data of the run that was stopped."
+                )
+            logger.warning(
+                "fit: got a train_iter of %d %s, and a checkpoint of a run with %d; need the same data for the same result. "
+                "Training continues with the new data: use the old data and batch size if that is not what you want.",
+                now,
+                what,
+                then,
+            )
+            return
+
+
+def num_batches_of(train_iter: Any) -> int:
+    """Return the number of batches of an epoch, 0 where a data iterator does not tell."""
+    return len(train_iter) if isinstance(train_iter, Sized) else 0
+
+
+def num_examples_of(train_iter: Any) -> int:
+    """Return the number of examples of a data set: a loader's `num_examples`, or the data set's length; 0 where none tells.
+
+    Examples
+    --------
+    >>> num_examples_of(gluon.data.DataLoader(gluon.data.SimpleDataset([1, 2, 3]), 2)), num_examples_of([])
+    (3, 0)
+    """
+    found: Any = getattr(train_iter, "num_examples", None)
+    if found is None and isinstance(train_iter, gluon.data.DataLoader):
+        found = getattr(train_iter._batch_sampler, "num_examples", len(train_iter._dataset))
+    return int(found) if schema.is_whole(found) and 0 <= found <= schema.MOST else 0
 
 
 def rest_of(train_iter: Iterable[Any], position: Position) -> Optional[Iterator[Any]]:
@@ -185,7 +246,7 @@ def rest_of(train_iter: Iterable[Any], position: Position) -> Optional[Iterator[
     set_random_state(position.generators)
     if isinstance(train_iter, gluon.data.DataLoader):
         train_iter.refresh()  # it may have drawn the order of the next pass already
-    batches = iter(train_iter)
+    batches = batches_of(train_iter)
     for done in range(position.batches):
         if next(batches, batches) is batches:
             raise StateError(
@@ -217,3 +278,81 @@ def _epoch_counter(train_iter: Any) -> Any:
         if isinstance(epoch, int) and not isinstance(epoch, bool):
             return one
     return None
+
+
+def _in_doubt(found: Dict[str, Any]) -> Optional[schema.Wrong]:
+    """Return what contradicts itself in a place."""
+    place = found["place"]
+    if place["batches"] > place["step"]:
+        return schema.Wrong(place["batches"], f"at most as many as place.step, {place['step']}", ("place", "batches"))
+    if not place["batches"] and place["examples"]:
+        return schema.Wrong(place["examples"], "0 where place.batches is 0", ("place", "examples"))
+    shares = place.get("shares")
+    if shares and not 0.99 < sum(shares) < 1.01:
+        return schema.Wrong(sum(shares), "shares that add up to 1", ("place", "shares", "sum"))
+    return None
+
+
+def _numbered(rows: List[Row]) -> Optional[schema.Wrong]:
+    found = (i for i, row in enumerate(rows) if row["epoch"] != i + 1)
+    return next((schema.Wrong(rows[i]["epoch"], f"{i + 1}", (i, "epoch")) for i in found), None)
+
+
+def _is_measured(value: Any) -> bool:
+    return isinstance(value, float) or schema.is_finite(value)  # a loss may be NaN
+
+
+_MEASURED = schema.that("a number", _is_measured)
+_COLUMNS = re.compile("train_|test_|grad_norm|share_")
+
+
+def _measured(row: Row) -> Optional[schema.Wrong]:
+    """Return what is no number among the columns that this package writes. Callbacks may add what they like."""
+    found = ((name, _MEASURED(value)) for name, value in row.items() if _COLUMNS.match(name))
+    return next((wrong.below(name) for name, wrong in found if wrong is not None), None)
+
+
+ROW = schema.also(
+    schema.record(
+        {
+            "epoch": schema.steps(1),
+            "seconds": schema.number(0),
+            "examples_per_s": _MEASURED,
+            "learning_rate": _MEASURED,
+        },
+        closed=False,
+    ),
+    _measured,
+)
+PROGRESS = schema.record(
+    {
+        "epoch": schema.steps(),
+        "epochs_completed": schema.steps(),
+        "history": schema.also(schema.list_of(ROW), _numbered),
+    },
+    closed=False,
+)
+PLACE = schema.also(
+    schema.record(
+        {
+            "place": schema.record(
+                {
+                    "epoch": schema.steps(1),
+                    "batches": schema.steps(),
+                    "step": schema.steps(),
+                    "num_batches": schema.whole(),
+                    "examples": schema.whole(),
+                    "seconds": schema.number(0),
+                    "loader_epoch": schema.nullable(schema.steps()),
+                    "generators": RANDOM_STATE,
+                    "counts": schema.mapping(schema.text(), schema.whole(-schema.MOST)),
+                    "norms": schema.steps(),
+                    "row": schema.nullable(ROW),
+                    "shares": schema.nullable(schema.list_of(schema.number(0, 1))),
+                },
+                {"num_examples": schema.whole()},
+            )
+        }
+    ),
+    _in_doubt,
+)

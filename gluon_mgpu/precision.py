@@ -16,6 +16,7 @@ from mxnet.contrib.amp import amp
 from mxnet.gluon.block import _flatten
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 
+from .checks import one_of
 from .errors import DeviceError, TrainerError
 from .parameters import blocks_of
 
@@ -115,8 +116,7 @@ def _compiled_of(net: gluon.Block) -> List[gluon.HybridBlock]:
 
 
 def _check(net: Any, precision: Any) -> None:
-    if precision not in PRECISIONS:
-        raise TrainerError(f"set_precision: got {precision!r}; need one of {', '.join(PRECISIONS)}. fp32 is MXNet's own.")
+    one_of("set_precision", "precision", precision, list(PRECISIONS), advice="fp32 is MXNet's own.")
     if not isinstance(net, gluon.Block):
         raise TrainerError(
             f"set_precision: got {type(net).__name__}; need the network itself: precision is a matter of its operators. "

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from typing import Any, Deque, Generator, Iterable, Iterator, List, Optional, Sequence, Sized, Tuple
 
 import mxnet as mx
-import numpy as np
 from mxnet import Context, autograd, gluon
 
 from .batchnorm import settle_batch_norm
+from .checks import flag, last_line, whole_number
 from .devices import check_contexts
 from .errors import ShardError, StepError, TrainerError
 from .evaluation import MAX_INFLIGHT, devices_of
+from .iterators import as_pair, batches_of, check_iterable, features_of
 from .nested import Leaf, is_device_array, leaves, map_leaves
-from .prefetch import NUM_HELD, Buffers, as_pair
+from .prefetch import NUM_HELD, Buffers
 from .processes import apart
 from .sharding import gather, plan_shards, split_and_load
-from .step import eval_batch
+from .step import check_network, eval_batch
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
 
@@ -71,11 +72,13 @@ def predict(
     --------
     >>> net = gluon.nn.Dense(1, use_bias=False, in_units=1)
     >>> net.initialize(mx.init.Constant(2), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> import numpy as np
     >>> predict(net, [np.array([[1.0], [2.0], [3.0]]), np.array([[4.0]])]).tolist()
     [[2.0], [4.0], [6.0], [8.0]]
     """
     if ctx is not None:
         check_contexts([ctx], "predict")
+    flag("predict", "progress", progress)
     outputs: Iterator[Any] = predict_batches(
         net,
         data_iter,
@@ -152,23 +155,20 @@ def predict_batches(
     --------
     >>> net = gluon.nn.Dense(1, use_bias=False, in_units=1)
     >>> net.initialize(mx.init.Constant(2), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> import numpy as np
     >>> for outputs in predict_batches(net, [(np.ones((3, 1)), np.zeros(3)), (np.ones((1, 1)), np.zeros(1))], pairs=True):
     ...     print(outputs.tolist())
     [[2.0], [2.0], [2.0]]
     [[2.0]]
     """
-    if not isinstance(net, gluon.Block):
-        raise TrainerError(
-            f"predict: got {type(net).__name__} as the network; need a gluon.Block. Pass net.module of a DataParallelModel."
-        )
-    if isinstance(max_inflight, bool) or not isinstance(max_inflight, (int, np.integer)) or max_inflight < 1:
-        raise TrainerError(f"predict: got max_inflight={max_inflight!r}; need a whole number of 1 or more. 8 is usual.")
-    if not isinstance(data_iter, Iterable) or isinstance(data_iter, (str, np.ndarray, mx.nd.NDArray)):
-        raise TrainerError(f"predict: got {type(data_iter).__name__} as data_iter; need an iterable of batches. Pass [X].")
+    check_network("predict", net)
+    flag("predict", "pairs", pairs)
+    max_inflight = whole_number("predict", "max_inflight", max_inflight, advice="8 is usual.")
+    check_iterable("predict", "data_iter", data_iter, pairs=False)
     devices = _devices(net)
     plan_shards(1, len(devices), weights)  # refuses weights for other devices
     forward = _Forward(net, devices, batch_axis, _output_axis(batch_axis, output_axis), weights)
-    return _run(forward, data_iter, pairs, int(max_inflight))
+    return _run(forward, data_iter, pairs, max_inflight)
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ def _run(forward: _Forward, data_iter: Iterable[Any], pairs: bool, max_inflight:
     settle_batch_norm(forward.net)
     buffers = Buffers(max_inflight + NUM_HELD)
     queued: Deque[Tuple[int, List[Output]]] = deque()
-    for number, item in enumerate(data_iter, 1):
-        X = as_pair(item, "predict")[0] if pairs else item
+    for number, item in enumerate(batches_of(data_iter), 1):
+        X = as_pair(item, "predict")[0] if pairs and not isinstance(item, mx.io.DataBatch) else features_of(item)
         with _naming_pairs(X, pairs), buffers.used():
             queued.append((number, forward.queue(X, number)))
         if len(queued) > max_inflight:
@@ -243,10 +243,11 @@ def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
     """Ask for `pairs` where a network does not take what may be one."""
     try:
         yield
-    except (AssertionError, AttributeError) as error:  # what Gluon's layers say to a tuple
-        if pairs or not isinstance(X, (list, tuple)) or len(X) != 2:
+    except (StepError, AssertionError, AttributeError) as error:  # what Gluon's layers say to a tuple
+        said = error.__cause__ if isinstance(error, StepError) else error
+        if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not isinstance(said, (AssertionError, AttributeError)):
             raise
-        told = str(error).splitlines()[0]
+        told = last_line(said)
         raise TrainerError(
             f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({told}); need its one "
             "argument. Pass pairs=True where the items are (X, y)."

@@ -15,8 +15,9 @@ import numpy as np
 from mxnet import Context
 
 from .calls import write_unheld
+from .checks import check_function, flag, whole_number
 from .devices import check_contexts
-from .errors import TrainerError
+from .iterators import as_pair, batches_of, check_iterable
 from .nested import Leaf
 from .sharding import loading, new_array, split_batch
 from .step import SplitFunction
@@ -87,14 +88,11 @@ def prefetch(
     [(1, 3), (1, 3)] [[0], [1]]
     """
     check_contexts(devices, "prefetch")
-    if isinstance(num_batches, bool) or not isinstance(num_batches, (int, np.integer)) or num_batches < 1:
-        raise TrainerError(f"prefetch: got num_batches={num_batches!r}; need a whole number of 1 or more. 2 is usual.")
-    if not isinstance(data_iter, Iterable) or not callable(split_f):
-        raise TrainerError(
-            f"prefetch: got {type(data_iter).__name__} as data_iter and {split_f!r} as split_f; need an iterable of pairs (X, y) "
-            "and a function (X, y, devices). Pass a DataLoader, and split_batch."
-        )
-    return _load_ahead(data_iter, list(devices), split_f, int(num_batches), background)
+    flag("prefetch", "background", background)
+    num_batches = whole_number("prefetch", "num_batches", num_batches, advice="2 is usual.")
+    check_iterable("prefetch", "data_iter", data_iter)
+    check_function("prefetch", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+    return _load_ahead(data_iter, list(devices), split_f, num_batches, background)
 
 
 def _load_ahead(
@@ -128,7 +126,7 @@ def _load_ahead(
 
 @contextmanager
 def _draw(data_iter: Iterable[Any]) -> Iterator[Iterator[Any]]:
-    yield iter(data_iter)
+    yield batches_of(data_iter)
 
 
 @contextmanager
@@ -138,7 +136,7 @@ def _draw_in_background(data_iter: Iterable[Any], num_batches: int) -> Iterator[
     The thread runs nothing but `next`, in the mode (np or legacy arrays) and on the device that are current here: MXNet keeps
     both for each thread. It ends with the item that it is drawing when the block is left.
     """
-    source = iter(data_iter)
+    source = batches_of(data_iter)
     drawn: queue.SimpleQueue = queue.SimpleQueue()
     room = threading.Semaphore(num_batches)
     closing = threading.Event()
@@ -172,22 +170,6 @@ def _draw_in_background(data_iter: Iterable[Any], num_batches: int) -> Iterator[
         closing.set()
         room.release()
         thread.join(CLOSE_S)  # the iterator is not to be read by two; one that never answers is left behind
-
-
-def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
-    """Return what a data iterator gave as (X, y).
-
-    Raises
-    ------
-    TrainerError
-        It is not a pair.
-    """
-    if not isinstance(item, (list, tuple)) or len(item) != 2:
-        found = f"{type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (list, tuple)) else "")
-        raise TrainerError(
-            f"{operation}: got {found} from the data iterator; need pairs (X, y). Nest several inputs: ((X1, X2), y)."
-        )
-    return item[0], item[1]
 
 
 class Buffers:

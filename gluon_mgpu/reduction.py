@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, Dict, List, Sequence, Tuple, Union
 
 import mxnet as mx
+import numpy as np
 from mxnet import Context
 
 from .calls import PushPull
+from .checks import explaining, real_number, short
 from .errors import TrainerError
-from .nested import Leaf, num_bytes
+from .nested import Leaf, is_device_array, num_bytes
 from .processes import Group, group
 from .replicas import Buffer
 
@@ -19,6 +21,7 @@ _MIN_SLICE = 2**15  # elements: a smaller slice costs more to queue than to add
 _MULTIPLE = 16  # elements: slices begin where a cache line does
 _MOST_PAIRS = 16  # (key, array) in one call: the store sorts more of them by key so that devices change places, and sums bits
 _LARGEST = 3.4028234e38  # float32
+_FLOATS = (np.float16, np.float32, np.float64)
 _MOST_ARRAYS = 200  # that MXNet's finite check takes at once
 Part = Tuple[List[int], List[List[Leaf]]]  # keys; for each, one array a device
 Sum = Union[PushPull, "SparsePushPull"]
@@ -42,9 +45,9 @@ class Reduction:
 
     def __init__(self, kvstore: Any, contexts: Sequence[Context]) -> None:
         name = "device" if kvstore is None else getattr(kvstore, "type", kvstore)
-        if name not in LOCAL_STORES:
+        if not isinstance(name, str) or name not in LOCAL_STORES:
             raise TrainerError(
-                f"Trainer: got kvstore {name!r}; need one of {', '.join(LOCAL_STORES)}. Over several processes, started by "
+                f"Trainer: got kvstore {short(name)}; need one of {', '.join(LOCAL_STORES)}. Over several processes, started by "
                 "gluon-mgpu launch, gradients are summed without being asked for."
             )
         if len({context.device_type for context in contexts}) > 1:
@@ -234,8 +237,27 @@ def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
     >>> clip_global_norm(g, 1.0).asnumpy().tolist(), round(g[1].asnumpy().item(), 4)
     ([5.0], 0.8)
 
+    Raises
+    ------
+    TrainerError
+        The norm is not a number above 0, or these are not arrays. Nothing was changed.
+
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
     """
+    real_number("clip_global_norm", "max_norm", max_norm, above=True, advice="Leave it out not to clip.")
+    arrays = list(gradients) if isinstance(gradients, (list, tuple)) else []
+    if not arrays or not all(is_device_array(one) and one.dtype in _FLOATS for one in arrays):
+        raise TrainerError(
+            f"clip_global_norm: got gradients={short(gradients)}; need a list of MXNet arrays of floating point, all on one "
+            "device. Pass [param.grad(ctx) for param in net.collect_params().values()]."
+        )
+    need = "dense gradients on one device"
+    with explaining("clip_global_norm", "an error", need, advice="Call it once for each device."):
+        return scale_to_norm(arrays, max_norm)
+
+
+def scale_to_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
+    """Do what `clip_global_norm` does with arguments that were checked before."""
     norm = global_norm(gradients)
     # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero
     scale = max_norm / mx.nd.maximum(norm, max_norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from operator import attrgetter, is_not
 from typing import Any, Callable, Dict, Iterable, List, MutableSet, Optional, Sequence, Set, Tuple
 from weakref import WeakSet
 
@@ -11,10 +12,11 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from .accumulation import Accumulation
+from .accumulation import Accumulation, RunningSums
 from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
 from .calls import Flags
 from .errors import StaleGradientError, TrainerError
+from .freshness import Watcher, Writers, history, watch, watchers
 from .nested import Leaf, num_bytes
 from .parameters import Params, blocks_of, common_contexts, has_values, named_params
 
@@ -46,7 +48,7 @@ class Buffer:
     end: int = 0
 
 
-class Replicas:
+class Replicas(Watcher):
     """The parameters of a network, one replica a device.
 
     Parameters
@@ -95,7 +97,12 @@ class Replicas:
         self._shapeless: List[int] = []  # trainable too, but the first batch has yet to decide their shapes
         self._watched: List[int] = []  # whose flags are looked at
         self._all: List[Buffer] = []
-        self._flags = Flags([])
+        self._flags, self.writers = Flags([]), Writers(0, self.contexts)
+        self._watched_params: List[gluon.Parameter] = []
+        self._arrays: List[Any] = []  # each watched parameter's list of gradients, when its flags were found
+        self._num_marked = 0  # how often parameters had been marked by then
+        self._running: Set[int] = set()  # parameters whose gradients the user lets add up, from step to step
+        self._running_sums = RunningSums()
         # What graphs set that were recorded before backward passes began or ended to add, and for which of the watched.
         self._outdated: Optional[Tuple[Flags, List[bool]]] = None
         self._sums = Accumulation(self.params, len(self.contexts))
@@ -105,6 +112,7 @@ class Replicas:
         self._num_steps_before = 0
         if has_values(self.params):
             self._settle()
+        watch(self)
 
     def know_shapes(self) -> bool:
         """Return whether all shapes are known, and give the parameters their places when they come to be.
@@ -158,18 +166,19 @@ class Replicas:
             A parameter is left out and `ignore_stale_grad` is false. Nothing was changed.
         """
         self._follow()
-        if self._flags.all() and not self._shapeless:
-            return self._all
-        fresh = self._fresh()
+        self._sums.check_alone("Trainer.step")
+        if self._flags.all() and not self._shapeless and self.writers.is_one_each():
+            return self._keep_running(self._all)
+        fresh = self._counted(self._fresh())
         if self._sums.is_on:
             fresh = fresh | self._sums.reached(self._watched)
             self._sums.put_back()
-        if self.all_take_part and not self._shapeless:
-            self._zero_idle(fresh, self._all)
-            return self._all
-        used = self._used(fresh)
-        self._check_unused(used, ignore_stale_grad)
-        buffers = self._all if used == self._trainable else self._alone(used)
+        buffers = self._all
+        if not self.all_take_part or self._shapeless:
+            used = self._used(fresh)
+            self._check_unused(used, ignore_stale_grad)
+            buffers = self._all if used == self._trainable else self._alone(used)
+        self._keep_running(buffers)
         self._zero_idle(fresh, buffers)
         return buffers
 
@@ -195,27 +204,61 @@ class Replicas:
                 "Call allreduce_grads() again, or step(), which does both."
             )
         self._check_unused(summed, ignore_stale_grad)
+        self._running_sums.step_aside()
         return buffers
 
     def mark_used(self, buffers: List[Buffer]) -> None:
         """Note that these gradients have been applied: until the next backward pass, which writes, they are stale."""
         if buffers is not self._all:
             used = {index for buffer in buffers for index in buffer.indices}
-            self._flags.clear([index in used for index in self._watched])
+            which = [index in used for index in self._watched]
+            self._flags.clear(which)
+            self.writers.forget(which)
         else:
             self._flags.clear()
+            self.writers.forget()
             if self._static_graph and len(self._watched) > 1:  # every one was there: from now on, one speaks for all
                 self._watch(self._trainable[-1:])
                 _watching_one.add(self)
                 param = self.params[self._trainable[-1]]
                 self._seen = [(param, param._grad, param.lr_mult, param.wd_mult)]
         self.stop_adding()
+        history.begin_era()
 
-    def forget_unused(self) -> None:
-        """Take gradients that were not used for stale, unless they are being added up."""
-        if not self._sums.is_on:
-            self._follow()
-            self._flags.clear()
+    def put_back_running(self) -> None:
+        """Give the devices their own sums back, where the user lets gradients add up from step to step."""
+        self._running_sums.put_back()
+
+    def drop(self) -> None:
+        """Drop all gradients that no step has used, also where the user lets them add up."""
+        self.stop_adding()
+        self._sums.give_up()
+        self._watch(self._present())
+        self._flags.clear()
+        self.writers.forget()
+        self._running_sums.forget()
+        with autograd.pause():
+            for index in self._running:
+                for gradient in self.params[index]._grad or []:
+                    _zero(gradient)
+        history.begin_era()
+
+    def before_call(self) -> List[Flags]:
+        """Return the flags that a backward call may set, when all is as it is to be before it."""
+        if self._has_other_flags():
+            self._watch(self._present())
+        self._running_sums.step_in()
+        if self._sums.has_earlier:
+            self._drop_earlier()
+        return [self._flags] if self._outdated is None else [self._flags, self._outdated[0]]
+
+    def after_call(self, written: Any, late: List[Any]) -> None:
+        """Take note of what a backward call has written."""
+        if self._sums.is_on:
+            replaced = written & np.array([self.params[index]._grad_stype != "default" for index in self._watched])[:, None]
+            if self._outdated is not None and late:
+                replaced |= late[0] & np.array(self._outdated[1])[:, None]
+            self._sums.note_call(written, replaced, history.latest_pass())
 
     @property
     def is_adding(self) -> bool:
@@ -223,13 +266,40 @@ class Replicas:
         return self._sums.is_on
 
     def start_adding(self) -> None:
-        """Let the coming backward passes add to what the last one gave, and to zero where that has been used."""
+        """Let the coming backward passes add to zero, and to what is there if a step comes before them."""
+        self._follow()
+        self._sums.check_alone("Trainer.accumulate")
         if not self._sums.is_on:
-            self._follow()
-            self._sums.check_alone()
+            fresh = self._fresh()
             with autograd.pause():
-                self._zero_idle(self._fresh(), self._all)
+                self._zero_idle(fresh, self._all)
             self._mark_anew(self._sums.start)
+            self._sums.has_earlier = bool(fresh.any())
+        self._sums.is_open = True
+        history.begin_era()
+
+    def close(self) -> None:
+        """Take note that passes which are made from now on are each to be counted by a step."""
+        self._sums.is_open = False
+        history.begin_era()
+
+    def take_over(self) -> None:
+        """End what another trainer of these parameters accumulates: this one takes its place."""
+        history.begin_era()
+        self._sums.take_over()
+
+    def drop_earlier(self) -> None:
+        """Drop gradients that no step has used or counted: this trainer's pass has no data in this process of several."""
+        if self._sums.has_earlier:
+            self._drop_earlier()
+        elif self._initialised and not self._sums.is_on:
+            self._follow()
+            self._flags.clear()
+            self.writers.forget()
+
+    def check_own(self, operation: str) -> None:
+        """Raise `TrainerError` if what was accumulated here was ended by another trainer."""
+        self._sums.check_own(operation)
 
     def note_pass(self, ignore_stale_grad: bool = True) -> None:
         """Remember which gradients have been added to since the last time.
@@ -240,7 +310,10 @@ class Replicas:
             None have; or one never was, on no device, and `ignore_stale_grad` is false. Nothing was changed.
         """
         self._follow()
+        self._sums.check_sum()
         fresh = self._fresh()
+        if self._sums.has_earlier:
+            fresh = self._counted(fresh)
         if not fresh.any() and not self.all_take_part:
             raise StaleGradientError(
                 "Trainer.step: got no gradient on any device since the last step; need a backward pass for each step that is "
@@ -248,16 +321,22 @@ class Replicas:
             )
         if not self.all_take_part:
             self._check_unused(self._used(fresh | self._sums.reached(self._watched)), ignore_stale_grad)
+        if self._sums.has_earlier:
+            with autograd.pause():
+                self._zero_idle(fresh, self._all)
+            self._sums.has_earlier = False
         speaks_for_all = len(self._watched) < len(self._trainable)
         self._sums.note(self._trainable if speaks_for_all else self._watched, fresh)
         self._flags.clear()
+        self.writers.forget()
         if self._outdated is not None:
             self._outdated[0].clear(self._outdated[1])
+        history.begin_era()
 
     def has_new(self) -> bool:
         """Return whether there is a gradient that was not used or noted."""
         self._follow()
-        return bool(self._fresh().any())
+        return bool(self._fresh().any()) and not self._sums.has_earlier
 
     def stop_adding(self) -> None:
         """Let backward passes write again; what has been added up is stale."""
@@ -287,9 +366,11 @@ class Replicas:
 
     def _follow(self) -> None:
         """Settle anew where Gluon has made new arrays, or the first batch has decided shapes."""
-        if not self._initialised or self._sums.is_outdated or self._changed():
+        if not self._initialised or self._changed():
             self.check_unmoved()
             self._settle()
+        elif self._has_other_flags():
+            self._watch(self._watched)
         if self._before:
             self._check_recorded_since()
 
@@ -338,7 +419,6 @@ class Replicas:
         """Give every trainable parameter its place, and group them anew."""
         params = self.params
         self._check_dense()
-        self._sums.is_outdated = False
         if self._sums.is_on:
             self._sums.extend()
         moved = place(params, self._bucket_bytes)
@@ -350,6 +430,7 @@ class Replicas:
         self._trainable = [index for index in wanted if params[index]._data is not None]
         self._shapeless = [index for index in wanted if params[index]._data is None]
         self._settled = not self._shapeless
+        self._running = {index for index in self._trainable if self._sums.adds_by_itself(params[index])}
         self._all = self._grouped(self._trainable)
         self._watch(self._trainable)
 
@@ -379,9 +460,62 @@ class Replicas:
             self._before = []
 
     def _watch(self, indices: List[int]) -> None:
-        self._watched = indices
+        known = {index: row for row, index in enumerate(self._watched)}
+        writers = Writers(len(indices), self.contexts)
+        writers.take(self.writers, [(row, known[index]) for row, index in enumerate(indices) if index in known])
+        self._watched, self.writers = indices, writers
         self._flags = Flags([self.params[index]._data for index in indices])
+        self._watched_params = [self.params[index] for index in indices]
+        self._arrays = list(map(_GRAD, self._watched_params))
+        self._num_marked = self._sums.num_marked
         self._outdated = None
+        history.note_unseen(writers, self._flags.read().reshape(writers.calls.shape))
+
+    def _present(self) -> List[int]:
+        """Return which parameters can be watched, whatever has happened to them since `_settle`."""
+        indices = self._watched if self in _watching_one else range(len(self.params))
+        trained = [i for i in indices if self.params[i].grad_req != "null"]
+        return [i for i in trained if len(self.params[i]._grad or []) == len(self.contexts)]
+
+    def _has_other_flags(self) -> bool:
+        """Return whether parameters were marked anew since their flags were found, or got their first arrays."""
+        if self._num_marked != self._sums.num_marked:
+            return True
+        params = self.params if self._shapeless or not self._initialised else ()
+        if sum(param._grad is not None for param in params) > len(self._watched):
+            return True
+        return any(map(is_not, map(_GRAD, self._watched_params), self._arrays))
+
+    def _counted(self, fresh: Any) -> Any:
+        """Return which fresh gradients are in this step's sum. Gradients that always add up are, also where no data came."""
+        if not self._sums.is_on or self._sums.has_earlier:
+            names = [self.names[index] for index in self._watched]
+            always = np.array([index in self._running for index in self._watched])[:, None] & fresh
+            fresh = self.writers.of_latest(fresh & ~always, names)
+            if self.all_take_part and history.empty:
+                own = set(map(id, self.params))
+                others = [one for one in watchers() if isinstance(one, Replicas) and own.isdisjoint(map(id, one.params))]
+                fresh = self.writers.since_empty(fresh, names, may_be_of_others=bool(others))
+            fresh = fresh | always
+        return fresh
+
+    def _drop_earlier(self) -> None:
+        """Begin a sum with zeros, and not with the gradients of a pass before it that no step has counted."""
+        self._sums.has_earlier = False
+        with autograd.pause():
+            self._zero_idle(~self._fresh(), self._all)
+        self._flags.clear()
+        if self._outdated is not None:
+            self._outdated[0].clear(self._outdated[1])
+
+    def _keep_running(self, buffers: List[Buffer]) -> List[Buffer]:
+        """Keep what each device has added up by itself, where the user lets it: the sum over devices takes its place."""
+        self._running_sums.put_back()
+        for buffer in buffers if self._running else ():
+            own = self._running.intersection(buffer.indices)
+            is_whole = len(own) == len(buffer.indices)
+            self._running_sums.keep(buffer.gradients if is_whole else [one for i in own for one in self.params[i].list_grad()])
+        return buffers
 
     def _grouped(self, indices: Sequence[int]) -> List[Buffer]:
         """Return runs of neighbours with the same multipliers, in the order in which the backward pass fills them."""
@@ -416,6 +550,7 @@ class Replicas:
             idle = {index for index, flag in zip(self._watched, fresh[:, replica]) if not flag}
             if len(idle) == len(self._watched):
                 idle = set(self._trainable)
+            idle -= self._running
             for buffer in buffers:
                 if idle.issuperset(buffer.indices):
                     _zero(buffer.gradients[replica])
@@ -449,7 +584,8 @@ def _zero(gradient: Leaf) -> None:
         classic = gradient.as_nd_ndarray()
         mx.nd.zeros_like(classic, out=classic)  # np's scalars take no [:]
     else:
-        gradient[:] = 0
+        # without rows: to assign 0 would give it all, and lazy optimizers would move them
+        mx.nd.sparse.zeros(gradient.stype, gradient.shape, ctx=gradient.context, dtype=gradient.dtype).copyto(gradient)
 
 
 def _run(bucket: Bucket, run: Sequence[Tuple[int, Place]]) -> Buffer:
@@ -460,6 +596,7 @@ def _run(bucket: Bucket, run: Sequence[Tuple[int, Place]]) -> Buffer:
 
 
 _STEPS_BEFORE = 2
+_GRAD = attrgetter("_grad")
 _watching_one: MutableSet[Replicas] = WeakSet()  # whose other parameters' flags nobody clears
 
 
@@ -471,40 +608,6 @@ def _clear_unwatched(replicas: Replicas) -> None:
             Flags([other.params[index]._data for index in other._trainable if other.params[index]._grad]).clear()
             _watching_one.discard(other)
             other._watch(other._trainable)
-
-
-def average_running_stats(params: Params) -> None:
-    """Set BatchNorm's running means and variances, on every device, to their mean over the devices.
-
-    And the weights, where a `LocalSGD` has let the devices train apart.
-
-    Each device sees its own shards, so each has its own statistics; Gluon evaluates with those of one device and saves
-    their mean. Averaging is linear, as their running update is, so that doing it now does not change what it gives later.
-
-    Devices count alike, also where their shards are not of one size.
-
-    It waits for the devices: a network hybridized with `static_alloc` and `static_shape` writes these arrays without
-    telling the engine.
-    """
-    average_replicas(params)
-    stats = [param for param in running_stats(params) if len(param._data) > 1]
-    if not stats:
-        return
-    mx.nd.waitall()
-    for param in stats:
-        arrays = param.list_data()
-        wide = [array.as_in_context(arrays[0].context).astype("float64") for array in arrays]
-        mean = (sum(wide[1:], wide[0]) / len(arrays)).astype(arrays[0].dtype)
-        for array in arrays:
-            mean.copyto(array)
-
-
-def running_stats(params: Params) -> List[gluon.Parameter]:
-    """Return BatchNorm's running means and variances, where they have values."""
-    # Not differentiable is how Gluon marks them; a frozen weight has grad_req "null" but is differentiable.
-    # Counters and masks, of whole numbers, are none of BatchNorm's.
-    unlearnt = [param for param in named_params(params).values() if not param._differentiable and param._data]
-    return [param for param in unlearnt if np.issubdtype(np.dtype(param.dtype), np.floating)]
 
 
 def average_replicas(params: Params) -> None:

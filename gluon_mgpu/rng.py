@@ -10,7 +10,10 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
+from . import schema
 from .processes import group
+
+_NUM_WORDS = 624  # of a Mersenne Twister
 
 
 def random_state() -> Dict[str, List[Any]]:
@@ -40,19 +43,13 @@ def set_random_state(state: Dict[str, List[Any]]) -> None:
     ValueError, TypeError, KeyError
         It is something else.
     """
-    version, numbers, gauss = state["python"]
-    name, keys, place, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(_unpacked(keys), np.uint32), place, has_gauss, cached))
-    random.setstate((version, tuple(_unpacked(numbers)), gauss))
+    check_random_state(state)
+    _set(state, random, np.random)
 
 
 def check_random_state(state: Dict[str, List[Any]]) -> None:
     """Raise what `set_random_state` would raise, and change nothing."""
-    now = random_state()
-    try:
-        set_random_state(state)
-    finally:
-        set_random_state(now)
+    _set(state, random.Random(), np.random.RandomState())
 
 
 def draw_base(context: Context) -> int:
@@ -78,6 +75,14 @@ def seed_of(base: int, step: int, rank: int = 0) -> int:
     return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
 
 
+def _set(state: Dict[str, List[Any]], python: Any, numpy: Any) -> None:
+    """Set two generators."""
+    version, numbers, gauss = state["python"]
+    name, keys, place, has_gauss, cached = state["numpy"]
+    numpy.set_state((name, np.array(_unpacked(keys), np.uint32), place, has_gauss, cached))
+    python.setstate((version, tuple(_unpacked(numbers)), gauss))
+
+
 def _packed(numbers: Any) -> str:
     """Return whole numbers of 32 bits as a text, a fifth as long as a list of them."""
     return np.asarray(numbers, "<u4").tobytes().hex()
@@ -85,3 +90,22 @@ def _packed(numbers: Any) -> str:
 
 def _unpacked(text: str) -> List[int]:
     return np.frombuffer(bytes.fromhex(text), "<u4").tolist()
+
+
+def _words(num: int) -> schema.Schema:
+    """Return the schema of what `_packed` makes of so many numbers."""
+    return schema.that(f"{num * 8} hexadecimal digits", lambda value: len(value) == num * 8 and len(_unpacked(value)) == num)
+
+
+def _is_settable(state: Dict[str, Any]) -> bool:
+    check_random_state(state)
+    return True
+
+
+_NUMBER, _PLACE = schema.number(), schema.whole(0, _NUM_WORDS)
+STATES: Dict[str, schema.Schema] = {
+    "python": schema.items(schema.constant(random.getstate()[0]), _words(_NUM_WORDS + 1), schema.nullable(_NUMBER)),
+    "numpy": schema.items(schema.constant("MT19937"), _words(_NUM_WORDS), _PLACE, schema.whole(0, 1), _NUMBER),
+}
+is_taken = schema.that("a state that random.setstate and numpy.random.set_state take", _is_settable)
+RANDOM_STATE = schema.also(schema.record(STATES), is_taken)

@@ -13,11 +13,15 @@ from .balance import Balancer
 from .callbacks import Callback, FitState
 from .distributed.process import this_process
 from .epoch import EpochProgress, run_epoch
-from .metrics import DeviceSums, Metrics
+from .errors import StateError
+from .metrics import DeviceSums, Metrics, check_metrics
 from .nested import Leaf
-from .position import Position, Row, loader_epoch, position_of, rest_of, set_loader_epoch
-from .snapshot import Content, Place
-from .step import Batch
+from .position import Position, Row, check_data, loader_epoch, num_examples_of, position_of, rest_of, set_loader_epoch
+from .snapshot import STATES, TRAINING, Content, Place
+from .step import Batch, checking_outputs
+from .stopping import Interrupts, raise_interrupt
+
+_NORMS = {"norm/sum", "norm/largest"}
 
 
 class Run:
@@ -41,8 +45,8 @@ class Run:
     ----------
     begun : Position
         What was done of this epoch when it was begun here.
-    interrupts : sequence
-        Something is in it when the run is to stop.
+    interrupts : Interrupts
+        The signal that asked this process to stop.
     """
 
     def __init__(
@@ -60,13 +64,14 @@ class Run:
         balancer: Optional[Balancer],
     ) -> None:
         self.begun = Position()
-        self.interrupts: Sequence[int] = ()
+        self.interrupts = Interrupts()
         self._state, self._callbacks = state, callbacks
         self._train_iter, self._test_iter, self._metrics = train_iter, test_iter, metrics
         self._train, self._evaluate, self._group, self._balancer = train, evaluate, group, balancer
         self._options: Dict[str, Any] = {"max_inflight": max_inflight, "check_finite": True}
+        self._options["should_stop"] = lambda: self.interrupts.first
         # in the middle of a group, half of an update would be made, or lost
-        self._options["should_stop"] = lambda: bool(self.interrupts) and not state.pending
+        self._options["may_stop"] = lambda: not state.pending
         phased = [one for one in callbacks if type(one).on_phase is not Callback.on_phase]
         if phased:
             self._options["on_phase"] = lambda phase: each(phased, "on_phase", state, phase)
@@ -74,6 +79,7 @@ class Run:
         self._examples, self._started = 0, time.perf_counter()  # of this epoch, since it was begun here
         self._row: Optional[Row] = None  # of this epoch, before it is evaluated
         self._is_open = False  # whether an epoch is under way
+        self._is_checked = False  # whether the metrics took a batch
         self._add_queued: Callable[[], None] = _nothing
 
     def go_on(self, content: Content) -> None:
@@ -93,8 +99,8 @@ class Run:
 
         Raises
         ------
-        KeyboardInterrupt
-            It was to stop.
+        KeyboardInterrupt, Terminated
+            A signal asked it to stop.
         """
         state = self._state
         if not self._is_open:
@@ -109,11 +115,11 @@ class Run:
             state.history.rows[-1] = _with_means(row, {f"test_{name}": mean for name, mean in test.means.items()})
         self._row, self._is_open = None, False
 
-    def stop_if(self, stopped: bool, where: str) -> None:
-        """Raise `KeyboardInterrupt` if it was to stop, all devices holding the same weights."""
-        if stopped:
+    def stop_if(self, signum: int, where: str) -> None:
+        """Raise what ends the run if a signal has stopped it, all devices holding the same weights."""
+        if signum:
             self._state.interrupted = True
-            raise KeyboardInterrupt(f"fit: stopped {where}")
+            raise_interrupt(signum, f"fit: stopped {where}")
 
     def where(self) -> Tuple[Place, Dict[str, Leaf]]:
         """Return what a checkpoint keeps to go on from here: plain values, and sums on their devices. It does not wait."""
@@ -142,7 +148,14 @@ class Run:
         state = self._state
         shares = self._balancer.weights if self._balancer else None
         loaded = loader_epoch(self._train_iter)
-        return Position(state.epoch, step=state.step, num_batches=state.num_batches, loader_epoch=loaded, shares=shares)
+        return Position(
+            state.epoch,
+            step=state.step,
+            num_batches=state.num_batches,
+            loader_epoch=loaded,
+            shares=shares,
+            num_examples=num_examples_of(self._train_iter),
+        )
 
     def _trained(self) -> Row:
         """Train, and return the row of the epoch without what evaluating adds."""
@@ -168,10 +181,10 @@ class Run:
             state.batches += 1
             state.step += 1
             state.pending = state.batches % self._group
-            if self._group > 1 and state.pending == 1:
-                trainer.forget_unused()
-            with trainer.accumulate() if state.pending else nullcontext():
+            checking = nullcontext() if self._is_checked else checking_outputs(self._check)
+            with checking, trainer.accumulate() if state.pending else nullcontext():
                 batch = self._train(X, y)
+            self._is_checked = True
             self._norms.add(trainer.grad_norm)
             self._examples += batch.num_examples
             return batch
@@ -192,6 +205,11 @@ class Run:
             sums=self._sums,
             **self._options,
         )
+
+    def _check(self, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
+        """Raise `TrainerError` if the metrics do not take what the network gives: before the first update."""
+        for output, label in zip(outputs[:1], labels):
+            check_metrics(self._metrics, output, label)
 
     def _whole(self, progress: EpochProgress) -> EpochProgress:
         """Return how far the epoch has come, with what was done of it before it was gone on with."""
@@ -215,6 +233,21 @@ class Run:
         if not this_process().rank:
             self._sums.restore(self.begun.counts, sums)
         self._norms.restore(self.begun.norms, arrays, contexts[0])
+
+
+def check_resumable(content: Content, train_iter: Iterable[Any]) -> None:
+    """Raise `StateError` unless a run over this data can continue from a checkpoint: see `Run.where` and `Run.go_on`."""
+    position = position_of(content)
+    check_data(position, train_iter)
+    sums = {tuple(key.split("/", 2)[1:]): array for key, array in content.arrays.items() if key.startswith("sum/")}
+    norms = {key: array for key, array in content.arrays.items() if key.startswith("norm/")}
+    named = all(len(key) == 2 for key in sums) and {key[-1] for key in sums} == set(position.counts)
+    sized = all(array.shape == (1,) and array.dtype.kind == "f" for array in (*sums.values(), *norms.values()))
+    if not named or not sized or set(norms) != (_NORMS if position.norms else set()):
+        raise StateError(
+            f"fit: got {content.folder / STATES} with {len(sums)} sums of metrics and {len(norms)} of norms, which are "
+            f"not those of {TRAINING}; need one number for each device and metric. Use another checkpoint."
+        )
 
 
 class GradNorms:

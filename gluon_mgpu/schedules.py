@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from numbers import Real
 from typing import Any, Callable, Dict, Optional
 
 from mxnet import lr_scheduler
 
+from .checks import is_number, one_of, real_number, short
 from .errors import TrainerError
 
 _RULES: Dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
@@ -43,10 +43,7 @@ def scaled_learning_rate(learning_rate: float, *, base_batch_size: int, batch_si
     Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022, which scales Adam's betas, too.
     """
     _check_positive(learning_rate=learning_rate, base_batch_size=base_batch_size, batch_size=batch_size)
-    if not isinstance(rule, str) or rule not in _RULES:
-        raise TrainerError(
-            f"scaled_learning_rate: got rule {rule!r}; need 'linear' or 'sqrt'. Take linear for sgd, sqrt for adam and its kin."
-        )
+    one_of("scaled_learning_rate", "rule", rule, list(_RULES), advice="Take linear for sgd, sqrt for adam and its kin.")
     return learning_rate * _RULES[rule](batch_size / base_batch_size)
 
 
@@ -113,8 +110,8 @@ def scaled_params(
     finite = _is_finite(warmup_epochs) and (epochs is None or _is_finite(epochs))
     if not finite or not 0 <= warmup_epochs < last:
         raise TrainerError(
-            f"scaled_params: got warmup_epochs={warmup_epochs!r} of epochs={epochs!r}; need finite numbers, 0 or more to "
-            "warm up, and fewer than all. 5 are usual in a run of 30 or more."
+            f"scaled_params: got warmup_epochs={short(warmup_epochs)} of epochs={short(epochs)}; need finite numbers, 0 or more "
+            "to warm up, and fewer than all. 5 are usual in a run of 30 or more."
         )
     warm_up: Dict[str, Any] = {
         "base_lr": rate,
@@ -131,12 +128,8 @@ def scaled_params(
 
 def _check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
-        if not _is_finite(number) or number <= 0:
-            raise TrainerError(
-                f"scaled_learning_rate: got {name}={number!r}; need a positive number. Pass what trains well, and the sizes."
-            )
+        real_number("scaled_learning_rate", name, number, above=True, advice="Pass what trains well, and the sizes.")
 
 
 def _is_finite(number: Any) -> bool:
-    is_number = isinstance(number, Real) and not isinstance(number, bool)
-    return is_number and bool(abs(number) <= sys.float_info.max)
+    return is_number(number) and bool(abs(number) <= sys.float_info.max)

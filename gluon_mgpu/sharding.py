@@ -12,13 +12,17 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
+from .checks import explaining, flag, instance, is_whole, short, whole_number
 from .devices import check_contexts
 from .errors import ShardError
+from .freshness import history
 from .nested import Leaf, is_device_array, leaves, map_leaves
 from .processes import share
 from .transfer import on_device
 
 # What NumPy has and MXNet has not goes into the next larger one; float64, which networks do not take, into float32.
+DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool")
+_MOST_SHARDS = 2**16  # more devices no machine has
 _MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
 
 Bounds = Tuple[int, int]  # [begin, end) along the batch axis
@@ -53,24 +57,23 @@ def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[f
 
     Source: largest remainders (Hamilton's method of apportionment).
     """
-    if num_shards < 1 or num_examples < 0:
-        raise ShardError(
-            f"plan_shards: got {num_examples} examples for {num_shards} shards; need 0 or more for 1 or more. "
-            "Pass the batch size and the number of devices."
-        )
+    advice = "Pass the batch size and the number of devices."
+    most = 2**53  # a float counts as far
+    num_examples = whole_number("plan_shards", "num_examples", num_examples, low=0, high=most, advice=advice, error=ShardError)
+    num_shards = whole_number("plan_shards", "num_shards", num_shards, high=_MOST_SHARDS, advice=advice, error=ShardError)
     if weights is None:
         each, extra = divmod(num_examples, num_shards)
         return [each + (i < extra) for i in range(num_shards)]
     try:
         numbers = [float(weight) for weight in weights]
-    except (TypeError, ValueError):
+    except Exception:  # whatever an object's own code raises
         raise ShardError(
-            f"plan_shards: got weights {weights!r}; need one number for each shard. Pass the devices' speeds."
+            f"plan_shards: got weights {short(weights)}; need one number for each shard. Pass the devices' speeds."
         ) from None
     total = sum(numbers)
     if len(numbers) != num_shards or not 0 < total < math.inf or any(not number >= 0 for number in numbers):
         raise ShardError(
-            f"plan_shards: got weights {numbers} for {num_shards} shards; need one finite number of 0 or more for each, "
+            f"plan_shards: got weights {short(numbers)} for {num_shards} shards; need one finite number of 0 or more for each, "
             "not all 0. Pass the devices' speeds."
         )
     shares = [num_examples * number / total for number in numbers]
@@ -115,10 +118,12 @@ def split_data(
 
     Source: signature and balance are those of `mxnet.gluon.utils.split_data`.
     """
-    if isinstance(num_slice, bool) or not isinstance(num_slice, (int, np.integer)) or num_slice < 1:
-        raise ShardError(f"split_data: got {num_slice!r} slices; need 1 or more. Pass the number of devices.")
+    num_slice = whole_number("split_data", "num_slice", num_slice, advice="Pass the number of devices.", error=ShardError)
+    flag("split_data", "even_split", even_split, error=ShardError)
     found = _leaves(data, batch_axis)
-    bounds = _plan("split_data", found, int(num_slice), batch_axis, even_split, weights)
+    if weights is None and not even_split:
+        num_slice = min(num_slice, _batch_size("split_data", found))  # the others would hold nothing
+    bounds = _plan("split_data", found, num_slice, batch_axis, even_split, weights)
     return [_like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) for begin, end in bounds if end > begin]
 
 
@@ -229,6 +234,8 @@ def split_batch_multi_inputs(
 
     Source: the signature is that of d2l, chapter "Natural Language Inference: Using Attention".
     """
+    advice = "Pass [X1, X2], for one."
+    instance("split_batch_multi_inputs", "X", X, (list, tuple), "a list of arrays", advice=advice, error=ShardError)
     shards = _split("split_batch_multi_inputs", (tuple(X), y), devices, batch_axis, False, None, dtype)
     return [shard[0] for shard in shards], [shard[1] for shard in shards]
 
@@ -254,8 +261,10 @@ def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any
     >>> gather(split_data(mx.nd.arange(5), 2, even_split=False)).asnumpy().tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
+    if ctx is not None:
+        check_contexts([ctx], "gather")
     if not isinstance(shards, (list, tuple)) or not shards:
-        raise ShardError(f"gather: got {shards!r}; need a list of one or more shards. Pass what a split returned.")
+        raise ShardError(f"gather: got {short(shards)}; need a list of one or more shards. Pass what a split returned.")
     columns = [list(leaves(shard, "shard")) for shard in shards]
     if any([path for path, _ in column] != [path for path, _ in columns[0]] for column in columns):
         raise ShardError(
@@ -275,6 +284,8 @@ def _split(
     dtype: Optional[str],
 ) -> List[Any]:
     check_contexts(contexts, operation)
+    _check_dtype(operation, dtype)
+    flag(operation, "even_split", even_split, error=ShardError)
     found = _leaves(data, batch_axis)
     bounds = _bounds_here(operation, found, len(contexts), batch_axis, even_split, weights)
 
@@ -282,7 +293,10 @@ def _split(
         parts = [_load(operation, path, _slice_leaf(leaf, begin, end, axis), ctx, dtype) for path, leaf, axis in found]
         return _like(data, parts)
 
-    return [shard(begin, end, context) for (begin, end), context in zip(bounds, contexts) if end > begin]
+    shards = [shard(begin, end, context) for (begin, end), context in zip(bounds, contexts) if end > begin]
+    if not shards and share()[1] > 1:
+        history.note_empty(is_pass=False)
+    return shards
 
 
 def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
@@ -363,13 +377,35 @@ def _batch_size(operation: str, found: Sequence[Tuple[str, Leaf, Any]]) -> int:
 
 
 def _length(operation: str, path: str, leaf: Leaf, axis: Any) -> int:
-    shape = np.shape(leaf) if not is_device_array(leaf) else leaf.shape
-    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)) or not -len(shape) <= axis < len(shape):
+    shape = _shape(operation, path, leaf)
+    if not is_whole(axis) or not -len(shape) <= axis < len(shape):
         raise ShardError(
-            f"{operation}: got {path} of shape {shape} and batch_axis {axis!r}; need one of its {len(shape)} axes. "
+            f"{operation}: got {path} of shape {shape} and batch_axis {short(axis)}; need one of its {len(shape)} axes. "
             "Arrays without examples do not belong in the batch."
         )
     return int(shape[axis])
+
+
+def _shape(operation: str, path: str, leaf: Leaf) -> Tuple[int, ...]:
+    if is_device_array(leaf):
+        return tuple(leaf.shape)
+    try:
+        return np.asarray(leaf).shape if isinstance(leaf, (list, tuple)) else np.shape(leaf)
+    except ValueError:  # rows of unequal length
+        raise ShardError(
+            f"{operation}: got {path}, a {type(leaf).__name__} of rows of unequal length; need an array. Pad the rows."
+        ) from None
+
+
+def _check_dtype(operation: str, dtype: Any) -> None:
+    try:
+        known = dtype is None or (isinstance(dtype, str) and dtype == "bfloat16") or np.dtype(dtype).name in DTYPES
+    except Exception:  # whatever an object's own code raises
+        known = False
+    if not known:
+        raise ShardError(
+            f"{operation}: got dtype={short(dtype)}; need a dtype that MXNet has: {', '.join(DTYPES)}. Pass 'float32', say."
+        )
 
 
 def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:
@@ -384,6 +420,8 @@ def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:
 
 
 def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[str]) -> Leaf:
+    if dtype is None and _floats.get() and np.dtype(leaf.dtype).kind == "f":
+        dtype = _floats.get()
     if is_device_array(leaf):
         loaded = on_device(leaf, ctx)
         return loaded if dtype is None else loaded.astype(dtype, copy=False)
@@ -392,8 +430,8 @@ def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[s
         return _loader.get()(leaf, ctx, wanted)
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
-            f"{operation}: got {path} of dtype {leaf.dtype}; need a dtype that MXNet has: float16, float32, float64, uint8, "
-            "int8, int32, int64, bool. Pass dtype='float32', say."
+            f"{operation}: got {path} of dtype {leaf.dtype}; need a dtype that MXNet has: {', '.join(DTYPES)}. Pass "
+            "dtype='float32', say."
         ) from error
 
 
@@ -401,6 +439,20 @@ def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Leaf:
     """Return a NumPy array as a new MXNet array of the current mode."""
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     return array(data, ctx=ctx, dtype=dtype)
+
+
+# What arrays of floating point become in a split: a network's float64. "": MXNet's stay, NumPy's float64 becomes float32.
+_floats: ContextVar[str] = ContextVar("_floats", default="")
+
+
+@contextmanager
+def floats_as(dtype: str) -> Iterator[None]:
+    """Let the splits in this block make arrays of this dtype of those of floating point; "" is as ever."""
+    token = _floats.set(dtype)
+    try:
+        yield
+    finally:
+        _floats.reset(token)
 
 
 Loader = Callable[[np.ndarray, Context, np.dtype], Leaf]
@@ -418,20 +470,27 @@ def loading(loader: Loader) -> Iterator[None]:
 
 
 def _concatenate(path: str, parts: Sequence[Leaf], ctx: Optional[Context], axis: Any) -> Leaf:
-    shapes = [part.shape for part in parts]
-    around = [shape[:axis] + shape[axis:][1:] for shape in shapes] if isinstance(axis, int) else [shapes]
-    if any(len(shape) == 0 for shape in shapes) or any(shape != around[0] for shape in around):
+    shapes = [_shape("gather", path, part) for part in parts]
+    for part in parts:
+        _length("gather", path, part, axis)
+    around = [shape[:axis] + shape[axis:][1:] for shape in shapes]
+    if any(shape != around[0] for shape in around):
         raise ShardError(
-            f"gather: got shapes {shapes} for {path} along batch_axis {axis}; need arrays that are equal but for that axis. "
+            f"gather: got shapes {short(shapes)} for {path} along batch_axis {axis}; need arrays equal but for that axis. "
             "Say where the examples are with batch_axis."
         )
-    if not is_device_array(parts[0]):
+    if not any(is_device_array(part) for part in parts):
         joined = np.concatenate(parts, axis=axis)
         return joined if ctx is None else _load("gather", path, joined, ctx, None)
+    kinds = {(type(part), part.dtype if hasattr(part, "dtype") else None) for part in parts}
+    if len(kinds) > 1:
+        raise ShardError(f"gather: got arrays of different types or dtypes for {path}; need one. Cast them with astype.")
     target = ctx or parts[0].context
     moved = [part.as_in_context(target) for part in parts]
     if len(moved) == 1:
         return moved[0]
-    if isinstance(moved[0], mx.np.ndarray):
-        return mx.np.concatenate(moved, axis=axis)
-    return mx.nd.concat(*moved, dim=axis)
+    need = "dense arrays of one dtype"
+    with explaining("gather", f"an error for {path}", need, advice="Cast them with tostype('default').", error=ShardError):
+        if isinstance(moved[0], mx.np.ndarray):
+            return mx.np.concatenate(moved, axis=axis)
+        return mx.nd.concat(*moved, dim=axis)

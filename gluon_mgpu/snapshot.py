@@ -8,30 +8,32 @@ import platform
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from . import rng
+from . import loss_scaler, rng, schema
 from .batchnorm import batch_norm_of, settle_batch_norm
 from .calls import values_of
-from .described import describe, differences, set_again
+from .described import DESCRIPTION, describe, differences, failure, misfit, set_again, with_values
 from .distributed.process import this_process
 from .errors import StateError
 from .evaluation import average_over_processes
-from .folders import MANIFEST, FolderWriter, WrittenFile, read_manifest
-from .nested import Leaf, is_device_array
+from .folders import MANIFEST, FolderWriter, OpenFolder, WrittenFile, open_folder
+from .nested import Leaf, is_device_array, leaves
 from .parameters import has_values
-from .params_file import write_params
+from .params_file import check_params, write_params
 from .processes import group
 from .replicas import average_replicas
-from .states import check_same, states_on
+from .running_stats import SEEN, describe_seen, remember_equal, restore_seen, shares_of, weighted_mean
+from .states import SHAPE, check_counts, check_same, states_on
 from .trainer import Trainer
 
 PARAMS, STATES, TRAINING, PROGRESS = "net.params", "states.npz", "training.json", "progress.json"
 FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)
+_SHOWN = 160  # characters of another library's error
 OLD_STATES = "trainer.states"  # a pickle, in folders of version 1
 
 Place = Dict[str, Any]  # where a run is, in a form that JSON holds; see `position`
@@ -45,6 +47,8 @@ class Snapshot:
     ----------
     params : dict of str to list of NDArray
         By structural name: of one device, or of each, to be averaged.
+    shares : dict of str to list of number
+        What each device counts in the mean; see `average_running_stats`.
     progress : str
         JSON.
     arrays : dict of str to NDArray
@@ -56,22 +60,34 @@ class Snapshot:
     """
 
     params: Dict[str, List[Leaf]]
+    shares: Dict[str, List[float]]
     progress: str
     arrays: Dict[str, Leaf] = field(default_factory=dict)
     training: Optional[Dict[str, Any]] = None
     is_np: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        """How much the arrays take on the disk, about: running statistics are one set there."""
+        arrays = [copies[0] for copies in self.params.values()] + list(self.arrays.values())
+        return sum(int(array.size) * np.dtype(array.dtype).itemsize for array in arrays)
+
     def write(self, folder: Path) -> None:
         """Write the files into a folder that is there and empty. In any thread."""
         writer = FolderWriter(folder)
         with writer.file(PARAMS) as file:
-            write_params(file, {name: _mean(copies) for name, copies in self.params.items()}, np_shape=self.is_np)
+            write_params(file, {name: self._mean(name) for name in self.params}, np_shape=self.is_np)
         if self.training is not None:
             with writer.file(STATES) as file:
                 _write_arrays(file, self.arrays)
             writer.text(TRAINING, json.dumps(self.training))
         writer.text(PROGRESS, self.progress)
         writer.finish(arrays="np" if self.is_np else "nd")
+
+    def _mean(self, name: str) -> np.ndarray:
+        """Return the mean over the devices, as `average_running_stats` computes it; of one device, its bits."""
+        values = [values_of(array) for array in self.params[name]]
+        return values[0] if len(values) == 1 else weighted_mean(values, self.shares[name])
 
 
 def take_snapshot(
@@ -112,7 +128,7 @@ def take_snapshot(
     is_np = bool(mx.util.is_np_shape())
     if trainer is None:
         average_replicas(net)
-        return Snapshot(_copied_params(net), told, is_np=is_np)
+        return Snapshot(*_copied_params(net), told, is_np=is_np)
     trainer._check_applied()
     described = describe(trainer.optimizer)
     average_replicas(net)
@@ -120,14 +136,15 @@ def take_snapshot(
         settle_batch_norm(net)
         average_over_processes(net)  # all of them go on from the statistics of the one that writes
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
-    params = _copied_params(net)
+    params, shares = _copied_params(net)
     training = {"optimizer": described, **_training(trainer, copies), "place": place or {}, "versions": _versions()}
     training["devices"] = len(trainer.contexts)
+    training["seen"] = describe_seen(_running(net)) if len(trainer.contexts) > 1 else {}
     for name, param in _running(net).items():
         copies.update({f"device/{i}/{name}": array for i, array in enumerate(_copies(param.list_data()))})
     training["random"] = _reseeded(trainer, (place or {}).get("step", 0), base)
     training["ranks"] = _told_by_all(training["random"], (place or {}).get("generators"))
-    return Snapshot(params, told, copies, training, is_np)
+    return Snapshot(params, shares, told, copies, training, is_np)
 
 
 @dataclass(frozen=True)
@@ -140,12 +157,15 @@ class Content:
     progress : dict
     arrays : dict of str to numpy.ndarray
     training : dict, optional
+    params : dict of str to NDArray
+        By structural name, on the CPU. Empty when the network has them.
     """
 
     folder: Path
     progress: Dict[str, Any]
     arrays: Dict[str, np.ndarray]
     training: Optional[Dict[str, Any]]
+    params: Dict[str, Leaf] = field(default_factory=dict)
 
     @property
     def place(self) -> Place:
@@ -156,48 +176,70 @@ class Content:
 
 
 def read_content(folder: Path, *, with_training: bool) -> Content:
-    """Return what a checkpoint holds beside the parameters.
+    """Return what a checkpoint holds.
+
+    Its files belong together, also where another program replaces the folder meanwhile.
 
     Raises
     ------
     StateError
         It is no checkpoint, or an older one, or damaged, or lacks a file.
     """
-    if not (folder / MANIFEST).is_file():
-        return _without_manifest(folder, with_training)
-    manifest = read_manifest(folder, "load_checkpoint")
+    with open_folder(folder, (*FILES, OLD_STATES), "load_checkpoint") as opened:
+        return content_of(opened, with_training=with_training)
+
+
+def content_of(opened: OpenFolder, *, with_training: bool) -> Content:
+    """Return what a checkpoint holds whose files are open: see `read_content`."""
+    if MANIFEST not in opened:
+        return _without_manifest(opened, with_training)
+    manifest = opened.check("load_checkpoint")
     wanted = (PARAMS, PROGRESS) + ((STATES, TRAINING) if with_training else ())
-    _check_there(folder, [name for name in wanted if name not in manifest["files"]])
+    _check_there(opened, [name for name in wanted if name not in manifest["files"]])
     mode = "np" if mx.util.is_np_shape() else "nd"
     if (manifest.get("arrays"), mode) == ("np", "nd"):
         raise StateError(
-            f"load_checkpoint: got {folder}, which was saved with mx.npx.set_np(), in a program without; need np arrays. Call "
-            "mx.npx.set_np() first."
+            f"load_checkpoint: got {opened.path}, which was saved with mx.npx.set_np(), in a program without; need np arrays. "
+            "Call mx.npx.set_np() first."
         )
-    training = _read_json(folder / TRAINING) if with_training else None
-    return Content(folder, _read_json(folder / PROGRESS), _read_arrays(folder / STATES) if with_training else {}, training)
+    training = _read_json(opened, TRAINING) if with_training else None
+    arrays = _read_arrays(opened, STATES) if with_training else {}
+    return Content(opened.path, _read_json(opened, PROGRESS), arrays, training, _read_params(opened))
 
 
-def check_content(content: Content, trainer: Trainer) -> None:
-    """Raise `StateError` unless what was read belongs to this network and optimizer."""
+def check_content(content: Content, net: gluon.Block, trainer: Trainer) -> None:
+    """Raise `StateError` unless what was read is as `take_snapshot` makes it, and belongs to this network and optimizer."""
     told: Any = content.training
-    try:
-        check_same(str(content.folder), told, trainer._replicas, "load_checkpoint")
-        differing = differences(told["optimizer"], trainer.optimizer)
-        _states(content), _counts(content), told["devices"], rng.seed_of(**_seeds(told["random"]))
-        rng.check_random_state(_own(told).get("now", told["random"]))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise _damaged(content.folder / TRAINING, error) from error
+    _check_training(content, TRAINING_FILE, told)
+    _check_training(content, lambda found: _misnamed_states(content.arrays, found["states"]), told)
+    check_same(str(content.folder), told, trainer._replicas, "load_checkpoint")
+    differing = differences(told["optimizer"], trainer.optimizer)
     if differing:
         raise StateError(
             f"load_checkpoint: got {content.folder} of a trainer with {'; '.join(differing[:3])}; need the same optimizer and "
             "schedule. Make the trainer with the options of the checkpoint, or load the network alone."
         )
+    _check_training(content, lambda found: _misfit(found["optimizer"], trainer), told)
+    check_counts(
+        str(content.folder / TRAINING),
+        _states(content),
+        _counts(content),
+        trainer._replicas,
+        trainer.optimizer,
+        "load_checkpoint",
+    )
+    broken = failure(with_values(told["optimizer"], trainer.optimizer), _counts(content))
+    if broken:
+        raise StateError(
+            f"load_checkpoint: got {content.folder / TRAINING} of an optimizer that cannot train ({broken}); need one as it was "
+            "saved. Use another checkpoint."
+        )
+    _check_training(content, _misplaced, told)
+    _check_training(content, lambda found: _misshapen(found["shapes"], _shapes(content, net, trainer)), told)
+    _check_running(content, net, trainer)
 
 
-def states_of(content: Content, trainer: Trainer) -> List[Dict[int, Any]]:
+def states_of(content: Content, net: gluon.Block, trainer: Trainer) -> List[Dict[int, Any]]:
     """Return the optimizer's states on each device, which are not yet the trainer's.
 
     Raises
@@ -205,7 +247,13 @@ def states_of(content: Content, trainer: Trainer) -> List[Dict[int, Any]]:
     StateError
         They do not fit the parameters.
     """
-    return states_on(trainer._replicas, trainer.optimizer, _states(content), str(content.folder / STATES))
+    told, shapes = _states(content), _shapes(content, net, trainer)
+    states = states_on(trainer._replicas, trainer.optimizer, told, str(content.folder / STATES), shapes)
+    for index in told:
+        for (_, saved), (_, fresh) in zip(leaves(told[index]), leaves(states[0][index])):
+            if is_device_array(fresh) and saved.dtype != np.dtype(fresh.dtype):
+                raise _damaged(content.folder / STATES, TypeError(f"{saved.dtype} where {np.dtype(fresh.dtype)} is needed"))
+    return states
 
 
 def restore(content: Content, net: gluon.Block, trainer: Trainer, states: List[Dict[int, Any]]) -> None:
@@ -217,13 +265,65 @@ def restore(content: Content, net: gluon.Block, trainer: Trainer, states: List[D
     set_again(told["optimizer"], trainer.optimizer)
     trainer.discard()
     trainer._use(trainer.optimizer)
-    trainer._update.restore(states, _counts(content))
+    trainer._update.restore(states, _counts(content), told.get("order"))
+    remember_equal(net)
     if told["devices"] == len(trainer.contexts):
         for name, param in _running(net).items():
             for i, array in enumerate(param.list_data()):
                 array.as_nd_ndarray()[:] = mx.nd.array(content.arrays[f"device/{i}/{name}"], ctx=array.context, dtype=array.dtype)
+        restore_seen(_running(net), told.get("seen", {}))
     rng.set_random_state(_own(told).get("now", told["random"]))
     mx.random.seed(rng.seed_of(**_seeds(told["random"])))
+
+
+def _check_training(content: Content, shape: schema.Schema, told: Any) -> None:
+    schema.check(shape, told, operation="load_checkpoint", file=content.folder / TRAINING)
+
+
+def _misfit(told: Dict[str, Any], trainer: Trainer) -> Optional[schema.Wrong]:
+    """Return what is wrong with a description of an optimizer of the same class and options as this trainer's."""
+    mine, optimizer = describe(trainer.optimizer), trainer.optimizer
+    wrong = misfit(mine["values"], told["values"], optimizer, exact=True)
+    if wrong is not None:
+        return wrong.below("values").below("optimizer")
+    if mine["schedule"] is not None:
+        wrong = misfit(mine["schedule"]["values"], told["schedule"]["values"], optimizer.lr_scheduler, exact=True)
+    return wrong and wrong.below("values").below("schedule").below("optimizer")
+
+
+def _misplaced(told: Dict[str, Any]) -> Optional[schema.Wrong]:
+    """Return what is wrong with parts that older checkpoints do not hold: the order of updates, and examples by device."""
+    places = list(range(len(told["names"])))
+    if sorted(told.get("order", places)) != places:
+        return schema.Wrong(told["order"], f"each of 0 to {len(places) - 1} once").below("order")
+    for name, one in told.get("seen", {}).items():
+        for part, values in one.items():
+            if len(values) != told["devices"]:
+                return schema.Wrong(values, f"one for each of {told['devices']} devices").below(part).below(name).below("seen")
+    return None
+
+
+def _shapes(content: Content, net: gluon.Block, trainer: Trainer) -> Dict[int, Tuple[int, ...]]:
+    """Return the shapes of a trainer's parameters, by index, as those have them that were read."""
+    names = {id(param): name for name, param in net._collect_params_with_prefix().items()}
+    found = {index: names.get(id(param), "") for index, param in enumerate(trainer._replicas.params)}
+    return {index: tuple(content.params[name].shape) for index, name in found.items() if name in content.params}
+
+
+def _check_running(content: Content, net: gluon.Block, trainer: Trainer) -> None:
+    """Raise `StateError` unless each device's running statistics are there that the number of devices promises, and no others."""
+    told: Any = content.training
+    running = _running(net)
+    there = {key: array for key, array in content.arrays.items() if key.startswith("device/")}
+    wanted = {f"device/{i}/{name}": content.params[name] for i in range(min(told["devices"], len(there) + 1)) for name in running}
+    differing = sorted(there.keys() ^ wanted.keys())
+    for key in wanted.keys() & there.keys():
+        if there[key].shape != wanted[key].shape or there[key].dtype != np.dtype(wanted[key].dtype):
+            differing.append(key)
+    if differing:
+        raise _damaged(
+            content.folder / STATES, KeyError(f"{schema.shown(differing[0])} for {schema.shown(told['devices'])} devices")
+        )
 
 
 def _training(trainer: Trainer, arrays: Dict[str, Leaf]) -> Dict[str, Any]:
@@ -235,6 +335,7 @@ def _training(trainer: Trainer, arrays: Dict[str, Leaf]) -> Dict[str, Any]:
         "shapes": [list(param.shape) for param in replicas.params],
         "states": states,
         "counts": {str(index): count for index, count in update.counts().items()},
+        "order": update.order,
         "loss_scaler": None if trainer.loss_scaler is None else trainer.loss_scaler.state(),
     }
 
@@ -303,18 +404,23 @@ def _seeds(told: Dict[str, Any]) -> Dict[str, int]:
     return {"base": told["base"], "step": told["step"], "rank": this_process().rank}
 
 
-def _copied_params(net: gluon.Block) -> Dict[str, List[Leaf]]:
-    """Return copies of one device's parameters; of running statistics, those of each, unless the first one's count alone."""
+def _copied_params(net: gluon.Block) -> Tuple[Dict[str, List[Leaf]], Dict[str, List[float]]]:
+    """Return copies of one device's parameters; of running statistics, those of each, unless the first one's count alone.
+
+    And what each device counts in the mean of the latter.
+    """
     averaged = set() if batch_norm_of(net) == "local" else {id(param) for param in _running(net).values()}
     if not all(param._differentiable for param in net.collect_params().values()):
         mx.nd.waitall()  # a static graph writes them without telling the engine
+    shares = shares_of(net) if averaged else {}
     copied: Dict[int, List[Leaf]] = {}  # a shared parameter has several names
-    found = {}
+    found, weighted = {}, {}
     for name, param in net._collect_params_with_prefix().items():
         if id(param) not in copied:
             copied[id(param)] = _copies(param.list_data() if id(param) in averaged else param.list_data()[:1])
         found[name] = copied[id(param)]
-    return found
+        weighted[name] = shares.get(id(param), [1.0] * len(copied[id(param)]))
+    return found, weighted
 
 
 def _running(net: gluon.Block) -> Dict[str, gluon.Parameter]:
@@ -326,15 +432,6 @@ def _running(net: gluon.Block) -> Dict[str, gluon.Parameter]:
 def _copies(arrays: List[Leaf]) -> List[Leaf]:
     with autograd.pause():
         return [array.as_nd_ndarray().copy() for array in arrays]
-
-
-def _mean(copies: List[Leaf]) -> np.ndarray:
-    """Return the mean over the devices, as `average_running_stats` computes it; of one device, its bits."""
-    first, *others = [values_of(array) for array in copies]
-    if not others:
-        return first
-    total = sum((one.astype("float64") for one in others), first.astype("float64"))
-    return (total / len(copies)).astype(first.dtype)
 
 
 def _versions() -> Dict[str, str]:
@@ -352,47 +449,115 @@ def _write_arrays(file: WrittenFile, arrays: Dict[str, Leaf]) -> None:
                 np.lib.format.write_array(entry, values_of(array), allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
-def _read_arrays(path: Path) -> Dict[str, np.ndarray]:
+def _read_params(opened: OpenFolder) -> Dict[str, Leaf]:
     try:
-        with np.load(str(path), allow_pickle=False) as file:
-            return dict(file.items())
-    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
-        raise _damaged(path, error) from error
+        check_params(opened.file(PARAMS))
+        loaded = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(opened.location(PARAMS))
+    except (mx.MXNetError, ValueError) as error:
+        told = str(error).strip().splitlines()[-1]
+        raise StateError(
+            f"load_checkpoint: got {opened.path / PARAMS}, which is damaged ({told}); need a file of save_checkpoint. Use "
+            "another one."
+        ) from error
+    return loaded if isinstance(loaded, dict) else {}
 
 
-def _read_json(path: Path) -> Dict[str, Any]:
+def _read_arrays(opened: OpenFolder, name: str) -> Dict[str, np.ndarray]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _damaged(path, error) from error
-    if not isinstance(content, dict):
-        raise _damaged(path, TypeError(type(content).__name__))
+        with np.load(opened.file(name), allow_pickle=False) as file:
+            found = dict(file.items())
+        strange = [key for key, value in found.items() if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiubV"]
+        if strange or len(found) < len(file.files):
+            raise ValueError(f"{schema.shown(strange[0])} is no array of numbers" if strange else "an array is there twice")
+        return found
+    except Exception as error:  # whatever zipfile, zlib, tokenize and NumPy say of damaged bytes
+        raise _damaged(opened.path / name, error) from error
+
+
+def _read_json(opened: OpenFolder, name: str) -> Dict[str, Any]:
+    content: Dict[str, Any] = schema.parse_json(opened.read(name), operation="load_checkpoint", file=opened.path / name)
+    schema.check(schema.record({}, closed=False), content, operation="load_checkpoint", file=opened.path / name)
     return content
 
 
-def _without_manifest(folder: Path, with_training: bool) -> Content:
+def _without_manifest(opened: OpenFolder, with_training: bool) -> Content:
     """Return what a folder of an older version holds, as far as that can be read without executing anything in it."""
-    _check_there(folder, [name for name in (PARAMS, PROGRESS) if not (folder / name).is_file()])
-    if with_training and (folder / OLD_STATES).is_file():
+    _check_there(opened, [name for name in (PARAMS, PROGRESS) if name not in opened])
+    if with_training and OLD_STATES in opened:
         raise StateError(
-            f"load_checkpoint: got {folder} of an older gluon_mgpu, whose {OLD_STATES} is a pickle; need {STATES}, as reading a "
-            "pickle executes what is in it. Load the network alone, then, if you trust the file, "
-            f"trainer.load_states({str(folder / OLD_STATES)!r})."
+            f"load_checkpoint: got {opened.path} of an older gluon_mgpu, whose {OLD_STATES} is a pickle; need {STATES}, as "
+            "reading a pickle executes what is in it. Load the network alone, then, if you trust the file, "
+            f"trainer.load_states({str(opened.path / OLD_STATES)!r})."
         )
-    if with_training or (folder / STATES).is_file():
-        _check_there(folder, [MANIFEST])
-    return Content(folder, _read_json(folder / PROGRESS), {}, None)
+    if with_training or STATES in opened:
+        _check_there(opened, [MANIFEST])
+    return Content(opened.path, _read_json(opened, PROGRESS), {}, None, _read_params(opened))
 
 
-def _check_there(folder: Path, missing: List[str]) -> None:
+def _check_there(opened: OpenFolder, missing: List[str]) -> None:
     if missing:
         raise StateError(
-            f"load_checkpoint: got {folder} without {', '.join(missing)}; need a folder of save_checkpoint. Check the path."
+            f"load_checkpoint: got {opened.path} without {', '.join(missing)}; need a folder of save_checkpoint. Check the path."
         )
 
 
 def _damaged(path: Path, error: Exception) -> StateError:
+    told = " ".join(str(error).split())[:_SHOWN]
     return StateError(
-        f"load_checkpoint: got {path}, which is damaged ({type(error).__name__}: {error}); need a file of save_checkpoint. Use "
+        f"load_checkpoint: got {path}, which is damaged ({type(error).__name__}: {told}); need a file of save_checkpoint. Use "
         "another one."
     )
+
+
+def _misshapen(told: List[Any], shapes: Dict[int, Tuple[int, ...]]) -> Optional[schema.Wrong]:
+    differing = ((index, shape) for index, shape in shapes.items() if tuple(told[index] or ()) != shape)
+    return next((schema.Wrong(told[i], f"{shape}, as in {PARAMS}", ("shapes", i)) for i, shape in differing), None)
+
+
+def _misnamed_states(arrays: Dict[str, np.ndarray], told: Dict[str, Any]) -> Optional[schema.Wrong]:
+    found = ((index, _misnamed(arrays, form, f"state/{index}")) for index, form in told.items())
+    return next((wrong.below(index).below("states") for index, wrong in found if wrong is not None), None)
+
+
+def _misnamed(arrays: Dict[str, np.ndarray], form: Any, name: str) -> Optional[schema.Wrong]:
+    """Return what is wrong with the form of an optimizer's state: see `_kept`."""
+    if isinstance(form, list):
+        found = ((i, _misnamed(arrays, one, f"{name}/{i}")) for i, one in enumerate(form))
+        return next((wrong.below(i) for i, wrong in found if wrong is not None), None)
+    if isinstance(form, dict):
+        is_right = form == {"array": name} and name in arrays
+        return None if is_right else schema.Wrong(form.get("array"), f'"{name}", which is in {STATES}', ("array",))
+    is_plain = form is None or isinstance(form, (bool, int, float, str))
+    return None if is_plain else schema.Wrong(form, "an array, a number, a text or null")
+
+
+def _step_differs(told: Dict[str, Any]) -> Optional[schema.Wrong]:
+    step, place = told["random"]["step"], told["place"].get("step", 0)
+    return None if step == place else schema.Wrong(step, f"the step of the place, {schema.shown(place)}", ("random", "step"))
+
+
+_RANDOM = schema.record({"base": schema.whole(0, 2**31 - 1), "step": schema.steps(), **rng.STATES})
+TRAINING_FILE = schema.also(
+    schema.record(
+        {
+            "optimizer": DESCRIPTION,
+            "names": schema.list_of(schema.text()),
+            "structural": schema.constant(True, False),
+            "shapes": schema.list_of(SHAPE),
+            "states": schema.mapping(schema.index_as_text(), schema.anything),  # see `_misnamed`
+            "counts": schema.mapping(schema.index_as_text(), schema.steps()),
+            "loss_scaler": schema.nullable(loss_scaler.STATE),
+            "place": schema.record({}, {"step": schema.steps()}, closed=False),  # see `position`
+            "devices": schema.whole(1, 2**16),
+            "random": schema.also(_RANDOM, rng.is_taken),
+        },
+        {
+            "versions": schema.mapping(schema.text(), schema.text()),
+            "order": schema.list_of(schema.whole()),
+            "seen": SEEN,
+            "ranks": schema.list_of(schema.record({"now": rng.RANDOM_STATE, "begun": schema.nullable(rng.RANDOM_STATE)})),
+        },
+        closed=False,
+    ),
+    _step_differs,
+)

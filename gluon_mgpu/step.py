@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
+import mxnet as mx
 import numpy as np
 from mxnet import Context, MXNetError, autograd, gluon
 
 from .balance import Balancer
 from .batchnorm import run_shards
+from .checks import OF_WRONG_DATA, check_function, explaining, flag, is_of_mxnet, last_line, short, whole_number
+from .devices import check_contexts
 from .errors import ShardError, StepError, TrainerError
+from .freshness import history
 from .nested import Leaf, is_device_array, leaves
 from .processes import own_batches, share
-from .sharding import count_examples, part_of_process, split_batch, split_data
+from .running_stats import claim_examples, note_examples, stats_of
+from .sharding import count_examples, floats_as, part_of_process, split_batch, split_data
 from .trainer import Trainer
 
 SplitFunction = Callable[[Any, Any, Sequence[Context]], Tuple[List[Any], List[Any]]]
@@ -61,13 +67,18 @@ def backward(losses: Sequence[Leaf]) -> None:
         Not a list of arrays.
     """
     if isinstance(losses, list) and not losses and share()[1] > 1:  # a small batch left nothing for the devices of this process
+        history.note_empty()
         return
     if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
             f"backward: got {_kinds(losses)}; need a list of one or more MXNet arrays, one loss a shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
         )
-    autograd.backward(list(losses))
+    note_examples(losses)
+    need = "losses that were recorded, each once"
+    advice = "Compute them inside autograd.record(), and call backward() once."
+    with explaining("backward", "an error", need, advice=advice), history.whole_pass():
+        autograd.backward(list(losses))
 
 
 def train_batch(
@@ -102,7 +113,8 @@ def train_batch(
     X, y : array, or nested data
         A batch, shapes (B, ...).
     split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
-        `split_batch`, d2l's functions, or a `functools.partial` with another `batch_axis`.
+        `split_batch`, d2l's functions, or a `functools.partial` with another `batch_axis`. Of a function of your own, nobody
+        knows the axis where there is one device: pass the `partial` if it is not 0.
     ignore_stale_grad : bool
         Allow parameters that no shard used.
     micro_steps : int
@@ -120,10 +132,12 @@ def train_batch(
         raise TrainerError(
             f"train_batch: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
         )
-    if isinstance(micro_steps, bool) or not isinstance(micro_steps, (int, np.integer)) or micro_steps < 1:
-        raise TrainerError(f"train_batch: got micro_steps={micro_steps!r}; need a whole number of 1 or more. 1 is one batch.")
+    check_network("train_batch", net)
+    _check_functions("train_batch", loss, split_f)
+    flag("train_batch", "ignore_stale_grad", ignore_stale_grad)
+    micro_steps = whole_number("train_batch", "micro_steps", micro_steps, advice="1 is one batch.")
     with own_batches(trainer.sharded_data):
-        return _train_all(net, loss, trainer, X, y, split_f, ignore_stale_grad, int(micro_steps))
+        return _train_all(net, loss, trainer, X, y, split_f, ignore_stale_grad, micro_steps)
 
 
 def _train_all(
@@ -140,7 +154,6 @@ def _train_all(
         return _train_one(net, loss, trainer, X, y, split_f, ignore_stale_grad)
     axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
     parts = split_data((X, y), micro_steps, axis, even_split=False)
-    trainer.forget_unused()
     try:
         with trainer.accumulate():
             batches = [_train_one(net, loss, trainer, Xp, yp, split_f, ignore_stale_grad) for Xp, yp in parts]
@@ -160,16 +173,21 @@ def _train_all(
 def _train_one(
     net: gluon.Block, loss: Any, trainer: Trainer, X: Any, y: Any, split_f: SplitFunction, ignore_stale_grad: bool
 ) -> Batch:
-    Xs, ys = _split(split_f, X, y, trainer.contexts)
+    _check_loss("train_batch", loss, y, split_f)
+    Xs, ys = _split(net, loss, split_f, X, y, trainer.contexts)
     if not trainer.know_shapes():
         with autograd.pause(train_mode=False):
             _forward("train_batch", net, None, Xs[:1], ys[:1])
         trainer.know_shapes()
     with autograd.record():
         outputs, losses = _forward("train_batch", net, loss, Xs, ys)
+    _check_outputs.get()(outputs, ys)
     num_examples = _count_all("train_batch", split_f, losses, y, ys, trainer.contexts)
     num_units = _num_units("train_batch", loss, y)
+    if not losses:
+        trainer._replicas.drop_earlier()
     backward(trainer.scale(losses) if losses else [])
+    claim_examples(stats_of(net))
     if isinstance(split_f, Balancer):
         split_f.watch(losses)
     trainer.step(num_examples if num_units is None else num_units, ignore_stale_grad)
@@ -197,7 +215,11 @@ def eval_batch(
     loss : callable (output, label) -> NDArray, optional
     split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
     """
-    Xs, ys = _split(split_f, X, y, devices)
+    check_network("eval_batch", net)
+    _check_functions("eval_batch", loss, split_f, optional=True)
+    check_contexts(devices, "eval_batch")
+    _check_loss("eval_batch", loss, y, split_f)
+    Xs, ys = _split(net, loss, split_f, X, y, devices)
     with autograd.pause(train_mode=False):
         outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
     counts = losses or share()[1] > 1
@@ -205,62 +227,107 @@ def eval_batch(
     return Batch(outputs, ys, losses, num_examples, _own_units("eval_batch", loss, y, split_f, devices))
 
 
-def _split(split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
+@contextmanager
+def checking_outputs(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
+    """Let `train_batch` call `check(outputs, labels)`, one item a shard, before anything is updated: it may raise."""
+    token = _check_outputs.set(check)
+    try:
+        yield
+    finally:
+        _check_outputs.reset(token)
+
+
+_check_outputs: ContextVar[Callable[[Sequence[Any], Sequence[Any]], None]] = ContextVar(
+    "_check_outputs", default=lambda outputs, labels: None
+)
+
+
+def _split(
+    net: Any, loss: Any, split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]
+) -> Tuple[List[Any], List[Any]]:
+    """Return the shards of a batch: of float64 for a network of float64, and bool labels as numbers for Gluon's losses."""
     several = share()[1] > 1
     if several and getattr(split_f, "func", split_f) is not split_batch:
         raise TrainerError(
             f"train_batch: got split_f={split_f!r} in a job of {share()[1]} processes; need split_batch, which gives each its "
             "part of the batch. Pass it, or a functools.partial of it."
         )
-    shards = split_f(X, y, list(devices))
+    with floats_as("float64" if dtype_of(net) == "float64" else ""):
+        shards = split_f(X, y, list(devices))
     pair = isinstance(shards, (list, tuple)) and len(shards) == 2 and all(isinstance(side, (list, tuple)) for side in shards)
     if not pair or len(shards[0]) != len(shards[1]) or not (shards[0] or several):
         found = f"{len(shards[0])} shards of features and {len(shards[1])} of labels" if pair else type(shards).__name__
         raise ShardError(f"split_f: got {found}; need as many of each, 1 or more. Return (list of X shards, list of y shards).")
-    return list(shards[0]), list(shards[1])
+    ys = list(shards[1])
+    if isinstance(loss, gluon.loss.Loss):  # none of which takes bool
+        ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
+    return list(shards[0]), ys
+
+
+def _check_functions(operation: str, loss: Any, split_f: Any, *, optional: bool = False) -> None:
+    if not optional or loss is not None:
+        check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, such as SoftmaxCrossEntropyLoss().")
+    check_function(operation, "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+
+
+def check_network(operation: str, net: Any) -> None:
+    """Raise `TrainerError` unless this is a network."""
+    if not isinstance(net, gluon.Block):
+        raise TrainerError(
+            f"{operation}: got {short(net)} as the network; need a gluon.Block. Pass net.module of a DataParallelModel."
+        )
+
+
+def dtype_of(net: Any) -> str:
+    """Return the dtype of a network's first parameter, "" where it has none."""
+    if not isinstance(net, gluon.Block):
+        return ""
+    for param in net._reg_params.values():
+        return np.dtype(param.dtype).name
+    return next((name for name in map(dtype_of, net._children.values()) if name), "")
 
 
 def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Leaf]]:
     """Return every shard's output, and its losses where there is a loss function."""
 
     def through(shard: int) -> Any:
-        with _naming(operation, "network", shard, Xs[shard], ys[shard]):
+        with _naming(operation, "network", shard, Xs[shard], ys[shard], net):
             return net(Xs[shard])
 
     outputs = run_shards(net, [partial(through, shard) for shard in range(len(Xs))])
     losses: List[Leaf] = []
     for shard, (output, y) in enumerate(zip(outputs, ys)):
         if loss is not None:
-            with _naming(operation, "loss", shard, Xs[shard], y):
+            with _naming(operation, "loss", shard, Xs[shard], y, net):
                 losses.append(loss(output, y))
     return outputs, losses
 
 
 @contextmanager
-def _naming(operation: str, what: str, shard: int, X: Any, y: Any) -> Iterator[None]:
-    """Name the shard, its device and shapes in what MXNet raises."""
+def _naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> Iterator[None]:
+    """Name the shard, its device, shapes and dtypes in what MXNet raises."""
     try:
         yield
-    except (MXNetError, ValueError) as error:
+    except (MXNetError, *OF_WRONG_DATA) as error:
         if not is_of_mxnet(error):
             raise
         found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
         places = ", ".join(sorted({str(leaf.context) for leaf in found}))
+        shapes = short([tuple(leaf.shape) for leaf in found])
         raise StepError(
-            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {[leaf.shape for leaf in found]}: "
-            f"{str(error).strip().splitlines()[-1].strip()}; need data that it takes. Try it on one device, with one example."
+            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {last_line(error)}; "
+            f"need data that it takes. {_advice(found, net)}"
         ) from error
 
 
-def is_of_mxnet(error: Exception) -> bool:
-    """Return whether MXNet says this of its data: its own error, or a plain ValueError that its Python code raised."""
-    if isinstance(error, MXNetError):
-        return True
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    raised_by = str(place.tb_frame.f_globals.get("__name__", "")) if place is not None else ""
-    return type(error) is ValueError and raised_by.split(".")[0] == "mxnet"
+def _advice(found: Sequence[Leaf], net: Any) -> str:
+    """Return what to do about data that a network or a loss does not take."""
+    dtypes, own = {np.dtype(leaf.dtype).name for leaf in found}, dtype_of(net)
+    if "bool" in dtypes:
+        return "Few operators take bool: cast it with astype('float32'), or 'int32'."
+    if own.startswith("float") and own not in dtypes and any(dtype.startswith("float") for dtype in dtypes):
+        return f"The network is of {own}: pass split_f=functools.partial(split_batch, dtype={own!r})."
+    return "Try it on one device, with one example."
 
 
 def _count_all(
@@ -309,6 +376,41 @@ def _own_part(label: Any, split_f: SplitFunction, devices: Sequence[Context]) ->
     return part_of_process(label, len(devices), _label_axis(split_f), weights)
 
 
+def _has_axis(split_f: SplitFunction) -> bool:
+    """Return whether it is known along which axis a function splits."""
+    return getattr(split_f, "func", split_f) is split_batch or "batch_axis" in getattr(split_f, "keywords", {})
+
+
+def _check_loss(operation: str, loss: Any, label: Any, split_f: SplitFunction) -> None:
+    """Raise `TrainerError` where one of MXNet's losses would average over other axes than those of one example.
+
+    On one device, or where a shard has as many examples as steps of time, the shape of the result does not show it.
+    """
+    axis: Any = getattr(loss, "_batch_axis", 0) if isinstance(loss, gluon.loss.Loss) else 0
+    name, wanted = type(loss).__name__, _label_axis(split_f)
+    if axis and mx.util.is_np_array() and any(isinstance(loss, kind) and _computes_as(loss, kind) for kind in _ON_AXIS_0):
+        raise TrainerError(
+            f"{operation}: got {name} with batch_axis={axis} and np arrays, of which MXNet then averages all axes but 0; need "
+            f"examples on axis 0. Pass lambda output, label: loss(output.swapaxes(0, {axis}), label.swapaxes(0, {axis})) with a "
+            f"loss of batch_axis=0."
+        )
+    is_mxnets = isinstance(loss, gluon.loss.Loss) and type(loss).__module__ == gluon.loss.__name__
+    ndim = label.ndim if is_device_array(label) or isinstance(label, np.ndarray) else 0
+    known = is_mxnets and _has_axis(split_f) and isinstance(wanted, int) and ndim > max(axis, 0, wanted)
+    if known and axis % ndim != wanted % ndim:
+        raise TrainerError(
+            f"{operation}: got {name} with batch_axis={axis} and labels that are split along axis {wanted}; need one axis for "
+            f"both, on which the examples are. Pass batch_axis={wanted} to the loss, or to the split."
+        )
+
+
+def _computes_as(loss: Any, kind: Any) -> bool:
+    return getattr(type(loss), "hybrid_forward", None) is kind.hybrid_forward and type(loss).forward is kind.forward
+
+
+_ON_AXIS_0 = (gluon.loss.L1Loss, gluon.loss.L2Loss, gluon.loss.SigmoidBCELoss, gluon.loss.SoftmaxCELoss)  # with np arrays
+
+
 def _label_axis(split_f: SplitFunction) -> Any:
     axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
     return axis[1] if isinstance(axis, (list, tuple)) else axis
@@ -319,25 +421,24 @@ def _num_units(operation: str, loss: Any, label: Any) -> Optional[int]:
     if not callable(getattr(loss, "num_units", None)):
         return None
     num_units = loss.num_units(label)
-    if isinstance(num_units, bool) or not isinstance(num_units, (int, np.integer)) or num_units < 1:
-        raise TrainerError(
-            f"{operation}: got {num_units!r} from the loss's num_units; need a whole number of 1 or more. Leave out the batch."
-        )
-    return int(num_units)
+    return whole_number(operation, "num_units(y) of the loss", num_units, advice="Leave out the batch.")
 
 
 def _shard_sizes(split_f: SplitFunction, label: Any, labels: Sequence[Any]) -> List[Set[int]]:
     """Return what each shard's number of examples can be; an empty set where its labels do not tell.
 
-    `split_batch` splits axis 0. Any other function's batch axis is one along which the shards add up to the batch.
+    `split_batch`, and a function that was given a `batch_axis`, split along that. Any other function's batch axis is one along
+    which the shards add up to the batch: on one device, that is any.
     """
+    if _has_axis(split_f) and all(any(is_device_array(leaf) for _, leaf in leaves(one)) for one in labels):
+        return [{count_examples("split_f", one, _label_axis(split_f))} for one in labels]
     sizes: List[Set[int]] = [set() for _ in labels]
     whole = [leaf.shape if is_device_array(leaf) else np.shape(leaf) for _, leaf in leaves(label)]
     parts = [[leaf.shape for _, leaf in leaves(one) if is_device_array(leaf)] for one in labels]
     if any([len(shape) for shape in part] != [len(shape) for shape in whole] for part in parts):
         return sizes
     for i, shape in enumerate(whole):
-        for axis in range(min(1, len(shape)) if split_f is split_batch else len(shape)):
+        for axis in range(len(shape)):
             along = [part[i][axis] for part in parts]
             if sum(along) == shape[axis]:
                 for known, size in zip(sizes, along):

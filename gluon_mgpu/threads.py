@@ -229,7 +229,7 @@ def runs_serially() -> bool:
 def num_engine_workers() -> int:
     """Return how many engine workers each CPU context has."""
     number = os.environ.get("MXNET_CPU_WORKER_NTHREADS", "")
-    return max(1, int(number)) if number.isdigit() and has_own_workers() else 1
+    return max(1, int(number)) if number.isascii() and number.isdigit() and has_own_workers() else 1
 
 
 def _openmp() -> Any:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-import numpy as np
-from mxnet import Context, gluon
+from mxnet import Context, gluon, lr_scheduler
 from mxnet import optimizer as opt
 
 from .buckets import BUCKET_BYTES
+from .checks import explaining, flag, path_of, real_number, short, whole_number
+from .copies import make_copyable
 from .devices import check_contexts
-from .errors import TrainerError
+from .errors import StateError, TrainerError
 from .joint import Joint
 from .loss_scaler import LossScaler
 from .nested import Leaf
-from .parameters import Params, has_values
+from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
-from .reduction import Reduction, clip_global_norm, clip_values, global_norm
+from .reduction import Reduction, clip_values, global_norm, scale_to_norm
 from .replicas import Buffer, Replicas
+from .running_stats import claim_examples, is_running_stat, remember_equal
 from .states import Content, read_states, states_on, write_states
 from .update import Update
 
@@ -120,17 +123,22 @@ class Trainer(gluon.Trainer):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         _check_buckets(bucket_bytes)
+        switches = {"measure_grad_norm": measure_grad_norm, "static_graph": static_graph, "sharded_data": sharded_data}
+        for name, value in {**switches, "find_unused_parameters": find_unused_parameters}.items():
+            flag("Trainer", name, value)
         self._replicas = Replicas(
             params, bucket_bytes=bucket_bytes, static_graph=static_graph, find_unused=find_unused_parameters
         )
         self._optimizer: opt.Optimizer
+        self._order = gluon_order(params)
         check_contexts(self._replicas.contexts, "Trainer")
-        _check_optimizer(optimizer)
+        _check_optimizer(optimizer, optimizer_params)
         _check_options(self._replicas, update_on_kvstore)
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction = Reduction(kvstore, self._replicas.contexts)
         self._joint = Joint(self._replicas, compression_params, sharded_data=sharded_data)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
+        make_copyable({type(param) for param in self._params})
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self._grad_norm: Optional[Leaf] = None
@@ -143,7 +151,10 @@ class Trainer(gluon.Trainer):
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
         if has_values(self._replicas.params):
             self._joint.begin()
+        self._running = [param for param in self._params if is_running_stat(param)]
+        remember_equal(self._running)
         self._joint.compress(has_shapes=has_values(self._replicas.params))
+        self._replicas.take_over()
 
     @property
     def sharded_data(self) -> bool:
@@ -205,6 +216,9 @@ class Trainer(gluon.Trainer):
             _check_batch_size("Trainer.step", batch_size)
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
+        claim_examples(self._running)
+        if batch_size == 0:  # what is there is not of these data
+            self._replicas.drop_earlier()
         if self._replicas.is_adding:
             try:
                 self._replicas.note_pass(ignore_stale_grad or self._num_open > 0)
@@ -260,7 +274,8 @@ class Trainer(gluon.Trainer):
         """
         if self._summed is not None:
             raise TrainerError(
-                "Trainer.accumulate: got gradients that were summed and not applied; need an update before. Call update()."
+                "Trainer.accumulate: got gradients that were summed and not applied; need an update before. Call update() to "
+                "apply them, or discard() to drop them, as after an update that was skipped."
             )
         self._replicas.start_adding()
         self._num_open += 1
@@ -271,6 +286,8 @@ class Trainer(gluon.Trainer):
             self.discard()
             raise
         self._num_open -= 1
+        if not self._num_open:
+            self._replicas.close()
 
     def flush(self, ignore_stale_grad: bool = False) -> None:
         """Update with what was accumulated, if anything. Inside `accumulate` it does nothing: the update comes after it.
@@ -282,11 +299,13 @@ class Trainer(gluon.Trainer):
         TrainerError
             There was a backward pass that no `step` counted. Nothing was changed.
         """
+        self._replicas.check_own("Trainer.flush")
         if self._num_open or not self._replicas.is_adding:
             return
         if self._replicas.has_new():
             raise TrainerError(
-                "Trainer.flush: got a backward pass after the last step(); need the number of its examples. Call step(n) instead."
+                "Trainer.flush: got a backward pass after the last step(); need the number of its examples. Call step(n) "
+                "instead, or discard() to drop all that was accumulated."
             )
         if self._num_counted:
             self._step(0, ignore_stale_grad)
@@ -294,15 +313,14 @@ class Trainer(gluon.Trainer):
             self.discard()
 
     def discard(self) -> None:
-        """Drop what was accumulated: the next step begins anew, with the weights of the last update."""
-        self._replicas.stop_adding()
+        """Drop all gradients that no step has used, and what was accumulated: the next step begins with those of the next pass.
+
+        Call it after a backward pass that no step is to use: of a batch that is left out, or of another network's loss.
+        """
+        self._replicas.drop()
         self._num_counted, self._summed = 0, None
         if self._num_open:
             self._replicas.start_adding()
-
-    def forget_unused(self) -> None:
-        """Let gradients that no step has used not count in what is accumulated next: of a pass whose loss was another's, say."""
-        self._replicas.forget_unused()
 
     def allreduce_grads(self) -> None:
         """Sum the gradients over the devices, before `update`: for those who change the sum in between.
@@ -313,6 +331,7 @@ class Trainer(gluon.Trainer):
             They have been summed: a second sum would multiply them by the number of devices. Or it is inside `accumulate`.
         """
         self._complete("Trainer.allreduce_grads")
+        claim_examples(self._running)
         buffers = self._replicas.collect(ignore_stale_grad=True)
         if self._summed and not buffers:
             raise TrainerError(
@@ -345,6 +364,7 @@ class Trainer(gluon.Trainer):
                 "before. Call step(), which does both."
             )
         self._complete("Trainer.update")
+        claim_examples(self._running)
         buffers = self._replicas.collect(ignore_stale_grad)
         self._replicas.mark_used(buffers)
         self._apply(buffers, batch_size)
@@ -375,6 +395,8 @@ class Trainer(gluon.Trainer):
     def save_states(self, fname: str) -> None:
         """Write optimizer, its states and update counts, with the parameters' names and shapes, for any number of devices.
 
+        `gluon.Trainer(net.collect_params(), ...).load_states` reads it, too, in a program that gives the layers the same names.
+
         The file is written beside and renamed, so that a file of this name is always whole. It waits for the devices.
 
         Raises
@@ -382,6 +404,7 @@ class Trainer(gluon.Trainer):
         TrainerError
             Gradients were accumulated and not applied: the file would not hold them.
         """
+        path_of("save_states", "fname", fname)
         self._check_applied()
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
         write_states(fname, self._replicas, self._optimizer, self._update, scale)
@@ -397,6 +420,7 @@ class Trainer(gluon.Trainer):
         StateError
             The file is something else, or belongs to another network or optimizer. Nothing was changed.
         """
+        path_of("load_states", "fname", fname, error=StateError)
         content, optimizer = self.check_states(fname)
         states = states_on(self._replicas, optimizer, content["states"], fname)
         if self.loss_scaler is not None and content.get("loss_scaler") is not None:
@@ -404,7 +428,7 @@ class Trainer(gluon.Trainer):
         optimizer.param_dict = dict(enumerate(self._params))
         self.discard()
         self._use(optimizer)
-        self._update.restore(states, content["counts"])
+        self._update.restore(states, content["counts"], content.get("order"))
 
     def check_states(self, fname: str) -> Tuple[Content, opt.Optimizer]:
         """Return the content of a file of states and its optimizer, having checked that they belong to this trainer.
@@ -414,7 +438,7 @@ class Trainer(gluon.Trainer):
         StateError
             As for `load_states`.
         """
-        return read_states(fname, self._replicas, self._optimizer)
+        return read_states(fname, self._replicas, self._optimizer, self._order)
 
     def _complete(self, operation: str) -> None:
         """Add the last pass to what was accumulated, and refuse to use it while more is to come."""
@@ -452,6 +476,7 @@ class Trainer(gluon.Trainer):
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples
             self._clip(buffers)
             self._update.apply(buffers)
+        self._replicas.put_back_running()
         self._summed = None
 
     def _multiplied_by(self, buffers: List[Buffer]) -> Optional[float]:
@@ -464,8 +489,11 @@ class Trainer(gluon.Trainer):
         return None if scaler is not None and gradients and scaler.has_overflow(gradients) else 1.0
 
     def __reduce__(self) -> Any:
-        """A copied or pickled network has no trainer: this one's memory is the original's."""
-        return type(None), ()
+        """Refuse `copy` and `pickle`; those of the network leave its trainer out."""
+        raise TrainerError(
+            f"{type(self).__name__}: got a copy or a pickle of a trainer; need one of its network, whose memory it shares. "
+            "Call save_states(fname), copy the network, make a new trainer of the copy, and call its load_states(fname)."
+        )
 
     def _clip(self, buffers: List[Buffer]) -> None:
         rescale = self._optimizer.rescale_grad
@@ -473,7 +501,7 @@ class Trainer(gluon.Trainer):
             gradients = [buffer.gradients[replica] for buffer in buffers]
             norm = None
             if self._clip_norm is not None:
-                norm = clip_global_norm(gradients, self._clip_norm / rescale)
+                norm = scale_to_norm(gradients, self._clip_norm / rescale)
             elif self._measures and not replica:
                 norm = global_norm(gradients)
             if norm is not None and not replica:
@@ -483,27 +511,42 @@ class Trainer(gluon.Trainer):
 
     def _use(self, optimizer: opt.Optimizer) -> None:
         self._optimizer = optimizer
-        self._update = Update(optimizer, self._params, self.contexts)
+        self._update = Update(optimizer, self._params, self.contexts, self._order)
         self._updaters = self._update.updaters  # gluon.Trainer's name, which others look for
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, params: Any) -> None:
     known = sorted(opt.Optimizer.opt_registry)
     if isinstance(optimizer, str) and optimizer.lower() not in known:
         raise TrainerError(
-            f"Trainer: got optimizer {optimizer!r}; need one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
+            f"Trainer: got optimizer {short(optimizer)}; need one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
         )
     if not isinstance(optimizer, (str, opt.Optimizer)):
         raise TrainerError(
-            f"Trainer: got {optimizer!r} as the optimizer; need a name or an mxnet.optimizer.Optimizer. 'sgd', say."
+            f"Trainer: got {short(optimizer)} as the optimizer; need a name or an mxnet.optimizer.Optimizer. 'sgd', say."
         )
+    if params is not None and (not isinstance(params, dict) or not all(isinstance(name, str) for name in params)):
+        raise TrainerError(
+            f"Trainer: got optimizer_params={short(params)}; need a dict of options. Pass {{'learning_rate': 0.1}}, say."
+        )
+    schedule = optimizer.lr_scheduler if isinstance(optimizer, opt.Optimizer) else (params or {}).get("lr_scheduler")
+    if schedule is not None and not isinstance(schedule, lr_scheduler.LRScheduler):
+        raise TrainerError(
+            f"Trainer: got lr_scheduler={short(schedule)}; need an mxnet.lr_scheduler.LRScheduler, which can be saved. Write a "
+            "subclass whose __call__ takes the number of updates."
+        )
+    if isinstance(optimizer, str) and params:
+        explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
+        with explained, warnings.catch_warnings():  # it warns again when it is made to be used
+            warnings.simplefilter("ignore")
+            opt.create(optimizer, **params)
 
 
 def _check_options(replicas: Replicas, update_on_kvstore: Any) -> None:
-    if update_on_kvstore:
+    if update_on_kvstore is not None and update_on_kvstore is not False:
         raise TrainerError(
-            "Trainer: got update_on_kvstore=True; need None or False. The weights are updated on the devices: only so are "
-            "clipping, schedules and idle devices right."
+            f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; need None or False. The weights are updated on the "
+            "devices: only so are clipping, schedules and idle devices right."
         )
     for name, param in zip(replicas.names, replicas.params):
         if param._stype != "default":
@@ -515,21 +558,13 @@ def _check_options(replicas: Replicas, update_on_kvstore: Any) -> None:
 
 def _check_clipping(**bounds: Optional[float]) -> None:
     for name, bound in bounds.items():
-        if bound is not None and not (_is_number(bound) and bound > 0):
-            raise TrainerError(f"Trainer: got {name} {bound}; need a number above 0. Pass None not to clip.")
+        if bound is not None:
+            real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
 
 
 def _check_buckets(bucket_bytes: Any) -> None:
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)) or bucket_bytes < 1:
-        raise TrainerError(f"Trainer: got bucket_bytes {bucket_bytes!r}; need a whole number of 1 or more. 25 * 2**20 is usual.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    whole_number("Trainer", "bucket_bytes", bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
 
 
 def _check_batch_size(operation: str, batch_size: float) -> None:
-    if not _is_number(batch_size) or not 0 < batch_size < float("inf"):
-        raise TrainerError(
-            f"{operation}: got batch_size {batch_size!r}; need a positive number. Pass the examples over all devices, X.shape[0]."
-        )
+    real_number(operation, "batch_size", batch_size, above=True, advice="Pass the examples over all devices, X.shape[0].")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, List, Sequence
+from typing import Any, Iterator, List, Sequence
 
 import mxnet as mx
+import numpy as np
 from mxnet import Context
 
+from .checks import explaining, short
 from .errors import DeviceError
 from .nested import Leaf, is_device_array, map_leaves
 
@@ -46,10 +49,11 @@ def copyto(data: Any, target: Any) -> Any:
 
     Source: the semantics are MXNet's; d2l, chapter "GPUs", section "Copying".
     """
-    if isinstance(target, Context):
-        return map_leaves(lambda _, leaf: _copy(leaf, target), data)
-    map_leaves(_check_target, data, target)
-    return map_leaves(lambda _, leaf, to: _as_device_array(leaf, to.context).copyto(to), data, target)
+    with _explaining("copyto", target):
+        if isinstance(target, Context):
+            return map_leaves(lambda _, leaf: _copy(leaf, target), data)
+        map_leaves(_check_target, data, target)
+        return map_leaves(lambda _, leaf, to: _as_device_array(leaf, to.context).copyto(to), data, target)
 
 
 def as_in_context(data: Any, ctx: Context) -> Any:
@@ -75,8 +79,16 @@ def as_in_context(data: Any, ctx: Context) -> Any:
     Source: the semantics are MXNet's; d2l, chapter "GPUs", section "Copying".
     """
     if not isinstance(ctx, Context):
-        raise DeviceError(f"as_in_context: got {ctx!r} for the context; need an mxnet.Context. Pass mx.cpu(0) or mx.gpu(0).")
-    return map_leaves(lambda _, leaf: on_device(leaf, ctx), data)
+        raise DeviceError(f"as_in_context: got {short(ctx)} for the context; need an mxnet.Context. Pass mx.cpu(0) or mx.gpu(0).")
+    with _explaining("as_in_context", ctx):
+        return map_leaves(lambda _, leaf: on_device(leaf, ctx), data)
+
+
+@contextmanager
+def _explaining(operation: str, target: Any) -> Iterator[None]:
+    need = "a device that is there, and arrays of numbers"
+    with explaining(operation, f"an error for {short(target)}", need, advice="describe_devices() lists them.", error=DeviceError):
+        yield
 
 
 def on_device(leaf: Leaf, ctx: Context) -> Leaf:
@@ -92,11 +104,11 @@ def _copy(leaf: Leaf, ctx: Context) -> Leaf:
 def _check_target(path: str, leaf: Leaf, target: Any) -> None:
     if not is_device_array(target):
         raise DeviceError(
-            f"copyto: got {target!r} as the target of {path}; need a context or an MXNet array. Pass mx.cpu(0), say."
+            f"copyto: got {short(target)} as the target of {path}; need a context or an MXNet array. Pass mx.cpu(0), say."
         )
-    if target.shape != leaf.shape:
+    if target.shape != np.shape(leaf):
         raise DeviceError(
-            f"copyto: got a target of shape {target.shape} for {path} of shape {leaf.shape}; need equal shapes. "
+            f"copyto: got a target of shape {target.shape} for {path} of shape {np.shape(leaf)}; need equal shapes. "
             "Pass a context to have the copy made for you."
         )
 

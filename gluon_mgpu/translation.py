@@ -11,6 +11,7 @@ import numpy as np
 from mxnet import Context, autograd
 from mxnet.util import np_array
 
+from .checks import one_of, real_number, short, whole_number
 from .data import BOS, EOS
 from .errors import TrainerError
 from .evaluation import devices_of
@@ -319,6 +320,12 @@ def plot_attention(weights: np.ndarray, source: Sequence[str], target: Sequence[
     UserWarning
         Some characters are in no font.
     """
+    pieces = {"source": source, "target": target}
+    for name, side in pieces.items():
+        if not isinstance(side, (list, tuple)) or not all(isinstance(piece, str) for piece in side):
+            raise TrainerError(f"plot_attention: got {name}={short(side)}; need a list of texts. Pass the tokens.")
+    if not isinstance(weights, (np.ndarray, list, tuple)) or np.asarray(weights).dtype.kind not in "fiu":
+        raise TrainerError(f"plot_attention: got weights={short(weights)}; need a NumPy array. Pass Translation.attention.")
     if np.shape(weights) != (len(target), len(source)):
         raise TrainerError(
             f"plot_attention: got weights of shape {np.shape(weights)} for {len(target)} target and {len(source)} source tokens; "
@@ -373,8 +380,7 @@ def _letters(path: str) -> Set[int]:
 
 def _check_counts(**counts: Any) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-            raise TrainerError(f"translate: got {name}={count!r}; need a whole number of 1 or more. Leave it out for the usual.")
+        whole_number("translate", name, count, advice="Leave it out for the usual.")
 
 
 def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty: str) -> None:
@@ -382,11 +388,8 @@ def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty
         raise TrainerError(f"translate: got {type(net).__name__} as the network; need a Seq2Seq. Pass gluon_mgpu.models.Seq2Seq.")
     if num_best > beam_size:
         raise TrainerError(f"translate: got num_best={num_best} of beam_size={beam_size}; need as many or fewer. Widen the beam.")
-    if penalty not in PENALTIES or isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha < np.inf:
-        raise TrainerError(
-            f"translate: got alpha={alpha!r} and penalty={penalty!r}; need a number of 0 or more, and one of "
-            f"{', '.join(map(repr, PENALTIES))}. 1.0 and 'wu' are usual."
-        )
+    real_number("translate", "alpha", alpha, advice="1.0 is usual.")
+    one_of("translate", "penalty", penalty, list(PENALTIES), advice="'wu' is usual.")
 
 
 def _check_sentences(net: Seq2Seq, sentences: Any) -> None:
@@ -396,13 +399,12 @@ def _check_sentences(net: Seq2Seq, sentences: Any) -> None:
         )
     for i, sentence in enumerate(sentences):
         if isinstance(sentence, str) or not isinstance(sentence, (Sequence, np.ndarray)) or not len(sentence):
-            raise TrainerError(f"translate: got {sentence!r} as sentence {i}; need one or more tokens. Leave out empty ones.")
+            raise TrainerError(
+                f"translate: got {short(sentence)} as sentence {i}; need one or more tokens. Leave out empty ones."
+            )
         for token in sentence:
             _check_token(f"a token of sentence {i}:", token, net.source_vocab_size)
 
 
 def _check_token(name: str, token: Any, vocab_size: int) -> None:
-    if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-        raise TrainerError(
-            f"translate: got {name} {token!r}; need a whole number from 0 to {vocab_size - 1}. Use its vocabulary."
-        )
+    whole_number("translate", name, token, low=0, high=vocab_size - 1, advice="Use its vocabulary.")

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from .checkpoint import load_checkpoint, save_checkpoint
-from .data import EOS, Vocabulary, check_vocabulary, load_vocabulary
-from .errors import StateError, TrainerError
+from . import schema
+from .checkpoint import check_folder, check_parameters, set_parameters
+from .checks import instance, path_of, short
+from .data import EOS, Vocabulary, check_vocabulary
+from .data.vocabularies import is_listed, read_vocabulary
+from .data.vocabulary import fingerprint
+from .devices import check_contexts
+from .distributed.process import this_process
+from .errors import DataError, StateError, TrainerError
+from .folders import explained, new_folder, open_folder, put_in_place, sync
 from .models import Seq2Seq
+from .models.attention import ATTENTIONS
+from .models.recurrence import NUM_GATES, RECURRENCES
+from .models.sequence_loss import LAYOUTS
+from .shelf import INNER
+from .snapshot import FILES, OLD_STATES, PARAMS, Snapshot, content_of, take_snapshot
 from .trainer import Trainer
 from .translation import Translation, translate
 
 PathLike = Union[str, Path]
 
-_CONFIG, _CHECKPOINT = "model.json", "checkpoint"
+CONFIG_FILE = "model.json"
 _SIDES = ("source", "target")
-_FILES = (_CONFIG, _CHECKPOINT, *(f"{side}.vocab" for side in _SIDES))
+_ADVICE = "Use another folder"
+_OWN_FILES = (CONFIG_FILE, *(f"{side}.vocab" for side in _SIDES))
+PARTS = (*_OWN_FILES, INNER)  # of the folder of a translator
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,8 @@ class Translator:
     """
 
     def __init__(self, source_vocabulary: Vocabulary, target_vocabulary: Vocabulary, **options: Any) -> None:
+        for name, one in (("source_vocabulary", source_vocabulary), ("target_vocabulary", target_vocabulary)):
+            instance("Translator", name, one, Vocabulary, "a Vocabulary", advice="Pass what build_vocabulary returns.")
         self.source_vocabulary, self.target_vocabulary, self.options = source_vocabulary, target_vocabulary, options
         try:
             self.net = Seq2Seq(len(source_vocabulary), len(target_vocabulary), **options)
@@ -109,8 +124,8 @@ class Translator:
         TrainerError
             Not a list of texts, or a wrong option.
         """
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise TrainerError(f"Translator: got {texts!r:.60}; need a list of texts. Pass [text] for one.")
+        if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
+            raise TrainerError(f"Translator: got {short(texts)}; need a list of texts. Pass [text] for one.")
         encoded = [self.source_vocabulary.encode(text) for text in texts]
         asked = [sentence for sentence in encoded if sentence]
         found = iter(translate(self.net, asked, beam_size=beam_size, num_best=num_best, **search))
@@ -132,7 +147,8 @@ class Translator:
         checkpoint/                   of save_checkpoint: weights, and the trainer's states where there is one
         ```
 
-        The folder is written beside and then renamed: one of this name is whole.
+        The folder is written next to it, forced to the disk and then renamed: one of this name is whole. In a job of several
+        processes, the first one writes, and each is to call it.
 
         Parameters
         ----------
@@ -146,24 +162,32 @@ class Translator:
         ------
         StateError
             The folder holds something else, or the network has no values. Nothing was written.
+        SaveError
+            The folder cannot be written. What was there stays.
         """
         folder = Path(folder)
         check_replaceable(folder)
-        new, old = (folder.with_name(f".{folder.name}.{what}") for what in ("new", "old"))
-        shutil.rmtree(new, ignore_errors=True)
-        try:
-            save_checkpoint(new / _CHECKPOINT, self.net, trainer, progress)
-            for side, vocabulary in zip(_SIDES, self._vocabularies()):
-                vocabulary.save(new / f"{side}.vocab")
-            (new / _CONFIG).write_text(json.dumps(self.config(), indent=1), encoding="utf-8")
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        snapshot = take_snapshot(self.net, trainer, progress)
+        if this_process().rank:
+            return
+        with explained("Translator.save", folder, num_bytes=snapshot.num_bytes, left="The translator before stays."):
+            with new_folder(folder) as new:
+                self.write(new, snapshot)
+            put_in_place(folder)
+
+    def write(self, folder: Path, snapshot: Snapshot) -> None:
+        """Fill a folder that is there and empty, with the network as it was in a snapshot. Its checkpoint comes last.
+
+        In any thread.
+        """
+        for side, vocabulary in zip(_SIDES, self._vocabularies()):
+            vocabulary.save(folder / f"{side}.vocab")
+        (folder / CONFIG_FILE).write_text(json.dumps(self.config(), indent=1), encoding="utf-8")
+        for path in folder.iterdir():
+            sync(path)
+        (folder / INNER).mkdir()
+        sync(folder)  # what the checkpoint's manifest comes after
+        snapshot.write(folder / INNER)
 
     def config(self) -> Dict[str, Any]:
         """Return what `save` keeps in model.json."""
@@ -197,42 +221,95 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
     MissingExtraError
         It has subwords, and sentencepiece is not installed.
     """
-    folder = Path(folder)
-    missing = [name for name in _FILES if not (folder / name).exists()]
-    if missing:
-        raise StateError(
-            f"load_translator: got {folder} without {', '.join(missing)}; need a folder of Translator.save. Pass the folder best "
-            "of a training run, say."
-        )
-    options, known = _read_config(folder / _CONFIG)
-    vocabularies = []
-    for side in _SIDES:
-        path = folder / f"{side}.vocab"
-        vocabularies.append(load_vocabulary(path))
-        check_vocabulary(vocabularies[-1], known[side], str(path))
+    folder = path_of("load_translator", "folder", folder, error=StateError)
+    if ctx is not None:
+        check_contexts(list(ctx) if isinstance(ctx, (list, tuple)) else [ctx], "load_translator")
+    inner = tuple(f"{INNER}/{name}" for name in (*FILES, OLD_STATES))
+    with open_folder(folder, (*_OWN_FILES, *inner), "load_translator") as opened:
+        missing = [name for name in _OWN_FILES if name not in opened]
+        missing += [INNER] if not any(name in opened for name in inner) else []
+        if missing:
+            raise StateError(
+                f"load_translator: got {opened.path} without {', '.join(missing)}; need a folder of Translator.save. Pass the "
+                "folder best of a training run, say."
+            )
+        config = _read_config(opened.read(CONFIG_FILE), opened.path / CONFIG_FILE)
+        vocabularies = []
+        for side in _SIDES:
+            path, known = opened.path / f"{side}.vocab", config[f"{side}_vocabulary"]
+            vocabularies.append(_read_vocabulary(opened.read(path.name), known, path))
+        content = content_of(opened.inner(INNER), with_training=False)
+        path = opened.path / CONFIG_FILE
+    options = config["network"]
+    _check_num_layers(options.get("num_layers", 1), len(content.params), path)  # so many are made, before they are compared
     translator = Translator(*vocabularies, **options)
+    check_parameters(content, translator.net)  # before memory is taken for it
     translator.net.initialize(ctx=list(ctx) if isinstance(ctx, (list, tuple)) else ctx or mx.current_context())
-    load_checkpoint(folder / _CHECKPOINT, translator.net)
+    set_parameters(content, translator.net)
     return translator
 
 
-def _read_config(path: Path) -> Tuple[Dict[str, Any], Dict[str, Mapping[str, Any]]]:
+def _read_config(content: bytes, path: Path) -> Dict[str, Any]:
     """Return the options of the network, and what each side's vocabulary is known by."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        return dict(config["network"]), {side: dict(config[f"{side}_vocabulary"]) for side in _SIDES}
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"load_translator: got {path}, which is damaged ({type(error).__name__}: {error}); need a file of Translator.save. "
-            "Use another folder."
-        ) from error
+    config: Dict[str, Any] = schema.parse_json(content, operation="load_translator", file=path, advice=_ADVICE)
+    schema.check(_CONFIG, config, operation="load_translator", file=path, advice=_ADVICE)
+    return config
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raise `StateError` unless `Translator.save` may write this folder: it is not there yet, or a translator is in it."""
-    others = [path.name for path in folder.iterdir() if path.name not in _FILES] if folder.is_dir() else []
-    if others or not folder.name or (folder.exists() and not folder.is_dir()):
-        raise StateError(
-            f"Translator.save: got {folder}, which holds {', '.join(sorted(others)[:3]) or 'no translator'}; need a folder of "
-            f"its own, which is replaced as a whole. Pass {folder / 'translator'}, say."
+def _read_vocabulary(content: bytes, known: Dict[str, Any], path: Path) -> Vocabulary:
+    if not is_listed(content) and known["fingerprint"] != fingerprint(content):  # what follows has a reader in C++
+        raise DataError(
+            f"load_translator: got {path}, whose bytes are not those that {CONFIG_FILE} knows; need the vocabulary that was "
+            f"saved with it. {_ADVICE}."
         )
+    vocabulary = read_vocabulary(content, path)
+    check_vocabulary(vocabulary, known, str(path))
+    return vocabulary
+
+
+def _check_num_layers(num_layers: int, num_arrays: int, path: Path) -> None:
+    if num_layers > num_arrays:
+        raise StateError(
+            f"load_translator: got {path} with network.num_layers = {num_layers}; need at most {num_arrays}, as many as "
+            f"there are arrays in {PARAMS}. {_ADVICE}."
+        )
+
+
+def check_replaceable(folder: Path, operation: str = "Translator.save") -> None:
+    """Raise `StateError` unless a translator may be written to this folder: it is not there yet, or holds a translator."""
+    check_folder(folder, PARTS, operation, "translator")
+
+
+def _is_tied_wrongly(options: Dict[str, Any]) -> bool:
+    return bool(options.get("tied")) and options.get("embed_size") != options.get("hidden_size")
+
+
+_SIZE, _SWITCH = schema.whole(1, 2**31 - 1), schema.constant(False, True, 0, 1)
+_NETWORK = schema.record(
+    {},
+    {
+        "embed_size": _SIZE,
+        "hidden_size": _SIZE,
+        "num_layers": _SIZE,
+        "cell": schema.constant(*NUM_GATES),
+        "attention": schema.constant(*ATTENTIONS),
+        "input_feeding": _SWITCH,
+        "tied": _SWITCH,
+        "dropout": schema.number(0, below=1),
+        "layout": schema.constant(*LAYOUTS),
+        "recurrence": schema.constant(*RECURRENCES),
+        "prefix": schema.nullable(schema.text()),
+    },
+)
+_FINGERPRINT = schema.that("16 hexadecimal digits", lambda value: len(value) == 16 and int(value, 16) >= 0)
+_KNOWN = {"kind": schema.constant("words", "characters", "subwords"), "size": _SIZE, "fingerprint": _FINGERPRINT}
+_VOCABULARY = schema.record(_KNOWN, closed=False)
+_CONFIG = schema.record(
+    {
+        "network": schema.also(
+            _NETWORK, schema.that("equal embed_size and hidden_size where tied", lambda options: not _is_tied_wrongly(options))
+        ),
+        **{f"{side}_vocabulary": _VOCABULARY for side in _SIDES},
+    },
+    closed=False,
+)

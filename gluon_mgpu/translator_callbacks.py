@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
@@ -14,11 +12,9 @@ from .callbacks import Best, Callback, Checkpoint, FitState, History, Progress
 from .data import PairLoader, SentencePairs
 from .epoch import EpochProgress
 from .errors import TrainerError
-from .folders import sync
-from .shelf import INNER
 from .snapshot import Snapshot
 from .translation_scores import translation_scores
-from .translator import Translator, check_replaceable
+from .translator import PARTS, Translator, check_replaceable
 
 
 class ValidateTranslations(Callback):
@@ -85,6 +81,8 @@ class PlateauSchedule(lr_scheduler.LRScheduler):  # type: ignore[misc]
     [0.1, 0.55, 1.0, 1.0]
     """
 
+    moved = ("factor",)  # all else is what it was made with: a run with other numbers does not resume from its checkpoints
+
     def __init__(self, base_lr: float, warmup_steps: int = 0) -> None:
         super().__init__(base_lr, warmup_steps=warmup_steps, warmup_begin_lr=base_lr / 10)
         self.factor = 1.0
@@ -141,25 +139,14 @@ class SaveTranslator(Checkpoint):
         Of `Checkpoint`: `mode`, `every`, `keep`, `background`.
     """
 
+    _parts = PARTS
+
     def __init__(self, folder: Union[str, Path], translator: Translator, monitor: str = "test_loss", **options: Any) -> None:
         super().__init__(folder, monitor, **options)
         self._translator = translator
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
-        return partial(_write, self._translator, snapshot)
+        return lambda folder: self._translator.write(folder, snapshot)
 
     def _check_replaceable(self, folder: Path) -> None:
-        check_replaceable(folder)
-
-
-def _write(translator: Translator, snapshot: Snapshot, folder: Path) -> None:
-    """Fill a folder as `Translator.save` does, but with what the network was when the snapshot was taken, and at last with it."""
-    sides = {"source": translator.source_vocabulary, "target": translator.target_vocabulary}
-    for side, vocabulary in sides.items():
-        vocabulary.save(folder / f"{side}.vocab")
-    (folder / "model.json").write_text(json.dumps(translator.config(), indent=1), encoding="utf-8")
-    for path in folder.iterdir():
-        sync(path)
-    (folder / INNER).mkdir()
-    snapshot.write(folder / INNER)
-    sync(folder)
+        check_replaceable(folder, "SaveTranslator")

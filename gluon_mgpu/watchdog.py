@@ -11,15 +11,14 @@ import traceback
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Sized, TextIO, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from .callbacks import Callback, FitState
+from .checks import real_number
 from .epoch import EpochProgress
-from .errors import TrainerError
 from .leaks import held_arrays
 from .nested import Leaf, leaves, num_bytes
 from .readiness import ON_WORKER, Marker, is_ready, is_serial
@@ -149,10 +148,7 @@ class Watchdog(Callback):
     """
 
     def __init__(self, timeout_s: float = 120.0, *, file: Optional[TextIO] = None, end_process: bool = False) -> None:
-        is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
-        if not is_number or not 0 < timeout_s <= sys.float_info.max:
-            raise TrainerError(f"Watchdog: got timeout_s={timeout_s!r}; need a finite number of seconds above 0. 120 is usual.")
-        self.timeout_s = float(timeout_s)
+        self.timeout_s = real_number("Watchdog", "timeout_s", timeout_s, above=True, advice="120 seconds are usual.")
         self._poll_s = min(5.0, self.timeout_s / 4)
         self._file, self._end_process = file, end_process
         self._thread: Optional[threading.Thread] = None

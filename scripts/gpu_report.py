@@ -5,7 +5,8 @@
 
 It takes some minutes, needs two NVIDIA GPUs of compute capability 5.0 to 8.9 to show everything, and says what it could not show.
 The file, gpu_report.json, is text that can be read before it is sent. Names of users and of this computer, and paths of home
-folders are taken out of it.
+folders are taken out of it. Of the environment it holds a list of variables that matter to MXNet, CUDA and NCCL; variables whose
+names sound like keys or passwords are not given to the programs that it runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,67 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "4096,1048576,67108864"
-ENVIRONMENT = re.compile(r"(MXNET|GLUON_MGPU|NCCL|CUDA|NVIDIA|OMP)_\w+|LD_LIBRARY_PATH")
+# The variables that go into the report, and no others: what else begins with NVIDIA_ or GLUON_MGPU_ may be a key.
+ENVIRONMENT = frozenset(
+    [
+        "CUDA_CACHE_DISABLE",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_HOME",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_MODULE_LOADING",
+        "CUDA_PATH",
+        "CUDA_VISIBLE_DEVICES",
+        "GLUON_MGPU_DEBUG",
+        "GLUON_MGPU_RUNTIME",
+        "GOMP_SPINCOUNT",
+        "LD_LIBRARY_PATH",
+        "MXNET_CPU_PARALLEL_RAND_COPY",
+        "MXNET_CPU_TEMP_COPY",
+        "MXNET_CPU_WORKER_NTHREADS",
+        "MXNET_CUDA_ALLOW_TENSOR_CORE",
+        "MXNET_CUDA_TENSOR_OP_MATH_ALLOW_CONVERSION",
+        "MXNET_CUDNN_AUTOTUNE_DEFAULT",
+        "MXNET_CUDNN_LIB_CHECKING",
+        "MXNET_ENABLE_GPU_P2P",
+        "MXNET_ENGINE_TYPE",
+        "MXNET_EXEC_BULK_EXEC_INFERENCE",
+        "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_BWD",
+        "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD",
+        "MXNET_EXEC_BULK_EXEC_TRAIN",
+        "MXNET_GPU_COPY_NTHREADS",
+        "MXNET_GPU_MEM_POOL_RESERVE",
+        "MXNET_GPU_MEM_POOL_TYPE",
+        "MXNET_GPU_TEMP_COPY",
+        "MXNET_GPU_WORKER_NTHREADS",
+        "MXNET_KVSTORE_BIGARRAY_BOUND",
+        "MXNET_KVSTORE_REDUCTION_NTHREADS",
+        "MXNET_KVSTORE_USETREE",
+        "MXNET_MKLDNN_CACHE_NUM",
+        "MXNET_MKLDNN_ENABLED",
+        "MXNET_OMP_MAX_THREADS",
+        "MXNET_OPTIMIZER_AGGREGATION_SIZE",
+        "MXNET_SAFE_ACCUMULATION",
+        "MXNET_SUBGRAPH_BACKEND",
+        "NCCL_ALGO",
+        "NCCL_DEBUG",
+        "NCCL_IB_DISABLE",
+        "NCCL_P2P_DISABLE",
+        "NCCL_P2P_LEVEL",
+        "NCCL_PROTO",
+        "NCCL_SHM_DISABLE",
+        "NCCL_SOCKET_IFNAME",
+        "NVIDIA_DRIVER_CAPABILITIES",
+        "NVIDIA_REQUIRE_CUDA",
+        "NVIDIA_TF32_OVERRIDE",
+        "NVIDIA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+        "OMP_PLACES",
+        "OMP_PROC_BIND",
+        "OMP_WAIT_POLICY",
+    ]
+)
+SECRET = re.compile(r"key|token|secret|passw|passphrase|credential|auth|cookie|session", re.IGNORECASE)  # in a variable's name
 SHORT = ["--rounds", "2"]
 NEEDS_TWO = "sums over two GPUs, NCCL, copies from GPU to GPU, the balance of memory, and what a second GPU brings"
 
@@ -114,7 +175,7 @@ def look(folder: Path, limit_s: float) -> Tuple[Dict[str, Any], List[str]]:
 
 def machine() -> Dict[str, Any]:
     """Return what this machine is, and the variables that matter."""
-    chosen = {name: value for name, value in sorted(os.environ.items()) if ENVIRONMENT.fullmatch(name)}
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name in ENVIRONMENT}
     system = {"system": platform.system(), "kernel": platform.release(), "C library": " ".join(platform.libc_ver())}
     return {**system, "Python": platform.python_version(), "cores": os.cpu_count(), "environment": chosen}
 
@@ -122,7 +183,9 @@ def machine() -> Dict[str, Any]:
 def doctor(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
     """Return what `gluon-mgpu doctor --json` says."""
     done = run([sys.executable, "-m", "gluon_mgpu", "doctor", "--json"], folder, limit_s)
-    return {**done.facts(), "told": last_json(done.output)}
+    told = last_json(done.output)
+    programs = {str(one["name"]) for gpu in told.get("gpus", []) for one in gpu.get("processes") or () if one.get("name")}
+    return {**done.facts(), "told": scrub(told, [(name, "<program>") for name in sorted(programs, key=len, reverse=True)])}
 
 
 def tests(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
@@ -183,7 +246,8 @@ def bench(name: str, arguments: Sequence[str], folder: Path, limit_s: float) -> 
 def run(command: Sequence[str], where: Path, limit_s: float, *, files: Sequence[str] = ()) -> Done:
     """Run a command to its end, or until it has taken too long; a crash of it is a finding, not the end of the report."""
     began = time.perf_counter()
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
+    known = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or not SECRET.search(name)}
+    environment = {**known, "PYTHONWARNINGS": "ignore", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(list(command), cwd=str(where), env=environment, stdout=out, stderr=errors)
         code: Any = None
@@ -260,6 +324,8 @@ def secrets() -> List[Tuple[str, str]]:
     with suppress(KeyError, OSError):  # a user without a name, in a container
         users.append(getpass.getuser())
     names.update(dict.fromkeys(users, "<user>"))
+    keys = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT and SECRET.search(name)}
+    names.update({value: "<secret>" for value in keys.values() if len(value) > 7})
     found = [(text, mark) for text, mark in {**folders, **names}.items() if len(text) > 1 and text != "localhost"]
     return sorted(found, key=lambda pair: len(pair[0]), reverse=True)
 
@@ -277,7 +343,7 @@ def scrub(value: Any, hidden: Sequence[Tuple[str, str]]) -> Any:
         value = re.sub(edge[0] + re.escape(text) + edge[1], mark, value)
     value = re.sub(r"/(home|Users)/[^/\s'\":,;]+", "~", value)
     value = re.sub(r"/root(?![\w.-])", "~", value)
-    return re.sub(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4,12}){4}", "<uuid of a GPU>", value)
+    return re.sub(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4,12}){4}", "<uuid of a GPU>", value)
 
 
 def tell(report: Dict[str, Any], path: str, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Contract: modules import only from lines above them in README's list, and the list is the tree."""
+"""Contract: modules import only from lines above them in the list of docs/architecture.md, and the list is the tree."""
 
 import ast
 import re
@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gluon_mgpu"
-TREE = re.search(r"^gluon_mgpu/\n((?:  \S.*\n)+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE).group(1)
+PAGE = ROOT / "docs" / "architecture.md"
+TREE = re.search(r"^gluon_mgpu/\n((?:  \S.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE).group(1)
 ROOMS = [re.match(r"  (\w+)(?:\.py|/) +\S", line).group(1) for line in TREE.splitlines()]
 
 

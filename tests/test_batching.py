@@ -105,12 +105,12 @@ def test_a_pass_that_was_left_early_counts_as_begun():
     [
         (3, 2, {}, r"shapes \(3,\) and \(2,\)"),
         (0, 0, {}, r"shapes \(0,\) and \(0,\)"),
-        (3, 3, {"batch_size": 0}, "batch_size 0"),
-        (3, 3, {"batch_size": -2}, "batch_size -2"),
-        (3, 3, {"batch_size": 1.5}, "batch_size 1.5"),
-        (3, 3, {"batch_size": True}, "batch_size True"),
-        (3, 3, {"batch_size": "2"}, "batch_size '2'"),
-        (3, 3, {"last_batch": "rollover"}, "last_batch 'rollover'"),
+        (3, 3, {"batch_size": 0}, "batch_size=0"),
+        (3, 3, {"batch_size": -2}, "batch_size=-2"),
+        (3, 3, {"batch_size": 1.5}, "batch_size=1.5"),
+        (3, 3, {"batch_size": True}, "batch_size=True"),
+        (3, 3, {"batch_size": "2"}, "batch_size='2'"),
+        (3, 3, {"last_batch": "rollover"}, "last_batch='rollover'"),
         (3, 3, {"batch_size": 4, "last_batch": "discard"}, "3 examples for batches of 4"),
     ],
 )

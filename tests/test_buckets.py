@@ -634,7 +634,7 @@ def test_nadam_goes_through_parameters_in_gluons_order(num_devices):
     ctx = CTX[:num_devices]
     nets = [two_layers(ctx[:1]), two_layers(ctx)]
     theirs = gluon.Trainer(list(nets[0].collect_params().values()), "nadam", {"learning_rate": 0.01})
-    ours = mgpu.Trainer(nets[1], "nadam", {"learning_rate": 0.01})
+    ours = mgpu.Trainer(list(nets[1].collect_params().values()), "nadam", {"learning_rate": 0.01})
     for _ in range(6):
         sum_step(nets[0], theirs, ctx[:1])
         sum_step(nets[1], ours, ctx)

@@ -7,15 +7,17 @@ import pickle
 import random
 import resource
 import subprocess
+import threading
 import zipfile
 from functools import partial
+from itertools import count
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import snapshot
-from gluon_mgpu.errors import StateError, TrainerError
+from gluon_mgpu import folders, snapshot
+from gluon_mgpu.errors import SaveError, StateError, TrainerError
 from gluon_mgpu.translator_callbacks import PlateauSchedule
 from mxnet import gluon
 from mxnet.gluon import nn
@@ -259,6 +261,62 @@ def test_a_program_that_is_killed_between_the_renames_leaves_a_whole_one(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+def adam_after(steps):
+    """A network and its trainer after so many steps: the weights and Adam's counts say how many."""
+    net = nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.Zero(), ctx=contexts(2))
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 1.0})
+    for step in range(steps):
+        net.weight.set_data(mx.nd.array([[step]]))
+        mgpu.train_batch(net, lambda output, label: output.reshape((-1,)), trainer, mx.nd.ones((2, 1)), mx.nd.ones((2,)))
+    net.weight.set_data(mx.nd.array([[steps]]))
+    return net, trainer
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_one_of_the_two(tmp_path, monkeypatch):
+    """Its checksums were compared, and then its files were opened again by their path: weights of step 4, counts of step 2."""
+    mgpu.save_checkpoint(tmp_path / "c", *adam_after(2))
+    second, check = adam_after(4), folders.OpenFolder.check
+
+    def replaced(opened, operation):
+        manifest = check(opened, operation)
+        mgpu.save_checkpoint(tmp_path / "c", *second)
+        return manifest
+
+    net, trainer = adam_after(0)
+    monkeypatch.setattr(folders.OpenFolder, "check", replaced)
+    for steps in (2, 4):
+        mgpu.load_checkpoint(tmp_path / "c", net, trainer)
+        assert net.weight.data(mx.cpu(1)).asscalar() == steps
+        assert set(trainer._update.counts().values()) == {steps}
+
+
+def test_a_checkpoint_is_read_while_another_thread_writes_it(tmp_path):
+    """One of the two each time, and no error: between two renames, none has the name."""
+    snapshots = [snapshot.take_snapshot(*adam_after(steps), {"steps": steps}) for steps in (1, 2)]
+    done = threading.Event()
+
+    def write():
+        for number in count():
+            with folders.new_folder(tmp_path / "c") as new:
+                snapshots[number % 2].write(new)
+            folders.put_in_place(tmp_path / "c")
+            if done.is_set():
+                return
+
+    mgpu.save_checkpoint(tmp_path / "c", *adam_after(1), {"steps": 1})
+    net, trainer = adam_after(0)
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(60):
+            steps = mgpu.load_checkpoint(tmp_path / "c", net, trainer)["steps"]
+            assert net.weight.data(mx.cpu(0)).asscalar() == steps and set(trainer._update.counts().values()) == {steps}
+    finally:
+        done.set()
+        thread.join()
+
+
 # What is refused
 
 
@@ -421,7 +479,7 @@ def test_a_file_that_lacks_something_is_told(checkpoint, name):
     del training[name]
     forge(checkpoint, training_json=json.dumps(training).encode())
     net, trainer, _ = make_run(contexts(1))
-    assert "training.json, which is damaged" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert f"training.json without {name}; need it." in told(mgpu.load_checkpoint, checkpoint, net, trainer)
 
 
 def test_states_of_other_shapes_are_refused(checkpoint, tmp_path):
@@ -667,7 +725,10 @@ def test_a_full_disk_leaves_the_old_one(small_disk):
     trainer = mgpu.Trainer(net, "sgd")
     mgpu.save_checkpoint(small_disk / "c", net, trainer, {"number": 1})
     for _ in range(2):
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(
+            SaveError,
+            match=r"written .No space left on device, 64,000 bytes needed, .* free.; need room there.* before stays",
+        ):
             mgpu.save_checkpoint(small_disk / "c", net, trainer, {"number": 2})
         assert mgpu.load_checkpoint(small_disk / "c", net, trainer) == {"number": 1}
         assert [path.name for path in small_disk.iterdir()] == ["c"]

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
+from gluon_mgpu.cli._options import best_of
+from gluon_mgpu.cli._table import print_table
 from gluon_mgpu.profiling import measure_overlap
 from mxnet.gluon import nn
 
@@ -89,7 +91,9 @@ def test_help_tells_of_every_flag(path, command):
     for name in getattr(command, "commands", {}):
         assert f"\n  {name} " in output
     for parameter in command.params:
-        if isinstance(parameter, click.Option):
+        if isinstance(parameter, click.Option) and parameter.hidden:
+            assert not any(flag in output for flag in parameter.opts)
+        elif isinstance(parameter, click.Option):
             assert parameter.help and all(flag in output for flag in parameter.opts)
         else:
             told = parameter.name.upper() if parameter.nargs == 1 else f"{parameter.name.upper()}..."
@@ -475,3 +479,52 @@ def test_python_m_is_the_command_and_tells_errors_without_a_traceback(tmp_path):
     assert done.stdout == b""
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith("Error: use_devices: got cpu(0) twice in [cpu(0), cpu(0)]; need different devices.")
+
+
+@pytest.mark.parametrize("there, taken", [(["best", "last"], "best"), (["last"], "last"), (["."], ""), ([], "")])
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint(tmp_path, capsys, there, taken):
+    for name in there:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "net.params").write_bytes(b"")
+    assert best_of(tmp_path, ["net.params", "manifest.json"]) == tmp_path / taken
+    said = capsys.readouterr().err
+    assert (f"{tmp_path / taken} is read" in said) if taken else said == ""
+
+
+def test_predict_and_translate_read_the_best_of_a_run(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "net.params").write_bytes(b"damaged")
+    (tmp_path / "best" / "model.json").write_text("damaged")
+    for command in (["predict", "resnet18", "--checkpoint"], ["translate", "--model"]):
+        result = invoke(*command, tmp_path, "--devices", "cpu")
+        assert result.exit_code == 1 and f"{tmp_path / 'best'} is read." in result.output
+        assert str(tmp_path / "best") in result.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", [["devices"], ["doctor", "--json"]])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(arguments):
+    """`gluon-mgpu ... | head -1` ended with `Error: [Errno 32] Broken pipe`, or with what Python says when it ends."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "gluon_mgpu", *arguments]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120)
+    os.close(write)
+    assert done.returncode in (0, 141) and done.stderr == b""
+
+
+def test_tables_show_devices_as_text(capsys):
+    print_table("gpu:free:2", ["spec"], [["gpu:free:2"]])
+    assert capsys.readouterr().out.count("gpu:free:2") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["predict", "resnet18", "--min-free-memory", "9" * 400],
+        ["train", "resnet18", "--devices", "cpu:20000"],
+        ["predict", "resnet18", "--devices", "9" * 30],
+        ["predict", "resnet18", "--data-dir", "x" * 5000],
+    ],
+)
+def test_options_out_of_all_bounds_are_refused(arguments):
+    assert len(fail(*arguments)) <= 620

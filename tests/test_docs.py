@@ -12,6 +12,8 @@ from gluon_mgpu.cli import main
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
+WITHOUT_PROGRAMS = {"architecture.md", "cli.md", "compatibility.md", "limitations.md"}  # reference and explanation
+
 
 def text(page):
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
@@ -24,7 +26,9 @@ def test_there_are_pages():
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_run(page, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
-    assert blocks
+    assert blocks or page in WITHOUT_PROGRAMS
+    if not blocks:
+        return
     (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "page.py"],

@@ -400,6 +400,37 @@ def test_an_error_of_a_callback_goes_on_and_the_others_hear_of_it():
     assert recorder.state.history.stopped == "RuntimeError"
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_an_error_at_the_end_does_not_keep_later_callbacks_from_saving(tmp_path, error):
+    """A Ctrl-C in one callback's `on_fit_end` skipped those behind it, and what they had to save was lost."""
+
+    class Broken(mgpu.Callback):
+        def on_fit_end(self, state):
+            raise error("mine")
+
+    net, recorder = make_net([mx.cpu()]), Recorder()
+    saves = mgpu.SaveHistory(tmp_path / "history")
+    with pytest.raises(error, match="^mine$"):
+        train([mx.cpu()], net=net, callbacks=[Broken(), saves, recorder])
+    assert recorder.calls[-1] == ("fit ends", 1, 1)
+    assert (tmp_path / "history" / "history.json").exists()
+
+
+def test_ctrl_c_while_an_error_ends_the_run_is_raised():
+    class Broken(mgpu.Callback):
+        def on_epoch_end(self, state):
+            raise ValueError("first")
+
+        def on_fit_end(self, state):
+            raise KeyboardInterrupt
+
+    recorder = Recorder()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train([mx.cpu()], callbacks=[Broken(), recorder])
+    assert str(caught.value.__context__) == "first"
+    assert recorder.calls[-1][0] == "fit ends"
+
+
 # Ctrl-C
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gluon_mgpu import folders
 from gluon_mgpu.errors import StateError
-from gluon_mgpu.folders import FolderWriter, copy_folder, new_folder, put_in_place, read_manifest, remove, whole
+from gluon_mgpu.folders import FolderWriter, copy_folder, new_folder, open_folder, put_in_place, remove, whole
 
 
 class KilledError(BaseException):
@@ -25,14 +25,18 @@ def write(folder, number):
     put_in_place(folder)
 
 
+def checked(folder):
+    with open_folder(folder, ("manifest.json", "number", "bytes"), "test") as opened:
+        return opened.check("test"), int(opened.read("number"))
+
+
 def number_in(folder):
-    read_manifest(whole(folder), "test")
-    return int((whole(folder) / "number").read_text())
+    return checked(folder)[1]
 
 
 def test_the_manifest_tells_sizes_and_checksums(tmp_path):
     write(tmp_path / "f", 1)
-    manifest = read_manifest(tmp_path / "f", "test")
+    manifest, _ = checked(tmp_path / "f")
     assert manifest["kind"] == "test"
     assert manifest["files"]["bytes"] == {
         "bytes": 4,
@@ -40,7 +44,7 @@ def test_the_manifest_tells_sizes_and_checksums(tmp_path):
     }
     (tmp_path / "f" / "bytes").write_bytes(b"abce")
     with pytest.raises(StateError, match="test: got .*bytes, which is damaged .its bytes are others than were written"):
-        read_manifest(tmp_path / "f", "test")
+        checked(tmp_path / "f")
 
 
 def killed_at(monkeypatch, call, act):
@@ -117,7 +121,7 @@ def test_what_is_half_removed_has_another_name(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.shutil, "rmtree", half)
     with pytest.raises(KilledError):
         remove(tmp_path / "f")
-    assert [path.name for path in tmp_path.iterdir()] == [".f.old"]
+    assert [path.name for path in tmp_path.iterdir()] == [".f.gone"]
 
 
 def test_a_file_name_that_leads_elsewhere_is_refused(tmp_path):
@@ -127,4 +131,4 @@ def test_a_file_name_that_leads_elsewhere_is_refused(tmp_path):
     manifest["files"]["../x"] = manifest["files"]["bytes"]
     path.write_text(json.dumps(manifest))
     with pytest.raises(StateError, match="which is of something else"):
-        read_manifest(tmp_path / "f", "test")
+        checked(tmp_path / "f")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from gluon_mgpu.gpus import claims
 from gluon_mgpu.gpus.claims import choosing, claim, folder, is_ours, release
+from gluon_mgpu.lock_files import signature
 
 # Takes GPU-1, and then what it is told on standard input. The package comes without MXNet, whose import takes seconds.
 OTHER = """
@@ -138,6 +139,15 @@ def test_links_are_not_followed(own_folder, tmp_path):
     assert precious.read_text(encoding="utf-8") == "kept"
 
 
+def test_a_file_with_another_name_is_not_truncated(own_folder, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("kept", encoding="utf-8")
+    (folder() / "GPU-1.lock").hardlink_to(precious)
+    assert claim("GPU-1") == ""  # nothing is claimed, and training goes on
+    assert not is_ours("GPU-1")
+    assert precious.read_text(encoding="utf-8") == "kept"
+
+
 def test_a_folder_that_is_a_link_is_not_used(own_folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (own_folder / "gluon_mgpu_gpus").symlink_to(tmp_path / "elsewhere")
@@ -158,4 +168,4 @@ def test_no_folder_claims_nothing(monkeypatch, caplog):
 def test_what_stands_in_a_lock_is_printable(own_folder):
     claim("GPU-1")
     (folder() / "GPU-1.lock").write_bytes(b"\x1b[31mprocess 7\n\xff")
-    assert claims._read(claims._held["GPU-1"]) == "[31mprocess 7\ufffd"
+    assert signature(claims._held["GPU-1"]) == "[31mprocess 7\ufffd"

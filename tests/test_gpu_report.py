@@ -34,7 +34,9 @@ def test_a_report_is_made_without_gpus(tmp_path, program):
         "LOGNAME": "somebody",
         "CUDA_VISIBLE_DEVICES": "-1",
     }
-    environment["MXNET_SOMETHING"] = str(home / "file")
+    environment["CUDA_HOME"] = str(home / "file")
+    secrets = {"NVIDIA_API_KEY": "nvapi-0123456789", "CUDA_LICENSE": "of-my-company", "GLUON_MGPU_TOKEN": "0123abcd0123abcd"}
+    environment.update(secrets, MXNET_SOMETHING="my own remark")
     command = [sys.executable, str(PROGRAM), "--only", "transfer", "--output", str(home / "report.json")]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, text=True)
     assert done.returncode == 0, done.stdout
@@ -47,8 +49,8 @@ def test_a_report_is_made_without_gpus(tmp_path, program):
     assert {(one["source"], one["target"]) for one in report["transfer"]["transfer"]} == {
         (source, target) for source in ("cpu(0)", "cpu(1)") for target in ("cpu(0)", "cpu(1)")
     }
-    assert report["machine"]["environment"]["MXNET_SOMETHING"] == "~/file"
-    for hidden in ("somebody", str(home), str(ROOT)):
+    assert report["machine"]["environment"]["CUDA_HOME"] == "~/file"
+    for hidden in (*secrets, *secrets.values(), "my own remark", "somebody", str(home), str(ROOT)):
         assert hidden not in text
     assert not re.search(rf"\b{re.escape(program.socket.gethostname())}\b", text)
 
@@ -90,6 +92,27 @@ def test_the_longest_name_goes_first(program, monkeypatch):
     monkeypatch.setattr(program.platform, "node", lambda: "box.kim.example")
     monkeypatch.setenv("USER", "kim")
     assert program.scrub("kim at box.kim.example, box", program.secrets()) == "<user> at <host>, <host>"
+
+
+def test_keys_reach_neither_the_parts_nor_the_report(program, tmp_path, monkeypatch):
+    """A part that prints its environment, as a traceback may, has none to print; what it has from elsewhere is taken out."""
+    monkeypatch.setenv("NVIDIA_API_KEY", "nvapi-0123456789")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    done = program.run([sys.executable, "-c", "import os; print(dict(os.environ))"], tmp_path, 30)
+    assert "nvapi" not in done.output and "NVIDIA_API_KEY" not in done.output
+    assert "'OMP_NUM_THREADS': '1'" in done.output
+    assert program.scrub("key: nvapi-0123456789, MIG-0123abcd-0123-abcd-0123-0123456789ab", program.secrets()) == (
+        "key: <secret>, <uuid of a GPU>"
+    )
+    assert not [name for name in program.ENVIRONMENT if program.SECRET.search(name)]
+
+
+def test_programs_of_others_are_not_named(program, tmp_path, monkeypatch):
+    told = {"gpus": [{"processes": [{"pid": 17, "name": "secret_project"}]}], "problems": ["process 17 (secret_project, 3 GiB)"]}
+    monkeypatch.setattr(program, "run", lambda *_, **__: program.Done(1, 2.0, json.dumps(told), "", {}))
+    part = program.doctor(tmp_path, [], 30)
+    assert part["told"]["gpus"] == [{"processes": [{"pid": 17, "name": "<program>"}]}]
+    assert part["told"]["problems"] == ["process 17 (<program>, 3 GiB)"]
 
 
 # Parts that go wrong

@@ -165,11 +165,11 @@ def test_exact_match_counts_whole_sentences():
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"num_examples": -1}, "num_examples -1"),
-        ({"num_examples": 2.5}, "num_examples 2.5"),
-        ({"num_examples": 1, "seed": -1}, "seed -1"),
-        ({"num_examples": 1, "max_digits": 0}, "max_digits 0"),
-        ({"num_examples": 1, "max_digits": 17}, "max_digits 17"),
+        ({"num_examples": -1}, "num_examples=-1"),
+        ({"num_examples": 2.5}, "num_examples=2.5"),
+        ({"num_examples": 1, "seed": -1}, "seed=-1"),
+        ({"num_examples": 1, "max_digits": 0}, "max_digits=0"),
+        ({"num_examples": 1, "max_digits": 17}, "max_digits=17"),
     ],
 )
 def test_bad_arguments_are_told(options, told):

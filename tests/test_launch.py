@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from gluon_mgpu.distributed import LaunchError
-from gluon_mgpu.distributed.job import Job, run_job
+from gluon_mgpu.distributed.job import Job, make_log_dir, run_job
 from gluon_mgpu.distributed.plan import STARTUP, Machine, Plan, program_command, shares
 from gluon_mgpu.distributed.supervise import Limits
 
@@ -307,6 +307,54 @@ def test_signals_are_passed_on(run, mark, signum, caught, code):
         kill_when_done(launcher)
 
 
+FORK = """
+import os, signal, sys, time
+def caught(signum, frame):
+    os.write(1, b"caught by %s\\n" % name)
+    if name != b"fork":
+        sys.exit(0)
+signal.signal(signal.SIGTERM, caught)
+name = b"program"
+if os.fork() == 0:
+    name = b"fork"
+    if len(sys.argv) > 1:
+        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time\\nprint('other', flush=True)\\ntime.sleep(100)"])
+os.write(1, b"ready\\n")
+time.sleep(100)
+"""
+
+
+def test_forks_do_not_get_the_signals_of_their_program(run, mark):
+    """A DataLoader's workers ended by the SIGTERM for the program, which then had no data to end its batch with."""
+    launcher = run.start(FORK, num_processes=1)
+    try:
+        assert until(lambda: run.log(0).count("ready") == 2)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=10) == 143
+        assert run.log(0).count("caught by program") == 1 and "caught by fork" not in run.log(0)
+        assert marked(mark) == []
+    finally:
+        kill_when_done(launcher)
+
+
+def test_a_program_that_a_shell_started_gets_its_signals(run, mark):
+    (run.folder / "catch.py").write_text(CATCH)
+    launcher = run.start(f"import os\nos.execvp('sh', ['sh', '-c', '{sys.executable} -S catch.py; true'])", num_processes=1)
+    try:
+        assert until(lambda: "ready" in run.log(0))
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=10) == 130
+        assert "caught SIGINT" in run.log(0)
+        assert marked(mark) == []
+    finally:
+        kill_when_done(launcher)
+
+
+def test_launches_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    assert [make_log_dir(tmp_path / "launch").name for _ in range(3)] == [f"20260101-000000{end}" for end in ("", "-2", "-3")]
+
+
 def test_a_second_ctrl_c_does_not_wait(run, mark):
     launcher = run.start(CATCH.replace("sys.exit(0)", "time.sleep(100)"), limits={"grace_s": 50})
     try:
@@ -385,6 +433,22 @@ def test_restarts(run):
     assert [run.log(1, restart) for restart in range(4)] == [f"attempt {i} of 2\n" if i < 3 else "" for i in range(4)]
     assert run.err.count("rank 1 exited with status 6") == 2
     assert "restart 2 of 3" in run.err and "restart 3" not in run.err
+
+
+GARBAGE = """
+import os, sys
+if int(os.environ["GLUON_MGPU_RESTART"]) < int(sys.argv[1]) and os.environ["GLUON_MGPU_RANK"] == "1":
+    os.write(2, b"  what():  ../3rdparty/ps-lite/src/van.cc:520: Check failed: pb.ParseFromArray(meta_buf, buf_size): failed\\n")
+    os.abort()
+"""
+
+
+@pytest.mark.parametrize(("times", "allowed", "code"), [(3, 1, 0), (12, 1, 134), (1, 0, 134)])
+def test_garbage_on_ps_lites_ports_does_not_use_up_restarts(run, times, allowed, code):
+    """Anyone who reaches such a port can abort a process: ten restarts more, where restarts are allowed."""
+    assert run(GARBAGE, times, limits=Limits(grace_s=0.5, max_restarts=allowed)) == code
+    assert (f"{min(times, 10)} restarts after garbage on ps-lite's ports" in run.err) == bool(allowed)
+    assert ("restart 1 of 1" in run.err) == (times > 10)
 
 
 def test_too_few_restarts(run):

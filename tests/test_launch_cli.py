@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import sys
 
@@ -14,6 +15,7 @@ from .conftest import assert_house_style
 from .test_launch import TELL, mark, marked
 
 __all__ = ["mark"]  # a fixture
+TOKEN = "the-token-of-these-tests"
 pytestmark = pytest.mark.timeout(100)
 
 
@@ -24,6 +26,7 @@ def here(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("GLUON_MGPU_TOKEN", raising=False)
     (tmp_path / "train.py").write_text(TELL)
     return tmp_path
 
@@ -74,6 +77,8 @@ def test_logs_have_a_folder_of_their_own(here):
         (["--elastic", "2", "train.py"], "need MIN:MAX"),
         (["--elastic", "3:2", "train.py"], "need MIN:MAX"),
         (["--elastic", "0:2", "train.py"], "need MIN:MAX"),
+        (["--elastic", "\u00b2:\u00b3", "train.py"], "need MIN:MAX"),
+        (["--elastic", "1:" + "9" * 5000, "train.py"], "need MIN:MAX"),
         (["--nodes", "2", "--rendezvous", "h:1", "train.py"], "need --node-rank"),
         (["--hostfile", "missing", "train.py"], "missing"),
         (["--hostfile", "train.py", "--nodes", "2", "train.py"], "need one or the other"),
@@ -113,9 +118,51 @@ def test_slurm(here, monkeypatch):
     error = invoke("train.py").exception
     assert isinstance(error, LaunchError) and "srun --ntasks-per-node=1" in str(error)
     monkeypatch.setenv("SLURM_STEP_ID", "0")
+    error = invoke("--rendezvous", "127.0.0.1:9", "train.py").exception
+    assert isinstance(error, LaunchError) and "before srun" in str(error)
+    assert_house_style(error)
+    monkeypatch.setenv("GLUON_MGPU_TOKEN", TOKEN)  # srun passes it on
     error = invoke("--rendezvous", "127.0.0.1:9", "--join-timeout", 0.1, "train.py").exception  # nobody listens there
     assert isinstance(error, LaunchError) and "got no node 0 at 127.0.0.1:9" in str(error)
     assert invoke("--nodes", 1, "--log-dir", "logs", "train.py").exit_code == 0
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_node_0_shows_how_others_join(here):
+    where = free_address()
+    alone = ["--nodes", 3, "--node-rank", 0, "--rendezvous", where, "--join-timeout", 0.1, "--log-dir", "logs"]
+    result = invoke("-n", 2, *alone, "--no-bind", "train.py", "it's")
+    (line,) = [line for line in result.output.splitlines() if "GLUON_MGPU_TOKEN=" in line]
+    token, _, command = line.strip().partition(" ")
+    assert len(token.partition("=")[2]) >= 43
+    placed = f"gluon-mgpu launch --nodes 3 --node-rank 1 --rendezvous {where} -n 2 --join-timeout 0.1 --no-bind --log-dir logs"
+    assert shlex.split(command) == [*placed.split(), "train.py", "it's"]
+    assert "with --node-rank 1 to 2" in result.output
+    assert token.partition("=")[2] not in (here / "logs" / "launcher.log").read_text()
+    assert "got no node 1, 2" in (here / "logs" / "launcher.log").read_text()
+    with_file = invoke(*alone, "--token-file", "secret", "train.py").output
+    assert "wrote a new token to secret" in with_file and "--token-file secret" in with_file
+    assert (here / "secret").read_text().strip() not in with_file
+    assert "token" not in invoke(*alone, "--token-file", "secret", "train.py").output  # it is known already
+    assert "GLUON_MGPU_TOKEN" not in invoke("--log-dir", "logs", "train.py").output
+
+
+def test_a_node_without_the_token_says_what_it_needs(here, monkeypatch):
+    other = ["--nodes", 2, "--node-rank", 1, "--rendezvous", free_address(), "--join-timeout", 0.1]
+    for words in ([], ["--token-file", "missing"]):
+        error = invoke(*other, *words, "train.py").exception
+        assert isinstance(error, LaunchError) and "node 0" in str(error)
+        assert_house_style(error)
+    assert not (here / "missing").exists()
+    monkeypatch.setenv("GLUON_MGPU_TOKEN", "short")
+    error = invoke(*other, "train.py").exception
+    assert isinstance(error, LaunchError) and "got a token of 5 characters in GLUON_MGPU_TOKEN" in str(error)
+    assert_house_style(error)
 
 
 SSH = """#!/bin/sh
@@ -152,6 +199,7 @@ def test_over_ssh(here, hostfile, mark):
     assert {tuple(one["arguments"]) for one in told} == {("it's", "$HOME", "--nodes")}
     assert {one["passed"] for one in told} == {"a 'b' $c"}
     assert "[node two] [2] " in result.output
+    assert "a 'b' $c" not in (here / "ssh.log").read_text() and "TOKEN" not in (here / "ssh.log").read_text()
     assert "gluon_mgpu launch --nodes 2 --node-rank 1" in (here / "ssh.log").read_text()
     assert "-n 2 --servers 1 --max-restarts 1 --no-bind --log-dir 'my logs' train.py" in (here / "ssh.log").read_text()
     assert marked(mark) == []

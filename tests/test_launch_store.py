@@ -81,6 +81,35 @@ def test_a_store_that_is_never_freed(run, mark):
     assert marked(mark) == []
 
 
+QUEUED = (
+    PUSH_AND_PULL
+    + """
+if rank == 1:
+    work = mx.nd.ones((700, 700))
+    for _ in range(40):
+        work = mx.nd.dot(work, work) / 700
+    store.push(3, work[0, :2])  # queued behind the work, and not waited for
+    # {}
+else:
+    print(step(3), flush=True)
+"""
+)
+
+
+def test_what_is_queued_at_the_end_of_a_worker_is_done(run, mark):
+    """It was dropped, and the other worker waited for its push until the launcher ended the job."""
+    assert run(QUEUED, servers=1, limits=test_launch.Limits(grace_s=0.5, timeout_s=100)) == 0, run.err
+    assert run.log(0).endswith("[4.0, 4.0]\n")  # 3 and 1
+    assert marked(mark) == []
+
+
+def test_a_worker_whose_last_operation_failed_is_a_failure(run, mark):
+    fail = "failing = mx.nd.linalg.potrf(-mx.nd.ones((2, 2)))\nif rank == 0:\n    failing = None\n    step(3)"
+    assert run(PUSH_AND_PULL + fail, servers=1) == 1
+    assert "spotrf failed" in run.err and "An operation failed after the program had last waited" in run.err
+    assert marked(mark) == []
+
+
 FAIL = """
 if rank == 1 and os.environ["GLUON_MGPU_RESTART"] == "0":
     raise ValueError("the data are bad")

@@ -93,10 +93,10 @@ def test_the_padding_share_is_that_of_the_arrays():
         ([[1, 0]], {}, "lengths"),
         ([[1.0, 2.0]], {}, "float64"),
         ([[1, 9], [9, 1]], {"batch_tokens": 17}, "up to 9 and 9 tokens for batches of 17"),
-        ([[1, 2]], {"batch_tokens": 0}, "batch_tokens 0"),
-        ([[1, 2]], {"batch_tokens": 2.5}, "batch_tokens 2.5"),
-        ([[1, 2]], {"num_buckets": 0}, "num_buckets 0"),
-        ([[1, 2]], {"num_buckets": True}, "num_buckets True"),
+        ([[1, 2]], {"batch_tokens": 0}, "batch_tokens=0"),
+        ([[1, 2]], {"batch_tokens": 2.5}, "batch_tokens=2.5"),
+        ([[1, 2]], {"num_buckets": 0}, "num_buckets=0"),
+        ([[1, 2]], {"num_buckets": True}, "num_buckets=True"),
     ],
 )
 def test_bad_arguments_are_told(lengths, options, told):

@@ -55,6 +55,36 @@ def test_what_is_no_entry_is_refused(meeting, size):
     assert ask(meeting, "GET", "/global/0") == (404, b"")
 
 
+def test_an_entry_that_breaks_off_is_none(meeting):
+    with socket.create_connection(meeting.server_address, timeout=10) as connection:
+        connection.sendall(b"PUT /global/0 HTTP/1.0\r\nContent-Length: 10\r\n\r\nhalf")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100).startswith(b"HTTP/1.0 400")
+    assert ask(meeting, "GET", "/global/0") == (404, b"")
+
+
+def test_the_table_has_limits(meeting, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.meeting._MOST_IN_ALL", 10)
+    monkeypatch.setattr("gluon_mgpu.distributed.meeting._MOST_ENTRIES", 2)
+    assert ask(meeting, "PUT", "/a", b"12345678") == (200, b"")
+    assert ask(meeting, "PUT", "/b", b"123") == (400, b"")
+    assert ask(meeting, "PUT", "/a", b"1234567") == (200, b"")  # in its place
+    assert ask(meeting, "PUT", "/b", b"123") == (200, b"")
+    assert ask(meeting, "PUT", "/c", b"") == (400, b"")
+    assert ask(meeting, "PUT", "/" + "x" * 2000, b"") == (400, b"")
+    assert ask(meeting, "PUT", "/b", None, {"Content-Length": "9" * 5000}) == (400, b"")
+
+
+def test_idle_connections_keep_nobody_from_the_table(meeting, monkeypatch):
+    idle = [socket.create_connection(meeting.server_address, timeout=10) for _ in range(600)]
+    assert ask(meeting, "PUT", "/global/0", b"address") == (200, b"")
+    assert idle[0].recv(1) == b""  # the oldest has made room
+    monkeypatch.setattr("gluon_mgpu.distributed.meeting._REQUEST_S", 0.0)
+    assert idle[-1].recv(1) == b""  # all have had their time
+    for connection in idle:
+        connection.close()
+
+
 def test_it_is_at_one_address_only(meeting):
     assert meeting.socket.getsockname()[0] == "127.0.0.1"
     with pytest.raises(OSError, match="refused"):

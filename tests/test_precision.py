@@ -456,7 +456,7 @@ def half():
 @pytest.mark.parametrize(
     "make, precision, error, what",
     [
-        (layers, "fp8", TrainerError, "one of fp32, bf16, fp16"),
+        (layers, "fp8", TrainerError, "one of 'fp32', 'bf16', 'fp16'"),
         (layers, None, TrainerError, "one of"),
         (lambda: layers().collect_params(), "bf16", TrainerError, "ParameterDict"),
         (uninitialised, "bf16", TrainerError, "initialize"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gluon_mgpu import processes
 from gluon_mgpu.errors import MissingExtraError, ProcessError
+from mxnet import gluon
 
 from .conftest import assert_house_style
 
@@ -75,11 +76,14 @@ SAY = """
         sums += [array.asnumpy().tolist() for array in arrays]
     mean = mx.nd.array([me.rank, 2.0])
     g.average([mean])
+    weighted = [mx.nd.array([me.rank, 2.0]) for _ in range(3)]
+    g.average(weighted, [(me.rank, 1), (0, me.rank == 1), (0, 0)])  # by examples, by devices with data, all alike
     with apart():
         alone = group() is None and len(mgpu.split_batch(np.zeros((4, 1)), np.zeros(4), ctx)[0][0])
     part = [x.asnumpy().tolist() for x in mgpu.split_batch(np.arange(7.0), np.arange(7), ctx)[0]]
     g.wait()
     tell(said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums, mean=mean.asnumpy().tolist(),
+         weighted=[array.asnumpy().tolist() for array in weighted],
          alone=alone, part=part)
 """
 
@@ -99,6 +103,8 @@ def test_processes_sum_and_say(tmp_path, num_processes, backend):
         assert told["first"] == [np.full((2, 2), 0.1, "float32").tolist(), [7.0] * 3]
         assert told["sums"] == [expected] * 6
         assert told["mean"] == [(num_processes - 1) / 2, 2.0]
+        by_examples = {2: 1.0, 3: (1 + 4) / 3}[num_processes]
+        np.testing.assert_allclose(told["weighted"], [[by_examples, 2.0], [1.0, 2.0], told["mean"]], rtol=1e-6)
         assert told["alone"] == 4
         assert told["part"] == [np.array_split(np.arange(7.0), num_processes)[rank].tolist()]
 
@@ -229,6 +235,48 @@ def test_the_same_program_gives_the_same_bits_again(tmp_path, backend):
     assert runs[0] == runs[1]
 
 
+ADVERSARIES = """
+    def trained(loop):
+        mx.random.seed(3)
+        generator, discriminator = gluon.nn.Dense(3, in_units=3), gluon.nn.Dense(1, in_units=3)
+        for net in (generator, discriminator):
+            net.initialize(init.Normal(0.5), ctx=ctx)
+        options = "sgd", {"learning_rate": 0.1, "momentum": 0.9}
+        trainers = [mgpu.Trainer(net, *options) for net in (generator, discriminator)]
+        rng = np.random.RandomState(0)
+        def go_back(forward, size):
+            Xs, _ = mgpu.split_batch(rng.normal(size=(size, 3)).astype("float32"), np.zeros(size), ctx)
+            with autograd.record():
+                losses = [(forward(x) ** 2).sum() for x in Xs]
+            if loop:
+                for one in losses:
+                    one.backward()
+            else:
+                mgpu.backward(losses)
+        for size in (6, 1, 4, 1):
+            go_back(lambda z: discriminator(generator(z)), 6)
+            trainers[0].step(6)
+            go_back(discriminator, size)
+            trainers[1].step(size)
+            if not loop:  # a batch that is left out
+                go_back(discriminator, 6)
+                trainers[1].discard()
+            X = rng.normal(size=(1, 3)).astype("float32")
+            mgpu.train_batch(discriminator, lambda out, y: (out ** 2).sum(axis=1), trainers[1], X, X)
+        params = [*generator.collect_params().values(), *discriminator.collect_params().values()]
+        return [param.data(ctx[0]).asnumpy().tolist() for param in params]
+    tell(whole=trained(False), loop=trained(True))
+"""
+
+
+def test_a_process_without_examples_adds_none_of_another_losss_gradients(tmp_path):
+    """The generator's pass leaves gradients in a process that has no part of the discriminator's batch."""
+    (alone,) = launched(tmp_path, ADVERSARIES, 1, 1)
+    for told in launched(tmp_path, ADVERSARIES, 2, 2):
+        for name, weights in told.items():
+            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, alone[name])) <= 1e-6
+
+
 HALF = """
     g = group()
     g.compress({"type": "fp16"})
@@ -337,5 +385,5 @@ def test_another_way_to_split_is_refused(monkeypatch):
     monkeypatch.setattr("gluon_mgpu.step.share", lambda: (0, 2))
     devices = mgpu.resolve_devices("cpu:1")
     with pytest.raises(mgpu.errors.TrainerError, match="split_batch") as raised:
-        mgpu.eval_batch(None, np.zeros((2, 1)), np.zeros(2), devices, split_f=lambda X, y, ctx: ([X], [y]))
+        mgpu.eval_batch(gluon.nn.Dense(1), np.zeros((2, 1)), np.zeros(2), devices, split_f=lambda X, y, ctx: ([X], [y]))
     assert_house_style(raised.value)

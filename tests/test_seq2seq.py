@@ -392,3 +392,41 @@ def test_train_batch_divides_by_target_tokens(devices, layout, micro_steps):
     total = sum(loss(net(on_device(X, mx.nd)), on_device(y, mx.nd)).asnumpy().sum() for X, y in batches)
     mean = total / sum(lengths.sum() for _, (_, lengths) in batches)
     assert mgpu.evaluate(net, batches, (), loss=loss, split_f=split)["loss"] == pytest.approx(mean, rel=1e-5)
+
+
+class Scaled(Seq2Seq):
+    """A user's subclass: what the decoder looks back at is scaled, and scores are turned round."""
+
+    def encode(self, source, lengths):
+        state, (keys, values, lengths) = super().encode(source, lengths)
+        return state, (keys, values * 3, lengths)
+
+    def decode(self, target, state, memory):
+        scores, state, weights = super().decode(target, state, memory)
+        return -scores, state, weights
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("feeding", [False, True])
+def test_a_subclass_is_asked_in_training_as_in_translation(arrays, hybridize, feeding):
+    """Its `encode` and `decode` were called to translate alone: it was trained as another network."""
+    net = Scaled(9, 8, embed_size=4, hidden_size=5, input_feeding=feeding)
+    net.initialize(mx.init.Uniform(0.7))
+    if hybridize:
+        net.hybridize()
+    source, target = arrays.array([[1, 2, 3], [4, 5, 0]]), arrays.array([[1, 2], [3, 4]])
+    lengths = arrays.array([3, 2], dtype="int32")
+    before = net((source, lengths, target)).asnumpy()
+    state, memory = net.encode(source, lengths)
+    assert largest_difference([before], [net.decode(target, state, memory)[0].asnumpy()]) == 0.0
+    plain = Seq2Seq(9, 8, embed_size=4, hidden_size=5, input_feeding=feeding, params=net.collect_params(), prefix=net.prefix)
+    assert largest_difference([before], [plain((source, lengths, target)).asnumpy()]) > 1e-3
+
+    class Loss(gluon.loss.Loss):
+        def hybrid_forward(self, F, scores, target):
+            return scores.sum(axis=(1, 2))
+
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
+    mgpu.train_batch(net, Loss(1.0, 0), trainer, (source, lengths, target), target)
+    after = net((source, lengths, target)).asnumpy()
+    assert after.sum() < before.sum()  # what the subclass computes has become less

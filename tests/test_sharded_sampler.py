@@ -63,10 +63,10 @@ def test_gluon_s_loader_takes_it():
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        ((1, 4), "num_examples 1 for 2"),
-        ((9, 1), "batch_size 1 for 2"),
-        ((9, True), "batch_size True"),
-        ((9, 2.0), "batch_size 2.0"),
+        ((1, 4), "num_examples=1;"),
+        ((9, 1), "batch_size=1;"),
+        ((9, True), "batch_size=True"),
+        ((9, 2.0), "batch_size=2.0"),
     ],
 )
 def test_what_leaves_a_process_without_examples_is_refused(arguments, told):

@@ -223,3 +223,50 @@ def test_parts_of_nested_inputs_with_axes_of_their_own():
         found.append(weights_of(net))
     assert largest_difference(found[0], found[1]) <= 1e-5
     assert largest_difference(found[0], found[2]) <= 1e-5
+
+
+def time_major(devices):
+    """A layer over (T, N, C), whose outputs keep the axes; its weight."""
+    net = gluon.nn.Dense(2, in_units=3, flatten=False)
+    net.initialize(mx.init.One(), ctx=devices)
+    return net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+
+
+@pytest.mark.parametrize("num_steps, num_examples", [(4, 6), (4, 4), (2, 4), (5, 1)])
+@pytest.mark.parametrize("loss", [gluon.loss.L2Loss, gluon.loss.L1Loss, gluon.loss.SoftmaxCrossEntropyLoss])
+def test_a_loss_over_another_axis_than_the_split_is_refused_on_any_number_of_devices(
+    devices, arrays, loss, num_steps, num_examples
+):
+    """np losses ignore batch_axis=1, as does a loss that was not told of it: one device divided by T, two raised."""
+    net, trainer = time_major(devices)
+    before = net.weight.data(devices[0]).asnumpy()
+    X = np.random.RandomState(0).uniform(-1, 1, (num_steps, num_examples, 3)).astype("float32")
+    y = np.zeros((num_steps, num_examples, 2) if loss is not gluon.loss.SoftmaxCrossEntropyLoss else (num_steps, num_examples))
+    split = partial(mgpu.split_batch, batch_axis=1)
+    is_np = mx.util.is_np_array()
+    for wrong in [loss(batch_axis=0)] if not is_np else [loss(batch_axis=0), loss(batch_axis=1)]:
+        for run in (
+            lambda wrong: mgpu.train_batch(net, wrong, trainer, X, y.astype("float32"), split_f=split),
+            lambda wrong: mgpu.fit(net, wrong, trainer, [(X, y.astype("float32"))], epochs=1, split_f=split, callbacks=[]),
+            lambda wrong: mgpu.evaluate(net, [(X, y.astype("float32"))], {}, loss=wrong, split_f=split),
+        ):
+            with pytest.raises(TrainerError, match="batch_axis") as raised:
+                run(wrong)
+            assert_house_style(raised.value)
+    assert (net.weight.data(devices[0]).asnumpy() == before).all()
+    right = loss(batch_axis=1)
+    if is_np:
+        on_axis_0 = loss(batch_axis=0)
+        right = lambda output, label: on_axis_0(output.swapaxes(0, 1), label.swapaxes(0, 1))  # noqa: E731
+    batch = mgpu.train_batch(net, right, trainer, X, y.astype("float32"), split_f=split)
+    assert batch.num_examples == num_examples
+
+
+def test_a_loss_that_forgets_the_axis_is_refused_by_its_shape(devices):
+    """Of a user's own loss, the shape tells; on one device any axis of the labels was taken for that of the examples."""
+    net, trainer = time_major(devices)
+    X, y = np.ones((4, 6, 3), "float32"), np.zeros((4, 6, 2), "float32")
+    with pytest.raises(TrainerError, match="one number for each example"):
+        mgpu.train_batch(
+            net, lambda out, _: out.mean(axis=(1, 2)), trainer, X, y, split_f=partial(mgpu.split_batch, batch_axis=1)
+        )

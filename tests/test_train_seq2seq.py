@@ -263,7 +263,7 @@ def test_an_output_that_holds_something_else_is_not_replaced(tsv, tmp_path):
     (tmp_path / "out" / "last").mkdir(parents=True)
     (tmp_path / "out" / "last" / "thesis.txt").write_text("years of work")
     message = fail("train", "--tsv", tsv, *SMALL, *WORDS, "--epochs", "1", "--devices", "cpu:1", "--output", tmp_path / "out")
-    assert message.startswith("Error: Translator.save: got ") and "which holds thesis.txt" in message
+    assert message.startswith("Error: SaveTranslator: got ") and "which holds thesis.txt" in message
     assert (tmp_path / "out" / "last" / "thesis.txt").read_text() == "years of work"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["last"]  # told before the first epoch
 

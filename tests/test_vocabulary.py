@@ -225,12 +225,12 @@ def test_the_order_of_tokens_matters_to_the_fingerprint():
 @pytest.mark.parametrize(
     "texts, options, told",
     [
-        (["a"], {"kind": "letters"}, "kind 'letters'"),
+        (["a"], {"kind": "letters"}, "kind='letters'"),
         ([], {"kind": "words"}, "no text"),
         (["  "], {"kind": "words"}, "no text"),
-        (["a"], {"kind": "words", "size": 4}, "size 4"),
-        (["a"], {"kind": "words", "size": 5.5}, "size 5.5"),
-        (["a"], {"kind": "words", "min_count": 0}, "min_count 0"),
+        (["a"], {"kind": "words", "size": 4}, "size=4"),
+        (["a"], {"kind": "words", "size": 5.5}, "size=5.5"),
+        (["a"], {"kind": "words", "min_count": 0}, "min_count=0"),
     ],
 )
 def test_bad_arguments_are_told(texts, options, told):

@@ -12,6 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon, init
 
+from ..checks import is_whole, real_number, short, whole_number
 from ..devices import DeviceSpec
 from ..errors import DeviceError, StepError, TrainerError
 from ..models import resnet18
@@ -242,28 +243,29 @@ def _probe(question: Question, there: Dict[str, Any], limit_bytes: int, timeout_
 
 def _checked_options(options: Optional[Dict[str, Any]]) -> Dict[str, Any]:
     try:
-        copied = json.loads(json.dumps(options or {}))
-    except (TypeError, ValueError):
+        given = {} if options is None else options
+        copied = json.loads(json.dumps(given)) if isinstance(given, dict) else None
+    except (TypeError, ValueError, RecursionError):
         copied = None
-    if not isinstance(options or {}, dict) or copied != (options or {}):
+    if copied is None or copied != given:
         raise TrainerError(
-            f"find_batch_size: got the options {options!r}; need a dict of what JSON can hold, as they go to other processes. "
+            f"find_batch_size: got the options {short(options)}; need a dict of what JSON holds, as they go to other processes. "
             "Pass numbers, strings and lists, and make the rest of them in the workload."
         )
-    return dict(options or {})
+    return dict(given)
 
 
 def _spec_of(devices: DeviceSpec) -> str:
     """Return devices as a string; `cpu:3-3` is one context, `cpu:3` would be three."""
     if devices is None:
         return "auto"
-    if isinstance(devices, (str, int, np.integer)) and not isinstance(devices, bool):
+    if isinstance(devices, str) or is_whole(devices):
         return str(devices)
     contexts = [devices] if isinstance(devices, Context) else devices
     if isinstance(contexts, (list, tuple)) and contexts and all(isinstance(one, Context) for one in contexts):
         return ",".join(f"{one.device_type}:{one.device_id}-{one.device_id}" for one in contexts)
     raise DeviceError(
-        f"find_batch_size: got {devices!r} as devices; need what use_devices takes. Pass 'gpu', 'cpu:2' or a count."
+        f"find_batch_size: got {short(devices)} as devices; need what use_devices takes. Pass 'gpu', 'cpu:2' or a count."
     )
 
 
@@ -272,10 +274,8 @@ def _check_numbers(limit: Any, first: Any, most: Any, multiple_of: Any, timeout_
     for name, number in whole.items():
         if number is None and name in ("memory_limit_bytes", "multiple_of"):
             continue
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
-            raise TrainerError(f"find_batch_size: got {name}={number!r}; need a whole number of 1 or more. Pass an int.")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise TrainerError(f"find_batch_size: got timeout_s={timeout_s!r}; need seconds, more than 0. Pass 300, for one.")
+        whole_number("find_batch_size", name, number, high=2**63 - 1, advice="Pass an int.")
+    real_number("find_batch_size", "timeout_s", timeout_s, above=True, advice="Pass 300 seconds, for one.")
 
 
 def _check_not_inside() -> None:

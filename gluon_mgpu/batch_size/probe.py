@@ -94,7 +94,7 @@ def _measure(step: Callable[[], Any], num_contexts: int) -> Tuple[List[float], f
     measured = num_steps * _NUM_ROUNDS
     growth = max(0, _resident_bytes() - before) / measured
     copies = os.environ.get("MXNET_CPU_TEMP_COPY", "")
-    left = (int(copies) if copies.isdigit() else 4) / num_contexts - measured - _WARM_UP_STEPS
+    left = (int(copies) if copies.isascii() and copies.isdigit() else 4) / num_contexts - measured - _WARM_UP_STEPS
     return rounds, growth * max(0.0, left)
 
 

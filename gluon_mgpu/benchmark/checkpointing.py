@@ -283,10 +283,10 @@ class _TimedShelf(Shelf):
         self.writings: List[Tuple[float, float]] = []
         self.is_writing = False
 
-    def put(self, write: Write, step: int, *, is_best: bool = False) -> None:
+    def put(self, write: Write, step: int, *, is_best: bool = False, num_bytes: int = 0) -> None:
         self.wait()  # what it is still writing, before it is said to begin anew
         self.is_writing = True
-        super().put(write, step, is_best=is_best)
+        super().put(write, step, is_best=is_best, num_bytes=num_bytes)
 
     def _put(self, write: Write, step: int, is_best: bool) -> None:
         began, cpu = time.perf_counter(), time.thread_time()

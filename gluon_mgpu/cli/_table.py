@@ -17,7 +17,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))  # rich takes [train] for markup
-    console = Console()
+    console = Console(emoji=False)  # gpu:free:2 is no picture
     console.print(title, highlight=False)  # a table's own title is wrapped to the table's width
     console.print(table, width=None if console.is_terminal else 120)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
@@ -12,10 +14,12 @@ import click
 import mxnet as mx
 
 from ..distributed.hosts import PORT, SshHosts, parse_hosts, slurm_nodes
-from ..distributed.job import Job, default_log_dir, run_job, run_over_ssh
+from ..distributed.job import Job, run_job, run_over_ssh
 from ..distributed.plan import BACKENDS, program_command
+from ..distributed.process import LaunchError
 from ..distributed.rendezvous import parse_rendezvous
 from ..distributed.supervise import Limits
+from ..distributed.tokens import TOKEN, make_token_file, new_token, read_token, token_in_environment
 
 _LOCAL = {
     "num_processes",
@@ -23,16 +27,22 @@ _LOCAL = {
     "node_rank",
     "rendezvous",
     "hostfile",
+    "token_file",
+    "end_with_input",
     "program",
     "module",
 }  # what each host is told otherwise
+
+
+_TO_COME = "to-be-made-when-the-job-is-checked"  # a token
 
 
 def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Optional[Tuple[int, int]]:
     if text is None:
         return None
     fewest, colon, most = text.partition(":")
-    if not colon or not (fewest.isdigit() and most.isdigit()) or not 0 < int(fewest) <= int(most):
+    are_numbers = all(number.isascii() and number.isdigit() and len(number) < 10 for number in (fewest, most))
+    if not colon or not are_numbers or not 0 < int(fewest) <= int(most):
         raise click.BadParameter(f"got {text!r}; need MIN:MAX, such as 2:4.")
     return int(fewest), int(most)
 
@@ -84,6 +94,15 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
     help="Start on these machines by ssh: one a line, such as node1 slots=4. The folder and the Python must be the same there.",
 )
 @click.option(
+    "--token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with the secret that the machines share, readable by you alone. Node 0 writes a new one if it is missing. Else "
+    "GLUON_MGPU_TOKEN is read, and node 0 shows a new one where there is none.",
+)
+@click.option(
+    "--end-with-input", is_flag=True, hidden=True, help="End when standard input does, as --hostfile asks of each host."
+)
+@click.option(
     "--interface",
     help="Network interface, or address, to bind to. By default loopback on one machine, on several where the rendezvous is.",
 )
@@ -98,9 +117,10 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
 @click.option(
     "--grace",
     type=click.FloatRange(0, min_open=True),
-    default=5.0,
+    default=60.0,
     show_default=True,
-    help="Seconds between passing a signal on and killing.",
+    help="After Ctrl-C or SIGTERM: seconds for which processes may compute nothing (a tenth of it once one has ended) before "
+    "they are killed. They may take ten times as long in all, to end their batch and save. A second signal kills at once.",
 )
 @click.option(
     "--node-timeout",
@@ -130,12 +150,18 @@ def launch(context: click.Context, /, program: Tuple[str, ...], **options: Any) 
 
     PROGRAM is a script that ends in .py, a module after -m, or a command such as gluon-mgpu train resnet18, and its arguments.
     Each line of output begins with the process's rank. The first process that fails ends all others, and its exit
-    code is the launcher's. Ctrl-C and SIGTERM are passed on.
+    code is the launcher's. Ctrl-C and SIGTERM are passed on: fit ends its batch, saves, and the launcher exits with 130 or 143.
     """
-    sys.exit(run_over_ssh(*_over_ssh(context, program, options)) if options["hostfile"] else run_job(_job(program, options)))
+    if options["hostfile"]:
+        sys.exit(run_over_ssh(*_over_ssh(context, program, options)))
+    job, invitation = _job(context, program, options)
+    if invitation:
+        click.echo(invitation, err=True)  # to the user alone: a token does not belong into logs
+    sys.exit(run_job(job))
 
 
-def _job(program: Tuple[str, ...], options: Dict[str, Any]) -> Job:
+def _job(context: click.Context, program: Tuple[str, ...], options: Dict[str, Any]) -> Tuple[Job, str]:
+    """Return the job, and what its user needs to know to start the other machines' part of it."""
     nodes, node_rank = options["nodes"], options["node_rank"]
     rendezvous = parse_rendezvous(options["rendezvous"]) if options["rendezvous"] else None
     slurm = slurm_nodes(os.environ) if nodes is None and node_rank is None else None
@@ -145,7 +171,7 @@ def _job(program: Tuple[str, ...], options: Dict[str, Any]) -> Job:
     if node_rank is None and (nodes or 1) > 1:
         raise click.UsageError(f"got --nodes {nodes}; need --node-rank, the number of this machine, 0 to {nodes - 1}.")
     elastic = options["elastic"]
-    return Job(
+    job = Job(
         program_command(program, module=options["module"]),
         num_processes=options["num_processes"] or (elastic[1] if elastic else 1),
         servers=options["servers"],
@@ -154,12 +180,55 @@ def _job(program: Tuple[str, ...], options: Dict[str, Any]) -> Job:
         node_rank=node_rank or 0,
         rendezvous=rendezvous,
         interface=options["interface"],
+        token=_TO_COME,
+        end_with_input=options["end_with_input"],
         silence_s=options["node_timeout"],
         bind=options["bind"],
         gpus=_gpus(),
         gpus_per_process=options["devices_per_process"] or 0,
-        log_dir=options["log_dir"] or default_log_dir(),
+        log_dir=options["log_dir"],
         limits=_limits(options),
+    )
+    if job.num_nodes == 1:
+        return job, ""
+    token, source = _token(options["token_file"], leads=not job.node_rank, in_slurm=slurm is not None)
+    return replace(job, token=token), _invitation(context, job, token, source) if source else ""
+
+
+def _token(path: Optional[Path], *, leads: bool, in_slurm: bool) -> Tuple[str, str]:
+    """Return the secret of the machines, "" where there is none, and where it comes from if it is new: a file, or here."""
+    if path is not None:
+        made = leads and not in_slurm and make_token_file(path)
+        return read_token(path), "file" if made else ""
+    token = token_in_environment()
+    if in_slurm and not token:
+        raise LaunchError(
+            f"launch: got no token for the nodes of Slurm; need one that all share and other users do not know. "
+            f"Write export {TOKEN}=$(openssl rand -hex 32) before srun, or pass --token-file."
+        )
+    return (token, "") if token or not leads else (new_token(), "here")
+
+
+def _invitation(context: click.Context, job: Job, token: str, source: str) -> str:
+    """Return the command that makes the other machines join."""
+    path = context.params["token_file"]
+    ranks = "1" if job.num_nodes == 2 else f"1 to {job.num_nodes - 1}"
+    where = job.rendezvous or ("", 0)
+    placed = ["--nodes", str(job.num_nodes), "--node-rank", "1", "--rendezvous", f"{where[0]}:{where[1]}"]
+    counted = ["-n", str(context.params["num_processes"])] if context.params["num_processes"] else []
+    secret = ["--token-file", str(path)] if source == "file" else []
+    module = ["-m"] if context.params["module"] else []
+    words = [*placed, *secret, *counted, *_said(context), *module, *context.params["program"]]
+    command = "gluon-mgpu launch " + " ".join(map(shlex.quote, words))
+    if source == "file":
+        return (
+            f"gluon-mgpu launch: wrote a new token to {path}. Copy the file to the other machines, with mode 600, and run there "
+            f"with --node-rank {ranks}:\n  {command}"
+        )
+    return (
+        f"gluon-mgpu launch: whoever knows this token can join. Run on the other machines, with --node-rank {ranks}:\n"
+        f"  {TOKEN}={token} {command}\n"
+        "To keep the token out of the history of shells, pass --token-file PATH here and there."
     )
 
 
@@ -175,9 +244,10 @@ def _over_ssh(context: click.Context, program: Tuple[str, ...], options: Dict[st
         len(hosts),
         servers=0,
         limits=Limits(grace_s=grace_s, timeout_s=0),
-        log_dir=options["log_dir"] or default_log_dir(),
+        log_dir=options["log_dir"],
     )
-    return job, SshHosts(tuple(hosts), rendezvous, tuple(arguments))
+    token = read_token(options["token_file"]) if options["token_file"] else token_in_environment() or new_token()
+    return job, SshHosts(tuple(hosts), rendezvous, tuple(arguments), token)
 
 
 def _said(context: click.Context) -> List[str]:

@@ -1,4 +1,4 @@
-"""gluon-mgpu: its subcommands, and how errors and Ctrl-C end it."""
+"""gluon-mgpu: its subcommands, and how errors, Ctrl-C and SIGTERM end it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mxnet import MXNetError
 from .. import __version__, errors
 from ..distributed.process import LaunchError
 from ..gpus.nvml import DriverError
+from ..stopping import Terminated
 from .agree import agree
 from .bench import bench
 from .devices import devices
@@ -41,16 +42,21 @@ _TOLD = (
 
 
 class _Group(click.Group):
-    """A group whose errors are told in a line, and whose Ctrl-C exits with 130."""
+    """A group whose errors are told in a line, and whose Ctrl-C exits with 130, SIGTERM with 143."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # nobody reads the output any more: see gluon_mgpu_command
+            raise
         except _TOLD as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(errors.one_line(str(error))) from error
         except KeyboardInterrupt as interrupt:
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
             sys.exit(130)
+        except Terminated as end:
+            click.echo(f"Terminated. {end}", err=True)
+            raise
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

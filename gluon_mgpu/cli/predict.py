@@ -14,7 +14,9 @@ from ..data import ArrayLoader
 from ..devices import use_devices
 from ..models import resnet18
 from ..prediction import predict as run_prediction
+from ..snapshot import FILES
 from ._gpus import choosing_gpus
+from ._options import best_of
 from .train import load_images
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -27,7 +29,11 @@ def predict() -> None:
 
 @predict.command("resnet18")
 @click.option(
-    "--checkpoint", type=_FOLDER, default=Path("runs/resnet18/best"), show_default=True, help="Folder of train resnet18."
+    "--checkpoint",
+    type=_FOLDER,
+    default=Path("runs/resnet18/best"),
+    show_default=True,
+    help="Folder of train resnet18, of which best is taken, or best or last itself.",
 )
 @click.option("--devices", default="auto", show_default=True, help="As for train.")
 @choosing_gpus
@@ -70,7 +76,7 @@ def predict_resnet18(
     with use_devices(devices, **choice) as ctx:
         net = resnet18(images.num_classes)
         net.initialize(ctx=ctx)
-        load_checkpoint(checkpoint, net)
+        load_checkpoint(best_of(checkpoint, FILES), net)
         net.hybridize(static_alloc=True, static_shape=True)
         scores = run_prediction(net, ArrayLoader(images.test_images, images.test_labels, batch_size), pairs=True, progress=True)
     scores = scores - scores.max(axis=1, keepdims=True)

@@ -22,6 +22,7 @@ from ..fit import fit
 from ..leaks import LeakCheck
 from ..local_sgd import LocalSGD
 from ..models import resnet18
+from ..stopping import Terminated
 from ..trainer import Trainer
 from ..watchdog import Watchdog
 from ._gpus import choosing_gpus
@@ -231,7 +232,7 @@ def train_resnet18(
 ) -> None:
     """Train ResNet-18 on images of digits or clothes, on several devices.
 
-    The defaults train on scikit-learn's handwritten digits. Ctrl-C stops after the batch under way, and saves;
+    The defaults train on scikit-learn's handwritten digits. Ctrl-C and SIGTERM stop after the batch under way, and save;
     --resume auto goes on.
     """
     if debug:
@@ -279,8 +280,8 @@ def train_resnet18(
         }
         try:
             history = fit(net, loss, trainer, train_iter, tests, **options)
-        except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(f"{interrupt}; --resume auto goes on; what was saved is in {output}") from None
+        except (KeyboardInterrupt, Terminated) as interrupt:
+            raise type(interrupt)(f"{interrupt}; --resume auto goes on; what was saved is in {output}") from None
     if check is not None:
         tell(check.report())
     seconds = median(history.column("seconds"))

@@ -41,6 +41,7 @@ from ..models.recurrence import NUM_GATES
 from ..models.sequence_loss import LAYOUTS
 from ..sharding import split_batch
 from ..step import SplitFunction
+from ..stopping import Terminated
 from ..trainer import Trainer
 from ..translation_scores import has_sacrebleu, translation_scores
 from ..translator import Translator, load_translator
@@ -187,7 +188,7 @@ def train_seq2seq(**given: Any) -> None:
     """Train a translator with attention, on several devices.
 
     The defaults train on Korean numbers, dates, times and counts written out, with their English. Give --source and --target, or
-    --tsv, to train on text of your own. Ctrl-C stops after the batch under way, and saves; --resume auto goes on.
+    --tsv, to train on text of your own. Ctrl-C and SIGTERM stop after the batch under way, and save; --resume auto goes on.
     """
     if given["debug"]:
         os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit asks
@@ -261,8 +262,8 @@ def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], given:
             micro_steps=given["micro_steps"],
             resume=given["resume"],
         )
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(f"{interrupt}; --resume auto goes on; what was saved is in {given['output']}") from None
+    except (KeyboardInterrupt, Terminated) as interrupt:
+        raise type(interrupt)(f"{interrupt}; --resume auto goes on; what was saved is in {given['output']}") from None
     if history.stopped:
         tell(f"stopped: {history.stopped}")
     if check is not None:

@@ -14,8 +14,9 @@ from ..devices import use_devices
 from ..errors import DataError
 from ..plots import figure, save
 from ..translation import plot_attention
-from ..translator import TranslatedText, load_translator
+from ..translator import CONFIG_FILE, TranslatedText, load_translator
 from ._gpus import choosing_gpus
+from ._options import best_of
 
 _AT_ONCE = 1024  # lines of a long input that are translated together
 _JOINED = "\uffed"  # the sign of words for no space, which few fonts have
@@ -28,7 +29,7 @@ _JOINED = "\uffed"  # the sign of words for no space, which few fonts have
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/seq2seq/best"),
     show_default=True,
-    help="Folder best or last of train seq2seq.",
+    help="Folder of train seq2seq, of which best is taken, or best or last itself.",
 )
 @click.option("--devices", default="auto", show_default=True, help="As for train.")
 @choosing_gpus
@@ -63,7 +64,7 @@ def translate(
     if picture is not None:
         figure()  # if matplotlib is missing, it is told now
     with use_devices(devices, **choice) as ctx:
-        translator = load_translator(model, ctx)
+        translator = load_translator(best_of(model, [CONFIG_FILE]), ctx)
         number = 0
         for texts in _texts(file):
             options = {"beam_size": beam, "num_best": n_best, "batch_size": batch_size}

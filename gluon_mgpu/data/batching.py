@@ -6,6 +6,7 @@ from typing import Any, Iterator, Tuple
 
 import numpy as np
 
+from ..checks import MOST_SEED, flag, one_of, short, whole_number
 from ..errors import DataError
 from ..nested import is_device_array
 
@@ -53,20 +54,17 @@ class ArrayLoader:
         seed: int = 0,
         last_batch: str = "keep",
     ) -> None:
-        X, y = _on_host(X), _on_host(y)
+        X, y = _on_host("X", X), _on_host("y", y)
+        flag("ArrayLoader", "shuffle", shuffle, error=DataError)
         if not X.shape or not y.shape or len(X) != len(y) or not len(X):
             raise DataError(
                 f"ArrayLoader: got arrays of shapes {X.shape} and {y.shape}; need as many examples as labels, 1 "
                 "or more. Check the files."
             )
-        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
-            raise DataError(
-                f"ArrayLoader: got batch_size {batch_size!r}; need 1 or more. Pass the examples of a batch over all devices."
-            )
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise DataError(f"ArrayLoader: got seed {seed!r}; need 0 or more. Pass a whole number.")
-        if last_batch not in ("keep", "discard"):
-            raise DataError(f"ArrayLoader: got last_batch {last_batch!r}; need 'keep' or 'discard'. 'keep' uses every example.")
+        advice = "Pass the examples of a batch over all devices."
+        whole_number("ArrayLoader", "batch_size", batch_size, advice=advice, error=DataError)
+        whole_number("ArrayLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+        one_of("ArrayLoader", "last_batch", last_batch, ("keep", "discard"), advice="'keep' uses every example.", error=DataError)
         if last_batch == "discard" and len(X) < batch_size:
             raise DataError(
                 f"ArrayLoader: got {len(X)} examples for batches of {batch_size}; need one batch. Pass last_batch='keep'."
@@ -94,5 +92,8 @@ class ArrayLoader:
             yield self.X[chosen], self.y[chosen]
 
 
-def _on_host(array: Any) -> np.ndarray:
-    return array.asnumpy() if is_device_array(array) else np.asarray(array)
+def _on_host(name: str, array: Any) -> np.ndarray:
+    try:
+        return array.asnumpy() if is_device_array(array) else np.asarray(array)
+    except (TypeError, ValueError):
+        raise DataError(f"ArrayLoader: got {name}={short(array)}; need an array. Pad rows of unequal length.") from None

@@ -11,6 +11,7 @@ from typing import Any, Optional, Tuple, Union
 
 import numpy as np
 
+from ..checks import MOST_SEED, path_of, real_number, whole_number
 from ..errors import DataError
 from .images import ImageData, from_pixels
 
@@ -48,7 +49,10 @@ def read_idx(path: Union[str, Path], num_dimensions: int) -> np.ndarray:
 
     Source: LeCun, Cortes, Burges, "The MNIST database", section "File formats".
     """
-    content = _read(Path(path))
+    path = path_of("read_idx", "path", path, error=DataError)
+    advice = "3 are of images, 1 of labels."
+    num_dimensions = whole_number("read_idx", "num_dimensions", num_dimensions, high=255, advice=advice, error=DataError)
+    content = _read(path)
     if len(content) < 4:
         raise DataError(f"read_idx: got {len(content)} bytes in {path}; need an idx file. The file is truncated: fetch it again.")
     if content[:4] != bytes([0, 0, _UNSIGNED_BYTE, num_dimensions]):
@@ -97,7 +101,10 @@ def load_idx_folder(folder: Union[str, Path], *, seed: int = 0, test_fraction: f
     DataError
         No pair of files is there, a file is damaged, or images and labels are not as many.
     """
-    folder = Path(folder)
+    folder = path_of("load_idx_folder", "folder", folder, error=DataError)
+    whole_number("load_idx_folder", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+    advice = "0.2 is usual."
+    real_number("load_idx_folder", "test_fraction", test_fraction, low=-1e9, high=1e9, advice=advice, error=DataError)
     if not folder.is_dir():
         raise DataError(f"load_idx_folder: got {folder}, which is no folder; need one with idx files. Check --data-dir.")
     train, test = _read_pair(folder, "train"), _read_pair(folder, "t10k")

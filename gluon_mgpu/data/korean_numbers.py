@@ -10,6 +10,7 @@ from typing import Iterator, Sequence, Tuple
 
 import numpy as np
 
+from ..checks import MOST_SEED, flag, whole_number
 from ..errors import DataError
 from .numerals import (
     spell_english,
@@ -20,7 +21,7 @@ from .numerals import (
     spell_native,
     spell_sino,
 )
-from .pairs import SentencePairs, normalise
+from .pairs import SentencePairs, normalise, texts_of
 
 # Korean noun and the word that counts it; in English one of it, and several.
 _COUNTED = (
@@ -38,6 +39,7 @@ _COUNTED = (
     ("양말", "켤레", "pair of socks", "pairs of socks"),
 )
 _MAX_DIGITS = 16
+_MOST_EXAMPLES = 10**6  # which take about a minute
 _ZERO_SHARE = 0.25
 _HELD_OUT_OF = 10  # one example in ten is held out
 
@@ -76,15 +78,13 @@ def korean_numbers(num_examples: int, seed: int = 0, *, held_out: bool = False, 
     >>> len(train), len(test), set(train.source) & set(test.source)
     (5000, 500, set())
     """
+    flag("korean_numbers", "held_out", held_out, error=DataError)
     for name, number, smallest, largest in (
-        ("num_examples", num_examples, 0, np.inf),
-        ("seed", seed, 0, np.inf),
+        ("num_examples", num_examples, 0, _MOST_EXAMPLES),
+        ("seed", seed, 0, MOST_SEED),
         ("max_digits", max_digits, 1, _MAX_DIGITS),
     ):
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not smallest <= number <= largest:
-            raise DataError(
-                f"korean_numbers: got {name} {number!r}; need a whole number from {smallest} to {largest}. Pass one of them."
-            )
+        whole_number("korean_numbers", name, number, low=smallest, high=largest, advice="Pass one of them.", error=DataError)
     chosen = (pair for pair in _draw(int(seed), int(max_digits)) if is_held_out(pair[0]) == bool(held_out))
     pairs = list(islice(chosen, int(num_examples)))
     return SentencePairs([source for source, _ in pairs], [target for _, target in pairs])
@@ -119,6 +119,8 @@ def exact_match(translations: Sequence[str], references: Sequence[str]) -> float
     >>> exact_match(["three", "twenty five"], ["three", "twenty-five"])
     0.5
     """
+    translations = texts_of("exact_match", "translations", translations)
+    references = texts_of("exact_match", "references", references)
     if len(translations) != len(references) or not len(references):
         raise DataError(
             f"exact_match: got {len(translations)} translations and {len(references)} references; need as many of each, 1 or "

@@ -7,7 +7,10 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
 
+from ..checks import short as shown
+from ..checks import whole_number
 from ..errors import DataError
+from ..nested import is_device_array
 from ..sharding import plan_shards
 
 
@@ -86,7 +89,12 @@ def padding_share(lengths: Any, buckets: Sequence[LengthBucket]) -> float:
     >>> padding_share([[1, 1], [3, 3]], plan_buckets([[1, 1], [3, 3]], batch_tokens=12))
     0.3333333333333333
     """
+    if not isinstance(buckets, (list, tuple)) or not buckets or not all(isinstance(one, LengthBucket) for one in buckets):
+        raise DataError(f"padding_share: got buckets={shown(buckets)}; need what plan_buckets returns. Pass its list.")
+    lengths = _whole_numbers("padding_share", lengths)
     num_padded = sum(len(bucket.examples) * sum(bucket.padded) for bucket in buckets)
+    if lengths.sum() > num_padded or len(lengths) != sum(len(bucket.examples) for bucket in buckets):
+        raise DataError(f"padding_share: got lengths={shown(lengths)}; need those of these buckets. Plan the buckets again.")
     return float((num_padded - np.sum(lengths)) / num_padded)
 
 
@@ -113,7 +121,10 @@ def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
     >>> order.tolist(), [lengths[part].sum() for part in np.split(order, [3])]
     ([1, 3, 0, 4, 2], [12, 15])
     """
-    lengths = np.asarray(lengths)
+    lengths = _whole_numbers("balance_shards", lengths)
+    if lengths.ndim != 1:
+        raise DataError(f"balance_shards: got lengths={shown(lengths)}; need one number for each example. Sum the sides.")
+    whole_number("balance_shards", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)
     sizes = plan_shards(len(lengths), num_shards)
     longest_first = np.argsort(-lengths, kind="stable")
     num_rounds, num_extra = divmod(len(lengths), num_shards)
@@ -151,16 +162,26 @@ def _bucket(sizes: np.ndarray, examples: np.ndarray, batch_tokens: int) -> Lengt
     return LengthBucket(examples, padded, plan_shards(len(examples), -(-len(examples) // batch_size)))
 
 
+def _whole_numbers(operation: str, lengths: Any) -> np.ndarray:
+    try:
+        found = lengths.asnumpy() if is_device_array(lengths) else np.asarray(lengths)
+    except Exception:  # rows of unequal length; what an object's own code raises
+        found = np.asarray(None)
+    if found.ndim == 0 or found.dtype.kind not in "iu":
+        value = found if found.ndim else lengths
+        raise DataError(f"{operation}: got lengths={shown(value)}; need an array of whole numbers. Count the tokens.")
+    return found
+
+
 def _checked_lengths(lengths: Any, batch_tokens: Any, num_buckets: Any) -> np.ndarray:
-    sizes = np.asarray(lengths)
+    sizes = _whole_numbers("plan_buckets", lengths)
     if sizes.ndim != 2 or not sizes.size or sizes.dtype.kind not in "iu" or sizes.min() < 1:
         raise DataError(
             f"plan_buckets: got lengths of shape {sizes.shape} and type {sizes.dtype}; need whole numbers of 1 or more, shape "
             "(N, sides). Leave empty examples out."
         )
     for name, number in (("batch_tokens", batch_tokens), ("num_buckets", num_buckets)):
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
-            raise DataError(f"plan_buckets: got {name} {number!r}; need a whole number of 1 or more. Pass one.")
+        whole_number("plan_buckets", name, number, advice="Pass one.", error=DataError)
     longest = sizes.max(axis=0)
     if longest.sum() > batch_tokens:
         raise DataError(

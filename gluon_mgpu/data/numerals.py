@@ -5,8 +5,7 @@ from __future__ import annotations
 import calendar
 from typing import Any, List
 
-import numpy as np
-
+from ..checks import is_whole, short
 from ..errors import DataError
 
 LARGEST = 10**16 - 1  # 구천구백구십구조 ..., the last number below 경
@@ -221,9 +220,9 @@ def _english_year(year: int) -> str:
 
 
 def _check(operation: str, number: Any, smallest: int, largest: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not smallest <= number <= largest:
+    if not is_whole(number) or not smallest <= number <= largest:
         raise DataError(
-            f"{operation}: got {number!r}; need a whole number from {smallest} to {largest}. Other numbers are not spelt here."
+            f"{operation}: got {short(number)}; need a whole number from {smallest} to {largest}. Others are not spelt here."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Iterator, List, Sequence, Tuple
 
 import numpy as np
 
+from ..checks import MOST_SEED, flag, instance, short, whole_number
 from ..errors import DataError
 from .length_buckets import balance_shards, padding_share, plan_buckets
 from .pairs import SentencePairs
@@ -82,16 +83,18 @@ class PairLoader:
         num_shards: int = 1,
         num_buckets: int = 16,
     ) -> None:
+        for name, side in (("source", source), ("target", target)):
+            if not isinstance(side, (list, tuple, np.ndarray)) or not getattr(side, "shape", (1,)):
+                raise DataError(f"PairLoader: got {name}={short(side)}; need a list of lists of tokens. Encode the sentences.")
+        flag("PairLoader", "shuffle", shuffle, error=DataError)
         if len(source) != len(target) or not len(source):
             raise DataError(
                 f"PairLoader: got {len(source)} source and {len(target)} target sentences; need as many of each, 1 or more. "
                 "Check the files."
             )
-        for name, number, smallest in (("seed", seed, 0), ("num_shards", num_shards, 1)):
-            if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < smallest:
-                raise DataError(f"PairLoader: got {name} {number!r}; need {smallest} or more. Pass a whole number.")
-        if isinstance(batch_axis, bool) or batch_axis not in (0, 1):
-            raise DataError(f"PairLoader: got batch_axis {batch_axis!r}; need 0 or 1. 0 is (B, T), 1 is (T, B).")
+        whole_number("PairLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+        whole_number("PairLoader", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)
+        whole_number("PairLoader", "batch_axis", batch_axis, low=0, high=1, advice="0 is (B, T), 1 is (T, B).", error=DataError)
         # One array a sentence, with both ends: source and target output leave the first out, target input the last.
         self._source, self._target = _with_ends("source", source), _with_ends("target", target)
         self.lengths = np.array([[len(s) - 1, len(t) - 1] for s, t in zip(self._source, self._target)], np.int32)
@@ -157,16 +160,24 @@ def encode_pairs(
     >>> encode_pairs(pairs, build_vocabulary(pairs.source, "characters"), build_vocabulary(pairs.target, "words"))
     ([[4], [5, 4]], [[4], [5, 4]])
     """
+    instance("encode_pairs", "pairs", pairs, SentencePairs, "SentencePairs", advice="Pass what read_pairs gave.", error=DataError)
+    for name, one in (("source_vocabulary", source_vocabulary), ("target_vocabulary", target_vocabulary)):
+        instance(
+            "encode_pairs", name, one, Vocabulary, "a Vocabulary", advice="Pass what build_vocabulary gave.", error=DataError
+        )
     return [source_vocabulary.encode(text) for text in pairs.source], [target_vocabulary.encode(text) for text in pairs.target]
 
 
 def _with_ends(name: str, sentences: Sequence[Sequence[int]]) -> List[np.ndarray]:
     whole = []
     for i, sentence in enumerate(sentences):
-        tokens = np.asarray(sentence)
+        try:
+            tokens = np.asarray(sentence)
+        except (TypeError, ValueError):  # rows of unequal length
+            tokens = np.empty((1, 1))
         if tokens.ndim != 1 or (tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < UNK)):
             raise DataError(
-                f"PairLoader: got {name} sentence {i} {str(sentence)[:60]}; need a list of token numbers of {UNK} or more, as "
+                f"PairLoader: got {name} sentence {i} {short(sentence)}; need a list of token numbers of {UNK} or more, as "
                 f"{PAD}, {BOS} and {EOS} are added here. Pass what Vocabulary.encode gave."
             )
         whole.append(np.array([BOS, *tokens, EOS], np.int32))

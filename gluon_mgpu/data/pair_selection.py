@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Sequence, Tuple, Union
 
 import numpy as np
 
+from ..checks import MOST_SEED, instance, is_number, is_whole, short, whole_number
 from ..errors import DataError
 from .pairs import SentencePairs
 
@@ -69,12 +70,17 @@ def filter_pairs(
     >>> print(filtered)
     2 of 3 pairs kept; 0 too short, 0 too long, 1 of unlike lengths
     """
-    if not 0 <= min_length <= max_length or not max_ratio >= 1:
+    _check_pairs("filter_pairs", pairs)
+    limits = [min_length, max_length, max_ratio]
+    if not all(map(is_number, limits)) or not 0 <= min_length <= max_length or not max_ratio >= 1:
         raise DataError(
-            f"filter_pairs: got min_length {min_length}, max_length {max_length} and max_ratio {max_ratio}; need 0 <= min_length "
+            f"filter_pairs: got min_length, max_length and max_ratio of {', '.join(map(short, limits))}; need 0 <= min_length "
             "<= max_length and max_ratio >= 1. Other limits keep nothing."
         )
-    of_source, of_target = length if isinstance(length, tuple) else (length, length)
+    of_sides = length if isinstance(length, tuple) else (length, length)
+    if len(of_sides) != 2 or not all(map(callable, of_sides)):
+        raise DataError(f"filter_pairs: got length={short(length)}; need a function, or a pair of them. Pass len, for one.")
+    of_source, of_target = (_length_by(function) for function in of_sides)
     kept: List[int] = []
     num_too_short = num_too_long = 0
     for i, (source, target) in enumerate(pairs):
@@ -109,14 +115,16 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
     DataError
         There are not so many pairs, or those that belong together do not fit.
     """
+    _check_pairs("split_pairs", pairs)
+    if not isinstance(sizes, (list, tuple, np.ndarray)) or not getattr(sizes, "shape", (1,)):
+        raise DataError(f"split_pairs: got sizes={short(sizes)}; need a list of whole numbers. Pass (300, 20), for one.")
     wanted = list(sizes)
-    if any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in wanted) or sum(wanted) > len(pairs):
+    if not all(is_whole(n) and n >= 1 for n in wanted) or sum(wanted) > len(pairs):
         raise DataError(
-            f"split_pairs: got sizes {wanted} for {len(pairs)} pairs; need whole numbers of 1 or more, together at most "
+            f"split_pairs: got sizes {short(wanted)} for {len(pairs)} pairs; need whole numbers of 1 or more, together at most "
             f"{len(pairs)}. Ask for fewer."
         )
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise DataError(f"split_pairs: got seed {seed!r}; need 0 or more. Pass a whole number.")
+    whole_number("split_pairs", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
     rng = np.random.default_rng(seed)
     groups = _connected(pairs)
     groups = sorted((groups[i] for i in rng.permutation(len(groups))), key=len, reverse=True)
@@ -134,6 +142,22 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
             "that share none. Ask for smaller parts."
         )
     return [pairs.take(sorted(part)) for part in parts[:-1]]
+
+
+def _check_pairs(operation: str, pairs: Any) -> None:
+    instance(operation, "pairs", pairs, SentencePairs, "SentencePairs", advice="Pass what read_pairs returns.", error=DataError)
+
+
+def _length_by(function: Length) -> Length:
+    """Return a function of the user's that is asked for numbers alone."""
+
+    def length(text: str) -> int:
+        found = function(text)
+        if not is_number(found):
+            raise DataError(f"filter_pairs: got length(text)={short(found)}; need a number. Pass len, for one.")
+        return found  # type: ignore[return-value]
+
+    return length
 
 
 def _connected(pairs: SentencePairs) -> List[List[int]]:

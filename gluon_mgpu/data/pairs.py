@@ -5,10 +5,9 @@ from __future__ import annotations
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, List, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Sequence, Tuple, Union
 
-import numpy as np
-
+from ..checks import flag, instance, path_of, short, whole_number
 from ..errors import DataError
 
 PathLike = Union[str, Path]
@@ -40,7 +39,7 @@ class SentencePairs:
 
     def __post_init__(self) -> None:
         for name in ("source", "target"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, texts_of("SentencePairs", name, getattr(self, name)))
         if len(self.source) != len(self.target):
             raise DataError(
                 f"SentencePairs: got {len(self.source)} source and {len(self.target)} target sentences; need as many of each. "
@@ -64,6 +63,17 @@ class SentencePairs:
         return SentencePairs(self.target, self.source)
 
 
+def texts_of(operation: str, name: str, texts: Any) -> Tuple[str, ...]:
+    """Return an iterable of texts as a tuple; `DataError` where it is something else."""
+    try:
+        found = tuple(texts) if not isinstance(texts, (str, dict)) else (None,)
+    except TypeError:  # not an iterable, such as an array of no dimension
+        found = (None,)
+    if not all(isinstance(text, str) for text in found):
+        raise DataError(f"{operation}: got {name}={short(texts)}; need a list of texts. Pass ['one', 'two'], for one.")
+    return found
+
+
 def normalise(text: str) -> str:
     """Return text in Unicode's form NFC, with single spaces between words and none around them.
 
@@ -75,6 +85,7 @@ def normalise(text: str) -> str:
     >>> normalise(f"  {decomposed} \\t 개 "), len(decomposed), len(normalise(decomposed))
     ('한 개', 3, 1)
     """
+    instance("normalise", "text", text, str, "a text", advice="Pass a str.", error=DataError)
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -94,6 +105,7 @@ def read_pairs(source_path: PathLike, target_path: PathLike, *, skip_empty: bool
     OSError
         A file cannot be read.
     """
+    flag("read_pairs", "skip_empty", skip_empty, error=DataError)
     source, target = read_lines("read_pairs", source_path), read_lines("read_pairs", target_path)
     if len(source) != len(target):
         raise DataError(
@@ -124,9 +136,10 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
     OSError
         The file cannot be read.
     """
+    flag("read_tsv", "skip_empty", skip_empty, error=DataError)
     columns = (source_column, target_column)
-    if any(isinstance(column, bool) or not isinstance(column, (int, np.integer)) or column < 0 for column in columns):
-        raise DataError(f"read_tsv: got columns {columns}; need whole numbers of 0 or more. The first column is 0.")
+    for name, column in zip(("source_column", "target_column"), columns):
+        whole_number("read_tsv", name, column, low=0, advice="The first column is 0.", error=DataError)
     rows = []
     for number, line in enumerate(read_lines("read_tsv", path), 1):
         fields = line.split("\t")
@@ -141,7 +154,11 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
 
 def read_lines(operation: str, path: PathLike) -> List[str]:
     """Return the lines of a UTF-8 file. Only a line feed ends one: str.splitlines knows others, which may stand in text."""
-    content = Path(path).read_bytes()
+    return lines_of(operation, path_of(operation, "path", path, error=DataError).read_bytes(), path)
+
+
+def lines_of(operation: str, content: bytes, path: PathLike) -> List[str]:
+    """Return the lines of a UTF-8 file from its bytes; errors name its path."""
     try:
         text = content.decode("utf-8-sig")  # Windows' editors begin a file with a mark
     except UnicodeDecodeError as error:

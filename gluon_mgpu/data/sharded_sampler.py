@@ -8,6 +8,7 @@ from typing import Any, Iterable, Iterator, List, Optional, TypeVar
 import numpy as np
 from mxnet import gluon
 
+from ..checks import MOST, MOST_SEED, flag, instance, whole_number
 from ..distributed.process import Process, this_process
 from ..errors import DataError
 
@@ -59,14 +60,14 @@ class ShardedSampler:
         self, num_examples: int, batch_size: int, *, shuffle: bool = True, seed: int = 0, process: Optional[Process] = None
     ) -> None:
         self._process = this_process() if process is None else process
+        instance("ShardedSampler", "process", self._process, Process, "a Process", advice="Leave it out.", error=DataError)
+        flag("ShardedSampler", "shuffle", shuffle, error=DataError)
         least = self._process.num_processes
         sizes = (("num_examples", num_examples, least), ("batch_size", batch_size, least), ("seed", seed, 0))
         for name, number, smallest in sizes:
-            if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < smallest:
-                raise DataError(
-                    f"ShardedSampler: got {name} {number!r} for {least} processes; need a whole number of {smallest} or more. "
-                    "Give each process one example of each batch at least."
-                )
+            advice = f"Give each of {least} processes one example of each batch at least."
+            most = MOST_SEED if name == "seed" else MOST
+            whole_number("ShardedSampler", name, number, low=smallest, high=most, advice=advice, error=DataError)
         self.num_examples, self.batch_size, self.shuffle, self.seed = int(num_examples), int(batch_size), shuffle, int(seed)
         self.epoch = 0
         begins = list(range(0, self.num_examples, self.batch_size))
@@ -111,9 +112,13 @@ def skip_first_batches(loader: Iterable[Item], num_batches: int) -> LaterBatches
 
     Source: the name is Accelerate's.
     """
-    if isinstance(num_batches, bool) or not isinstance(num_batches, (int, np.integer)) or num_batches < 0:
-        raise DataError(f"skip_first_batches: got {num_batches!r}; need a whole number of 0 or more. Pass batches, not examples.")
-    return LaterBatches(loader, int(num_batches))
+    instance(
+        "skip_first_batches", "loader", loader, Iterable, "an iterable of batches", advice="Pass a DataLoader.", error=DataError
+    )
+    advice = "Pass batches, not examples."
+    return LaterBatches(
+        loader, whole_number("skip_first_batches", "num_batches", num_batches, low=0, advice=advice, error=DataError)
+    )
 
 
 class LaterBatches(Iterable[Item]):

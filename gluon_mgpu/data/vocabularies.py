@@ -6,10 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Iterable, Union
 
-import numpy as np
-
+from ..checks import is_number, one_of, path_of, short, whole_number
 from ..errors import DataError
-from .pairs import normalise, read_lines
+from .pairs import lines_of, normalise
 from .subwords import SubwordVocabulary, train_subwords
 from .vocabulary import SPECIAL, Vocabulary
 from .words import FIRST_LINE, LISTED, ListedVocabulary
@@ -51,14 +50,19 @@ def build_vocabulary(
     >>> vocabulary.tokens(range(len(vocabulary)))
     ['<pad>', '<bos>', '<eos>', '<unk>', 'one', 'hundred']
     """
+    one_of("build_vocabulary", "kind", kind, ("subwords", *LISTED), advice="Pass one.", error=DataError)
+    if not is_number(character_coverage) or not 0 < character_coverage <= 1:
+        raise DataError(
+            f"build_vocabulary: got character_coverage={short(character_coverage)}; need a number above 0, at most 1. 0.9995 is "
+            "usual."
+        )
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise DataError(f"build_vocabulary: got texts={short(texts)}; need sentences. Pass a list of texts.")
     lines = [line for line in map(normalise, texts) if line]
-    if kind not in (*LISTED, "subwords"):
-        raise DataError(f"build_vocabulary: got kind {kind!r}; need 'subwords', {', '.join(map(repr, LISTED))}. Pass one.")
     if not lines:
         raise DataError("build_vocabulary: got no text; need one sentence or more. Check the corpus.")
     for name, number, smallest in (("size", size, len(SPECIAL) + 1), ("min_count", min_count, 1)):
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < smallest:
-            raise DataError(f"build_vocabulary: got {name} {number!r}; need a whole number of {smallest} or more. Raise it.")
+        whole_number("build_vocabulary", name, number, low=smallest, advice="Change it.", error=DataError)
     if kind == "subwords":
         return SubwordVocabulary(train_subwords(lines, int(size), character_coverage))
     counts = Counter(token for line in lines for token in LISTED[kind][0](line))
@@ -78,16 +82,25 @@ def load_vocabulary(path: Union[str, Path]) -> Vocabulary:
     OSError
         It cannot be read.
     """
-    content = Path(path).read_bytes()
+    return read_vocabulary(path_of("load_vocabulary", "path", path, error=DataError).read_bytes(), path)
+
+
+def read_vocabulary(content: bytes, path: Union[str, Path]) -> Vocabulary:
+    """Return a vocabulary from the bytes of a file; errors name its path. See `load_vocabulary`."""
     try:
-        if not content.startswith(FIRST_LINE.encode()):
+        if not is_listed(content):
             return SubwordVocabulary(content)
-        first, *tokens = read_lines("load_vocabulary", path)
+        first, *tokens = lines_of("load_vocabulary", content, path)
         if tuple(tokens[: len(SPECIAL)]) != SPECIAL:
-            raise DataError(f"got {tokens[: len(SPECIAL)]} as the first tokens; need {', '.join(SPECIAL)}.")
+            raise DataError(f"got {tokens[: len(SPECIAL)]!r:.60} as the first tokens; need {', '.join(SPECIAL)}.")
         return ListedVocabulary(first[len(FIRST_LINE) :], tokens[len(SPECIAL) :])
     except DataError as error:
         raise DataError(
             f"load_vocabulary: got {path}, which is no whole vocabulary ({error}); need a file that Vocabulary.save wrote. "
             "Copy it again."
         ) from error
+
+
+def is_listed(content: bytes) -> bool:
+    """Return whether these are the bytes of a vocabulary of words or characters; else they are a model of sentencepiece's."""
+    return content.startswith(FIRST_LINE.encode())

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Union
 
+from ..checks import instance
 from ..errors import DataError
 
 PAD, BOS, EOS, UNK = range(4)  # padding, begin and end of a sentence, unknown
@@ -51,8 +52,12 @@ class Vocabulary(ABC):
 
     def config(self) -> Dict[str, Any]:
         """Return what a checkpoint should keep to know this vocabulary again: see `check_vocabulary`."""
-        fingerprint = hashlib.sha256(self.to_bytes()).hexdigest()[:16]
-        return {"kind": self.kind, "size": len(self), "fingerprint": fingerprint}
+        return {"kind": self.kind, "size": len(self), "fingerprint": fingerprint(self.to_bytes())}
+
+
+def fingerprint(content: bytes) -> str:
+    """Return a short text that the bytes of another vocabulary do not have."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def check_vocabulary(vocabulary: Vocabulary, config: Mapping[str, Any], name: str = "vocabulary") -> None:
@@ -77,6 +82,8 @@ def check_vocabulary(vocabulary: Vocabulary, config: Mapping[str, Any], name: st
     >>> vocabulary = build_vocabulary(["가나다"], "characters")
     >>> check_vocabulary(vocabulary, {"kind": "characters", "size": 7, "fingerprint": vocabulary.config()["fingerprint"]})
     """
+    instance("check_vocabulary", "vocabulary", vocabulary, Vocabulary, "a Vocabulary", advice="Load it.", error=DataError)
+    instance("check_vocabulary", "config", config, Mapping, "a mapping", advice="Pass vocabulary.config().", error=DataError)
     found = vocabulary.config()
     differing = [key for key in found if config.get(key) != found[key]]
     if differing:

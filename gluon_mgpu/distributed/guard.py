@@ -4,8 +4,9 @@
        ▲           │  ◄──────────────────────────────────┘ orphans become the guard's children
        └── pipe ───┘  "pid 71", "ended 51283.5 9": the program's number; when it ended and its wait status
 
-The guard passes SIGINT and SIGTERM on, waits a grace time, and kills what is left. When the launcher is gone, however it went,
-the kernel wakes the guard with a SIGCONT; when the guard is gone, it kills the program, and the launcher inherits the rest.
+The guard passes SIGINT and SIGTERM on; the launcher decides how long to wait, and kills. When the launcher is gone, however it
+went, the kernel wakes the guard with a SIGCONT, and it ends the program by itself: SIGTERM, a grace time, SIGKILL. When the guard
+is gone, the kernel kills the program, and the launcher inherits the rest.
 It imports nothing of this package, so that it starts in milliseconds and holds few bytes.
 
 Source: Linux' prctl(2), PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER; proc_pid_stat(5).
@@ -33,6 +34,7 @@ class Stat(NamedTuple):
     parent: int
     state: str  # R, S, D, Z, T: stopped
     cpu_s: float
+    group: int = 0
 
 
 def processes() -> Dict[int, Stat]:
@@ -46,7 +48,8 @@ def processes() -> Dict[int, Stat]:
                     fields = file.read().rpartition(b")")[2].split()  # the name before may hold blanks and brackets
             except OSError:  # it has ended meanwhile
                 continue
-            found[int(name)] = Stat(int(fields[1]), fields[0].decode(), (int(fields[11]) + int(fields[12])) * tick_s)
+            cpu_s = (int(fields[11]) + int(fields[12])) * tick_s
+            found[int(name)] = Stat(int(fields[1]), fields[0].decode(), cpu_s, int(fields[2]))
     return found
 
 
@@ -137,7 +140,7 @@ def _start(command: List[str], cores: Sequence[int]) -> int:
 
 
 def _wait(child: int, parent: int, grace_s: float) -> int:
-    """Pass signals on until the child has ended, or kill it when the grace is over; return its wait status."""
+    """Pass signals on until the child has ended; without the launcher, end it. Return its wait status."""
     deadline: Optional[float] = None
     while True:
         left_s = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
@@ -148,9 +151,9 @@ def _wait(child: int, parent: int, grace_s: float) -> int:
         signum = told.si_signo if told is not None else 0
         if signum == signal.SIGCONT and os.getppid() != parent:
             signum = signal.SIGTERM
-        if signum in (signal.SIGTERM, signal.SIGINT):
             deadline = deadline or time.monotonic() + grace_s
-            _kill_group(child, signum)
+        if signum in (signal.SIGTERM, signal.SIGINT):
+            _pass_on(child, signum)
         elif deadline is not None and time.monotonic() >= deadline:
             _kill_group(child, signal.SIGKILL)
             return os.waitpid(child, 0)[1]
@@ -168,6 +171,25 @@ def _reap_all(child: int) -> Optional[int]:
             return status
         if pid == child:
             status = ended
+
+
+def _pass_on(child: int, signum: int) -> None:
+    """Send a signal to the child's group as a terminal does, but not to forks of a process that gets it.
+
+    They are that process's to end: such as the workers of a DataLoader, without whose data it could not end its batch.
+    """
+    group = {pid: stat for pid, stat in processes().items() if stat.group == child} or {child: Stat(os.getpid(), "", 0.0)}
+    for pid, stat in group.items():
+        if stat.parent not in group or _program(pid) != _program(stat.parent):
+            _kill(pid, signum)
+
+
+def _program(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read() + os.fsencode(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:  # it has ended meanwhile
+        return b""
 
 
 def _kill_group(pid: int, signum: int) -> None:

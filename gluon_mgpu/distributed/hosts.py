@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import List, Mapping, Optional, Sequence, Tuple
 
 from .plan import Plan, Task
 from .process import LaunchError
+from .tokens import TOKEN
 
 PORT = 29400
-_SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")  # with a terminal, what runs there ends with ssh
+# Without a terminal, which would echo what is sent there, and log it. The launcher there ends when its input does.
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _PASSED_ON = ("MXNET_", "OMP_", "PS_")
+_MOST_PASSED = 48 * 1024  # bytes; a pipe holds more
+# ps shows commands to every user of a machine, so the environment and the token come through standard input, in one line. The
+# launcher sets them itself, before it imports MXNet: /proc/PID/environ holds only what a process was started with.
+_RUN_THERE = (
+    "import json, os, runpy, sys; os.environ.update(json.loads(sys.stdin.readline())); "
+    'runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
+)
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST = 10_000
 
@@ -60,7 +70,7 @@ def parse_hosts(text: str, *, slots: int) -> List[Host]:
         if not words:
             continue
         said = re.fullmatch(r"slots=([1-9]\d{0,4})", words[1]) if len(words) > 1 else None
-        if len(words) > 2 or (len(words) > 1 and said is None) or words[0].startswith("-"):
+        if len(words) > 2 or (len(words) > 1 and said is None) or words[0].startswith("-") or not words[0].isprintable():
             raise LaunchError(f"launch: got {line!r} in the host file; need a host a line. Write node1, or node1 slots=4.")
         found.append(Host(words[0], int(said.group(1)) if said else slots))
     if len({host.name for host in found}) != len(found) or not found:
@@ -132,7 +142,7 @@ def slurm_nodes(environ: Mapping[str, str]) -> Optional[Tuple[int, int, Tuple[st
     node = environ.get("SLURM_NODEID", "")
     if count == "1":
         return None
-    if not (count.isdigit() and node.isdigit() and int(node) < int(count)):
+    if not (count.isascii() and count.isdigit() and node.isascii() and node.isdigit() and int(node) < int(count)):
         raise LaunchError(
             f"launch: got SLURM_NNODES={count!r}, SLURM_NODEID={node!r}; need numbers. Pass --nodes and --node-rank."
         )
@@ -145,7 +155,7 @@ def slurm_nodes(environ: Mapping[str, str]) -> Optional[Tuple[int, int, Tuple[st
         )
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     job = environ.get("SLURM_JOB_ID", "0")
-    port = PORT + (int(job) % 1000 if job.isdigit() else 0)
+    port = PORT + (int(job) % 1000 if job.isascii() and job.isdigit() else 0)
     return int(count), int(node), (expand_nodelist(nodelist)[0], port)
 
 
@@ -153,34 +163,58 @@ def slurm_nodes(environ: Mapping[str, str]) -> Optional[Tuple[int, int, Tuple[st
 class SshHosts:
     """A launcher to start on every host, by ssh: to a `Node` they are its processes.
 
+    Each gets the token, and those variables of the environment that are passed on, through ssh's standard input.
+
     Attributes
     ----------
     hosts : tuple of Host
     rendezvous : tuple of (str, int)
     arguments : tuple of str
         What follows `gluon-mgpu launch`, but for nodes, rendezvous and number of processes.
+    token : str
+        What the launchers prove to each other that they know.
     host : str
         The address of this machine; nobody asks for it.
+
+    Raises
+    ------
+    LaunchError
+        There is more to pass on than a pipe holds.
     """
 
     hosts: Tuple[Host, ...]
     rendezvous: Tuple[str, int]
     arguments: Tuple[str, ...]
+    token: str = field(repr=False)
     host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        size = len(self._environ())
+        if size > _MOST_PASSED:
+            raise LaunchError(
+                f"launch: got {size} bytes of {', '.join(name + '*' for name in _PASSED_ON)} to pass on by ssh; need at most "
+                f"{_MOST_PASSED}. Unset what the other hosts do not need."
+            )
 
     def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
         """Return one ssh a host."""
-        environ = dict(os.environ)
+        environ = {name: value for name, value in os.environ.items() if name != TOKEN}
+        passed = self._environ()
         return [
-            Task(f"node {host.name}", rank, (*_SSH, host.name, self._command(rank, host)), environ, True)
+            Task(f"node {host.name}", rank, (*_SSH, host.name, self._command(rank, host)), environ, True, stdin=passed)
             for rank, host in enumerate(self.hosts)
         ]
 
+    def _environ(self) -> bytes:
+        """Return the line that each launcher reads first."""
+        passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        return json.dumps({**passed, "NO_COLOR": "1", TOKEN: self.token}).encode("ascii") + b"\n"
+
     def _command(self, node_rank: int, host: Host) -> str:
         where = f"{self.rendezvous[0]}:{self.rendezvous[1]}"
-        placed = ["--nodes", str(len(self.hosts)), "--node-rank", str(node_rank), "--rendezvous", where, "-n", str(host.slots)]
-        passed = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_PASSED_ON))
-        command = ["env", "NO_COLOR=1", *passed, sys.executable, "-m", "gluon_mgpu", "launch", *placed, *self.arguments]
+        placed = ["--nodes", str(len(self.hosts)), "--node-rank", str(node_rank), "--rendezvous", where, "--end-with-input"]
+        slots = ["-n", str(host.slots)]
+        command = [sys.executable, "-c", _RUN_THERE, "gluon_mgpu", "launch", *placed, *slots, *self.arguments]
         return f"cd {shlex.quote(os.getcwd())} && exec {_quoted(command)}"
 
 

@@ -6,6 +6,7 @@ import fcntl
 import socket
 import struct
 
+from ..checks import short
 from .process import LaunchError
 
 _SIOCGIFADDR = 0x8915
@@ -29,10 +30,10 @@ def address_of(interface: str) -> str:
         return address
     try:
         return str(socket.getaddrinfo(interface, None, socket.AF_INET)[0][4][0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a label of a name that is longer than names may be
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise LaunchError(
-            f"launch: got {interface!r} ({error}); need an interface, a host or an IPv4 address. Here are {names}."
+            f"launch: got {short(interface)} ({error}); need an interface, a host or an IPv4 address. Here are {names}."
         ) from None
 
 
@@ -50,7 +51,7 @@ def interface_of(address: str) -> str:
 def _address(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode(errors="replace")[:15]))
         except OSError:
             return ""
     return socket.inet_ntoa(packed[20:24])

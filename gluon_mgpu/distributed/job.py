@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import selectors
+import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -20,11 +22,21 @@ from .plan import BACKENDS, Machine, bindable_cores
 from .process import LaunchError
 from .rendezvous import Rendezvous
 from .supervise import Limits, Signals, Supervisor
+from .tokens import TOKEN, check_token, token_in_environment
 
 
-def default_log_dir() -> Path:
-    """Return a folder in `runs/launch` that is named after the time."""
-    return Path("runs/launch", time.strftime("%Y%m%d-%H%M%S"))
+def make_log_dir(folder: Path = Path("runs/launch")) -> Path:
+    """Make a folder that is named after the time, and return it. Launches in one second get one each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = time.strftime("%Y%m%d-%H%M%S")
+    made, number = folder / name, 1
+    while True:
+        try:
+            made.mkdir()
+            return made
+        except FileExistsError:
+            number += 1
+            made = folder / f"{name}-{number}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,10 @@ class Job:
     interface : str, optional
         Network interface or address of this machine that everything binds to: by default loopback on one machine, and the
         address from which the rendezvous is reached on several.
+    token : str
+        What the launchers of several machines prove to each other that they know; by default `GLUON_MGPU_TOKEN`.
+    end_with_input : bool
+        Whether the end of standard input ends the job as a lost terminal does.
     silence_s : float, seconds
         After which a machine that says nothing is lost.
     bind : bool
@@ -56,8 +72,8 @@ class Job:
         The GPUs here, as `CUDA_VISIBLE_DEVICES` names them.
     gpus_per_process : int
         0 shares them out evenly.
-    log_dir : pathlib.Path
-        Folder for the logs; by default one in `runs/launch`, named after the time.
+    log_dir : pathlib.Path, optional
+        Folder for the logs; by default a new one in `runs/launch`, named after the time.
     limits : Limits
     """
 
@@ -69,17 +85,21 @@ class Job:
     node_rank: int = 0
     rendezvous: Optional[Tuple[str, int]] = None
     interface: Optional[str] = None
+    token: str = field(default_factory=token_in_environment, repr=False)
+    end_with_input: bool = False
     silence_s: float = 10.0
     bind: bool = True
     gpus: Tuple[str, ...] = ()
     gpus_per_process: int = 0
-    log_dir: Path = field(default_factory=default_log_dir)
+    log_dir: Optional[Path] = None
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         wrong = _wrong(self)
         if wrong:
             raise LaunchError(f"launch: got {wrong}")
+        if self.num_nodes > 1:
+            check_token(self.token, "the job")
 
 
 def run_job(job: Job) -> int:
@@ -118,17 +138,19 @@ def run_over_ssh(job: Job, hosts: SshHosts) -> int:
 @contextmanager
 def _stage(job: Job, machine: Union[Machine, SshHosts]) -> Iterator[Tuple[Node, Callable[[int, str], int], Dict[str, Any]]]:
     """Give this machine's node, how to tell the end, and what else needs an end: the selector and the signal handlers."""
-    output = Output(job.log_dir, _binary(sys.stdout, sys.__stdout__), _binary(sys.stderr, sys.__stderr__))
+    output = Output(job.log_dir or make_log_dir(), _binary(sys.stdout, sys.__stdout__), _binary(sys.stderr, sys.__stderr__))
 
     def tell_end(code: int, cause: str) -> int:
         if code:
-            output.tell(f"{cause}\nThe logs are in {job.log_dir}.")
+            output.tell(f"{cause}\nThe logs are in {output.folder}.")
         return code
 
     adopted = guard.adopt_orphans(True)  # should a guard be killed, what it guarded comes here
     try:
         with selectors.DefaultSelector() as selector, Signals() as signals:
-            node = Node(machine, output, selector, grace_s=job.limits.grace_s, timeout_s=job.limits.timeout_s)
+            if job.end_with_input:
+                _watch_input(selector)
+            node = Node(machine, output, selector, grace_s=job.limits.failed_s, timeout_s=job.limits.timeout_s)
             yield node, tell_end, {"limits": job.limits, "selector": selector, "signals": signals, "tell": output.tell}
     finally:
         guard.adopt_orphans(adopted)
@@ -137,11 +159,12 @@ def _stage(job: Job, machine: Union[Machine, SshHosts]) -> Iterator[Tuple[Node, 
 def _lead(job: Job, node: Node, common: Dict[str, Any]) -> Tuple[int, str]:
     if job.num_nodes == 1 or job.rendezvous is None:
         return Supervisor(node, None, job.num_processes, servers=job.servers, backend=job.backend, **common).run()
-    waits = {name: common[name] for name in ("selector", "tell")}
-    rendezvous = Rendezvous(node.machine.host, job.rendezvous[1], job.num_nodes, silence_s=job.silence_s, **waits)
+    asked: Dict[str, Any] = {"servers": job.servers, "backend": job.backend}
+    waits = {"silence_s": job.silence_s, "token": job.token, "selector": common["selector"], "tell": common["tell"]}
+    rendezvous = Rendezvous(node.machine.host, job.rendezvous[1], job.num_nodes, **asked, **waits)
     code, cause = 1, "the launcher of node 0 failed"
     try:
-        code, cause = Supervisor(node, rendezvous, job.num_processes, servers=job.servers, backend=job.backend, **common).run()
+        code, cause = Supervisor(node, rendezvous, job.num_processes, **asked, **common).run()
     finally:
         rendezvous.finish(code, cause)
     return code, cause
@@ -149,9 +172,25 @@ def _lead(job: Job, node: Node, common: Dict[str, Any]) -> Tuple[int, str]:
 
 def _follow(job: Job, machine: Machine, node: Node, common: Dict[str, Any]) -> Tuple[int, str]:
     assert job.rendezvous is not None
-    seat = Seat(job.node_rank, job.num_nodes, job.num_processes)
+    seat = Seat(job.node_rank, job.num_nodes, job.num_processes, job.servers, job.backend)
     source = machine.host if job.interface else None
-    return Follower(node, machine, seat, rendezvous=job.rendezvous, source=source, silence_s=job.silence_s, **common).run()
+    knows: Dict[str, Any] = {"rendezvous": job.rendezvous, "token": job.token, "source": source, "silence_s": job.silence_s}
+    return Follower(node, machine, seat, **knows, **common).run()
+
+
+def _watch_input(selector: selectors.BaseSelector) -> None:
+    """End the job as a lost terminal does when standard input ends: it comes through ssh, which has ended then."""
+    descriptor = 0
+
+    def read() -> None:
+        if not os.read(descriptor, 1 << 16):
+            selector.unregister(descriptor)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    try:
+        selector.register(descriptor, selectors.EVENT_READ, read)
+    except PermissionError:
+        raise LaunchError("launch: got a file as standard input; need a pipe with --end-with-input. Leave that out.") from None
 
 
 def _wrong(job: Job) -> str:
@@ -174,6 +213,10 @@ def _wrong(job: Job) -> str:
         (
             job.num_nodes > 1 and job.rendezvous is None,
             f"{job.num_nodes} nodes; need the address of node 0 and a port. See --rendezvous.",
+        ),
+        (
+            job.num_nodes > 1 and not job.token,
+            f"no token for {job.num_nodes} nodes; need the one that node 0 shows. Set {TOKEN} to it, or pass --token-file.",
         ),
         (
             not 0 < limits.grace_s < 1e6 or not 0 < job.silence_s < 1e6,

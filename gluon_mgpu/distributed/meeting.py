@@ -5,19 +5,30 @@
 It knows the three requests of Horovod's HTTPStore: PUT and GET of /scope/key, and DELETE, with which a process says that it has
 found all others.
 
+Horovod's processes know no password, so whoever reaches the address can read and change the table. What strangers send is
+bounded: entries, bytes, connections and their time. The oldest connection makes room for a new one.
+
 Source: Horovod 0.28.1, horovod/common/gloo/http_store.cc, horovod/runner/http/http_server.py.
 """
 
 from __future__ import annotations
 
+import resource
 import socket
 import sys
+import threading
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Dict
 
 _MOST_BYTES = 1 << 20  # of an entry; an address takes some hundred
-_MOST_ENTRIES = 1 << 20
-_WAIT_S = 10.0  # for the rest of a request
+_MOST_ENTRIES = 1 << 16
+_MOST_IN_ALL = 256 << 20  # bytes of all entries
+_LONGEST_NAME = 1000
+_MOST_CONNECTIONS = 512
+_WAIT_S = 10.0  # for the next bytes of a request
+_REQUEST_S = 30.0  # for all of it
 
 
 class Meeting(ThreadingHTTPServer):
@@ -28,6 +39,10 @@ class Meeting(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int) -> None:
         self.entries: Dict[str, bytes] = {}
+        self.num_bytes = 0
+        self._lock = threading.Lock()
+        self._since: Dict[Any, float] = {}  # connection -> when it began, the oldest first
+        self._most = min(_MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -36,6 +51,46 @@ class Meeting(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         host, port = self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(host), int(port)
+
+    def put(self, name: str, entry: bytes) -> bool:
+        """Take an entry; return whether there is room for it."""
+        with self._lock:
+            num_bytes = self.num_bytes + len(entry) - len(self.entries.get(name, b""))
+            is_new = name not in self.entries
+            if num_bytes > _MOST_IN_ALL or len(name) > _LONGEST_NAME or (is_new and len(self.entries) >= _MOST_ENTRIES):
+                return False
+            self.entries[name], self.num_bytes = entry, num_bytes
+            return True
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; the oldest connection goes where there are too many."""
+        open_ones = list(self._since)
+        for oldest in open_ones[: max(0, len(open_ones) + 1 - self._most)]:
+            self._end(oldest)
+        self._since[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget a connection that has been answered."""
+        self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that take too long, as those that send a byte now and then."""
+        for request, since in list(self._since.items()):
+            if time.monotonic() - since > _REQUEST_S:
+                self._end(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of connections that break off."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def _end(self, request: Any) -> None:
+        """Let the thread of a connection find it closed."""
+        self._since.pop(request, None)
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -50,11 +105,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         """Take an entry."""
         size = self.headers.get("Content-Length", "")
-        if not (size.isascii() and size.isdigit()) or int(size) > _MOST_BYTES or len(self.server.entries) >= _MOST_ENTRIES:
+        if not (size.isascii() and size.isdigit()) or len(size) > 9 or int(size) > _MOST_BYTES:
             self._answer(400)
             return
-        self.server.entries[self.path] = self.rfile.read(int(size))
-        self._answer(200)
+        entry = self.rfile.read(int(size))
+        self._answer(200 if len(entry) == int(size) and self.server.put(self.path, entry) else 400)
 
     def do_DELETE(self) -> None:
         """Take a process's word that it needs nothing more; others may."""

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
+from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple
 
 from . import guard
 from .output import Log, Output
@@ -20,6 +21,7 @@ _LOOK_S = 1.0
 _IDLE = 0.01  # of a core: what all processes together use when they wait for one another
 _TICKS_S = 0.02  # the kernel counts hundredths of a second
 _READ = 1 << 16
+_PARSER = "ParseFromArray"  # in what ps-lite says when a message is not one of its own (van.cc), before it aborts
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class Failure:
     slot: int = -1
     node_rank: int = 0
 
+    @property
+    def is_garbage(self) -> bool:
+        """Whether ps-lite, MXNet's transport, has aborted on bytes that it could not parse: anyone at its port can send some."""
+        return self.code == 128 + signal.SIGABRT and any(_PARSER in line for line in self.lines)
+
+    @property
+    def signum(self) -> int:
+        """The signal that another node's launcher got, 0 for a failure."""
+        return self.code - 128 if self.what.startswith("got SIG") and self.code > 128 else 0
+
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Failure:
         """Return the failure that another node has sent as `vars(failure)`."""
@@ -80,7 +92,7 @@ class Node:
     selector : selectors.BaseSelector
         Told of every pipe, with a function to call when it can be read.
     grace_s : float, seconds
-        Between the first signal and the last, SIGKILL.
+        Between SIGTERM and SIGKILL when the launcher has died.
     timeout_s : float, seconds
         How long a process may be stopped; 0 for ever.
     """
@@ -93,7 +105,7 @@ class Node:
         self.machine, self._output, self._selector = machine, output, selector
         self._grace_s, self._timeout_s = grace_s, timeout_s
         self._started: List[_Started] = []
-        self._stopping_at: Optional[float] = None
+        self._passed_on: Set[int] = set()  # the signals that have begun to end it
         self._looked_at = 0.0
         self._spare: List[int] = []
 
@@ -114,7 +126,7 @@ class Node:
 
     def start(self, plan: Plan, node_rank: int) -> None:
         """Start what the plan says for this node."""
-        self.failure, self._stopping_at = None, None
+        self.failure, self._passed_on = None, set()
         self._spare = [pid for pid, stat in guard.processes().items() if stat.parent == os.getpid()]
         self._started = []
         first = plan.process(node_rank, 0).rank if plan.counts[node_rank] else 0
@@ -129,23 +141,26 @@ class Node:
             one.look()
         ended = [one for one in self._started if one.failed_at is not None]
         first = min(ended, key=lambda one: one.failed_at or 0.0, default=None)
-        if first is not None and first.gone and self.failure is None and self._stopping_at is None:
+        if first is not None and first.gone and self.failure is None and not self._passed_on:
             self.failure = first.failure()
         if time.monotonic() - self._looked_at >= _LOOK_S and self.running:
             self._looked_at = time.monotonic()
             self._look_at_states()
-        if self._stopping_at is not None:
-            self._go_on_ending(self._stopping_at)
+        if self._passed_on:
+            self._go_on_ending()
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Pass a signal to the workers, and begin to end everything: after the workers the store, after the grace by force."""
-        if self._stopping_at is None:
-            self._stopping_at = time.monotonic()
+        """Pass a signal to the workers, each signal once, and begin to end everything: after the workers the store.
+
+        Who stops it decides how long to wait, and calls `kill`.
+        """
         if signum == signal.SIGKILL:
             self.kill()
-        for one in self._started:
-            if one.task.is_worker:
-                one.signal(signum)
+        elif signum not in self._passed_on:
+            for one in self._started:
+                if one.task.is_worker:
+                    one.signal(signum)
+        self._passed_on.add(signum)
 
     def kill(self) -> None:
         """End everything at once, and what it has left behind."""
@@ -153,11 +168,11 @@ class Node:
         for one in self._started:
             one.look()
 
-    def _go_on_ending(self, since: float) -> None:
+    def _go_on_ending(self) -> None:
         if not self.workers_left:
             for one in self._started:
                 one.signal(signal.SIGTERM)
-        if not self.running or time.monotonic() > since + self._grace_s + _LOOK_S:
+        if not self.running:
             self.kill()  # also the orphans of a guard that was killed
 
     def _look_at_states(self) -> None:
@@ -166,7 +181,7 @@ class Node:
         self.cpu_s = sum(stats[pid].cpu_s for tree in trees.values() for pid in tree if pid in stats)
         for one in trees:
             stopped_s = one.stopped_s([stats[pid].state for pid in (one.guard, one.pid) if pid in stats])
-            if self._timeout_s and stopped_s > self._timeout_s and self.failure is None and self._stopping_at is None:
+            if self._timeout_s and stopped_s > self._timeout_s and self.failure is None and not self._passed_on:
                 self.failure = one.failure(f"was stopped (SIGSTOP) for {stopped_s:.0f} s", TIMED_OUT)
 
 
@@ -225,12 +240,16 @@ class _Started:
             self._forget(descriptor)
         if self._status is None:  # the guard was killed, and the program with it
             self._status, self._ended_at = signal.SIGKILL, time.monotonic()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
         self._log.close()
         self.gone = True
 
     def signal(self, signum: int) -> None:
-        """Pass a signal to the program, unless it has ended."""
-        if not self.gone:
+        """Pass a signal to the program, unless it has ended; one that waits for the end of its input gets that instead."""
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        elif not self.gone:
             self._popen.send_signal(signum)
 
     def stopped_s(self, states: Sequence[str]) -> float:
@@ -266,7 +285,7 @@ class _Started:
                     *self.task.command,
                 ],
                 env=dict(self.task.environ),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self.task.stdin else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[told],
@@ -275,6 +294,9 @@ class _Started:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(told)
+        if popen.stdin is not None:
+            with suppress(BrokenPipeError):
+                os.write(popen.stdin.fileno(), self.task.stdin)  # no more than the pipe holds: hosts.py
         return popen, open(report, "rb", buffering=0)
 
     def _listen(self, pipe: IO[bytes], take: Callable[[bytes], None]) -> None:

@@ -8,6 +8,8 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO, Callable, Deque, List
 
+from .printable import printable_lines
+
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _LONGEST = 64 * 1024  # bytes of a line that is shown before its end has come
 _KEPT = 200  # lines of standard error
@@ -34,7 +36,7 @@ class Output:
 
     def tell(self, text: str) -> None:
         """Show what the launcher itself has to say, and keep it with the logs."""
-        line = f"gluon-mgpu launch: {text}\n".encode("utf-8", "replace")
+        line = f"gluon-mgpu launch: {printable_lines(text)}\n".encode("utf-8", "replace")
         self.show(line, 1)
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "launcher.log", "ab") as file:

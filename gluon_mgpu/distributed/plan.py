@@ -5,21 +5,34 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..threads import num_cores
+from .fields import address, list_of, one_of, pair, record, whole
 from .interfaces import interface_of
 from .process import LaunchError, Process
+from .tokens import TOKEN
 
 STARTUP = str(Path(__file__).parent / "startup")
 # MXNet serves when it is imported with a role in the environment, and ends by itself. By way of us it has our settings: malloc
 # keeps the memory of messages (scripts/RESULTS.md).
 _SERVER = (sys.executable, "-c", "import gluon_mgpu")
 _MEETING = str(Path(__file__).parent / "meeting.py")
-_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK"}
+_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK", TOKEN}  # no worker needs the launchers' secret
 BACKENDS = ("dist_sync", "horovod")
+MOST_NODES = 2**16
+MOST_PROCESSES = 2**16
+MOST_RESTARTS = 2**31
+_COUNTS = list_of(whole(0, MOST_PROCESSES), 1, MOST_NODES)
+_FIELDS = record(
+    restart=whole(0, MOST_RESTARTS),
+    counts=_COUNTS,
+    servers=_COUNTS,
+    root=pair(address, whole(1, 65535)),
+    backend=one_of(*BACKENDS),
+)
 
 
 @dataclass(frozen=True)
@@ -73,14 +86,16 @@ class Plan:
             It is not one.
         """
         try:
-            host, port = said["root"]
-            plan = cls(said["restart"], tuple(said["counts"]), tuple(said["servers"]), (host, port), said["backend"])
-            numbers = [plan.restart, port, *plan.counts, *plan.servers]
-            whole = all(type(number) is int and 0 <= number < 2**20 for number in numbers) and type(host) is str
-        except (KeyError, TypeError, ValueError):
-            whole = False
-        if not whole or len(plan.counts) != len(plan.servers) or plan.backend not in BACKENDS:
-            raise LaunchError(f"launch: got {str(said)[:200]!r} from node 0; need a plan. Run the same version on every node.")
+            plan = cls(**_FIELDS(said))
+        except ValueError as error:
+            raise LaunchError(
+                f"launch: got {str(said)[:200]!r} ({error}); need a plan. Run the same version on every node."
+            ) from None
+        if len(plan.counts) != len(plan.servers) or not 0 < plan.num_processes <= MOST_PROCESSES:
+            raise LaunchError(
+                f"launch: got {str(said)[:200]!r}; need a plan with processes and servers for each node, "
+                f"at most {MOST_PROCESSES} in all. Run the same version on every node."
+            )
         return plan
 
 
@@ -101,6 +116,8 @@ class Task:
         Whether it runs the program, and does not serve those that do.
     cores : tuple of int
         Those that it is bound to; all where there are none.
+    stdin : bytes
+        What it finds at its standard input, which then stays open until it is to end; nothing else asks it to.
     """
 
     name: str
@@ -109,6 +126,7 @@ class Task:
     environ: Mapping[str, str]
     is_worker: bool = False
     cores: Tuple[int, ...] = ()
+    stdin: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
     Process(rank=0, num_processes=1, local_rank=0, local_processes=1, node_rank=0, num_nodes=1, restart=0)
     """
     environ = os.environ if environ is None else environ
+    if not isinstance(environ, Mapping):
+        raise LaunchError(f"this_process: got environ of type {type(environ).__name__}; need a mapping. Pass os.environ.")
     given = {name: environ.get(PREFIX + name.upper()) for name in vars(ALONE)}
     if not any(given.values()):
         return _horovods(environ) if "HOROVOD_RANK" in environ else ALONE

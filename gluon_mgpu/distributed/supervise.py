@@ -14,16 +14,20 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
+from .connection import wait_for_news
 from .node import TIMED_OUT, Activity, Failure, Node
 from .plan import Plan, spread_servers
 from .process import LaunchError
 from .rendezvous import Member, Rendezvous, reserve_port
 
-_ROUND_S = 0.1  # news of processes come through their pipes, and end the wait
 _SOONER_S = 2.0  # by which a process that was stopped, and that all others wait for, is told first
 _RETURN_S = 10.0  # for a node to come back, where the job may go on without
 _ALONE = 0.1  # of the time that all may do nothing: when some have ended already, the others rarely wait for something else
-_LATE_S = 3.0  # after the grace: what a node may take to kill, and to say so
+_LATE_S = 3.0  # what a node may take to end the store, or to kill, and to say so
+_FAILED_S = 5.0  # for the other workers to end when one has failed: there is nothing to save together
+_GRACES = 10  # the longest time between the first signal and SIGKILL, in times of the grace
+_MOST_GARBAGE = 10  # restarts after garbage on ps-lite's ports that do not count towards `max_restarts`
+_SAME_S = 0.5  # timeout(1) sends SIGTERM twice: so close together, two are one
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Site = Union[Node, Member]
 
@@ -35,12 +39,14 @@ class Limits:
     Attributes
     ----------
     max_restarts : int
+        Ten more are allowed after garbage on ps-lite's ports, unless this is 0.
     fewest : int
         Processes with which the job may go on; 0 if their number must stay.
     most : int
         Processes with which it may begin; 0 for no such limit.
     grace_s : float, seconds
-        Between the first signal and SIGKILL.
+        After a signal from outside: how long all together may do nothing, a tenth of it when some have ended; ten times as long
+        in all. Then the rest is killed.
     timeout_s : float, seconds
         How long a process may be stopped, and how long all together may do nothing, a tenth of it when some have ended well; 0
         for ever.
@@ -51,9 +57,14 @@ class Limits:
     max_restarts: int = 0
     fewest: int = 0
     most: int = 0
-    grace_s: float = 5.0
+    grace_s: float = 60.0
     timeout_s: float = 300.0
     patience_s: float = 300.0
+
+    @property
+    def failed_s(self) -> float:
+        """Seconds between SIGTERM and SIGKILL for the others when a process has failed, or the launcher was killed."""
+        return min(self.grace_s, _FAILED_S)
 
 
 class Signals:
@@ -65,6 +76,7 @@ class Signals:
     def __init__(self) -> None:
         self.first = 0  # the signal that came first, 0 for none
         self.new: List[int] = []  # those that nobody has passed on
+        self._first_at = 0.0
         self._before: Dict[int, object] = {}
 
     def __enter__(self) -> Signals:
@@ -77,20 +89,43 @@ class Signals:
             signal.signal(signum, handler)  # type: ignore[arg-type]
 
     def take(self) -> List[int]:
-        """Return those that have come since the last call; the second Ctrl-C is a SIGKILL."""
+        """Return those that have come since the last call; a second request is a SIGKILL."""
         new, self.new = self.new, []
         return new
 
     def _note(self, signum: int, _frame: Optional[FrameType]) -> None:
-        self.new.append(signal.SIGKILL if self.first else signal.SIGINT if signum == signal.SIGHUP else signum)
-        self.first = self.first or signum
+        if not self.first:
+            self.first, self._first_at = signum, time.monotonic()
+            self.new.append(signal.SIGINT if signum == signal.SIGHUP else signum)
+        elif signum != signal.SIGTERM or time.monotonic() - self._first_at >= _SAME_S:
+            self.new.append(signal.SIGKILL)
 
 
-def wait_for_news(selector: selectors.BaseSelector) -> None:
-    """Wait until something has come, or a moment has passed, and call those who wait for it."""
-    for key, _ in selector.select(_ROUND_S):
-        if key.fileobj in selector.get_map():  # the one before may have closed it
-            key.data()
+class Grace:
+    """How long to wait for processes that were told to end: as long as they compute, within a limit; shortly after a failure.
+
+    Parameters
+    ----------
+    limits : Limits
+    failed : bool
+        Whether a process has failed, so that the others have nothing to save together.
+    """
+
+    def __init__(self, limits: Limits, *, failed: bool) -> None:
+        self._since = self._stored_since = time.monotonic()
+        self._idle_s = limits.failed_s if failed else limits.grace_s
+        self._most_s = limits.failed_s if failed else _GRACES * limits.grace_s
+        self._store_s = max(_LATE_S, limits.failed_s)
+        self._activity = Activity()
+
+    def is_over(self, cpu_s: float, num_ended: int, num_left: int) -> bool:
+        """Return whether to kill: given the processor time of all, how many workers have ended, and how many are left."""
+        now = time.monotonic()
+        if num_left:
+            self._stored_since = now
+        idle_s = self._activity.idle_s(cpu_s, now)
+        most_idle_s = self._idle_s * (_ALONE if num_ended else 1.0) + _SOONER_S
+        return now - self._stored_since > self._store_s or now - self._since > self._most_s or idle_s > most_idle_s
 
 
 class Supervisor:
@@ -133,10 +168,17 @@ class Supervisor:
         self._selector, self._signals, self._tell = selector, signals, tell
         self._num_nodes = rendezvous.num_nodes if rendezvous else 1
         self._fewer: Dict[int, int] = {}  # node -> how many of its processes are left out
+        self._num_garbage = 0  # restarts that do not count
         self._slot: Tuple[int, int] = (-1, -1)  # node and number of the process that failed in the last attempt
 
     def run(self) -> Tuple[int, str]:
         """Run the job; return the exit code, and its cause where that is not 0."""
+        ended = self._run()
+        if self._num_garbage:
+            self._tell(f"{self._num_garbage} restarts after garbage on ps-lite's ports")
+        return ended
+
+    def _run(self) -> Tuple[int, str]:
         restart, cause = 0, ""
         while True:
             try:
@@ -149,12 +191,20 @@ class Supervisor:
             if failure is None:
                 return self._ended(0, "")
             cause = told(failure, sum(counts))
-            if self._signals.first or restart == self._limits.max_restarts:
+            is_free = failure.is_garbage and self._num_garbage < _MOST_GARBAGE and self._limits.max_restarts > 0
+            if self._signals.first or not (is_free or restart - self._num_garbage < self._limits.max_restarts):
                 return self._ended(failure.code, cause)
             self._tell(cause)
-            self._shrink(failure, sum(counts))
             restart += 1
-            self._tell(f"restart {restart} of {self._limits.max_restarts}")
+            if is_free:
+                self._num_garbage += 1
+                self._tell(
+                    f"restart after garbage on ps-lite's ports, {self._num_garbage} of {_MOST_GARBAGE} that do not count. Let no "
+                    "stranger reach them: see --interface, a firewall, or --backend horovod"
+                )
+            else:
+                self._shrink(failure, sum(counts))
+                self._tell(f"restart {restart - self._num_garbage} of {self._limits.max_restarts}")
 
     def _ended(self, code: int, cause: str) -> Tuple[int, str]:
         if self._signals.first:
@@ -214,9 +264,12 @@ class Supervisor:
             try:
                 for number, site in enumerate(sites.values()):
                     site.start(plan, number)
-                return self._look_until_it_ends(sites, counts)
+                failure = self._look_until_it_ends(sites, counts)
+                if failure is not None and failure.signum:
+                    self._stop(list(sites.values()), sum(counts), failure.signum)
+                return failure
             finally:  # whatever has happened: nothing is left behind
-                self._stop(list(sites.values()))
+                self._stop(list(sites.values()), sum(counts))
 
     def _look_until_it_ends(self, sites: Dict[int, Site], counts: Sequence[int]) -> Optional[Failure]:
         activity = Activity()
@@ -234,17 +287,22 @@ class Supervisor:
                 return _hung(idle_s, ended, self._node.ended_well)
             self._round(sites.values())
 
-    def _stop(self, sites: Sequence[Site]) -> None:
-        """Pass on what has come from outside, else SIGTERM, and wait until everything has ended."""
-        for signum in self._signals.take() or [signal.SIGTERM]:
-            for site in sites:
-                site.stop(signum)
-        deadline = time.monotonic() + self._limits.grace_s + _LATE_S
-        while any(site.running for site in sites) and time.monotonic() < deadline:
-            self._round(sites)
-            for signum in self._signals.take():
+    def _stop(self, sites: Sequence[Site], num_processes: int, signum: int = 0) -> None:
+        """Pass on what has come from outside, here or to another node's launcher, else SIGTERM, until everything has ended."""
+        signals = self._signals.take() or [signum or signal.SIGTERM]
+        grace, killed_at = Grace(self._limits, failed=not (signum or self._signals.first)), 0.0
+        while any(site.running for site in sites) and not (killed_at and time.monotonic() > killed_at + _LATE_S):
+            for one in signals:
                 for site in sites:
-                    site.stop(signum)
+                    site.stop(one)
+                killed_at = killed_at or (time.monotonic() if one == signal.SIGKILL else 0.0)
+            self._round(sites)
+            signals = self._signals.take()
+            num_left = sum(site.workers_left for site in sites)
+            if not killed_at and grace.is_over(sum(site.cpu_s for site in sites), num_processes - num_left, num_left):
+                signals.append(signal.SIGKILL)
+                if num_left and self._signals.first:
+                    self._tell(f"kills {num_left} processes that have not ended; see --grace")
         for site in sites:
             site.kill()
 
@@ -274,7 +332,8 @@ def _hung(idle_s: float, num_ended: int, ranks: Sequence[str]) -> Failure:
     who = f"rank {', '.join(ranks)}" if len(ranks) == num_ended else f"{num_ended} processes, not all of this node,"
     what = (
         f"ended with status 0, and the others have computed nothing for {idle_s:.0f} s: they wait for what has ended. Let every "
-        "process make as many steps, as ShardedSampler does, and evaluate and save as often"
+        "process make as many steps, as ShardedSampler does, and evaluate and save as often. End none of them by os._exit, which "
+        "drops steps that its devices have not done yet"
     )
     return Failure(who, what, TIMED_OUT)
 

@@ -1,113 +1,133 @@
-"""Lines of JSON between the launchers of two machines, over a connection that must not fall silent."""
+"""Messages between the launchers of two machines, each of them authenticated, over a connection that must not fall silent.
+
+    length (4 bytes) | HMAC-SHA256 (32 bytes) of direction, number, length and message | message: JSON
+
+The number counts the messages of a direction, so that none can be left out, repeated or come in another order.
+"""
 
 from __future__ import annotations
 
-import json
-import selectors
-import socket
+import hmac
+import struct
 import time
-from contextlib import suppress
-from typing import Any, Dict, List
+from collections import deque
+from typing import Any, Deque, Mapping, Optional, Tuple
 
-_LONGEST = 256 * 1024  # bytes of a line; what is longer is not from a launcher
-_READ = 1 << 16
+from .connection import Connection, LostError
+from .fields import Field
+from .handshake import PROOF_BYTES, Keys, mac
+from .messages import TO_FOLLOWER, TO_LEADER, Message, read, write
+
 BEATS = 5  # messages that each side sends in the time after which it is taken to be gone
-
-
-class LostError(ConnectionError):
-    """The other side has closed the connection, has not been heard of for too long, or says what no launcher says."""
+_LONGEST = 256 * 1024  # bytes of a message
+_HEADER = struct.Struct(f"!I{PROOF_BYTES}s")
+_NUMBERED = struct.Struct("!QI")
+_STRANGE = "sends what no launcher sends"
+# Bytes that a side may send at once, and in a second; a message counts as 1 KiB more than it has. As many may wait here.
+_BURST, _PER_S, _EACH = 4 << 20, 512 << 10, 1 << 10
 
 
 class Wire:
-    """One end of a connection.
-
-    What comes in is parsed as JSON objects, and nothing else is done with it.
+    """One end of a connection whose other end has proved that it knows the token.
 
     Parameters
     ----------
-    connection : socket.socket
-    selector : selectors.BaseSelector
-        Told to call this end when there is something to read.
+    connection : Connection
+    keys : Keys
     silence_s : float, seconds
         After which the other side is lost.
+    leads : bool
+        Whether this is node 0's end.
     """
 
-    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector, silence_s: float) -> None:
-        self._connection, self._selector, self._silence_s = connection, selector, silence_s
-        self._begun = b""
-        self._messages: List[Dict[str, Any]] = []
-        self._lost = ""
-        self._heard_at = self._sent_at = time.monotonic()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(silence_s / BEATS)  # for sending: lines are shorter than what the kernel takes at once
-        selector.register(connection, selectors.EVENT_READ, self._read)
+    def __init__(self, connection: Connection, keys: Keys, silence_s: float, *, leads: bool) -> None:
+        self._connection, self._silence_s = connection, silence_s
+        self._send_key, self._key = (keys.to_follower, keys.to_leader) if leads else (keys.to_leader, keys.to_follower)
+        self._known: Mapping[str, Field] = TO_LEADER if leads else TO_FOLLOWER
+        self._num_sent = self._num_received = 0
+        self._messages: Deque[Tuple[str, Message, int]] = deque()
+        self._waiting = 0  # bytes of these
+        self._heard_at = self._sent_at = self._refilled_at = time.monotonic()
+        self._allowed = float(_BURST)
+        connection.expect(_HEADER.size, self._take_header)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send one message; that nobody takes it is seen by the next `receive`."""
+        """Send one message; that nobody takes it is seen by a later `receive`."""
         self._sent_at = time.monotonic()
-        try:
-            self._connection.sendall(json.dumps({"kind": kind, **values}).encode() + b"\n")
-        except OSError as error:
-            self._lost = self._lost or str(error)
+        data = write(kind, values)
+        assert len(data) <= _LONGEST, f"{kind} takes {len(data)} bytes"
+        proof = mac(self._send_key, "message", _NUMBERED.pack(self._num_sent, len(data)) + data)
+        self._num_sent += 1
+        self._connection.send(_HEADER.pack(len(data), proof) + data)
 
     def beat(self) -> None:
         """Send a sign of life if nothing else has been sent lately."""
         if time.monotonic() - self._sent_at > self._silence_s / BEATS:
             self.send("alive")
 
-    def receive(self) -> List[Dict[str, Any]]:
-        """Return the messages that have come, in their order.
+    def receive(self) -> Optional[Tuple[str, Message]]:
+        """Return kind and fields of the next message that has come, None where there is none; signs of life are left out.
 
         Raises
         ------
         LostError
             There will be no more.
         """
-        messages, self._messages = self._messages, []
-        if not messages and self._lost:
-            raise LostError(self._lost)
+        if self._messages:
+            kind, fields, size = self._messages.popleft()
+            self._waiting -= size
+            return kind, fields
+        if self._connection.lost:
+            raise LostError(self._connection.lost)
         silent_s = time.monotonic() - self._heard_at
-        if not messages and silent_s > self._silence_s:
+        if silent_s > self._silence_s:
             raise LostError(f"has not been heard of for {silent_s:.0f} s")
-        return messages
+        return None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has ended, on both sides."""
+        return self._connection.closed
 
     def close(self) -> None:
         """Close the connection."""
-        if self._connection.fileno() >= 0:
-            self._selector.unregister(self._connection)
-            self._connection.close()
+        self._connection.close()
 
-    def close_when_read(self) -> None:
-        """Close the connection when the other side has: closing on unread bytes could take back what was sent last."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-            while self._connection.recv(_READ):
-                pass
-        self.close()
+    def close_gently(self) -> None:
+        """Send what is left, take no more messages, and close when the other side does."""
+        self._messages.clear()
+        self._connection.close_gently()
 
-    def _read(self) -> None:
-        try:
-            data = self._connection.recv(_READ)
-        except OSError as error:
-            data, self._lost = b"", self._lost or str(error)
-        if data and not self._lost:
-            self._heard_at = time.monotonic()
-            *lines, self._begun = (self._begun + data).split(b"\n")
-            if len(self._begun) > _LONGEST:
-                self._lost = "sends what no launcher sends"
-            for line in lines:
-                self._take(line)
+    def _take_header(self, header: bytes) -> None:
+        length, proof = _HEADER.unpack(header)
+        if 0 < length <= _LONGEST:
+            self._connection.expect(length, lambda data: self._take(data, proof))
         else:
-            self._lost = self._lost or "has closed the connection"
-            self._selector.unregister(self._connection)
-            self._connection.close()
+            self._connection.lose(_STRANGE)
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, data: bytes, proof: bytes) -> None:
+        numbered = _NUMBERED.pack(self._num_received, len(data)) + data
+        if not hmac.compare_digest(proof, mac(self._key, "message", numbered)):
+            self._connection.lose("sends messages that are not from the launcher that has joined")
+            return
+        self._num_received += 1
         try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            message = None
-        if isinstance(message, dict) and isinstance(message.get("kind"), str):
-            self._messages.append(message)
-        else:
-            self._lost = "sends what no launcher sends"
+            kind, fields = read(data, self._known)
+        except ValueError:
+            self._connection.lose(_STRANGE)
+            return
+        size = len(data) + _EACH
+        if not self._allows(size):
+            self._connection.lose("sends more than launchers send")
+            return
+        self._heard_at = time.monotonic()
+        if kind != "alive":
+            self._messages.append((kind, fields, size))
+            self._waiting += size
+        self._connection.expect(_HEADER.size, self._take_header)
+
+    def _allows(self, num_bytes: int) -> bool:
+        now = time.monotonic()
+        self._allowed = min(_BURST, self._allowed + _PER_S * (now - self._refilled_at)) - num_bytes
+        self._refilled_at = now
+        return self._allowed >= 0 and self._waiting <= _BURST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Dict, Iterator
 
 from .. import runtime
+from ..lock_files import open_lock, sign, signature, take
 
 _PATIENCE_S = 3.0
 _held: Dict[str, int] = {}  # uuid -> open file
@@ -39,16 +39,17 @@ def claim(uuid: str) -> str:
         runtime.logger.debug("use_devices: could not lock %s: %s", uuid, error)
         return ""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_taken = take(file)
     except OSError as error:
-        holder = _read(file)
         os.close(file)
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return f"taken by {holder or 'another process'}"
         runtime.logger.debug("use_devices: could not lock %s: %s", uuid, error)
         return ""
+    if not is_taken:
+        holder = signature(file)
+        os.close(file)
+        return f"taken by {holder or 'another process'}"
     _held[uuid] = file
-    _write(file)
+    sign(file, f"process {os.getpid()} ({os.path.basename(sys.argv[0]) or 'python'})")
     return ""
 
 
@@ -99,40 +100,15 @@ def folder() -> Path:
 
 
 def _open(path: Path) -> int:
-    """Open a lock file, which may be another user's; Linux forbids O_CREAT on those in a shared folder (protected_regular)."""
-    for _ in range(2):
-        try:
-            return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            pass
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        except FileExistsError:  # somebody was faster
-            continue
+    """Open a lock file, which all users may lock."""
+    file = open_lock(path)
+    if os.fstat(file).st_uid == os.getuid():
         os.fchmod(file, 0o666)  # whatever the umask says
-        return file
-    raise FileNotFoundError(errno.ENOENT, "comes and goes", str(path))
+    return file
 
 
 def _lock(file: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return take(file)
     except OSError:
         return False
-    return True
-
-
-def _write(file: int) -> None:
-    try:
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} ({os.path.basename(sys.argv[0]) or 'python'})".encode(), 0)
-    except OSError as error:  # a full disk: the lock holds without the name
-        runtime.logger.debug("use_devices: %s", error)
-
-
-def _read(file: int) -> str:
-    try:
-        text = os.pread(file, 200, 0).decode(errors="replace")
-    except OSError:
-        return ""
-    return "".join(letter for letter in text if letter.isprintable())

@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Optional, Tuple, Union
 
-import numpy as np
-
+from ..checks import is_whole, real_number, short
 from ..errors import DeviceError
 from . import claims
 from .visible_gpus import CudaDevice
@@ -113,19 +112,19 @@ def num_bytes(size: Union[None, int, str]) -> int:
     """Return a size such as 2**33 or "8GiB" in bytes, 0 where there is none."""
     if size is None:
         return 0
-    if isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size > 0:
+    if is_whole(size) and 0 < size < 2**63:
         return int(size)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", size.strip().lower()) if isinstance(size, str) else None
-    found = int(float(match.group(1)) * 2 ** _UNITS[match.group(2)]) if match else 0
-    if not found:
-        raise DeviceError(f"use_devices: got min_free_memory={size!r}; need a number of bytes, or '8GiB'. Leave it out for any.")
-    return found
+    found = float(match.group(1)) * 2 ** _UNITS[match.group(2)] if match else 0.0
+    if not 1 <= found < 2**63:
+        raise DeviceError(
+            f"use_devices: got min_free_memory={short(size)}; need a number of bytes, or '8GiB'. Leave it out for any."
+        )
+    return int(found)
 
 
 def seconds(wait_s: Optional[float]) -> Optional[float]:
     """Return a time to wait, checked."""
     if wait_s is None:
         return None
-    if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not 0 <= wait_s < float("inf"):
-        raise DeviceError(f"use_devices: got wait_s={wait_s!r}; need seconds, 0 or more. Leave it out to take GPUs as they are.")
-    return float(wait_s)
+    return real_number("use_devices", "wait_s", wait_s, advice="Leave it out to take GPUs as they are.", error=DeviceError)

@@ -6,8 +6,8 @@ from typing import Any, Tuple
 
 from mxnet.gluon import nn
 
+from ..checks import one_of
 from .legacy import Dense
-from .recurrence import check_choice
 
 ATTENTIONS = ("dot", "additive")
 _NEVER = -1e30  # as a score: its softmax is exactly 0
@@ -36,7 +36,7 @@ class Attention(nn.HybridBlock):  # type: ignore[misc]
 
     def __init__(self, kind: str, size: int, value_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_choice("Attention", "attention", kind, ATTENTIONS)
+        one_of("Attention", "attention", kind, ATTENTIONS, advice="Pass one of these.")
         self._kind = kind
         with self.name_scope():
             self.join = Dense(size, activation="tanh", use_bias=False, flatten=False, in_units=value_size + size)

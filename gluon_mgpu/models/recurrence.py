@@ -8,7 +8,7 @@ import mxnet as mx
 from mxnet import Context, autograd, gluon
 from mxnet.gluon import nn
 
-from ..errors import TrainerError
+from ..checks import one_of
 from ..nested import Leaf
 from ..threads import num_cores
 
@@ -49,8 +49,8 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
 
     def __init__(self, cell: str, hidden_size: int, input_size: int, recurrence: str = "auto", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_choice("Recurrence", "cell", cell, tuple(NUM_GATES))
-        check_choice("Recurrence", "recurrence", recurrence, RECURRENCES)
+        one_of("Recurrence", "cell", cell, tuple(NUM_GATES), advice="Pass one of these.")
+        one_of("Recurrence", "recurrence", recurrence, RECURRENCES, advice="Pass one of these.")
         self.hidden_size, self.num_states = hidden_size, NUM_STATES[cell]
         self._cell, self._recurrence, self._num_cores = cell, recurrence, num_cores()
         width = NUM_GATES[cell] * hidden_size
@@ -173,10 +173,3 @@ def each_step(array: Leaf) -> List[Leaf]:
     if array.shape[0] == 1:
         return [array.reshape(array.shape[1:])]
     return list(mx.nd.split(array, num_outputs=array.shape[0], axis=0, squeeze_axis=True))
-
-
-def check_choice(operation: str, name: str, value: object, choices: Tuple[str, ...]) -> None:
-    """Raise `TrainerError` where a value is none of the choices."""
-    if value not in choices:
-        known = ", ".join(repr(one) for one in choices)
-        raise TrainerError(f"{operation}: got {name}={value!r}; need one of {known}. Pass one of these.")

@@ -6,7 +6,7 @@ from typing import Any
 
 from mxnet.gluon import nn
 
-from ..errors import TrainerError
+from ..checks import flag, whole_number
 
 
 class Residual(nn.HybridBlock):  # type: ignore[misc]
@@ -26,6 +26,9 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
 
     def __init__(self, num_channels: int, use_1x1conv: bool = False, strides: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        whole_number("Residual", "num_channels", num_channels, advice="64 is usual.")
+        whole_number("Residual", "strides", strides, advice="1 or 2 is usual.")
+        flag("Residual", "use_1x1conv", use_1x1conv)
         with self.name_scope():
             self.conv1 = nn.Conv2D(num_channels, kernel_size=3, padding=1, strides=strides)
             self.conv2 = nn.Conv2D(num_channels, kernel_size=3, padding=1)
@@ -59,8 +62,7 @@ def resnet18(num_classes: int) -> nn.HybridSequential:
 
     Source: d2l, chapter "Concise Implementation for Multiple GPUs".
     """
-    if num_classes < 1:
-        raise TrainerError(f"resnet18: got {num_classes} classes; need 1 or more. Pass the number of different labels.")
+    whole_number("resnet18", "num_classes", num_classes, advice="Pass the number of different labels.")
     net = nn.HybridSequential()
     net.add(nn.Conv2D(64, kernel_size=3, strides=1, padding=1), nn.BatchNorm(), nn.Activation("relu"))
     for stage, num_channels in enumerate((64, 128, 256, 512)):

@@ -8,11 +8,12 @@ from typing import Any, List, Optional, Tuple
 import mxnet as mx
 from mxnet.gluon import nn
 
+from ..checks import one_of, real_number, whole_number
 from ..errors import TrainerError
 from ..nested import Leaf, is_device_array
 from .attention import ATTENTIONS, Attention
 from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
-from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, check_choice, each_step
+from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, each_step
 from .sequence_loss import LAYOUTS
 
 _BULK = {"forward_bulk_size": 4, "backward_bulk_size": 4}  # operations
@@ -94,7 +95,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         _check_sizes(embed_size=embed_size, hidden_size=hidden_size, **sizes)
         options = [("cell", cell, tuple(NUM_GATES)), ("attention", attention, ATTENTIONS), ("layout", layout, LAYOUTS)]
         for name, value, choices in [*options, ("recurrence", recurrence, RECURRENCES)]:
-            check_choice("Seq2Seq", name, value, choices)
+            one_of("Seq2Seq", name, value, choices, advice="Pass one of these.")
         _check_tied(tied, embed_size, hidden_size)
         _check_dropout(dropout)
         self.layout, self.target_vocab_size, self.source_vocab_size = layout, target_vocab_size, source_vocab_size
@@ -118,6 +119,9 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
     def forward(self, X: Any, *more: Leaf) -> Leaf:
         """Return the scores of every target token, shape (N, T, vocabulary), or (T, N, vocabulary).
 
+        A subclass may have its own `encode` or `decode`: they are called here as they are to translate, with legacy arrays in
+        both modes, and `hybridize` then compiles the parts within them.
+
         Parameters
         ----------
         X : (source, lengths, target), as one argument or three
@@ -129,8 +133,15 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
             Other arrays than these.
         """
         source, lengths, target = _check_inputs((X, *more) if more else X, self.layout)
+        if self._is_overridden():
+            return self.decode(target, *self.encode(source, lengths))[0]
         inputs = (source, lengths, target, *self._start(source, lengths))
         return super().forward(*inputs) if self.decoder.is_at_once(source) else self.hybrid_forward(mx.nd, *inputs)
+
+    def _is_overridden(self) -> bool:
+        """Return whether `encode` or `decode` is another than here, in a subclass or in this object."""
+        ways = ((self.encode, Seq2Seq.encode), (self.decode, Seq2Seq.decode))
+        return any(getattr(way, "__func__", way) is not ours for way, ours in ways)
 
     def hybrid_forward(self, F: Any, source: Leaf, lengths: Leaf, target: Leaf, backwards: Leaf, zeros: Leaf) -> Leaf:
         """Return the scores; `backwards` and `zeros` are the encoder's."""
@@ -362,8 +373,7 @@ def _check_inputs(X: Any, layout: str) -> Tuple[Leaf, Leaf, Leaf]:
 
 def _check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise TrainerError(f"Seq2Seq: got {name}={size!r}; need a whole number of 1 or more. 256 is usual for the sizes.")
+        whole_number("Seq2Seq", name, size, advice="256 is usual for the sizes.")
 
 
 def _check_tied(tied: bool, embed_size: int, hidden_size: int) -> None:
@@ -375,5 +385,4 @@ def _check_tied(tied: bool, embed_size: int, hidden_size: int) -> None:
 
 
 def _check_dropout(dropout: Any) -> None:
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise TrainerError(f"Seq2Seq: got dropout={dropout!r}; need 0 up to 1. 0.2 is usual.")
+    real_number("Seq2Seq", "dropout", dropout, high=1.0, below=True, advice="0.2 is usual.")

@@ -8,10 +8,10 @@ import numpy as np
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from ..checks import one_of, real_number
 from ..errors import TrainerError
 from ..nested import Leaf, is_device_array
 from .legacy import on_legacy_arrays
-from .recurrence import check_choice
 
 LAYOUTS = ("NTC", "TNC")
 
@@ -50,9 +50,8 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
 
     def __init__(self, label_smoothing: float = 0.0, *, layout: str = "NTC", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_choice("SequenceLoss", "layout", layout, LAYOUTS)
-        if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing < 1:
-            raise TrainerError(f"SequenceLoss: got label_smoothing={label_smoothing!r}; need 0 up to 1. 0.1 is usual.")
+        one_of("SequenceLoss", "layout", layout, LAYOUTS, advice="Pass one of these.")
+        real_number("SequenceLoss", "label_smoothing", label_smoothing, high=1.0, below=True, advice="0.1 is usual.")
         with self.name_scope():
             self.sums = _SmoothedSums(float(label_smoothing), LAYOUTS.index(layout))
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import asdict, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any, Deque, Dict, List, Optional, Sequence, TextIO, Tuple, Union
 
@@ -18,6 +17,7 @@ from mxnet import Context
 
 from .. import threads
 from ..callbacks import Callback, FitState
+from ..checks import path_of, real_number, short
 from ..distributed.process import this_process
 from ..epoch import EpochProgress
 from ..errors import TrainerError
@@ -92,12 +92,12 @@ class Monitor(Callback):
         interval_s: float = 1.0,
         contexts: Sequence[Context] = (),
     ) -> None:
-        is_number = isinstance(interval_s, Real) and not isinstance(interval_s, bool)
-        if not is_number or not 0.1 <= interval_s < 1e6:
-            raise TrainerError(f"Monitor: got interval_s={interval_s!r}; need a number of seconds, 0.1 or more. 1 is usual.")
+        real_number("Monitor", "interval_s", interval_s, low=0.1, high=1e6, advice="1 second is usual.")
         if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
-            raise TrainerError(f"Monitor: got contexts={contexts!r}; need a list of contexts. Pass [mx.cpu(0)], or leave it out.")
-        self.folder = None if folder is None else Path(folder)
+            raise TrainerError(
+                f"Monitor: got contexts={short(contexts)}; need a list of contexts. Pass [mx.cpu(0)], or leave it out."
+            )
+        self.folder = None if folder is None else path_of("Monitor", "folder", folder)
         self.interval_s = float(interval_s)
         self._given = list(contexts)
         self._state: Optional[FitState] = None

@@ -88,13 +88,26 @@ class Group:
         numbers[: len(message)] = np.frombuffer(message, np.uint8)
         return [row[:size].astype(np.uint8).tobytes() for row, size in zip(self.backend.rows(numbers), sizes)]
 
-    def average(self, arrays: Sequence[Leaf]) -> None:
-        """Set arrays of floating point to their mean over the processes, in place. It waits."""
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits for all."""
+        return self.backend.rows(numbers)
+
+    def average(self, arrays: Sequence[Leaf], behind: Optional[Sequence[Tuple[float, float]]] = None) -> None:
+        """Set arrays of floating point to their mean over the processes, in place. It waits.
+
+        `behind` holds two weights of each array. The first ones count, unless those of all processes are 0; then the second ones
+        do, and then all processes alike.
+        """
         numbers = np.concatenate([array.asnumpy().astype(np.float32).reshape(-1) for array in arrays])
-        means = self.backend.rows(numbers).mean(axis=0, dtype=np.float64)
+        weights = np.asarray([(1, 1)] * len(arrays) if behind is None else behind, np.float32).reshape(-1)
+        rows = self.backend.rows(np.concatenate([numbers, weights])).astype(np.float64)
+        pairs = rows[:, numbers.size :].reshape(len(rows), len(arrays), 2)
         begin = 0
-        for array in arrays:
-            _write(array.as_nd_ndarray(), means[begin : begin + array.size])
+        for at, array in enumerate(arrays):
+            known = [pairs[:, at, kind] for kind in (0, 1) if pairs[:, at, kind].any()]
+            shares = known[0] if known else np.ones(len(rows))
+            values = rows[:, begin : begin + array.size]
+            _write(array.as_nd_ndarray(), np.average(values[shares > 0], axis=0, weights=shares[shares > 0]))
             begin += array.size
 
     def share_first(self, arrays: Sequence[Leaf]) -> None:

@@ -1,12 +1,15 @@
-"""How a worker ends: when it has failed, without MXNet's store, which would wait for the other workers for ever; else with it.
+"""How a worker ends: when all is well, its devices first do what is queued; when it has failed, it waits for nothing.
 
 Python imports `sitecustomize` when it starts. The launcher puts this folder in front of the workers' `PYTHONPATH`; a
 `sitecustomize` that stands behind it is run as if this one were not there.
 
     exception, sys.exit(3), raise SystemExit(3) ──► exit handlers of the program ──► ours, the last: flush, _exit
-    all well ─────────────────────────────────────► exit handlers of the program ──► ours, the last: free the store, end
+    all well ─► exit handlers of the program ──► ours, the last: wait for the devices ──► free the store ──► MXNet's own, end
+                                                                      └── an operation failed: report it, _exit(1)
 
-A process that goes on without the others, or that they wait for, is the launcher's to see: no store waits at the exit for them.
+Sums over processes are queued like other operations. A worker that drops them at its exit leaves the others waiting. MXNet's
+own exit handler drops what is queued, so it runs after the wait. A process that other processes wait for is the launcher's to
+see: no store waits at the exit for them.
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ import builtins
 import gc
 import importlib
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, List
+from typing import Any, Callable, List
 
 _codes: List[int] = []  # what a SystemExit has ended the program with
 _code_of = vars(SystemExit)["code"].__get__
 _excepthook = threading.excepthook
+_register = atexit.register
+_mxnets: List[Callable[[], None]] = []  # MXNet's own exit handlers
+_pid = os.getpid()
 
 
 class _Exit(SystemExit):
@@ -52,20 +59,51 @@ def _hook(arguments: Any, /) -> None:
         _excepthook(arguments)
 
 
+def _register_later(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Callable[..., Any]:
+    """Do what `atexit.register` does, but keep MXNet's own handler for `_end`: its engine drops what is queued from there on."""
+    if getattr(function, "__module__", "") == "mxnet.base":
+        _mxnets.append(function)
+        return function
+    return _register(function, *arguments, **named)
+
+
 def _end() -> None:
-    """Leave MXNet's stores in order; or at once, when the program has failed and there may be a store."""
+    """Wait for the devices and leave MXNet's stores in order; or end at once, when the program has failed."""
     uncaught = getattr(sys, "last_type", None)  # the interpreter sets it when it prints an exception that nobody caught
     if uncaught is not None:
         _codes.append(130 if issubclass(uncaught, KeyboardInterrupt) else 1)
     if "mxnet" not in sys.modules:
         return
-    if any(_codes):
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads
-                stream.flush()
-        os._exit(_codes[-1])
+    if any(_codes) or os.getpid() != _pid:  # a forked child leaves the parent's store alone
+        _exit_now(_codes[-1] if _codes else 0)
+    _wait_for_devices()
     _free_stores()
     _leave_horovod()
+    for notify in _mxnets:
+        notify()
+
+
+def _exit_now(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads
+            stream.flush()
+    os._exit(status)
+
+
+def _wait_for_devices() -> None:
+    """Wait until everything queued is done; end with status 1 if an operation failed and the program has not noticed."""
+    base = sys.modules.get("mxnet.base")
+    if base is None:
+        return
+    with suppress(ValueError):  # not the main thread
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would run after the wait only
+    try:
+        base.check_call(base._LIB.MXNDArrayWaitAll())
+    except Exception:
+        print("An operation failed after the program had last waited for its devices:", file=sys.stderr)
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        _exit_now(1)
 
 
 def _free_stores() -> None:
@@ -105,5 +143,7 @@ if __name__ == "sitecustomize":
         setattr(builtins, "SystemExit", _Exit)  # noqa: B010  (to mypy it is another type)
         setattr(sys, "exit", _exit)  # noqa: B010
         threading.excepthook = _hook
-        atexit.register(_end)  # the first to be registered is the last to run
+        setattr(atexit, "register", _register_later)  # noqa: B010
+        setattr(sys, "gluon_mgpu_waits", True)  # noqa: B010  (gluon_mgpu/exits.py leaves it to this file)
+        _register(_end)  # the first to be registered is the last to run
     _run_the_next()

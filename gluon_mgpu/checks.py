@@ -1,0 +1,258 @@
+"""Checks that many arguments need, and what errors show of the values that they refuse: one line, never a whole array."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import sys
+from contextlib import contextmanager
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterator, Sequence, Type
+
+from .errors import TrainerError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeGuard
+
+MOST = 2**31 - 1  # of what is counted: MXNet keeps sizes of one axis in 32 bits
+MOST_SEED = 2**32 - 1  # that NumPy's RandomState takes
+_LENGTH = 120  # characters of a value in an error
+_LINE = 200  # of what MXNet says
+# What MXNet's Python code raises of arguments that it does not take.
+OF_WRONG_DATA = (ValueError, TypeError, AttributeError, AssertionError, IndexError, KeyError, RuntimeError)
+
+
+def whole_number(
+    operation: str,
+    name: str,
+    value: Any,
+    *,
+    low: int = 1,
+    high: int = MOST,
+    advice: str,
+    error: Type[Exception] = TrainerError,
+) -> int:
+    """Return a whole number from `low` to `high` as an int. True and 2.0 are not whole numbers here.
+
+    Parameters
+    ----------
+    operation, name : str
+        What the error names.
+    value : int or numpy integer
+    low, high : int
+    advice : str
+        What to do, the error's last sentence.
+    error : type
+        The class of the error.
+
+    Raises
+    ------
+    TrainerError, or `error`
+        It is something else.
+
+    Examples
+    --------
+    >>> whole_number("fit", "epochs", 10, advice="10 are usual.")
+    10
+    >>> whole_number("fit", "epochs", 0.5, advice="10 are usual.")
+    Traceback (most recent call last):
+    gluon_mgpu.errors.TrainerError: fit: got epochs=0.5; need a whole number of 1 or more. 10 are usual.
+    """
+    if not is_whole(value) or not low <= value <= high:
+        most = f", at most {high}" if high != MOST or (is_whole(value) and value > high) else ""
+        raise error(f"{operation}: got {_named(name, value)}; need a whole number of {low} or more{most}. {advice}")
+    return int(value)
+
+
+def real_number(
+    operation: str,
+    name: str,
+    value: Any,
+    *,
+    low: float = 0.0,
+    high: float = sys.float_info.max,
+    above: bool = False,
+    below: bool = False,
+    advice: str,
+    error: Type[Exception] = TrainerError,
+) -> float:
+    """Return a finite number from `low` to `high` as a float; with `above` and `below`, it must not be these themselves.
+
+    Arguments and errors are those of `whole_number`.
+
+    Examples
+    --------
+    >>> real_number("Trainer", "clip_norm", 0, above=True, advice="Pass None not to clip.")
+    Traceback (most recent call last):
+    gluon_mgpu.errors.TrainerError: Trainer: got clip_norm=0; need a finite number above 0. Pass None not to clip.
+    """
+    if not is_number(value) or not low <= value <= high or (above and value == low) or (below and value == high):
+        bound = f"above {low:g}" if above else f"of {low:g} or more"
+        most = "" if high == sys.float_info.max else f" and below {high:g}" if below else f", at most {high:g}"
+        raise error(f"{operation}: got {_named(name, value)}; need a finite number {bound}{most}. {advice}")
+    return float(value)
+
+
+def one_of(
+    operation: str, name: str, value: Any, choices: Sequence[Any], *, advice: str, error: Type[Exception] = TrainerError
+) -> None:
+    """Raise unless a value is one of the choices, which are texts or None.
+
+    Examples
+    --------
+    >>> one_of("callbacks", "mode", "best", (None, "min", "max"), advice="None decides by the name.")
+    Traceback (most recent call last):
+    gluon_mgpu.errors.TrainerError: callbacks: got mode='best'; need one of None, 'min', 'max'. None decides by the name.
+    """
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise error(f"{operation}: got {_named(name, value)}; need one of {', '.join(map(repr, choices))}. {advice}")
+
+
+def check_function(operation: str, name: str, value: Any, *, advice: str, error: Type[Exception] = TrainerError) -> None:
+    """Raise unless a value can be called, and is not a class.
+
+    Examples
+    --------
+    >>> check_function("fit", "loss", None, advice="Pass a loss of gluon.loss.")
+    Traceback (most recent call last):
+    gluon_mgpu.errors.TrainerError: fit: got loss=None; need a function. Pass a loss of gluon.loss.
+    """
+    if not callable(value) or isinstance(value, type):
+        raise error(f"{operation}: got {_named(name, value)}; need a function. {advice}")
+
+
+def path_of(operation: str, name: str, value: Any, *, error: Type[Exception] = TrainerError) -> Path:
+    """Return a path as a `pathlib.Path`.
+
+    Examples
+    --------
+    >>> path_of("save_checkpoint", "folder", None)
+    Traceback (most recent call last):
+    gluon_mgpu.errors.TrainerError: save_checkpoint: got folder=None; need a path. Pass a str or a pathlib.Path.
+    """
+    try:
+        if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
+            raise ValueError
+        return Path(value)
+    except (TypeError, ValueError):  # of a PathLike that gives bytes; of letters that no file name holds
+        raise error(f"{operation}: got {_named(name, value)}; need a path. Pass a str or a pathlib.Path.") from None
+
+
+def flag(operation: str, name: str, value: Any, *, error: Type[Exception] = TrainerError) -> bool:
+    """Return a switch as a bool: True and False, also NumPy's, and 1 and 0.
+
+    Examples
+    --------
+    >>> flag("Trainer", "static_graph", "no")
+    Traceback (most recent call last):
+    gluon_mgpu.errors.TrainerError: Trainer: got static_graph='no'; need True or False. Pass one of them.
+    """
+    if not isinstance(value, (bool, Integral)) and type(value).__name__ not in ("bool_", "bool"):
+        raise error(f"{operation}: got {_named(name, value)}; need True or False. Pass one of them.")
+    return bool(value)
+
+
+def instance(
+    operation: str, name: str, value: Any, kind: Any, what: str, *, advice: str, error: Type[Exception] = TrainerError
+) -> None:
+    """Raise unless a value is of a type, or of one of several.
+
+    Examples
+    --------
+    >>> instance("Progress", "unit", 5, str, "a text", advice="Pass 'images', for one.")
+    Traceback (most recent call last):
+    gluon_mgpu.errors.TrainerError: Progress: got unit=5; need a text. Pass 'images', for one.
+    """
+    if not isinstance(value, kind):
+        raise error(f"{operation}: got {_named(name, value)}; need {what}. {advice}")
+
+
+@contextmanager
+def explaining(operation: str, what: str, need: str, *, advice: str, error: Type[Exception] = TrainerError) -> Iterator[None]:
+    """Raise what MXNet says of wrong data in one line, with what is needed."""
+    try:
+        yield
+    except Exception as said:
+        if not is_of_mxnet(said):
+            raise
+        raise error(f"{operation}: got {what}: {last_line(said)}; need {need}. {advice}") from said
+
+
+def is_of_mxnet(error: Exception) -> bool:
+    """Return whether MXNet says this of its data: its own error, or a builtin one that its Python code raised."""
+    if any(kind.__module__.split(".")[0] == "mxnet" for kind in type(error).__mro__):
+        return True
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    raised_by = str(place.tb_frame.f_globals.get("__name__", "")) if place is not None else ""
+    return type(error) in OF_WRONG_DATA and raised_by.split(".")[0] == "mxnet"
+
+
+def last_line(error: BaseException) -> str:
+    """Return what MXNet says, in one line: it ends with it, but where it goes on with the array that it got."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    told = lines[-1] if type(error).__name__ == "MXNetError" else lines[0]
+    return told.rstrip(" (,:;") if len(told) <= _LINE else f"{told[:_LINE]}..."
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Return whether this is a whole number, Python's or NumPy's, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether this is a real number, Python's or NumPy's, and not a bool. NaN is one."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _named(name: str, value: Any) -> str:
+    return f"{name}={short(value)}" if name.isidentifier() else f"{name} {short(value)}"
+
+
+def short(value: Any) -> str:
+    """Return what an error shows of a value: one line of at most about 120 characters. Arrays are described, not printed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> short(np.zeros((1000, 3))), short("two\\nlines"), short(list(range(1000)))
+    ('ndarray of shape (1000, 3) and dtype float64', "'two\\\\nlines'", '[0, 1, 2, 3, 4, 5, ...]')
+    """
+    return _SHORT.repr(value)
+
+
+class _Short(reprlib.Repr):
+    """What reprlib shows, but for arrays, functions, and objects that describe themselves in several lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 60
+        self.maxlevel = 3
+
+    def repr(self, x: Any) -> str:
+        """Return a value's short form."""
+        text = " ".join(super().repr(x).split())
+        return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}..."
+
+    def repr1(self, x: Any, level: int) -> str:
+        """Return the short form of a value inside of others."""
+        kind = type(x).__name__
+        try:
+            if isinstance(x, type):
+                return f"the class {x.__name__}"
+            if hasattr(x, "dtype") and getattr(x, "shape", ()) != ():
+                return f"{kind} of shape {tuple(x.shape)} and dtype {getattr(x.dtype, '__name__', x.dtype)}"
+            if callable(x) and hasattr(x, "__name__"):
+                return f"the function {x.__name__}"
+            if isinstance(x, int) and abs(x) >= 10**60:  # Python refuses to print thousands of digits
+                return f"a number of {x.bit_length()} bits"
+            text = super().repr1(x, level)
+        except Exception:  # whatever the value's own code raises
+            return f"an object of type {kind}"
+        own = "\n" in text or (text.startswith("<") and " at 0x" in text)
+        return f"an object of type {kind}" if own else text
+
+
+_SHORT = _Short()

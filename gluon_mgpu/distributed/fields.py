@@ -1,0 +1,115 @@
+"""Checks of what another machine has sent: each returns the value as it may be used, or raises ValueError."""
+
+from __future__ import annotations
+
+import math
+import re
+from ipaddress import IPv4Address
+from typing import Any, Callable, Dict, Tuple
+
+from .printable import printable, printable_lines
+
+Field = Callable[[Any], Any]
+
+
+def whole(least: int, most: int) -> Field:
+    """Return a check for whole numbers; True is none."""
+
+    def check(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"need a whole number from {least} to {most}")
+        return value
+
+    return check
+
+
+def seconds(value: Any) -> float:
+    """Return a finite number of seconds of 0 or more."""
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < 1e12:
+        raise ValueError("need seconds")
+    return float(value)
+
+
+def flag(value: Any) -> bool:
+    """Return true or false."""
+    if type(value) is not bool:
+        raise ValueError("need true or false")
+    return value
+
+
+def one_of(*choices: Any) -> Field:
+    """Return a check for a few values."""
+
+    def check(value: Any) -> Any:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise ValueError(f"need one of {choices}")
+        return value
+
+    return check
+
+
+def line(longest: int) -> Field:
+    """Return a check for text, which becomes one line that is fit to be printed."""
+
+    def check(value: Any) -> str:
+        if type(value) is not str or len(value) > longest:
+            raise ValueError(f"need text of at most {longest} characters")
+        return printable(value)
+
+    return check
+
+
+def lines(longest: int) -> Field:
+    """Return a check for text of several lines, which becomes fit to be printed."""
+
+    def check(value: Any) -> str:
+        if type(value) is not str or len(value) > longest:
+            raise ValueError(f"need text of at most {longest} characters")
+        return printable_lines(value)
+
+    return check
+
+
+def address(value: Any) -> str:
+    """Return an IPv4 address."""
+    if type(value) is not str or not re.fullmatch(r"[0-9.]{7,15}", value):
+        raise ValueError("need an IPv4 address")
+    return str(IPv4Address(value))
+
+
+def list_of(check: Field, least: int, most: int) -> Field:
+    """Return a check for lists, which become tuples."""
+
+    def check_all(value: Any) -> Tuple[Any, ...]:
+        if type(value) not in (list, tuple) or not least <= len(value) <= most:
+            raise ValueError(f"need a list of {least} to {most}")
+        return tuple(map(check, value))
+
+    return check_all
+
+
+def pair(first: Field, second: Field) -> Field:
+    """Return a check for two values."""
+
+    def check(value: Any) -> Tuple[Any, Any]:
+        if type(value) not in (list, tuple) or len(value) != 2:
+            raise ValueError("need two values")
+        return first(value[0]), second(value[1])
+
+    return check
+
+
+def record(**fields: Field) -> Field:
+    """Return a check for an object with these fields, all of them and no other."""
+
+    def check(value: Any) -> Dict[str, Any]:
+        if type(value) is not dict or value.keys() != fields.keys():
+            raise ValueError(f"need the fields {', '.join(fields) or 'none'}")
+        return {name: fields[name](value[name]) for name in fields}
+
+    return check
+
+
+def optional(check: Field) -> Field:
+    """Return a check that takes null, too."""
+    return lambda value: None if value is None else check(value)

@@ -1,0 +1,53 @@
+"""The end of a process: its devices first do what is queued, and an operation that failed makes the process fail.
+
+    end of the program ──► exit handlers that were registered later ──► ours: wait ──► MXNet's own, which drops what is queued
+                                                                           └── an operation failed: report it, exit with 1
+
+By itself, MXNet drops queued operations when a process ends, and with them the errors that nobody has read: a program whose last
+operation failed would exit with 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, Callable
+
+
+class _Fail:
+    """Ends the process with status 1 when the interpreter clears `sys`: after all exit handlers, with all output written.
+
+    The interpreter has decided on status 0 before exit handlers run; ending in one would skip those that come after.
+    """
+
+    def __del__(self, end: Callable[[int], Any] = os._exit, num: Callable[[], int] = os.getpid, pid: int = os.getpid()) -> None:
+        if num() == pid:
+            end(1)
+
+
+def wait_at_exit(mxnet: Any) -> None:
+    """Let this process wait for its devices when it ends, unless an exception ends it.
+
+    The launcher's workers do so by themselves (`distributed/startup`). A process that horovodrun started does not: it would
+    not know that it has failed, and wait for others that wait for it.
+    """
+    if not hasattr(sys, "gluon_mgpu_waits") and "HOROVOD_RANK" not in os.environ:
+        atexit.register(_wait, mxnet, os.getpid())
+
+
+def _wait(mxnet: Any, pid: int) -> None:
+    if os.getpid() != pid or hasattr(sys, "last_type"):  # a forked child, or a program that an exception has ended
+        return
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would run after the wait only
+    try:
+        mxnet.nd.waitall()
+    except mxnet.MXNetError:
+        with suppress(AttributeError, OSError, ValueError):  # no standard error
+            print("An operation failed after the program had last waited for its devices:", file=sys.stderr)
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.gluon_mgpu_fails = _Fail()  # type: ignore[attr-defined]

@@ -1,0 +1,81 @@
+"""What data iterators give: MXNet's own come without their padding, begin each pass anew, and train as arrays do."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import TrainerError
+from mxnet import gluon
+
+from .conftest import assert_house_style, gluon_loop, largest_difference, small_batches, small_net, weights_of
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+((X, Y),) = small_batches([10])
+
+
+def batches_of_numpy(order, size, keeps_rest):
+    """The batches that an epoch is to have, by hand."""
+    return [(X[order[i : i + size]], Y[order[i : i + size]]) for i in range(0, len(order), size)][: None if keeps_rest else -1]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_padding_of_the_last_batch_is_not_trained_on(k, arrays):
+    """NDArrayIter fills the last batch of 4 with examples of the first, which counted twice."""
+    contexts = [mx.cpu(i) for i in range(k)]
+    net = small_net(contexts)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    data = mx.io.NDArrayIter(X, Y.astype("float32"), batch_size=4)
+    history = mgpu.fit(net, LOSS, trainer, data, data, epochs=2, callbacks=[])
+    by_hand = batches_of_numpy(np.arange(10), 4, True)
+    one = gluon_loop(small_net([mx.cpu(0)]), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, by_hand * 2)
+    assert largest_difference(weights_of(net), weights_of(one)) <= 1e-5
+    scores = mgpu.predict(net, data)
+    assert scores.shape == (10, 3)
+    assert np.abs(scores - mgpu.predict(net, [X])).max() <= 1e-6
+    right = float((scores.argmax(axis=1) == Y).mean())
+    assert history.rows[-1]["test_accuracy"] == mgpu.evaluate_accuracy_gpus(net, data) == pytest.approx(right, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "last, expected", [("discard", [[0, 1, 2, 3], [4, 5, 6, 7]]), ("pad", [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])]
+)
+def test_every_pass_begins_at_the_beginning(last, expected):
+    data = mx.io.NDArrayIter(X, np.arange(10), batch_size=4, last_batch_handle=last)
+    for _ in range(2):
+        passed = [np.concatenate([y.asnumpy() for y in ys]) for _, ys in mgpu.prefetch(data, [mx.cpu(0), mx.cpu(1)])]
+        assert [batch.astype(int).tolist() for batch in passed] == expected
+
+
+def test_examples_that_roll_over_are_seen_once_in_two_epochs():
+    """Their number stands in `pad`, too, in the first batch of the next epoch; they are no padding."""
+    data = mx.io.NDArrayIter(X, np.arange(10), batch_size=4, last_batch_handle="roll_over")
+    passes = [[y.asnumpy().astype(int).tolist() for _, (y,) in mgpu.prefetch(data, [mx.cpu(0)])] for _ in range(2)]
+    assert passes == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]]
+
+
+def test_an_iterator_that_was_left_in_the_middle_begins_anew():
+    data = mx.io.NDArrayIter(X, np.arange(10), batch_size=4)
+    next(data)
+    assert mgpu.predict(small_net([mx.cpu(0)]), data).shape == (10, 3)
+
+
+def test_several_inputs_become_a_tuple():
+    data = mx.io.NDArrayIter({"a": X, "b": 2 * X}, Y, batch_size=4)
+    shapes = [(a.shape, b.shape) for ((a, b),), _ in mgpu.prefetch(data, [mx.cpu(0)])]
+    assert [one[0][0] for one in shapes] == [4, 4, 2]
+
+
+def test_an_iterator_in_another_is_read_as_that_one():
+    data = mx.io.ResizeIter(mx.io.NDArrayIter(X, np.arange(10), batch_size=4), 3)
+    assert [len(y) for _, (y,) in mgpu.prefetch(data, [mx.cpu(0)])] == [4, 4, 2]
+
+
+def test_data_without_labels_predict_and_do_not_train():
+    data = mx.io.NDArrayIter(X, batch_size=4)
+    net = small_net([mx.cpu(0)])
+    assert mgpu.predict(net, data).shape == (10, 3)
+    before = weights_of(net)
+    with pytest.raises(TrainerError, match="^fit: got a DataBatch without labels") as caught:
+        mgpu.fit(net, LOSS, mgpu.Trainer(net, "sgd"), data, epochs=1, callbacks=[])
+    assert_house_style(caught.value)
+    assert largest_difference(before, weights_of(net)) == 0.0

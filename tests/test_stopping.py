@@ -1,0 +1,245 @@
+"""Ctrl-C and SIGTERM: which step processes agree on, when a second signal counts, and what is saved."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu import stopping
+from gluon_mgpu.distributed.supervise import Grace, Limits, Signals
+from gluon_mgpu.stopping import Interrupts, Stops, Terminated, interruptible
+from mxnet import gluon
+
+from .test_fit import LOSS, Recorder, batches_of, make_net, make_trainer, three_clouds, train
+from .test_launch import mark, marked, until
+
+__all__ = ["mark"]  # a fixture
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+class Ranks:
+    """Processes in lockstep: each asks in its turn, and all get the numbers of all."""
+
+    def __init__(self, steps_s):
+        self.steps_s = steps_s
+        self.num_asked = 0
+
+    def rows(self, numbers):
+        self.num_asked += 1
+        return np.float32([[numbers[0], step_s] for step_s in self.steps_s])
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "asked_after"),
+    [
+        ([0.001, 0.002], [1, 3, 7, 15, 31, 47, 63]),  # fast: twice as many steps each time, up to 16
+        ([0.001, 1.0], [1, 2, 3, 4, 5]),  # the slowest process decides
+        ([0.1, 0.125], [1, 3, 7, 11, 15]),  # 4 steps are half a second
+    ],
+)
+def test_processes_ask_each_other_about_every_half_second(monkeypatch, steps_s, asked_after):
+    ranks = Ranks(steps_s)
+    monkeypatch.setattr(stopping, "group", lambda: ranks)
+    stops, found = Stops(), []
+    for step in range(1, asked_after[-1] + 1):
+        before = ranks.num_asked
+        assert stops.after_step(0) == 0
+        found += [step] * (ranks.num_asked - before)
+    assert found == asked_after
+
+
+def test_processes_do_not_ask_in_the_middle_of_a_group(monkeypatch):
+    """Asked after steps that are a multiple of 16 only, groups of 7 would stop after 112 steps."""
+    monkeypatch.setattr(stopping, "group", lambda: Ranks([0.001, 0.001]))
+    stops = Stops()
+    stopped = [step for step in range(1, 57) if stops.after_step(signal.SIGTERM, may_stop=step % 7 == 0)]
+    assert stopped == [7, 14, 21, 35, 56]  # where the interval is at most 2, 4, 8, 16 steps
+
+
+@pytest.fixture
+def defaults():
+    """Python's own signal handlers."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def sending(items, at, *signums):
+    for number, item in enumerate(items, 1):
+        if number == at:
+            for signum in signums:
+                signal.raise_signal(signum)
+        yield item
+
+
+def test_sigterm_saves_and_ends_with_143(defaults, devices, tmp_path):
+    """It ended the process in the middle of a step, and nothing was saved. timeout(1) sends it twice."""
+    data = batches_of(*three_clouds())
+    net, by_hand, recorder = make_net(devices), make_net(devices), Recorder()
+    saves = mgpu.Checkpoint(tmp_path, monitor=None)
+    with pytest.raises(SystemExit, match="^fit: stopped in epoch 1 after step 3$") as raised:
+        train(devices, sending(data, 3, signal.SIGTERM, signal.SIGTERM), net=net, callbacks=[saves, recorder])
+    assert isinstance(raised.value, Terminated) and raised.value.code == 143
+    assert recorder.calls[-1] == ("fit ends", 1, 0)
+    assert recorder.state.history.stopped == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    trainer = make_trainer(by_hand)
+    for pair in data[:3]:
+        mgpu.train_batch(by_hand, LOSS, trainer, *pair)
+    loaded = make_net(devices)
+    assert mgpu.load_checkpoint(tmp_path / "last", loaded, make_trainer(loaded))["epoch"] == 1
+    for name, param in loaded._collect_params_with_prefix().items():
+        expected = by_hand._collect_params_with_prefix()[name].data(devices[0]).asnumpy()
+        assert (param.data(devices[0]).asnumpy() == expected).all()
+
+
+def test_ones_own_handler_of_sigterm_stays(defaults):
+    got = []
+    signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    own = signal.getsignal(signal.SIGTERM)
+    history = train([mx.cpu()], sending(batches_of(*three_clouds()), 2, signal.SIGTERM))
+    assert (len(history.rows), got) == (1, [signal.SIGTERM])
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+@pytest.mark.parametrize(("signum", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_that_comes_when_all_is_done_still_ends_the_program(defaults, signum, error):
+    """While the last callbacks save, it was noted and forgotten."""
+
+    class Late(Recorder):
+        def on_fit_end(self, state):
+            super().on_fit_end(state)
+            signal.raise_signal(signum)
+
+    recorder = Late()
+    with pytest.raises(error, match="fit: stopped at its end"):
+        train([mx.cpu()], callbacks=[recorder])
+    assert recorder.state.history.stopped == ""
+
+
+@pytest.mark.parametrize("way", ["a second SIGTERM", "a fork"])
+def test_what_ends_at_once(defaults, clock, monkeypatch, way):
+    """A DataLoader ends its workers by SIGTERM; forked within `fit`, they have its handler."""
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append((signum, signal.getsignal(signum))))
+    with interruptible() as interrupts:
+        if way == "a fork":
+            interrupts._pid = 1
+        else:
+            interrupts.note(signal.SIGTERM, None)
+            clock[0] += 0.4
+            interrupts.note(signal.SIGTERM, None)
+            assert killed == []
+            clock[0] += 0.2
+        interrupts.note(signal.SIGTERM, None)
+        assert killed == [(signal.SIGTERM, signal.SIG_DFL)]
+        interrupts.first = 0
+
+
+def test_a_process_alone_may_stop_after_every_step():
+    assert [Stops().after_step(signum, may_stop=may) for signum, may in [(0, True), (15, False), (15, True)]] == [0, 0, 15]
+    assert not Interrupts().first
+
+
+def test_the_launcher_waits_while_workers_compute(clock):
+    """Five seconds were all that they had, also for steps of a second and large checkpoints."""
+    grace = Grace(Limits(grace_s=60), failed=False)
+    for second in range(590):
+        clock[0] += 1
+        assert not grace.is_over(cpu_s=0.1 * second, num_ended=0, num_left=2)
+    clock[0] += 11
+    assert grace.is_over(cpu_s=100.0, num_ended=0, num_left=2)  # ten times the grace
+
+
+@pytest.mark.parametrize(
+    ("ended", "left", "failed", "waits_s"), [(0, 2, False, 62), (1, 1, False, 8), (2, 0, False, 5), (0, 2, True, 5)]
+)
+def test_the_launcher_does_not_wait_long_for_who_does_nothing(clock, ended, left, failed, waits_s):
+    """62 s, 8 s where one of them has ended already, 5 s for the store, 5 s after a failure."""
+    began, grace = clock[0], Grace(Limits(grace_s=60), failed=failed)
+    while not grace.is_over(7.0, ended, left):
+        clock[0] += 0.5
+    assert clock[0] - began == pytest.approx(waits_s + 0.5)
+
+
+def test_two_sigterms_at_once_are_one_request(defaults, clock):
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.take() == [signal.SIGTERM]
+        clock[0] += 0.6
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.take() == [signal.SIGKILL]
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert signals.take() == [signal.SIGINT, signal.SIGKILL]
+
+
+SLOW = """
+    import sys, time
+    import gluon_mgpu as mgpu
+    import numpy as np
+    from mxnet import gluon
+
+    class Slow:
+        def __iter__(self):
+            for _ in range(1000):
+                time.sleep(0.6)
+                yield np.ones((4, 2), "float32"), np.zeros(4)
+
+    class Tell(mgpu.Callback):
+        def on_batch_end(self, state):
+            print(f"rank {mgpu.this_process().rank} step {state.step}.", flush=True)
+
+    with mgpu.use_devices("cpu:1") as ctx:
+        net = gluon.nn.Dense(3, in_units=2)
+        net.initialize(ctx=ctx)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+        saves = mgpu.Checkpoint(sys.argv[1], monitor=None)
+        mgpu.fit(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, Slow(), epochs=1, callbacks=[saves, Tell()])
+"""
+
+
+def test_a_launched_job_saves_the_step_under_way(tmp_path, mark):
+    """Processes agreed after every 16 steps only, and had five seconds: with slow steps the epoch was lost."""
+    (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
+    launch = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--servers", "1", "--log-dir", "logs"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    log, output = tmp_path / "logs" / "rank-0.log", tmp_path / "output"
+    with open(output, "wb") as file:
+        launcher = subprocess.Popen([*launch, "slow.py", "run"], cwd=tmp_path, stdout=file, stderr=file, env=environ)
+    try:
+        assert until(lambda: log.exists() and "step 2." in log.read_text(), 120)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=120) == 143
+    finally:
+        launcher.kill()
+        launcher.wait()
+    last = [re.findall(r"step (\d+)\.", (tmp_path / "logs" / f"rank-{rank}.log").read_text())[-1] for rank in (0, 1)]
+    assert last[0] == last[1] and int(last[0]) < 16, output.read_text()
+    assert output.read_text().count(f"after step {last[0]}, because of SIGTERM") == 2
+    net = gluon.nn.Dense(3, in_units=2)
+    net.initialize()
+    mgpu.load_checkpoint(tmp_path / "run" / "last", net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}))
+    assert f'"step": {last[0]}' in "".join(path.read_text() for path in (tmp_path / "run" / "last").glob("*.json"))
+    assert marked(mark) == []

@@ -1,43 +1,42 @@
 """Train Gluon networks on several devices as easily, and as correctly, as on one."""
 
-__version__ = "0.1.0"
+from .runtime import exits, environment
 
-from . import exits, runtime
-
-exits.wait_at_exit(runtime.load_mxnet())  # before anything below asks for mxnet
+exits.wait_at_exit(environment.load_mxnet())  # before anything below asks for mxnet
 
 from . import data, errors, models
-from .balance import Balancer
-from .batch_size import find_batch_size
-from .batchnorm import SyncBatchNorm, convert_sync_batchnorm, forward_shards, revert_sync_batchnorm, set_batch_norm
-from .callbacks import Callback, Checkpoint, EarlyStopping, History, Progress, SaveHistory
-from .checkpoint import load_checkpoint, save_checkpoint
-from .debug import debugging, run_serially
-from .devices import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
+from .data_parallel.balancer import Balancer
+from .tuning.batch_size import find_batch_size
+from .data_parallel.batchnorm import (SyncBatchNorm, convert_sync_batchnorm, forward_shards, revert_sync_batchnorm, set_batch_norm)
+from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
+from .loop.history import History
+from .checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from .data_parallel.debug import debugging, run_serially
+from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
-from .evaluation import evaluate, evaluate_accuracy_gpus
-from .fit import fit
-from .leaks import LeakCheck
-from .local_sgd import LocalSGD
-from .loss_scaler import LossScaler
-from .metrics import DeviceSums, accuracy, top_k_accuracy
+from .loop.evaluate import evaluate, evaluate_accuracy_gpus
+from .loop.fit import fit
+from .monitor.leaks import LeakCheck
+from .trainer.local_sgd import LocalSGD
+from .trainer.loss_scaler import LossScaler
+from .loop.metrics import DeviceSums, accuracy, top_k_accuracy
 from .monitor import Monitor
-from .parallel import DataParallelCriterion, DataParallelModel
-from .precision import precision_of, set_precision
-from .prediction import predict, predict_batches
-from .prefetch import prefetch
-from .reduction import clip_global_norm
-from .replicas import replica_difference
-from .running_stats import average_running_stats
-from .schedules import scaled_learning_rate, scaled_params
-from .sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
-from .step import Batch, backward, eval_batch, train_batch
-from .timing import Timer
-from .trainer import Trainer
-from .transfer import as_in_context, copyto
-from .translation import Translation, plot_attention, translate
-from .translator import Translator, load_translator
-from .watchdog import Watchdog
+from .data_parallel.gluoncv import DataParallelCriterion, DataParallelModel
+from .trainer.precision import precision_of, set_precision
+from .loop.predict import predict, predict_batches
+from .data_parallel.prefetch import prefetch
+from .trainer.reduction import clip_global_norm
+from .trainer.replicas import replica_difference
+from .trainer.running_stats import average_running_stats
+from .trainer.schedules import scaled_learning_rate, scaled_params
+from .data_parallel.sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
+from .data_parallel.step import Batch, backward, eval_batch, train_batch
+from .runtime.timing import Timer
+from .trainer.trainer import Trainer
+from .data_parallel.transfer import as_in_context, copyto
+from .models.seq2seq.search import Translation, plot_attention, translate
+from .models.seq2seq.translator import Translator, load_translator
+from .monitor.watchdog import Watchdog
 
 __all__ = [
     # devices

@@ -58,7 +58,7 @@ rm -rf "$folder"
 "$python" - <<'CHECK' || fail "got a Horovod that does not work with this MXNet; need one that was built for it. Build it again."
 import os, subprocess, sys, tempfile
 
-program = "from gluon_mgpu.processes import group; assert group().say(b'here') == [b'here', b'here']"
+program = "from gluon_mgpu.distributed import group; assert group().say(b'here') == [b'here', b'here']"
 with tempfile.TemporaryDirectory() as folder:
     with open(os.path.join(folder, "two.py"), "w") as file:
         file.write(program)

@@ -61,7 +61,7 @@ features = mx.runtime.Features()
 enabled = [name for name in ("CUDA", "CUDNN", "NCCL") if features.is_enabled(name)]
 print(f"Python {platform.python_version()}, numpy {numpy.__version__}, mxnet-cu112 {metadata.version('mxnet-cu112')}")
 print(f"import mxnet: {seconds:.1f} s; enabled: {', '.join(enabled)}; num_gpus() == {mx.context.num_gpus()}")
-print(f"usable GPUs: {gluon_mgpu.devices.usable_gpus()}; 1 + 1 on {mx.cpu()}: {(mx.nd.ones((1,)) + 1).asscalar():.0f}")
+print(f"usable GPUs: {gluon_mgpu.devices.select.usable_gpus()}; 1 + 1 on {mx.cpu()}: {(mx.nd.ones((1,)) + 1).asscalar():.0f}")
 print()
 print("| library | soname | version | source |")
 print("|---|---|---|---|")

@@ -47,7 +47,7 @@ make_venv() { # $1: python
 
 install_project() { # $1: extras
     python=$(find_python)
-    wanted="$("$python" -c 'import sys; print(sys.version, sys.base_prefix)') $1 $(sed "/^\[mypy\]/,\$d" setup.cfg | cat - gluon_mgpu.pth | cksum)"
+    wanted="$("$python" -c 'import sys; print(sys.version, sys.base_prefix)') $1 $(sed "/^\[mypy\]/,\$d" setup.cfg | cat - packaging/gluon_mgpu.pth | cksum)"
     if [ -x .venv/bin/python ] && [ "$(cat ".venv/installed-$1" 2>/dev/null)" = "$wanted" ]; then
         return 0
     fi

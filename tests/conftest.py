@@ -21,7 +21,7 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(items):
-    if not gluon_mgpu.devices.usable_gpus():
+    if not gluon_mgpu.devices.select.usable_gpus():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no GPU that MXNet can run on"))

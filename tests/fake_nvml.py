@@ -8,7 +8,7 @@
         nvml.gpus[3].processes = [(4242, "python", 2**30)]
         nvml.gpus[5].refuses["nvmlDeviceGetPowerUsage"] = "NotSupported"      # or "GpuIsLost", "NoPermission"
         nvml.gpus[6].refuses["*"] = "GpuIsLost"                               # whatever it is asked
-        assert gluon_mgpu.gpus.nvml.read_driver().gpus[3].free_bytes == 15 * 2**30
+        assert gluon_mgpu.runtime.nvidia.nvml.read_driver().gpus[3].free_bytes == 15 * 2**30
 
     install(monkeypatch, [], error="LibraryNotFound")    # no driver; "DriverNotLoaded", "NoPermission", ...
     install(monkeypatch, missing=True)                   # no package nvidia-ml-py
@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import pytest
-from gluon_mgpu.gpus import claims
+from gluon_mgpu.runtime.nvidia import locks
 
 CODES = {
     "NotSupported": (3, "Not Supported"),
@@ -300,7 +300,7 @@ class FakeNvml(types.ModuleType):
 def own_locks(monkeypatch, tmp_path):
     """Locks on GPUs in a folder of the test, given back at its end. In modules that import it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(claims, "_held", {})
+    monkeypatch.setattr(locks, "_held", {})
     yield
-    for uuid in list(claims._held):
-        claims.release(uuid)
+    for uuid in list(locks._held):
+        locks.release(uuid)

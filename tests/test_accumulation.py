@@ -5,7 +5,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
-from gluon_mgpu.reduction import Reduction
+from gluon_mgpu.trainer.reduction import Reduction
 from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import agree as module
 from gluon_mgpu.data import ImageData, load_digits
-from gluon_mgpu.step import train_batch
+from gluon_mgpu.data_parallel.step import train_batch
 
 QUICK = ["--epochs", "2", "--seeds", "2", "--batch-size", "16", "--margin", "0.5"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.checks import short
 from gluon_mgpu.errors import StepError, TrainerError
-from gluon_mgpu.local_sgd import LocalSGD
+from gluon_mgpu.trainer.local_sgd import LocalSGD
 from mxnet import gluon
 from mxnet.gluon import nn
 

@@ -9,8 +9,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import balance as module
-from gluon_mgpu.balance import GAIN, NUM_KEPT, Balancer, when_ready
+from gluon_mgpu.data_parallel import balancer as module
+from gluon_mgpu.data_parallel.balancer import GAIN, NUM_KEPT, Balancer
+from gluon_mgpu.runtime.engine import when_ready
 from gluon_mgpu.errors import ShardError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
@@ -283,7 +284,7 @@ def test_fit_with_shares_ends_where_one_device_ends(arrays, monkeypatch, weights
     contexts = [mx.cpu(i) for i in range(3)]
     batches = small_batches([24, 13, 24, 7])
     reference = weights_of(gluon_loop(small_net(contexts[:1]), *MOMENTUM, batches * 3))
-    monkeypatch.setattr("gluon_mgpu.balance._Step.costs", lambda step: [4.0, 2.0, 1.0])
+    monkeypatch.setattr("gluon_mgpu.data_parallel.balancer._Step.costs", lambda step: [4.0, 2.0, 1.0])
     net = small_net(contexts)
     history = mgpu.fit(net, LOSS, mgpu.Trainer(net, *MOMENTUM), batches, batches, epochs=3, callbacks=[], weights=weights)
     assert largest_difference(weights_of(net), reference) <= 1e-5
@@ -292,7 +293,7 @@ def test_fit_with_shares_ends_where_one_device_ends(arrays, monkeypatch, weights
 
 
 def test_parts_of_a_batch_are_measured_too(contexts, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.balance._Step.costs", lambda step: [4.0, 2.0, 1.0])
+    monkeypatch.setattr("gluon_mgpu.data_parallel.balancer._Step.costs", lambda step: [4.0, 2.0, 1.0])
     net = small_net(contexts)
     trainer = mgpu.Trainer(net, *MOMENTUM)
     balance = Balancer(trainer)

@@ -16,11 +16,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from gluon_mgpu.batch_size import BatchSizes, Probe, find_batch_size, recommend, search
-from gluon_mgpu.batch_size.find import resnet18_workload
-from gluon_mgpu.batch_size.probe import _lacks_memory, _measure
-from gluon_mgpu.batch_size.process import NoMemoryError, ProbeTimeoutError, _tell_end, ask
-from gluon_mgpu.batch_size.workload import Question, load_workload, reference_of, step_of
+from gluon_mgpu.tuning.batch_size import BatchSizes, Probe, find_batch_size, recommend, search
+from gluon_mgpu.tuning.batch_size.find import resnet18_workload
+from gluon_mgpu.tuning.batch_size.probe import _lacks_memory, _measure
+from gluon_mgpu.tuning.batch_size.process import NoMemoryError, ProbeTimeoutError, _tell_end, ask
+from gluon_mgpu.tuning.batch_size.workload import Question, load_workload, reference_of, step_of
 from gluon_mgpu.cli.find_batch_size import find_batch_size_
 from gluon_mgpu.errors import DeviceError, StepError, TrainerError
 from hypothesis import given, settings
@@ -98,7 +98,7 @@ def fake(monkeypatch):
             found = fits(question.batch_size) if question.batch_size else used
             return {"devices": list(devices), "room_bytes": room, "memory_bytes": found, "examples_per_s": [1.0, 2.0, 3.0]}
 
-        monkeypatch.setattr("gluon_mgpu.batch_size.find.ask", answer)
+        monkeypatch.setattr("gluon_mgpu.tuning.batch_size.find.ask", answer)
         return asked
 
     return use
@@ -158,7 +158,7 @@ def test_memory_decides():
 @pytest.mark.parametrize("num_contexts, steps_to_come", [(1, 16), (2, 4), (4, 0)])
 def test_memory_that_later_steps_will_take_counts(num_contexts, steps_to_come, monkeypatch):
     """CPU contexts take, here, 24 temporary buffers in turn; 8 steps are made, of which each takes 64 MiB more."""
-    monkeypatch.setattr("gluon_mgpu.batch_size.probe._ROUND_S", 0)
+    monkeypatch.setattr("gluon_mgpu.tuning.batch_size.probe._ROUND_S", 0)
     monkeypatch.setenv("MXNET_CPU_TEMP_COPY", "24")
     held = []
 
@@ -189,7 +189,7 @@ def test_np_arrays_train_in_the_other_process_too():
 
 def test_the_mode_of_the_caller_is_that_of_the_probe(arrays, monkeypatch):
     modes = []
-    monkeypatch.setattr("gluon_mgpu.batch_size.find.ask", lambda question, **_: modes.append(question.np) or 1 / 0)
+    monkeypatch.setattr("gluon_mgpu.tuning.batch_size.find.ask", lambda question, **_: modes.append(question.np) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         find_batch_size(small_mlp)
     assert modes == [arrays is mx.np]
@@ -284,7 +284,7 @@ def test_where_not_even_the_libraries_fit_it_is_told(monkeypatch):
     def killed(question, **options):
         raise NoMemoryError("was ended by SIGKILL: it said nothing", 0)
 
-    monkeypatch.setattr("gluon_mgpu.batch_size.find.ask", killed)
+    monkeypatch.setattr("gluon_mgpu.tuning.batch_size.find.ask", killed)
     with pytest.raises(StepError, match="before the first batch") as caught:
         find_batch_size(small_mlp)
     assert_house_style(caught.value)
@@ -294,7 +294,7 @@ def test_a_hang_ends():
     with pytest.raises(ProbeTimeoutError, match="no answer within 1 s") as caught:
         failing("hang", timeout_s=1)
     assert_house_style(caught.value)
-    assert running("gluon_mgpu.batch_size.probe", f"{HERE}:fail_as_told") == []
+    assert running("gluon_mgpu.tuning.batch_size.probe", f"{HERE}:fail_as_told") == []
 
 
 def test_a_hang_of_a_large_batch_leaves_what_was_found_before(fake):
@@ -312,7 +312,7 @@ def test_a_hang_of_a_large_batch_leaves_what_was_found_before(fake):
 
 def test_ctrl_c_ends_the_probe_and_what_it_has_started():
     question = f"Question('{HERE}:fail_as_told', {{'how': 'hang'}}, 'cpu', 4)"
-    code = f"from gluon_mgpu.batch_size.process import Question, ask; ask({question})"
+    code = f"from gluon_mgpu.tuning.batch_size.process import Question, ask; ask({question})"
     root = Path(__file__).parent.parent
     process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE, start_new_session=True)
     try:
@@ -348,7 +348,7 @@ def test_a_file_brings_its_neighbours(tmp_path, monkeypatch):
 def test_a_script_that_is_not_guarded_is_told(tmp_path):
     """Its file is imported again by the probe, and must not start another search there."""
     script = tmp_path / "trial.py"
-    start = "from gluon_mgpu.batch_size import find_batch_size\ndef make(batch_size, ctx): return list\n"
+    start = "from gluon_mgpu.tuning.batch_size import find_batch_size\ndef make(batch_size, ctx): return list\n"
     script.write_text(f"{start}find_batch_size(make, devices='cpu')\n")
     done = subprocess.run([sys.executable, str(script)], cwd="/", capture_output=True, timeout=120)
     assert done.returncode == 1

@@ -8,15 +8,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.batchnorm import (
-    SyncBatchNorm,
-    batch_norm_of,
-    convert_sync_batchnorm,
-    forward_shards,
-    is_synchronised,
-    revert_sync_batchnorm,
-    set_batch_norm,
-)
+from gluon_mgpu.data_parallel.batchnorm import (SyncBatchNorm, batch_norm_of, convert_sync_batchnorm, forward_shards, is_synchronised, revert_sync_batchnorm, set_batch_norm)
 from gluon_mgpu.errors import StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -402,7 +394,7 @@ def test_a_step_does_not_wait(waits):
 HANGING = """
 import gluon_mgpu as mgpu, mxnet as mx, numpy as np
 from mxnet import autograd, gluon
-from gluon_mgpu.batchnorm import convert_sync_batchnorm, forward_shards
+from gluon_mgpu.data_parallel.batchnorm import convert_sync_batchnorm, forward_shards
 ctx = [mx.cpu(i) for i in range(4)]
 net = gluon.nn.HybridSequential()
 for _ in range(6):

@@ -5,7 +5,7 @@ import signal
 
 import mxnet as mx
 import pytest
-from gluon_mgpu.balance import when_ready
+from gluon_mgpu.runtime.engine import when_ready
 from gluon_mgpu.benchmark import balance
 from gluon_mgpu.benchmark.balance import Round, measure, ranges, table
 from gluon_mgpu.errors import DeviceError

@@ -3,7 +3,7 @@
 import pytest
 from gluon_mgpu.benchmark import precision
 from gluon_mgpu.benchmark.precision import Learned, Round
-from gluon_mgpu.precision import can_compute_bf16
+from gluon_mgpu.trainer.precision import can_compute_bf16
 
 ROUNDS = [
     Round("mlp", "1 x cpu", "bf16", 100.0, 150.0),

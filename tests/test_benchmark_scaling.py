@@ -18,7 +18,7 @@ from gluon_mgpu.benchmark.compare import ContenderError, Row
 from gluon_mgpu.benchmark.report import Spread, interval
 from gluon_mgpu.benchmark.scaling_model import Fit, Link, Traffic, between_machines, fit, project
 from gluon_mgpu.cli import main
-from gluon_mgpu.processes import horovod
+from gluon_mgpu.distributed import horovod
 
 from .conftest import assert_house_style
 from .test_launch import mark, marked

@@ -9,7 +9,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.buckets import place_of
+from gluon_mgpu.trainer.buckets import place_of
 from gluon_mgpu.errors import StaleGradientError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

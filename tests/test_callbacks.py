@@ -9,7 +9,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.callbacks import Best, FitState
+from gluon_mgpu.loop.callbacks import Best, FitState
 from gluon_mgpu.errors import MissingExtraError, NonFiniteLossError, TrainerError
 from mxnet import gluon
 from mxnet.gluon import nn
@@ -173,7 +173,7 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
 
 
 def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 1)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_BATCHES", 1)
     train([mgpu.Progress(every_s=0)], epochs=2, num_batches=2)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  accuracy")[0] for line in lines if " batch " in line][:2] == [

@@ -3,8 +3,8 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import calls
-from gluon_mgpu.calls import Flags
+from gluon_mgpu.runtime import c_api
+from gluon_mgpu.runtime.c_api import Flags
 
 
 def variables(num_params, num_replicas):
@@ -17,9 +17,9 @@ def variables(num_params, num_replicas):
 @pytest.fixture(params=["where they stand", "by the C interface", "in an MXNet laid out otherwise"])
 def way(request, monkeypatch):
     if request.param == "by the C interface":
-        monkeypatch.setattr(calls.platform, "machine", lambda: "aarch64")
+        monkeypatch.setattr(c_api.platform, "machine", lambda: "aarch64")
     if request.param == "in an MXNet laid out otherwise":
-        monkeypatch.setattr(calls, "_INFO_IN_NODE", 8)  # leads to some other pointer, or to none
+        monkeypatch.setattr(c_api, "_INFO_IN_NODE", 8)  # leads to some other pointer, or to none
     return request.param
 
 
@@ -75,7 +75,7 @@ def test_what_was_marked_lives_as_long_as_its_flags(way):
 def test_values_are_where_they_are():
     """Nothing is copied, nobody writes to them, and the array's memory lives as long as they do."""
     array = mx.nd.arange(1000)
-    values = calls.values_of(array)
+    values = c_api.values_of(array)
     array[:] = 7  # which is not to be done
     array.wait_to_read()
     assert values.tolist() == [7.0] * 1000
@@ -92,7 +92,7 @@ def test_values_are_those_that_mxnet_copies(dtype):
     """Also while they are still being computed."""
     for shape in ((3, 4, 5), (1,), (512, 512)):
         array = mx.nd.ones(shape, dtype=dtype) + mx.nd.ones(shape, dtype=dtype)
-        values = calls.values_of(array)
+        values = c_api.values_of(array)
         assert (values.dtype, values.shape) == (np.dtype(dtype), shape)
         assert (values == 2).all()
 
@@ -100,12 +100,12 @@ def test_values_are_those_that_mxnet_copies(dtype):
 def test_values_of_bfloat16_are_its_bits():
     bfloat16 = np.dtype([("bfloat16", np.uint16)])
     array = mx.nd.array([1, -2]).astype(bfloat16)
-    assert calls.values_of(array).tolist() == array.asnumpy().tolist() == [(0x3F80,), (0xC000,)]
+    assert c_api.values_of(array).tolist() == array.asnumpy().tolist() == [(0x3F80,), (0xC000,)]
 
 
 def test_values_of_what_has_no_memory_of_its_own_are_copied():
     sparse = mx.nd.array([[0, 0], [1, 2]]).tostype("row_sparse")
-    assert calls.values_of(sparse).tolist() == [[0, 0], [1, 2]]
+    assert c_api.values_of(sparse).tolist() == [[0, 0], [1, 2]]
     with mx.util.np_shape(True):
-        assert calls.values_of(mx.nd.zeros((0, 3))).shape == (0, 3)
-        assert calls.values_of(mx.nd.ones(())).tolist() == 1.0
+        assert c_api.values_of(mx.nd.zeros((0, 3))).shape == (0, 3)
+        assert c_api.values_of(mx.nd.ones(())).tolist() == 1.0

@@ -16,9 +16,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import folders, snapshot
+from gluon_mgpu.checkpoint import atomic_folder, snapshot
 from gluon_mgpu.errors import SaveError, StateError, TrainerError
-from gluon_mgpu.translator_callbacks import PlateauSchedule
+from gluon_mgpu.models.seq2seq.callbacks import PlateauSchedule
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -276,7 +276,7 @@ def adam_after(steps):
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_one_of_the_two(tmp_path, monkeypatch):
     """Its checksums were compared, and then its files were opened again by their path: weights of step 4, counts of step 2."""
     mgpu.save_checkpoint(tmp_path / "c", *adam_after(2))
-    second, check = adam_after(4), folders.OpenFolder.check
+    second, check = adam_after(4), atomic_folder.OpenFolder.check
 
     def replaced(opened, operation):
         manifest = check(opened, operation)
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_one_of_the_two(tmp_pa
         return manifest
 
     net, trainer = adam_after(0)
-    monkeypatch.setattr(folders.OpenFolder, "check", replaced)
+    monkeypatch.setattr(atomic_folder.OpenFolder, "check", replaced)
     for steps in (2, 4):
         mgpu.load_checkpoint(tmp_path / "c", net, trainer)
         assert net.weight.data(mx.cpu(1)).asscalar() == steps
@@ -298,9 +298,9 @@ def test_a_checkpoint_is_read_while_another_thread_writes_it(tmp_path):
 
     def write():
         for number in count():
-            with folders.new_folder(tmp_path / "c") as new:
+            with atomic_folder.new_folder(tmp_path / "c") as new:
                 snapshots[number % 2].write(new)
-            folders.put_in_place(tmp_path / "c")
+            atomic_folder.put_in_place(tmp_path / "c")
             if done.is_set():
                 return
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from gluon_mgpu.cli._options import best_of
 from gluon_mgpu.cli._table import print_table
-from gluon_mgpu.profiling import measure_overlap
+from gluon_mgpu.tuning.profiling import measure_overlap
 from mxnet.gluon import nn
 
 from .test_idx import write_idx

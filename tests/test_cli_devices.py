@@ -3,7 +3,7 @@ import json
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.gpus import mxnet_gpus
+from gluon_mgpu.devices import mxnet_gpus
 
 from .fake_nvml import h200, install, own_locks, v100s
 

@@ -11,9 +11,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import folders, shelf
+from gluon_mgpu.checkpoint import atomic_folder, rotation
 from gluon_mgpu.errors import StateError
-from gluon_mgpu.translator import load_translator
+from gluon_mgpu.models.seq2seq.translator import load_translator
 from mxnet.gluon import nn
 
 from .test_translator import made as made_translator
@@ -73,15 +73,15 @@ def killed_while_best_is_saved(folder, monkeypatch, num_copied):
     copied, copy = [], shutil.copyfile
 
     def cut_off(source, target):
-        if mgpu.shelf.step_of(folder / "last") == 6 and len(copied) == num_copied:
+        if mgpu.checkpoint.rotation.step_of(folder / "last") == 6 and len(copied) == num_copied:
             raise KilledError
-        if mgpu.shelf.step_of(folder / "last") == 6:
+        if mgpu.checkpoint.rotation.step_of(folder / "last") == 6:
             copied.append(target)
         return copy(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders.shutil, "copyfile", cut_off)
-        patch.setattr(folders.shutil, "rmtree", lambda *arguments, **options: None)
+        patch.setattr(atomic_folder.shutil, "copyfile", cut_off)
+        patch.setattr(atomic_folder.shutil, "rmtree", lambda *arguments, **options: None)
         with pytest.raises(KilledError):
             fit(folder)
 
@@ -105,7 +105,7 @@ def test_a_copy_that_begins_with_its_manifest_is_not_taken_for_whole(tmp_path, u
     (tmp_path / "best").rename(tmp_path / ".best.old")
     (tmp_path / ".best.new").mkdir()
     shutil.copyfile(tmp_path / "last" / "manifest.json", tmp_path / ".best.new" / "manifest.json")
-    assert folders.whole(tmp_path / "best") == tmp_path / ".best.old"
+    assert atomic_folder.whole(tmp_path / "best") == tmp_path / ".best.old"
     fit(tmp_path)
     assert bits(tmp_path) == undisturbed
 
@@ -134,7 +134,7 @@ def test_best_comes_along_into_another_folder(tmp_path, undisturbed):
 
 def test_more_checkpoints_than_are_kept_are_removed_after_a_kill(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(shelf.Shelf, "_prune", lambda *arguments: None)
+        patch.setattr(rotation.Shelf, "_prune", lambda *arguments: None)
         fit(tmp_path, keep=2)
     assert names(tmp_path) == ["best", "last", "step-00000003", "step-00000006"]
     fit(tmp_path, keep=2)
@@ -194,14 +194,14 @@ def test_a_translator_between_two_renames_is_found(tmp_path):
 def test_a_translator_that_is_replaced_while_it_is_read_is_one_of_the_two(tmp_path, monkeypatch):
     """Its options were of one network, and its weights of another."""
     made_translator().save(tmp_path / "model")
-    second, read = made_translator(num_layers=2), folders.OpenFolder.read
+    second, read = made_translator(num_layers=2), atomic_folder.OpenFolder.read
 
     def replaced(opened, name):
         content = read(opened, name)
         second.save(tmp_path / "model")
         return content
 
-    monkeypatch.setattr(folders.OpenFolder, "read", replaced)
+    monkeypatch.setattr(atomic_folder.OpenFolder, "read", replaced)
     assert "num_layers" not in load_translator(tmp_path / "model").options
     assert load_translator(tmp_path / "model").options["num_layers"] == 2
 
@@ -227,7 +227,7 @@ def test_a_link_that_comes_later_is_replaced_and_its_target_stays(tmp_path, targ
     (tmp_path / "file").write_text("mine")
     fit(tmp_path / "one", epochs=1)
     (tmp_path / "last").symlink_to(target)
-    folders.copy_folder(tmp_path / "one" / "last", tmp_path / "last")
+    atomic_folder.copy_folder(tmp_path / "one" / "last", tmp_path / "last")
     assert not (tmp_path / "last").is_symlink()
     assert json.loads((tmp_path / "last" / "progress.json").read_text())["epoch"] == 1
     assert (tmp_path / "file").read_text() == "mine" and list((tmp_path / "folder").iterdir()) == []

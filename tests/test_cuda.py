@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mxnet as mx
 import pytest
-from gluon_mgpu import cuda
+from gluon_mgpu.runtime import cuda_libraries
 
 from .conftest import assert_house_style
 
@@ -105,17 +105,17 @@ class World:
 def world(tmp_path, monkeypatch):
     """A machine with the GPU wheel of MXNet and the driver, and nothing of CUDA yet."""
     world = World(tmp_path)
-    find_spec = cuda.importlib.util.find_spec
+    find_spec = cuda_libraries.importlib.util.find_spec
 
     def only_ours(name, *rest):
         if name == "nvidia":
             return types.SimpleNamespace(submodule_search_locations=[str(tmp_path / "site" / "nvidia")])
         return find_spec(name, *rest)
 
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", only_ours)
-    monkeypatch.setattr(cuda, "_dlopen", world.dlopen)
-    monkeypatch.setattr(cuda, "_path_of", lambda library: library.path)
-    monkeypatch.setattr(cuda, "_LOCAL", str(tmp_path / "local"))
+    monkeypatch.setattr(cuda_libraries.importlib.util, "find_spec", only_ours)
+    monkeypatch.setattr(cuda_libraries, "_dlopen", world.dlopen)
+    monkeypatch.setattr(cuda_libraries, "_path_of", lambda library: library.path)
+    monkeypatch.setattr(cuda_libraries, "_LOCAL", str(tmp_path / "local"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     for name in ("LD_LIBRARY_PATH", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -130,12 +130,12 @@ def world(tmp_path, monkeypatch):
 @pytest.mark.parametrize("names", [[], ["libc.so.6"], SONAMES], ids=len)
 def test_what_a_library_needs_is_read(tmp_path, names):
     (tmp_path / "a.so").write_bytes(elf(*names))
-    assert cuda.needed(str(tmp_path / "a.so")) == names
+    assert cuda_libraries.needed(str(tmp_path / "a.so")) == names
 
 
 def test_a_real_library_is_read():
-    assert "libc.so.6" in cuda.needed(mx.libinfo.find_lib_path()[0])
-    assert cuda._mxnet_library() == mx.libinfo.find_lib_path()[0]
+    assert "libc.so.6" in cuda_libraries.needed(mx.libinfo.find_lib_path()[0])
+    assert cuda_libraries._mxnet_library() == mx.libinfo.find_lib_path()[0]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_a_real_library_is_read():
 )
 def test_what_is_no_library_needs_nothing(tmp_path, content):
     (tmp_path / "a.so").write_bytes(content)
-    assert cuda.needed(str(tmp_path / "a.so")) == cuda.needed(str(tmp_path / "absent.so")) == []
+    assert cuda_libraries.needed(str(tmp_path / "a.so")) == cuda_libraries.needed(str(tmp_path / "absent.so")) == []
 
 
 def test_a_library_that_was_cut_short_never_raises(tmp_path):
     whole = elf(*SONAMES)
     for length in range(0, len(whole), 5):
         (tmp_path / "a.so").write_bytes(whole[:length])
-        assert set(cuda.needed(str(tmp_path / "a.so"))) <= {*SONAMES, ""}
+        assert set(cuda_libraries.needed(str(tmp_path / "a.so"))) <= {*SONAMES, ""}
 
 
 # Loading
@@ -158,13 +158,13 @@ def test_a_library_that_was_cut_short_never_raises(tmp_path):
 
 def test_the_cpu_wheel_needs_nothing(world, monkeypatch):
     monkeypatch.setenv("MXNET_LIBRARY_PATH", world.put("mxnet", "libmxnet.so", elf("libgomp.so.1", "libopenblas.so.0")))
-    cuda.load()
-    assert (world.opened, cuda.libraries()) == ([], [])
+    cuda_libraries.load()
+    assert (world.opened, cuda_libraries.libraries()) == ([], [])
 
 
 def test_wheels_are_loaded_in_an_order_in_which_each_finds_what_it_needs(world):
     world.put_wheels()
-    cuda.load()
+    cuda_libraries.load()
     ours = [path for path in world.opened if path != world.linker["libz.so.1"]]
     assert [os.path.basename(path) for path in ours] == SONAMES
     assert all(path.startswith(str(world.folder / "site")) for path in ours[1:])
@@ -174,7 +174,7 @@ def test_what_the_linker_knows_comes_first(world):
     """LD_LIBRARY_PATH, ldconfig, and what another package has loaded: dlopen finds all three by the name."""
     world.put_wheels()
     world.linker["libcublas.so.11"] = "/opt/mine/libcublas.so.11"
-    cuda.load()
+    cuda_libraries.load()
     assert [path for path in world.opened if "libcublas.so" in path] == ["/opt/mine/libcublas.so.11"]
 
 
@@ -189,12 +189,12 @@ def test_wheels_conda_and_folders_of_cuda_in_this_order(world, monkeypatch):
     for place, source in zip(places, expected):
         path = world.put(place, "libnccl.so.2")
         del world.opened[:]
-        cuda.load()
+        cuda_libraries.load()
         assert [one for one in world.opened if "nccl" in one] == [path]
-        assert {library.name: library.source for library in cuda.libraries()}["NCCL"] == source
+        assert {library.name: library.source for library in cuda_libraries.libraries()}["NCCL"] == source
     path = world.put("site/nvidia/nccl/lib", "libnccl.so.2")
     del world.opened[:]
-    cuda.load()
+    cuda_libraries.load()
     assert [one for one in world.opened if "nccl" in one] == [path]
 
 
@@ -203,13 +203,13 @@ def test_a_library_that_cannot_be_loaded_is_looked_for_further_on(world, monkeyp
     world.put("site/nvidia/cufft/lib", "libcufft.so.10", b"broken")
     monkeypatch.setenv("CUDA_PATH", str(world.folder / "cuda"))
     path = world.put("cuda/lib64", "libcufft.so.10")
-    cuda.load()
+    cuda_libraries.load()
     assert [one for one in world.opened if "cufft" in one] == [path]
 
 
 def refused():
     with pytest.raises(ImportError) as caught:
-        cuda.load()
+        cuda_libraries.load()
     assert_house_style(caught.value)
     return str(caught.value)
 
@@ -252,7 +252,7 @@ def test_a_part_of_cudnn_that_is_missing_is_told_now_and_not_with_the_first_conv
     world.put_wheels(part)
     assert refused().startswith(f"import mxnet: got no {part}, which cuDNN needs; need")
     world.linker[part] = f"/opt/{part}"
-    cuda.load()
+    cuda_libraries.load()
 
 
 def test_what_a_part_of_cudnn_needs_is_told(world):
@@ -293,10 +293,10 @@ def test_libraries_tell_their_versions_and_where_they_come_from(world, monkeypat
         "libcudnn.so.8": {"cudnnGetProperty": (8, 9, 6)},
     }
     monkeypatch.setattr(
-        cuda, "_dlopen", lambda name: with_functions(world.dlopen(name).path, functions.get(os.path.basename(name), {}))
+        cuda_libraries, "_dlopen", lambda name: with_functions(world.dlopen(name).path, functions.get(os.path.basename(name), {}))
     )
-    monkeypatch.setattr(cuda.metadata, "version", lambda name: {"nvidia-nvtx-cu11": "11.8.86"}.get(name, "of another"))
-    found = {library.name: library for library in cuda.libraries()}
+    monkeypatch.setattr(cuda_libraries.metadata, "version", lambda name: {"nvidia-nvtx-cu11": "11.8.86"}.get(name, "of another"))
+    found = {library.name: library for library in cuda_libraries.libraries()}
     assert [library.soname for library in found.values()] == SONAMES
     told = {name: (found[name].version, found[name].source) for name in ("NVIDIA driver", "NCCL", "cuBLAS", "cuDNN", "NVTX")}
     assert told == {
@@ -307,7 +307,7 @@ def test_libraries_tell_their_versions_and_where_they_come_from(world, monkeypat
         "NVTX": ("11.8.86", "wheel"),
     }
     assert (found["cuSOLVER"].version, found["cuSOLVER"].source) == ("11.0.2.7", "system")
-    assert found["cuRAND"] == cuda.CudaLibrary("cuRAND", "libcurand.so.10", "", "", "missing")
+    assert found["cuRAND"] == cuda_libraries.CudaLibrary("cuRAND", "libcurand.so.10", "", "", "missing")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_libraries_tell_their_versions_and_where_they_come_from(world, monkeypat
     ],
 )
 def test_versions_are_read_as_their_makers_write_them(stem, functions, expected):
-    assert cuda._KNOWN[stem].version(with_functions("", functions)) == expected
+    assert cuda_libraries._KNOWN[stem].version(with_functions("", functions)) == expected
 
 
 def test_nvrtc_writes_two_numbers():
@@ -330,11 +330,11 @@ def test_nvrtc_writes_two_numbers():
         major._obj.value, minor._obj.value = 11, 2
         return 0
 
-    assert cuda._KNOWN["libnvrtc"].version(types.SimpleNamespace(nvrtcVersion=version)) == "11.2"
+    assert cuda_libraries._KNOWN["libnvrtc"].version(types.SimpleNamespace(nvrtcVersion=version)) == "11.2"
 
 
 def test_the_file_of_a_loaded_library_is_known():
-    path = cuda._path_of(ctypes.CDLL(mx.libinfo.find_lib_path()[0]))
+    path = cuda_libraries._path_of(ctypes.CDLL(mx.libinfo.find_lib_path()[0]))
     assert os.path.realpath(path) == os.path.realpath(mx.libinfo.find_lib_path()[0])
 
 
@@ -360,7 +360,7 @@ def test_a_library_finds_what_was_loaded_for_it(tmp_path):
         import ctypes, sys
         sys.path.insert(0, {str(tmp_path / "site")!r})
         import importlib.util
-        spec = importlib.util.spec_from_file_location("cuda", {cuda.__file__!r})
+        spec = importlib.util.spec_from_file_location("cuda", {cuda_libraries.__file__!r})
         cuda = sys.modules["cuda"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(cuda)
         try:

@@ -9,8 +9,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import debug, runtime
-from gluon_mgpu.debug import debugging
+from gluon_mgpu.data_parallel import debug
+from gluon_mgpu.runtime import environment
+from gluon_mgpu.data_parallel.debug import debugging
 from gluon_mgpu.errors import DataError, NonFiniteLossError, StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -379,6 +380,6 @@ def test_run_serially_after_the_import_and_debugging_changes_no_bit():
 def test_the_environment_asks(monkeypatch, value, asked):
     monkeypatch.setenv("GLUON_MGPU_DEBUG", value)
     net = nn.Dense(1, in_units=1)
-    assert runtime.is_debug() == asked
+    assert environment.is_debug() == asked
     with debug.debugging_if_asked(net):
         assert ("forward" in vars(net)) == asked

@@ -5,7 +5,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
 from gluon_mgpu.errors import DeviceError
-from gluon_mgpu.gpus import claims, mxnet_gpus
+from gluon_mgpu.runtime.nvidia import locks
+from gluon_mgpu.devices import mxnet_gpus
 
 from .conftest import assert_house_style
 from .fake_nvml import a100_mig, h200, install, v100s
@@ -27,10 +28,10 @@ def nvml(monkeypatch, tmp_path):
     monkeypatch.setattr(mxnet_gpus, "cuda_uuids", lambda: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(claims, "_held", {})
+    monkeypatch.setattr(locks, "_held", {})
     yield fake
-    for uuid in list(claims._held):
-        claims.release(uuid)
+    for uuid in list(locks._held):
+        locks.release(uuid)
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def test_memory_that_must_be_free(nvml):
     assert gpu_ids(2, min_free_memory="8GiB") == gpu_ids("2", min_free_memory="8GiB") == [1, 2]
     assert gpu_ids("gpu:2,1", min_free_memory="8GiB") == gpu_ids([mx.gpu(2), mx.gpu(1)], min_free_memory="8GiB") == [2, 1]
     assert gpu_ids(mx.gpu(4), min_free_memory="8GiB") == [4]
-    assert not claims._held
+    assert not locks._held
     for spec, told in [
         ("gpu", "need 8 GPUs with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free; gpu(1): it would do"),
         ("gpu:0", "need a GPU with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free"),
@@ -266,7 +267,7 @@ def test_free_gpus_among_those_that_cuda_shows(nvml, monkeypatch):
     monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 4)
     nvml.gpus[5].processes = [(17, "python", GIB)]
     assert gpu_ids("gpu:free") == [0, 2, 3]
-    assert claims.is_ours(nvml.gpus[6].uuid)
+    assert locks.is_ours(nvml.gpus[6].uuid)
 
 
 def test_numbers_that_nobody_can_tell(nvml, monkeypatch):

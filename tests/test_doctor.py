@@ -14,9 +14,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from gluon_mgpu import runtime
+from gluon_mgpu.runtime import environment
 from gluon_mgpu.cli import main
-from gluon_mgpu.device_list import DeviceInfo
+from gluon_mgpu.devices.describe import DeviceInfo
 
 from .fake_nvml import h200, install, v100s
 
@@ -67,7 +67,7 @@ def squeezed(output):
 @pytest.fixture
 def there(monkeypatch):
     """A function that says which devices there are."""
-    return lambda *devices: monkeypatch.setattr("gluon_mgpu.device_list.describe_devices", lambda: list(devices))
+    return lambda *devices: monkeypatch.setattr("gluon_mgpu.devices.describe.describe_devices", lambda: list(devices))
 
 
 def test_json_is_one_object_that_tells_everything():
@@ -86,7 +86,7 @@ def test_json_is_one_object_that_tells_everything():
 
 def test_one_context_is_told_its_cores():
     report, _ = fresh("--devices", "cpu:1")
-    assert values(report)["threads of cpu(0)"] == (str(runtime.num_cores()), "gluon_mgpu")
+    assert values(report)["threads of cpu(0)"] == (str(environment.num_cores()), "gluon_mgpu")
     assert "threads of cpu(1)" not in values(report)
 
 
@@ -177,7 +177,7 @@ def test_two_wheels_of_mxnet_are_told(monkeypatch):
 
 
 def test_settings_that_came_too_late_are_told(monkeypatch):
-    monkeypatch.setattr(runtime, "_too_late", {"MXNET_CPU_TEMP_COPY"})
+    monkeypatch.setattr(environment, "_too_late", {"MXNET_CPU_TEMP_COPY"})
     report = json.loads(doctor("--devices", "cpu:1", "--json"))
     assert values(report)["MXNET_CPU_TEMP_COPY"] == ("4", "MXNet's default")
     (problem,) = problems(report)

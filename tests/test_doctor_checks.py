@@ -6,9 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from gluon_mgpu import doctor, runtime
-from gluon_mgpu.cuda import CudaLibrary
-from gluon_mgpu.device_list import DeviceInfo
+from gluon_mgpu import doctor
+from gluon_mgpu.runtime import environment
+from gluon_mgpu.runtime.cuda_libraries import CudaLibrary
+from gluon_mgpu.devices.describe import DeviceInfo
 from gluon_mgpu.doctor import gpus, machine, report, storage, stores
 from gluon_mgpu.doctor.build import Build, check_build
 from gluon_mgpu.doctor.findings import Examination, Finding, told
@@ -19,9 +20,9 @@ from gluon_mgpu.doctor.settings import Engine, check_openblas, check_settings
 from gluon_mgpu.doctor.storage import Place, check_checkpoints, check_shared_memory, check_temporary
 from gluon_mgpu.doctor.stores import Horovod, check_horovod, look_at_horovod, stores_of
 from gluon_mgpu.doctor.training import with_reasons
-from gluon_mgpu.fat_binary import FatBinaries
-from gluon_mgpu.gpus.nvml import Driver, Gpu, GpuProcess, Link, MigDevice
-from gluon_mgpu.runtime import Setting
+from gluon_mgpu.runtime.fat_binary import FatBinaries
+from gluon_mgpu.runtime.nvidia.nvml import Driver, Gpu, GpuProcess, Link, MigDevice
+from gluon_mgpu.runtime.environment import Setting
 
 GIB = 2**30
 CU112 = FatBinaries(((5, 0), (6, 0), (7, 0), (8, 0), (8, 6)), (), 198)
@@ -299,7 +300,7 @@ def test_what_cannot_hang_is_not_told(counts, features, engine):
 def test_a_switch_is_told_unless_it_is_off():
     one(check_settings([], "no"), "GLUON_MGPU_RUNTIME=no")
     assert check_settings([], "Off") == check_settings([], "") == []
-    one(check_settings([Setting("MXNET_CPU_TEMP_COPY", "4", "MXNet's default", runtime.TOO_LATE)], ""), "could not be set")
+    one(check_settings([Setting("MXNET_CPU_TEMP_COPY", "4", "MXNet's default", environment.TOO_LATE)], ""), "could not be set")
 
 
 # Where files go

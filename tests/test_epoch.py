@@ -7,7 +7,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.epoch import EpochProgress, run_epoch
+from gluon_mgpu.loop.epoch import EpochProgress, run_epoch
 from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
 
 from .conftest import assert_house_style
@@ -52,8 +52,8 @@ def test_no_time_means_no_rate():
 
 
 def test_reports_hold_running_means_and_the_last_one_holds_all(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 2)
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", math.inf)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_BATCHES", 2)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", math.inf)
     reports = []
     passed = run_epoch(pairs([1], [2], [3], [4], [10]), make_batch, operation="fit", on_report=reports.append)
     assert [(one.num_batches, one.num_examples, one.means["loss"]) for one in reports] == [(2, 2, 1.5), (4, 4, 2.5), (5, 5, 4.0)]
@@ -61,7 +61,7 @@ def test_reports_hold_running_means_and_the_last_one_holds_all(monkeypatch):
 
 
 def test_a_slow_pass_reports_by_the_clock(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", -1)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", -1)
     reports = []
     run_epoch(pairs([1], [2], [3]), make_batch, operation="fit", on_report=reports.append)
     assert [one.num_batches for one in reports] == [1, 2, 3, 3]
@@ -115,8 +115,8 @@ def run_rows(X, y):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("step, shard", [(1, 0), (3, 1), (6, 2)])
 def test_a_loss_that_is_not_finite_is_told_with_its_step_and_device(step, shard, bad, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 4)
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", math.inf)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_BATCHES", 4)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", math.inf)
     losses = np.ones((6, 3, 2))
     losses[step - 1, shard, 1] = bad
     losses[step:] = math.nan  # all that follows is spoilt, too
@@ -189,8 +189,8 @@ def test_an_error_of_the_last_update_belongs_to_the_pass():
 
 def test_a_report_is_read_while_later_batches_run(monkeypatch):
     """Reading what was queued last left the devices idle until the next batch was there."""
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 2)
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", math.inf)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_BATCHES", 2)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", math.inf)
     events = []
 
     def run_batch(X, y):
@@ -209,8 +209,8 @@ def test_a_report_is_read_while_later_batches_run(monkeypatch):
 @pytest.mark.parametrize("at, told", [(1, 1), (4, 3), (9, 9)])
 def test_the_error_of_a_metric_on_a_device_names_the_report_it_came_up_in(at, told, monkeypatch):
     """It was called an error of the last batch that was queued."""
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", math.inf)
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_BATCHES", 2)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", math.inf)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_BATCHES", 2)
     rows = [[1.0]] * 20
     rows[at - 1] = [-1.0]
 
@@ -253,7 +253,7 @@ def test_labels_that_a_metric_keeps_do_not_change():
 
 def test_reports_are_half_a_second_apart(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("gluon_mgpu.epoch.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.time.perf_counter", lambda: clock[0])
     reports = []
 
     def run_batch(X, y):

@@ -4,8 +4,8 @@ import struct
 
 import mxnet as mx
 import pytest
-from gluon_mgpu import fat_binary
-from gluon_mgpu.fat_binary import FatBinaries, FatBinaryError, read_fat_binaries
+from gluon_mgpu.runtime import fat_binary
+from gluon_mgpu.runtime.fat_binary import FatBinaries, FatBinaryError, read_fat_binaries
 
 from .conftest import assert_house_style
 

@@ -182,7 +182,7 @@ def test_the_learning_rate_is_that_of_each_epoch_s_last_step():
 
 
 def test_callbacks_are_called_in_order(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", float("inf"))
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", float("inf"))
     first, second, order = Recorder(), Recorder(), []
     first._note = lambda what, state: order.append((1, what)) or Recorder._note(first, what, state)
     second._note = lambda what, state: order.append((2, what)) or Recorder._note(second, what, state)
@@ -581,7 +581,7 @@ def test_memory_that_is_written_again_changes_no_bit(devices, monkeypatch):
         return weights_of(net), [(row["train_loss"], row["test_accuracy"]) for row in history.rows]
 
     weights, rows = fitted()
-    monkeypatch.setattr(importlib.import_module("gluon_mgpu.prefetch"), "can_count_holders", lambda: False)
+    monkeypatch.setattr(importlib.import_module("gluon_mgpu.data_parallel.prefetch"), "can_count_holders", lambda: False)
     fresh_weights, fresh_rows = fitted()
     assert [array.tobytes() for array in weights] == [array.tobytes() for array in fresh_weights]
     assert rows == fresh_rows

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
-from gluon_mgpu import folders
+from gluon_mgpu.checkpoint import atomic_folder
 from gluon_mgpu.errors import StateError
-from gluon_mgpu.folders import FolderWriter, copy_folder, new_folder, open_folder, put_in_place, remove, whole
+from gluon_mgpu.checkpoint.atomic_folder import (FolderWriter, copy_folder, new_folder, open_folder, put_in_place, remove, whole)
 
 
 class KilledError(BaseException):
@@ -64,7 +64,7 @@ def killed_at(monkeypatch, call, act):
         path_class = type(Path())
         for where, name in ((os, "fsync"), (path_class, "rename"), (path_class, "mkdir")):
             patch.setattr(where, name, counting(getattr(where, name)))
-        patch.setattr(folders.shutil, "rmtree", lambda *arguments, **options: None)  # the cleaning up that is not done
+        patch.setattr(atomic_folder.shutil, "rmtree", lambda *arguments, **options: None)  # the cleaning up that is not done
         try:
             act()
         except KilledError:
@@ -118,7 +118,7 @@ def test_what_is_half_removed_has_another_name(tmp_path, monkeypatch):
             (path / "number").unlink()
             raise KilledError
 
-    monkeypatch.setattr(folders.shutil, "rmtree", half)
+    monkeypatch.setattr(atomic_folder.shutil, "rmtree", half)
     with pytest.raises(KilledError):
         remove(tmp_path / "f")
     assert [path.name for path in tmp_path.iterdir()] == [".f.gone"]

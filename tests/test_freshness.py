@@ -6,9 +6,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import calls
+from gluon_mgpu.runtime import c_api
 from gluon_mgpu.errors import StaleGradientError, TrainerError
-from gluon_mgpu.freshness import history
+from gluon_mgpu.trainer.freshness import history
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -252,7 +252,7 @@ def test_gradients_that_are_returned_are_no_pass(several):
 
 
 def test_flags_by_the_c_interface_tell_the_same(several, monkeypatch):
-    monkeypatch.setattr(calls.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(c_api.platform, "machine", lambda: "aarch64")
     test_a_batch_that_is_left_out_does_not_count(mgpu.backward, several)
 
 

@@ -14,15 +14,15 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.leaks import held_arrays
-from gluon_mgpu.loss_scaler import LossScaler
-from gluon_mgpu.prefetch import Buffers
+from gluon_mgpu.monitor.leaks import held_arrays
+from gluon_mgpu.trainer.loss_scaler import LossScaler
+from gluon_mgpu.data_parallel.prefetch import Buffers
 from mxnet import gluon
 
 from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 
-prefetch = importlib.import_module("gluon_mgpu.prefetch")
+prefetch = importlib.import_module("gluon_mgpu.data_parallel.prefetch")
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 BATCHES = {"even": [24] * 10, "uneven": [13, 1, 7, 24, 1, 5, 9, 23, 2, 14]}
 OPTIMIZERS = {

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from gluon_mgpu.gpus import claims
-from gluon_mgpu.gpus.claims import choosing, claim, folder, is_ours, release
-from gluon_mgpu.lock_files import signature
+from gluon_mgpu.runtime.nvidia import locks
+from gluon_mgpu.runtime.nvidia.locks import choosing, claim, folder, is_ours, release
+from gluon_mgpu.runtime.file_locks import signature
 
 # Takes GPU-1, and then what it is told on standard input. The package comes without MXNet, whose import takes seconds.
 OTHER = """
@@ -19,7 +19,7 @@ package, runtime = types.ModuleType("gluon_mgpu"), types.ModuleType("gluon_mgpu.
 package.__path__, tempfile.tempdir, runtime.logger = [sys.argv[1]], sys.argv[2], logging.getLogger()
 package.runtime = runtime
 sys.modules.update({"gluon_mgpu": package, "gluon_mgpu.runtime": runtime})
-from gluon_mgpu.gpus import claims
+from gluon_mgpu.runtime.nvidia import claims
 sys.argv[0] = "/somewhere/train.py"
 print(repr(claims.claim("GPU-1")), flush=True)
 if sys.stdin.readline() == "fork and release\\n":
@@ -36,9 +36,9 @@ if sys.stdin.readline() == "fork and release\\n":
 def own_folder(monkeypatch, tmp_path):
     """Locks of this test alone."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(claims, "_held", {})
+    monkeypatch.setattr(locks, "_held", {})
     yield tmp_path
-    for uuid in list(claims._held):
+    for uuid in list(locks._held):
         release(uuid)
 
 
@@ -48,7 +48,7 @@ def other(own_folder):
     started = []
 
     def start():
-        command = [sys.executable, "-c", OTHER, str(Path(claims.__file__).parent), str(own_folder)]
+        command = [sys.executable, "-c", OTHER, str(Path(locks.__file__).parent), str(own_folder)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         return process, process.stdout.readline().strip()
@@ -107,7 +107,7 @@ def test_one_process_after_the_other_chooses(monkeypatch):
 
     with choosing():
         assert is_locked()
-        monkeypatch.setattr(claims, "_PATIENCE_S", 0.05)
+        monkeypatch.setattr(locks, "_PATIENCE_S", 0.05)
         begin = time.monotonic()
         with choosing():  # as another process, while this one is stopped
             assert 0.05 <= time.monotonic() - begin < 30
@@ -168,4 +168,4 @@ def test_no_folder_claims_nothing(monkeypatch, caplog):
 def test_what_stands_in_a_lock_is_printable(own_folder):
     claim("GPU-1")
     (folder() / "GPU-1.lock").write_bytes(b"\x1b[31mprocess 7\n\xff")
-    assert signature(claims._held["GPU-1"]) == "[31mprocess 7\ufffd"
+    assert signature(locks._held["GPU-1"]) == "[31mprocess 7\ufffd"

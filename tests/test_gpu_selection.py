@@ -4,11 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 from gluon_mgpu.errors import DeviceError
-from gluon_mgpu.gpus import claims, selection
-from gluon_mgpu.gpus.demand import Demand, num_bytes, why_not_free
-from gluon_mgpu.gpus.nvml import Nvml, read_driver
-from gluon_mgpu.gpus.selection import most_free_first, select, wait_for
-from gluon_mgpu.gpus.visible_gpus import visible_gpus
+from gluon_mgpu.runtime.nvidia import locks
+from gluon_mgpu.devices import free_gpus
+from gluon_mgpu.runtime.nvidia.request import Demand, num_bytes, why_not_free
+from gluon_mgpu.runtime.nvidia.nvml import Nvml, read_driver
+from gluon_mgpu.devices.free_gpus import most_free_first, select, wait_for
+from gluon_mgpu.runtime.nvidia.visible import visible_gpus
 
 from .conftest import assert_house_style
 from .fake_nvml import a100_mig, install, own_locks, v100s
@@ -111,8 +112,8 @@ def test_named_gpus_keep_their_order(nvml):
 def test_what_was_taken_is_ours_alone(nvml):
     found, _ = select(look(), Demand("gpu:free:3", count=3), runs=runs)
     assert numbers(found) == [0, 1, 2]
-    assert [claims.is_ours(device.uuid) for device in look()] == [True, True, True, False]
-    claims._held.clear()  # as another process sees it: the open files lock
+    assert [locks.is_ours(device.uuid) for device in look()] == [True, True, True, False]
+    locks._held.clear()  # as another process sees it: the open files lock
     found, reasons = select(look(), Demand("gpu:free"), runs=runs)
     assert numbers(found) == [3]
     assert sorted(reasons) == [0, 1, 2]
@@ -125,7 +126,7 @@ def test_too_few_take_nothing(nvml):
     found, reasons = select(look(), Demand("gpu:free:3", count=3), runs=lambda number: asked.append(number) or "")
     assert found == []
     assert reasons == {0: "it is 99 % busy", 1: "it would do", 2: "it is 99 % busy", 3: "it would do"}
-    assert not any(claims.is_ours(device.uuid) for device in look())
+    assert not any(locks.is_ours(device.uuid) for device in look())
     assert asked == []  # an operation takes memory that is not given back while the process waits
 
 
@@ -141,7 +142,7 @@ def test_gpus_that_mxnet_cannot_run_on_are_left(nvml):
     assert numbers(found) == [0, 2]
     assert reasons == {1: "no kernel image"}
     assert set(asked) == {0, 1, 2}
-    assert not claims.is_ours(nvml.gpus[1].uuid)
+    assert not locks.is_ours(nvml.gpus[1].uuid)
     assert select(look(), Demand("gpu:1", (1,), every=True), runs=no_second)[0] == []
 
 
@@ -162,8 +163,8 @@ def test_one_process_after_the_other_chooses(nvml, monkeypatch):
         yield
         order.append("end")
 
-    monkeypatch.setattr(claims, "choosing", choosing)
-    monkeypatch.setattr(claims, "claim", lambda uuid: order.append(uuid) or "")
+    monkeypatch.setattr(locks, "choosing", choosing)
+    monkeypatch.setattr(locks, "claim", lambda uuid: order.append(uuid) or "")
     select(look(), Demand("gpu:free:2", count=2), runs=lambda number: order.append(number) or "")
     assert order == ["begin", nvml.gpus[0].uuid, nvml.gpus[1].uuid, "end", 0, 1]
 
@@ -223,7 +224,7 @@ def test_waiting_in_vain(nvml):
     assert_house_style(caught.value)
     assert "got 'gpu:free:4' after 12 s; need 4 free GPUs: gpu(0): it is 97 % busy; gpu(1): it would do" in str(caught.value)
     assert clock.slept == [5.0, 5.0, 2.0]
-    assert not claims._held
+    assert not locks._held
 
 
 def test_not_waiting(nvml):
@@ -243,7 +244,7 @@ def test_ctrl_c_ends_the_waiting(nvml):
     nvml.gpus[0].utilization = 97
     with pytest.raises(KeyboardInterrupt):
         wait_for(look, Demand("x", count=4), runs=runs, wait_s=600, tell=print, sleep=interrupt)
-    assert not claims._held
+    assert not locks._held
 
 
 def test_no_gpu_is_not_waited_for(monkeypatch):
@@ -256,9 +257,9 @@ def test_no_gpu_is_not_waited_for(monkeypatch):
 
 def test_the_driver_is_opened_once(nvml, monkeypatch):
     """Each opening takes long where no other program keeps the driver awake."""
-    monkeypatch.setattr(selection.mxnet_gpus, "seen_by_cuda", lambda driver: visible_gpus(driver, {}).devices)
-    monkeypatch.setattr(selection.mxnet_gpus, "why_not", lambda number: "")
-    monkeypatch.setattr(selection, "_EVERY_S", 0.001)
+    monkeypatch.setattr(free_gpus.mxnet_gpus, "seen_by_cuda", lambda driver: visible_gpus(driver, {}).devices)
+    monkeypatch.setattr(free_gpus.mxnet_gpus, "why_not", lambda number: "")
+    monkeypatch.setattr(free_gpus, "_EVERY_S", 0.001)
     nvml.gpus[0].utilization = 97
     reads = []
     read = Nvml.read
@@ -269,7 +270,7 @@ def test_the_driver_is_opened_once(nvml, monkeypatch):
         return read(self, **options)
 
     monkeypatch.setattr(Nvml, "read", read_four_times)
-    assert len(selection.meet(Demand("gpu:free:4", count=4), 60.0, [].append)) == 4
+    assert len(free_gpus.meet(Demand("gpu:free:4", count=4), 60.0, [].append)) == 4
     assert nvml.calls["nvmlInit"] == 1
     assert nvml.users == 0
 

@@ -2,10 +2,10 @@
 
 import pytest
 from gluon_mgpu.distributed import LaunchError, Process, this_process
-from gluon_mgpu.distributed.hosts import Host, expand_nodelist, parse_hosts, slurm_nodes
-from gluon_mgpu.distributed.interfaces import address_of
-from gluon_mgpu.distributed.plan import Plan
-from gluon_mgpu.distributed.rendezvous import parse_rendezvous
+from gluon_mgpu.distributed.launcher.hosts import Host, expand_nodelist, parse_hosts, slurm_nodes
+from gluon_mgpu.distributed.launcher.interfaces import address_of
+from gluon_mgpu.distributed.launcher.plan import Plan
+from gluon_mgpu.distributed.launcher.rendezvous import parse_rendezvous
 
 from .conftest import assert_house_style
 

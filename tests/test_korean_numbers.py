@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 from gluon_mgpu.data import exact_match, korean_numbers
-from gluon_mgpu.data.korean_numbers import is_held_out
-from gluon_mgpu.data.numerals import spell_korean_time
+from gluon_mgpu.data.text.korean_numbers import is_held_out
+from gluon_mgpu.data.text.numerals import spell_korean_time
 from gluon_mgpu.errors import DataError
 
 from .conftest import assert_house_style

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from gluon_mgpu.distributed import LaunchError
-from gluon_mgpu.distributed.job import Job, make_log_dir, run_job
-from gluon_mgpu.distributed.plan import STARTUP, Machine, Plan, program_command, shares
-from gluon_mgpu.distributed.supervise import Limits
+from gluon_mgpu.distributed.launcher.job import Job, make_log_dir, run_job
+from gluon_mgpu.distributed.launcher.plan import STARTUP, Machine, Plan, program_command, shares
+from gluon_mgpu.distributed.launcher.supervisor import Limits
 
 from .conftest import assert_house_style
 
@@ -28,8 +28,8 @@ package = types.ModuleType("gluon_mgpu")  # without MXNet, so that it starts at 
 package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["gluon_mgpu"] = package
 from pathlib import Path
-from gluon_mgpu.distributed.job import Job, run_job
-from gluon_mgpu.distributed.supervise import Limits
+from gluon_mgpu.distributed.launcher.job import Job, run_job
+from gluon_mgpu.distributed.launcher.supervisor import Limits
 said = json.loads(sys.argv[1])
 said["limits"] = Limits(**said.get("limits", {{}}))
 said["program"], said["log_dir"] = tuple(said["program"]), Path(said["log_dir"])

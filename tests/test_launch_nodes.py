@@ -11,9 +11,9 @@ import uuid
 import numpy as np
 import pytest
 from gluon_mgpu.distributed import LaunchError
-from gluon_mgpu.distributed.handshake import CHALLENGE_BYTES
-from gluon_mgpu.distributed.job import Job, run_job
-from gluon_mgpu.distributed.supervise import Limits
+from gluon_mgpu.distributed.launcher.handshake import CHALLENGE_BYTES
+from gluon_mgpu.distributed.launcher.job import Job, run_job
+from gluon_mgpu.distributed.launcher.supervisor import Limits
 
 from .conftest import assert_house_style
 from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, until
@@ -323,7 +323,7 @@ step, weight = json.load(open(path)) if os.path.exists(path) else (0, 0.0)
 print("from step", step, flush=True)
 total = mx.nd.zeros((1,))
 if "HOROVOD_RANK" in os.environ:
-    from gluon_mgpu.processes import group
+    from gluon_mgpu.distributed import group
     together = group().sum_of([total])
 else:
     store = mx.kv.create("dist_sync")

@@ -9,10 +9,10 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import leaks
+from gluon_mgpu.monitor import leaks
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.leaks import Growth, LeakCheck, Sample, judge, theil_sen
-from gluon_mgpu.readiness import is_serial
+from gluon_mgpu.monitor.leaks import Growth, LeakCheck, Sample, judge, theil_sen
+from gluon_mgpu.runtime.engine import is_serial
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -222,7 +222,7 @@ class Keeps(mgpu.Callback):
 
 @pytest.mark.parametrize("leaks", [False, True])
 def test_in_fit(monkeypatch, caplog, leaks):
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", 0.0)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", 0.0)
     net = small_net([mx.cpu(0), mx.cpu(1)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     check = LeakCheck(every=4)

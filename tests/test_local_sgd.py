@@ -5,8 +5,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StateError, TrainerError
-from gluon_mgpu.local_sgd import LocalSGD
-from gluon_mgpu.reduction import Reduction
+from gluon_mgpu.trainer.local_sgd import LocalSGD
+from gluon_mgpu.trainer.reduction import Reduction
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 

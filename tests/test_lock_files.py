@@ -8,9 +8,9 @@ import sys
 
 import gluon_mgpu as mgpu
 import pytest
-from gluon_mgpu.callbacks import Checkpoint
+from gluon_mgpu.loop.callbacks import Checkpoint
 from gluon_mgpu.errors import SaveError
-from gluon_mgpu.lock_files import LOCK, FolderLock
+from gluon_mgpu.runtime.file_locks import LOCK, FolderLock
 
 from .conftest import assert_house_style
 from .test_crash_images import fit, names
@@ -132,7 +132,7 @@ def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
 
 
 def test_a_job_that_is_started_again_waits_for_the_process_before(tmp_path, holder, monkeypatch):
-    import gluon_mgpu.callbacks as callbacks
+    import gluon_mgpu.loop.callbacks as callbacks
     from gluon_mgpu.distributed.process import Process
 
     monkeypatch.setattr(callbacks, "this_process", lambda: Process(0, 1, 0, 1, 0, 1, 1))
@@ -143,7 +143,7 @@ def test_a_job_that_is_started_again_waits_for_the_process_before(tmp_path, hold
         holder.kill()
         holder.wait()  # with a timeout, it would sleep
 
-    monkeypatch.setattr("gluon_mgpu.lock_files.time.sleep", ended)
+    monkeypatch.setattr("gluon_mgpu.runtime.file_locks.time.sleep", ended)
     saves = Checkpoint(tmp_path)
     saves.hold()
     saves.release()

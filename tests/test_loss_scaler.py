@@ -5,9 +5,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import NonFiniteLossError, StateError, TrainerError
-from gluon_mgpu.loss_scaler import LossScaler
-from gluon_mgpu.reduction import Reduction
-from gluon_mgpu.replicas import Replicas
+from gluon_mgpu.trainer.loss_scaler import LossScaler
+from gluon_mgpu.trainer.reduction import Reduction
+from gluon_mgpu.trainer.replicas import Replicas
 from mxnet import autograd
 
 from .conftest import assert_house_style, small_net

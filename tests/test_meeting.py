@@ -7,9 +7,9 @@ import sys
 import threading
 
 import pytest
-from gluon_mgpu.distributed.job import Job
-from gluon_mgpu.distributed.meeting import Meeting
-from gluon_mgpu.distributed.plan import Machine, Plan
+from gluon_mgpu.distributed.launcher.job import Job
+from gluon_mgpu.distributed.launcher.horovod_rendezvous import Meeting
+from gluon_mgpu.distributed.launcher.plan import Machine, Plan
 from gluon_mgpu.distributed.process import LaunchError, Process, this_process
 
 from .conftest import assert_house_style
@@ -64,8 +64,8 @@ def test_an_entry_that_breaks_off_is_none(meeting):
 
 
 def test_the_table_has_limits(meeting, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.distributed.meeting._MOST_IN_ALL", 10)
-    monkeypatch.setattr("gluon_mgpu.distributed.meeting._MOST_ENTRIES", 2)
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.horovod_rendezvous._MOST_IN_ALL", 10)
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.horovod_rendezvous._MOST_ENTRIES", 2)
     assert ask(meeting, "PUT", "/a", b"12345678") == (200, b"")
     assert ask(meeting, "PUT", "/b", b"123") == (400, b"")
     assert ask(meeting, "PUT", "/a", b"1234567") == (200, b"")  # in its place
@@ -79,7 +79,7 @@ def test_idle_connections_keep_nobody_from_the_table(meeting, monkeypatch):
     idle = [socket.create_connection(meeting.server_address, timeout=10) for _ in range(600)]
     assert ask(meeting, "PUT", "/global/0", b"address") == (200, b"")
     assert idle[0].recv(1) == b""  # the oldest has made room
-    monkeypatch.setattr("gluon_mgpu.distributed.meeting._REQUEST_S", 0.0)
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.horovod_rendezvous._REQUEST_S", 0.0)
     assert idle[-1].recv(1) == b""  # all have had their time
     for connection in idle:
         connection.close()

@@ -5,7 +5,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.metrics import mean_loss, named_metrics
+from gluon_mgpu.loop.metrics import mean_loss, named_metrics
 
 from .conftest import assert_house_style
 

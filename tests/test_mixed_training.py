@@ -5,8 +5,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError, TrainerError
-from gluon_mgpu.loss_scaler import LossScaler
-from gluon_mgpu.precision import precision_of
+from gluon_mgpu.trainer.loss_scaler import LossScaler
+from gluon_mgpu.trainer.precision import precision_of
 from mxnet import gluon
 
 from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of

@@ -8,18 +8,8 @@ import gluon_mgpu
 import mxnet as mx
 import pytest
 from gluon_mgpu.errors import DataError
-from gluon_mgpu.monitor import (
-    CpuSample,
-    GpuSample,
-    Held,
-    HostSample,
-    Sample,
-    diagnose,
-    plot_samples,
-    read_samples,
-    summarise,
-)
-from gluon_mgpu.monitor.laps import Laps, refined
+from gluon_mgpu.monitor import (CpuSample, GpuSample, Held, HostSample, Sample, diagnose, plot_samples, read_samples, summarise)
+from gluon_mgpu.monitor.phases import Laps, refined
 from gluon_mgpu.monitor.memory import held_by
 from gluon_mgpu.monitor.sample import from_json, joined, to_json
 from gluon_mgpu.monitor.stacks import Frame, place_of

@@ -3,7 +3,7 @@
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.epoch import run_epoch
+from gluon_mgpu.loop.epoch import run_epoch
 from mxnet import gluon
 from mxnet.base import _LIB
 
@@ -59,7 +59,7 @@ def test_an_evaluation_reads_once_a_device(devices, waits):
 
 
 def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", 1e9)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", 1e9)
     net = small_net(devices)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     loss = gluon.loss.SoftmaxCrossEntropyLoss()

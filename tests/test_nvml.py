@@ -1,7 +1,7 @@
 import pytest
 from gluon_mgpu.errors import MissingExtraError
-from gluon_mgpu.gpus import nvml as module
-from gluon_mgpu.gpus.nvml import DriverError, GpuProcess, Link, Nvml, read_driver, try_driver
+from gluon_mgpu.runtime.nvidia import nvml as module
+from gluon_mgpu.runtime.nvidia.nvml import DriverError, GpuProcess, Link, Nvml, read_driver, try_driver
 
 from .conftest import assert_house_style
 from .fake_nvml import CODES, FakeGpu, FakeNvml, a100_mig, h200, install, v100s

@@ -5,7 +5,7 @@ import io
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.params_file import write_params
+from gluon_mgpu.checkpoint.params_file import write_params
 
 ARRAYS = {
     "0.weight": np.arange(6, dtype="float32").reshape(2, 3),

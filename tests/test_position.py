@@ -8,8 +8,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StateError, TrainerError
-from gluon_mgpu.position import Position, loader_epoch, position_of, rest_of, set_loader_epoch
-from gluon_mgpu.snapshot import read_content
+from gluon_mgpu.loop.resume import Position, loader_epoch, position_of, rest_of, set_loader_epoch
+from gluon_mgpu.checkpoint.snapshot import read_content
 from mxnet import gluon
 
 from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
@@ -207,7 +207,7 @@ def test_the_first_process_writes_and_all_read(tmp_path, monkeypatch):
     mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
     mgpu.save_checkpoint(tmp_path / "c", net)
     before = weights_of(net)
-    monkeypatch.setattr("gluon_mgpu.checkpoint.this_process", lambda: mgpu.distributed.Process(1, 2, 1, 2, 0, 1, 0))
+    monkeypatch.setattr("gluon_mgpu.checkpoint.checkpoint.this_process", lambda: mgpu.distributed.Process(1, 2, 1, 2, 0, 1, 0))
     net[0].weight.set_data(net[0].weight.data(CTX[0]) * 2)
     mgpu.save_checkpoint(tmp_path / "c", net)
     mgpu.save_checkpoint(tmp_path / "d", net)

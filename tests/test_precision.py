@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError, TrainerError
-from gluon_mgpu.precision import _reduced, can_compute_bf16, precision_of, set_precision
+from gluon_mgpu.trainer.precision import _reduced, can_compute_bf16, precision_of, set_precision
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -475,7 +475,7 @@ def test_what_cannot_be_is_refused(make, precision, error, what):
 def test_an_older_processor_is_refused():
     program = """
 import gluon_mgpu, mxnet as mx
-from gluon_mgpu.precision import set_precision
+from gluon_mgpu.trainer.precision import set_precision
 net = mx.gluon.nn.Dense(2, in_units=2)
 net.initialize(mx.init.One(), ctx=mx.cpu(1))
 try:

@@ -7,9 +7,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError, ShardError, StepError, TrainerError
-from gluon_mgpu.parallel import DataParallelModel
-from gluon_mgpu.prediction import predict, predict_batches
-from gluon_mgpu.prefetch import NUM_HELD, num_holders
+from gluon_mgpu.data_parallel.gluoncv import DataParallelModel
+from gluon_mgpu.loop.predict import predict, predict_batches
+from gluon_mgpu.data_parallel.prefetch import NUM_HELD, num_holders
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn
@@ -387,7 +387,7 @@ def test_progress_is_shown_where_it_takes_long(monkeypatch, capsys):
     net, batches = linear_net(CTX), make_batches(4, 4, 3)
     predict(net, batches, progress=True)
     assert capsys.readouterr().out == ""  # in less than two seconds
-    monkeypatch.setattr("gluon_mgpu.prediction.SHOW_AFTER_S", 0.0)
+    monkeypatch.setattr("gluon_mgpu.loop.predict.SHOW_AFTER_S", 0.0)
     predict(net, batches)
     assert capsys.readouterr().out == ""
     predict(net, batches, progress=True)
@@ -398,7 +398,7 @@ def test_progress_is_shown_where_it_takes_long(monkeypatch, capsys):
 
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr("gluon_mgpu.prediction.SHOW_AFTER_S", 0.0)
+    monkeypatch.setattr("gluon_mgpu.loop.predict.SHOW_AFTER_S", 0.0)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     predict(linear_net(CTX), make_batches(4, 4, 3), progress=True)

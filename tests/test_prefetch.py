@@ -12,10 +12,10 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.epoch import run_epoch
+from gluon_mgpu.loop.epoch import run_epoch
 from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
 from gluon_mgpu.nested import leaves
-from gluon_mgpu.prefetch import Buffers, can_count_holders, num_holders, prefetch
+from gluon_mgpu.data_parallel.prefetch import Buffers, can_count_holders, num_holders, prefetch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mxnet import autograd, gluon
@@ -23,7 +23,7 @@ from mxnet import autograd, gluon
 from .conftest import assert_house_style, small_batches, small_net
 from .test_no_sync import waits  # noqa: F401
 
-module = importlib.import_module("gluon_mgpu.prefetch")  # a name that the package may give to the function
+module = importlib.import_module("gluon_mgpu.data_parallel.prefetch")  # a name that the package may give to the function
 CPU = mx.cpu(0)
 BECOMES = {  # what a NumPy dtype becomes on a device: the README's rule
     "float64": "float32",
@@ -59,7 +59,7 @@ def numbers(shards):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "gluon_mgpu.prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name == "gluon_mgpu.data_parallel.prefetch"]
 
 
 @st.composite
@@ -533,7 +533,7 @@ def test_the_thread_gives_the_same_batches_in_the_same_order(devices):
 def test_a_program_ends_that_leaves_it_in_the_middle(ending):
     program = f"""
 import gluon_mgpu, mxnet as mx, numpy as np, importlib, threading
-module = importlib.import_module("gluon_mgpu.prefetch")
+module = importlib.import_module("gluon_mgpu.data_parallel.prefetch")
 module.CLOSE_S = 1e6
 def silent():
     yield np.ones((2, 3)), np.ones(2)

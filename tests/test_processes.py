@@ -10,7 +10,7 @@ import textwrap
 import gluon_mgpu as mgpu
 import numpy as np
 import pytest
-from gluon_mgpu import processes
+from gluon_mgpu import distributed
 from gluon_mgpu.errors import MissingExtraError, ProcessError
 from mxnet import gluon
 
@@ -28,7 +28,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 from gluon_mgpu.distributed.process import this_process
-from gluon_mgpu.processes import apart, group
+from gluon_mgpu.distributed import apart, group
 from mxnet import autograd, gluon, init
 me = this_process()
 folder, num_devices = sys.argv[1], int(sys.argv[2])
@@ -357,24 +357,24 @@ def test_a_job_for_horovod_where_it_is_not(monkeypatch):
     monkeypatch.delenv("DMLC_ROLE", raising=False)
     monkeypatch.setitem(sys.modules, "horovod", None)
     with pytest.raises(MissingExtraError, match="build_horovod") as raised:
-        processes.Group(processes.Process(0, 2, 0, 2, 0, 1, 0))
+        distributed.Group(distributed.Process(0, 2, 0, 2, 0, 1, 0))
     assert_house_style(raised.value)
 
 
 def test_a_process_alone_has_no_group():
-    assert processes.group() is None
-    assert processes.share() == (0, 1)
+    assert distributed.group() is None
+    assert distributed.share() == (0, 1)
 
 
 def test_a_job_without_a_store_is_told(monkeypatch):
     monkeypatch.delenv("DMLC_ROLE", raising=False)
     with pytest.raises(ProcessError, match="gluon-mgpu launch") as raised:
-        processes.Group(processes.Process(0, 2, 0, 2, 0, 1, 0))
+        distributed.Group(distributed.Process(0, 2, 0, 2, 0, 1, 0))
     assert_house_style(raised.value)
 
 
 def test_weights_that_train_apart_are_refused(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.local_sgd.group", lambda: object())
+    monkeypatch.setattr("gluon_mgpu.trainer.local_sgd.group", lambda: object())
     net = mgpu.models.resnet18(2)
     with pytest.raises(mgpu.errors.TrainerError, match="several processes") as raised:
         mgpu.LocalSGD(net, "sgd", every=2)
@@ -382,7 +382,7 @@ def test_weights_that_train_apart_are_refused(monkeypatch):
 
 
 def test_another_way_to_split_is_refused(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.step.share", lambda: (0, 2))
+    monkeypatch.setattr("gluon_mgpu.data_parallel.step.share", lambda: (0, 2))
     devices = mgpu.resolve_devices("cpu:1")
     with pytest.raises(mgpu.errors.TrainerError, match="split_batch") as raised:
         mgpu.eval_batch(gluon.nn.Dense(1), np.zeros((2, 1)), np.zeros(2), devices, split_f=lambda X, y, ctx: ([X], [y]))

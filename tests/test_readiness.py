@@ -5,7 +5,7 @@ import time
 
 import mxnet as mx
 import pytest
-from gluon_mgpu.readiness import Marker, is_ready, is_serial
+from gluon_mgpu.runtime.engine import Marker, is_ready, is_serial
 
 
 class Sleeper(mx.operator.CustomOp):

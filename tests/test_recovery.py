@@ -13,7 +13,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.rng import random_state, set_random_state
+from gluon_mgpu.checkpoint.rng import random_state, set_random_state
 from mxnet import gluon
 
 from .test_processes import BEGIN
@@ -134,13 +134,13 @@ def test_a_checkpoint_holds_the_random_numbers_of_every_rank(tmp_path, monkeypat
 
     told = Told()
     set_random_state(states[0]["now"])
-    monkeypatch.setattr("gluon_mgpu.snapshot.group", lambda: told)
+    monkeypatch.setattr("gluon_mgpu.checkpoint.snapshot.group", lambda: told)
     mgpu.save_checkpoint(tmp_path / "c", net, mgpu.Trainer(net, "sgd"))
     assert len(told.said) == 1 + differ
     for num_processes in (2, 3):
         for rank in range(num_processes):
             process = mgpu.distributed.Process(rank, num_processes, rank, num_processes, 0, 1, 0)
-            monkeypatch.setattr("gluon_mgpu.snapshot.this_process", lambda process=process: process)
+            monkeypatch.setattr("gluon_mgpu.checkpoint.snapshot.this_process", lambda process=process: process)
             mgpu.load_checkpoint(tmp_path / "c", net, mgpu.Trainer(net, "sgd"))
             assert (random.random(), np.random.uniform()) == drawn[rank if num_processes == 2 else 0]
 

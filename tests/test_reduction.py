@@ -9,9 +9,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.buckets import Bucket
-from gluon_mgpu.reduction import Reduction, all_finite, clip_values, global_norm
-from gluon_mgpu.replicas import Buffer
+from gluon_mgpu.trainer.buckets import Bucket
+from gluon_mgpu.trainer.reduction import Reduction, all_finite, clip_values, global_norm
+from gluon_mgpu.trainer.replicas import Buffer
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 

@@ -15,7 +15,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.lock_files import LOCK
+from gluon_mgpu.runtime.file_locks import LOCK
 from mxnet import gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn
@@ -263,14 +263,14 @@ def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
 def test_it_can_fail(tmp_path, monkeypatch):
     """Each thing that a checkpoint brings back matters to the tests above."""
     ctx = [mx.cpu(0), mx.cpu(1)]
-    run = "gluon_mgpu.run.Run."
+    run = "gluon_mgpu.loop.run.Run."
     for what, broken in {
-        "gluon_mgpu.snapshot.mx.random.seed": lambda seed: None,
-        "gluon_mgpu.snapshot.set_again": lambda *arguments: None,
-        "gluon_mgpu.update.Update.restore": lambda *arguments: None,
+        "gluon_mgpu.checkpoint.snapshot.mx.random.seed": lambda seed: None,
+        "gluon_mgpu.checkpoint.snapshot.set_again": lambda *arguments: None,
+        "gluon_mgpu.trainer.update.Update.restore": lambda *arguments: None,
         run + "_restore_sums": lambda *arguments: None,
-        "gluon_mgpu.run.rest_of": lambda train_iter, position: iter(train_iter),
-        "gluon_mgpu.run.loader_epoch": lambda train_iter: None,
+        "gluon_mgpu.loop.run.rest_of": lambda train_iter, position: iter(train_iter),
+        "gluon_mgpu.loop.run.loader_epoch": lambda train_iter: None,
     }.items():
         shutil.rmtree(tmp_path, ignore_errors=True)
         with monkeypatch.context() as patch:
@@ -283,8 +283,8 @@ def test_no_bit_tells_when_a_report_was_made(tmp_path, monkeypatch):
     """Reports come every half second, so that no two runs make them after the same batches."""
     found = []
     for every_s in (1e9, -1.0):
-        monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", every_s)
-        monkeypatch.setattr("gluon_mgpu.metrics.mean_loss", in_float32)  # whose sums tell how they were put together
+        monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", every_s)
+        monkeypatch.setattr("gluon_mgpu.loop.metrics.mean_loss", in_float32)  # whose sums tell how they were put together
         found.append(rows_of(World([mx.cpu(0), mx.cpu(1)]).fit([])))
     assert found[0] == found[1]
 
@@ -446,7 +446,7 @@ class Steps(mgpu.Callback):
 
 
 def steps_in(folder):
-    return {path.name: mgpu.shelf.step_of(path) for path in sorted(folder.iterdir())}
+    return {path.name: mgpu.checkpoint.rotation.step_of(path) for path in sorted(folder.iterdir())}
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
@@ -494,7 +494,7 @@ def test_a_step_with_a_checkpoint_in_the_background_does_not_wait(tmp_path, monk
             return _function(*arguments)
 
         monkeypatch.setattr(_LIB, name, counted)
-    monkeypatch.setattr("gluon_mgpu.epoch.REPORT_S", 1e9)
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", 1e9)
     during = {}
 
     class First(mgpu.Callback):
@@ -515,14 +515,14 @@ def test_a_step_with_a_checkpoint_in_the_background_does_not_wait(tmp_path, monk
 
 def test_an_error_in_the_background_ends_the_run(tmp_path, monkeypatch):
     """At the next save, or at the end; what was saved before stays."""
-    write = mgpu.snapshot.Snapshot.write
+    write = mgpu.checkpoint.snapshot.Snapshot.write
 
     def failing(self, folder):
         if self.training["place"]["step"] == 4:
             raise OSError("disk full")
         write(self, folder)
 
-    monkeypatch.setattr(mgpu.snapshot.Snapshot, "write", failing)
+    monkeypatch.setattr(mgpu.checkpoint.snapshot.Snapshot, "write", failing)
     for every, reached in ((2, 6), (4, 7)):
         world = World([mx.cpu(0)])
         steps = Steps(tmp_path)

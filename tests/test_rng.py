@@ -6,7 +6,7 @@ import random
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.rng import check_random_state, draw_base, random_state, seed_of, set_random_state
+from gluon_mgpu.checkpoint.rng import check_random_state, draw_base, random_state, seed_of, set_random_state
 
 
 def drawn():

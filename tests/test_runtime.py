@@ -12,7 +12,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import runtime, threads
+from gluon_mgpu.runtime import environment as runtime, threads
 from gluon_mgpu.errors import MissingExtraError
 
 from .test_cuda import elf
@@ -44,19 +44,19 @@ def test_python_starts_without_importing_anything_more():
 
 
 def test_aliases_leave_numpy_s_own_names_alone(monkeypatch):
-    import gluon_mgpu_numpy
+    from gluon_mgpu.runtime import numpy_names
 
     fake = types.ModuleType("numpy")
     fake.__version__ = "1.26.4"
     fake.float = "numpy's own"
     monkeypatch.setitem(sys.modules, "numpy", fake)
-    gluon_mgpu_numpy.add_aliases()
+    numpy_names.add_aliases()
     assert (fake.bool, fake.float) == (bool, "numpy's own")
     for version in ("1.23.5", "2.1.0"):
         other = types.ModuleType("numpy")
         other.__version__ = version
         monkeypatch.setitem(sys.modules, "numpy", other)
-        gluon_mgpu_numpy.add_aliases()
+        numpy_names.add_aliases()
         assert not hasattr(other, "bool")
 
 
@@ -325,7 +325,7 @@ SERIAL = """
     import os
     {first}
     import gluon_mgpu as mgpu
-    from gluon_mgpu.readiness import is_serial
+    from gluon_mgpu.runtime.engine import is_serial
     {then}
     with mgpu.use_devices("cpu:2") as ctx:
         print(is_serial(), os.environ.get("MXNET_ENGINE_TYPE"), [mgpu.runtime.threads_of(i) for i in range(2)])

@@ -7,7 +7,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.schedules import scaled_learning_rate, scaled_params
+from gluon_mgpu.trainer.schedules import scaled_learning_rate, scaled_params
 from mxnet import gluon
 
 from .conftest import assert_house_style

@@ -5,10 +5,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.models.attention import Attention
-from gluon_mgpu.models.recurrence import Recurrence
-from gluon_mgpu.models.seq2seq import Seq2Seq
-from gluon_mgpu.models.sequence_loss import SequenceLoss
+from gluon_mgpu.models.seq2seq.attention import Attention
+from gluon_mgpu.models.seq2seq.recurrence import Recurrence
+from gluon_mgpu.models.seq2seq.network import Seq2Seq
+from gluon_mgpu.models.seq2seq.loss import SequenceLoss
 from mxnet import autograd, gluon
 
 from .conftest import assert_house_style, largest_difference, weights_of
@@ -81,7 +81,7 @@ def test_a_recurrence_is_gluon_s_cell(cell, recurrence):
 
 def test_auto_goes_by_steps_where_many_cpu_contexts_work_at_once(monkeypatch):
     for num_contexts, num_cores, fused in ((1, 8, True), (2, 8, True), (3, 2, True), (3, 8, False), (8, 3, False)):
-        monkeypatch.setattr("gluon_mgpu.models.recurrence.num_cores", lambda num=num_cores: num)
+        monkeypatch.setattr("gluon_mgpu.models.seq2seq.recurrence.num_cores", lambda num=num_cores: num)
         layer = Recurrence("gru", 2, 2)
         layer.initialize(ctx=[mx.cpu(i) for i in range(num_contexts)])
         assert layer.is_fused(mx.cpu(0)) == fused

@@ -12,9 +12,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu import stopping
-from gluon_mgpu.distributed.supervise import Grace, Limits, Signals
-from gluon_mgpu.stopping import Interrupts, Stops, Terminated, interruptible
+from gluon_mgpu.loop import stopping
+from gluon_mgpu.distributed.launcher.supervisor import Grace, Limits, Signals
+from gluon_mgpu.loop.stopping import Interrupts, Stops, Terminated, interruptible
 from mxnet import gluon
 
 from .test_fit import LOSS, Recorder, batches_of, make_net, make_trainer, three_clouds, train

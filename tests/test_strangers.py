@@ -12,15 +12,16 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from gluon_mgpu.distributed import LaunchError, handshake, messages
-from gluon_mgpu.distributed.connection import Connection, LostError, wait_for_news
-from gluon_mgpu.distributed.hosts import Host, SshHosts, parse_hosts
-from gluon_mgpu.distributed.messages import TO_FOLLOWER, TO_LEADER
-from gluon_mgpu.distributed.plan import Machine, Plan
-from gluon_mgpu.distributed.printable import printable, printable_lines
-from gluon_mgpu.distributed.rendezvous import Rendezvous
-from gluon_mgpu.distributed.tokens import make_token_file, new_token, read_token, token_in_environment
-from gluon_mgpu.distributed.wire import Wire
+from gluon_mgpu.distributed import LaunchError
+from gluon_mgpu.distributed.launcher import handshake, messages
+from gluon_mgpu.distributed.launcher.connection import Connection, LostError, wait_for_news
+from gluon_mgpu.distributed.launcher.hosts import Host, SshHosts, parse_hosts
+from gluon_mgpu.distributed.launcher.messages import TO_FOLLOWER, TO_LEADER
+from gluon_mgpu.distributed.launcher.plan import Machine, Plan
+from gluon_mgpu.distributed.launcher.printable import printable, printable_lines
+from gluon_mgpu.distributed.launcher.rendezvous import Rendezvous
+from gluon_mgpu.distributed.launcher.tokens import make_token_file, new_token, read_token, token_in_environment
+from gluon_mgpu.distributed.launcher.wire import Wire
 
 from .conftest import assert_house_style
 from .test_launch import mark, marked, until

@@ -8,7 +8,7 @@ def test_both_ends_wait_before_they_read_the_clock(monkeypatch):
     events, clock = [], iter([10.0, 12.5, 20.0, 21.0])
     waitall = mx.nd.waitall
     monkeypatch.setattr(mx.nd, "waitall", lambda: events.append("wait") or waitall())
-    monkeypatch.setattr("gluon_mgpu.timing.time.perf_counter", lambda: events.append("clock") or next(clock))
+    monkeypatch.setattr("gluon_mgpu.runtime.timing.time.perf_counter", lambda: events.append("clock") or next(clock))
     timer = mgpu.Timer()
     assert timer.stop() == 2.5
     timer.start()

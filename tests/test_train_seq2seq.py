@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from gluon_mgpu.cli.train_seq2seq import _korean_numbers, train_seq2seq
 from gluon_mgpu.cli.translate import translate
-from gluon_mgpu.translator import load_translator
+from gluon_mgpu.models.seq2seq.translator import load_translator
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

@@ -3,7 +3,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError
-from gluon_mgpu.transfer import measure_bandwidth
+from gluon_mgpu.data_parallel.transfer import measure_bandwidth
 
 from .conftest import assert_house_style
 

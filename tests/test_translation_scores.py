@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from gluon_mgpu.errors import DataError
-from gluon_mgpu.translation_scores import has_sacrebleu, translation_scores
+from gluon_mgpu.models.seq2seq.scores import has_sacrebleu, translation_scores
 
 KOREAN = ["고양이 스무 마리가 있다", "오늘은 날씨가 좋다"]
 NEARLY = ["고양이 스물 마리가 있다", "오늘 날씨가 좋네"]
@@ -25,14 +25,14 @@ def counted_bleu(translations, references, split):
 
 
 def test_without_sacrebleu_there_is_the_exact_match(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.translation_scores.has_sacrebleu", lambda: False)
+    monkeypatch.setattr("gluon_mgpu.models.seq2seq.scores.has_sacrebleu", lambda: False)
     assert translation_scores(["a", "b", "c", "e"], ["a", "b", "c", "d"]) == {"exact_match": 75.0}
 
 
 def test_whether_sacrebleu_is_there_is_looked_up(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.translation_scores.find_spec", {"sacrebleu": object()}.get)
+    monkeypatch.setattr("gluon_mgpu.models.seq2seq.scores.find_spec", {"sacrebleu": object()}.get)
     assert has_sacrebleu()
-    monkeypatch.setattr("gluon_mgpu.translation_scores.find_spec", {}.get)
+    monkeypatch.setattr("gluon_mgpu.models.seq2seq.scores.find_spec", {}.get)
     assert not has_sacrebleu()
 
 

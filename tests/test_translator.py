@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gluon_mgpu.data import EOS, SentencePairs, build_vocabulary
 from gluon_mgpu.errors import DataError, StateError, TrainerError
-from gluon_mgpu.translation import translate
-from gluon_mgpu.translator import Translator, load_translator
+from gluon_mgpu.models.seq2seq.search import translate
+from gluon_mgpu.models.seq2seq.translator import Translator, load_translator
 
 PAIRS = SentencePairs(["하나 둘", "둘 셋 넷", "넷 하나 셋", "셋"], ["one two", "two three four", "four one three", "three"])
 SIZES = {"embed_size": 6, "hidden_size": 8}

@@ -3,16 +3,17 @@
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.callbacks import FitState, History
+from gluon_mgpu.loop.callbacks import FitState
+from gluon_mgpu.loop.history import History
 from gluon_mgpu.data import PairLoader, SentencePairs, encode_pairs
-from gluon_mgpu.epoch import EpochProgress
+from gluon_mgpu.loop.epoch import EpochProgress
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.translator import load_translator
-from gluon_mgpu.translator_callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
+from gluon_mgpu.models.seq2seq.translator import load_translator
+from gluon_mgpu.models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
 
 from .test_translator import PAIRS, made
 
-SCORES = "gluon_mgpu.translation_scores.has_sacrebleu"
+SCORES = "gluon_mgpu.models.seq2seq.scores.has_sacrebleu"
 
 
 def state_of(translator, rows, **more):

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 import mxnet as mx
 import pytest
 from gluon_mgpu.errors import MissingExtraError, StepError
-from gluon_mgpu.turns import defer, is_in_turns, meet, run_in_turns
+from gluon_mgpu.data_parallel.lockstep import defer, is_in_turns, meet, run_in_turns
 from mxnet import autograd
 
 from .conftest import assert_house_style

@@ -2,9 +2,9 @@ import ctypes
 import uuid
 
 import pytest
-from gluon_mgpu.gpus import visible_gpus as module
-from gluon_mgpu.gpus.nvml import Gpu, read_driver
-from gluon_mgpu.gpus.visible_gpus import ask_cuda, parse_visible, visible_gpus
+from gluon_mgpu.runtime.nvidia import visible as module
+from gluon_mgpu.runtime.nvidia.nvml import Gpu, read_driver
+from gluon_mgpu.runtime.nvidia.visible import ask_cuda, parse_visible, visible_gpus
 from hypothesis import given
 from hypothesis import strategies as st
 

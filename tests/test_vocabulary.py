@@ -4,10 +4,10 @@ import sys
 
 import numpy as np
 import pytest
-from gluon_mgpu.data import BOS, EOS, PAD, UNK, build_vocabulary, check_vocabulary, korean_numbers, load_vocabulary, normalise
-from gluon_mgpu.data.subwords import SubwordVocabulary
-from gluon_mgpu.data.vocabulary import SPECIAL
-from gluon_mgpu.data.words import ListedVocabulary, join_words, split_words
+from gluon_mgpu.data import (BOS, EOS, PAD, UNK, build_vocabulary, check_vocabulary, korean_numbers, load_vocabulary, normalise)
+from gluon_mgpu.data.text.subwords import SubwordVocabulary
+from gluon_mgpu.data.text.vocabulary import SPECIAL
+from gluon_mgpu.data.text.words import ListedVocabulary, join_words, split_words
 from gluon_mgpu.errors import DataError, MissingExtraError
 from hypothesis import given, settings
 from hypothesis import strategies as st

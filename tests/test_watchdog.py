@@ -14,10 +14,10 @@ import time
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu import watchdog as module
+from gluon_mgpu.monitor import watchdog as module
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.readiness import is_serial
-from gluon_mgpu.watchdog import Watchdog, Worker, diagnose
+from gluon_mgpu.runtime.engine import is_serial
+from gluon_mgpu.monitor.watchdog import Watchdog, Worker, diagnose
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -169,7 +169,7 @@ def test_a_process_that_stands_is_ended():
     program = """
         import threading, time
         import gluon_mgpu as mgpu, mxnet as mx
-        from gluon_mgpu.watchdog import Watchdog
+        from gluon_mgpu.monitor.watchdog import Watchdog
 
         def stand_still():
             threading.Event().wait()

@@ -16,11 +16,12 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd, gluon
 
-from ..balance import Balancer, when_ready
+from ..data_parallel.balancer import Balancer
+from ..runtime.engine import when_ready
 from ..errors import DeviceError
-from ..sharding import split_batch
-from ..step import backward
-from ..trainer import Trainer
+from ..data_parallel.sharding import split_batch
+from ..data_parallel.step import backward
+from ..trainer.trainer import Trainer
 
 UNITS, NUM_CLASSES = 512, 10
 MAX_INFLIGHT = 2

@@ -12,11 +12,11 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import mxnet as mx
 from mxnet import Context, gluon, init
 
-from ..callbacks import Callback, Checkpoint, FitState
-from ..fit import fit
+from ..loop.callbacks import Callback, Checkpoint, FitState
+from ..loop.fit import fit
 from ..models.resnet import resnet18
-from ..shelf import Shelf, Write
-from ..trainer import Trainer
+from ..checkpoint.rotation import Shelf, Write
+from ..trainer.trainer import Trainer
 from . import report
 from .case import Case
 from .measure import NUM_CLASSES, inputs

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
-from .. import runtime
+from ..runtime import environment
 from .case import Case
 
 Tell = Callable[[str], None]
@@ -222,4 +222,4 @@ class _Worker:
 
 def _settled_names() -> List[str]:
     """Return the names that importing gluon_mgpu may have set here, and that each row sets or leaves to its contender."""
-    return [*runtime.ENVIRONMENT, "OMP_NUM_THREADS"]
+    return [*environment.ENVIRONMENT, "OMP_NUM_THREADS"]

@@ -14,12 +14,12 @@ import numpy as np
 from mxnet import Context, gluon
 
 from ..data import ArrayLoader, load_digits
-from ..devices import use_devices
-from ..evaluation import evaluate_accuracy_gpus
+from ..devices.select import use_devices
+from ..loop.evaluate import evaluate_accuracy_gpus
 from ..models import resnet18
-from ..precision import set_precision
-from ..step import train_batch
-from ..trainer import Trainer
+from ..trainer.precision import set_precision
+from ..data_parallel.step import train_batch
+from ..trainer.trainer import Trainer
 
 NETWORKS = ("resnet18", "mlp")
 NUM_CLASSES = 10

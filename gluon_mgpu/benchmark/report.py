@@ -11,8 +11,9 @@ from math import comb
 from statistics import median
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from .. import __version__, runtime
-from ..devices import describe_devices
+from ..version import __version__
+from ..runtime import environment
+from ..devices.select import describe_devices
 from .compare import Row
 
 REFERENCE = "ours"
@@ -254,7 +255,7 @@ def results(name: str, rows: Sequence[Row], *, rounds: int, tables: Sequence[Tab
         "finished": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "machine": {
             "processor": cpu.description,
-            "cores": runtime.num_cores(),
+            "cores": environment.num_cores(),
             "memory_bytes": cpu.memory_bytes,
             "system": platform.platform(),
             "load_average": list(os.getloadavg()),

@@ -8,8 +8,8 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from .. import runtime
-from ..processes import horovod
+from ..runtime import environment
+from ..distributed import horovod
 from .case import Case
 from .compare import ContenderError, Row, Tell
 from .report import values
@@ -194,7 +194,7 @@ def _group(num_processes: int, what: str = "") -> str:
 def _environment(contender: str) -> Dict[str, str]:
     if contender == OTHER:
         return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return {"OMP_NUM_THREADS": "1", **runtime.ENVIRONMENT}
+    return {"OMP_NUM_THREADS": "1", **environment.ENVIRONMENT}
 
 
 def _attempt(row: Row, work: Any) -> None:

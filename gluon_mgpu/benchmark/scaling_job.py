@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Dict, List, NoReturn, Optional
 
-from ..distributed.job import Job, run_job
-from ..distributed.supervise import Limits
+from ..distributed.launcher.job import Job, run_job
+from ..distributed.launcher.supervisor import Limits
 from .compare import ContenderError, Row, _settled_names
 from .scaling_rank import ADDRESS
 

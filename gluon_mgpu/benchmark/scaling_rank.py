@@ -25,7 +25,7 @@ class StoreSums:
 
     def __init__(self, case: Any, _rank: int, _folder: str) -> None:
         self._mx = importlib.import_module("mxnet")
-        processes = importlib.import_module("gluon_mgpu.processes")
+        processes = importlib.import_module("gluon_mgpu.distributed")
         self._group = processes.group() or processes.Group(processes.this_process())
         self._array = self._mx.nd.ones((case.total_size,))
         self._sum = self._group.sum_of([self._array])

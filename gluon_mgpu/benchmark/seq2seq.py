@@ -9,7 +9,7 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ..data import PairLoader, build_vocabulary, encode_pairs, korean_numbers
-from ..data.vocabulary import PAD, UNK
+from ..data.text.vocabulary import PAD, UNK
 from .case import Case
 from .compare import Row
 from .report import Ranges, Spread, Table, measured, ranged, ratio_to_ours, spread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Dict, List, Sequence, Tuple
 
-from .. import runtime
+from ..runtime import environment
 from .case import Case
 from .compare import Row
 
@@ -79,7 +79,7 @@ def train_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case
 
 def single_thread_rows(contenders: Sequence[str], case: Case) -> List[Row]:
     """Return the rows of one context with one thread; none on a machine with one core, where that is one with all."""
-    singles = contenders if runtime.num_cores() > 1 else ()
+    singles = contenders if environment.num_cores() > 1 else ()
     return [Row(c, _contexts(1, 1), replace(case, num_devices=1), _environment(c, 1, threads=1)) for c in singles]
 
 
@@ -125,7 +125,7 @@ def _runs_on(contender: str, num_devices: int) -> bool:
 
 
 def _threads(num_devices: int) -> int:
-    return max(1, runtime.num_cores() // num_devices)
+    return max(1, environment.num_cores() // num_devices)
 
 
 def _environment(contender: str, num_devices: int = 0, *, threads: int = 0) -> Dict[str, str]:
@@ -139,17 +139,17 @@ def _environment(contender: str, num_devices: int = 0, *, threads: int = 0) -> D
         return {}
     told = {"OMP_NUM_THREADS": str(threads or (_threads(num_devices) if num_devices else 1))}
     if ours:
-        return {**told, **runtime.ENVIRONMENT}
+        return {**told, **environment.ENVIRONMENT}
     if contender == "torch-ddp":
         return {**told, "GLOO_SOCKET_IFNAME": "lo"}
     if contender == "torch-compile":  # its processes for compiling would stay beside the measured one
         return {**told, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    return told if _is_torch(contender) else {**told, **runtime.ENVIRONMENT, **_allocator()}
+    return told if _is_torch(contender) else {**told, **environment.ENVIRONMENT, **_allocator()}
 
 
 def _allocator() -> Dict[str, str]:
     """Return malloc's settings of `runtime`, as glibc reads them from the environment."""
-    return {f"MALLOC_{name[2:]}_": str(value) for name, (_, value) in runtime.ALLOCATOR.items()}
+    return {f"MALLOC_{name[2:]}_": str(value) for name, (_, value) in environment.ALLOCATOR.items()}
 
 
 def _contexts(num_devices: int, threads: int = 0) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 import click
 from rich.console import Console
 
-from ..folders import whole
+from ..checkpoint.atomic_folder import whole
 
 
 def numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> List[int]:

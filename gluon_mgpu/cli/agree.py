@@ -11,9 +11,9 @@ from mxnet import Context, gluon
 from mxnet.gluon import nn
 from rich.console import Console
 
-from ..agreement import AGREE, LargerBatch, Recipe, Run, SameBatch, larger_batch, plot_agreement, same_batch
+from ..tuning.agreement import AGREE, LargerBatch, Recipe, Run, SameBatch, larger_batch, plot_agreement, same_batch
 from ..data import load_digits
-from ..devices import use_devices
+from ..devices.select import use_devices
 from ..models import resnet18
 from ._output import print_table, write_results
 

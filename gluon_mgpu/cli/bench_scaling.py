@@ -12,7 +12,7 @@ import click
 from ..benchmark import checkpointing, report, scaling, scaling_report, workloads
 from ..benchmark.compare import Row
 from ..benchmark.scaling_model import Link
-from ..devices import use_devices
+from ..devices.select import use_devices
 from ..plots import plot_ranges, save
 from ._options import contenders_option, numbers, python_option, telling
 from ._output import print_table

@@ -9,12 +9,12 @@ from typing import List, Optional
 
 import click
 
-from ..device_list import DeviceInfo, describe_devices
+from ..devices.describe import DeviceInfo, describe_devices
 from ..errors import DeviceError
-from ..gpus.demand import Demand, num_bytes
-from ..gpus.nvml import try_driver
-from ..gpus.selection import describe, select
-from ..gpus.visible_gpus import visible_gpus
+from ..runtime.nvidia.request import Demand, num_bytes
+from ..runtime.nvidia.nvml import try_driver
+from ..devices.free_gpus import describe, select
+from ..runtime.nvidia.visible import visible_gpus
 from ._output import print_table
 
 

@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Optional
 
 import click
 
-from ..batch_size import BatchSizes, Probe, find_batch_size
-from ..batch_size.find import resnet18_workload
+from ..tuning.batch_size import BatchSizes, Probe, find_batch_size
+from ..tuning.batch_size.find import resnet18_workload
 from ..plots import figure, plot_batch_sizes
 from ._output import print_table, write_results
 

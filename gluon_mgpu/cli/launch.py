@@ -13,13 +13,13 @@ from typing import Any, Dict, List, Optional, Tuple
 import click
 import mxnet as mx
 
-from ..distributed.hosts import PORT, SshHosts, parse_hosts, slurm_nodes
-from ..distributed.job import Job, run_job, run_over_ssh
-from ..distributed.plan import BACKENDS, program_command
+from ..distributed.launcher.hosts import PORT, SshHosts, parse_hosts, slurm_nodes
+from ..distributed.launcher.job import Job, run_job, run_over_ssh
+from ..distributed.launcher.plan import BACKENDS, program_command
 from ..distributed.process import LaunchError
-from ..distributed.rendezvous import parse_rendezvous
-from ..distributed.supervise import Limits
-from ..distributed.tokens import TOKEN, make_token_file, new_token, read_token, token_in_environment
+from ..distributed.launcher.rendezvous import parse_rendezvous
+from ..distributed.launcher.supervisor import Limits
+from ..distributed.launcher.tokens import TOKEN, make_token_file, new_token, read_token, token_in_environment
 
 _LOCAL = {
     "num_processes",

@@ -8,10 +8,11 @@ from typing import Any
 import click
 from mxnet import MXNetError
 
-from .. import __version__, errors
+from ..version import __version__
+from .. import errors
 from ..distributed.process import LaunchError
-from ..gpus.nvml import DriverError
-from ..stopping import Terminated
+from ..runtime.nvidia.nvml import DriverError
+from ..loop.stopping import Terminated
 from .agree import agree
 from .bench import bench
 from .devices import devices

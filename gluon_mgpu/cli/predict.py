@@ -9,12 +9,12 @@ from typing import Any, Dict, Optional
 import click
 import numpy as np
 
-from ..checkpoint import load_checkpoint
+from ..checkpoint.checkpoint import load_checkpoint
 from ..data import ArrayLoader
-from ..devices import use_devices
+from ..devices.select import use_devices
 from ..models import resnet18
-from ..prediction import predict as run_prediction
-from ..snapshot import FILES
+from ..loop.predict import predict as run_prediction
+from ..checkpoint.snapshot import FILES
 from ._gpus import choosing_gpus
 from ._options import best_of
 from .train import load_images

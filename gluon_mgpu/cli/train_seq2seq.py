@@ -14,39 +14,28 @@ import mxnet as mx
 import numpy as np
 from mxnet import init
 
-from ..balance import Balancer
-from ..callbacks import Callback, EarlyStopping, SaveHistory
-from ..data import (
-    PairLoader,
-    SentencePairs,
-    Vocabulary,
-    build_vocabulary,
-    encode_pairs,
-    filter_pairs,
-    korean_numbers,
-    read_pairs,
-    read_tsv,
-    split_pairs,
-)
-from ..debug import run_serially
-from ..devices import use_devices
+from ..data_parallel.balancer import Balancer
+from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
+from ..data import (PairLoader, SentencePairs, Vocabulary, build_vocabulary, encode_pairs, filter_pairs, korean_numbers, read_pairs, read_tsv, split_pairs)
+from ..data_parallel.debug import run_serially
+from ..devices.select import use_devices
 from ..distributed.process import this_process
 from ..errors import DataError
-from ..fit import fit
-from ..leaks import LeakCheck
-from ..local_sgd import LocalSGD
+from ..loop.fit import fit
+from ..monitor.leaks import LeakCheck
+from ..trainer.local_sgd import LocalSGD
 from ..models import SequenceLoss
-from ..models.attention import ATTENTIONS
-from ..models.recurrence import NUM_GATES
-from ..models.sequence_loss import LAYOUTS
-from ..sharding import split_batch
-from ..step import SplitFunction
-from ..stopping import Terminated
-from ..trainer import Trainer
-from ..translation_scores import has_sacrebleu, translation_scores
-from ..translator import Translator, load_translator
-from ..translator_callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
-from ..watchdog import Watchdog
+from ..models.seq2seq.attention import ATTENTIONS
+from ..models.seq2seq.recurrence import NUM_GATES
+from ..models.seq2seq.loss import LAYOUTS
+from ..data_parallel.sharding import split_batch
+from ..data_parallel.step import SplitFunction
+from ..loop.stopping import Terminated
+from ..trainer.trainer import Trainer
+from ..models.seq2seq.scores import has_sacrebleu, translation_scores
+from ..models.seq2seq.translator import Translator, load_translator
+from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
+from ..monitor.watchdog import Watchdog
 from ._gpus import choosing_gpus
 from ._output import tell
 from .train import HYBRIDIZE, check_shares, finite, saving, shares

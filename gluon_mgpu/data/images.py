@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 
 from ..errors import DataError
-from ..runtime import require
+from ..runtime.environment import require
 
 
 @dataclass(frozen=True)

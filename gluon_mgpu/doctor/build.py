@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
-from .. import runtime
-from ..fat_binary import FatBinaries, read_fat_binaries, version_text
+from ..runtime import environment
+from ..runtime.fat_binary import FatBinaries, read_fat_binaries, version_text
 from .findings import Finding, told
 
 _LIBRARY = "libmxnet.so"
@@ -63,7 +63,7 @@ def look_at_build() -> Build:
     """Return what is known of MXNet, which is imported for that where it can be."""
     library = _find_library()
     try:
-        mxnet = sys.modules.get("mxnet") or runtime.load_mxnet()
+        mxnet = sys.modules.get("mxnet") or environment.load_mxnet()
     except Exception as error:
         return Build(library, "", *told(error), (), None)
     features = mxnet.runtime.Features()

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Sequence, Tuple
 
-from ..fat_binary import Capability, version_text
-from ..gpus.nvml import Driver, Gpu, try_driver
-from ..gpus.visible_gpus import visible_gpus
+from ..runtime.fat_binary import Capability, version_text
+from ..runtime.nvidia.nvml import Driver, Gpu, try_driver
+from ..runtime.nvidia.visible import visible_gpus
 from .build import Build
 from .findings import Finding
 

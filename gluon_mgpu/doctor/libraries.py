@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, Sequence
 
-from ..cuda import CudaLibrary
+from ..runtime.cuda_libraries import CudaLibrary
 from .build import Build
 from .findings import Finding
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Dict, List, Tuple
 
-from .. import runtime, threads
+from ..runtime import environment, threads
 from .findings import Finding
 
 _OPTIONAL = {
@@ -73,7 +73,7 @@ def look_at_machine() -> Machine:
     return Machine(
         platform.platform(),
         next(models, "?"),
-        runtime.num_cores(),
+        environment.num_cores(),
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
         cores,
         threads.cpu_quota(),

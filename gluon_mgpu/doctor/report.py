@@ -6,31 +6,23 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
-from .. import runtime
-from ..cuda import CudaLibrary, libraries
-from ..fat_binary import version_text
-from ..runtime import Setting
+from ..runtime import environment
+from ..runtime.cuda_libraries import CudaLibrary, libraries
+from ..runtime.fat_binary import version_text
+from ..runtime.environment import Setting
 from .build import Build, check_build, look_at_build, look_at_code
 from .findings import Examination, Finding
 from .gpus import Reading, barred, check_driver, check_gpus, code_for, explains, read_gpus
 from .libraries import check_libraries
 from .machine import Machine, Packages, check_packages, look_at_machine, look_at_packages
 from .settings import Engine, Pools, check_openblas, check_settings, look_at_engine, look_at_pools
-from .storage import (
-    Place,
-    check_checkpoints,
-    check_shared_memory,
-    check_temporary,
-    look_at_checkpoints,
-    look_at_shared_memory,
-    look_at_temporary,
-)
+from .storage import (Place, check_checkpoints, check_shared_memory, check_temporary, look_at_checkpoints, look_at_shared_memory, look_at_temporary)
 from .stores import Horovod, Store, check_horovod, look_at_horovod, stores_of
 
 if TYPE_CHECKING:
     from mxnet import Context
 
-    from ..device_list import DeviceInfo
+    from ..devices.describe import DeviceInfo
 
 
 @dataclass(frozen=True)
@@ -184,17 +176,17 @@ def _look_at_build(exam: Examination) -> Build:
 
 
 def _look_with_mxnet(spec: str, build: Build, reading: Reading, exam: Examination) -> _WithMxnet:
-    from .. import device_list  # here and not above: these import MXNet, which may be what is broken
+    from ..devices import describe  # here and not above: these import MXNet, which may be what is broken
     from . import training
 
-    devices: List[DeviceInfo] = exam.look("devices", [], device_list.describe_devices)
+    devices: List[DeviceInfo] = exam.look("devices", [], describe.describe_devices)
     known: Dict[int, str] = exam.look("GPUs", {}, barred, reading, build)
     devices = exam.look("devices", devices, training.with_reasons, devices, known)
     none: Tuple[List[Context], List[Finding]] = ([], [])
     contexts, wrong = exam.look("devices", none, training.try_devices, spec)
     exam.findings += wrong
     exam.judge("devices", training.check_devices, devices, exam.look("GPUs", False, explains, reading, build))
-    settings: List[Setting] = exam.look("settings", [], runtime.settings, contexts)
+    settings: List[Setting] = exam.look("settings", [], environment.settings, contexts)
     exam.judge("settings", check_settings, settings, os.environ.get("GLUON_MGPU_RUNTIME", ""))
     engine = exam.look("OpenBLAS", Engine(1, False), look_at_engine)
     exam.judge("OpenBLAS", check_openblas, settings, build.features, engine)

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Any, Dict, List, Sequence, Tuple
 
-from .. import runtime, threads
+from ..runtime import environment, threads
 from ..errors import MissingExtraError
-from ..runtime import Setting
+from ..runtime.environment import Setting
 from .findings import Finding
 
 _PREFIX = "threads of cpu("
@@ -54,7 +54,7 @@ def look_at_engine() -> Engine:
 def look_at_pools() -> Pools:
     """Return what threadpoolctl finds, and what to do where it is not there."""
     try:
-        found = runtime.require("threadpoolctl", "doctor", "doctor").threadpool_info()
+        found = environment.require("threadpoolctl", "doctor", "doctor").threadpool_info()
     except MissingExtraError as error:
         return Pools((), str(error))
     keys = {"library": "filepath", "kind": "internal_api", "version": "version", "threads": "num_threads"}
@@ -67,9 +67,9 @@ def check_settings(settings: Sequence[Setting], switch: str) -> List[Finding]:
     found = []
     if switch and switch.lower() != "off":
         found.append(Finding("settings", f"GLUON_MGPU_RUNTIME={switch} does nothing.", "Set it to off, or unset it."))
-    late = [setting.name for setting in settings if setting.reason == runtime.TOO_LATE]
+    late = [setting.name for setting in settings if setting.reason == environment.TOO_LATE]
     if late:
-        found.append(Finding("settings", f"{', '.join(late)} could not be set.", runtime.TOO_LATE))
+        found.append(Finding("settings", f"{', '.join(late)} could not be set.", environment.TOO_LATE))
     return found
 
 

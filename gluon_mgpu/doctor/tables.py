@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Iterator, List, Sequence, Tuple
 
-from ..fat_binary import version_text
-from ..gpus.nvml import Gpu, Link
+from ..runtime.fat_binary import version_text
+from ..runtime.nvidia.nvml import Gpu, Link
 from .gpus import code_for, gib, names_in_mxnet, process_text
 from .report import Report
 

@@ -8,8 +8,8 @@ from typing import Dict, List, Sequence, Tuple
 import mxnet as mx
 from mxnet import Context
 
-from ..device_list import DeviceInfo
-from ..devices import resolve_devices
+from ..devices.describe import DeviceInfo
+from ..devices.select import resolve_devices
 from ..errors import DeviceError
 from .findings import Finding, told
 

@@ -3,7 +3,7 @@
 from .callback import Monitor as Monitor
 from .diagnosis import diagnose as diagnose
 from .finding import Finding as Finding
-from .picture import plot_samples as plot_samples
+from .plot import plot_samples as plot_samples
 from .reader import Reader as Reader
 from .sample import CpuSample as CpuSample
 from .sample import GpuSample as GpuSample

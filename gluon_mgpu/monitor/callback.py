@@ -15,22 +15,22 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from .. import threads
-from ..callbacks import Callback, FitState
+from ..runtime import threads
+from ..loop.callbacks import Callback, FitState
 from ..checks import path_of, real_number, short
 from ..distributed.process import this_process
-from ..epoch import EpochProgress
+from ..loop.epoch import EpochProgress
 from ..errors import TrainerError
-from ..leaks import live_arrays
+from .leaks import live_arrays
 from ..plots import figure, save
-from ..readiness import ON_WORKER, Marker
-from ..runtime import logger
+from ..runtime.engine import ON_WORKER, Marker
+from ..runtime.environment import logger
 from .diagnosis import diagnose
 from .finding import Finding
 from .host import Seldom, name_thread
-from .laps import Laps, refined
+from .phases import Laps, refined
 from .memory import Kind, held_by
-from .picture import plot_samples
+from .plot import plot_samples
 from .reader import Reader
 from .sample import Held, Sample, joined, to_json
 from .stacks import Looks

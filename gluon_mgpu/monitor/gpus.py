@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from ..errors import MissingExtraError
-from ..gpus.nvml import DriverError, Gpu, Nvml
+from ..runtime.nvidia.nvml import DriverError, Gpu, Nvml
 from .sample import GpuSample
 
 

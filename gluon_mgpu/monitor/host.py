@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, Generic, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from ..errors import DataError
-from ..runtime import require
-from ..threads import num_cores, read_lines
+from ..runtime.environment import require
+from ..runtime.threads import num_cores, read_lines
 from .sample import CpuSample, HostSample
 
 T = TypeVar("T")

@@ -16,10 +16,11 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 # All of MXNet's waiting for a device goes through these; `_sync_copyfrom` waits for the worker of a CPU context.
 _WAITS = {"wait_to_read", "wait_to_write", "waitall", "asnumpy", "_sync_copyfrom"}
-_DATA = (_MXNET + "gluon/data/", _MXNET + "io/", _OURS + "data/", _OURS + "prefetch.py")
+_DATA = (_MXNET + "gluon/data/", _MXNET + "io/", _OURS + "data/", _OURS + "data_parallel/prefetch.py")
 # What run_epoch calls beside the data iterator.
-_EPOCH, _RUN = _OURS + "epoch.py", _OURS + "run.py"
-_STEP = {_EPOCH, _RUN, _OURS + "step.py", _OURS + "evaluation.py", _OURS + "metrics.py", _STDLIB + "contextlib.py"}
+_EPOCH, _RUN = _OURS + "loop/epoch.py", _OURS + "loop/run.py"
+_BATCH = {_OURS + "data_parallel/step.py", _OURS + "loop/evaluate.py", _OURS + "loop/metrics.py"}
+_STEP = {_EPOCH, _RUN, *_BATCH, _STDLIB + "contextlib.py"}
 _DEEPEST = 200
 
 
@@ -93,7 +94,7 @@ def _kind_by_hand(frames: Sequence[Frame], waits: bool) -> str:
         return "data"
     if waits:
         return "sync"
-    return "dispatch" if innermost is not None and innermost.file != _OURS + "fit.py" else "other"
+    return "dispatch" if innermost is not None and innermost.file != _OURS + "loop/fit.py" else "other"
 
 
 def _in_callback(frames: Sequence[Frame]) -> bool:
@@ -101,7 +102,7 @@ def _in_callback(frames: Sequence[Frame]) -> bool:
 
 
 def _is_split(frame: Frame) -> bool:
-    return frame.file == _OURS + "sharding.py"
+    return frame.file == _OURS + "data_parallel/sharding.py"
 
 
 def _waits(frames: Sequence[Frame]) -> bool:

@@ -39,7 +39,7 @@ from gluon_mgpu import errors
 from gluon_mgpu.cli.main import main as command
 from gluon_mgpu.data import ArrayLoader, build_vocabulary
 from gluon_mgpu.nested import leaves
-from gluon_mgpu.translator_callbacks import PlateauSchedule
+from gluon_mgpu.models.seq2seq.callbacks import PlateauSchedule
 from mxnet import gluon, lr_scheduler
 from mxnet import optimizer as opt
 

@@ -33,8 +33,8 @@ package.__path__ = [{str(ROOT / "gluon_mgpu")!r}]
 sys.modules["gluon_mgpu"] = package
 """
 exec(_PACKAGE)
-from gluon_mgpu.distributed import handshake, messages  # noqa: E402
-from gluon_mgpu.distributed.plan import Plan  # noqa: E402
+from gluon_mgpu.distributed.launcher import handshake, messages  # noqa: E402
+from gluon_mgpu.distributed.launcher.plan import Plan  # noqa: E402
 
 _LAUNCHER = (
     _PACKAGE
@@ -42,8 +42,8 @@ _LAUNCHER = (
 import json
 from pathlib import Path
 from gluon_mgpu.distributed import follow
-from gluon_mgpu.distributed.job import Job, run_job
-from gluon_mgpu.distributed.supervise import Limits
+from gluon_mgpu.distributed.launcher.job import Job, run_job
+from gluon_mgpu.distributed.launcher.supervisor import Limits
 follow._RETRY_S = 0.02  # more strangers to meet
 said = json.loads(sys.argv[1])
 said["limits"] = Limits(**said["limits"])

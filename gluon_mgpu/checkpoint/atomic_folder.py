@@ -1,0 +1,478 @@
+"""Folders that are whole or not there: written under another name, forced to the disk, checksummed and renamed; read as one."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+from ..errors import SaveError, StateError
+from ..runtime.environment import logger
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "gluon_mgpu checkpoint", 2  # 1 had pickled states, and no manifest
+
+_ATTEMPTS = 50  # to open a folder that is replaced at the same time
+_HIDDEN = r"\.(?P<name>.+)\.(new|old|gone\d*)"
+
+
+class WrittenFile:
+    """A binary file that is only written to, from its beginning to its end, and knows its checksum.
+
+    It is no seekable file, so that nobody goes back and changes what was counted.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes, all of them."""
+        self._file.write(data)
+        self._sha256.update(data)
+        size = memoryview(data).nbytes
+        self._num_bytes += size
+        return size
+
+    def flush(self) -> None:
+        """Give what was written to the system."""
+        self._file.flush()
+
+    def described(self) -> Dict[str, Any]:
+        """Return what the manifest says of this file."""
+        return {"bytes": self._num_bytes, "sha256": self._sha256.hexdigest()}
+
+
+class FolderWriter:
+    """Writes the files of a folder, each to the disk and not only into memory, and at last the manifest that tells of them.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        There, and empty.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: Dict[str, Dict[str, Any]] = {}
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[WrittenFile]:
+        """Yield a file to write to; it is on the disk afterwards."""
+        with open(self._folder / name, "wb") as raw:
+            written = WrittenFile(raw)
+            yield written
+            raw.flush()
+            os.fsync(raw.fileno())
+        self._files[name] = written.described()
+
+    def text(self, name: str, text: str) -> None:
+        """Write a text, in UTF-8."""
+        with self.file(name) as file:
+            file.write(text.encode())
+
+    def finish(self, **told: Any) -> None:
+        """Write the manifest, with whatever else it is to tell: a folder that has one is whole."""
+        content = {"format": FORMAT, "version": VERSION, **told, "files": dict(self._files)}
+        sync(self._folder)  # the names of the others come to the disk before the manifest's
+        self.text(MANIFEST, json.dumps(content, indent=1))
+        sync(self._folder)
+
+
+class OpenFolder:
+    """Files of one folder, held open: whatever replaces the folder does not change them. See `open_folder`.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+        Where the folder was when it was opened.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, BinaryIO]) -> None:
+        self.path = path
+        self._files = dict(files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def inner(self, name: str) -> OpenFolder:
+        """Return a folder in this one, with those of its files that are held open."""
+        found = {path[len(name) + 1 :]: file for path, file in self._files.items() if path.startswith(f"{name}/")}
+        return OpenFolder(self.path / name, found)
+
+    def file(self, name: str) -> BinaryIO:
+        """Return a file, at its beginning."""
+        file = self._files[name]
+        file.seek(0)
+        return file
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file."""
+        return self.file(name).read()
+
+    def location(self, name: str) -> str:
+        """Return a path by which a library of another language opens this very file, renamed or removed as it may be."""
+        return f"/dev/fd/{self.file(name).fileno()}"
+
+    def check(self, operation: str) -> Dict[str, Any]:
+        """Return the manifest, having compared every file that it names with its size and checksum.
+
+        Raises
+        ------
+        StateError
+            The manifest is no manifest, or of a later version; or a file is missing, is longer or shorter, or has other bytes.
+        """
+        path = self.path / MANIFEST
+        manifest = _parsed(self.read(MANIFEST), path, operation)
+        if manifest["version"] > VERSION:
+            raise StateError(
+                f"{operation}: got {self.path} of version {manifest['version']}; need {VERSION} or older. Install a newer "
+                "gluon_mgpu."
+            )
+        for name, told in manifest["files"].items():
+            damage = self._damage(name, told)
+            if damage:
+                raise StateError(
+                    f"{operation}: got {self.path / name}, which is damaged ({damage}); need it as it was. Use another one."
+                )
+        return manifest
+
+    def _damage(self, name: str, told: Dict[str, Any]) -> str:
+        """Return what is wrong with a file; nothing where it is as the manifest says."""
+        if name not in self:
+            return "it is not there"
+        file, sha256 = self.file(name), hashlib.sha256()
+        size = os.fstat(file.fileno()).st_size
+        if size != told["bytes"]:
+            return f"{size} bytes of {told['bytes']}"
+        for block in iter(lambda: file.read(2**20), b""):
+            sha256.update(block)
+        return "" if sha256.hexdigest() == told["sha256"] else "its bytes are others than were written"
+
+
+@contextmanager
+def open_folder(folder: Path, names: Sequence[str], operation: str) -> Iterator[OpenFolder]:
+    """Yield those of these files that a folder has, all of them from before it is replaced, or all from after.
+
+    A folder that is replaced is renamed and removed, and its files are never written to again. So files that were opened while
+    the folder had its name belong together, and stay as they are.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        What a killed program has left in its place is taken for it: see `whole`.
+    names : sequence of str
+        Of files, with a slash where they are in a folder of this one.
+    operation : str
+        What errors call the reading.
+
+    Raises
+    ------
+    StateError
+        The folder or a file cannot be read.
+    """
+    with ExitStack() as stack:
+        try:
+            yield _opened(folder, names, stack)
+        except OSError as error:
+            raise StateError(
+                f"{operation}: got {folder}, which cannot be read ({error.strerror or error}); need a folder that this process "
+                "may read, on a disk that works. Check its permissions."
+            ) from error
+
+
+def _opened(folder: Path, names: Sequence[str], stack: ExitStack) -> OpenFolder:
+    for attempt in count(1):
+        with ExitStack() as opened:
+            path = whole(folder)
+            number = _open_directory(path)
+            if number is None:
+                files: Dict[str, BinaryIO] = {}
+            else:
+                opened.callback(os.close, number)
+                found = ((name, _open_file(name, number)) for name in names)
+                files = {name: opened.enter_context(file) for name, file in found if file is not None}
+            if attempt == _ATTEMPTS or (whole(folder) == path and _is_at(path, number)):
+                stack.push(opened.pop_all())
+                return OpenFolder(path, files)
+        time.sleep(0.001)
+    raise AssertionError("the last attempt returns")
+
+
+def _open_directory(path: Path) -> Optional[int]:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
+        return None
+
+
+def _open_file(name: str, folder: int) -> Optional[BinaryIO]:
+    """Return a file of a folder that is open; None where it is not there, or is no file: a pipe would be waited for."""
+    try:
+        number = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        return None
+    return open(number, "rb")
+
+
+def _is_at(path: Path, number: Optional[int]) -> bool:
+    """Return whether a folder that is open still has its name; where none is open, whether there still is none."""
+    try:
+        there = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return number is None
+    return os.path.samestat(there, os.fstat(number)) if number is not None else not stat.S_ISDIR(there.st_mode)
+
+
+def _parsed(content: bytes, path: Path, operation: str) -> Dict[str, Any]:
+    try:
+        manifest: Dict[str, Any] = json.loads(content.decode())
+        known = manifest["format"] == FORMAT and isinstance(manifest["version"], int)
+        named = all(os.path.basename(name) == name for name in manifest["files"])
+        sized = all(isinstance(told["bytes"], int) and told["sha256"] for told in manifest["files"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StateError(
+            f"{operation}: got {path}, which is damaged ({type(error).__name__}: {error}); need a checkpoint's. Use another one."
+        ) from error
+    if not (known and named and sized):
+        raise StateError(f"{operation}: got {path}, which is of something else; need a checkpoint's. Check the path.")
+    return manifest
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder next to this one, which an exception removes again: see `put_in_place`."""
+    recover(folder)
+    new = beside(folder, "new")
+    remove(new)
+    try:
+        make(new)
+        yield new
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def put_in_place(folder: Path, *, old: Optional[Path] = None) -> None:
+    """Let what `new_folder` has made be this folder. The one before it is removed, or named `old`.
+
+    A link of this name is replaced; what it leads to stays as it is.
+
+    ```
+    .last.new  last        written, and on the disk
+    .last.new  .last.old   killed here: `whole` finds the new one
+    last       .last.old
+    last
+    ```
+    """
+    new, away = beside(folder, "new"), beside(folder, "old")
+    if old is not None and not folder.is_symlink():
+        away = old
+    if os.path.lexists(folder):
+        remove(away)
+        folder.rename(away)
+    new.rename(folder)
+    sync(folder.parent)
+    remove(beside(folder, "old"))
+    for path in left_over(folder.parent):
+        if path.name.startswith(f".{folder.name}.gone"):
+            _remove_tree(path)
+
+
+def recover(folder: Path) -> None:
+    """Rename what a program that was killed between two renames has left, if it is the folder: see `whole`."""
+    found = whole(folder)
+    if found != folder and not os.path.lexists(folder):
+        found.rename(folder)
+        sync(folder.parent)
+
+
+def whole(folder: Path) -> Path:
+    """Return where the folder of this name is: next to it, if the program was killed between two renames.
+
+    The new one counts where it is finished: it holds a manifest, which is written last, and the files that the manifest names.
+    """
+    if not folder.name or os.path.lexists(folder):
+        return folder
+    if not os.path.exists(folder.parent):  # a folder in one that is being replaced
+        return whole(folder.parent) / folder.name
+    new, old = beside(folder, "new"), beside(folder, "old")
+    return new if _is_finished(new) else old if os.path.isdir(old) else folder
+
+
+def _is_finished(folder: Path) -> bool:
+    """Return whether a folder, or one in it, has a manifest that can be read, and the files that it names in their sizes."""
+    if not os.path.isdir(folder):
+        return False
+    manifests = [path for path in (folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")) if os.path.isfile(path)]
+    for path in manifests:
+        try:
+            files = _parsed(path.read_bytes(), path, "whole")["files"]
+            if any((path.parent / name).stat().st_size != told["bytes"] for name, told in files.items()):
+                return False
+        except (StateError, OSError):
+            return False
+    return bool(manifests)
+
+
+def copy_folder(folder: Path, target: Path) -> None:
+    """Let another folder be a copy of this one, as whole as it is: other files, which damage to these does not reach.
+
+    Manifests are copied last, when all else is on the disk: a copy that is cut off is not taken for whole.
+    """
+    with new_folder(target) as new:
+        paths = sorted(folder.rglob("*"))
+        inner = [new / path.relative_to(folder) for path in paths if path.is_dir()]
+        for path in inner:
+            path.mkdir(parents=True)
+        files = [path for path in paths if not path.is_dir()]
+        for are_manifests in (False, True):
+            for path in files:
+                if (path.name == MANIFEST) == are_manifests:
+                    to = new / path.relative_to(folder)
+                    shutil.copyfile(path, to)
+                    sync(to)
+            for path in (*inner, new):
+                sync(path)
+    put_in_place(target)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file to, which then replaces the one of this path; an exception removes it again."""
+    new = path.with_name(f".new.{path.name}")
+    try:
+        yield new
+        sync(new)
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or what is in its place. Killed half way, what is left has a name that nothing takes for the folder's.
+
+    What cannot be removed, as NFS keeps files that are open, stays under that name, and a later call removes it.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    hidden = re.fullmatch(_HIDDEN, path.name)
+    named = path.with_name(hidden["name"]) if hidden else path
+    names = (beside(named, f"gone{number or ''}") for number in count())
+    away = next(name for name in names if not os.path.lexists(name))
+    path.rename(away)
+    _remove_tree(away)
+
+
+def _remove_tree(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        logger.warning("checkpoints: could not remove %s, which is no longer used: %s", path, error)
+
+
+def left_over(folder: Path) -> List[Path]:
+    """Return what killed programs have left in a folder of `new_folder`, `put_in_place` and `remove`."""
+    return [path for path in sorted(folder.glob(".*")) if re.fullmatch(_HIDDEN, path.name)]
+
+
+def beside(folder: Path, what: str) -> Path:
+    """Return a hidden name for something of a folder's."""
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+def make(folder: Path) -> None:
+    """Make a folder and those that it is in, where they are not there, and force their names to the disk."""
+    missing = []
+    for path in (folder, *folder.parents):
+        if path.is_dir():
+            break
+        missing.append(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_ADVICE: Dict[Optional[int], Tuple[str, str]] = {
+    **dict.fromkeys(_ROOM, ("room there", "Make room, or pass a folder on another disk")),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        ("a folder that this process may write to", "Check its permissions and how its disk is mounted, or pass another folder"),
+    ),
+    errno.EFBIG: ("files of any size", "Raise the limit of file sizes (ulimit -f)"),
+    **dict.fromkeys(
+        (errno.ENOENT, errno.ENOTEMPTY),
+        ("a folder that no other program writes to or removes", "Look for another run with the same folder, or pass another one"),
+    ),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), ("folders on the way to it, and no files", "Check the path")),
+}
+_OTHERS = ("a folder that can be written", "Check the path and its disk, or pass another folder")
+
+
+@contextmanager
+def explained(operation: str, folder: Path, *, num_bytes: int = 0, left: str = "") -> Iterator[None]:
+    """Let an OSError of this block be a `SaveError`, which names the folder, says what is lacking and what to do.
+
+    Parameters
+    ----------
+    operation : str
+    folder : pathlib.Path
+    num_bytes : int
+        How much was to be written; 0 where it is not known.
+    left : str
+        A sentence that says what stays if the folder is there.
+    """
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        needed = f"{_mb(num_bytes)} needed" if num_bytes else ""
+        free = f"{_mb(_free(folder))} free" if error.errno in _ROOM else ""
+        told = ", ".join(part for part in (error.strerror or str(error), needed, free) if part)
+        condition, advice = _ADVICE.get(error.errno, _OTHERS)
+        kept = f" {left}" if left and os.path.isdir(whole(folder)) else ""
+        raise SaveError(
+            f"{operation}: got {folder}, which cannot be written ({told}); need {condition}. {advice}.{kept}", error.errno
+        ) from error
+
+
+def _free(folder: Path) -> int:
+    for path in (folder, *folder.parents):
+        with suppress(OSError):
+            return shutil.disk_usage(path).free
+    return 0
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes:,} bytes"

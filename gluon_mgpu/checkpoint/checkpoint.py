@@ -1,0 +1,243 @@
+"""Save and load a network with its trainer, a folder at a time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import numpy as np
+from mxnet import gluon
+
+from ..runtime.c_api import values_of
+from ..checks import instance, path_of
+from ..distributed.process import this_process
+from ..errors import StateError
+from ..trainer.parameters import devices_of
+from .atomic_folder import explained, new_folder, put_in_place
+from ..trainer.parameters import shape_fits
+from ..trainer.replicas import average_replicas
+from ..trainer.running_stats import remember_equal
+from ..schema import shown
+from .snapshot import FILES, OLD_STATES, Content, check_content, read_content, restore, states_of, take_snapshot
+from ..data_parallel.step import check_network
+from ..trainer.trainer import Trainer
+
+
+def save_checkpoint(
+    folder: Union[str, Path],
+    net: gluon.Block,
+    trainer: Optional[Trainer] = None,
+    progress: Optional[Dict[str, Any]] = None,
+) -> None:
+    """Write a network, and what its training needs to go on, into a folder.
+
+    ```
+    net.params       plain Gluon: net.load_parameters reads it, here or without this package
+    progress.json    whatever was passed: the epoch, say
+    states.npz       the optimizer's states, and each device's running statistics        with a trainer
+    training.json    its options and schedule, counts, random numbers, versions          with a trainer
+    manifest.json    the sizes and checksums of the others
+    ```
+
+    The folder is written beside, forced to the disk, and then renamed: one of this name is whole, the new or the old one. Reading
+    it executes nothing that is in it.
+
+    `net.params` holds the mean of BatchNorm's running statistics over the devices, which is what `evaluate` measures. Training is
+    left as it is, but that MXNet's random generators, which do not tell where they are, are seeded anew where a trainer is saved:
+    this run and one that goes on from the folder draw the same numbers from here on.
+
+    In a job of several processes, the first one writes. Each is to call it.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+        Replaced if it is there, and refused if it holds anything else.
+    net : gluon.Block
+    trainer : Trainer, optional
+    progress : dict, optional
+        Anything that JSON holds.
+
+    Raises
+    ------
+    StateError
+        The folder holds something else, the network has no values, or optimizer or schedule keep what a file cannot hold.
+    SaveError
+        The folder cannot be written. What was there stays.
+    TrainerError
+        Gradients were accumulated and not applied: the files would not hold them.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import mxnet as mx
+    >>> net = gluon.nn.Dense(1, in_units=1)
+    >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(folder + "/c", net, Trainer(net, "adam"), {"epoch": 3})
+    ...     load_checkpoint(folder + "/c", net, Trainer(net, "adam"))
+    {'epoch': 3}
+    """
+    folder = path_of("save_checkpoint", "folder", folder, error=StateError)
+    _check_given("save_checkpoint", net, trainer)
+    advice = "Pass {'epoch': 3}, for one."
+    instance("save_checkpoint", "progress", progress, (dict, type(None)), "a dict", advice=advice, error=StateError)
+    check_folder(folder, (*FILES, OLD_STATES), "save_checkpoint", "checkpoint")
+    snapshot = take_snapshot(net, trainer, progress)
+    if this_process().rank:
+        return
+    with explained("save_checkpoint", folder, num_bytes=snapshot.num_bytes, left="The checkpoint before stays."):
+        with new_folder(folder) as new:
+            snapshot.write(new)
+        put_in_place(folder)
+
+
+def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None) -> Dict[str, Any]:
+    """Read what `save_checkpoint` wrote into a network that is on its devices, as many as then or not.
+
+    With a trainer, Python's, NumPy's and MXNet's random generators go on from where they were, too; and on as many devices as
+    then, each has its own running statistics again, where without a trainer, or on others, all have their mean.
+
+    Returns
+    -------
+    dict
+        The `progress` that was saved.
+
+    Raises
+    ------
+    StateError
+        There is no checkpoint, it is damaged or of a newer version, or it belongs to another network, optimizer or schedule.
+        Nothing was changed.
+    """
+    return read_checkpoint(folder, net, trainer).restore().progress
+
+
+@dataclass(frozen=True)
+class ReadCheckpoint:
+    """A checkpoint that was read for a network and its trainer, which it fits. They are as they were.
+
+    Attributes
+    ----------
+    content : Content
+    """
+
+    content: Content
+    _net: gluon.Block
+    _trainer: Optional[Trainer]
+    _states: List[Dict[int, Any]]
+
+    def restore(self) -> Content:
+        """Let the network, and its trainer, continue from the checkpoint, and return the content without the parameters."""
+        if self._trainer is not None:
+            average_replicas(self._net)  # where they are apart, they are told that they are no longer
+        without = set_parameters(self.content, self._net)
+        if self._trainer is not None:
+            restore(without, self._net, self._trainer, self._states)
+        else:
+            remember_equal(self._net)
+        return without
+
+
+def read_checkpoint(
+    folder: Union[str, Path],
+    net: gluon.Block,
+    trainer: Optional[Trainer] = None,
+    *,
+    check: Callable[[Content], None] = lambda content: None,
+) -> ReadCheckpoint:
+    """Return a checkpoint of this network and trainer, having checked all that it holds; `check` may refuse it, too.
+
+    Raises
+    ------
+    StateError
+        As for `load_checkpoint`.
+    """
+    folder = path_of("load_checkpoint", "folder", folder, error=StateError)
+    _check_given("load_checkpoint", net, trainer)
+    content = read_content(folder, with_training=trainer is not None)
+    check_parameters(content, net)
+    if trainer is None:
+        return ReadCheckpoint(content, net, None, [])
+    check_content(content, net, trainer)
+    check(content)
+    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer))
+
+
+def _check_given(operation: str, net: Any, trainer: Any) -> None:
+    check_network(operation, net)
+    advice = "Pass Trainer(net, 'sgd'), or None."
+    instance(operation, "trainer", trainer, (Trainer, type(None)), "a gluon_mgpu.Trainer", advice=advice)
+
+
+def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str) -> None:
+    """Raise `StateError` unless a folder is not there yet, or holds nothing but files of these names.
+
+    A link is refused, too: the folder is replaced as a whole, and what the link leads to would not be.
+    """
+    try:
+        others = [path.name for path in folder.iterdir() if path.name not in ours] if folder.is_dir() else []
+        is_there, is_link = os.path.lexists(folder), folder.is_symlink()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise StateError(
+            f"{operation}: got {str(folder)!r}, which cannot be read ({getattr(error, 'strerror', error)}); need a folder that "
+            "this process may read and write. Check its permissions, or pass another one."
+        ) from error
+    if is_link:
+        raise StateError(
+            f"{operation}: got {folder}, which is a link to {os.readlink(folder)}; need a folder of its own, which is replaced "
+            "as a whole. Remove the link, or pass the folder that it leads to; a folder further up may be a link."
+        )
+    if others or not folder.name or (is_there and not folder.is_dir()):
+        raise StateError(
+            f"{operation}: got {folder}, which holds {', '.join(sorted(others)[:3]) or f'no {example}'}; need a folder of its "
+            f"own, which is replaced as a whole. Pass {folder / example}, say."
+        )
+
+
+def check_parameters(content: Content, net: gluon.Block) -> None:
+    """Raise `StateError` unless a checkpoint holds this network's parameters, and no others."""
+    params = net._collect_params_with_prefix().items()
+    here = {name: (np.dtype(param.dtype).name, tuple(param.shape or ())) for name, param in params}
+    there = {name: (np.dtype(array.dtype).name, array.shape) for name, array in content.params.items()}
+    differing = [
+        f"{name if name in here else shown(name)} {_worded(there.get(name))} where this one has {_worded(here.get(name))}"
+        for name in {**there, **here}
+        if name not in there
+        or name not in here
+        or there[name][0] != here[name][0]
+        or not shape_fits(there[name][1], here[name][1])
+    ]
+    if differing:
+        raise StateError(
+            f"load_checkpoint: got {content.folder} of another network: {'; '.join(differing[:3])}; need the same layers. "
+            "Build the network as it was when it was saved."
+        )
+    _check_shared(content, net)
+
+
+def _check_shared(content: Content, net: gluon.Block) -> None:
+    """Raise `StateError` where one parameter of the network has several names, and other values under each of them."""
+    names: Dict[int, str] = {}
+    for name, param in net._collect_params_with_prefix().items():
+        first = names.setdefault(id(param), name)
+        if first != name and values_of(content.params[first]).tobytes() != values_of(content.params[name]).tobytes():
+            raise StateError(
+                f"load_checkpoint: got {content.folder} with other values of {first} than of {name}, one parameter here; need "
+                "the same layers. Build the network as it was when it was saved."
+            )
+
+
+def set_parameters(content: Content, net: gluon.Block) -> Content:
+    """Set a network's parameters to those of a checkpoint that `check_parameters` has accepted, and return it without them.
+
+    As Gluon's `load_parameters` does, which reads a file: the one that was checked may have been replaced.
+    """
+    ctx = devices_of(net)
+    for name, param in net._collect_params_with_prefix().items():
+        param._load_init(content.params[name], ctx)
+    return replace(content, params={})
+
+
+def _worded(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
+    return f"{described[0]} {described[1]}" if described else "nothing"

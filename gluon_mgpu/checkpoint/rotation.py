@@ -1,0 +1,245 @@
+"""The checkpoints of a run: the last ones and the best, written in a thread if asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+from ..errors import SaveError, StateError
+from .atomic_folder import (MANIFEST, copy_folder, explained, left_over, make, new_folder, put_in_place, recover, remove, whole)
+from ..runtime.environment import logger
+from ..schema import MOST_STEPS, is_whole
+from .snapshot import PARAMS, TRAINING
+
+INNER = "checkpoint"  # where the checkpoint is in the folder of something larger, such as a translator
+
+Write = Callable[[Path], None]
+
+
+class Shelf:
+    """Keeps folders of a run beside each other, each of them whole at any time.
+
+    ```
+    last             the one that was written last
+    step-00000200    those before it, with their steps: `keep` in all
+    step-00000100
+    best             a copy of the one that was the best, with files of its own
+    ```
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+    keep : int
+    background : bool
+        Write in a thread: one folder after the other, so that `put` waits for the one before.
+    operation : str
+        What errors call it.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 1, background: bool = False, operation: str = "Checkpoint") -> None:
+        self.folder = folder
+        self._operation = operation
+        self._keep = keep
+        self._background = background
+        self._thread: Optional[threading.Thread] = None
+        self._error: Optional[BaseException] = None
+        self._num_bytes = 0  # of what is being written
+
+    def begin(self, resumed: Optional[Path]) -> None:
+        """Make the folder, or tidy up what a killed program has left in it.
+
+        Parameters
+        ----------
+        resumed : pathlib.Path, optional
+            The checkpoint that the run goes on from.
+
+        Raises
+        ------
+        StateError
+            The folder holds checkpoints of another run, which this one would remove. Nothing was changed.
+        SaveError
+            The folder cannot be written.
+        """
+        with explained(self._operation, self.folder):
+            others = self.steps()
+            if others and (resumed is None or self.folder.resolve() not in resumed.resolve().parents):
+                raise StateError(
+                    f"{self._operation}: got {self.folder}, which holds {others[-1].name} of another run; need a folder of its "
+                    "own. Go on from it with resume='auto', or pass another folder."
+                )
+            make(self.folder)
+            for name in ("last", "best"):
+                recover(self.folder / name)
+            for path in left_over(self.folder):
+                if re.match(r"\.(last|best|step-\d+)\.", path.name):
+                    remove(path)
+
+    def restore_best(self, is_best: Callable[[Path], bool], others: Sequence[Path] = ()) -> bool:
+        """Let `best` be the folder that it should be, and return whether there is one.
+
+        `last` is written first and then copied: a program that is killed in between leaves a `best` of before, or none.
+
+        Parameters
+        ----------
+        is_best : callable (pathlib.Path) -> bool
+            Whether a folder is the best one, and whole.
+        others : sequence of pathlib.Path
+            More folders to look at, after those of this run.
+
+        Raises
+        ------
+        SaveError
+            It cannot be written.
+        """
+        best = self.folder / "best"
+        named = [best, self.folder / "last", *reversed(self.steps()), *others]
+        found = next((path for path in named if path.is_dir() and is_best(path)), None)
+        if found is not None and found != best:
+            logger.info("%s: %s is copied from %s", self._operation, best, found)
+            with explained(self._operation, best, num_bytes=_size_of(found)):
+                copy_folder(found, best)
+        return found is not None
+
+    def put(self, write: Write, step: int, *, is_best: bool = False, num_bytes: int = 0) -> None:
+        """Write a folder, and let it be the last one. What is there stays until it is on the disk.
+
+        Parameters
+        ----------
+        write : callable (pathlib.Path)
+            Fills an empty folder, the manifest of its checkpoint being written at last.
+        step : int
+        is_best : bool
+            It is the best one, too.
+        num_bytes : int
+            About how large it is, for errors; 0 where that is not known.
+
+        Raises
+        ------
+        SaveError, StateError
+            It could not be written, or the one before it, in the background.
+        """
+        self.wait()
+        self._num_bytes = num_bytes
+        if not self._background:
+            self._put(write, step, is_best)
+            return
+        # No daemon: a program that ends waits for it.
+        self._thread = threading.Thread(target=self._try, args=(write, step, is_best), name="gluon_mgpu checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until what was put is written, and raise what has gone wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """Remove the folders that are more than are to be kept, as a run that is killed after its last save does not."""
+        step = step_of(self.folder / "last")
+        if step is not None:
+            with explained(self._operation, self.folder):
+                self._prune(step)
+
+    def steps(self) -> List[Path]:
+        """Return the folders before the last one, the oldest first."""
+        if not os.path.isdir(self.folder):
+            return []
+        found = [path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+        return sorted(found, key=_number)
+
+    def _try(self, write: Write, step: int, is_best: bool) -> None:
+        try:
+            self._put(write, step, is_best)
+        except BaseException as error:
+            logger.warning("step %d was not saved: %s", step, error)
+            self._error = error
+
+    def _put(self, write: Write, step: int, is_best: bool) -> None:
+        last = self.folder / "last"
+        with self._explained(last):
+            with new_folder(last) as new:
+                write(new)
+            before = step_of(last)
+            # Of a run that was left for an earlier checkpoint, or cannot be read: there is nothing to go back to.
+            is_kept = self._keep > 1 and before is not None and before < step
+            put_in_place(last, old=self.folder / f"step-{before:08d}" if is_kept else None)
+        if is_best:
+            with self._explained(self.folder / "best"):
+                copy_folder(last, self.folder / "best")
+        with self._explained(self.folder):
+            self._prune(step)
+
+    def _prune(self, step: int) -> None:
+        """Remove the folders that are more than are to be kept before this step, and those of later steps."""
+        steps = self.steps()
+        earlier = [path for path in steps if _number(path) < step]
+        for path in steps:
+            if path not in earlier[len(earlier) - (self._keep - 1) :]:
+                remove(path)
+
+    @contextmanager
+    def _explained(self, folder: Path) -> Iterator[None]:
+        """As `explained`, and let the error say which checkpoints there are."""
+        try:
+            with explained(self._operation, folder, num_bytes=self._num_bytes):
+                yield
+        except SaveError as error:
+            there = ", ".join(f"{outer_of(path).name} of step {step_of(path)}" for path in find_checkpoints(self.folder))
+            left = f"Saved and kept: {there}; resume='auto' goes on from the latest" if there else "No checkpoint was saved yet"
+            raise SaveError(f"{error} {left}.", error.errno) from error.__cause__
+
+
+def find_checkpoints(folder: Path) -> List[Path]:
+    """Return the checkpoints in the folder of a run, the latest first, be they good or not."""
+    named = [folder / "last", *reversed(Shelf(folder).steps()), folder / "best"]
+    there = [inner for inner in (checkpoint_in(whole(path)) for path in named) if inner is not None]
+
+    def key(place: int) -> Any:
+        step = step_of(there[place])
+        at = _number(there[place]) if step is None else step
+        return (-at, place)
+
+    return [there[place] for place in sorted(range(len(there)), key=key)]
+
+
+def checkpoint_in(folder: Path) -> Optional[Path]:
+    """Return where the checkpoint is in a folder: in itself, or a level below; None where it has none."""
+    for path in (folder, folder / INNER):
+        if any(os.path.exists(path / name) for name in (MANIFEST, TRAINING, PARAMS)):  # False where nothing may be read
+            return path
+    return None
+
+
+def outer_of(checkpoint: Path) -> Path:
+    """Return the folder of a run that a checkpoint is in: itself, or a level above."""
+    return checkpoint.parent if checkpoint.name == INNER else checkpoint
+
+
+def step_of(folder: Path) -> Optional[int]:
+    """Return the step that a folder was written at, None where it does not tell."""
+    inner = checkpoint_in(folder)
+    try:
+        told: Dict[str, Any] = json.loads(((inner or folder) / TRAINING).read_text(encoding="utf-8"))
+        step = told["place"]["step"]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    return step if is_whole(step) and 0 <= step <= MOST_STEPS else None
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _number(path: Path) -> int:
+    """Return the step in a folder's name; of the last one, more than any; of the best one, less."""
+    name = outer_of(path).name
+    found = re.fullmatch(r"step-(\d+)", name)
+    return int(found.group(1)) if found else 2**62 if "last" in name else -1

@@ -1,0 +1,191 @@
+"""Length buckets: examples of like lengths are padded together, so that little is computed on padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ...checks import short as shown
+from ...checks import whole_number
+from ...errors import DataError
+from ...nested import is_device_array
+from ...data_parallel.sharding import plan_shards
+
+
+@dataclass(frozen=True)
+class LengthBucket:
+    """Examples that are padded to the same lengths.
+
+    Attributes
+    ----------
+    examples : numpy.ndarray of int64, shape (n,)
+        Their indices, ascending.
+    padded : tuple of int
+        What each side is padded to: its longest of the bucket.
+    batch_sizes : list of int
+        As even as can be, so that no small batch remains.
+    """
+
+    examples: np.ndarray
+    padded: Tuple[int, ...]
+    batch_sizes: List[int]
+
+
+def plan_buckets(lengths: Any, batch_tokens: int, num_buckets: int = 16) -> List[LengthBucket]:
+    """Return the examples in buckets that need little padding, cut into batches of about as many tokens each.
+
+    ```
+    target │    ┌───────┐      All examples are one bucket at first. Then that bucket is cut in two, along the side and at the
+           │┌──┐│       │      length that save the most padding, again and again. A part that would not fill half a batch
+           ││  │└───────┘      is not cut off.
+           │└──┘┌──────┐
+           └────┴──────┴─ source
+    ```
+
+    Parameters
+    ----------
+    lengths : array of int, shape (N, sides)
+        1 or more each; (N, 2) for source and target.
+    batch_tokens : int
+        Of all sides together, padding included, that a batch may hold.
+    num_buckets : int
+        At most. Each gives batches of one shape, or of two that differ by one example.
+
+    Raises
+    ------
+    DataError
+        Lengths that are none, or an example that is longer than a batch.
+
+    Examples
+    --------
+    >>> lengths = [[2, 2], [9, 9], [2, 1], [8, 9], [1, 2], [2, 2], [1, 1]]
+    >>> for bucket in plan_buckets(lengths, batch_tokens=20, num_buckets=2):
+    ...     print(bucket.examples.tolist(), bucket.padded, bucket.batch_sizes)
+    [0, 2, 4, 5, 6] (2, 2) [5]
+    [1, 3] (9, 9) [1, 1]
+    """
+    sizes = _checked_lengths(lengths, batch_tokens, num_buckets)
+    buckets = [np.arange(len(sizes))]
+    cuts = [_best_cut(sizes, buckets[0], batch_tokens)]
+    while len(buckets) < num_buckets:
+        best = max(range(len(buckets)), key=lambda i: cuts[i][0] if cuts[i] else 0)  # type: ignore[index]
+        cut = cuts[best]
+        if cut is None:
+            break
+        _, side, length = cut
+        short = sizes[buckets[best], side] <= length
+        buckets[best : best + 1] = [buckets[best][short], buckets[best][~short]]
+        cuts[best : best + 1] = [_best_cut(sizes, part, batch_tokens) for part in buckets[best : best + 2]]
+    return [_bucket(sizes, examples, batch_tokens) for examples in buckets]
+
+
+def padding_share(lengths: Any, buckets: Sequence[LengthBucket]) -> float:
+    """Return which share of the padded batches is padding, 0 to 1.
+
+    Examples
+    --------
+    >>> padding_share([[1, 1], [3, 3]], plan_buckets([[1, 1], [3, 3]], batch_tokens=12))
+    0.3333333333333333
+    """
+    if not isinstance(buckets, (list, tuple)) or not buckets or not all(isinstance(one, LengthBucket) for one in buckets):
+        raise DataError(f"padding_share: got buckets={shown(buckets)}; need what plan_buckets returns. Pass its list.")
+    lengths = _whole_numbers("padding_share", lengths)
+    num_padded = sum(len(bucket.examples) * sum(bucket.padded) for bucket in buckets)
+    if lengths.sum() > num_padded or len(lengths) != sum(len(bucket.examples) for bucket in buckets):
+        raise DataError(f"padding_share: got lengths={shown(lengths)}; need those of these buckets. Plan the buckets again.")
+    return float((num_padded - np.sum(lengths)) / num_padded)
+
+
+def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
+    """Return an order of a batch's examples in which the shards of `plan_shards`, which are slices, hold about equal tokens.
+
+    Examples go out in rounds of one a shard, the longest to the shard that has the fewest tokens. A round leaves two shards no
+    further apart than they were, or than its examples are; so when the shards hold equally many examples, their tokens differ
+    by no more than the longest example does from the shortest. The shortest examples go where one more must be.
+
+    Parameters
+    ----------
+    lengths : array of int, shape (B,)
+    num_shards : int
+
+    Returns
+    -------
+    numpy.ndarray of int64, shape (B,)
+
+    Examples
+    --------
+    >>> lengths = np.array([9, 1, 8, 2, 7])
+    >>> order = balance_shards(lengths, 2)
+    >>> order.tolist(), [lengths[part].sum() for part in np.split(order, [3])]
+    ([1, 3, 0, 4, 2], [12, 15])
+    """
+    lengths = _whole_numbers("balance_shards", lengths)
+    if lengths.ndim != 1:
+        raise DataError(f"balance_shards: got lengths={shown(lengths)}; need one number for each example. Sum the sides.")
+    whole_number("balance_shards", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)
+    sizes = plan_shards(len(lengths), num_shards)
+    longest_first = np.argsort(-lengths, kind="stable")
+    num_rounds, num_extra = divmod(len(lengths), num_shards)
+    rounds = longest_first[: num_rounds * num_shards].reshape(num_rounds, num_shards)
+    shards = [[int(i)] for i in longest_first[len(lengths) - num_extra :]] + [[] for _ in range(num_shards - num_extra)]
+    tokens = np.array([lengths[shard].sum() if shard else 0 for shard in shards])
+    spread = lengths[rounds[:, 0]] - lengths[rounds[:, -1]] if num_rounds else np.zeros(0)
+    for one in rounds[np.argsort(-spread, kind="stable")]:  # the finest come last, to even out what is left
+        for shard, i in zip(np.argsort(tokens, kind="stable"), one):
+            shards[shard].append(int(i))
+            tokens[shard] += lengths[i]
+    assert [len(shard) for shard in shards] == sizes
+    return np.array([i for shard in shards for i in shard], np.int64)
+
+
+def _best_cut(sizes: np.ndarray, examples: np.ndarray, batch_tokens: int) -> Optional[Tuple[int, int, int]]:
+    """Return (padding saved, side, largest length of the first part) of the best cut of a bucket; None where none saves any."""
+    best: Optional[Tuple[int, int, int]] = None
+    whole = len(examples) * sizes[examples].max(axis=0).sum()
+    for side in range(sizes.shape[1]):
+        ordered = sizes[examples[np.argsort(sizes[examples, side], kind="stable")]]
+        count = np.arange(1, len(ordered))
+        first = count * np.maximum.accumulate(ordered)[:-1].sum(axis=1)  # padded tokens, if cut after so many
+        second = count[::-1] * np.maximum.accumulate(ordered[::-1])[::-1][1:].sum(axis=1)
+        allowed = (ordered[:-1, side] < ordered[1:, side]) & (2 * np.minimum(first, second) >= batch_tokens)
+        saved = np.where(allowed, whole - first - second, 0)
+        if len(saved) and saved.max() > (best[0] if best else 0):
+            best = (int(saved.max()), side, int(ordered[saved.argmax(), side]))
+    return best
+
+
+def _bucket(sizes: np.ndarray, examples: np.ndarray, batch_tokens: int) -> LengthBucket:
+    padded = tuple(int(length) for length in sizes[examples].max(axis=0))
+    batch_size = batch_tokens // sum(padded)
+    return LengthBucket(examples, padded, plan_shards(len(examples), -(-len(examples) // batch_size)))
+
+
+def _whole_numbers(operation: str, lengths: Any) -> np.ndarray:
+    try:
+        found = lengths.asnumpy() if is_device_array(lengths) else np.asarray(lengths)
+    except Exception:  # rows of unequal length; what an object's own code raises
+        found = np.asarray(None)
+    if found.ndim == 0 or found.dtype.kind not in "iu":
+        value = found if found.ndim else lengths
+        raise DataError(f"{operation}: got lengths={shown(value)}; need an array of whole numbers. Count the tokens.")
+    return found
+
+
+def _checked_lengths(lengths: Any, batch_tokens: Any, num_buckets: Any) -> np.ndarray:
+    sizes = _whole_numbers("plan_buckets", lengths)
+    if sizes.ndim != 2 or not sizes.size or sizes.dtype.kind not in "iu" or sizes.min() < 1:
+        raise DataError(
+            f"plan_buckets: got lengths of shape {sizes.shape} and type {sizes.dtype}; need whole numbers of 1 or more, shape "
+            "(N, sides). Leave empty examples out."
+        )
+    for name, number in (("batch_tokens", batch_tokens), ("num_buckets", num_buckets)):
+        whole_number("plan_buckets", name, number, advice="Pass one.", error=DataError)
+    longest = sizes.max(axis=0)
+    if longest.sum() > batch_tokens:
+        raise DataError(
+            f"plan_buckets: got examples of up to {' and '.join(map(str, longest))} tokens for batches of {batch_tokens}; need "
+            f"room for the longest. Pass batch_tokens={longest.sum()} or more, or take long examples out (filter_pairs)."
+        )
+    return sizes

@@ -1,0 +1,184 @@
+"""Batches of sentence pairs: sized by tokens, padded to like lengths, balanced over the devices."""
+
+from __future__ import annotations
+
+from typing import Iterator, List, Sequence, Tuple
+
+import numpy as np
+
+from ...checks import MOST_SEED, flag, instance, short, whole_number
+from ...errors import DataError
+from .length_buckets import balance_shards, padding_share, plan_buckets
+from .pairs import SentencePairs
+from .vocabulary import BOS, EOS, PAD, UNK, Vocabulary
+
+Features = Tuple[np.ndarray, np.ndarray, np.ndarray]
+Label = Tuple[np.ndarray, np.ndarray]
+
+
+class PairLoader:
+    """Iterates over batches ((source, source length, target input), (target output, target length)) of host arrays.
+
+    ```
+    source "세 시"          source         세    시   <eos>            source length 3
+    target "three o'clock"  target input  <bos>  three  o'clock        target length 3
+                            target output three  o'clock  <eos>
+    ```
+
+    Each pass is an epoch, in which every pair comes once. Which pairs share a batch depends on the seed and the epoch's number
+    alone, not on the number of devices; how many batches there are, and of which shapes, is the same in each epoch. Inside a
+    batch, pairs stand so that the slices that `split_batch` makes for `num_shards` devices hold about equal tokens.
+
+    Parameters
+    ----------
+    source, target : sequence of sequences of int, length N
+        Numbers of tokens, without `BOS` and `EOS`: see `encode_pairs`.
+    batch_tokens : int
+        Source and target tokens of a batch, padding included, over all devices.
+    shuffle : bool
+    seed : int
+    batch_axis : 0 or 1
+        Where the examples are in the arrays of tokens: (B, T), or (T, B), recurrent networks' layout. Lengths are (B,).
+    num_shards : int
+        Devices to balance for.
+    num_buckets : int
+        At most so many padded shapes. More pad less, and mix less: pairs share a batch only with others of their bucket.
+
+    Attributes
+    ----------
+    epoch : int
+        How many passes have begun. Set it to go on where another run stopped.
+    lengths : numpy.ndarray of int32, shape (N, 2)
+        Of each pair's source and target, with the one end that is added to each.
+    buckets : list of LengthBucket
+    padding_share : float, 0 to 1
+        The share of padding in the arrays of tokens.
+    split_axes : pair of nested ints
+        The `batch_axis` that `split_batch` needs for these batches.
+
+    Raises
+    ------
+    DataError
+        The sides are not as many, a pair does not fit into a batch, or an option is not one.
+
+    Examples
+    --------
+    >>> loader = PairLoader([[5, 6], [7]], [[8], [9, 5]], batch_tokens=12)
+    >>> (source, source_length, target_input), (target_output, target_length) = next(iter(loader))
+    >>> source.tolist(), source_length.tolist()
+    ([[5, 6, 2], [7, 2, 0]], [3, 2])
+    >>> target_input.tolist(), target_output.tolist(), target_length.tolist()
+    ([[1, 8, 0], [1, 9, 5]], [[8, 2, 0], [9, 5, 2]], [2, 3])
+    """
+
+    def __init__(
+        self,
+        source: Sequence[Sequence[int]],
+        target: Sequence[Sequence[int]],
+        batch_tokens: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        batch_axis: int = 0,
+        num_shards: int = 1,
+        num_buckets: int = 16,
+    ) -> None:
+        for name, side in (("source", source), ("target", target)):
+            if not isinstance(side, (list, tuple, np.ndarray)) or not getattr(side, "shape", (1,)):
+                raise DataError(f"PairLoader: got {name}={short(side)}; need a list of lists of tokens. Encode the sentences.")
+        flag("PairLoader", "shuffle", shuffle, error=DataError)
+        if len(source) != len(target) or not len(source):
+            raise DataError(
+                f"PairLoader: got {len(source)} source and {len(target)} target sentences; need as many of each, 1 or more. "
+                "Check the files."
+            )
+        whole_number("PairLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+        whole_number("PairLoader", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)
+        whole_number("PairLoader", "batch_axis", batch_axis, low=0, high=1, advice="0 is (B, T), 1 is (T, B).", error=DataError)
+        # One array a sentence, with both ends: source and target output leave the first out, target input the last.
+        self._source, self._target = _with_ends("source", source), _with_ends("target", target)
+        self.lengths = np.array([[len(s) - 1, len(t) - 1] for s, t in zip(self._source, self._target)], np.int32)
+        self.buckets = plan_buckets(self.lengths, batch_tokens, num_buckets)
+        self.padding_share = padding_share(self.lengths, self.buckets)
+        self.shuffle, self.seed, self.num_shards = shuffle, seed, num_shards
+        self.split_axes = (batch_axis, 0, batch_axis), (batch_axis, 0)
+        self.epoch = 0
+        self._batch_axis = batch_axis
+        self._padded = np.zeros_like(self.lengths)
+        for bucket in self.buckets:
+            self._padded[bucket.examples] = bucket.padded
+
+    @property
+    def num_examples(self) -> int:
+        """Pairs of one pass."""
+        return len(self.lengths)
+
+    def __len__(self) -> int:
+        """Return the number of batches of one pass."""
+        return sum(len(bucket.batch_sizes) for bucket in self.buckets)
+
+    def order(self, epoch: int) -> Iterator[np.ndarray]:
+        """Yield the indices of the pairs of each batch of an epoch: where an output belongs in the text that came in."""
+        rng = np.random.default_rng([self.seed, epoch])
+        batches: List[np.ndarray] = []
+        for bucket in self.buckets:
+            examples = rng.permutation(bucket.examples) if self.shuffle else bucket.examples
+            batches += np.split(examples, np.cumsum(bucket.batch_sizes)[:-1])
+        for i in rng.permutation(len(batches)) if self.shuffle else range(len(batches)):
+            yield batches[i][balance_shards(self.lengths[batches[i]].sum(axis=1), self.num_shards)]
+
+    def __iter__(self) -> Iterator[Tuple[Features, Label]]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        for examples in self.order(epoch):
+            yield self._batch(examples)
+
+    def _batch(self, examples: np.ndarray) -> Tuple[Features, Label]:
+        source_padded, target_padded = self._padded[examples[0]]
+        source_length, target_length = np.ascontiguousarray(self.lengths[examples].T)
+        target = [self._target[i] for i in examples]
+        source = self._pad([self._source[i][1:] for i in examples], source_padded)
+        target_input = self._pad([sentence[:-1] for sentence in target], target_padded)
+        target_output = self._pad([sentence[1:] for sentence in target], target_padded)
+        return (source, source_length, target_input), (target_output, target_length)
+
+    def _pad(self, sentences: Sequence[np.ndarray], length: int) -> np.ndarray:
+        array = np.full((len(sentences), length), PAD, np.int32)
+        for row, sentence in zip(array, sentences):
+            row[: len(sentence)] = sentence
+        return np.ascontiguousarray(array.T) if self._batch_axis else array
+
+
+def encode_pairs(
+    pairs: SentencePairs, source_vocabulary: Vocabulary, target_vocabulary: Vocabulary
+) -> Tuple[List[List[int]], List[List[int]]]:
+    """Return the numbers of the tokens of each source and each target sentence.
+
+    Examples
+    --------
+    >>> from gluon_mgpu.data import SentencePairs, build_vocabulary
+    >>> pairs = SentencePairs(["가", "나가"], ["a", "b a"])
+    >>> encode_pairs(pairs, build_vocabulary(pairs.source, "characters"), build_vocabulary(pairs.target, "words"))
+    ([[4], [5, 4]], [[4], [5, 4]])
+    """
+    instance("encode_pairs", "pairs", pairs, SentencePairs, "SentencePairs", advice="Pass what read_pairs gave.", error=DataError)
+    for name, one in (("source_vocabulary", source_vocabulary), ("target_vocabulary", target_vocabulary)):
+        instance(
+            "encode_pairs", name, one, Vocabulary, "a Vocabulary", advice="Pass what build_vocabulary gave.", error=DataError
+        )
+    return [source_vocabulary.encode(text) for text in pairs.source], [target_vocabulary.encode(text) for text in pairs.target]
+
+
+def _with_ends(name: str, sentences: Sequence[Sequence[int]]) -> List[np.ndarray]:
+    whole = []
+    for i, sentence in enumerate(sentences):
+        try:
+            tokens = np.asarray(sentence)
+        except (TypeError, ValueError):  # rows of unequal length
+            tokens = np.empty((1, 1))
+        if tokens.ndim != 1 or (tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < UNK)):
+            raise DataError(
+                f"PairLoader: got {name} sentence {i} {short(sentence)}; need a list of token numbers of {UNK} or more, as "
+                f"{PAD}, {BOS} and {EOS} are added here. Pass what Vocabulary.encode gave."
+            )
+        whole.append(np.array([BOS, *tokens, EOS], np.int32))
+    return whole

@@ -1,0 +1,178 @@
+"""Which sentence pairs are used, and for what: filtered by length, split into parts that share no sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Sequence, Tuple, Union
+
+import numpy as np
+
+from ...checks import MOST_SEED, instance, is_number, is_whole, short, whole_number
+from ...errors import DataError
+from .pairs import SentencePairs
+
+Length = Callable[[str], int]
+
+
+@dataclass(frozen=True)
+class FilteredPairs:
+    """What a filter let through, and how much it took out.
+
+    Attributes
+    ----------
+    pairs : SentencePairs
+    num_too_short, num_too_long, num_out_of_ratio : int
+        Pairs taken out, each counted once, for the first of these reasons that it gives.
+    """
+
+    pairs: SentencePairs
+    num_too_short: int
+    num_too_long: int
+    num_out_of_ratio: int
+
+    def __str__(self) -> str:
+        removed = self.num_too_short + self.num_too_long + self.num_out_of_ratio
+        return (
+            f"{len(self.pairs)} of {len(self.pairs) + removed} pairs kept; {self.num_too_short} too short, "
+            f"{self.num_too_long} too long, {self.num_out_of_ratio} of unlike lengths"
+        )
+
+
+def filter_pairs(
+    pairs: SentencePairs,
+    *,
+    min_length: int = 1,
+    max_length: float = float("inf"),
+    max_ratio: float = float("inf"),
+    length: Union[Length, Tuple[Length, Length]] = len,
+) -> FilteredPairs:
+    """Return the pairs whose sides have fitting lengths, and count the others.
+
+    Parameters
+    ----------
+    pairs : SentencePairs
+    min_length, max_length : number
+        Of each side.
+    max_ratio : float, 1 or more
+        Of the longer side's length to the shorter one's. Korean takes about half the characters of English.
+    length : callable (str) -> int, or a pair of them (for the source, for the target)
+        Characters by default; `lambda text: len(vocabulary.encode(text))` counts tokens.
+
+    Raises
+    ------
+    DataError
+        Limits that no pair can meet.
+
+    Examples
+    --------
+    >>> pairs = SentencePairs(["가 나 다", "가", "가 나"], ["a b c d", "a b c d", "a b"])
+    >>> filtered = filter_pairs(pairs, max_ratio=2, length=lambda text: len(text.split()))
+    >>> print(filtered)
+    2 of 3 pairs kept; 0 too short, 0 too long, 1 of unlike lengths
+    """
+    _check_pairs("filter_pairs", pairs)
+    limits = [min_length, max_length, max_ratio]
+    if not all(map(is_number, limits)) or not 0 <= min_length <= max_length or not max_ratio >= 1:
+        raise DataError(
+            f"filter_pairs: got min_length, max_length and max_ratio of {', '.join(map(short, limits))}; need 0 <= min_length "
+            "<= max_length and max_ratio >= 1. Other limits keep nothing."
+        )
+    of_sides = length if isinstance(length, tuple) else (length, length)
+    if len(of_sides) != 2 or not all(map(callable, of_sides)):
+        raise DataError(f"filter_pairs: got length={short(length)}; need a function, or a pair of them. Pass len, for one.")
+    of_source, of_target = (_length_by(function) for function in of_sides)
+    kept: List[int] = []
+    num_too_short = num_too_long = 0
+    for i, (source, target) in enumerate(pairs):
+        shorter, longer = sorted((of_source(source), of_target(target)))
+        if shorter < min_length:
+            num_too_short += 1
+        elif longer > max_length:
+            num_too_long += 1
+        elif longer <= max_ratio * max(shorter, 1):
+            kept.append(i)
+    return FilteredPairs(pairs.take(kept), num_too_short, num_too_long, len(pairs) - len(kept) - num_too_short - num_too_long)
+
+
+def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) -> List[SentencePairs]:
+    """Return parts of the pairs, drawn at random, such that no sentence of one part is in another.
+
+    ```
+    "Run!" ─ "뛰어!"     pairs that share a sentence, be it through others, stay together:
+    "Run!" ─ "달려!"     a sentence that was trained on tests nothing
+    "Go!"  ─ "달려!"
+    ```
+
+    Parameters
+    ----------
+    pairs : SentencePairs
+    sizes : sequence of int
+        Of each part: (3400, 200, 198) to train, validate and test. What they leave is left out.
+    seed : int
+
+    Raises
+    ------
+    DataError
+        There are not so many pairs, or those that belong together do not fit.
+    """
+    _check_pairs("split_pairs", pairs)
+    if not isinstance(sizes, (list, tuple, np.ndarray)) or not getattr(sizes, "shape", (1,)):
+        raise DataError(f"split_pairs: got sizes={short(sizes)}; need a list of whole numbers. Pass (300, 20), for one.")
+    wanted = list(sizes)
+    if not all(is_whole(n) and n >= 1 for n in wanted) or sum(wanted) > len(pairs):
+        raise DataError(
+            f"split_pairs: got sizes {short(wanted)} for {len(pairs)} pairs; need whole numbers of 1 or more, together at most "
+            f"{len(pairs)}. Ask for fewer."
+        )
+    whole_number("split_pairs", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+    rng = np.random.default_rng(seed)
+    groups = _connected(pairs)
+    groups = sorted((groups[i] for i in rng.permutation(len(groups))), key=len, reverse=True)
+    free = [*wanted, len(pairs) - sum(wanted)]  # the last part is what is left out
+    parts: List[List[int]] = [[] for _ in free]
+    for group, draw in zip(groups, rng.random(len(groups))):  # large ones while there is room; single pairs fill what is left
+        room = [n if n >= len(group) else 0 for n in free]
+        if any(room):
+            part = int(np.searchsorted(np.cumsum(room), draw * sum(room), side="right"))
+            parts[part] += group
+            free[part] -= len(group)
+    if any(free[:-1]):
+        raise DataError(
+            f"split_pairs: got pairs that share sentences, which leave {free[:-1]} of the sizes {wanted} unfilled; need parts "
+            "that share none. Ask for smaller parts."
+        )
+    return [pairs.take(sorted(part)) for part in parts[:-1]]
+
+
+def _check_pairs(operation: str, pairs: Any) -> None:
+    instance(operation, "pairs", pairs, SentencePairs, "SentencePairs", advice="Pass what read_pairs returns.", error=DataError)
+
+
+def _length_by(function: Length) -> Length:
+    """Return a function of the user's that is asked for numbers alone."""
+
+    def length(text: str) -> int:
+        found = function(text)
+        if not is_number(found):
+            raise DataError(f"filter_pairs: got length(text)={short(found)}; need a number. Pass len, for one.")
+        return found  # type: ignore[return-value]
+
+    return length
+
+
+def _connected(pairs: SentencePairs) -> List[List[int]]:
+    """Return the indices of pairs in groups that share no sentence with one another (union-find over the sentences)."""
+    above: Dict[Tuple[int, str], Tuple[int, str]] = {}
+
+    def root(sentence: Tuple[int, str]) -> Tuple[int, str]:
+        while above.setdefault(sentence, sentence) != sentence:
+            above[sentence] = above[above[sentence]]  # shortens the way for those who come later
+            sentence = above[sentence]
+        return sentence
+
+    for source, target in pairs:
+        above[root((0, source))] = root((1, target))
+    groups: Dict[Tuple[int, str], List[int]] = {}
+    for i, source in enumerate(pairs.source):
+        groups.setdefault(root((0, source)), []).append(i)
+    return list(groups.values())

@@ -1,0 +1,1 @@
+"""One batch on all devices: split, transfer, forward, backward, gather."""

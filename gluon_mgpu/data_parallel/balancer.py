@@ -1,0 +1,248 @@
+"""Balancer: splits a batch in proportion to how fast the devices are, measured while they train."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from statistics import median
+from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
+
+from mxnet import Context
+
+from ..checks import short, whole_number
+from ..errors import ShardError, TrainerError
+from ..nested import Leaf, is_device_array
+from ..runtime.environment import logger
+from .sharding import plan_shards, split_batch
+from ..runtime.engine import when_ready
+from ..trainer.trainer import Trainer
+
+NUM_KEPT = 5  # measured steps of which all must speak for another split: one that is out of line, such as the first, has no say
+GAIN = 1.05  # by how much each must have become faster: other shapes cost memory, and compiled networks are compiled again
+
+
+class Balancer:
+    """Splits batches over unequal devices, such as a GPU beside a CPU, so that all are done at the same time.
+
+    ```
+    weights of a device are there ─► forward ─► backward ─► its gradients are there ─► sum over devices ─► update
+                  └──────────────── seconds of this device ────────────┘
+    ```
+
+    Both ends are noted by functions that MXNet's engine calls when it comes to them: nothing waits. What counts is what each
+    device takes while all of them work, since CPU contexts share cores. Shares are in proportion to examples a second, and are
+    set anew when each of the last five measured steps would have been 5 % faster with others. The first steps are measured, then
+    every `every`-th one, and the next ones too after one that would have been faster.
+
+    What is learnt does not depend on the split: the gradient is divided by the examples that were seen. With BatchNorm it does
+    slightly, as each device has the statistics of its own shard. One device gets everything, and nothing is measured.
+
+    It is a `split_f` for `train_batch` and `fit`, which tell it of each backward pass; a loop by hand calls `watch`. It splits
+    for the next step, so it does not go into `prefetch`, which splits for later ones.
+
+    Parameters
+    ----------
+    trainer : Trainer
+    batch_axis : int, or a pair (for X, for y) of ints or nested ints
+        As for `split_batch`.
+    every : int, steps
+        Between two measurements, where nothing changes.
+
+    Raises
+    ------
+    TrainerError
+        Not a Trainer, or not a number of steps.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> from mxnet import autograd, gluon
+    >>> net = gluon.nn.Dense(1, in_units=2)
+    >>> net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> trainer = Trainer(net, "sgd", {"learning_rate": 0.5})
+    >>> balance = Balancer(trainer)
+    >>> import numpy as np
+    >>> Xs, ys = balance(np.ones((4, 2)), np.ones(4), trainer.contexts)
+    >>> with autograd.record():
+    ...     losses = [gluon.loss.L2Loss()(net(X), y) for X, y in zip(Xs, ys)]
+    >>> autograd.backward(losses)
+    >>> balance.watch(losses)
+    >>> trainer.step(4)
+    >>> balance.weights
+    [0.5, 0.5]
+    """
+
+    def __init__(self, trainer: Trainer, *, batch_axis: Any = 0, every: int = 10) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TrainerError(
+                f"Balancer: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
+            )
+        whole_number("Balancer", "every", every, advice="10 steps are usual.")
+        self._trainer = trainer
+        self._devices = trainer.contexts
+        self.keywords = {"batch_axis": batch_axis}  # as a functools.partial has: train_batch cuts along it for micro_steps
+        self._split = partial(split_batch, batch_axis=batch_axis)
+        self._every = int(every)
+        self._weights = [1 / len(self._devices)] * len(self._devices)
+        self._kept: Deque[List[float]] = deque(maxlen=NUM_KEPT)  # seconds an example, on each device, in the last measured steps
+        self._begun: Optional[_Step] = None  # split, and not yet watched
+        self._queued: List[_Step] = []
+        self._num_unmeasured = 0  # steps since the last measured one
+        self._batch_size = 0
+
+    @property
+    def weights(self) -> List[float]:
+        """Each device's share of a batch; they add up to 1."""
+        return list(self._weights)
+
+    def __call__(self, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
+        """Return the shards of features and labels, each on its device: see `split_batch`.
+
+        Raises
+        ------
+        ShardError
+            The batch cannot be split so, or the devices are not the trainer's.
+        """
+        if not isinstance(devices, (list, tuple)) or list(devices) != self._devices:
+            raise ShardError(
+                f"Balancer: got devices {short(devices)}; need {self._devices}, which it measures. Pass trainer.contexts."
+            )
+        if len(self._devices) == 1:
+            return self._split(X, y, devices)
+        self._read()
+        is_due = self._is_due()
+        shards = self._split(X, y, devices, weights=self._all_busy() if is_due else self._weights)
+        self._begun = self._begin() if is_due else None
+        return shards
+
+    def watch(self, losses: Sequence[Leaf]) -> None:
+        """Note when each device has its gradients. To be called after the backward pass, before the step; it does not wait.
+
+        Parameters
+        ----------
+        losses : sequence of NDArray, shapes (shard size, ...)
+            One a shard of the last split.
+
+        Raises
+        ------
+        TrainerError
+            Not a list of arrays, or not each on a device of its own of the trainer's. Nothing was noted.
+        """
+        if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(one) and one.shape for one in losses):
+            raise TrainerError(
+                f"Balancer.watch: got {short(losses)}; need a list of MXNet arrays, each with one number an example. Pass the "
+                "list that backward() got."
+            )
+        contexts = [loss.context for loss in losses]
+        if len(set(contexts)) < len(contexts) or not set(contexts) <= set(self._devices):
+            raise TrainerError(
+                f"Balancer.watch: got losses on {contexts}; need one a device, on {self._devices}. Pass the losses where they "
+                "were computed."
+            )
+        step, self._begun = self._begun, None
+        self._num_unmeasured += 1
+        self._batch_size = sum(int(loss.shape[0]) for loss in losses)
+        if step is None or len(losses) < len(self._devices):
+            return
+        self._num_unmeasured = 0
+        for loss in losses:
+            device = self._devices.index(loss.context)
+            step.sizes[device] = int(loss.shape[0])
+            when_ready([self._first_trained()._grad[device]], partial(step.note_end, device))
+        self._queued.append(step)
+
+    def _begin(self) -> Optional[_Step]:
+        """Let the moments be noted at which the devices have their weights, where the shapes are known already."""
+        param = self._first_trained()
+        if param is None:
+            return None
+        step = _Step()
+        # the gradient, too: where several backward passes make one update, the weights are there long before
+        for device, arrays in enumerate(zip(param._data, param._grad)):
+            when_ready(arrays, partial(step.note_begin, device))
+        return step
+
+    def _first_trained(self) -> Any:
+        """Return the first parameter with gradients: the last that a backward pass comes to, and that the step updates."""
+        return next((param for param in self._trainer._params if param._grad), None)
+
+    def _read(self) -> None:
+        """Take up the measurements that are complete."""
+        complete = [step for step in self._queued if step.is_complete()]
+        self._queued = [step for step in self._queued if step not in complete]
+        for step in complete:
+            self._kept.append(step.costs())
+            self._weigh()
+
+    def _weigh(self) -> None:
+        weights = _fastest([median(costs) for costs in zip(*self._kept)])
+        if len(self._kept) < NUM_KEPT or not all(self._gain(weights, costs) > GAIN for costs in self._kept):
+            return
+        self._weights = weights
+        self._kept.clear()
+        told = ", ".join(f"{context} {weight:.3f}" for context, weight in zip(self._devices, weights))
+        logger.info("Balancer: the devices' shares of a batch are now %s", told)
+
+    def _gain(self, weights: Sequence[float], costs: Sequence[float]) -> float:
+        """Return how many times as fast a step of such costs would have been with other weights."""
+        return _seconds(self._weights, costs) / _seconds(weights, costs)
+
+    def _is_due(self) -> bool:
+        if len(self._kept) < NUM_KEPT or self._num_unmeasured >= self._every:
+            return True
+        return self._gain(_fastest(self._kept[-1]), self._kept[-1]) > GAIN
+
+    def _all_busy(self) -> List[float]:
+        """Return weights by which a device of small weight gets an example, too: else nobody would see that it is faster now."""
+        if self._batch_size < len(self._devices):
+            return self._weights
+        sizes = plan_shards(self._batch_size, len(self._devices), self._weights)
+        while 0 in sizes:
+            sizes[sizes.index(max(sizes))] -= 1
+            sizes[sizes.index(0)] += 1
+        return [float(size) for size in sizes]
+
+
+@dataclass(eq=False)
+class _Step:
+    """When each device began and ended one step, in seconds, and how many examples it had."""
+
+    begun: Dict[int, float] = field(default_factory=dict)
+    ended: Dict[int, float] = field(default_factory=dict)
+    sizes: Dict[int, int] = field(default_factory=dict)
+
+    def note_begin(self, device: int) -> None:
+        self.begun[device] = time.perf_counter()
+
+    def note_end(self, device: int) -> None:
+        self.ended[device] = time.perf_counter()
+
+    def is_complete(self) -> bool:
+        return self.sizes.keys() == self.ended.keys() <= self.begun.keys()
+
+    def costs(self) -> List[float]:
+        """Return the seconds that an example took on each device."""
+        return [max(1e-9, self.ended[device] - self.begun[device]) / size for device, size in sorted(self.sizes.items())]
+
+
+def _fastest(costs: Sequence[float]) -> List[float]:
+    """Return the weights with which all devices are done at the same time."""
+    speeds = [1 / cost for cost in costs]
+    return [speed / sum(speeds) for speed in speeds]
+
+
+def _seconds(weights: Sequence[float], costs: Sequence[float]) -> float:
+    """Return when the last device is done, for one example."""
+    return max(weight * cost for weight, cost in zip(weights, costs))
+
+
+
+
+
+
+
+

@@ -1,0 +1,305 @@
+"""BatchNorm over several devices: a layer that normalises with the statistics of the whole batch."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any, Iterable, List, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+from mxnet.gluon.nn.basic_layers import _BatchNorm
+from mxnet.gluon.parameter import DeferredInitializationError
+
+from ..checks import explaining, instance, one_of, short
+from ..errors import StepError, TrainerError
+from ..trainer.parameters import blocks_of
+from ..trainer.replicas import average_replicas
+from ..trainer.running_stats import average_over_group, average_running_stats
+from .lockstep import defer, is_in_turns, meet, run_in_turns
+
+BATCH_NORMS = ("local", "average", "sync")  # whose statistics: each device's own; averaged, to predict; the whole batch's
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm that trains with the mean and variance of the whole batch, over all its shards.
+
+    `convert_sync_batchnorm` makes it. It predicts as any BatchNorm does.
+
+    ```
+    cpu(0)  x ─► count, mean, squares ─┐                                        ┌─► normalise ─► y
+                                       ├─► mean and variance, on one device ────┤
+    cpu(1)  x ─► count, mean, squares ─┘                                        └─► normalise ─► y
+    ```
+
+    All of it is recorded, so that the gradient flows back the same way.
+    """
+
+    _plain: type
+
+    def forward(self, x: Any, *args: Any) -> Any:
+        if isinstance(x, mx.sym.Symbol):
+            self._check_graph()
+            return super().forward(x, *args)
+        if not autograd.is_training():
+            return super().forward(x, *args)
+        if not is_in_turns() and len(self.running_mean.list_ctx()) > 1:
+            raise TrainerError(
+                f"SyncBatchNorm: got a shard on {x.context} alone; need all shards of a batch together. Use train_batch, or "
+                "forward_shards(net, Xs) for net(x) of each."
+            )
+        y = self._normalise(x.as_nd_ndarray(), *(param.as_nd_ndarray() for param in self._params_on(x)))
+        y = mx.nd.relu(y) if self.fuse_relu else y
+        return y.as_np_ndarray() if mx.util.is_np_array() else y
+
+    def _normalise(self, x: Any, gamma: Any, beta: Any) -> Any:
+        met = meet(self, _share(x.astype(gamma.dtype, copy=False), self._kwargs["axis"]))
+        if met.result is None:
+            met.result = _moments(met.values)
+            defer(partial(self._update, *(moment.detach() for moment in met.result)))
+        mean, variance = (moment.as_in_context(x.context) for moment in met.result)
+        inverse = mx.nd.rsqrt(variance + self._kwargs["eps"])
+        gamma = mx.nd.ones_like(gamma) if self._kwargs["fix_gamma"] else gamma
+        # MXNet's operator is fast, but knows no gradient of the moments. These two have it: 1, and 0, are all that they add.
+        scale = gamma * (inverse / inverse.detach())
+        offset = beta + gamma * inverse.detach() * (mean.detach() - mean)
+        options = {"axis": self._kwargs["axis"], "eps": self._kwargs["eps"], "fix_gamma": False, "use_global_stats": True}
+        return mx.nd.BatchNorm(x, scale, offset, mean.detach(), variance.detach(), **options)
+
+    def _update(self, mean: Any, variance: Any) -> None:
+        """Move the running statistics, also of devices without data, towards those of the batch."""
+        momentum = self._kwargs["momentum"]
+        with autograd.pause():
+            for param, moment in ((self.running_mean, mean), (self.running_var, variance)):
+                for running in param.list_data():
+                    array = running.as_nd_ndarray()
+                    array[:] = momentum * array + (1 - momentum) * moment.as_in_context(array.context)
+
+    def _params_on(self, x: Any) -> Tuple[Any, Any]:
+        try:
+            return self.gamma.data(x.context), self.beta.data(x.context)
+        except DeferredInitializationError:
+            self._deferred_infer_shape(x)
+            for param in self.params.values():
+                param._finish_deferred_init()
+            return self.gamma.data(x.context), self.beta.data(x.context)
+
+    def _check_graph(self) -> None:
+        """Raise `TrainerError` where it is traced for a graph, which would run each shard for itself."""
+        if self._active:
+            raise TrainerError(
+                "SyncBatchNorm: got hybridize() of a network that was converted before; need it the other way round. Call "
+                "convert_sync_batchnorm(net) again."
+            )
+
+
+def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
+    """Choose whose statistics the BatchNorm layers of a network take on several devices, and return the network.
+
+    | bn | trains with the statistics of | predicts with, and saves, the running statistics of |
+    |---|---|---|
+    | `local` | each shard | each device; a checkpoint holds those of the first one, `net.save_parameters` writes their mean |
+    | `average` | each shard | all devices, averaged before |
+    | `sync` | the whole batch | any device: they are the same |
+
+    Parameters
+    ----------
+    net : gluon.Block
+        The whole network. Without a choice it is `average`.
+    bn : "local", "average" or "sync"
+        For `sync` see `convert_sync_batchnorm`; the others undo it.
+
+    Raises
+    ------
+    TrainerError
+        There is no such choice, or a layer cannot be synchronised. Nothing was changed.
+
+    Examples
+    --------
+    >>> net = set_batch_norm(gluon.nn.BatchNorm(), "sync")
+    >>> type(net).__name__, batch_norm_of(net)
+    ('SyncBatchNorm', 'sync')
+    """
+    one_of("set_batch_norm", "bn", bn, BATCH_NORMS, advice="'average' is usual; 'sync' is as one device.")
+    (convert_sync_batchnorm if bn == "sync" else revert_sync_batchnorm)(net)
+    net._batch_norm = bn
+    return net
+
+
+def batch_norm_of(net: Any) -> str:
+    """Return what `set_batch_norm` has chosen for a network, `average` where it was not asked."""
+    return str(getattr(net, "_batch_norm", "average"))
+
+
+def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
+    """Let every BatchNorm of a network train with the statistics of the whole batch, and return the network.
+
+    k devices then train as one, also with uneven shards and with devices that get no data. The layers change their class, and
+    nothing else: parameters, running statistics and names in files stay. A layer with `use_global_stats=True` stays as it is.
+
+    Blocks that hold such a layer run without a graph; those between, hybridized before, keep theirs. After `net.hybridize()`
+    convert again.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Initialised or not, hybridized or not. Changed in place.
+
+    Raises
+    ------
+    TrainerError
+        The network holds a BatchNorm that computes in a way of its own. Nothing was changed.
+
+    Examples
+    --------
+    >>> net = gluon.nn.HybridSequential()
+    >>> net.add(gluon.nn.Dense(4, in_units=2), gluon.nn.BatchNorm(in_channels=4))
+    >>> type(convert_sync_batchnorm(net)[1]).__name__
+    'SyncBatchNorm'
+    >>> type(revert_sync_batchnorm(net)[1]).__name__
+    'BatchNorm'
+
+    Source: the name is that of PyTorch's `nn.SyncBatchNorm.convert_sync_batchnorm`.
+    """
+    blocks = _blocks("convert_sync_batchnorm", net)
+    for block in blocks:
+        _check_convertible(block)
+    for block in blocks:
+        if isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]:
+            block._plain, block.__class__ = type(block), SyncBatchNorm
+    for block in blocks:
+        if isinstance(block, gluon.HybridBlock) and block._active and is_synchronised(block):
+            block._active, block._was_active = False, True
+            block._clear_cached_op()
+    return net
+
+
+def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
+    """Let every BatchNorm of a network be what it was before `convert_sync_batchnorm`, and return the network.
+
+    What was hybridized is so again. `net.export` needs that; `save_parameters` does not.
+    """
+    for block in _blocks("revert_sync_batchnorm", net):
+        if isinstance(block, SyncBatchNorm):
+            block.__class__ = block._plain
+            del block._plain
+        if getattr(block, "_was_active", False):
+            block._active = True
+            del block._was_active
+    return net
+
+
+def is_synchronised(net: gluon.Block) -> bool:
+    """Return whether there is a layer in a network that trains with the whole batch's statistics."""
+    return any(isinstance(block, SyncBatchNorm) for block in _blocks("is_synchronised", net))
+
+
+def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
+    """Return what a network makes of each shard of a batch: `[net(x) for x in Xs]`, for networks with `SyncBatchNorm`, too.
+
+    Parameters
+    ----------
+    net : gluon.Block
+    Xs : list of array
+        One shard a device, such as `split_batch` returns. Devices without data need none.
+
+    Raises
+    ------
+    StepError
+        The shards do not go through the same synchronised layers.
+
+    Examples
+    --------
+    >>> net = convert_sync_batchnorm(gluon.nn.BatchNorm(in_channels=1))
+    >>> net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> with autograd.record():
+    ...     outputs = forward_shards(net, [mx.nd.array([[1.0]], ctx=mx.cpu(0)), mx.nd.array([[5.0]], ctx=mx.cpu(1))])
+    >>> [y.asnumpy().round(3).tolist() for y in outputs]
+    [[[-1.0]], [[1.0]]]
+    """
+    instance("forward_shards", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
+    if not isinstance(Xs, (list, tuple)):
+        raise TrainerError(f"forward_shards: got Xs={short(Xs)}; need a list, one shard a device. Pass what split_batch gave.")
+    need = "shards that the network takes"
+    with explaining("forward_shards", "an error of the network", need, advice="Try it with one example.", error=StepError):
+        return run_shards(net, [partial(net, x) for x in Xs])
+
+
+def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:
+    """Return the results of tasks, each of which sends a shard through the network: together, if the network needs it."""
+    if autograd.is_training() and is_synchronised(net):
+        return run_in_turns(list(tasks))
+    return [task() for task in tasks]
+
+
+def settle_batch_norm(net: Any) -> None:
+    """Make a network ready to predict or to be saved: average running statistics over the devices, but for "local"."""
+    (average_replicas if batch_norm_of(net) == "local" else average_running_stats)(net)
+
+
+def _share(x: Any, axis: int) -> Tuple[int, Any, Any]:
+    """Return of each channel of a shard: the count, the mean, and the sum of squared deviations."""
+    axis %= x.ndim
+    count = x.size // x.shape[axis]
+    mean = _sum(x, axis) / count
+    with autograd.pause():  # deviations sum to 0, so that through them the mean's gradient is nothing
+        around = mx.nd.broadcast_to(mean.reshape([-1 if i == axis else 1 for i in range(x.ndim)]), x.shape)
+    return count, mean, _sum(mx.nd.square(x - around), axis)
+
+
+def _sum(x: Any, axis: int) -> Any:
+    """Return the sum of each channel; a product with ones, where it can be, is much faster than MXNet's sum."""
+    before, channels, after = (int(np.prod(part)) for part in (x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]))
+    if after > 1:
+        ones = mx.nd.ones((1, after), ctx=x.context, dtype=x.dtype)
+        x = mx.nd.FullyConnected(x.reshape((before * channels, after)), ones, num_hidden=1, no_bias=True)
+    return mx.nd.sum(x.reshape((before, channels)), axis=0)
+
+
+def _moments(shares: Sequence[Tuple[int, Any, Any]]) -> Tuple[Any, Any]:
+    """Return mean and variance of the batch, on the first device.
+
+    Source: Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance" (1983): groups of any sizes.
+    """
+    device = shares[0][1].context
+    total = sum(count for count, _, _ in shares)
+    counts = [count / total for count, _, _ in shares]
+    means = [mean.as_in_context(device) for _, mean, _ in shares]
+    squares = [square.as_in_context(device) for _, _, square in shares]
+    mean = mx.nd.add_n(*(count * each for count, each in zip(counts, means)))
+    between = mx.nd.add_n(*(count * mx.nd.square(each - mean) for count, each in zip(counts, means)))
+    return mean, mx.nd.add_n(*squares) / total + between
+
+
+def _blocks(operation: str, net: Any) -> List[gluon.Block]:
+    """Return a network and all blocks in it."""
+    if not isinstance(net, gluon.Block):
+        raise TrainerError(f"{operation}: got {type(net).__name__} as the network; need a gluon.Block. Pass the network itself.")
+    return blocks_of(net)
+
+
+def _check_convertible(block: gluon.Block) -> None:
+    kind = type(block)
+    if isinstance(block, SyncBatchNorm):
+        return
+    if isinstance(block, _BatchNorm):
+        if kind.hybrid_forward is _BatchNorm.hybrid_forward and kind.forward is _BatchNorm.forward:
+            return
+        told, todo = f"{kind.__module__}.{kind.__name__}, which computes in a way of its own", "Use nn.BatchNorm."
+    elif isinstance(block, gluon.SymbolBlock) and _holds_batch_norm(block):
+        told, todo = f"{block.name}, a SymbolBlock with BatchNorm in its graph", "Build it in Gluon, then load_parameters."
+    else:
+        return
+    raise TrainerError(f"convert_sync_batchnorm: got {told}; need layers of nn.BatchNorm. {todo}")
+
+
+def _holds_batch_norm(block: gluon.SymbolBlock) -> bool:
+    graph = json.loads(block._cached_graph[1].tojson())
+    return any("BatchNorm" in node["op"] or "batch_norm" in node["op"] for node in graph["nodes"])
+
+
+def average_over_processes(net: gluon.Block) -> None:
+    """Average BatchNorm's running statistics over the processes of a job, but for "local". All of them are to call it."""
+    if batch_norm_of(net) != "local":
+        average_over_group(net)

@@ -1,0 +1,306 @@
+"""DataParallelModel and DataParallelCriterion: a network and its loss over several devices, called as if over one."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, autograd, gluon
+
+from .batchnorm import run_shards
+from ..checks import OF_WRONG_DATA, flag, is_of_mxnet, last_line, short
+from ..devices.select import check_contexts
+from ..errors import DeviceError, ShardError, StepError, TrainerError
+from ..nested import is_device_array
+from .sharding import gather, split_and_load
+
+Call = Tuple[Tuple[Any, ...], Any]  # positional arguments, and those by name
+
+
+class DataParallelModel:
+    """A network whose calls split their arguments over the devices and return one output a device.
+
+    ```
+    net(X):                split ──► X on device i ──► module ──► (output,) of device i ──┐   stays there
+    criterion(outputs, y): split ──► y on device i ──────────────────────────────► loss of device i ──► autograd.backward
+    ```
+
+    GluonCV's class, which a script can take instead of that: `outputs[i]` is a tuple, `sync` is its third argument. All
+    devices are served from the caller's thread, which MXNet's engine does not wait in, so that they work at once. Outputs
+    and losses stay where they are, so that no device holds more than its share.
+
+    What it has not, it takes from the network: `net.collect_params()`, `net.hybridize()`, `net.save_parameters(...)`. What
+    wants a Block, such as `Trainer` and `evaluate`, takes `net.module`.
+
+    Parameters
+    ----------
+    module : gluon.Block, or a callable with `collect_params`
+        Initialised. Its parameters are moved to the devices where they are on others: do it before a Trainer is made.
+    ctx_list : list of mxnet.Context, optional
+        Without it, calls go to the network as they are.
+    sync : bool
+        The network has SyncBatchNorm: a batch that leaves a device without examples is refused when training, as the other
+        devices would wait for it for ever.
+    batch_axis : int
+        Where the examples are in what is passed.
+    output_device : mxnet.Context, optional
+        Return the outputs put together on this device, as the network returned them, instead of one a device. Gradients flow
+        back through it. It holds the outputs of all, and the loss has to be computed there alone.
+    output_axis : int, optional
+        Where the examples are in the outputs that are put together; `batch_axis` by default.
+
+    Attributes
+    ----------
+    module, ctx_list, sync
+        As given.
+
+    Raises
+    ------
+    TrainerError
+        No network, or one that is not initialised.
+    DeviceError
+        The devices are not different contexts.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Dense(1, in_units=2)
+    >>> net.initialize(mx.init.One())
+    >>> ctx = [mx.cpu(0), mx.cpu(1)]
+    >>> net, criterion = DataParallelModel(net, ctx), DataParallelCriterion(gluon.loss.L2Loss(), ctx)
+    >>> trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25})
+    >>> with autograd.record():
+    ...     losses = criterion(net(mx.nd.ones((4, 2))), mx.nd.zeros((4,)))
+    >>> autograd.backward(losses)
+    >>> trainer.step(4)
+    >>> [(loss.context, loss.asnumpy().tolist()) for loss in losses]
+    [(cpu(0), [2.0, 2.0]), (cpu(1), [2.0, 2.0])]
+    >>> net.module.weight.data(mx.cpu(1)).asnumpy().tolist()
+    [[0.5, 0.5]]
+
+    Source: the signature and the form of the outputs are those of `gluoncv.utils.parallel.DataParallelModel`.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        ctx_list: Optional[Sequence[Context]] = None,
+        sync: bool = False,
+        *,
+        batch_axis: int = 0,
+        output_device: Optional[Context] = None,
+        output_axis: Optional[int] = None,
+    ) -> None:
+        if not callable(module) or (ctx_list is not None and not hasattr(module, "collect_params")):
+            raise TrainerError(
+                f"DataParallelModel: got {type(module).__name__} as the network; need a gluon.Block, or a callable with "
+                "collect_params. Pass the network itself."
+            )
+        if ctx_list is not None:
+            check_contexts(ctx_list, "DataParallelModel")
+        if output_device is not None:
+            _check_output_device(output_device, ctx_list)
+        if ctx_list is not None:
+            _move(module, list(ctx_list))
+        self.module = module
+        self.ctx_list = ctx_list
+        self.sync = flag("DataParallelModel", "sync", sync)
+        self._batch_axis = batch_axis
+        self._output_device = output_device
+        self._output_axis = batch_axis if output_axis is None else output_axis
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the network's outputs: a tuple with a tuple for each device that got examples. It does not wait.
+
+        Parameters
+        ----------
+        inputs, kwargs : array, or nested data
+            Shapes (B, ...). Arrays are split; what is no array goes to each device. With fewer examples than devices, only
+            those that got some are in the result.
+
+        Raises
+        ------
+        ShardError
+            The arguments cannot be split, or leave a device out where `sync` forbids it.
+        StepError
+            The network does not take them; the message names the device.
+        """
+        if self.ctx_list is None:
+            return self.module(*inputs, **kwargs)
+        shards = _split("DataParallelModel", (inputs, kwargs), self.ctx_list, self._batch_axis)
+        if self.sync and autograd.is_training() and len(shards) < len(self.ctx_list):
+            raise ShardError(
+                f"DataParallelModel: got examples for {len(shards)} of {len(self.ctx_list)} devices with sync=True; need one for "
+                "each, as SyncBatchNorm waits for all. Leave out the last batch, or use fewer devices."
+            )
+        outputs = _on_each("DataParallelModel", self.module, shards, self.ctx_list)
+        if self._output_device is not None:
+            return gather(outputs, self._output_device, self._output_axis)
+        return tuple(_as_tuple(output) for output in outputs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "module":  # not there yet, where this one is being copied
+            raise AttributeError(f"DataParallelModel: got {name!r}; need an attribute of it. Take it from net.module.")
+        return getattr(self.module, name)
+
+    def __repr__(self) -> str:
+        return f"DataParallelModel(\n{self.module!r}\non {self.ctx_list})"
+
+
+class DataParallelCriterion:
+    """A loss that is computed on each device, from the outputs of a `DataParallelModel` and its shard of the labels.
+
+    Parameters
+    ----------
+    module : callable (*outputs, *labels) -> NDArray
+        A loss of Gluon's, say.
+    ctx_list : list of mxnet.Context, optional
+        The model's. Without it, calls go to the loss as they are.
+    sync : bool
+        GluonCV's place for it; a loss has nothing to synchronise.
+    batch_axis : int
+        Where the examples are in the labels.
+
+    Attributes
+    ----------
+    module, ctx_list, sync
+        As given.
+
+    Raises
+    ------
+    TrainerError
+        The loss cannot be called.
+    DeviceError
+        The devices are not different contexts.
+
+    Source: the signature and the form of the losses are those of `gluoncv.utils.parallel.DataParallelCriterion`.
+    """
+
+    def __init__(
+        self, module: Callable[..., Any], ctx_list: Optional[Sequence[Context]] = None, sync: bool = False, *, batch_axis: int = 0
+    ) -> None:
+        if not callable(module):
+            raise TrainerError(
+                f"DataParallelCriterion: got {type(module).__name__} as the loss; need a callable. Pass gluon.loss.L2Loss(), say."
+            )
+        if ctx_list is not None:
+            check_contexts(ctx_list, "DataParallelCriterion")
+        self.module = module
+        self.ctx_list = ctx_list
+        self.sync = flag("DataParallelCriterion", "sync", sync)
+        self._batch_axis = batch_axis
+
+    def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Any:
+        """Return the losses, a tuple with one for each device that got examples. It does not wait.
+
+        Parameters
+        ----------
+        inputs : sequence
+            One item a device: what `DataParallelModel` returned. A tuple or list there is several arguments of the loss.
+        targets, kwargs : array, or nested data
+            Shapes (B, ...). Arrays are split; what is no array goes to each device.
+
+        Raises
+        ------
+        ShardError
+            The labels cannot be split, or are for other devices than the outputs.
+        StepError
+            The loss does not take them; the message names the device.
+        """
+        if self.ctx_list is None:
+            return self.module(inputs, *targets, **kwargs)
+        shards = _split("DataParallelCriterion", (targets, kwargs), self.ctx_list, self._batch_axis)
+        if not isinstance(inputs, (list, tuple)) or len(inputs) != len(shards):
+            found = f"{len(inputs)} outputs" if isinstance(inputs, (list, tuple)) else type(inputs).__name__
+            raise ShardError(
+                f"DataParallelCriterion: got {found} and labels for {len(shards)} devices; need as many, a list. "
+                "Pass what DataParallelModel returned for the same batch."
+            )
+        calls = [((*_as_arguments(output), *args), named) for output, (args, named) in zip(inputs, shards)]
+        losses = _on_each("DataParallelCriterion", self.module, calls, self.ctx_list)
+        # Where a loss returns several, GluonCV returns these on one device, and one tuple a device on more.
+        return _as_tuple(losses[0]) if len(self.ctx_list) == 1 else tuple(losses)
+
+    def __repr__(self) -> str:
+        return f"DataParallelCriterion(\n{self.module!r}\non {self.ctx_list})"
+
+
+def _move(module: Any, contexts: List[Context]) -> None:
+    """Put a network's parameters on these devices, where they are on others."""
+    params = module.collect_params()
+    for param in params.values():
+        if param._data is None and not param._deferred_init:
+            raise TrainerError(f"DataParallelModel: got {param.name} not initialised; need values. Call net.initialize() before.")
+    if all(param.list_ctx() == contexts for param in params.values()):
+        return
+    params.reset_ctx(contexts)
+    if isinstance(module, gluon.Block):  # a static graph would go on writing gradients into the arrays that were replaced
+        module.apply(lambda block: block._clear_cached_op() if isinstance(block, gluon.HybridBlock) else None)
+
+
+def _split(operation: str, data: Call, contexts: Sequence[Context], batch_axis: int) -> List[Call]:
+    """Return one call a shard: its part of each array, and everything else as it is."""
+    arrays: List[Any] = []
+    _map_arrays(arrays.append, data)
+    if not arrays:
+        raise ShardError(f"{operation}: got no array among the arguments; need at least one, to split. Pass the batch.")
+    shards = split_and_load(arrays, contexts, batch_axis, even_split=False)
+    return [_with_arrays(data, shard) for shard in shards]
+
+
+def _with_arrays(data: Any, arrays: Sequence[Any]) -> Any:
+    rest = iter(arrays)
+    return _map_arrays(lambda _: next(rest), data)
+
+
+def _map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
+    """Return data with its arrays replaced. Numbers, also lists of them, are no arrays here: GluonCV passes them on."""
+    if is_device_array(data) or isinstance(data, np.ndarray):
+        return function(data)
+    if isinstance(data, dict):
+        mapped = copy.copy(data)
+        mapped.update((key, _map_arrays(function, value)) for key, value in data.items())
+        return mapped
+    if isinstance(data, (list, tuple)):
+        items = [_map_arrays(function, item) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    return data
+
+
+def _on_each(operation: str, module: Any, shards: Sequence[Call], contexts: Sequence[Context]) -> List[Any]:
+    def on(shard: int) -> Any:
+        args, named = shards[shard]
+        try:
+            return module(*args, **named)
+        except (mx.MXNetError, *OF_WRONG_DATA) as error:
+            if not is_of_mxnet(error):
+                raise
+            arrays: List[Any] = []
+            _map_arrays(arrays.append, (args, named))
+            raise StepError(
+                f"{operation}: got an error of {type(module).__name__} for shard {shard} on {contexts[shard]}, "
+                f"shapes {short([tuple(array.shape) for array in arrays])}: "
+                f"{last_line(error)}; need data that it takes. Try it on one device, with one example."
+            ) from error
+
+    tasks = [partial(on, shard) for shard in range(len(shards))]
+    return run_shards(module, tasks) if isinstance(module, gluon.Block) else [task() for task in tasks]
+
+
+def _as_tuple(output: Any) -> Any:
+    """Return what one device gave in GluonCV's form: an array or a list as a tuple, anything else as it is."""
+    if is_device_array(output):
+        return (output,)
+    return tuple(output) if isinstance(output, list) else output
+
+
+def _as_arguments(output: Any) -> Sequence[Any]:
+    return output if isinstance(output, (list, tuple)) else (output,)
+
+
+def _check_output_device(output_device: Context, contexts: Optional[Sequence[Context]]) -> None:
+    check_contexts([output_device], "DataParallelModel")
+    if contexts is None:
+        raise DeviceError(f"DataParallelModel: got output_device={output_device} without devices; need both. Pass ctx_list, too.")

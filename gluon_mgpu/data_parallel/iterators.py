@@ -1,0 +1,113 @@
+"""What data iterators give: pairs, and the batches of MXNet's iterators without their padding."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Iterable, Iterator, Optional, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet.io import DataBatch, DataIter
+
+from ..checks import short
+from ..errors import TrainerError
+from ..nested import Leaf
+
+
+def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "", pairs: bool = True) -> None:
+    """Raise `TrainerError` unless this is an iterable of batches, and, as far as a list tells, of pairs.
+
+    Parameters
+    ----------
+    operation, name : str
+        What the error names.
+    data_iter : iterable of (X, y)
+    pairs : bool
+        Whether its items are to be pairs, or features alone.
+    reader : str
+        The operation that takes the pairs. What a list or tuple holds is checked for it; a loader is not read.
+    """
+    is_data = isinstance(data_iter, (str, bytes, dict, np.ndarray, mx.nd.NDArray))
+    if not isinstance(data_iter, Iterable) or isinstance(data_iter, type) or is_data:
+        need, example = ("pairs (X, y)", "[(X, y)]") if pairs else ("batches", "[X]")
+        raise TrainerError(
+            f"{operation}: got {short(data_iter)} as {name}; need an iterable of {need}. Pass {example}, or a DataLoader."
+        )
+    if reader and isinstance(data_iter, (list, tuple)):
+        if not data_iter:
+            raise TrainerError(f"{reader}: got no batch in {name}; need one or more. Pass [(X, y)], for one.")
+        for item in data_iter:
+            as_pair(item, reader)
+
+
+def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator over one pass.
+
+    An iterator of `mx.io` is reset before, and gives its batches without the examples that fill up the last one. What iterators
+    written in C++ give is copied: they write the next batch into the same memory.
+
+    Examples
+    --------
+    >>> data = mx.io.NDArrayIter(np.arange(5), np.arange(5), batch_size=3)
+    >>> [batch.data[0].asnumpy().tolist() for batch in batches_of(data)]
+    [[0.0, 1.0, 2.0], [3.0, 4.0]]
+    """
+    if not isinstance(data_iter, DataIter):
+        return iter(data_iter)
+    data_iter.reset()
+    layout = str(getattr(data_iter, "layout", "N"))
+    copies = isinstance(data_iter, mx.io.MXDataIter)
+    return map(partial(_own, axis=max(0, layout.find("N")), rolls_over=_rolls_over(data_iter), copies=copies), data_iter)
+
+
+def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
+    """Return what a data iterator gave as (X, y). Several arrays of a `DataBatch` become a tuple.
+
+    Raises
+    ------
+    TrainerError
+        It is not a pair.
+    """
+    if isinstance(item, DataBatch):
+        batch = _own(item)
+        if not batch.label:
+            raise TrainerError(f"{operation}: got a DataBatch without labels; need data and labels. Give the iterator its label.")
+        return features_of(batch), _one(batch.label)
+    if not isinstance(item, (list, tuple)) or len(item) != 2:
+        found = f"{type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (list, tuple)) else "")
+        raise TrainerError(
+            f"{operation}: got {found} from the data iterator; need pairs (X, y). Nest several inputs: ((X1, X2), y)."
+        )
+    return item[0], item[1]
+
+
+def features_of(item: Any) -> Any:
+    """Return the features of what a data iterator gave without labels: of a `DataBatch` its data, else the item itself."""
+    return _one(_own(item).data) if isinstance(item, DataBatch) else item
+
+
+def _one(arrays: Any) -> Any:
+    return arrays[0] if len(arrays) == 1 else tuple(arrays)
+
+
+def _rolls_over(data_iter: Any) -> bool:
+    """Return whether the examples that `pad` counts were not seen before: those that an epoch has left for the next."""
+    inner = getattr(data_iter, "data_iter", None) or next(iter(getattr(data_iter, "iters", None) or ()), None)  # in another
+    return getattr(data_iter, "last_batch_handle", "") == "roll_over" or (inner is not None and _rolls_over(inner))
+
+
+def _own(batch: DataBatch, axis: int = 0, rolls_over: bool = False, copies: bool = False) -> DataBatch:
+    """Return a batch of the examples that are its own, as arrays of the current mode."""
+    num_padded = 0 if rolls_over else batch.pad or 0
+
+    def own(array: Optional[Leaf]) -> Any:
+        if array is None:
+            return None
+        if num_padded:
+            array = array.slice_axis(axis, 0, array.shape[axis] - num_padded) if axis else array[: array.shape[0] - num_padded]
+        elif copies:
+            array = array.copy()
+        return array.as_np_ndarray() if mx.util.is_np_array() and type(array) is mx.nd.NDArray else array
+
+    data, label = ([own(array) for array in arrays or ()] for arrays in (batch.data, batch.label))
+    return DataBatch(data=data, label=label, pad=0, index=batch.index)

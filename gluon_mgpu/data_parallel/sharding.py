@@ -1,0 +1,496 @@
+"""Plan, split and gather: how a batch is divided over the devices, and put together again."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+
+from ..checks import explaining, flag, instance, is_whole, short, whole_number
+from ..devices.select import check_contexts
+from ..errors import ShardError
+from ..trainer.freshness import history
+from ..nested import Leaf, is_device_array, leaves, map_leaves
+from ..distributed import share
+from .transfer import on_device
+
+# What NumPy has and MXNet has not goes into the next larger one; float64, which networks do not take, into float32.
+DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool")
+_MOST_SHARDS = 2**16  # more devices no machine has
+_MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
+
+Bounds = Tuple[int, int]  # [begin, end) along the batch axis
+
+
+def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[float]] = None) -> List[int]:
+    """Return how many examples each shard holds.
+
+    Without weights, sizes differ by at most one and the first ones are the larger, as in `numpy.array_split`. With weights,
+    each shard gets its share rounded down, and what is left goes to the largest remainders.
+
+    Parameters
+    ----------
+    num_examples : int
+    num_shards : int
+    weights : sequence of float, optional
+        One for each shard, not negative, in any unit: speeds, say.
+
+    Raises
+    ------
+    ShardError
+        A number that makes no sense.
+
+    Examples
+    --------
+    >>> plan_shards(10, 4)
+    [3, 3, 2, 2]
+    >>> plan_shards(10, 3, weights=[2, 1, 1])
+    [5, 3, 2]
+    >>> plan_shards(2, 3)
+    [1, 1, 0]
+
+    Source: largest remainders (Hamilton's method of apportionment).
+    """
+    advice = "Pass the batch size and the number of devices."
+    most = 2**53  # a float counts as far
+    num_examples = whole_number("plan_shards", "num_examples", num_examples, low=0, high=most, advice=advice, error=ShardError)
+    num_shards = whole_number("plan_shards", "num_shards", num_shards, high=_MOST_SHARDS, advice=advice, error=ShardError)
+    if weights is None:
+        each, extra = divmod(num_examples, num_shards)
+        return [each + (i < extra) for i in range(num_shards)]
+    try:
+        numbers = [float(weight) for weight in weights]
+    except Exception:  # whatever an object's own code raises
+        raise ShardError(
+            f"plan_shards: got weights {short(weights)}; need one number for each shard. Pass the devices' speeds."
+        ) from None
+    total = sum(numbers)
+    if len(numbers) != num_shards or not 0 < total < math.inf or any(not number >= 0 for number in numbers):
+        raise ShardError(
+            f"plan_shards: got weights {short(numbers)} for {num_shards} shards; need one finite number of 0 or more for each, "
+            "not all 0. Pass the devices' speeds."
+        )
+    shares = [num_examples * number / total for number in numbers]
+    sizes = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(num_shards), key=lambda i: sizes[i] - shares[i])  # stable: ties go to the first
+    for i in by_remainder[: num_examples - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
+
+
+def split_data(
+    data: Any,
+    num_slice: int,
+    batch_axis: Any = 0,
+    even_split: bool = True,
+    *,
+    weights: Optional[Sequence[float]] = None,
+) -> List[Any]:
+    """Return slices of a batch, where it is.
+
+    Parameters
+    ----------
+    data : array, or tuple, list or dict of nested data
+        Shapes (B, ...), B being the same for all and at `batch_axis`.
+    num_slice : int
+        With fewer examples than slices, only those that hold something are returned.
+    batch_axis : int, or nested ints of the data's form
+    even_split : bool
+        Refuse a batch that is not a multiple of `num_slice`. Not used with `weights`.
+    weights : sequence of float, optional
+        Split in these proportions; see `plan_shards`.
+
+    Raises
+    ------
+    ShardError
+        The batch cannot be split so.
+
+    Examples
+    --------
+    >>> [x.shape for x in split_data(mx.nd.ones((10, 3)), 4, even_split=False)]
+    [(3, 3), (3, 3), (2, 3), (2, 3)]
+
+    Source: signature and balance are those of `mxnet.gluon.utils.split_data`.
+    """
+    num_slice = whole_number("split_data", "num_slice", num_slice, advice="Pass the number of devices.", error=ShardError)
+    flag("split_data", "even_split", even_split, error=ShardError)
+    found = _leaves(data, batch_axis)
+    if weights is None and not even_split:
+        num_slice = min(num_slice, _batch_size("split_data", found))  # the others would hold nothing
+    bounds = _plan("split_data", found, num_slice, batch_axis, even_split, weights)
+    return [_like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) for begin, end in bounds if end > begin]
+
+
+def split_and_load(
+    data: Any,
+    ctx_list: Sequence[Context],
+    batch_axis: Any = 0,
+    even_split: bool = True,
+    *,
+    weights: Optional[Sequence[float]] = None,
+    dtype: Optional[str] = None,
+) -> List[Any]:
+    """Return the shards of a batch, each on its device.
+
+    NumPy arrays are sliced on the host, and each slice is sent once; plain lists of numbers count as NumPy arrays. They become
+    np or legacy arrays, whichever mode is on, and keep their dtype, but for float64, which becomes float32, the dtype of
+    networks, and for int16, uint16 (int32) and uint32 (int64), which MXNet has not. MXNet's arrays keep theirs. A shard that is
+    on its device already may share the batch's memory.
+
+    Parameters
+    ----------
+    data : array, or tuple, list or dict of nested data
+        Shapes (B, ...), B being the same for all and at `batch_axis`.
+    ctx_list : list of mxnet.Context
+        With fewer examples than devices, only the shards that hold something are returned.
+    batch_axis : int, or nested ints of the data's form
+        Where the examples are: 0, or 1 for the TNC layout of recurrent networks. `(1, 0)` for `(tokens, label)`.
+    even_split : bool
+        Refuse a batch that is not a multiple of the devices, as Gluon. Not used with `weights`.
+    weights : sequence of float, optional
+        Split in these proportions; see `plan_shards`. A device of weight 0 gets no shard.
+    dtype : str, optional
+        Cast every array to it.
+
+    Returns
+    -------
+    list
+        One item a device, of the data's form.
+
+    Raises
+    ------
+    ShardError
+        The batch cannot be split so.
+    DeviceError
+        The devices are not different contexts.
+
+    Examples
+    --------
+    >>> shards = split_and_load((np.zeros((5, 2)), np.arange(5)), [mx.cpu(0), mx.cpu(1)], even_split=False)
+    >>> [(x.shape, str(x.dtype.__name__), y.shape, y.context) for x, y in shards]
+    [((3, 2), 'float32', (3,), cpu(0)), ((2, 2), 'float32', (2,), cpu(1))]
+
+    Source: the signature is that of `mxnet.gluon.utils.split_and_load`.
+    """
+    return _split("split_and_load", data, ctx_list, batch_axis, even_split, weights, dtype)
+
+
+def split_batch(
+    X: Any,
+    y: Any,
+    devices: Sequence[Context],
+    *,
+    batch_axis: Any = 0,
+    even_split: bool = False,
+    weights: Optional[Sequence[float]] = None,
+    dtype: Optional[str] = None,
+) -> Tuple[List[Any], List[Any]]:
+    """Return the shards of features and labels, each on its device.
+
+    As d2l's function, and it also splits a batch that is not a multiple of the devices. See `split_and_load`.
+
+    Parameters
+    ----------
+    X, y : array, or tuple, list or dict of nested data
+        Shapes (B, ...), the same B.
+    devices : list of mxnet.Context
+    batch_axis : int, or a pair (for X, for y) of ints or nested ints
+
+    Examples
+    --------
+    >>> Xs, ys = split_batch(mx.nd.ones((5, 2)), mx.nd.arange(5), [mx.cpu(0), mx.cpu(1)])
+    >>> [x.shape for x in Xs], [y.shape for y in ys]
+    ([(3, 2), (2, 2)], [(3,), (2,)])
+
+    Source: the signature is that of d2l, chapter "Training on Multiple GPUs".
+    """
+    shards = _split("split_batch", (X, y), devices, batch_axis, even_split, weights, dtype)
+    return [shard[0] for shard in shards], [shard[1] for shard in shards]
+
+
+def split_batch_multi_inputs(
+    X: Sequence[Any], y: Any, devices: Sequence[Context], *, batch_axis: Any = 0, dtype: Optional[str] = None
+) -> Tuple[List[Any], List[Any]]:
+    """Return the shards of several features, a tuple a device, and of their label.
+
+    Parameters
+    ----------
+    X : sequence of arrays, shapes (B, ...)
+    y : array, shape (B, ...)
+    devices : list of mxnet.Context
+
+    Examples
+    --------
+    >>> X = [mx.nd.ones((3, 2)), mx.nd.zeros((3, 4))]
+    >>> Xs, ys = split_batch_multi_inputs(X, mx.nd.arange(3), [mx.cpu(0), mx.cpu(1)])
+    >>> [[x.shape for x in features] for features in Xs]
+    [[(2, 2), (2, 4)], [(1, 2), (1, 4)]]
+
+    Source: the signature is that of d2l, chapter "Natural Language Inference: Using Attention".
+    """
+    advice = "Pass [X1, X2], for one."
+    instance("split_batch_multi_inputs", "X", X, (list, tuple), "a list of arrays", advice=advice, error=ShardError)
+    shards = _split("split_batch_multi_inputs", (tuple(X), y), devices, batch_axis, False, None, dtype)
+    return [shard[0] for shard in shards], [shard[1] for shard in shards]
+
+
+def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any = 0) -> Any:
+    """Return shards put together again on one device: the inverse of a split.
+
+    Parameters
+    ----------
+    shards : sequence of nested data of one form
+        Shapes (B_i, ...).
+    ctx : mxnet.Context, optional
+        Where to; the first shard's context by default. NumPy arrays stay NumPy arrays where it is not given.
+    batch_axis : int, or nested ints of the data's form
+
+    Raises
+    ------
+    ShardError
+        No shards, or shards that do not fit together.
+
+    Examples
+    --------
+    >>> gather(split_data(mx.nd.arange(5), 2, even_split=False)).asnumpy().tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0]
+    """
+    if ctx is not None:
+        check_contexts([ctx], "gather")
+    if not isinstance(shards, (list, tuple)) or not shards:
+        raise ShardError(f"gather: got {short(shards)}; need a list of one or more shards. Pass what a split returned.")
+    columns = [list(leaves(shard, "shard")) for shard in shards]
+    if any([path for path, _ in column] != [path for path, _ in columns[0]] for column in columns):
+        raise ShardError(
+            "gather: got shards of different forms; need the same tuples, lists and dicts in each. Gather them one by one."
+        )
+    parts = iter(list(zip(*([leaf for _, leaf in column] for column in columns))))
+    return map_leaves(lambda path, _, axis: _concatenate(path, next(parts), ctx, axis), shards[0], batch_axis, path="shard")
+
+
+def _split(
+    operation: str,
+    data: Any,
+    contexts: Sequence[Context],
+    batch_axis: Any,
+    even_split: bool,
+    weights: Optional[Sequence[float]],
+    dtype: Optional[str],
+) -> List[Any]:
+    check_contexts(contexts, operation)
+    _check_dtype(operation, dtype)
+    flag(operation, "even_split", even_split, error=ShardError)
+    found = _leaves(data, batch_axis)
+    bounds = _bounds_here(operation, found, len(contexts), batch_axis, even_split, weights)
+
+    def shard(begin: int, end: int, ctx: Context) -> Any:
+        parts = [_load(operation, path, _slice_leaf(leaf, begin, end, axis), ctx, dtype) for path, leaf, axis in found]
+        return _like(data, parts)
+
+    shards = [shard(begin, end, context) for (begin, end), context in zip(bounds, contexts) if end > begin]
+    if not shards and share()[1] > 1:
+        history.note_empty(is_pass=False)
+    return shards
+
+
+def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
+    """Return how many examples a batch holds; errors as of a split."""
+    return _batch_size(operation, _leaves(data, batch_axis))
+
+
+def part_of_process(data: Any, num_devices: int, batch_axis: Any = 0, weights: Optional[Sequence[float]] = None) -> Any:
+    """Return what a split of a batch gives to all devices of this process together, where it is; None if that is nothing."""
+    found = _leaves(data, batch_axis)
+    bounds = _bounds_here("split_batch", found, num_devices, batch_axis, False, weights)
+    begin, end = bounds[0][0], bounds[-1][1]
+    return _like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) if end > begin else None
+
+
+def _bounds_here(
+    operation: str,
+    found: Sequence[Tuple[str, Leaf, Any]],
+    num_devices: int,
+    batch_axis: Any,
+    even_split: bool,
+    weights: Optional[Sequence[float]],
+) -> List[Bounds]:
+    """Return the bounds of the shards of this process's devices, of a batch that all processes share."""
+    rank, num_processes = share()
+    all_weights = weights if weights is None or num_processes == 1 else list(weights) * num_processes
+    bounds = _plan(operation, found, num_devices * num_processes, batch_axis, even_split, all_weights)
+    return bounds[rank * num_devices : (rank + 1) * num_devices]
+
+
+def _leaves(data: Any, batch_axis: Any) -> List[Tuple[str, Leaf, Any]]:
+    """Return every leaf's path, the leaf, and its batch axis."""
+    found: List[Tuple[str, Leaf, Any]] = []
+    map_leaves(lambda path, leaf, axis: found.append((path, leaf, axis)), data, batch_axis)
+    return found
+
+
+def _like(data: Any, parts: Sequence[Leaf]) -> Any:
+    """Return data of this form with these leaves."""
+    if type(data) is tuple and all(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in data):
+        return tuple(parts)  # as below, at once for the usual (X, y)
+    rest = iter(parts)
+    return map_leaves(lambda path, leaf: next(rest), data)
+
+
+def _plan(
+    operation: str,
+    found: Sequence[Tuple[str, Leaf, Any]],
+    num_shards: int,
+    batch_axis: Any,
+    even_split: bool,
+    weights: Optional[Sequence[float]],
+) -> List[Bounds]:
+    num_examples = _batch_size(operation, found)
+    if even_split and weights is None and num_examples % num_shards:
+        raise ShardError(
+            f"{operation}: got a batch of {num_examples} along axis {batch_axis} for {num_shards} devices with "
+            f"even_split=True; need a multiple of {num_shards}. Pass even_split=False."
+        )
+    ends = list(accumulate(plan_shards(num_examples, num_shards, weights)))
+    return list(zip([0] + ends[:-1], ends))
+
+
+def _batch_size(operation: str, found: Sequence[Tuple[str, Leaf, Any]]) -> int:
+    sizes = [(path, _length(operation, path, leaf, axis)) for path, leaf, axis in found]
+    if not sizes:
+        raise ShardError(f"{operation}: got no array in the batch; need at least one. Pass the features and labels.")
+    path, num_examples = sizes[0]
+    for other, length in sizes:
+        if length != num_examples:
+            raise ShardError(
+                f"{operation}: got {num_examples} examples in {path} and {length} in {other}; need as many in each. "
+                "Say where the examples are with batch_axis, one number for each array."
+            )
+    if num_examples == 0:
+        raise ShardError(f"{operation}: got a batch of 0 examples in {path}; need 1 or more. Leave empty batches out.")
+    return num_examples
+
+
+def _length(operation: str, path: str, leaf: Leaf, axis: Any) -> int:
+    shape = _shape(operation, path, leaf)
+    if not is_whole(axis) or not -len(shape) <= axis < len(shape):
+        raise ShardError(
+            f"{operation}: got {path} of shape {shape} and batch_axis {short(axis)}; need one of its {len(shape)} axes. "
+            "Arrays without examples do not belong in the batch."
+        )
+    return int(shape[axis])
+
+
+def _shape(operation: str, path: str, leaf: Leaf) -> Tuple[int, ...]:
+    if is_device_array(leaf):
+        return tuple(leaf.shape)
+    try:
+        return np.asarray(leaf).shape if isinstance(leaf, (list, tuple)) else np.shape(leaf)
+    except ValueError:  # rows of unequal length
+        raise ShardError(
+            f"{operation}: got {path}, a {type(leaf).__name__} of rows of unequal length; need an array. Pad the rows."
+        ) from None
+
+
+def _check_dtype(operation: str, dtype: Any) -> None:
+    try:
+        known = dtype is None or (isinstance(dtype, str) and dtype == "bfloat16") or np.dtype(dtype).name in DTYPES
+    except Exception:  # whatever an object's own code raises
+        known = False
+    if not known:
+        raise ShardError(
+            f"{operation}: got dtype={short(dtype)}; need a dtype that MXNet has: {', '.join(DTYPES)}. Pass 'float32', say."
+        )
+
+
+def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:
+    array = leaf if is_device_array(leaf) else np.asarray(leaf)
+    shape = array.shape
+    if (begin, end) == (0, shape[axis]):
+        return array
+    if axis % len(shape) == 0:
+        # what array[begin:end] comes to, in half of the time; sparse (CSR) and np arrays have their own
+        return array._slice(begin, end) if type(array) is mx.nd.NDArray else array[begin:end]
+    return array[(slice(None),) * (axis % len(shape)) + (slice(begin, end),)]
+
+
+def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[str]) -> Leaf:
+    if dtype is None and _floats.get() and np.dtype(leaf.dtype).kind == "f":
+        dtype = _floats.get()
+    if is_device_array(leaf):
+        loaded = on_device(leaf, ctx)
+        return loaded if dtype is None else loaded.astype(dtype, copy=False)
+    try:
+        wanted = np.dtype(dtype or _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype))
+        return _loader.get()(leaf, ctx, wanted)
+    except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
+        raise ShardError(
+            f"{operation}: got {path} of dtype {leaf.dtype}; need a dtype that MXNet has: {', '.join(DTYPES)}. Pass "
+            "dtype='float32', say."
+        ) from error
+
+
+def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Leaf:
+    """Return a NumPy array as a new MXNet array of the current mode."""
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    return array(data, ctx=ctx, dtype=dtype)
+
+
+# What arrays of floating point become in a split: a network's float64. "": MXNet's stay, NumPy's float64 becomes float32.
+_floats: ContextVar[str] = ContextVar("_floats", default="")
+
+
+@contextmanager
+def floats_as(dtype: str) -> Iterator[None]:
+    """Let the splits in this block make arrays of this dtype of those of floating point; "" is as ever."""
+    token = _floats.set(dtype)
+    try:
+        yield
+    finally:
+        _floats.reset(token)
+
+
+Loader = Callable[[np.ndarray, Context, np.dtype], Leaf]
+_loader: ContextVar[Loader] = ContextVar("_loader", default=new_array)
+
+
+@contextmanager
+def loading(loader: Loader) -> Iterator[None]:
+    """Let the splits in this block make their arrays with `loader`, which must give what `new_array` gives."""
+    token = _loader.set(loader)
+    try:
+        yield
+    finally:
+        _loader.reset(token)
+
+
+def _concatenate(path: str, parts: Sequence[Leaf], ctx: Optional[Context], axis: Any) -> Leaf:
+    shapes = [_shape("gather", path, part) for part in parts]
+    for part in parts:
+        _length("gather", path, part, axis)
+    around = [shape[:axis] + shape[axis:][1:] for shape in shapes]
+    if any(shape != around[0] for shape in around):
+        raise ShardError(
+            f"gather: got shapes {short(shapes)} for {path} along batch_axis {axis}; need arrays equal but for that axis. "
+            "Say where the examples are with batch_axis."
+        )
+    if not any(is_device_array(part) for part in parts):
+        joined = np.concatenate(parts, axis=axis)
+        return joined if ctx is None else _load("gather", path, joined, ctx, None)
+    kinds = {(type(part), part.dtype if hasattr(part, "dtype") else None) for part in parts}
+    if len(kinds) > 1:
+        raise ShardError(f"gather: got arrays of different types or dtypes for {path}; need one. Cast them with astype.")
+    target = ctx or parts[0].context
+    moved = [part.as_in_context(target) for part in parts]
+    if len(moved) == 1:
+        return moved[0]
+    need = "dense arrays of one dtype"
+    with explaining("gather", f"an error for {path}", need, advice="Cast them with tostype('default').", error=ShardError):
+        if isinstance(moved[0], mx.np.ndarray):
+            return mx.np.concatenate(moved, axis=axis)
+        return mx.nd.concat(*moved, dim=axis)

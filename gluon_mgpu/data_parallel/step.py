@@ -1,0 +1,456 @@
+"""One batch on all devices: backward(), train_batch(), eval_batch()."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, MXNetError, autograd, gluon
+
+from .balancer import Balancer
+from .batchnorm import run_shards
+from ..checks import OF_WRONG_DATA, check_function, explaining, flag, is_of_mxnet, last_line, short, whole_number
+from ..devices.select import check_contexts
+from ..errors import ShardError, StepError, TrainerError
+from ..trainer.freshness import history
+from ..nested import Leaf, is_device_array, leaves
+from ..distributed import own_batches, share
+from ..trainer.running_stats import claim_examples, note_examples, stats_of
+from .sharding import count_examples, floats_as, part_of_process, split_batch, split_data
+from ..trainer.trainer import Trainer
+
+SplitFunction = Callable[[Any, Any, Sequence[Context]], Tuple[List[Any], List[Any]]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What came of a batch; its arrays are still on their devices, and may still be being computed.
+
+    Attributes
+    ----------
+    outputs, labels : list
+        One item a shard, of each micro-step, as the network and the split returned them. A label may share the memory of the
+        batch that it is of.
+    losses : list of NDArray, shapes (shard size, ...)
+        Empty after `eval_batch` without a loss.
+    num_examples : int
+        Over all devices, of all processes that share the batch.
+    num_units : int, optional
+        What a loss with `num_units` counts instead, such as target tokens, in this process's part of the batch.
+    """
+
+    outputs: List[Any]
+    labels: List[Any]
+    losses: List[Leaf]
+    num_examples: int
+    num_units: Optional[int] = None
+
+
+def backward(losses: Sequence[Leaf]) -> None:
+    """Compute the gradients of all shards' losses in one backward pass.
+
+    Separate passes fail where two shards went through one BatchNorm, and give the engine less to run at once.
+
+    Parameters
+    ----------
+    losses : sequence of NDArray, any shapes
+        Recorded, one a shard.
+
+    Raises
+    ------
+    TrainerError
+        Not a list of arrays.
+    """
+    if isinstance(losses, list) and not losses and share()[1] > 1:  # a small batch left nothing for the devices of this process
+        history.note_empty()
+        return
+    if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
+        raise TrainerError(
+            f"backward: got {_kinds(losses)}; need a list of one or more MXNet arrays, one loss a shard. "
+            "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
+        )
+    note_examples(losses)
+    need = "losses that were recorded, each once"
+    advice = "Compute them inside autograd.record(), and call backward() once."
+    with explaining("backward", "an error", need, advice=advice), history.whole_pass():
+        autograd.backward(list(losses))
+
+
+def train_batch(
+    net: gluon.Block,
+    loss: Callable[[Any, Any], Leaf],
+    trainer: Trainer,
+    X: Any,
+    y: Any,
+    *,
+    split_f: SplitFunction = split_batch,
+    ignore_stale_grad: bool = False,
+    micro_steps: int = 1,
+) -> Batch:
+    """Train on one batch over the trainer's devices, and return what came of it. It does not wait.
+
+    ```
+    micro_steps=2:  batch ─┬─ first half ─► shards ─► forward, backward ─┐ gradients add up on each device
+                           └─ second half ─► shards ─► forward, backward ┴─► reduced once, one update
+    ```
+
+    The gradient is divided by the number of examples that were seen, which is counted: the last batch of an epoch may hold
+    fewer than the others, and shards may be uneven. A loss with a method `num_units(y)` is asked what to divide by instead, for
+    the whole batch before it is split: `models.SequenceLoss` counts target tokens.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Called once a shard, with the shard of `X` as its one argument.
+    loss : callable (output, label) -> NDArray, shape (shard size,)
+        One number an example, not their mean: Gluon's losses.
+    trainer : Trainer
+    X, y : array, or nested data
+        A batch, shapes (B, ...).
+    split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
+        `split_batch`, d2l's functions, or a `functools.partial` with another `batch_axis`. Of a function of your own, nobody
+        knows the axis where there is one device: pass the `partial` if it is not 0.
+    ignore_stale_grad : bool
+        Allow parameters that no shard used.
+    micro_steps : int
+        Do it in so many parts, one after the other, so that each device holds the activations of one part only. Each part is
+        spread over all devices; sizes differ by at most one example, and there are no more parts than examples. The update is
+        that of the whole batch, but that BatchNorm normalises each shard of each part by itself (synchronised, each part). The
+        batch is cut along the `batch_axis` of a `functools.partial` that splits, and else along axis 0.
+
+    Raises
+    ------
+    TrainerError
+        The loss has not one number an example. Nothing was updated.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TrainerError(
+            f"train_batch: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
+        )
+    check_network("train_batch", net)
+    _check_functions("train_batch", loss, split_f)
+    flag("train_batch", "ignore_stale_grad", ignore_stale_grad)
+    micro_steps = whole_number("train_batch", "micro_steps", micro_steps, advice="1 is one batch.")
+    with own_batches(trainer.sharded_data):
+        return _train_all(net, loss, trainer, X, y, split_f, ignore_stale_grad, micro_steps)
+
+
+def _train_all(
+    net: gluon.Block,
+    loss: Any,
+    trainer: Trainer,
+    X: Any,
+    y: Any,
+    split_f: SplitFunction,
+    ignore_stale_grad: bool,
+    micro_steps: int,
+) -> Batch:
+    if micro_steps == 1:
+        return _train_one(net, loss, trainer, X, y, split_f, ignore_stale_grad)
+    axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
+    parts = split_data((X, y), micro_steps, axis, even_split=False)
+    try:
+        with trainer.accumulate():
+            batches = [_train_one(net, loss, trainer, Xp, yp, split_f, ignore_stale_grad) for Xp, yp in parts]
+        Trainer.flush(trainer, ignore_stale_grad)  # not LocalSGD's, which averages the devices, too
+    except BaseException:
+        trainer.discard()  # a part of a batch is not to count in the next
+        raise
+    return Batch(
+        [output for batch in batches for output in batch.outputs],
+        [label for batch in batches for label in batch.labels],
+        [one for batch in batches for one in batch.losses],
+        sum(batch.num_examples for batch in batches),
+        _own_units("train_batch", loss, y, split_f, trainer.contexts),
+    )
+
+
+def _train_one(
+    net: gluon.Block, loss: Any, trainer: Trainer, X: Any, y: Any, split_f: SplitFunction, ignore_stale_grad: bool
+) -> Batch:
+    _check_loss("train_batch", loss, y, split_f)
+    Xs, ys = _split(net, loss, split_f, X, y, trainer.contexts)
+    if not trainer.know_shapes():
+        with autograd.pause(train_mode=False):
+            _forward("train_batch", net, None, Xs[:1], ys[:1])
+        trainer.know_shapes()
+    with autograd.record():
+        outputs, losses = _forward("train_batch", net, loss, Xs, ys)
+    _check_outputs.get()(outputs, ys)
+    num_examples = _count_all("train_batch", split_f, losses, y, ys, trainer.contexts)
+    num_units = _num_units("train_batch", loss, y)
+    if not losses:
+        trainer._replicas.drop_earlier()
+    backward(trainer.scale(losses) if losses else [])
+    claim_examples(stats_of(net))
+    if isinstance(split_f, Balancer):
+        split_f.watch(losses)
+    trainer.step(num_examples if num_units is None else num_units, ignore_stale_grad)
+    own_units = num_units if share()[1] == 1 else _own_units("train_batch", loss, y, split_f, trainer.contexts)
+    return Batch(outputs, ys, losses, num_examples, own_units)
+
+
+def eval_batch(
+    net: gluon.Block,
+    X: Any,
+    y: Any,
+    devices: Sequence[Context],
+    *,
+    loss: Any = None,
+    split_f: SplitFunction = split_batch,
+) -> Batch:
+    """Run one batch forward over the devices, in prediction mode, and return what came of it. It does not wait.
+
+    Parameters
+    ----------
+    net : gluon.Block
+    X, y : array, or nested data
+        A batch, shapes (B, ...).
+    devices : list of mxnet.Context
+    loss : callable (output, label) -> NDArray, optional
+    split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
+    """
+    check_network("eval_batch", net)
+    _check_functions("eval_batch", loss, split_f, optional=True)
+    check_contexts(devices, "eval_batch")
+    _check_loss("eval_batch", loss, y, split_f)
+    Xs, ys = _split(net, loss, split_f, X, y, devices)
+    with autograd.pause(train_mode=False):
+        outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
+    counts = losses or share()[1] > 1
+    num_examples = _count_all("eval_batch", split_f, losses, y, ys, devices) if counts else _num_labels(ys)
+    return Batch(outputs, ys, losses, num_examples, _own_units("eval_batch", loss, y, split_f, devices))
+
+
+@contextmanager
+def checking_outputs(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
+    """Let `train_batch` call `check(outputs, labels)`, one item a shard, before anything is updated: it may raise."""
+    token = _check_outputs.set(check)
+    try:
+        yield
+    finally:
+        _check_outputs.reset(token)
+
+
+_check_outputs: ContextVar[Callable[[Sequence[Any], Sequence[Any]], None]] = ContextVar(
+    "_check_outputs", default=lambda outputs, labels: None
+)
+
+
+def _split(
+    net: Any, loss: Any, split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]
+) -> Tuple[List[Any], List[Any]]:
+    """Return the shards of a batch: of float64 for a network of float64, and bool labels as numbers for Gluon's losses."""
+    several = share()[1] > 1
+    if several and getattr(split_f, "func", split_f) is not split_batch:
+        raise TrainerError(
+            f"train_batch: got split_f={split_f!r} in a job of {share()[1]} processes; need split_batch, which gives each its "
+            "part of the batch. Pass it, or a functools.partial of it."
+        )
+    with floats_as("float64" if dtype_of(net) == "float64" else ""):
+        shards = split_f(X, y, list(devices))
+    pair = isinstance(shards, (list, tuple)) and len(shards) == 2 and all(isinstance(side, (list, tuple)) for side in shards)
+    if not pair or len(shards[0]) != len(shards[1]) or not (shards[0] or several):
+        found = f"{len(shards[0])} shards of features and {len(shards[1])} of labels" if pair else type(shards).__name__
+        raise ShardError(f"split_f: got {found}; need as many of each, 1 or more. Return (list of X shards, list of y shards).")
+    ys = list(shards[1])
+    if isinstance(loss, gluon.loss.Loss):  # none of which takes bool
+        ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
+    return list(shards[0]), ys
+
+
+def _check_functions(operation: str, loss: Any, split_f: Any, *, optional: bool = False) -> None:
+    if not optional or loss is not None:
+        check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, such as SoftmaxCrossEntropyLoss().")
+    check_function(operation, "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+
+
+def check_network(operation: str, net: Any) -> None:
+    """Raise `TrainerError` unless this is a network."""
+    if not isinstance(net, gluon.Block):
+        raise TrainerError(
+            f"{operation}: got {short(net)} as the network; need a gluon.Block. Pass net.module of a DataParallelModel."
+        )
+
+
+def dtype_of(net: Any) -> str:
+    """Return the dtype of a network's first parameter, "" where it has none."""
+    if not isinstance(net, gluon.Block):
+        return ""
+    for param in net._reg_params.values():
+        return np.dtype(param.dtype).name
+    return next((name for name in map(dtype_of, net._children.values()) if name), "")
+
+
+def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Leaf]]:
+    """Return every shard's output, and its losses where there is a loss function."""
+
+    def through(shard: int) -> Any:
+        with _naming(operation, "network", shard, Xs[shard], ys[shard], net):
+            return net(Xs[shard])
+
+    outputs = run_shards(net, [partial(through, shard) for shard in range(len(Xs))])
+    losses: List[Leaf] = []
+    for shard, (output, y) in enumerate(zip(outputs, ys)):
+        if loss is not None:
+            with _naming(operation, "loss", shard, Xs[shard], y, net):
+                losses.append(loss(output, y))
+    return outputs, losses
+
+
+@contextmanager
+def _naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> Iterator[None]:
+    """Name the shard, its device, shapes and dtypes in what MXNet raises."""
+    try:
+        yield
+    except (MXNetError, *OF_WRONG_DATA) as error:
+        if not is_of_mxnet(error):
+            raise
+        found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
+        places = ", ".join(sorted({str(leaf.context) for leaf in found}))
+        shapes = short([tuple(leaf.shape) for leaf in found])
+        raise StepError(
+            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {last_line(error)}; "
+            f"need data that it takes. {_advice(found, net)}"
+        ) from error
+
+
+def _advice(found: Sequence[Leaf], net: Any) -> str:
+    """Return what to do about data that a network or a loss does not take."""
+    dtypes, own = {np.dtype(leaf.dtype).name for leaf in found}, dtype_of(net)
+    if "bool" in dtypes:
+        return "Few operators take bool: cast it with astype('float32'), or 'int32'."
+    if own.startswith("float") and own not in dtypes and any(dtype.startswith("float") for dtype in dtypes):
+        return f"The network is of {own}: pass split_f=functools.partial(split_batch, dtype={own!r})."
+    return "Try it on one device, with one example."
+
+
+def _count_all(
+    operation: str,
+    split_f: SplitFunction,
+    losses: Sequence[Leaf],
+    label: Any,
+    labels: Sequence[Any],
+    devices: Sequence[Context],
+) -> int:
+    """Return the examples of a batch over all processes, having checked the losses of this one."""
+    if share()[1] == 1:
+        return _count(operation, split_f, losses, label, labels)
+    if losses:
+        _count(operation, split_f, losses, _own_part(label, split_f, devices), labels)
+    return count_examples(operation, label, _label_axis(split_f))
+
+
+def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
+    """Return the examples that these losses are of, having checked that each holds one number for each of its shard."""
+    for shard, (loss, sizes) in enumerate(zip(losses, _shard_sizes(split_f, label, labels))):
+        if not is_device_array(loss):
+            raise TrainerError(
+                f"{operation}: got a loss of type {type(loss).__name__}; need an MXNet array. Use a loss of gluon.loss."
+            )
+        if not loss.shape or (sizes and loss.shape[0] not in sizes):
+            raise TrainerError(
+                f"{operation}: got a loss of shape {loss.shape} for shard {shard} on {loss.context}, which holds "
+                f"{' or '.join(map(str, sorted(sizes)))} examples; need one number for each example, so that uneven shards count "
+                "right. Leave the mean out of the loss, and tell it where the examples are (batch_axis)."
+            )
+    return sum(int(loss.shape[0]) for loss in losses)
+
+
+def _own_units(operation: str, loss: Any, label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Optional[int]:
+    """Return what a loss with `num_units` counts in this process's part of a batch; None of other losses."""
+    if share()[1] == 1 or not callable(getattr(loss, "num_units", None)):
+        return _num_units(operation, loss, label)
+    part = _own_part(label, split_f, devices)
+    return _num_units(operation, loss, part) if part is not None else 0
+
+
+def _own_part(label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Any:
+    """Return what of a batch's label is this process's, None where that is nothing."""
+    weights = getattr(split_f, "keywords", {}).get("weights")
+    return part_of_process(label, len(devices), _label_axis(split_f), weights)
+
+
+def _has_axis(split_f: SplitFunction) -> bool:
+    """Return whether it is known along which axis a function splits."""
+    return getattr(split_f, "func", split_f) is split_batch or "batch_axis" in getattr(split_f, "keywords", {})
+
+
+def _check_loss(operation: str, loss: Any, label: Any, split_f: SplitFunction) -> None:
+    """Raise `TrainerError` where one of MXNet's losses would average over other axes than those of one example.
+
+    On one device, or where a shard has as many examples as steps of time, the shape of the result does not show it.
+    """
+    axis: Any = getattr(loss, "_batch_axis", 0) if isinstance(loss, gluon.loss.Loss) else 0
+    name, wanted = type(loss).__name__, _label_axis(split_f)
+    if axis and mx.util.is_np_array() and any(isinstance(loss, kind) and _computes_as(loss, kind) for kind in _ON_AXIS_0):
+        raise TrainerError(
+            f"{operation}: got {name} with batch_axis={axis} and np arrays, of which MXNet then averages all axes but 0; need "
+            f"examples on axis 0. Pass lambda output, label: loss(output.swapaxes(0, {axis}), label.swapaxes(0, {axis})) with a "
+            f"loss of batch_axis=0."
+        )
+    is_mxnets = isinstance(loss, gluon.loss.Loss) and type(loss).__module__ == gluon.loss.__name__
+    ndim = label.ndim if is_device_array(label) or isinstance(label, np.ndarray) else 0
+    known = is_mxnets and _has_axis(split_f) and isinstance(wanted, int) and ndim > max(axis, 0, wanted)
+    if known and axis % ndim != wanted % ndim:
+        raise TrainerError(
+            f"{operation}: got {name} with batch_axis={axis} and labels that are split along axis {wanted}; need one axis for "
+            f"both, on which the examples are. Pass batch_axis={wanted} to the loss, or to the split."
+        )
+
+
+def _computes_as(loss: Any, kind: Any) -> bool:
+    return getattr(type(loss), "hybrid_forward", None) is kind.hybrid_forward and type(loss).forward is kind.forward
+
+
+_ON_AXIS_0 = (gluon.loss.L1Loss, gluon.loss.L2Loss, gluon.loss.SigmoidBCELoss, gluon.loss.SoftmaxCELoss)  # with np arrays
+
+
+def _label_axis(split_f: SplitFunction) -> Any:
+    axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
+    return axis[1] if isinstance(axis, (list, tuple)) else axis
+
+
+def _num_units(operation: str, loss: Any, label: Any) -> Optional[int]:
+    """Return what a loss with `num_units` counts in the label of a whole batch; None of other losses."""
+    if not callable(getattr(loss, "num_units", None)):
+        return None
+    num_units = loss.num_units(label)
+    return whole_number(operation, "num_units(y) of the loss", num_units, advice="Leave out the batch.")
+
+
+def _shard_sizes(split_f: SplitFunction, label: Any, labels: Sequence[Any]) -> List[Set[int]]:
+    """Return what each shard's number of examples can be; an empty set where its labels do not tell.
+
+    `split_batch`, and a function that was given a `batch_axis`, split along that. Any other function's batch axis is one along
+    which the shards add up to the batch: on one device, that is any.
+    """
+    if _has_axis(split_f) and all(any(is_device_array(leaf) for _, leaf in leaves(one)) for one in labels):
+        return [{count_examples("split_f", one, _label_axis(split_f))} for one in labels]
+    sizes: List[Set[int]] = [set() for _ in labels]
+    whole = [leaf.shape if is_device_array(leaf) else np.shape(leaf) for _, leaf in leaves(label)]
+    parts = [[leaf.shape for _, leaf in leaves(one) if is_device_array(leaf)] for one in labels]
+    if any([len(shape) for shape in part] != [len(shape) for shape in whole] for part in parts):
+        return sizes
+    for i, shape in enumerate(whole):
+        for axis in range(len(shape)):
+            along = [part[i][axis] for part in parts]
+            if sum(along) == shape[axis]:
+                for known, size in zip(sizes, along):
+                    known.add(size)
+    return sizes
+
+
+def _num_labels(labels: Sequence[Any]) -> int:
+    return sum(int(label.shape[0]) for label in labels if is_device_array(label) and label.shape)
+
+
+def _kinds(losses: Any) -> str:
+    if isinstance(losses, (list, tuple)):
+        return f"a {type(losses).__name__} of {sorted({type(loss).__name__ for loss in losses})}" if losses else f"{losses!r}"
+    return type(losses).__name__

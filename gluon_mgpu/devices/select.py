@@ -1,0 +1,311 @@
+"""From what a user asks for to a list of contexts."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
+
+import mxnet as mx
+from mxnet import Context
+
+from ..runtime import environment
+from ..checks import is_whole, short, whole_number
+from .describe import DeviceInfo as DeviceInfo
+from .describe import describe_devices as describe_devices
+from ..errors import DeviceError
+from . import mxnet_gpus, free_gpus
+from ..runtime.nvidia.request import Demand, num_bytes, seconds
+from .mxnet_gpus import usable_gpus as usable_gpus
+
+DeviceSpec = Union[None, str, int, Context, Sequence[Context]]
+
+# Each CPU context starts a thread, and threads are counted for each: 256 take 1 s, 512 4 s, 1,024 12 s, 2,048 59 s.
+MOST_DEVICES = 1024
+
+_FORMS = (
+    "Use 'auto', 'gpu', 'gpu:4-7', 'gpu:0,2', 'gpu:free', 'gpu:free:2', 'cpu:2' (a number of CPU contexts), 'cpu:0,gpu:0', "
+    "a count, or contexts."
+)
+
+
+@contextmanager
+def use_devices(
+    spec: DeviceSpec = None,
+    *,
+    min_free_memory: Union[None, int, str] = None,
+    wait_s: Optional[float] = None,
+    tell: Optional[Callable[[str], None]] = None,
+) -> Iterator[List[Context]]:
+    """Yield the contexts that `spec` asks for, the first being the default context inside.
+
+    On leaving it waits for the devices, and raises what they still owed: MXNet reports the error of an operation only
+    when somebody waits for it. An error of the block's own comes first.
+
+    Parameters
+    ----------
+    spec : None, str, int, mxnet.Context or sequence of mxnet.Context
+        See `resolve_devices`, for the others, too.
+    min_free_memory : None, int or str
+    wait_s : float, seconds
+    tell : callable
+
+    Raises
+    ------
+    DeviceError
+        The spec is malformed, names a device twice, or names one that is not there, or not free.
+    mxnet.MXNetError
+        An operation that was still under way on a device failed.
+
+    Examples
+    --------
+    >>> with use_devices("cpu:2") as ctx:
+    ...     print(ctx, mx.current_context())
+    [cpu(0), cpu(1)] cpu(0)
+    """
+    contexts = resolve_devices(spec, min_free_memory=min_free_memory, wait_s=wait_s, tell=tell)
+    with contexts[0]:
+        try:
+            yield contexts
+        except BaseException:
+            _wait_quietly()
+            raise
+        mx.nd.waitall()
+
+
+def _wait_quietly() -> None:
+    try:
+        mx.nd.waitall()
+    except mx.MXNetError as error:
+        environment.logger.warning(
+            "use_devices: while another error was on its way, a device reported: %s", mxnet_gpus.first_line(error)
+        )
+
+
+def resolve_devices(
+    spec: DeviceSpec = None,
+    *,
+    min_free_memory: Union[None, int, str] = None,
+    wait_s: Optional[float] = None,
+    tell: Optional[Callable[[str], None]] = None,
+) -> List[Context]:
+    """Return the contexts that `spec` asks for.
+
+    Parameters
+    ----------
+    spec : None, str, int, mxnet.Context or sequence of mxnet.Context
+        - `None` or `"auto"`: every GPU that MXNet can run on, else `cpu(0)`. Only this falls back to the CPU.
+        - an int n, or `"n"`: the first n GPUs where MXNet can run on any, else n CPU contexts.
+        - `"gpu"`, `"gpu:1"`, `"gpu:4-7"`, `"gpu:0,2"`: all GPUs, or those with these numbers.
+        - `"gpu:free"`, `"gpu:free:2"`: all GPUs that are free (see `demand.why_not_free`), or the two of them with the
+          most free memory, the most free first. They count as taken, for this package, until the process ends.
+        - `"cpu"`, `"cpu:2"`: one CPU context, or `cpu(0)` and `cpu(1)`. CPU contexts share the processor, so one number
+          alone says how many.
+        - `"cpu:0,gpu:0"`: a list of devices, each with its number.
+        - contexts: checked and returned.
+    min_free_memory : None, int, bytes, or str
+        Memory that must be free on each GPU: `8 * 2**30`, `"8GiB"`. `"auto"` and a count then choose among the GPUs that have
+        it; where none has, `"auto"` takes the CPU.
+    wait_s : float, seconds
+        How long to wait until the GPUs are free; all that were asked for must be, then, and `"auto"` waits for one.
+    tell : callable
+        Gets lines about what is waited for and what was taken; by default they are logged.
+
+    Raises
+    ------
+    DeviceError
+        The spec is malformed, names a device twice, or names one that is not there, or not free; or the driver does not say
+        what is free.
+
+    Examples
+    --------
+    >>> resolve_devices("cpu:2")
+    [cpu(0), cpu(1)]
+    >>> resolve_devices("cpu:0,cpu:3")
+    [cpu(0), cpu(3)]
+    >>> resolve_devices("tpu")
+    Traceback (most recent call last):
+    gluon_mgpu.errors.DeviceError: use_devices: got 'tpu'; need a device name. ...
+    """
+    if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit() and len(spec) < 100:
+        spec = int(spec)
+    demand = _demand(spec, num_bytes(min_free_memory), seconds(wait_s))
+    contexts = _named(spec) if demand is None else _meet(demand, wait_s or 0.0, tell)
+    check_contexts(contexts, "use_devices")
+    for context in contexts:
+        _check_present(context)
+    return contexts
+
+
+def _named(spec: DeviceSpec) -> List[Context]:
+    """Return the contexts of a spec that does not ask for what is free."""
+    if _is_auto(spec):
+        return mxnet_gpus.usable_gpus() or [mx.cpu(0)]
+    if is_whole(spec):
+        return _first(int(spec))
+    if isinstance(spec, str):
+        return [mx.Context(kind, i) for kind, i in _parse(spec)]
+    if isinstance(spec, Context):
+        return [spec]
+    if isinstance(spec, (list, tuple)):
+        return list(spec)
+    raise DeviceError(f"use_devices: got {short(spec)} of type {type(spec).__name__}; need a device spec. {_FORMS}")
+
+
+def _is_auto(spec: DeviceSpec) -> bool:
+    return spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto")
+
+
+def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> Optional[Demand]:
+    """Return what is asked of the GPUs' memory and their being free; None where nothing is."""
+    asked = re.fullmatch(r"gpu:free(?::([1-9]\d{0,3}))?", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+    if asked:
+        return Demand(str(spec), None, int(asked.group(1)) if asked.group(1) else None, True, min_free_bytes)
+    if not min_free_bytes and wait_s is None:
+        return None
+    free = wait_s is not None
+    if _is_auto(spec):
+        return Demand("auto", None, None, free, min_free_bytes, may_be_none=not free)
+    if is_whole(spec):
+        return Demand(str(spec), None, _positive(int(spec)), free, min_free_bytes)
+    contexts = _named(spec)
+    check_contexts(contexts, "use_devices")
+    if any(context.device_type != "gpu" for context in contexts):
+        raise DeviceError(
+            f"use_devices: got {contexts} with {'wait_s' if free else 'min_free_memory'}; need GPUs alone. Leave it out on CPUs."
+        )
+    for context in contexts:
+        _check_seen(context)
+    said = str(spec) if isinstance(spec, str) else ", ".join(map(str, contexts))
+    return Demand(said, tuple(context.device_id for context in contexts), None, free, min_free_bytes, every=True)
+
+
+def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
+    """Return the GPUs that meet a demand; the CPU where it leaves that open."""
+    if mxnet_gpus.num_gpus():
+        return [mx.gpu(device.number) for device in free_gpus.meet(demand, wait_s, tell)] or [mx.cpu(0)]
+    if demand.may_be_none:
+        return [mx.cpu(0)]
+    raise DeviceError(f"use_devices: got {demand.said!r}; need a GPU that MXNet can see. {_why_no_gpu()}")
+
+
+def check_contexts(contexts: Sequence[Context], operation: str) -> None:
+    """Raise `DeviceError` unless these are one or more different CPU or GPU contexts, and settle their threads."""
+    if not isinstance(contexts, (list, tuple)):
+        raise DeviceError(
+            f"{operation}: got {short(contexts)} for the devices; need a list of contexts. Pass [mx.cpu(0)], for one."
+        )
+    if not contexts:
+        raise DeviceError(f"{operation}: got an empty list of devices; need at least one. try_all_gpus() always holds one.")
+    for context in contexts:
+        if not isinstance(context, Context) or context.device_type not in ("cpu", "gpu"):
+            raise DeviceError(f"{operation}: got {short(context)} among the devices; need mx.cpu(i) or mx.gpu(i). {_FORMS}")
+    if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
+        twice = next(context for i, context in enumerate(contexts) if context in contexts[:i])
+        raise DeviceError(f"{operation}: got {twice} twice in {short(contexts)}; need different devices. Name each once.")
+    for context in contexts:
+        if context.device_type == "gpu":
+            _check_seen(context, operation)
+    _few_enough(operation, len(contexts))
+    environment.settle_threads(contexts)
+
+
+def try_gpu(i: int = 0) -> Context:
+    """Return `gpu(i)` if MXNet can run on it, else `cpu()`.
+
+    Examples
+    --------
+    >>> try_gpu(99)
+    cpu(0)
+
+    Source: d2l, chapter "GPUs".
+    """
+    whole_number("try_gpu", "i", i, low=0, advice="The first GPU is try_gpu(0).", error=DeviceError)
+    return mx.gpu(i) if mx.gpu(i) in mxnet_gpus.usable_gpus() else mx.cpu()
+
+
+def try_all_gpus() -> List[Context]:
+    """Return all GPUs that MXNet can run on, or `[cpu()]` where there is none.
+
+    d2l 1.0.3 documents the same, but returns an empty list.
+
+    Source: d2l, chapter "GPUs".
+    """
+    return mxnet_gpus.usable_gpus() or [mx.cpu()]
+
+
+def _first(num_devices: int) -> List[Context]:
+    gpus = mxnet_gpus.usable_gpus()
+    _positive(num_devices)
+    if gpus and num_devices > len(gpus):
+        raise DeviceError(
+            f"use_devices: got {num_devices} devices; need at most {len(gpus)}, the GPUs that MXNet can run on. "
+            f"Pass 'cpu:{num_devices}' to use CPU contexts instead."
+        )
+    return gpus[:num_devices] or [mx.cpu(i) for i in range(_few_enough("use_devices", num_devices))]
+
+
+def _positive(num_devices: int) -> int:
+    if num_devices < 1:
+        raise DeviceError(f"use_devices: got {num_devices} devices; need 1 or more. {_FORMS}")
+    return num_devices
+
+
+def _parse(spec: str) -> List[Tuple[str, int]]:
+    """Return (kind, number) pairs of a spec such as 'gpu:0,2', 'gpu:4-7', 'cpu:0,gpu:0', 'cpu:2'."""
+    text = re.sub(r"\s+", "", spec.lower())
+    count = re.fullmatch(r"cpu:([1-9]\d{0,5})", text)
+    if count:
+        return [("cpu", i) for i in range(_few_enough("use_devices", int(count.group(1))))]
+    if text == "cpu":
+        return [("cpu", 0)]
+    if text == "gpu":
+        return [("gpu", i) for i in _all_gpus()]
+    pairs: List[Tuple[str, int]] = []
+    kind = ""
+    for item in text.split(","):
+        match = re.fullmatch(r"(?:(cpu|gpu):)?(\d{1,6})(?:-(\d{1,6}))?", item)
+        kind = match.group(1) or kind if match else ""
+        if not match or not kind:
+            raise DeviceError(f"use_devices: got {short(spec)}; need a device name. {_FORMS}")
+        first, last = int(match.group(2)), int(match.group(3) or match.group(2))
+        if last < first:
+            raise DeviceError(f"use_devices: got the range {first}-{last} in {spec!r}; need the smaller number first. {_FORMS}")
+        _few_enough("use_devices", len(pairs) + last - first + 1)
+        pairs += [(kind, i) for i in range(first, last + 1)]
+    return pairs
+
+
+def _few_enough(operation: str, num_devices: int) -> int:
+    """Return the number of devices; raise `DeviceError` where the engine would take minutes to start a thread for each."""
+    if num_devices > MOST_DEVICES:
+        raise DeviceError(
+            f"{operation}: got {short(num_devices)} devices; need at most {MOST_DEVICES}. One CPU context per core is enough."
+        )
+    return num_devices
+
+
+def _all_gpus() -> List[int]:
+    if not mxnet_gpus.num_gpus():
+        raise DeviceError(f"use_devices: got 'gpu'; need a GPU that MXNet can see. {_why_no_gpu()}")
+    return list(range(mxnet_gpus.num_gpus()))
+
+
+def _check_seen(context: Context, operation: str = "use_devices") -> None:
+    if context.device_id >= mxnet_gpus.num_gpus():
+        there = ", ".join(f"gpu({i})" for i in range(mxnet_gpus.num_gpus())) or "none"
+        raise DeviceError(f"{operation}: got {context}; need one of the GPUs that MXNet can see ({there}). {_why_no_gpu()}")
+
+
+def _check_present(context: Context) -> None:
+    if context.device_type != "gpu":
+        return
+    _check_seen(context)
+    reason = mxnet_gpus.why_not(context.device_id)
+    if reason:
+        raise DeviceError(f"use_devices: got {context}; need a GPU that MXNet can run on. {reason}")
+
+
+def _why_no_gpu() -> str:
+    why = mxnet_gpus.why_hidden(mxnet_gpus.num_gpus(), len(mxnet_gpus.nvidia_smi()))
+    return f"{why} 'auto' takes the CPU where there is no GPU; 'cpu:2' asks for two CPU contexts."

@@ -1,0 +1,169 @@
+"""MXNet's own store of several processes, `dist_sync`: sums of gradients and rows of numbers by way of parameter servers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Dict, List, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet.base import _LIB, check_call
+
+from .process import Process
+from ..errors import ProcessError
+from ..nested import Leaf
+
+
+class DistSync:
+    """Joins processes by MXNet's parameter servers.
+
+    ```
+    process 0   devices ─► sum ─┐                      ┌─► every device of every process
+                                ├─► servers: one sum ──┤
+    process 1   devices ─► sum ─┘                      └─►
+    ```
+
+    A server adds what comes in the order in which it comes. Two numbers have one sum, so that two processes always get the
+    same bits; three or more would not, and send their parts side by side, to be added in the order of their ranks by each.
+
+    Parameters
+    ----------
+    process : Process
+
+    Raises
+    ------
+    ProcessError
+        The job has no store: it was not started by the launcher.
+    """
+
+    def __init__(self, process: Process) -> None:
+        if os.environ.get("DMLC_ROLE") != "worker":
+            raise ProcessError(
+                f"Trainer: got process {process.rank} of {process.num_processes} without a store (DMLC_ROLE="
+                f"{os.environ.get('DMLC_ROLE', '')!r}); need the launcher's scheduler and servers. Start it with "
+                "gluon-mgpu launch."
+            )
+        self._process = process
+        self._store = mx.kv.create("dist_sync")
+        # A process that fails must not wait at its exit for the others, which wait for it.
+        check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self._store.handle, 0))
+        self._compression: Dict[str, Any] = {}
+        self._num_keys = 0
+        self._rows: Dict[int, _Rows] = {}  # of messages, by their size
+        self._bit_keys: Dict[int, int] = {}  # of the same in bits
+
+    def sum_of(self, arrays: List[Leaf], *, exact: bool) -> Any:
+        """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
+        assert not (exact and self._compression), "Trainer refuses it"
+        if self._compression and arrays[0].dtype != np.float32:
+            raise ProcessError(
+                f"Trainer: got a gradient of {np.dtype(arrays[0].dtype)} and compression_params; need float32. Leave one "
+                "of them out."
+            )
+        if self._process.num_processes == 2 or self._compression:
+            return _ArrivalSum(self._store, self._new_key(arrays[0].shape, arrays[0].dtype), arrays)
+        return _RankSum(self._new_rows(arrays[0].size, arrays[0].dtype), arrays)
+
+    def compress(self, params: Dict[str, Any]) -> None:
+        """Let float32 gradients be sent in 2 bits from now on: -threshold, 0 or threshold, what is left over going with the next.
+
+        Source: `mxnet.kvstore.KVStore.set_gradient_compression`; Strom, "Scalable distributed DNN training using commodity GPU
+        cloud computing", 2015.
+        """
+        if params["type"] != "2bit":
+            raise ProcessError(
+                f"Trainer: got compression_params {params}; need type '2bit', which is what MXNet's store knows. Pass that, or "
+                "launch with --backend horovod."
+            )
+        self._store.set_gradient_compression(params)
+        self._compression = {"threshold": 0.5, **params}
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits."""
+        if self._compression:
+            return self._exchange_bits(numbers)
+        if len(numbers) not in self._rows:
+            self._rows[len(numbers)] = self._new_rows(len(numbers), np.float32)
+        found: np.ndarray = self._rows[len(numbers)].show(mx.nd.array(numbers.reshape(1, -1))).asnumpy()
+        return found
+
+    def barrier(self) -> None:
+        """Wait until every process has come here."""
+        self._store._barrier()
+
+    def _new_rows(self, size: int, dtype: Any) -> _Rows:
+        key = self._new_key((self._process.num_processes, size + 1), dtype, "row_sparse")
+        return _Rows(self._store, key, self._process.rank, size, dtype)
+
+    def _new_key(self, shape: Sequence[int], dtype: Any, stype: str = "default") -> int:
+        key, self._num_keys = self._num_keys, self._num_keys + 1
+        # The store refuses to begin with rows that are not there; and what it compresses must leave nothing for the next time.
+        fill = mx.nd.zeros if stype == "default" else mx.nd.ones
+        self._store.init(key, fill(shape, dtype=dtype).tostype(stype))
+        return key
+
+    def _exchange_bits(self, numbers: np.ndarray) -> np.ndarray:
+        """The same where the store sends -threshold, 0 and threshold only: each bit is one of these, beside the others' zeros."""
+        threshold = self._compression["threshold"]
+        rows = np.zeros((self._process.num_processes, 32 * len(numbers)), np.float32)
+        rows[self._process.rank] = np.unpackbits(numbers.astype(np.float32).view(np.uint8)) * np.float32(threshold)
+        if rows.shape[1] not in self._bit_keys:
+            self._bit_keys[rows.shape[1]] = self._new_key(rows.shape, np.float32)
+        array = mx.nd.array(rows)
+        self._store.push(self._bit_keys[rows.shape[1]], array)
+        self._store.pull(self._bit_keys[rows.shape[1]], out=array)
+        bits: np.ndarray = np.packbits(array.asnumpy() > threshold / 2, axis=1)
+        return bits.view(np.float32)
+
+
+class _Rows:
+    """Lets every process see the numbers of all, as rows in the order of their ranks, without waiting for them.
+
+    Each sends its own row only, of a sparse array; and a one behind it, as a row of zeros would not be there.
+    """
+
+    def __init__(self, store: Any, key: int, rank: int, size: int, dtype: Any) -> None:
+        self._store, self._key, self._dtype = store, key, dtype
+        self.shape = (store.num_workers, size + 1)
+        others = rank, store.num_workers - rank - 1
+        self._before, self._behind = ([mx.nd.zeros((n, size + 1), dtype=dtype)] if n else [] for n in others)
+        self._one = mx.nd.ones((1, 1), dtype=dtype)
+        self._all = mx.nd.arange(store.num_workers, dtype="int64")
+
+    def show(self, row: Leaf, priority: int = 0) -> Leaf:
+        """Return the rows of all, shape (processes, size), of this process's, shape (1, size)."""
+        parts = [*self._before, mx.nd.concat(row, self._one, dim=1), *self._behind]
+        mine = mx.nd.concat(*parts, dim=0).tostype("row_sparse")
+        rows = mx.nd.sparse.zeros("row_sparse", self.shape, dtype=self._dtype)
+        self._store.push(self._key, mine, priority=priority)
+        self._store.row_sparse_pull(self._key, out=rows, row_ids=self._all, priority=priority)
+        return mx.nd.slice_axis(rows.tostype("default"), axis=1, begin=0, end=self.shape[1] - 1)
+
+
+class _ArrivalSum:
+    """Sums over the devices here and then over the processes, in one message of each."""
+
+    def __init__(self, store: Any, key: int, arrays: List[Leaf]) -> None:
+        self._store, self._key, self._arrays = store, key, arrays
+
+    def run(self, priority: int) -> None:
+        """Queue the sum."""
+        self._store.push(self._key, self._arrays, priority=priority)
+        self._store.pull(self._key, out=self._arrays, priority=priority)
+
+
+class _RankSum:
+    """Sums over the devices here, sends the sum as a row of its own, and adds the rows up in their order."""
+
+    def __init__(self, rows: _Rows, arrays: List[Leaf]) -> None:
+        self._rows, self._arrays = rows, arrays
+
+    def run(self, priority: int) -> None:
+        """Queue the sum."""
+        first = self._arrays[0]
+        here = mx.nd.reshape(first.as_in_context(mx.cpu()), shape=(1, -1))
+        for other in self._arrays[1:]:
+            here = here + mx.nd.reshape(other.as_in_context(mx.cpu()), shape=(1, -1))
+        total = mx.nd.reshape(mx.nd.sum(self._rows.show(here, priority), axis=0), shape=first.shape)
+        for array in self._arrays:
+            total.copyto(array)

@@ -1,0 +1,156 @@
+"""Horovod, where it is installed: the same sums over processes, in a ring, without servers."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+from typing import Any, Dict, List
+
+import mxnet as mx
+import numpy as np
+
+from .process import Process
+from ..errors import MissingExtraError, ProcessError
+from ..nested import Leaf
+
+
+class Horovod:
+    """Joins processes by Horovod's all-reduce.
+
+    ```
+    process 0   devices ─► sum ─┐            ┌─► every device of process 0
+                                ├─ ring sum ─┤   each sends to the next and receives from the one before: no servers
+    process 1   devices ─► sum ─┘            └─► every device of process 1
+    ```
+
+    A ring adds in the order of the ranks, which its place in the array decides. So that this place is always the same, Horovod
+    must not join arrays that happen to be ready together (`HOROVOD_FUSION_THRESHOLD=0`): gradients come in buckets anyway.
+
+    Parameters
+    ----------
+    process : Process
+
+    Raises
+    ------
+    MissingExtraError
+        Horovod is not installed, or was built without MXNet.
+    ProcessError
+        It counts the processes otherwise, or could not join them.
+
+    Source: Sergeev, Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018; Patarasuk, Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    """
+
+    def __init__(self, process: Process) -> None:
+        for name, value in DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        self._process = process
+        self._hvd = _load()
+        try:
+            self._hvd.init()
+        except Exception as error:  # whatever its C++ says: a RuntimeError, mostly of a connection
+            raise ProcessError(
+                f"Trainer: got {_last_line(error)} from Horovod; need all processes of the job. Start them with "
+                "gluon-mgpu launch --backend horovod, or horovodrun."
+            ) from error
+        found = (self._hvd.rank(), self._hvd.size())
+        if found != (process.rank, process.num_processes):
+            raise ProcessError(
+                f"Trainer: got rank {found[0]} of {found[1]} from Horovod; need {process.rank} of {process.num_processes}, as "
+                "the environment says. Start the program once, with gluon-mgpu launch --backend horovod, or horovodrun."
+            )
+        if "GLUON_MGPU_RANK" in os.environ:
+            # The launcher's hook (distributed/startup) shuts Horovod down where all is well. A process that has failed must not:
+            # the others would fail with it before it has ended, and one of them be taken for the cause.
+            atexit.unregister(self._hvd.shutdown)
+        self._on_gpu = bool(self._hvd.nccl_built())
+        self._num_sums = 0
+        self._is_half = False
+
+    def sum_of(self, arrays: List[Leaf], *, exact: bool) -> Any:
+        """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
+        self._num_sums += 1  # every process makes the same sums in the same order: names agree
+        half = self._is_half and not exact and arrays[0].dtype == np.float32
+        return _RingSum(self._hvd, f"sum.{self._num_sums}", arrays, half=half, on_gpu=self._on_gpu)
+
+    def compress(self, params: Dict[str, Any]) -> None:
+        """Let float32 gradients be sent as float16 from now on: half the bytes, three digits, and at most 65,504 a sum.
+
+        Source: `horovod.mxnet.Compression.fp16`.
+        """
+        if params["type"] != "fp16":
+            raise ProcessError(
+                f"Trainer: got compression_params {params}; need type 'fp16', which is what Horovod sends. Pass that, or launch "
+                "with --backend dist_sync."
+            )
+        self._is_half = True
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits."""
+        rows = np.zeros((self._process.num_processes, len(numbers)), np.float32)
+        rows[self._process.rank] = numbers
+        array = mx.nd.array(rows)  # beside the others' zeros: the sum is exact
+        self._hvd.allreduce_(array, op=self._hvd.Sum, name=f"rows.{len(numbers)}")
+        found: np.ndarray = array.asnumpy()
+        return found
+
+    def barrier(self) -> None:
+        """Wait until every process has come here."""
+        self.rows(np.zeros(1, np.float32))
+
+
+DEFAULTS = {
+    "HOROVOD_FUSION_THRESHOLD": "0",  # bytes
+    # Milliseconds. Processes ask each other so often whether all have something, also when they compute (scripts/RESULTS.md).
+    "HOROVOD_CYCLE_TIME": "10",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",  # for which a process may be late; it is 30, and imports of many can take that
+}
+
+
+def cycle_s() -> float:
+    """Return the seconds of a cycle: with the next one, sums begin that all processes have asked for.
+
+    As the environment of this process says, which those that it starts inherit, or `DEFAULTS`. What is no number, Horovod takes
+    for 0.
+    """
+    name = "HOROVOD_CYCLE_TIME"
+    try:
+        return max(0.0, float(os.environ.get(name, DEFAULTS[name]))) / 1e3
+    except ValueError:
+        return 0.0
+
+
+class _RingSum:
+    """Sums over the devices here, on the first, then over the processes, and copies the sum to the others."""
+
+    def __init__(self, hvd: Any, name: str, arrays: List[Leaf], *, half: bool, on_gpu: bool) -> None:
+        self._hvd, self._name, self._arrays, self._half = hvd, name, arrays, half
+        self._leaves = arrays[0].context.device_type == "gpu" and not on_gpu
+
+    def run(self, priority: int) -> None:
+        """Queue the sum."""
+        first, *others = self._arrays
+        if others:
+            mx.nd.add_n(first, *(other.as_in_context(first.context) for other in others), out=first)
+        wire = first.as_in_context(mx.cpu()) if self._leaves else first
+        wire = wire.astype("float16") if self._half else wire
+        self._hvd.allreduce_(wire, op=self._hvd.Sum, name=self._name, priority=priority)
+        if wire is not first:
+            wire.astype(first.dtype, copy=False).copyto(first)
+        for other in others:
+            first.copyto(other)
+
+
+def _load() -> Any:
+    try:
+        return importlib.import_module("horovod.mxnet")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"Trainer: got no Horovod that works with MXNet ({error}); need horovod 0.28.1, built for this MXNet. Run "
+            "sh scripts/build_horovod.sh, or launch with --backend dist_sync."
+        ) from error
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

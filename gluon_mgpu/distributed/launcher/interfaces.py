@@ -1,0 +1,57 @@
+"""Network interfaces and their IPv4 addresses."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+from ...checks import short
+from ..process import LaunchError
+
+_SIOCGIFADDR = 0x8915
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface, of a host name, or an address as it is.
+
+    Raises
+    ------
+    LaunchError
+        There is no such interface or host.
+
+    Examples
+    --------
+    >>> address_of("lo")
+    '127.0.0.1'
+    """
+    address = _address(interface)
+    if address:
+        return address
+    try:
+        return str(socket.getaddrinfo(interface, None, socket.AF_INET)[0][4][0])
+    except (OSError, UnicodeError) as error:  # a label of a name that is longer than names may be
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise LaunchError(
+            f"launch: got {short(interface)} ({error}); need an interface, a host or an IPv4 address. Here are {names}."
+        ) from None
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an IPv4 address; "" where none has.
+
+    Examples
+    --------
+    >>> interface_of("127.0.0.1")
+    'lo'
+    """
+    return next((name for _, name in socket.if_nameindex() if _address(name) == address), "")
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode(errors="replace")[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(packed[20:24])

@@ -1,0 +1,315 @@
+"""Who runs where: from a plan, which every node is told, to the commands and environments of a node's processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ...runtime.threads import num_cores
+from .fields import address, list_of, one_of, pair, record, whole
+from .interfaces import interface_of
+from ..process import LaunchError, Process
+from .tokens import TOKEN
+
+STARTUP = str(Path(__file__).parent / "startup")
+# MXNet serves when it is imported with a role in the environment, and ends by itself. By way of us it has our settings: malloc
+# keeps the memory of messages (scripts/RESULTS.md).
+_SERVER = (sys.executable, "-c", "import gluon_mgpu")
+_MEETING = str(Path(__file__).parent / "horovod_rendezvous.py")
+_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK", TOKEN}  # no worker needs the launchers' secret
+BACKENDS = ("dist_sync", "horovod")
+MOST_NODES = 2**16
+MOST_PROCESSES = 2**16
+MOST_RESTARTS = 2**31
+_COUNTS = list_of(whole(0, MOST_PROCESSES), 1, MOST_NODES)
+_FIELDS = record(
+    restart=whole(0, MOST_RESTARTS),
+    counts=_COUNTS,
+    servers=_COUNTS,
+    root=pair(address, whole(1, 65535)),
+    backend=one_of(*BACKENDS),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one attempt looks like, the same on every node. It holds numbers and an address, and nothing that is executed.
+
+    Attributes
+    ----------
+    restart : int
+        How often the job has been started again.
+    counts : tuple of int
+        Workers of each node.
+    servers : tuple of int
+        Parameter servers of each node; none where one worker trains alone.
+    root : tuple of (str, int)
+        Address and port of the scheduler, which runs on node 0; of the meeting with Horovod.
+    backend : str
+        What joins the workers: `dist_sync`, MXNet's store, or `horovod`.
+    """
+
+    restart: int
+    counts: Tuple[int, ...]
+    servers: Tuple[int, ...]
+    root: Tuple[str, int]
+    backend: str = "dist_sync"
+
+    @property
+    def num_processes(self) -> int:
+        """How many workers there are."""
+        return sum(self.counts)
+
+    def process(self, node_rank: int, local_rank: int) -> Process:
+        """Return the place of a node's worker. Ranks go node by node.
+
+        Examples
+        --------
+        >>> Plan(0, (2, 3), (1, 1), ("10.0.0.1", 9000)).process(1, 2).rank
+        4
+        """
+        rank = sum(self.counts[:node_rank]) + local_rank
+        count = self.counts[node_rank]
+        return Process(rank, self.num_processes, local_rank, count, node_rank, len(self.counts), self.restart)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Plan:
+        """Return the plan that another node has sent as `vars(plan)`.
+
+        Raises
+        ------
+        LaunchError
+            It is not one.
+        """
+        try:
+            plan = cls(**_FIELDS(said))
+        except ValueError as error:
+            raise LaunchError(
+                f"launch: got {str(said)[:200]!r} ({error}); need a plan. Run the same version on every node."
+            ) from None
+        if len(plan.counts) != len(plan.servers) or not 0 < plan.num_processes <= MOST_PROCESSES:
+            raise LaunchError(
+                f"launch: got {str(said)[:200]!r}; need a plan with processes and servers for each node, "
+                f"at most {MOST_PROCESSES} in all. Run the same version on every node."
+            )
+        return plan
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process to start.
+
+    Attributes
+    ----------
+    name : str
+        A worker's rank, "server 0", "scheduler" or "meeting".
+    number : int
+        For its colour.
+    command : tuple of str
+    environ : dict of str to str
+        The whole environment.
+    is_worker : bool
+        Whether it runs the program, and does not serve those that do.
+    cores : tuple of int
+        Those that it is bound to; all where there are none.
+    stdin : bytes
+        What it finds at its standard input, which then stays open until it is to end; nothing else asks it to.
+    """
+
+    name: str
+    number: int
+    command: Tuple[str, ...]
+    environ: Mapping[str, str]
+    is_worker: bool = False
+    cores: Tuple[int, ...] = ()
+    stdin: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a node brings: the program, and what its processes share.
+
+    Attributes
+    ----------
+    program : tuple of str
+        As `program_command` returns it.
+    host : str
+        The address at which the other nodes reach this one.
+    cores : tuple of int
+        What workers are bound to, each a share of it; none to leave them unbound.
+    gpus : tuple of str
+        The GPUs as `CUDA_VISIBLE_DEVICES` names them.
+    gpus_per_process : int
+        0 gives each worker an equal share of the GPUs, or all of them where there are fewer than workers.
+    """
+
+    program: Tuple[str, ...]
+    host: str = "127.0.0.1"
+    cores: Tuple[int, ...] = ()
+    gpus: Tuple[str, ...] = ()
+    gpus_per_process: int = 0
+
+    def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
+        """Return what this machine has to start: on node 0 the scheduler or the meeting, then servers, then workers."""
+        base = {name: value for name, value in os.environ.items() if name not in _STALE and not name.startswith("DMLC_")}
+        tasks: List[Task] = []
+        if plan.backend == "horovod" and plan.num_processes > 1:
+            if not node_rank:
+                command = (sys.executable, "-I", "-S", _MEETING, plan.root[0], str(plan.root[1]))
+                tasks = [Task("meeting", 0, command, base)]
+            base = {**_hooked(base), **self._horovod_environ(plan)}
+        elif any(plan.servers):
+            store = {**base, **self._store_environ(plan)}
+            tasks = (
+                [] if node_rank else [Task("scheduler", 0, _SERVER, {**store, "DMLC_ROLE": "scheduler", "GLUON_MGPU_DEBUG": ""})]
+            )
+            first = sum(plan.servers[:node_rank])
+            for number in range(first, first + plan.servers[node_rank]):
+                tasks.append(Task(f"server {number}", number, _SERVER, {**store, "DMLC_ROLE": "server", "GLUON_MGPU_DEBUG": ""}))
+            base = {**_hooked(store), "DMLC_ROLE": "worker"}
+        return tasks + [self._worker(plan.process(node_rank, i), base, plan) for i in range(plan.counts[node_rank])]
+
+    def _store_environ(self, plan: Plan) -> Dict[str, str]:
+        """Return what ps-lite, MXNet's transport, must know; it binds to `DMLC_NODE_HOST`, the scheduler to the root."""
+        return {
+            "DMLC_PS_ROOT_URI": plan.root[0],
+            "DMLC_PS_ROOT_PORT": str(plan.root[1]),
+            "DMLC_NUM_WORKER": str(plan.num_processes),
+            "DMLC_NUM_SERVER": str(sum(plan.servers)),
+            "DMLC_NODE_HOST": self.host,
+        }
+
+    def _horovod_environ(self, plan: Plan) -> Dict[str, str]:
+        """Return what all processes of Horovod must know; it binds to the first address of an interface."""
+        interface = interface_of(self.host)
+        return {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": plan.root[0],
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(plan.root[1]),
+            **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
+        }
+
+    def _worker(self, process: Process, base: Mapping[str, str], plan: Plan) -> Task:
+        local, count = process.local_rank, process.local_processes
+        environ = {"PYTHONUNBUFFERED": "1", **base, **process.variables()}  # else the last lines of a killed process are lost
+        if plan.backend == "horovod" and plan.num_processes > 1:
+            environ.update(_horovod_place(process, plan))
+        cores: Tuple[int, ...] = ()
+        if count > 1 and len(self.cores) >= count:
+            cores = shares(self.cores, count)[local]
+        elif count > 1:
+            environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
+        if self.gpus_per_process:
+            gpus = self.gpus[local * self.gpus_per_process :][: self.gpus_per_process]
+        else:
+            gpus = shares(self.gpus, count)[local] if len(self.gpus) >= count else self.gpus
+        if gpus:
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return Task(str(process.rank), process.rank, self.program, environ, True, cores)
+
+
+def _hooked(environ: Mapping[str, str]) -> Dict[str, str]:
+    """Return an environment in which a worker ends as `startup/sitecustomize.py` says."""
+    return {**environ, "PYTHONPATH": os.pathsep.join([STARTUP, *filter(None, [environ.get("PYTHONPATH")])])}
+
+
+def _horovod_place(process: Process, plan: Plan) -> Dict[str, str]:
+    """Return a worker's place in Horovod's words: "cross" are those with the same number on their machines."""
+    peers = [node for node, count in enumerate(plan.counts) if count > process.local_rank]
+    place = {
+        "RANK": process.rank,
+        "SIZE": process.num_processes,
+        "LOCAL_RANK": process.local_rank,
+        "LOCAL_SIZE": process.local_processes,
+        "CROSS_RANK": peers.index(process.node_rank),
+        "CROSS_SIZE": len(peers),
+        "HOSTNAME": f"node{process.node_rank}",
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in place.items()}
+
+
+def program_command(program: Sequence[str], *, module: bool = False) -> Tuple[str, ...]:
+    """Return what to execute for `train.py ...`, for a module with its arguments, or for a program on the PATH.
+
+    Raises
+    ------
+    LaunchError
+        There is no such file, module or program.
+
+    Examples
+    --------
+    >>> program_command(["timeit", "-n", "1"], module=True)[1:]
+    ('-m', 'timeit', '-n', '1')
+    """
+    first, *arguments = program
+    if module:
+        return (sys.executable, "-m", first, *arguments)
+    if first.endswith(".py"):
+        if not os.path.isfile(first):
+            raise LaunchError(f"launch: got {first!r}; need a script that is there. It is looked for from {os.getcwd()}.")
+        return (sys.executable, first, *arguments)
+    found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise LaunchError(
+            f"launch: got {first!r}; need a script that ends in .py, or a program on the PATH. Or a module after -m."
+        )
+    return (found, *arguments)
+
+
+def shares(things: Sequence[Any], count: int) -> List[Tuple[Any, ...]]:
+    """Return things shared out in order, the first shares one longer where they do not come out even.
+
+    Examples
+    --------
+    >>> shares([0, 1, 2, 3, 4], 2)
+    [(0, 1, 2), (3, 4)]
+    """
+    size, longer = divmod(len(things), count)
+    ends = [i * size + min(i, longer) for i in range(count + 1)]
+    return [tuple(things[begin:end]) for begin, end in zip(ends, ends[1:])]
+
+
+def bindable_cores() -> Tuple[int, ...]:
+    """Return the cores of this process, threads of one core side by side; none where a quota gives it fewer than that."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    cores = sorted(os.sched_getaffinity(0), key=_place)
+    return tuple(cores) if num_cores() == len(cores) else ()
+
+
+def _place(core: int) -> Tuple[int, int, int]:
+    return (_topology(core, "physical_package_id"), _topology(core, "core_id"), core)
+
+
+def _topology(core: int, what: str) -> int:
+    try:
+        return int(Path(f"/sys/devices/system/cpu/cpu{core}/topology/{what}").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def default_servers(counts: Sequence[int]) -> Tuple[int, ...]:
+    """Return how many parameter servers each node has where nobody has said.
+
+    A worker alone needs none. Two on one machine were faster than one, and than four, for two workers and for four; several
+    machines have one each, so that each has as much to send as to receive.
+
+    Examples
+    --------
+    >>> default_servers([1]), default_servers([4]), default_servers([2, 2])
+    ((0,), (2,), (1, 1))
+    """
+    each = 0 if sum(counts) == 1 else 2 if len(counts) == 1 else 1
+    return tuple(each for _ in counts)
+
+
+def spread_servers(servers: Optional[int], counts: Sequence[int]) -> Tuple[int, ...]:
+    """Return the servers of each node, `servers` of them in all, the first nodes one more where it does not come out even."""
+    if servers is None or sum(counts) == 1:
+        return default_servers(counts)
+    return tuple(len(share) for share in shares(range(servers), len(counts)))

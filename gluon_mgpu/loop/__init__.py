@@ -1,0 +1,1 @@
+"""Epochs: fit, evaluate, predict, callbacks, resume."""

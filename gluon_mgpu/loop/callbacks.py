@@ -1,0 +1,486 @@
+"""What fit() calls as it goes: progress, early stopping, checkpoints; and the history of a run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+from mxnet import gluon
+
+from ..checkpoint.checkpoint import check_folder
+from ..checks import flag, instance, one_of, path_of, real_number, short, whole_number
+from ..trainer.optimizer_config import describe
+from ..distributed.process import this_process
+from .epoch import EpochProgress
+from ..errors import StateError, TrainerError
+from ..checkpoint.atomic_folder import MANIFEST, explained, make, new_file, open_folder
+from ..runtime.file_locks import FolderLock
+from ..nested import Leaf
+from ..trainer.parameters import has_values
+from ..plots import figure, plot_history, save
+from .resume import Row, progress_of
+from .history import History
+from ..distributed import group
+from ..checkpoint.rng import draw_base
+from ..runtime.environment import logger
+from ..checkpoint.rotation import Shelf, checkpoint_in, find_checkpoints, outer_of
+from ..checkpoint.snapshot import FILES, OLD_STATES, PROGRESS, Content, Place, Snapshot, take_snapshot
+from ..trainer.trainer import Trainer
+
+_PATIENCE_S = 10.0  # of a job that was started again, for the process before to end
+
+
+
+
+@dataclass
+class FitState:
+    """Where fit() is; what callbacks see.
+
+    Attributes
+    ----------
+    net : gluon.Block
+    trainer : Trainer
+    epochs : int
+        How many were asked for.
+    num_batches : int
+        Of an epoch; 0 where the data iterator does not tell.
+    epoch : int
+        From 1.
+    history : History
+        A row is added before `on_epoch_end`.
+    stop : str
+        A callback sets it to the reason to stop after this epoch.
+    error : BaseException, optional
+        What ended the run, in `on_fit_end`.
+    interrupted : bool
+        Whether Ctrl-C ended it between two batches, so that all devices hold the same weights.
+    tests : bool
+        Whether there is a test set.
+    batches, step : int
+        How many were trained on in this epoch, and since the run began.
+    pending : int
+        Of these, how many no update has been made with yet; see `accumulate_grad_batches`.
+    resumed : Content, optional
+        Of the checkpoint that the run goes on from: its rows are in the history.
+    where : callable () -> (dict, dict of NDArray), optional
+        What a checkpoint keeps to go on from here; it does not wait.
+    """
+
+    net: gluon.Block
+    trainer: Trainer
+    epochs: int
+    num_batches: int
+    epoch: int = 0
+    history: History = field(default_factory=History)
+    stop: str = ""
+    error: Optional[BaseException] = None
+    interrupted: bool = False
+    tests: bool = False
+    batches: int = 0
+    step: int = 0
+    pending: int = 0
+    resumed: Optional[Content] = None
+    where: Optional[Callable[[], Tuple[Place, Dict[str, Leaf]]]] = None
+
+
+class Callback:
+    """Does nothing: override what you need. Methods are called in the order of the callbacks."""
+
+    def on_fit_begin(self, state: FitState) -> None:
+        """Before the first epoch."""
+
+    def on_epoch_begin(self, state: FitState) -> None:
+        """Before the first batch of an epoch."""
+
+    def on_batch_end(self, state: FitState) -> None:
+        """After each batch of training: it is queued on the devices, and nobody should wait for it here."""
+
+    def on_phase(self, state: FitState, phase: str) -> None:
+        """Several times a batch, when another part of it begins: see `run_epoch`. To be as short as possible."""
+
+    def on_report(self, state: FitState, progress: EpochProgress) -> None:
+        """About twice a second while training, when the sums have been read."""
+
+    def on_epoch_end(self, state: FitState) -> None:
+        """After training and evaluation of an epoch; its row is the last one of `state.history`."""
+
+    def on_fit_end(self, state: FitState) -> None:
+        """After the last epoch, and also when an error or Ctrl-C ends the run."""
+
+
+class Progress(Callback):
+    """A bar with loss, metrics, examples a second and time left; plain lines where the output is no terminal.
+
+    Parameters
+    ----------
+    unit : str
+        What an example is called: `images`.
+    every_s : float, seconds
+        Between two lines of an epoch, where there is no terminal.
+    """
+
+    def __init__(self, unit: str = "examples", *, every_s: float = 5.0) -> None:
+        instance("Progress", "unit", unit, str, "a text", advice="Pass 'images', for one.")
+        self._unit = unit
+        self._every_s = real_number("Progress", "every_s", every_s, advice="5 seconds are usual.")
+        self._bar: Any = None
+
+    def on_fit_begin(self, state: FitState) -> None:
+        self._began = self._printed = time.perf_counter()
+        self._done_before = len(state.history.rows) + (state.batches / state.num_batches if state.num_batches else 0.0)
+        if state.resumed is not None:
+            self._print(f"goes on from {state.resumed.folder}, after step {state.step}")
+        if sys.stdout.isatty() and not this_process().rank:
+            from rich import progress  # only here: importing it takes longer than most batches
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(bar_width=10),
+                progress.TextColumn("{task.fields[told]}"),
+            )
+            self._bar.start()
+
+    def on_epoch_begin(self, state: FitState) -> None:
+        if self._bar is not None:
+            total = state.num_batches or None
+            self._task = self._bar.add_task(f"epoch {state.epoch}/{state.epochs}", total=total, told="")
+
+    def on_report(self, state: FitState, progress: EpochProgress) -> None:
+        told = f"{_listed(progress.means)}  {progress.examples_per_s:.0f} {self._unit}/s{self._left(state, progress)}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress.num_batches, told=told)
+        elif time.perf_counter() - self._printed > self._every_s:
+            self._print(f"epoch {state.epoch}/{state.epochs}  batch {progress.num_batches}/{state.num_batches or '?'}  {told}")
+
+    def on_epoch_end(self, state: FitState) -> None:
+        row = state.history.rows[-1]
+        rate = f"{row['examples_per_s']:.0f} {self._unit}/s  {row['seconds']:.1f} s"
+        tested = {name: value for name, value in row.items() if name.startswith("test_")}
+        trained = {name: value for name, value in row.items() if name.startswith("train_")}
+        if self._bar is not None:
+            self._bar.update(self._task, told=f"{_listed(tested or trained)}  {rate}")  # within 80 columns
+        else:
+            self._print(f"epoch {state.epoch}/{state.epochs}  {_listed({**trained, **tested})}  {rate}")
+
+    def on_fit_end(self, state: FitState) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _left(self, state: FitState, progress: EpochProgress) -> str:
+        if not state.num_batches:
+            return ""
+        done = state.epoch - 1 + progress.num_batches / state.num_batches
+        seconds = (time.perf_counter() - self._began) / (done - self._done_before) * (state.epochs - done)
+        return f"  {_clock(seconds)} left"
+
+    def _print(self, line: str) -> None:
+        self._printed = time.perf_counter()
+        if not this_process().rank:
+            print(line, flush=True)
+
+
+class SaveHistory(Callback):
+    """Writes the history's table and picture after each epoch, and at the end: see `History.save`. In a job, process 0 does.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+    """
+
+    def __init__(self, folder: Union[str, Path]) -> None:
+        self.folder = path_of("SaveHistory", "folder", folder)
+
+    def on_fit_begin(self, state: FitState) -> None:
+        figure()  # tells before the first epoch that the extra is missing
+
+    def on_epoch_end(self, state: FitState) -> None:
+        if not this_process().rank:
+            state.history.save(self.folder)
+
+    def on_fit_end(self, state: FitState) -> None:
+        if state.history.rows and not this_process().rank:
+            state.history.save(self.folder)  # now it says why it stopped
+
+
+class EarlyStopping(Callback):
+    """Stops when a metric has not become better for some epochs.
+
+    Parameters
+    ----------
+    monitor : str
+        A column of the history: `test_loss`, `test_accuracy`.
+    patience : int
+        Epochs without a better value that are allowed.
+    min_delta : float
+        By how much better it must be to count.
+    mode : "min", "max" or None
+        Whether smaller or larger is better; None: smaller for a name that ends in `loss`, else larger.
+    """
+
+    def __init__(
+        self, monitor: str = "test_loss", patience: int = 3, *, min_delta: float = 0.0, mode: Optional[str] = None
+    ) -> None:
+        real_number("EarlyStopping", "patience", patience, advice="3 epochs are usual.")
+        real_number("EarlyStopping", "min_delta", min_delta, advice="0 is usual.")
+        if monitor is None:
+            raise TrainerError("EarlyStopping: got monitor=None; need a column of the history. Pass 'test_loss', for one.")
+        self._best = Best(monitor, mode, min_delta)
+        self._patience = patience
+
+    def on_fit_begin(self, state: FitState) -> None:
+        self._best.begin(state)
+        if state.history.rows:  # the run that is gone on with may have been stopped
+            self._stop(state)
+
+    def on_epoch_end(self, state: FitState) -> None:
+        if not self._best.improves(state):
+            self._stop(state)
+
+    def _stop(self, state: FitState) -> None:
+        best = self._best
+        if len(state.history.rows) - best.epoch > self._patience:
+            state.stop = f"{best.monitor} was best ({best.value:.4g}) in epoch {best.epoch}"
+
+
+class Checkpoint(Callback):
+    """Saves the network and its trainer: `best` when a metric is better than before, `last` after each epoch and at the end.
+
+    What an error has spoilt is not saved; what Ctrl-C ends is. `fit(..., resume="auto")` goes on from the latest, and makes
+    `best` again where a kill has left none, or one of an earlier epoch. One run at a time uses a folder.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+        Where the folders `best` and `last` go; see `save_checkpoint`.
+    monitor : str, optional
+        A column of the history, for `best`. None: only `last`.
+    mode : "min", "max" or None
+        As for `EarlyStopping`.
+    every : int, optional
+        Save in an epoch, too: after so many batches, or with the update that follows.
+    keep : int
+        How many of the last to keep: `last`, and those before it, which are called `step-00000200` by their batches.
+    background : bool
+        Write in a thread, while training goes on: what is saved is copied on the devices first. An error shows at the next save,
+        or at the end; the end of `fit` waits for the thread.
+
+    Raises
+    ------
+    TrainerError
+        A number that makes no sense.
+    """
+
+    _parts: Sequence[str] = (MANIFEST,)  # what a folder holds
+
+    def __init__(
+        self,
+        folder: Union[str, Path],
+        monitor: Optional[str] = "test_accuracy",
+        *,
+        mode: Optional[str] = None,
+        every: Optional[int] = None,
+        keep: int = 1,
+        background: bool = False,
+    ) -> None:
+        for name, number in (("every", 1 if every is None else every), ("keep", keep)):
+            whole_number(type(self).__name__, name, number, advice="every=500 and keep=3, say.")
+        flag(type(self).__name__, "background", background)
+        self.folder = path_of(type(self).__name__, "folder", folder)
+        best = Best("test_accuracy" if monitor is None else monitor, mode)
+        self._best = None if monitor is None else best
+        self._every = every
+        self._shelf = Shelf(self.folder, keep=keep, background=background, operation=type(self).__name__)
+        self._lock: Optional[FolderLock] = None
+
+    def hold(self) -> None:
+        """Take the folder for this run, unless it is taken already; in a job, process 0 does. `on_fit_end` lets go of it.
+
+        Raises
+        ------
+        SaveError
+            Another run uses it, or it cannot be written.
+        """
+        process, operation = this_process(), type(self).__name__
+        if process.rank or self._lock is not None:
+            return
+        with explained(operation, self.folder):
+            make(self.folder)
+            lock = FolderLock(self.folder, operation)
+            lock.acquire(_PATIENCE_S if process.restart else 0.0)
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def on_fit_begin(self, state: FitState) -> None:
+        if self._best is not None:
+            self._best.begin(state)
+        for name in ("best", "last"):
+            self._check_replaceable(self.folder / name)
+        describe(state.trainer.optimizer)  # what cannot be saved is told before the first epoch
+        self._base: Optional[int] = None
+        self._saved: Any = None
+        self._reached = state.step
+        if state.resumed is not None and state.resumed.training is not None:
+            self._base = state.resumed.training["random"]["base"]
+        processes = group()
+        if processes is not None:
+            processes.wait()  # each has read what it goes on from, before the first one tidies up
+        self.hold()
+        if not this_process().rank:
+            self._shelf.begin(None if state.resumed is None else state.resumed.folder)
+            self._restore_best(state)
+
+    def on_batch_end(self, state: FitState) -> None:
+        # The end of an epoch is saved when it has been evaluated.
+        if self._every is None or state.pending or state.batches == state.num_batches:
+            return
+        if state.step // self._every > self._reached // self._every:
+            self._save(state)
+
+    def on_epoch_end(self, state: FitState) -> None:
+        is_best = False
+        try:
+            is_best = self._best is not None and self._best.improves(state)
+        finally:
+            self._save(state, is_best=is_best)
+
+    def on_fit_end(self, state: FitState) -> None:
+        try:
+            if state.interrupted and has_values(state.net):
+                self._save(state)
+        finally:
+            try:
+                self._shelf.wait()
+                if state.error is None and not this_process().rank:
+                    self._shelf.end()
+            finally:
+                self.release()
+
+    def _restore_best(self, state: FitState) -> None:
+        """Let `best` be of the best epoch of the run that is resumed, if a checkpoint of it is left."""
+        if state.resumed is None or self._best is None or not self._best.epoch:
+            return
+        epoch, rows = self._best.epoch, state.history.rows
+        resumed = outer_of(state.resumed.folder)
+        others = [resumed, *(outer_of(path) for path in find_checkpoints(resumed.parent))]
+        if not self._shelf.restore_best(lambda folder: self._is_of(folder, epoch, rows[:epoch]), others):
+            logger.warning(
+                "%s: %s is not of epoch %d, the best one by %s, and no whole checkpoint of that is left",
+                type(self).__name__,
+                self.folder / "best",
+                epoch,
+                self._best.monitor,
+            )
+
+    def _is_of(self, folder: Path, epoch: int, rows: List[Row]) -> bool:
+        """Return whether a folder is whole, and was saved at the end of this epoch, with this history."""
+        try:
+            if any(not (folder / name).exists() for name in self._parts):
+                return False
+            with open_folder(checkpoint_in(folder) or folder, FILES, type(self).__name__) as opened:
+                if MANIFEST not in opened or PROGRESS not in opened:
+                    return False
+                told = json.loads(opened.read(PROGRESS).decode())
+                if told.get("epoch") != epoch or json.dumps(told.get("history")) != json.dumps(rows):
+                    return False
+                return bool(opened.check(type(self).__name__))
+        except (StateError, ValueError, AttributeError):
+            return False
+
+    def _save(self, state: FitState, *, is_best: bool = False) -> None:
+        place, arrays = state.where() if state.where is not None else ({}, {})
+        here = [place.get(name) for name in ("epoch", "batches", "step", "row")]
+        if place and self._saved == here:
+            return  # Ctrl-C came when all was saved
+        self._reached = state.step
+        if self._base is None or not place:
+            self._base = draw_base(state.trainer.contexts[0])
+        progress = progress_of(state.history.rows, state.epoch)
+        snapshot = take_snapshot(state.net, state.trainer, progress, place=place, arrays=arrays, base=self._base)
+        if not this_process().rank:
+            self._shelf.put(self._writing(snapshot), state.step, is_best=is_best, num_bytes=snapshot.num_bytes)
+        self._saved = here
+
+    def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
+        """Return what fills a folder with the snapshot: in any thread, and without looking at the network."""
+        return snapshot.write
+
+    def _check_replaceable(self, folder: Path) -> None:
+        check_folder(folder, (*FILES, OLD_STATES), type(self).__name__, "checkpoint")
+
+
+class Best:
+    """The best value of one column so far, and the epoch that gave it."""
+
+    def __init__(self, monitor: str, mode: Optional[str] = None, min_delta: float = 0.0) -> None:
+        one_of("callbacks", "mode", mode, (None, "min", "max"), advice="None decides by the name.")
+        if not isinstance(monitor, str) or not monitor:
+            raise TrainerError(
+                f"callbacks: got monitor={short(monitor)}; need a column of the history. Pass 'test_loss', for one."
+            )
+        self.monitor = monitor
+        self._sign = 1 if (mode or ("min" if monitor.endswith("loss") else "max")) == "min" else -1
+        self._min_delta = min_delta
+        self.value, self.epoch = math.nan, 0
+
+    def begin(self, state: FitState) -> None:
+        """Begin anew, or with what the history of a run that is gone on with tells.
+
+        Raises
+        ------
+        TrainerError
+            The column needs a test set, and there is none.
+        """
+        self.value, self.epoch = math.nan, 0
+        if self.monitor.startswith("test_") and not state.tests:
+            raise TrainerError(
+                f"callbacks: got monitor {self.monitor!r} without a test set; need a column of the history. Pass "
+                "test_iter to fit, "
+                "or another monitor: 'train_loss', or None for a Checkpoint."
+            )
+        for epoch, row in enumerate(state.history.rows, 1):
+            self._note(row.get(self.monitor, math.nan), epoch)
+
+    def improves(self, state: FitState) -> bool:
+        """Return whether the last epoch is the best so far, and remember it if so.
+
+        Raises
+        ------
+        TrainerError
+            There is no such column.
+        """
+        row = state.history.rows[-1]
+        if self.monitor not in row:
+            raise TrainerError(
+                f"callbacks: got monitor {self.monitor!r}; need one of {', '.join(row)}. Pass a test_iter for test_... columns."
+            )
+        return self._note(row[self.monitor], state.epoch)
+
+    def _note(self, value: float, epoch: int) -> bool:
+        # NaN is never better, and anything is better than NaN; so it is with a text that a callback has added.
+        better = isinstance(value, (int, float)) and value == value and not self._sign * (self.value - value) <= self._min_delta
+        if better:
+            self.value, self.epoch = value, epoch
+        return better
+
+
+
+
+def _listed(means: Row) -> str:
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

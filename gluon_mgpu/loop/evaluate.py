@@ -1,0 +1,113 @@
+"""Evaluate a network on all its devices, reading the result once."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, List, Optional
+
+from mxnet import Context, gluon
+
+from ..data_parallel.batchnorm import average_over_processes, settle_batch_norm
+from ..checks import check_function
+from ..trainer.parameters import devices_of
+from .epoch import EpochProgress, run_epoch
+from ..errors import TrainerError
+from ..data_parallel.iterators import check_iterable
+from .metrics import Metrics, accuracy, named_metrics
+from ..data_parallel.sharding import split_batch
+from ..data_parallel.step import SplitFunction, check_network, eval_batch
+
+MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they hold little, and small ones run in no time
+
+
+def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: SplitFunction = split_batch) -> float:
+    """Return the accuracy of a network on a data set, computed on all its devices.
+
+    d2l's function, with its result. It adds up on the devices and reads once, where d2l's reads every shard of every batch;
+    and it averages BatchNorm's running statistics over the devices first, so that each device predicts alike.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Initialised on one or more devices.
+    data_iter : iterable of (features, labels)
+        Shapes (B, ...); a batch may have fewer examples than there are devices.
+    split_f : callable (features, labels, devices) -> (list of shards, list of shards)
+
+    Returns
+    -------
+    float, 0 to 1
+
+    Raises
+    ------
+    TrainerError
+        There is no batch, or it is not a pair.
+
+    Source: the signature is that of d2l, chapter "Concise Implementation for Multiple GPUs".
+    """
+    return evaluate(net, data_iter, [accuracy], split_f=split_f)["accuracy"]
+
+
+def evaluate(
+    net: gluon.Block,
+    data_iter: Iterable[Any],
+    metrics: Metrics = (accuracy,),
+    *,
+    loss: Optional[Any] = None,
+    split_f: SplitFunction = split_batch,
+) -> Dict[str, float]:
+    """Return the mean of each metric over a data set, computed on all devices of the network.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Initialised on one or more devices. BatchNorm's running statistics are averaged over them first, but for
+        `set_batch_norm(net, "local")`.
+    data_iter : iterable of (features, labels)
+        Shapes (B, ...).
+    metrics : sequence of functions, or dict name -> function
+        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.loop.metrics`.
+    loss : callable (output, label) -> NDArray, optional
+        Its mean is returned as `loss`.
+    split_f : callable (features, labels, devices) -> (list of shards, list of shards)
+
+    Returns
+    -------
+    dict of str to float
+
+    Raises
+    ------
+    TrainerError
+        There is no batch, or it is not a pair.
+    """
+    return run_evaluation(net, data_iter, metrics, loss=loss, split_f=split_f).means
+
+
+def run_evaluation(
+    net: gluon.Block,
+    data_iter: Iterable[Any],
+    metrics: Metrics,
+    *,
+    loss: Optional[Any],
+    split_f: SplitFunction,
+    **options: Any,
+) -> EpochProgress:
+    """Evaluate, with the options of `run_epoch`; `evaluate` without, and `fit` with a way to stop, call this."""
+    check_network("evaluate", net)
+    named_metrics(metrics)
+    check_function("evaluate", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+    if loss is not None:
+        check_function("evaluate", "loss", loss, advice="Pass a loss of gluon.loss, or None.")
+    check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
+    devices = devices_of(net)
+    settle_batch_norm(net)
+    average_over_processes(net)
+    return run_epoch(
+        data_iter,
+        lambda X, y: eval_batch(net, X, y, devices, loss=loss, split_f=split_f),
+        metrics,
+        **{"operation": "evaluate", "max_inflight": MAX_INFLIGHT, **options},
+    )
+
+
+
+

@@ -1,0 +1,78 @@
+"""The history of a run: one row per epoch, as a table and as files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, List, Union
+
+from ..checkpoint.atomic_folder import explained, new_file
+from ..plots import plot_history, save
+from .resume import Row
+
+
+@dataclass
+class History:
+    """What each epoch gave.
+
+    Attributes
+    ----------
+    rows : list of dict
+        One an epoch: `epoch`, `train_loss`, `train_accuracy`, `test_...`, `seconds` of training, `examples_per_s`,
+        and the `learning_rate` of its last step.
+    stopped : str
+        Why training ended before the last epoch; empty where it did not.
+    """
+
+    rows: List[Row] = field(default_factory=list)
+    stopped: str = ""
+
+    def column(self, name: str) -> List[float]:
+        """Return one value an epoch, NaN where an epoch has none."""
+        return [row.get(name, math.nan) for row in self.rows]
+
+    def table(self) -> str:
+        """Return the rows as a table of text.
+
+        Examples
+        --------
+        >>> print(History([{"epoch": 1, "train_loss": 0.5}, {"epoch": 2, "train_loss": 0.25}]).table())
+        epoch  train_loss
+            1         0.5
+            2        0.25
+        """
+        names = self._names()
+        cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
+
+    def save(self, folder: Union[str, Path]) -> None:
+        """Write `history.csv`, `history.json` and the picture `curves.png` into a folder, each replaced when it is whole.
+
+        Raises
+        ------
+        SaveError
+            They cannot be written. The files before stay.
+        """
+        folder = Path(folder)
+        with explained("History.save", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with new_file(folder / "history.csv") as path, open(path, "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, self._names())
+                writer.writeheader()
+                writer.writerows(self.rows)
+            content = {"stopped": self.stopped, "epochs": self.rows}
+            with new_file(folder / "history.json") as path:
+                path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            with new_file(folder / "curves.png") as path:
+                save(plot_history(self.rows), path)
+
+    def _names(self) -> List[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)

@@ -1,0 +1,385 @@
+"""Sums that stay on their device until they are read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Union
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+
+from ..checks import explaining, is_whole, short, whole_number
+from ..errors import TrainerError
+from ..nested import Leaf, is_device_array
+from ..distributed import Group, group
+from ..data_parallel.step import Batch
+
+# (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
+Metric = Callable[[Any, Any], Tuple[Leaf, int]]
+_MOST_SHARDS = 64
+_MOST_BYTES = 2**23  # of a device's memory that shards take until they are joined
+Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
+
+
+def accuracy(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
+    """Return how many predictions are right, and of how many.
+
+    Parameters
+    ----------
+    output : NDArray, shape (B, classes, ...) or (B,) or (B, 1)
+        Scores, of which the largest along axis 1 is the prediction; or predictions.
+    label : NDArray, shape (B, ...)
+
+    Returns
+    -------
+    (NDArray of shape (1,), int)
+
+    Examples
+    --------
+    >>> right, count = accuracy(mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([1, 1]))
+    >>> right.asscalar(), count
+    (1.0, 2)
+
+    Raises
+    ------
+    TrainerError
+        The output is not one array, or does not hold one row of scores for each label.
+
+    Source: d2l's `accuracy`.
+    """
+    _check_scores("accuracy", output, label, ndim=1)
+    if len(output.shape) > 1 and output.shape[1] > 1:
+        output = output.argmax(axis=1)
+    if label.dtype == np.bool_:
+        label = label.astype("int32")
+    right = output.astype(label.dtype, copy=False).reshape(label.shape) == label
+    return _total(right), label.size
+
+
+accuracy.joins_shards = True  # type: ignore[attr-defined]  # of many shards at once it is the sum over them
+
+
+def top_k_accuracy(k: int) -> Metric:
+    """Return a metric that counts the labels among the k largest scores.
+
+    Examples
+    --------
+    >>> right, count = top_k_accuracy(2)(mx.nd.array([[0.1, 0.7, 0.2], [0.1, 0.7, 0.2]]), mx.nd.array([2, 0]))
+    >>> right.asscalar(), count
+    (1.0, 2)
+    """
+
+    k = whole_number("top_k_accuracy", "k", k, advice="5 is usual.")
+
+    def top_k(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
+        _check_scores(f"top_{k}_accuracy", output, label, ndim=2)
+        scores = output.as_nd_ndarray()
+        labels = label.as_nd_ndarray().reshape((scores.shape[0],) + scores.shape[2:])
+        best = mx.nd.topk(scores, axis=1, k=min(k, scores.shape[1]))
+        return _total(mx.nd.broadcast_equal(best, labels.astype(best.dtype).expand_dims(1))), label.size
+
+    top_k.__name__ = f"top_{k}_accuracy"
+    top_k.joins_shards = True  # type: ignore[attr-defined]
+    return top_k
+
+
+def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
+    """Raise `TrainerError` unless this output holds one row of scores, or one prediction, for each label."""
+    if not is_device_array(output) or not is_device_array(label):
+        kinds = [type(one).__name__ + (f" of {len(one)}" if isinstance(one, (list, tuple)) else "") for one in (output, label)]
+        raise TrainerError(
+            f"{name}: got {kinds[0]} as the output and {kinds[1]} as the label; need one MXNet array each. Pass metrics=(), "
+            f"or a function that picks one: metrics={{'{name}': lambda output, label: accuracy(output[0], label)}}."
+        )
+    shape = output.shape
+    rest = shape[:1] + shape[2:] if len(shape) > 1 and (shape[1] > 1 or ndim > 1) else shape
+    if len(shape) < ndim or int(np.prod(rest)) != label.size:
+        raise TrainerError(
+            f"{name}: got an output of shape {shape} and a label of shape {label.shape}; need a row of scores for each label, "
+            "with the classes along axis 1. Pass metrics=() where the labels are not classes."
+        )
+
+
+def check_metrics(metrics: Metrics, output: Any, label: Any) -> None:
+    """Raise `TrainerError` if this package's metrics do not take a shard. Others, which may count their calls, are not called."""
+    for metric in named_metrics(metrics).values():
+        if getattr(metric, "joins_shards", False):
+            metric(output, label)
+
+
+def mean_loss(losses: Leaf) -> Tuple[Leaf, int]:
+    """Return the sum of a shard's losses, and of how many; in float64, so that hardly a bit tells how they were put together.
+
+    Parameters
+    ----------
+    losses : NDArray, shape (B, ...)
+    """
+    return _total(losses.as_nd_ndarray().astype("float64")), losses.size
+
+
+class DeviceSums:
+    """Adds up metrics, each on the device where its shards are, and reads them once.
+
+    Sums are kept in float64, so that neither the number of devices nor of examples shows in them. What was added is put together
+    for many shards before anything is computed from it: a few operations for every 64 shards instead of ten for each.
+
+    Parameters
+    ----------
+    metrics : sequence of functions, or dict name -> function
+        Each takes a shard's output and label and returns (sum, count): see `accuracy`.
+
+    Examples
+    --------
+    >>> sums = DeviceSums([accuracy])
+    >>> sums.add_shard(mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([1, 1]))
+    >>> sums.read()
+    {'accuracy': 0.5}
+    """
+
+    def __init__(self, metrics: Metrics = ()) -> None:
+        self._metrics = named_metrics(metrics)
+        self._joined = {name: metric for name, metric in self._metrics.items() if getattr(metric, "joins_shards", False)}
+        self._alone = {name: metric for name, metric in self._metrics.items() if name not in self._joined}
+        self._pairs: Dict[Hashable, Shards] = {}  # outputs and labels of one form and device, for the metrics that join shards
+        self._losses: Dict[Hashable, Shards] = {}
+        self._values: Dict[Tuple[str, Context, Any], Shards] = {}  # of a metric, on one device
+        self._sums: Dict[Context, Dict[str, Leaf]] = {}
+        self._counts: Dict[str, int] = {}
+
+    def add_shard(self, output: Any, label: Any) -> None:
+        """Add what every metric says of one shard. Its arrays may be overwritten afterwards."""
+        if self._joined and is_device_array(label) and is_device_array(output):
+            output, label = output.copy(), label.copy()
+        need = "an output and a label that the metrics take"
+        with explaining("DeviceSums.add_shard", "an error", need, advice="Try them on one example."):
+            self._add_shard(output, label)
+
+    def _add_shard(self, output: Any, label: Any) -> None:
+        form = _form(output, label) if self._joined else None
+        if form is None:
+            self._say(self._metrics, output, label)
+            return
+        held = self._pairs.setdefault(form, Shards())
+        if held.add(output, label):
+            self._say(self._joined, *held.take())
+        elif len(self._pairs) > 1 and sum(one.num_bytes for one in self._pairs.values()) >= _MOST_BYTES:
+            self._take_pairs()
+        if self._alone:
+            self._say(self._alone, output, label)
+
+    def add_batch(self, batch: Batch) -> None:
+        """Add what every metric says of a batch, and its losses, where it has some, as `loss`."""
+        for output, label in zip(batch.outputs, batch.labels):
+            self._add_shard(output, label)
+        if batch.losses and batch.num_units is not None:  # the mean is over what the loss counts, not over its numbers
+            more = batch.num_units - sum(losses.size for losses in batch.losses)
+            self._counts["loss"] = self._counts.get("loss", 0) + more
+        for losses in batch.losses:
+            held = self._losses.setdefault((losses.context, losses.shape[1:], losses.dtype), Shards())
+            if held.add(losses):
+                self.add("loss", *mean_loss(*held.take()))
+
+    def add(self, name: str, value: Leaf, count: int) -> None:
+        """Add a sum over `count` things: an array of one element, on any device."""
+        if not isinstance(name, str) or not is_device_array(value) or value.size != 1 or not is_whole(count) or count < 0:
+            raise TrainerError(
+                f"metrics: got {short(value)} and {short(count)} of {short(name)}; need an MXNet array of one element and a "
+                "whole number: the sum, and of how many. See gluon_mgpu.accuracy."
+            )
+        key = (name, value.context, value.dtype)
+        self._counts[name] = self._counts.get(name, 0) + count
+        held = self._values.setdefault(key, Shards())
+        if held.add(value.reshape((1,))):
+            self._sum(name, *held.take())
+
+    def read(self) -> Dict[str, float]:
+        """Return each metric's mean over everything that was added, waiting once for each device.
+
+        The sums stay, and what is held until it is added up together is held on: no bit tells when they were read.
+
+        In a job of several processes, it is over what was added in this one: see `read_all`.
+        """
+        now = self._copy()
+        return _means(now._totals(), now._counts)
+
+    def read_all(self) -> Dict[str, float]:
+        """Return each metric's mean over everything that was added in any process: the same numbers in each, which all wait."""
+        processes = group()
+        if processes is None:
+            return self.read()
+        return _means(*self._copy()._all_totals(processes))
+
+    def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Leaf]]:
+        """Return what `restore` goes on from: counts by metric, and sums by metric and device, on it.
+
+        It does not wait; but in a job of several processes all of them wait for each other, and from then on the first one holds
+        what all have added.
+        """
+        processes = group()
+        if processes is None:
+            self._add_up()
+        else:
+            totals, counts = self._all_totals(processes)
+            context = next(iter(self._sums), mx.cpu())
+            self._sums, self._counts = {}, {}
+            if not processes.process.rank:
+                self.restore(counts, [(name, context, [total]) for name, total in totals.items()])
+        sums = {(name, context): value for context, held in self._sums.items() for name, value in held.items()}
+        return dict(self._counts), sums
+
+    def restore(self, counts: Mapping[str, int], sums: Sequence[Tuple[str, Context, Any]]) -> None:
+        """Go on from what `state` returned: counts, and triples of metric, device and sum."""
+        self._counts = dict(counts)
+        for name, context, value in sums:
+            self._sum(name, mx.nd.array(value, ctx=context, dtype="float64"))
+
+    def _all_totals(self, processes: Group) -> Tuple[Dict[str, float], Dict[str, int]]:
+        """Return the sums and counts over all processes, the same in each."""
+        said = [json.loads(one) for one in processes.say(json.dumps([self._totals(), self._counts]).encode())]
+        names = dict.fromkeys(name for totals, _ in said for name in totals)
+        totals = {name: sum(totals.get(name, 0.0) for totals, _ in said) for name in names}
+        return totals, {name: sum(counts.get(name, 0) for _, counts in said) for name in names}
+
+    def _copy(self) -> DeviceSums:
+        """Return sums of the same, which adding up changes without changing these."""
+        other = DeviceSums(self._metrics)
+        for name in ("_pairs", "_losses", "_values"):
+            setattr(other, name, {key: held.copy() for key, held in getattr(self, name).items()})
+        other._sums = {context: dict(sums) for context, sums in self._sums.items()}
+        other._counts = dict(self._counts)
+        return other
+
+    def _totals(self) -> Dict[str, float]:
+        self._add_up()
+        totals = dict.fromkeys([name for name in (*self._metrics, *self._counts) if name in self._counts], 0.0)
+        for on_device in self._sums.values():
+            for name, value in zip(on_device, read_together(list(on_device.values()))):
+                totals[name] += value
+        return totals
+
+    def _add_up(self) -> None:
+        """Add up what is held."""
+        self._take_pairs()
+        for held in self._losses.values():
+            if held:
+                self.add("loss", *mean_loss(*held.take()))
+        for (name, _, _), held in self._values.items():
+            if held:
+                self._sum(name, *held.take())
+        self._pairs, self._losses, self._values = {}, {}, {}  # their order is that of what comes next
+
+    def _take_pairs(self) -> None:
+        for held in self._pairs.values():
+            if held:
+                self._say(self._joined, *held.take())
+
+    def _say(self, metrics: Mapping[str, Metric], output: Any, label: Any) -> None:
+        for name, metric in metrics.items():
+            said = metric(output, label)
+            if not isinstance(said, tuple) or len(said) != 2:
+                raise TrainerError(
+                    f"metrics: got {type(said).__name__} from {name}; need a pair (sum, count). See gluon_mgpu.accuracy."
+                )
+            self.add(name, *said)
+
+    def _sum(self, name: str, values: Leaf) -> None:
+        total = mx.nd.sum(values.astype("float64")).reshape((1,))
+        on_device = self._sums.setdefault(total.context, {})
+        on_device[name] = on_device[name] + total if name in on_device else total
+
+
+def _means(totals: Mapping[str, float], counts: Mapping[str, int]) -> Dict[str, float]:
+    return {name: total / counts[name] for name, total in totals.items() if counts[name]}
+
+
+class Shards:
+    """Arrays of some shards, of one form and on one device, until there are enough to compute with them."""
+
+    def __init__(self) -> None:
+        self._held: List[Tuple[Leaf, ...]] = []
+        self.num_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def add(self, *arrays: Leaf) -> bool:
+        """Hold the arrays of a shard, and return whether it is time to take all."""
+        self._held.append(tuple(array.detach() for array in arrays))  # without the graph that they came from
+        self.num_bytes += max(array.size for array in arrays) * 8
+        return len(self._held) >= _MOST_SHARDS or self.num_bytes >= _MOST_BYTES
+
+    def copy(self) -> Shards:
+        """Return the same, to be taken without taking these."""
+        other = Shards()
+        other._held, other.num_bytes = list(self._held), self.num_bytes
+        return other
+
+    def take(self) -> List[Leaf]:
+        """Return the arrays, each kind joined along its first axis, as legacy arrays, and hold them no longer."""
+        kinds = [[array.as_nd_ndarray() for array in arrays] for arrays in zip(*self._held)]
+        self._held, self.num_bytes = [], 0
+        return [arrays[0] if len(arrays) == 1 else mx.nd.concat(*arrays, dim=0) for arrays in kinds]
+
+
+def _form(output: Any, label: Any) -> Optional[Hashable]:
+    """Return what shards have in common that can be joined along their first axis: one array of scores, one label for each.
+
+    None where this one cannot.
+    """
+    if not is_device_array(output) or not is_device_array(label):
+        return None
+    scores, labels = output.shape, label.shape
+    if not labels or not labels[0] or (scores[:1] + scores[2:] if len(scores) > 1 else scores) != labels:
+        return None
+    if output.stype != "default" or label.stype != "default":
+        return None
+    return (output.context, scores[1:], output.dtype, label.context, labels[1:], label.dtype)
+
+
+def read_together(arrays: List[Leaf]) -> List[float]:
+    """Return the values of arrays of one element, all on one device, with one copy to the host."""
+    numbers: np.ndarray = mx.nd.concat(*arrays, dim=0).asnumpy()
+    return [float(number) for number in numbers]
+
+
+def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
+    """Return metrics by name: a function's own name where none is given.
+
+    Raises
+    ------
+    TrainerError
+        Something is no function, or two have one name.
+    """
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
+            raise TrainerError(
+                f"metrics: got {short(metrics)}; need a list of functions, or a dict name -> function. Pass [accuracy], say."
+            )
+        listed = [metrics] if callable(metrics) else list(metrics or ())
+        named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
+        if len(named) < len(listed):
+            raise TrainerError(
+                f"metrics: got {len(listed)} of which some have one name; need different ones. Pass a dict name -> metric."
+            )
+    if "loss" in named:
+        raise TrainerError(
+            "metrics: got a metric named 'loss'; need another name: the loss itself is reported under it. Rename it."
+        )
+    for name, metric in named.items():
+        if not callable(metric):
+            raise TrainerError(
+                f"metrics: got {short(metric)} for {str(name)[:60]}; need a function (output, label) -> (sum, count). Use "
+                "gluon_mgpu.accuracy, say."
+            )
+    return named
+
+
+def _total(array: Leaf) -> Leaf:
+    """Return the sum of an array as a legacy array of shape (1,), on its device, counted in float32 or better."""
+    classic = array.as_nd_ndarray().reshape((-1,))
+    if classic.dtype in (np.float16, np.bool_, np.int8, np.uint8):
+        classic = classic.astype("float32")
+    return mx.nd.sum(classic).reshape((1,))

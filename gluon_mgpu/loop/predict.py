@@ -1,0 +1,342 @@
+"""Predict: what a network makes of every example, computed on all its devices, in the order of the examples."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Deque, Generator, Iterable, Iterator, List, Optional, Sequence, Sized, Tuple
+
+import mxnet as mx
+from mxnet import Context, autograd, gluon
+
+from ..data_parallel.batchnorm import settle_batch_norm
+from ..checks import flag, last_line, whole_number
+from ..devices.select import check_contexts
+from ..errors import ShardError, StepError, TrainerError
+from .evaluate import MAX_INFLIGHT
+from ..trainer.parameters import devices_of
+from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of
+from ..nested import Leaf, is_device_array, leaves, map_leaves
+from ..data_parallel.prefetch import NUM_HELD, Buffers
+from ..distributed import apart
+from ..data_parallel.sharding import gather, plan_shards, split_and_load
+from ..data_parallel.step import check_network, eval_batch
+
+Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
+
+SHOW_AFTER_S = 2.0
+SHOW_EVERY_S = 5.0  # where there is no terminal
+
+
+def predict(
+    net: gluon.Block,
+    data_iter: Iterable[Any],
+    *,
+    pairs: bool = False,
+    batch_axis: Any = 0,
+    output_axis: Any = None,
+    weights: Optional[Sequence[float]] = None,
+    max_inflight: int = MAX_INFLIGHT,
+    ctx: Optional[Context] = None,
+    progress: bool = False,
+) -> Any:
+    """Return what a network makes of every example of a data set, in their order, computed on all its devices.
+
+    The result is as large as the data set, so it is put together in the host's memory, as NumPy arrays; for a moment that
+    holds it twice. Read a data set whose outputs do not fit there with `predict_batches`.
+
+    Parameters
+    ----------
+    net, data_iter, pairs, batch_axis, output_axis, weights, max_inflight
+        As for `predict_batches`.
+    ctx : mxnet.Context, optional
+        Return MXNet arrays of the current mode on this device instead.
+    progress : bool
+        Where it takes longer than two seconds, show how far it is: a bar in a terminal, a line every five seconds elsewhere.
+
+    Returns
+    -------
+    numpy.ndarray, shape (N, ...), or nested arrays of the form of the network's output
+        N being the examples of all batches.
+
+    Raises
+    ------
+    TrainerError, ShardError, StepError
+        As for `predict_batches`.
+    ShardError
+        The outputs of two batches differ in more than their number of examples.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Dense(1, use_bias=False, in_units=1)
+    >>> net.initialize(mx.init.Constant(2), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> import numpy as np
+    >>> predict(net, [np.array([[1.0], [2.0], [3.0]]), np.array([[4.0]])]).tolist()
+    [[2.0], [4.0], [6.0], [8.0]]
+    """
+    if ctx is not None:
+        check_contexts([ctx], "predict")
+    flag("predict", "progress", progress)
+    outputs: Iterator[Any] = predict_batches(
+        net,
+        data_iter,
+        pairs=pairs,
+        batch_axis=batch_axis,
+        output_axis=output_axis,
+        weights=weights,
+        max_inflight=max_inflight,
+    )
+    if progress:
+        outputs = _shown(outputs, len(data_iter) if isinstance(data_iter, Sized) else None)
+    batches = list(outputs)
+    try:
+        return gather(batches, ctx, _output_axis(batch_axis, output_axis))
+    except ShardError as error:
+        raise ShardError(
+            f"predict: got outputs of batches that do not fit together ({error}); need equal shapes but for the number of "
+            "examples. Take them one by one, with predict_batches."
+        ) from error
+
+
+def predict_batches(
+    net: gluon.Block,
+    data_iter: Iterable[Any],
+    *,
+    pairs: bool = False,
+    batch_axis: Any = 0,
+    output_axis: Any = None,
+    weights: Optional[Sequence[float]] = None,
+    max_inflight: int = MAX_INFLIGHT,
+) -> Generator[Any, None, None]:
+    """Yield what a network makes of each batch, as NumPy arrays, in order, while its devices compute the next ones.
+
+    ```
+    batch ─► split ─► forward on each device: queued, not waited for ─► with more than `max_inflight` queued,
+             your loop ◄── shards put together, in their order ◄── the oldest one's are read ◄──┘
+    ```
+
+    It records nothing, also inside of `autograd.record`, and keeps no activations: a device holds the inputs and outputs of the
+    batches that are queued, the host the outputs of one. BatchNorm's running statistics are averaged over the devices first, as
+    `evaluate` does, so that each predicts alike.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Initialised on one or more devices. Called once a shard, with the shard of `X` as its one argument.
+    data_iter : iterable of X
+        Arrays, or nested data, shapes (B, ...); a batch may have fewer examples than there are devices. Up to `max_inflight`
+        batches more have been drawn from it than were handed out.
+    pairs : bool
+        The items are (X, y), of which y is left alone.
+    batch_axis : int, or nested ints of the form of X
+    output_axis : int, or nested ints of the form of the output, optional
+        Where the examples are in the outputs; `batch_axis` by default, 0 where that is not one number.
+    weights : sequence of float, optional
+        Split in these proportions; see `plan_shards`.
+    max_inflight : int
+        Batches that may be queued on the devices.
+
+    Yields
+    ------
+    numpy.ndarray, shape (B, ...), or nested arrays of the form of the network's output
+
+    Raises
+    ------
+    TrainerError
+        There is no batch, a wrong argument, a network that is on no device, or one that returns something else than arrays.
+    ShardError
+        A batch cannot be split so, or the outputs do not hold one item an example.
+    StepError
+        The network does not take a batch, or a device failed; the message names the batch, from 1, and the device.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Dense(1, use_bias=False, in_units=1)
+    >>> net.initialize(mx.init.Constant(2), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> import numpy as np
+    >>> for outputs in predict_batches(net, [(np.ones((3, 1)), np.zeros(3)), (np.ones((1, 1)), np.zeros(1))], pairs=True):
+    ...     print(outputs.tolist())
+    [[2.0], [2.0], [2.0]]
+    [[2.0]]
+    """
+    check_network("predict", net)
+    flag("predict", "pairs", pairs)
+    max_inflight = whole_number("predict", "max_inflight", max_inflight, advice="8 is usual.")
+    check_iterable("predict", "data_iter", data_iter, pairs=False)
+    devices = _devices(net)
+    plan_shards(1, len(devices), weights)  # refuses weights for other devices
+    forward = _Forward(net, devices, batch_axis, _output_axis(batch_axis, output_axis), weights)
+    return _run(forward, data_iter, pairs, max_inflight)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A network, its devices, and where the examples are."""
+
+    net: gluon.Block
+    devices: List[Context]
+    batch_axis: Any
+    output_axis: Any
+    weights: Optional[Sequence[float]]
+
+    def queue(self, X: Any, number: int) -> List[Output]:
+        """Return one batch's outputs, one item a shard, where nobody writes before they are read."""
+        # An iterator may write its next batch into the arrays of this one, and a network return what it was given.
+        shared = any(is_device_array(leaf) for leaf in _leaves(X, number))
+        held: List[Tuple[Context, int]] = []
+
+        def split(X: Any, _: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
+            shards = split_and_load(X, devices, self.batch_axis, even_split=False, weights=self.weights)
+            held.extend(_held(shard, self.batch_axis) for shard in shards)
+            return shards, [None] * len(shards)
+
+        try:
+            with apart():  # every process of a job has all outputs
+                outputs = eval_batch(self.net, X, None, self.devices, split_f=split).outputs
+        except (StepError, mx.MXNetError) as error:
+            raise StepError(f"predict: got an error at batch {number}: {error}") from (error.__cause__ or error)
+        for output, (_, size) in zip(outputs, held):
+            self._check(output, size, number)
+        with autograd.pause():
+            kept = [map_leaves(lambda _, leaf: _kept(leaf, shared), output) for output in outputs]
+        return [(context, output) for (context, _), output in zip(held, kept)]
+
+    def _check(self, output: Any, size: int, number: int) -> None:
+        def check(path: str, leaf: Leaf, axis: Any) -> None:
+            if not is_device_array(leaf):
+                raise TrainerError(
+                    f"predict: got {path} of type {type(leaf).__name__} at batch {number}; need MXNet arrays. "
+                    "Return what layers return."
+                )
+            if not isinstance(axis, int) or not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size:
+                raise ShardError(
+                    f"predict: got {path} of shape {leaf.shape} at batch {number}, for {size} examples along axis {axis}; need "
+                    "one item an example. Say where they are with output_axis."
+                )
+
+        map_leaves(check, output, self.output_axis, path="output")
+
+
+def _run(forward: _Forward, data_iter: Iterable[Any], pairs: bool, max_inflight: int) -> Generator[Any, None, None]:
+    settle_batch_norm(forward.net)
+    buffers = Buffers(max_inflight + NUM_HELD)
+    queued: Deque[Tuple[int, List[Output]]] = deque()
+    for number, item in enumerate(batches_of(data_iter), 1):
+        X = as_pair(item, "predict")[0] if pairs and not isinstance(item, mx.io.DataBatch) else features_of(item)
+        with _naming_pairs(X, pairs), buffers.used():
+            queued.append((number, forward.queue(X, number)))
+        if len(queued) > max_inflight:
+            yield _read(*queued.popleft(), forward.output_axis)
+    if not queued:  # which keeps one at least, once there was one
+        raise TrainerError(
+            "predict: got no batch; need one or more. A generator is empty when it is read a second time: "
+            "pass a list or a loader."
+        )
+    while queued:
+        yield _read(*queued.popleft(), forward.output_axis)
+
+
+@contextmanager
+def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
+    """Ask for `pairs` where a network does not take what may be one."""
+    try:
+        yield
+    except (StepError, AssertionError, AttributeError) as error:  # what Gluon's layers say to a tuple
+        said = error.__cause__ if isinstance(error, StepError) else error
+        if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not isinstance(said, (AssertionError, AttributeError)):
+            raise
+        told = last_line(said)
+        raise TrainerError(
+            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({told}); need its one "
+            "argument. Pass pairs=True where the items are (X, y)."
+        ) from error
+
+
+def _leaves(X: Any, number: int) -> List[Leaf]:
+    try:
+        return [leaf for _, leaf in leaves(X)]
+    except TypeError as error:
+        raise TrainerError(
+            f"predict: got something that is no array at batch {number} ({str(error).split(';')[0]}); need an array, or nested "
+            "data. Take it out of the batch."
+        ) from None
+
+
+def _kept(leaf: Leaf, shared: bool) -> Leaf:
+    if leaf.context.device_type == "gpu":
+        return leaf.as_in_context(mx.cpu())  # queued behind the forward pass: the host finds it when it asks
+    return leaf.copy() if shared else leaf
+
+
+def _read(number: int, outputs: List[Output], output_axis: Any) -> Any:
+    """Return one batch's outputs as NumPy arrays, having waited for them."""
+    shards = [_to_numpy(number, context, output) for context, output in outputs]
+    return shards[0] if len(shards) == 1 else gather(shards, batch_axis=output_axis)
+
+
+def _to_numpy(number: int, context: Context, output: Any) -> Any:
+    try:
+        return map_leaves(lambda _, leaf: leaf.asnumpy(), output)
+    except mx.MXNetError as error:
+        told = str(error).strip().splitlines()[-1].strip()
+        with suppress(mx.MXNetError):  # the engine keeps an error for each array that it has spoilt
+            mx.nd.waitall()
+        raise StepError(
+            f"predict: got an error of {context} at batch {number}: {told}; need devices that work. "
+            "MXNET_ENGINE_TYPE=NaiveEngine names the operation."
+        ) from error
+
+
+def _held(shard: Any, batch_axis: Any) -> Tuple[Context, int]:
+    """Return where a shard is, and how many examples it holds."""
+    found: List[Tuple[Context, int]] = []
+    map_leaves(lambda _, leaf, axis: found.append((leaf.context, leaf.shape[axis])), shard, batch_axis)
+    return found[0]
+
+
+def _output_axis(batch_axis: Any, output_axis: Any) -> Any:
+    if output_axis is not None:
+        return output_axis
+    return batch_axis if isinstance(batch_axis, int) else 0
+
+
+def _devices(net: gluon.Block) -> List[Context]:
+    try:
+        return devices_of(net)
+    except TrainerError:
+        raise TrainerError(
+            "predict: got a network that is on no device; need initialised parameters. Call net.initialize(ctx=ctx) first."
+        ) from None
+
+
+def _shown(batches: Iterable[Any], total: Optional[int]) -> Iterator[Any]:
+    """Yield the batches, and tell how far they are, once that takes long."""
+    began = time.perf_counter()
+    show_at = began + SHOW_AFTER_S
+    bar: Any = None
+    try:
+        for number, batch in enumerate(batches, 1):
+            now = time.perf_counter()
+            if now >= show_at and sys.stdout.isatty():
+                bar = bar or _started_bar(total)
+                bar.update(bar.task_ids[0], completed=number)
+            elif now >= show_at:
+                print(f"predict  batch {number}/{total or '?'}  {number / (now - began):.1f} batches/s", flush=True)
+                show_at = now + SHOW_EVERY_S
+            yield batch
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _started_bar(total: Optional[int]) -> Any:
+    from rich import progress  # only here: importing it takes longer than most batches
+
+    columns = (progress.TextColumn("predict"), progress.BarColumn(bar_width=10), progress.MofNCompleteColumn())
+    bar = progress.Progress(*columns, progress.TimeRemainingColumn())
+    bar.add_task("", total=total)
+    bar.start()
+    return bar

@@ -1,0 +1,153 @@
+"""Callbacks of a run that trains a translator: scores of translations, tokens/s, rates that fall on a plateau, model folders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, Optional, Union
+
+from mxnet import lr_scheduler
+
+from ...loop.callbacks import Best, Callback, Checkpoint, FitState, Progress
+from ...loop.history import History
+from ...data import PairLoader, SentencePairs
+from ...loop.epoch import EpochProgress
+from ...errors import TrainerError
+from ...checkpoint.snapshot import Snapshot
+from .scores import translation_scores
+from .translator import PARTS, Translator, check_replaceable
+
+
+class ValidateTranslations(Callback):
+    """Translates sentences after each epoch, greedily, and adds `test_exact_match`, `test_bleu` and `test_chrf` to its row.
+
+    Callbacks that look at these columns come after it.
+
+    Parameters
+    ----------
+    translator : Translator
+        Of the network that is being trained.
+    pairs : SentencePairs
+        One or more, that are not trained on.
+    """
+
+    def __init__(self, translator: Translator, pairs: SentencePairs) -> None:
+        if not len(pairs):
+            raise TrainerError("ValidateTranslations: got no pairs; need one or more. Hold some out (split_pairs).")
+        self._translator, self._pairs = translator, pairs
+
+    def on_epoch_end(self, state: FitState) -> None:
+        scores = translation_scores(self._translator.best(self._pairs.source), self._pairs.target)
+        state.history.rows[-1].update({f"test_{name}": score for name, score in scores.items()})
+
+
+class TokenProgress(Progress):
+    """Progress in tokens/s: of source and target, with their ends, without padding. It adds `tokens_per_s` to each row.
+
+    Parameters
+    ----------
+    loader : PairLoader
+        What is trained on. Within an epoch, pairs are taken to be of mean length.
+    every_s : float, seconds
+        As for `Progress`.
+    """
+
+    def __init__(self, loader: PairLoader, *, every_s: float = 5.0) -> None:
+        super().__init__("tokens", every_s=every_s)
+        self._tokens_per_pair = float(loader.lengths.sum()) / loader.num_examples
+
+    def on_report(self, state: FitState, progress: EpochProgress) -> None:
+        super().on_report(state, replace(progress, num_examples=round(progress.num_examples * self._tokens_per_pair)))
+
+    def on_epoch_end(self, state: FitState) -> None:
+        row = state.history.rows[-1]
+        row["tokens_per_s"] = row["examples_per_s"] * self._tokens_per_pair
+        in_tokens = History([{**row, "examples_per_s": row["tokens_per_s"]}])
+        super().on_epoch_end(replace(state, history=in_tokens))
+
+
+class PlateauSchedule(lr_scheduler.LRScheduler):  # type: ignore[misc]
+    """A learning rate that warms up to `base_lr` and stays there, times a factor that a `Plateau` lowers.
+
+    Parameters
+    ----------
+    base_lr : float
+    warmup_steps : int
+        From a tenth of it, by the same amount each step.
+
+    Examples
+    --------
+    >>> schedule = PlateauSchedule(1.0, warmup_steps=10)
+    >>> [round(schedule(step), 2) for step in (0, 5, 10, 1000)]
+    [0.1, 0.55, 1.0, 1.0]
+    """
+
+    moved = ("factor",)  # all else is what it was made with: a run with other numbers does not resume from its checkpoints
+
+    def __init__(self, base_lr: float, warmup_steps: int = 0) -> None:
+        super().__init__(base_lr, warmup_steps=warmup_steps, warmup_begin_lr=base_lr / 10)
+        self.factor = 1.0
+
+    def __call__(self, num_update: int) -> float:
+        rate = self.get_warmup_lr(num_update) if num_update < self.warmup_steps else self.base_lr
+        return float(rate * self.factor)
+
+
+class Plateau(Callback):
+    """Lowers the learning rate after each epoch that has not made a metric better.
+
+    Parameters
+    ----------
+    schedule : PlateauSchedule
+        The one that the trainer has.
+    monitor : str
+        A column of the history.
+    factor : float, more than 0 and less than 1
+        What the rate is multiplied by.
+    mode : "min", "max" or None
+        As for `EarlyStopping`.
+    """
+
+    def __init__(
+        self, schedule: PlateauSchedule, monitor: str = "test_loss", factor: float = 0.5, *, mode: Optional[str] = None
+    ) -> None:
+        if not 0 < factor < 1:
+            raise TrainerError(f"Plateau: got factor {factor!r}; need more than 0 and less than 1. 0.5 is usual.")
+        self._schedule, self._best, self._factor = schedule, Best(monitor, mode), factor
+
+    def on_fit_begin(self, state: FitState) -> None:
+        self._best.begin(state)
+
+    def on_epoch_end(self, state: FitState) -> None:
+        if not self._best.improves(state):
+            self._schedule.factor *= self._factor
+
+
+class SaveTranslator(Checkpoint):
+    """Saves the translator and its trainer's states: `best` when a metric is better than before, `last` after each epoch.
+
+    What an error has spoilt is not saved; what Ctrl-C ends is.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+        Where the folders `best` and `last` go; see `Translator.save`.
+    translator : Translator
+        Of the network that is being trained.
+    monitor : str
+        A column of the history.
+    **options
+        Of `Checkpoint`: `mode`, `every`, `keep`, `background`.
+    """
+
+    _parts = PARTS
+
+    def __init__(self, folder: Union[str, Path], translator: Translator, monitor: str = "test_loss", **options: Any) -> None:
+        super().__init__(folder, monitor, **options)
+        self._translator = translator
+
+    def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
+        return lambda folder: self._translator.write(folder, snapshot)
+
+    def _check_replaceable(self, folder: Path) -> None:
+        check_replaceable(folder, "SaveTranslator")

@@ -1,0 +1,55 @@
+"""One code for legacy and np arrays: blocks that compute with legacy operators, whichever they are given."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, Callable
+
+from mxnet.gluon import nn
+from mxnet.util import is_np_array, np_array
+
+from ...nested import map_leaves
+
+Method = Callable[..., Any]
+
+
+def on_legacy_arrays(method: Method) -> Method:
+    """Return a method that sees legacy arrays alone, and returns arrays of the kind that the mode asks for.
+
+    MXNet 1.9.1 has the recurrent operator for np arrays, but not all of what stands around it. Both kinds are views of the same
+    memory, and gradients flow through the change.
+    """
+
+    @wraps(method)
+    def computed(self: Any, *args: Any) -> Any:
+        if not is_np_array():
+            return method(self, *args)
+        with np_array(False):
+            results = method(self, *map_leaves(lambda _, leaf: leaf.as_nd_ndarray(), args))
+        return map_leaves(lambda _, leaf: leaf.as_np_ndarray(), results)
+
+    return computed
+
+
+class _LegacyParameters:
+    """Gives `hybrid_forward` its parameters as legacy arrays, also those that were initialised in np mode."""
+
+    def hybrid_forward(self, F: Any, x: Any, **params: Any) -> Any:
+        legacy = {name: param.as_nd_ndarray() for name, param in params.items() if param is not None}
+        return super().hybrid_forward(F, x, **legacy)  # type: ignore[misc]
+
+
+class Dense(_LegacyParameters, nn.Dense):  # type: ignore[misc]
+    """Gluon's, for legacy arrays in both modes."""
+
+
+class Embedding(_LegacyParameters, nn.Embedding):  # type: ignore[misc]
+    """Gluon's, for legacy arrays in both modes."""
+
+
+class Dropout(nn.Dropout):  # type: ignore[misc]
+    """Gluon's, which copies its input where the rate is 0; this one hands it on."""
+
+    def forward(self, x: Any) -> Any:
+        """Return the input with some numbers left out."""
+        return super().forward(x) if self._rate else x

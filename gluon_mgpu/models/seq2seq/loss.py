@@ -1,0 +1,100 @@
+"""The loss of a network that scores every token of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import numpy as np
+from mxnet import gluon
+from mxnet.gluon import nn
+
+from ...checks import one_of, real_number
+from ...errors import TrainerError
+from ...nested import Leaf, is_device_array
+from .legacy import on_legacy_arrays
+
+LAYOUTS = ("NTC", "TNC")
+
+
+class SequenceLoss(gluon.Block):  # type: ignore[misc]
+    """Cross-entropy of the true tokens of each sentence, summed over its length; padding counts nothing.
+
+    The gradient is to be divided by tokens, not sentences: `train_batch` asks `num_units` for their number in the whole batch, so
+    that it is the same on one device and on several, however the sentences are spread.
+
+    Parameters
+    ----------
+    label_smoothing : float, 0 up to 1
+        This share of each target is spread evenly over the vocabulary.
+    layout : str
+        `"NTC"` or `"TNC"`, as of the network.
+
+    Raises
+    ------
+    TrainerError
+        An option is none of these.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> loss = SequenceLoss()
+    >>> scores = mx.nd.zeros((2, 3, 4))  # two sentences of three tokens; every one of four is as likely
+    >>> tokens, lengths = mx.nd.ones((2, 3)), mx.nd.array([3, 1])
+    >>> loss(scores, (tokens, lengths)).round().asnumpy().tolist()  # 3 log 4 and log 4
+    [4.0, 1.0]
+    >>> loss.num_units((np.ones((2, 3)), np.array([3, 1])))
+    4
+
+    Source: label smoothing as Szegedy et al., "Rethinking the Inception architecture", 2016, section 7.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0, *, layout: str = "NTC", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        one_of("SequenceLoss", "layout", layout, LAYOUTS, advice="Pass one of these.")
+        real_number("SequenceLoss", "label_smoothing", label_smoothing, high=1.0, below=True, advice="0.1 is usual.")
+        with self.name_scope():
+            self.sums = _SmoothedSums(float(label_smoothing), LAYOUTS.index(layout))
+
+    @on_legacy_arrays
+    def forward(self, scores: Leaf, label: Tuple[Leaf, Leaf]) -> Leaf:
+        """Return each sentence's sum, shape (N,).
+
+        Parameters
+        ----------
+        scores : NDArray, shape (N, T, vocabulary), or (T, N, vocabulary)
+        label : (tokens, lengths), shapes (N, T) or (T, N), and (N,)
+        """
+        tokens, lengths = _pair(label)
+        return self.sums(scores, tokens, lengths)
+
+    def num_units(self, label: Any) -> int:
+        """Return the true tokens of a batch. Of NumPy lengths it waits for nothing; MXNet's are read.
+
+        Parameters
+        ----------
+        label : (tokens, lengths)
+        """
+        _, lengths = _pair(label)
+        return int(np.sum(lengths.asnumpy() if is_device_array(lengths) else lengths))
+
+
+class _SmoothedSums(nn.HybridBlock):  # type: ignore[misc]
+    def __init__(self, smoothing: float, batch_axis: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._smoothing, self._batch_axis = smoothing, batch_axis
+
+    def hybrid_forward(self, F: Any, scores: Any, tokens: Any, lengths: Any) -> Any:
+        log_p = F.log_softmax(scores, axis=-1)
+        losses = -F.pick(log_p, tokens, axis=-1)
+        if self._smoothing:
+            losses = (1 - self._smoothing) * losses - self._smoothing * F.mean(log_p, axis=-1)
+        time_axis = 1 - self._batch_axis
+        losses = F.SequenceMask(losses, lengths, use_sequence_length=True, axis=time_axis)
+        return F.sum(losses, axis=time_axis)
+
+
+def _pair(label: Any) -> Tuple[Any, Any]:
+    if not isinstance(label, (list, tuple)) or len(label) != 2:
+        found = f"{len(label)} arrays" if isinstance(label, (list, tuple)) else type(label).__name__
+        raise TrainerError(f"SequenceLoss: got {found} as the label; need two. Pass (target tokens, target lengths).")
+    return label[0], label[1]

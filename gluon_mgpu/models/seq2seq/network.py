@@ -1,0 +1,388 @@
+"""Attention seq2seq: an encoder reads a sentence in both directions, a decoder writes another, looking back at it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, List, Optional, Tuple
+
+import mxnet as mx
+from mxnet.gluon import nn
+
+from ...checks import one_of, real_number, whole_number
+from ...errors import TrainerError
+from ...nested import Leaf, is_device_array
+from .attention import ATTENTIONS, Attention
+from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
+from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, each_step
+from .loss import LAYOUTS
+
+_BULK = {"forward_bulk_size": 4, "backward_bulk_size": 4}  # operations
+
+Memory = Tuple[Leaf, Leaf, Leaf]  # keys (N, S, hidden), values (N, S, 2 hidden), lengths (N,)
+State = Tuple[Leaf, ...]  # of the decoder: arrays of shape (N, hidden)
+
+
+class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
+    """An encoder-decoder with attention, which scores each next token of the target.
+
+    ```
+    source ─► embed ─► both directions, layer by layer ─► values ─► keys              once for all steps
+                                  └─ last states ─► first states of the decoder
+    target ─► embed ─► recurrent layers ─► attention ─► output layer                  all steps at once
+                              └──◄── input feeding ◄──┘                               or steps, but for embedding and output
+    ```
+
+    Teacher forcing knows all inputs of the decoder beforehand. Without input feeding, its recurrent layers run as the encoder's
+    do, and attention and output layer take all steps together. With it, each step's attentional vector goes into the next.
+
+    Padding changes nothing: a sentence gives the same scores alone and in a batch. `net.hybridize()` compiles it, whole where all
+    steps are taken at once, else its parts. Inputs are legacy or np arrays, as the mode is.
+
+    Parameters
+    ----------
+    source_vocab_size, target_vocab_size : int
+    embed_size, hidden_size, num_layers : int
+        The encoder has `hidden_size` in each direction.
+    cell : str
+        `"gru"` or `"lstm"`.
+    attention : str
+        `"dot"` or `"additive"`; see `Attention`.
+    input_feeding : bool
+    tied : bool
+        The output layer's weights are the target embedding's, which needs `embed_size == hidden_size`.
+    dropout : float, 0 up to 1
+        Of embeddings, of outputs between layers, and of what goes into the output layer.
+    layout : str
+        `"NTC"`: tokens of shape (N, T), scores of shape (N, T, vocabulary). `"TNC"`: (T, N) and (T, N, vocabulary).
+    recurrence : str
+        `"auto"`, `"fused"` or `"steps"`; see `Recurrence`.
+
+    Raises
+    ------
+    TrainerError
+        An option is none of these.
+
+    Examples
+    --------
+    >>> net = Seq2Seq(10, 12, embed_size=4, hidden_size=8)
+    >>> net.initialize()
+    >>> source, lengths, target = mx.nd.ones((2, 5)), mx.nd.array([5, 3]), mx.nd.ones((2, 7))
+    >>> net((source, lengths, target)).shape
+    (2, 7, 12)
+
+    Source: Luong, Pham, Manning, 2015 (input feeding, attentional vector); Bahdanau, Cho, Bengio, 2015 (the encoder).
+    """
+
+    def __init__(
+        self,
+        source_vocab_size: int,
+        target_vocab_size: int,
+        *,
+        embed_size: int = 256,
+        hidden_size: int = 256,
+        num_layers: int = 1,
+        cell: str = "gru",
+        attention: str = "dot",
+        input_feeding: bool = False,
+        tied: bool = False,
+        dropout: float = 0.0,
+        layout: str = "NTC",
+        recurrence: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        sizes = {"source_vocab_size": source_vocab_size, "target_vocab_size": target_vocab_size, "num_layers": num_layers}
+        _check_sizes(embed_size=embed_size, hidden_size=hidden_size, **sizes)
+        options = [("cell", cell, tuple(NUM_GATES)), ("attention", attention, ATTENTIONS), ("layout", layout, LAYOUTS)]
+        for name, value, choices in [*options, ("recurrence", recurrence, RECURRENCES)]:
+            one_of("Seq2Seq", name, value, choices, advice="Pass one of these.")
+        _check_tied(tied, embed_size, hidden_size)
+        _check_dropout(dropout)
+        self.layout, self.target_vocab_size, self.source_vocab_size = layout, target_vocab_size, source_vocab_size
+        with self.name_scope():
+            self.encoder = Encoder(source_vocab_size, embed_size, hidden_size, num_layers, cell, dropout, recurrence)
+            self.target_embedding = Embedding(target_vocab_size, embed_size)
+            self.decoder = Decoder(embed_size, hidden_size, num_layers, cell, attention, input_feeding, dropout, recurrence)
+            self.dropout = Dropout(dropout)
+            shared = self.target_embedding.params if tied else None
+            self.output = Dense(target_vocab_size, flatten=False, in_units=hidden_size, params=shared)
+
+    def hybridize(self, active: bool = True, **options: Any) -> None:
+        """Compile the network, or no longer; see `gluon.HybridBlock.hybridize`.
+
+        MXNet makes one operation of up to 15 that follow one another in a graph, and a CPU context would keep the recurrent
+        operator from the others for as long (scripts/RESULTS.md): here it is 4, unless the options say otherwise.
+        """
+        super().hybridize(active, **{**_BULK, **options})
+
+    @on_legacy_arrays
+    def forward(self, X: Any, *more: Leaf) -> Leaf:
+        """Return the scores of every target token, shape (N, T, vocabulary), or (T, N, vocabulary).
+
+        A subclass may have its own `encode` or `decode`: they are called here as they are to translate, with legacy arrays in
+        both modes, and `hybridize` then compiles the parts within them.
+
+        Parameters
+        ----------
+        X : (source, lengths, target), as one argument or three
+            Tokens of shapes (N, S) and (N, T), or (S, N) and (T, N); true source lengths, shape (N,).
+
+        Raises
+        ------
+        TrainerError
+            Other arrays than these.
+        """
+        source, lengths, target = _check_inputs((X, *more) if more else X, self.layout)
+        if self._is_overridden():
+            return self.decode(target, *self.encode(source, lengths))[0]
+        inputs = (source, lengths, target, *self._start(source, lengths))
+        return super().forward(*inputs) if self.decoder.is_at_once(source) else self.hybrid_forward(mx.nd, *inputs)
+
+    def _is_overridden(self) -> bool:
+        """Return whether `encode` or `decode` is another than here, in a subclass or in this object."""
+        ways = ((self.encode, Seq2Seq.encode), (self.decode, Seq2Seq.decode))
+        return any(getattr(way, "__func__", way) is not ours for way, ours in ways)
+
+    def hybrid_forward(self, F: Any, source: Leaf, lengths: Leaf, target: Leaf, backwards: Leaf, zeros: Leaf) -> Leaf:
+        """Return the scores; `backwards` and `zeros` are the encoder's."""
+        state, memory = self._encode(F, source, lengths, backwards, zeros)
+        return self._decode(F, target, state, memory)[0]
+
+    @on_legacy_arrays
+    def encode(self, source: Leaf, lengths: Leaf) -> Tuple[State, Memory]:
+        """Return the decoder's first state, and what it looks back at.
+
+        Parameters
+        ----------
+        source : NDArray, shape (N, S) or (S, N)
+        lengths : NDArray, shape (N,)
+        """
+        return self._encode(mx.nd, source, lengths, *self._start(source, lengths))
+
+    @on_legacy_arrays
+    def decode(self, target: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+        """Return the scores of the tokens after these, the state after the last, and where attention looked.
+
+        Called for all steps of a known target, or for one step after the other with the state of the last.
+
+        Parameters
+        ----------
+        target : NDArray, shape (N, T) or (T, N)
+        state, memory
+            Of `encode`, or of the step before.
+
+        Returns
+        -------
+        scores : NDArray, shape (N, T, vocabulary) or (T, N, vocabulary)
+        state
+        weights : NDArray, shape (N, S, T)
+        """
+        return self._decode(mx.nd, target, state, memory)
+
+    def _start(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf]:
+        return self.encoder.start(source.T if self.layout == "NTC" else source, lengths)
+
+    def _encode(self, F: Any, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[State, Memory]:
+        values, keys, first = self.encoder(F.transpose(source) if self.layout == "NTC" else source, lengths, backwards, zeros)
+        return self.decoder.begin(F, first), (keys, values, lengths)
+
+    def _decode(self, F: Any, target: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+        embedded = self.dropout(self.target_embedding(F.transpose(target) if self.layout == "NTC" else target))
+        vectors, weights, *after = self.decoder(embedded, *memory, *state)
+        vectors = vectors if self.layout == "NTC" else F.swapaxes(vectors, dim1=0, dim2=1)
+        return self.output(self.dropout(vectors)), tuple(after), weights
+
+
+class Encoder(nn.HybridBlock):  # type: ignore[misc]
+    """Recurrent layers in both directions, each from the first to the last true token or back.
+
+    The backward direction reads each sentence reversed within its length. MXNet's bidirectional operator begins at the padding,
+    and on a CPU it ignores `use_sequence_length`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_size: int,
+        hidden_size: int,
+        num_layers: int,
+        cell: str,
+        dropout: float,
+        recurrence: str,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._hidden_size = hidden_size
+        with self.name_scope():
+            self.embedding = Embedding(vocab_size, embed_size)
+            self.dropout = Dropout(dropout)
+            self.forwards, self.backwards = (nn.HybridSequential(prefix=f"{way}_") for way in ("forwards", "backwards"))
+            for layers in (self.forwards, self.backwards):
+                with layers.name_scope():
+                    for i in range(num_layers):
+                        layers.add(Recurrence(cell, hidden_size, 2 * hidden_size if i else embed_size, recurrence))
+            self.keys = Dense(hidden_size, use_bias=False, flatten=False, in_units=2 * hidden_size)
+            width = num_layers * NUM_STATES[cell] * hidden_size
+            self.bridge = Dense(width, activation="tanh", in_units=2 * hidden_size)
+
+    def start(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf]:
+        """Return the two inputs of `forward` that are no data: where each token stands backwards, and a first state.
+
+        MXNet takes rows by numbers up to ten times as fast as it reverses all that they hold (scripts/RESULTS.md).
+
+        Parameters
+        ----------
+        source : NDArray, shape (S, N)
+        lengths : NDArray, shape (N,)
+
+        Returns
+        -------
+        backwards : NDArray, shape (S, N)
+            Rows of (S * N,). Padding stays in its place.
+        zeros : NDArray, shape (N, hidden)
+        """
+        places = mx.nd.arange(source.size, ctx=source.context, dtype="int32").reshape(source.shape)
+        backwards = mx.nd.SequenceReverse(places, lengths, use_sequence_length=True)
+        return backwards, mx.nd.zeros((source.shape[1], self._hidden_size), ctx=source.context)
+
+    def forward(self, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[Leaf, Leaf, Leaf]:
+        """Return values (N, S, 2 hidden), keys (N, S, hidden), and first states, (N, all states of all layers).
+
+        Parameters
+        ----------
+        source : NDArray, shape (S, N)
+        lengths : NDArray, shape (N,)
+        backwards, zeros
+            Of `start`.
+        """
+        forward = super().forward if can_compile(self.forwards, source) else partial(self.hybrid_forward, mx.nd)
+        return tuple(forward(source, lengths, backwards, zeros))
+
+    def hybrid_forward(self, F: Any, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[Leaf, Leaf, Leaf]:
+        outputs = self.embedding(source)
+        for ahead, back in zip(self.forwards, self.backwards):
+            outputs = self.dropout(outputs)
+            states = [zeros] * ahead.num_states
+            left = ahead(outputs, *states)[0]
+            right = back(_rows(F, outputs, backwards), *states)[0]
+            pair = F.stack(left, _rows(F, right, backwards), axis=2)
+            outputs = F.reshape(pair, shape=(0, 0, -3))  # side by side, faster than concat
+        # Each direction's last state stands at the last true token of what it has read.
+        last = [F.SequenceLast(one, lengths, use_sequence_length=True) for one in (left, right)]
+        values = F.swapaxes(self.dropout(outputs), dim1=0, dim2=1)
+        return values, self.keys(values), self.bridge(F.concat(*last, dim=1))
+
+
+class Decoder(nn.HybridBlock):  # type: ignore[misc]
+    """Recurrent layers, and attention over the encoder's values."""
+
+    def __init__(
+        self,
+        embed_size: int,
+        hidden_size: int,
+        num_layers: int,
+        cell: str,
+        attention: str,
+        input_feeding: bool,
+        dropout: float,
+        recurrence: str,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._hidden_size, self._num_arrays = hidden_size, num_layers * NUM_STATES[cell]
+        with self.name_scope():
+            self.dropout = Dropout(dropout)
+            self.layers = nn.HybridSequential(prefix="layers_")
+            with self.layers.name_scope():
+                for i in range(num_layers):
+                    self.layers.add(Recurrence(cell, hidden_size, hidden_size if i else embed_size, recurrence))
+            self.attention = Attention(attention, hidden_size, 2 * hidden_size)
+            width = NUM_GATES[cell] * hidden_size
+            self.feed: Optional[Dense] = Dense(width, use_bias=False, in_units=hidden_size) if input_feeding else None
+
+    def begin(self, F: Any, first: Leaf) -> State:
+        """Return the state before the first step, from the encoder's, shape (N, all states of all layers)."""
+        state = (first,) if self._num_arrays == 1 else tuple(F.split(first, num_outputs=self._num_arrays, axis=1))
+        return (*state, F.zeros_like(state[0])) if self.feed is not None else state
+
+    def is_at_once(self, inputs: Leaf) -> bool:
+        """Return whether all steps can be taken at once, and compiled, where these inputs are."""
+        return self.feed is None and can_compile(self.layers, inputs)
+
+    def forward(self, embedded: Leaf, keys: Leaf, values: Leaf, lengths: Leaf, *state: Leaf) -> Tuple[Leaf, ...]:
+        """Return vectors (N, T, hidden), weights (N, S, T), and the state after the last step.
+
+        Parameters
+        ----------
+        embedded : NDArray, shape (T, N, embed_size)
+        """
+        if self.feed is not None:
+            return self._fed(self.feed, embedded, (keys, values, lengths), state)
+        forward = super().forward if can_compile(self.layers, embedded) else partial(self.hybrid_forward, mx.nd)
+        return tuple(forward(embedded, keys, values, lengths, *state))
+
+    def hybrid_forward(self, F: Any, embedded: Leaf, keys: Leaf, values: Leaf, lengths: Leaf, *state: Leaf) -> Tuple[Leaf, ...]:
+        after: List[Leaf] = []
+        outputs = embedded
+        for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
+            outputs, *states = layer(self.dropout(outputs) if i else outputs, *before)
+            after += states
+        return (*self.attention(F.swapaxes(outputs, dim1=0, dim2=1), keys, values, lengths), *after)
+
+    def _fed(self, feed: Dense, embedded: Leaf, memory: Memory, state: State) -> Tuple[Leaf, ...]:
+        all_vectors, all_weights = [], []
+        for projected in each_step(self.layers[0].project(embedded)):
+            projected = projected + feed(state[-1])
+            after: List[Leaf] = []
+            for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
+                states = layer.step(layer.project(self.dropout(after[-layer.num_states])) if i else projected, *before)
+                after += states
+            vectors, weights = self.attention(mx.nd.expand_dims(after[-layer.num_states], axis=1), *memory)
+            state = (*after, vectors.reshape((-1, self._hidden_size)))
+            all_vectors.append(vectors)
+            all_weights.append(weights)
+        return (mx.nd.concat(*all_vectors, dim=1), mx.nd.concat(*all_weights, dim=2), *state)
+
+    def _by_layer(self, state: State) -> List[State]:
+        """Return each layer's states; what is fed comes after them."""
+        size = self._num_arrays // len(self.layers)
+        return [state[i : i + size] for i in range(0, self._num_arrays, size)]
+
+
+def _rows(F: Any, outputs: Leaf, places: Leaf) -> Leaf:
+    return F.take(F.reshape(outputs, shape=(-3, 0)), places)
+
+
+def _check_inputs(X: Any, layout: str) -> Tuple[Leaf, Leaf, Leaf]:
+    form = "(N, S), (N,), (N, T)" if layout == "NTC" else "(S, N), (N,), (T, N)"
+    wanted = f"need (source, lengths, target), MXNet arrays of shapes {form}. The data side of the toolkit makes them"
+    if isinstance(X, (list, tuple)) and any(isinstance(array, mx.sym.Symbol) for array in X):
+        raise TrainerError(
+            "Seq2Seq: got symbols, of a block around it that is compiled; need MXNet arrays. Hybridize the Seq2Seq alone."
+        )
+    if not isinstance(X, (list, tuple)) or len(X) != 3 or not all(is_device_array(array) for array in X):
+        found = [type(array).__name__ for array in X] if isinstance(X, (list, tuple)) else type(X).__name__
+        raise TrainerError(f"Seq2Seq: got {found}; {wanted}.")
+    source, lengths, target = X
+    axis = LAYOUTS.index(layout)
+    ranks = (source.ndim, lengths.ndim, target.ndim)
+    if ranks != (2, 1, 2) or not source.shape[axis] == lengths.shape[0] == target.shape[axis]:
+        raise TrainerError(f"Seq2Seq: got arrays of shapes {source.shape}, {lengths.shape}, {target.shape}; {wanted}.")
+    return source, lengths, target
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        whole_number("Seq2Seq", name, size, advice="256 is usual for the sizes.")
+
+
+def _check_tied(tied: bool, embed_size: int, hidden_size: int) -> None:
+    if tied and embed_size != hidden_size:
+        raise TrainerError(
+            f"Seq2Seq: got tied=True with embed_size={embed_size} and hidden_size={hidden_size}; need both equal, as one array "
+            "is embedding and output layer. Pass one number for both."
+        )
+
+
+def _check_dropout(dropout: Any) -> None:
+    real_number("Seq2Seq", "dropout", dropout, high=1.0, below=True, advice="0.2 is usual.")

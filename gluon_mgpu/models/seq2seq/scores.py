@@ -1,0 +1,53 @@
+"""How good translations are: exact match, BLEU and chrF."""
+
+from __future__ import annotations
+
+import unicodedata
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Dict, Sequence
+
+from ...data import exact_match
+
+
+def has_sacrebleu() -> bool:
+    """Return whether sacrebleu is installed, which BLEU and chrF need: the extra `seq2seq`."""
+    return find_spec("sacrebleu") is not None
+
+
+def translation_scores(translations: Sequence[str], references: Sequence[str]) -> Dict[str, float]:
+    """Return how good translations are: `exact_match`, and where sacrebleu is installed `bleu` and `chrf`; all from 0 to 100.
+
+    BLEU is over sacrebleu's usual words (13a); over characters where the references are Korean, whose words end in many ways.
+    Such numbers are comparable with one another only.
+
+    Parameters
+    ----------
+    translations, references : sequence of str, of one length
+
+    Raises
+    ------
+    DataError
+        They are not as many, or none.
+
+    Examples
+    --------
+    >>> translation_scores(["three", "twenty five"], ["three", "twenty-five"])["exact_match"]
+    50.0
+
+    Source: Papineni et al., "BLEU", 2002; Popović, "chrF", 2015; Post, "A call for clarity in reporting BLEU scores", 2018.
+    """
+    scores = {"exact_match": 100 * exact_match(translations, references)}
+    if not has_sacrebleu():
+        return scores
+    metrics = import_module("sacrebleu.metrics")  # takes a while, and is seldom wanted
+    bleu = metrics.BLEU(tokenize="char" if _is_korean(references) else "13a")
+    scores["bleu"] = float(bleu.corpus_score(list(translations), [list(references)]).score)
+    scores["chrf"] = float(metrics.CHRF().corpus_score(list(translations), [list(references)]).score)
+    return scores
+
+
+def _is_korean(texts: Sequence[str]) -> bool:
+    """Return whether most letters are Hangul."""
+    letters = [letter for text in texts for letter in unicodedata.normalize("NFC", text) if letter.isalpha()]
+    return 2 * sum("\uac00" <= letter <= "\ud7a3" for letter in letters) > len(letters)

@@ -1,0 +1,410 @@
+"""Translate: the sentences that a seq2seq network finds likeliest, on all its devices, in the order of its inputs."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, autograd
+from mxnet.util import np_array
+
+from ...checks import one_of, real_number, short, whole_number
+from ...data import BOS, EOS
+from ...errors import TrainerError
+from ...trainer.parameters import devices_of
+from .. import Seq2Seq
+from ...nested import Leaf
+from ...plots import figure
+from ...runtime.environment import require
+from ...data_parallel.sharding import plan_shards
+
+Sentence = Sequence[int]
+
+EXTRA_TOKENS = 10  # a translation is at most twice as long as its source, and these
+PENALTIES = ("wu", "plain")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation of a sentence.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Without the end of the sentence.
+    score : float
+        The log-probability divided by the length penalty: what translations are ranked by.
+    log_probability : float
+        Of all tokens and the end of the sentence.
+    finished : bool
+        Whether it ended by itself. What reached its greatest length is ranked as it stands.
+    attention : numpy.ndarray, shape (tokens, and the end; source tokens, with their end), or None
+        Each row adds up to 1.
+    """
+
+    tokens: List[int]
+    score: float
+    log_probability: float
+    finished: bool
+    attention: Optional[np.ndarray] = None
+
+
+def translate(
+    net: Seq2Seq,
+    sentences: Sequence[Sentence],
+    *,
+    bos: int = BOS,
+    eos: int = EOS,
+    source_eos: Optional[int] = EOS,
+    beam_size: int = 1,
+    num_best: int = 1,
+    alpha: float = 1.0,
+    penalty: str = "wu",
+    max_length: Optional[int] = None,
+    batch_size: int = 64,
+    attention: bool = False,
+) -> List[List[Translation]]:
+    """Return the best translations of each sentence, by greedy or beam search on all devices of the network.
+
+    ```
+    sentences ─► by length, in batches ─► split ─► encode once ─┐       on each device
+                 its K hypotheses ◄── K best of K x V ◄── one step for all hypotheses ◄──┐
+                        └── those that end are finished; the others go on ───────────────┘
+    ```
+
+    What a sentence becomes does not depend on what it is in a batch with, but for rounding. The search of a sentence ends when no
+    hypothesis goes on, or none that does can come among the `num_best`. A beam of 1 is greedy search.
+
+    Parameters
+    ----------
+    net : Seq2Seq
+        Initialised on one or more devices.
+    sentences : sequence of sequences of int
+        Source tokens, 1 or more a sentence: what `Vocabulary.encode` gave.
+    bos, eos : int
+        The target vocabulary's tokens before the first and after the last.
+    source_eos : int, optional
+        Put after each source, as `PairLoader` does; None for a network that was trained without.
+    beam_size : int
+        Hypotheses a sentence; 1 is greedy.
+    num_best : int
+        Translations a sentence, at most `beam_size`.
+    alpha : float, 0 or more
+        How strongly length is made up for. 0 ranks by probability alone, which favours short ones.
+    penalty : str
+        `"wu"`: ((5 + length) / 6) ** alpha. `"plain"`: length ** alpha. The end of the sentence counts.
+    max_length : int, optional
+        Tokens a translation, with its end; twice the source's length and 10 by default.
+    batch_size : int
+        Sentences at once, over all devices.
+    attention : bool
+        Return where each token looked.
+
+    Returns
+    -------
+    list of lists of Translation
+        One list a sentence, best first.
+
+    Raises
+    ------
+    TrainerError
+        A wrong argument, an empty sentence, a token that the network does not know, or a network on no device.
+
+    Examples
+    --------
+    >>> net = Seq2Seq(10, 12, embed_size=4, hidden_size=8)
+    >>> net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> found = translate(net, [[3, 4, 5], [6]], beam_size=3, num_best=2)
+    >>> [len(best) for best in found], found[0][0].score >= found[0][1].score
+    ([2, 2], True)
+
+    Source: the penalty is that of Wu et al., "Google's neural machine translation system", 2016, section 7.
+    """
+    counts = {"beam_size": beam_size, "num_best": num_best, "batch_size": batch_size}
+    _check_counts(**counts, **({} if max_length is None else {"max_length": max_length}))
+    _check_search(net, beam_size, num_best, alpha, penalty)
+    for name, token in (("bos", bos), ("eos", eos)):
+        _check_token(name, token, net.target_vocab_size)
+    if source_eos is not None:
+        _check_token("source_eos", source_eos, net.source_vocab_size)
+    _check_sentences(net, sentences)
+    options = _Options(bos, eos, beam_size, num_best, alpha, penalty, max_length, attention)
+    devices = devices_of(net)
+    end = [] if source_eos is None else [source_eos]
+    sentences = [[*sentence, *end] for sentence in sentences]
+    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)  # the largest first: memory is made once
+    found: List[List[Translation]] = [[] for _ in sentences]
+    with np_array(False), autograd.pause(train_mode=False):
+        for begin in range(0, len(order), batch_size):
+            batch = order[begin : begin + batch_size]
+            for i, best in zip(batch, _translate_batch(net, [sentences[i] for i in batch], devices, options)):
+                found[i] = best
+    return found
+
+
+@dataclass(frozen=True)
+class _Options:
+    bos: int
+    eos: int
+    beam_size: int
+    num_best: int
+    alpha: float
+    penalty: str
+    max_length: Optional[int]
+    attention: bool
+
+    def divisor(self, length: int) -> float:
+        """Return the length penalty."""
+        return float(((5 + length) / 6 if self.penalty == "wu" else length) ** self.alpha)
+
+    def limit(self, length: int) -> int:
+        """Return how long the translation of a sentence of this length may be: its own matter, not that of the batch."""
+        return 2 * length + EXTRA_TOKENS if self.max_length is None else self.max_length
+
+
+class _Hypothesis(NamedTuple):
+    """Tokens so far, the last first: hypotheses of one beginning share it."""
+
+    log_p: float
+    token: int = -1
+    before: Optional[_Hypothesis] = None
+    weights: Optional[np.ndarray] = None  # where the step that chose the token looked
+
+
+def _translate_batch(
+    net: Seq2Seq, sentences: List[Sentence], devices: List[Context], options: _Options
+) -> List[List[Translation]]:
+    """Search on all devices: each is given a step before any is waited for."""
+    shards = []
+    begin = 0
+    for size, context in zip(plan_shards(len(sentences), len(devices)), devices):
+        if size:
+            shards.append(_Search(net, sentences[begin : begin + size], context, options))
+        begin += size
+    while any(shard.is_open for shard in shards):
+        queued = [shard for shard in shards if shard.is_open]
+        for shard in queued:
+            shard.queue()
+        for shard in queued:
+            shard.read()
+    return [best for shard in shards for best in shard.best()]
+
+
+class _Search:
+    """The search for some sentences on one device. Its arrays keep their shapes: a row for each hypothesis of each sentence."""
+
+    def __init__(self, net: Seq2Seq, sentences: List[Sentence], context: Context, options: _Options) -> None:
+        self._net, self._sentences, self._context, self._options = net, sentences, context, options
+        lengths = [len(sentence) for sentence in sentences]
+        source = np.zeros((len(sentences), max(lengths)), dtype="int32")
+        for row, sentence in zip(source, sentences):
+            row[: len(sentence)] = sentence
+        state, memory = net.encode(
+            self._array(source if net.layout == "NTC" else source.T), self._array(np.array(lengths, "int32"))
+        )
+        self._state = tuple(mx.nd.repeat(one, options.beam_size, axis=0) for one in state)
+        self._memory = tuple(mx.nd.repeat(one, options.beam_size, axis=0) for one in memory)
+        # One hypothesis to begin with; the other rows are ballast, of probability 0.
+        self._alive: List[List[Optional[_Hypothesis]]] = [
+            [_Hypothesis(0.0), *[None] * (options.beam_size - 1)] for _ in sentences
+        ]
+        self._rows = np.arange(len(sentences) * options.beam_size, dtype="int32")  # whose state each row goes on with
+        self._finished: List[List[Tuple[float, _Hypothesis, bool]]] = [[] for _ in sentences]
+        self._open = set(range(len(sentences)))
+        self._num_steps = 0
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open)
+
+    def queue(self) -> None:
+        """Let the device make one step of all hypotheses, and choose the K best of each sentence."""
+        options, num = self._options, len(self._sentences)
+        flat = [one for beam in self._alive for one in beam]
+        tokens = np.array([options.bos if one is None or one.before is None else one.token for one in flat], dtype="int32")
+        log_p = np.array([-np.inf if one is None else one.log_p for one in flat], dtype="float32")
+        rows = self._array(self._rows)
+        state = tuple(mx.nd.take(one, rows, axis=0) for one in self._state)
+        column = tokens.reshape((-1, 1) if self._net.layout == "NTC" else (1, -1))
+        scores, self._state, self._weights = self._net.decode(self._array(column), state, self._memory)
+        totals = mx.nd.log_softmax(scores.reshape((num * options.beam_size, -1))) + self._array(log_p).reshape((-1, 1))
+        totals = totals.reshape((num, -1))
+        self._best = mx.nd.topk(totals, k=options.beam_size, ret_typ="both", dtype="int32")
+
+    def read(self) -> None:
+        """Wait for the step, and see which hypotheses end and which go on."""
+        log_p, places = (array.asnumpy() for array in self._best)
+        weights = self._weights.asnumpy()[:, :, 0] if self._options.attention else None
+        self._num_steps += 1
+        self._rows = np.arange(len(self._rows), dtype="int32")
+        for i in sorted(self._open):
+            self._extend(i, log_p[i], places[i], weights)
+
+    def _extend(self, i: int, log_p: np.ndarray, places: np.ndarray, weights: Optional[np.ndarray]) -> None:
+        first_row, length = i * self._options.beam_size, len(self._sentences[i])
+        alive: List[_Hypothesis] = []
+        for total, place in zip(log_p.tolist(), places.tolist()):
+            if total == -np.inf:  # made from ballast: there are fewer than K
+                break
+            parent, token = divmod(place, self._net.target_vocab_size)
+            looked = None if weights is None else weights[first_row + parent, :length]
+            hypothesis = _Hypothesis(total, token, self._alive[i][parent], looked)
+            if token == self._options.eos:
+                self._finish(i, hypothesis, True)
+            else:
+                self._rows[first_row + len(alive)] = first_row + parent
+                alive.append(hypothesis)
+        if self._num_steps == self._options.limit(length):
+            for one in alive:
+                self._finish(i, one, False)
+        elif alive and self._can_win(i, alive[0]):
+            self._alive[i] = [*alive, *[None] * (self._options.beam_size - len(alive))]
+            return
+        self._open.remove(i)
+
+    def _finish(self, i: int, hypothesis: _Hypothesis, ended: bool) -> None:
+        score = hypothesis.log_p / self._options.divisor(self._num_steps)
+        self._finished[i] = sorted([*self._finished[i], (score, hypothesis, ended)], key=lambda one: -one[0])
+        del self._finished[i][self._options.num_best :]
+
+    def _can_win(self, i: int, hypothesis: _Hypothesis) -> bool:
+        """Return whether the best of those that go on may yet come among the best: at most, what follows is certain."""
+        at_most = hypothesis.log_p / self._options.divisor(self._options.limit(len(self._sentences[i])))
+        return len(self._finished[i]) < self._options.num_best or at_most > self._finished[i][-1][0]
+
+    def best(self) -> List[List[Translation]]:
+        """Return each sentence's translations, best first."""
+        return [[_traced(*one) for one in finished] for finished in self._finished]
+
+    def _array(self, values: np.ndarray) -> Leaf:
+        return mx.nd.array(values, ctx=self._context, dtype=values.dtype)
+
+
+def _traced(score: float, hypothesis: _Hypothesis, ended: bool) -> Translation:
+    """Return the translation that this is the last token of."""
+    tokens: List[int] = []
+    looked: List[Any] = []
+    one = hypothesis
+    while one.before is not None:
+        tokens.append(one.token)
+        looked.append(one.weights)
+        one = one.before
+    attention = None if looked[0] is None else np.stack(looked[::-1])
+    return Translation(tokens[: 0 if ended else None : -1], score, hypothesis.log_p, ended, attention)
+
+
+def plot_attention(weights: np.ndarray, source: Sequence[str], target: Sequence[str]) -> Any:
+    """Return a figure of where each target token looked: dark is much. Save it with `plots.save`.
+
+    Where the usual font lacks characters, as of Korean, they are taken from the system's fonts that have them.
+
+    Parameters
+    ----------
+    weights : numpy.ndarray, shape (T, S)
+        `Translation.attention`.
+    source, target : sequences of str
+        S and T pieces of text, with the ends of the sentences where the weights have them.
+
+    Raises
+    ------
+    TrainerError
+        More or fewer pieces than weights.
+    MissingExtraError
+        matplotlib is not installed.
+
+    Warns
+    -----
+    UserWarning
+        Some characters are in no font.
+    """
+    pieces = {"source": source, "target": target}
+    for name, side in pieces.items():
+        if not isinstance(side, (list, tuple)) or not all(isinstance(piece, str) for piece in side):
+            raise TrainerError(f"plot_attention: got {name}={short(side)}; need a list of texts. Pass the tokens.")
+    if not isinstance(weights, (np.ndarray, list, tuple)) or np.asarray(weights).dtype.kind not in "fiu":
+        raise TrainerError(f"plot_attention: got weights={short(weights)}; need a NumPy array. Pass Translation.attention.")
+    if np.shape(weights) != (len(target), len(source)):
+        raise TrainerError(
+            f"plot_attention: got weights of shape {np.shape(weights)} for {len(target)} target and {len(source)} source tokens; "
+            "need one for each pair. Count the end of the sentence in."
+        )
+    made = figure(max(3.0, 1.5 + 0.4 * len(source)), max(2.5, 1.2 + 0.3 * len(target)))
+    axes = made.subplots()
+    font = _font_for("".join([*source, *target]))
+    axes.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(source)))
+    axes.set_xticklabels(source, rotation=60, ha="right", rotation_mode="anchor", fontproperties=font)
+    axes.set_yticks(range(len(target)))
+    axes.set_yticklabels(target, fontproperties=font)
+    axes.set(xlabel="source", ylabel="target")
+    made.tight_layout()
+    return made
+
+
+def _font_for(text: str) -> Any:
+    """Return the usual font, or one after the other those that have what it lacks; with a warning where something is left."""
+    manager = require("matplotlib.font_manager", "train", "plot")
+    usual = manager.FontProperties()
+    missing = {ord(letter) for letter in text if not letter.isspace()}
+    missing -= _letters(manager.findfont(usual)) if missing else set()
+    if not missing:
+        return usual
+    upright = [
+        entry for entry in manager.fontManager.ttflist if entry.style == "normal" and entry.weight in (400, "normal", "regular")
+    ]
+    # LastResort has every letter, and draws it as a box.
+    letters = {entry.name: missing & _letters(entry.fname) for entry in upright if "LastResort" not in entry.fname}
+    names: List[str] = []
+    while missing and any(found & missing for found in letters.values()):
+        names.append(max(sorted(letters), key=lambda name: len(letters[name] & missing)))
+        missing = missing - letters[names[-1]]
+    if missing:
+        warnings.warn(
+            f"plot_attention: got {''.join(map(chr, sorted(missing)))!r}, which no installed font has; need one. Install "
+            "fonts-nanum or fonts-noto-cjk (Debian, Ubuntu), or google-noto-sans-cjk-fonts (Fedora), for Korean.",
+            stacklevel=3,
+        )
+    return manager.FontProperties(family=[*names, *usual.get_family()])
+
+
+def _letters(path: str) -> Set[int]:
+    """Return the characters that a font has; none of a file that is gone, or is no font."""
+    try:
+        return set(require("matplotlib.ft2font", "train", "plot").FT2Font(path).get_charmap())
+    except (OSError, RuntimeError):
+        return set()
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, count in counts.items():
+        whole_number("translate", name, count, advice="Leave it out for the usual.")
+
+
+def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty: str) -> None:
+    if not isinstance(net, Seq2Seq):
+        raise TrainerError(f"translate: got {type(net).__name__} as the network; need a Seq2Seq. Pass gluon_mgpu.models.Seq2Seq.")
+    if num_best > beam_size:
+        raise TrainerError(f"translate: got num_best={num_best} of beam_size={beam_size}; need as many or fewer. Widen the beam.")
+    real_number("translate", "alpha", alpha, advice="1.0 is usual.")
+    one_of("translate", "penalty", penalty, list(PENALTIES), advice="'wu' is usual.")
+
+
+def _check_sentences(net: Seq2Seq, sentences: Any) -> None:
+    if isinstance(sentences, str) or not isinstance(sentences, Sequence):
+        raise TrainerError(
+            f"translate: got {type(sentences).__name__} as sentences; need a list of lists of tokens. Encode them."
+        )
+    for i, sentence in enumerate(sentences):
+        if isinstance(sentence, str) or not isinstance(sentence, (Sequence, np.ndarray)) or not len(sentence):
+            raise TrainerError(
+                f"translate: got {short(sentence)} as sentence {i}; need one or more tokens. Leave out empty ones."
+            )
+        for token in sentence:
+            _check_token(f"a token of sentence {i}:", token, net.source_vocab_size)
+
+
+def _check_token(name: str, token: Any, vocab_size: int) -> None:
+    whole_number("translate", name, token, low=0, high=vocab_size - 1, advice="Use its vocabulary.")

@@ -1,0 +1,315 @@
+"""A translator: a seq2seq network and the vocabularies that it was trained with, in one folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+
+from ... import schema
+from ...checkpoint.checkpoint import check_folder, check_parameters, set_parameters
+from ...checks import instance, path_of, short
+from ...data import EOS, Vocabulary, check_vocabulary
+from ...data.text.vocabularies import is_listed, read_vocabulary
+from ...data.text.vocabulary import fingerprint
+from ...devices.select import check_contexts
+from ...distributed.process import this_process
+from ...errors import DataError, StateError, TrainerError
+from ...checkpoint.atomic_folder import explained, new_folder, open_folder, put_in_place, sync
+from .. import Seq2Seq
+from .attention import ATTENTIONS
+from .recurrence import NUM_GATES, RECURRENCES
+from .loss import LAYOUTS
+from ...checkpoint.rotation import INNER
+from ...checkpoint.snapshot import FILES, OLD_STATES, PARAMS, Snapshot, content_of, take_snapshot
+from ...trainer.trainer import Trainer
+from .search import Translation, translate
+
+PathLike = Union[str, Path]
+
+CONFIG_FILE = "model.json"
+_SIDES = ("source", "target")
+_ADVICE = "Use another folder"
+_OWN_FILES = (CONFIG_FILE, *(f"{side}.vocab" for side in _SIDES))
+PARTS = (*_OWN_FILES, INNER)  # of the folder of a translator
+
+
+@dataclass(frozen=True)
+class TranslatedText:
+    """One translation of a text.
+
+    Attributes
+    ----------
+    text : str
+    score : float
+        What translations of one text are ranked by; 0 for the translation of no text, which is no text.
+    source_tokens, target_tokens : list of str
+        With the ends of the sentences, as `attention` counts them.
+    attention : numpy.ndarray, shape (target tokens, source tokens), or None
+    """
+
+    text: str
+    score: float
+    source_tokens: List[str]
+    target_tokens: List[str]
+    attention: Optional[np.ndarray] = None
+
+
+class Translator:
+    """Text in, text out: a network between two vocabularies.
+
+    ```
+    text ─► source vocabulary ─► numbers ─► network, on its devices ─► numbers ─► target vocabulary ─► text
+    ```
+
+    Parameters
+    ----------
+    source_vocabulary, target_vocabulary : Vocabulary
+    **options
+        Of `Seq2Seq`, but for the vocabularies' sizes.
+
+    Attributes
+    ----------
+    net : Seq2Seq
+        To be initialised and trained.
+    source_vocabulary, target_vocabulary : Vocabulary
+    options : dict
+
+    Raises
+    ------
+    TrainerError
+        An option is none of `Seq2Seq`'s.
+
+    Examples
+    --------
+    >>> import gluon_mgpu as mgpu
+    >>> texts = ["하나 둘"], ["one two"]
+    >>> translator = Translator(*(mgpu.data.build_vocabulary(side, "words") for side in texts), embed_size=4, hidden_size=8)
+    >>> translator.net.initialize(ctx=mx.cpu(0))
+    >>> len(translator.translate(["하나", "", "둘 하나"], beam_size=2))
+    3
+    """
+
+    def __init__(self, source_vocabulary: Vocabulary, target_vocabulary: Vocabulary, **options: Any) -> None:
+        for name, one in (("source_vocabulary", source_vocabulary), ("target_vocabulary", target_vocabulary)):
+            instance("Translator", name, one, Vocabulary, "a Vocabulary", advice="Pass what build_vocabulary returns.")
+        self.source_vocabulary, self.target_vocabulary, self.options = source_vocabulary, target_vocabulary, options
+        try:
+            self.net = Seq2Seq(len(source_vocabulary), len(target_vocabulary), **options)
+        except TypeError as error:
+            raise TrainerError(
+                f"Translator: got the options {', '.join(options)}; need those of models.Seq2Seq ({error}). Leave out the others."
+            ) from error
+
+    def translate(
+        self, texts: Sequence[str], *, beam_size: int = 1, num_best: int = 1, **search: Any
+    ) -> List[List[TranslatedText]]:
+        """Return the best translations of each text, best first, in the order of the texts.
+
+        Parameters
+        ----------
+        texts : sequence of str
+            A text of nothing but spaces becomes one empty text.
+        beam_size, num_best : int
+        **search
+            Others of `translate`: `alpha`, `penalty`, `max_length`, `batch_size`, `attention`.
+
+        Raises
+        ------
+        TrainerError
+            Not a list of texts, or a wrong option.
+        """
+        if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
+            raise TrainerError(f"Translator: got {short(texts)}; need a list of texts. Pass [text] for one.")
+        encoded = [self.source_vocabulary.encode(text) for text in texts]
+        asked = [sentence for sentence in encoded if sentence]
+        found = iter(translate(self.net, asked, beam_size=beam_size, num_best=num_best, **search))
+        return [
+            [self._told(sentence, one) for one in next(found)] if sentence else [TranslatedText("", 0.0, [], [])]
+            for sentence in encoded
+        ]
+
+    def best(self, texts: Sequence[str], **search: Any) -> List[str]:
+        """Return the best translation of each text."""
+        return [found[0].text for found in self.translate(texts, **search)]
+
+    def save(self, folder: PathLike, trainer: Optional[Trainer] = None, progress: Optional[Dict[str, Any]] = None) -> None:
+        """Write a folder that `load_translator` reads.
+
+        ```
+        model.json                    the network's options, and what its vocabularies are known by
+        source.vocab, target.vocab
+        checkpoint/                   of save_checkpoint: weights, and the trainer's states where there is one
+        ```
+
+        The folder is written next to it, forced to the disk and then renamed: one of this name is whole. In a job of several
+        processes, the first one writes, and each is to call it.
+
+        Parameters
+        ----------
+        folder : str or pathlib.Path
+            Replaced if it is there, and refused if it holds anything else.
+        trainer : Trainer, optional
+        progress : dict, optional
+            See `save_checkpoint`.
+
+        Raises
+        ------
+        StateError
+            The folder holds something else, or the network has no values. Nothing was written.
+        SaveError
+            The folder cannot be written. What was there stays.
+        """
+        folder = Path(folder)
+        check_replaceable(folder)
+        snapshot = take_snapshot(self.net, trainer, progress)
+        if this_process().rank:
+            return
+        with explained("Translator.save", folder, num_bytes=snapshot.num_bytes, left="The translator before stays."):
+            with new_folder(folder) as new:
+                self.write(new, snapshot)
+            put_in_place(folder)
+
+    def write(self, folder: Path, snapshot: Snapshot) -> None:
+        """Fill a folder that is there and empty, with the network as it was in a snapshot. Its checkpoint comes last.
+
+        In any thread.
+        """
+        for side, vocabulary in zip(_SIDES, self._vocabularies()):
+            vocabulary.save(folder / f"{side}.vocab")
+        (folder / CONFIG_FILE).write_text(json.dumps(self.config(), indent=1), encoding="utf-8")
+        for path in folder.iterdir():
+            sync(path)
+        (folder / INNER).mkdir()
+        sync(folder)  # what the checkpoint's manifest comes after
+        snapshot.write(folder / INNER)
+
+    def config(self) -> Dict[str, Any]:
+        """Return what `save` keeps in model.json."""
+        known = {f"{side}_vocabulary": one.config() for side, one in zip(_SIDES, self._vocabularies())}
+        return {"network": self.options, **known}
+
+    def _vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+        return self.source_vocabulary, self.target_vocabulary
+
+    def _told(self, sentence: List[int], found: Translation) -> TranslatedText:
+        source = self.source_vocabulary.tokens([*sentence, EOS])
+        target = self.target_vocabulary.tokens([*found.tokens, *([EOS] if found.finished else [])])
+        return TranslatedText(self.target_vocabulary.decode(found.tokens), found.score, source, target, found.attention)
+
+
+def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context]] = None) -> Translator:
+    """Return what `Translator.save` wrote, on these devices: as many as then or not.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+    ctx : mxnet.Context or list of them, optional
+        The current one by default.
+
+    Raises
+    ------
+    StateError
+        The folder holds no translator, or a damaged one.
+    DataError
+        A vocabulary is not the one that the network was trained with.
+    MissingExtraError
+        It has subwords, and sentencepiece is not installed.
+    """
+    folder = path_of("load_translator", "folder", folder, error=StateError)
+    if ctx is not None:
+        check_contexts(list(ctx) if isinstance(ctx, (list, tuple)) else [ctx], "load_translator")
+    inner = tuple(f"{INNER}/{name}" for name in (*FILES, OLD_STATES))
+    with open_folder(folder, (*_OWN_FILES, *inner), "load_translator") as opened:
+        missing = [name for name in _OWN_FILES if name not in opened]
+        missing += [INNER] if not any(name in opened for name in inner) else []
+        if missing:
+            raise StateError(
+                f"load_translator: got {opened.path} without {', '.join(missing)}; need a folder of Translator.save. Pass the "
+                "folder best of a training run, say."
+            )
+        config = _read_config(opened.read(CONFIG_FILE), opened.path / CONFIG_FILE)
+        vocabularies = []
+        for side in _SIDES:
+            path, known = opened.path / f"{side}.vocab", config[f"{side}_vocabulary"]
+            vocabularies.append(_read_vocabulary(opened.read(path.name), known, path))
+        content = content_of(opened.inner(INNER), with_training=False)
+        path = opened.path / CONFIG_FILE
+    options = config["network"]
+    _check_num_layers(options.get("num_layers", 1), len(content.params), path)  # so many are made, before they are compared
+    translator = Translator(*vocabularies, **options)
+    check_parameters(content, translator.net)  # before memory is taken for it
+    translator.net.initialize(ctx=list(ctx) if isinstance(ctx, (list, tuple)) else ctx or mx.current_context())
+    set_parameters(content, translator.net)
+    return translator
+
+
+def _read_config(content: bytes, path: Path) -> Dict[str, Any]:
+    """Return the options of the network, and what each side's vocabulary is known by."""
+    config: Dict[str, Any] = schema.parse_json(content, operation="load_translator", file=path, advice=_ADVICE)
+    schema.check(_CONFIG, config, operation="load_translator", file=path, advice=_ADVICE)
+    return config
+
+
+def _read_vocabulary(content: bytes, known: Dict[str, Any], path: Path) -> Vocabulary:
+    if not is_listed(content) and known["fingerprint"] != fingerprint(content):  # what follows has a reader in C++
+        raise DataError(
+            f"load_translator: got {path}, whose bytes are not those that {CONFIG_FILE} knows; need the vocabulary that was "
+            f"saved with it. {_ADVICE}."
+        )
+    vocabulary = read_vocabulary(content, path)
+    check_vocabulary(vocabulary, known, str(path))
+    return vocabulary
+
+
+def _check_num_layers(num_layers: int, num_arrays: int, path: Path) -> None:
+    if num_layers > num_arrays:
+        raise StateError(
+            f"load_translator: got {path} with network.num_layers = {num_layers}; need at most {num_arrays}, as many as "
+            f"there are arrays in {PARAMS}. {_ADVICE}."
+        )
+
+
+def check_replaceable(folder: Path, operation: str = "Translator.save") -> None:
+    """Raise `StateError` unless a translator may be written to this folder: it is not there yet, or holds a translator."""
+    check_folder(folder, PARTS, operation, "translator")
+
+
+def _is_tied_wrongly(options: Dict[str, Any]) -> bool:
+    return bool(options.get("tied")) and options.get("embed_size") != options.get("hidden_size")
+
+
+_SIZE, _SWITCH = schema.whole(1, 2**31 - 1), schema.constant(False, True, 0, 1)
+_NETWORK = schema.record(
+    {},
+    {
+        "embed_size": _SIZE,
+        "hidden_size": _SIZE,
+        "num_layers": _SIZE,
+        "cell": schema.constant(*NUM_GATES),
+        "attention": schema.constant(*ATTENTIONS),
+        "input_feeding": _SWITCH,
+        "tied": _SWITCH,
+        "dropout": schema.number(0, below=1),
+        "layout": schema.constant(*LAYOUTS),
+        "recurrence": schema.constant(*RECURRENCES),
+        "prefix": schema.nullable(schema.text()),
+    },
+)
+_FINGERPRINT = schema.that("16 hexadecimal digits", lambda value: len(value) == 16 and int(value, 16) >= 0)
+_KNOWN = {"kind": schema.constant("words", "characters", "subwords"), "size": _SIZE, "fingerprint": _FINGERPRINT}
+_VOCABULARY = schema.record(_KNOWN, closed=False)
+_CONFIG = schema.record(
+    {
+        "network": schema.also(
+            _NETWORK, schema.that("equal embed_size and hidden_size where tied", lambda options: not _is_tied_wrongly(options))
+        ),
+        **{f"{side}_vocabulary": _VOCABULARY for side in _SIDES},
+    },
+    closed=False,
+)

@@ -1,0 +1,110 @@
+"""One trainer in several processes: the same first weights, one number of examples to divide by, gradients in fewer bits."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+
+from ..checks import is_number, short
+from ..errors import TrainerError
+from ..nested import Leaf
+from ..distributed import group
+from .replicas import Buffer, Replicas
+
+_COMPRESSIONS = {"2bit": {"type", "threshold"}, "fp16": {"type"}}
+
+
+class Joint:
+    """What a trainer has in common with those of the other processes; nothing where there is one process.
+
+    Parameters
+    ----------
+    replicas : Replicas
+    compression : dict or None
+        How gradients are sent; see `Trainer`.
+    sharded_data : bool
+        Whether every process reads batches of its own.
+
+    Raises
+    ------
+    TrainerError
+        The compression is not one, or there is one process, or shapes are not known.
+    """
+
+    def __init__(self, replicas: Replicas, compression: Optional[Dict[str, Any]], *, sharded_data: bool) -> None:
+        self._processes = group()
+        self.sharded_data = sharded_data and self.is_joint
+        self._replicas, self._compression = replicas, compression
+        self._has_begun = False
+        self._count_sum: Any = None  # over the processes, of the examples of a step, with one number a device
+        self._counts: List[Leaf] = []
+        if compression:
+            _check_compression(compression, several=self.is_joint, sharded=self.sharded_data)
+        replicas.all_take_part = self.is_joint
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether there are several processes."""
+        return self._processes is not None
+
+    def begin(self) -> None:
+        """Begin with the weights of process 0, on every device of every process. Only the first call does something."""
+        if self._processes is None or self._has_begun:
+            return
+        self._has_begun = True
+        params = [param for param in self._replicas.params if np.issubdtype(np.dtype(param.dtype), np.floating)]
+        self._processes.share_first([param.list_data()[0] for param in params])
+        for param in params:
+            first, *others = param.list_data()
+            for other in others:
+                first.copyto(other)
+
+    def compress(self, *, has_shapes: bool) -> None:
+        """Send gradients in fewer bits from now on, where that was asked for."""
+        if not self._compression or self._processes is None:
+            return
+        if not has_shapes:
+            raise TrainerError(
+                "Trainer: got compression_params and parameters without shapes; need them known, as weights are not to be "
+                "compressed. Pass one batch through the network before."
+            )
+        self._processes.compress(self._compression)
+
+    def divide(self, buffers: Sequence[Buffer], contexts: Sequence[Context], num_examples: float) -> None:
+        """Divide these gradients by the examples of all processes, which nobody here knows or waits for."""
+        assert self._processes is not None
+        if self._count_sum is None:
+            self._counts = [mx.nd.zeros((1,), ctx=context) for context in contexts]
+            self._count_sum = self._processes.sum_of(self._counts, exact=True)
+        for replica, count in enumerate(self._counts):
+            count[:] = 0 if replica else num_examples
+        self._count_sum.run(0)
+        for buffer in buffers:
+            for gradient, count in zip(buffer.gradients, self._counts):
+                classic = gradient.as_nd_ndarray()
+                factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))
+                mx.nd.broadcast_div(classic, factor, out=classic)
+
+
+def _check_compression(compression: Any, *, several: bool, sharded: bool) -> None:
+    kind = compression.get("type") if isinstance(compression, dict) else None
+    threshold: Any = compression.get("threshold", 0.5) if isinstance(compression, dict) else None
+    known = isinstance(kind, str) and kind in _COMPRESSIONS and not set(compression) - _COMPRESSIONS[kind]
+    if not known or not is_number(threshold) or not 0 < threshold < float("inf"):
+        raise TrainerError(
+            f"Trainer: got compression_params {short(compression)}; need a dict with type '2bit' and a threshold above 0, or "
+            "with type 'fp16'. Pass {'type': '2bit', 'threshold': 0.5}, say."
+        )
+    if not several:
+        raise TrainerError(
+            "Trainer: got compression_params for one process; need several, which send each other gradients. Leave it out, or "
+            "start the program with gluon-mgpu launch."
+        )
+    if sharded and kind == "2bit":
+        raise TrainerError(
+            "Trainer: got compression_params of type '2bit' and sharded_data; need the number of examples sent whole, and the "
+            "store compresses all or nothing. Leave one of them out, or launch with --backend horovod and type 'fp16'."
+        )

@@ -1,0 +1,182 @@
+"""Contiguous memory for parameters and gradients: one array of each a device, of which the network's own are views."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any, Dict, Iterator, List, MutableMapping, Optional, Sequence, Set, Tuple
+from weakref import WeakKeyDictionary
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+from ..nested import Leaf
+
+BUCKET_BYTES = 25 * 2**20
+_ALIGNMENT = 64  # bytes: where oneDNN and cuDNN want an array to begin
+_DTYPES = ("float16", "float32", "float64")
+
+
+@dataclass(eq=False)
+class Bucket:
+    """The memory of some parameters on every device.
+
+    ```
+    weights[device]    │ weight 9 │ bias 8 │ weight 8 │ ...        in reverse order of use: the backward pass
+    gradients[device]  │ weight 9 │ bias 8 │ weight 8 │ ...        fills it from the beginning
+    ```
+
+    Attributes
+    ----------
+    weights, gradients : list of NDArray, shapes (size,)
+        One a device.
+    """
+
+    weights: List[Leaf]
+    gradients: List[Leaf]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a parameter lies in its bucket: elements [begin, end), of which the first `size` are its own."""
+
+    bucket: Bucket
+    begin: int
+    end: int
+    size: int
+    gradients: List[Leaf]  # Gluon's list at that time: whenever it makes new arrays, it makes a new list
+
+
+_places: MutableMapping[gluon.Parameter, Place] = WeakKeyDictionary()
+
+
+def place_of(param: gluon.Parameter) -> Optional[Place]:
+    """Return where a parameter lies, None where it keeps arrays of its own."""
+    place = _places.get(param)
+    return place if place is not None and place.gradients is param._grad else None
+
+
+def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> List[Leaf]:
+    """Move the weights and gradients of parameters into buckets, all of them on the same devices.
+
+    The arrays that `param.data()` and `param.grad()` gave before are the same objects after, now with other memory. Parameters
+    that have a place keep it, be it another trainer's; those without values, frozen, sparse, empty or of whole numbers get none.
+
+    Parameters
+    ----------
+    params : sequence of gluon.Parameter
+        In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
+    bucket_bytes : int
+        A bucket is closed when the next parameter would make it larger.
+
+    Returns
+    -------
+    list of NDArray
+        The weights as they were: a graph that was recorded before writes its gradients beside them, and marks them as fresh.
+    """
+    before: List[Leaf] = []
+    open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
+    closed: List[List[gluon.Parameter]] = []
+    filled: Dict[Tuple[object, ...], int] = {}
+    for param in reversed(params):
+        if not _fits(param) or place_of(param) is not None:
+            continue
+        key = (np.dtype(param.dtype).name, param.lr_mult, param.wd_mult)
+        num_bytes = _padded(param) * np.dtype(param.dtype).itemsize
+        if key in open_buckets and filled[key] + num_bytes > bucket_bytes:
+            closed.append(open_buckets.pop(key))
+        if key not in open_buckets:
+            filled[key] = 0
+        open_buckets.setdefault(key, []).append(param)
+        filled[key] += num_bytes
+    groups = closed + list(open_buckets.values())
+    if groups:
+        with autograd.pause():
+            for group in groups:
+                before += _fill(group)
+        _forget_graphs({id(param) for group in groups for param in group})
+    return before
+
+
+def _fits(param: gluon.Parameter) -> bool:
+    dense = param._stype == "default" and param._grad_stype == "default"
+    known = param._grad and param.shape and np.prod(param.shape) > 0
+    return bool(dense and known and np.dtype(param.dtype).name in _DTYPES and not _is_laid_out(param))
+
+
+def _is_laid_out(param: gluon.Parameter) -> bool:
+    """Return whether oneDNN may write this parameter's memory in a layout of its own.
+
+    On the CPU, a convolution that predicts rewrites its weight so, from where the memory begins that the array is a view of, and
+    a transposed convolution writes its gradient there: with a view, that is among somebody else's numbers. Weights of
+    convolutions are those with three axes or more; fully connected layers keep the plain layout.
+
+    Source: MXNet 1.9.1, src/operator/nn/mkldnn/mkldnn_convolution.cc and mkldnn_deconvolution.cc,
+    NDArray::MKLDNNDataReorderAsync; `tests/test_regressions.py`.
+    """
+    return len(param.shape) > 2 and any(context.device_type == "cpu" for context in param.list_ctx())
+
+
+def _padded(param: gluon.Parameter) -> int:
+    """Return the number of elements that a parameter takes in a bucket."""
+    step = _ALIGNMENT // np.dtype(param.dtype).itemsize
+    return -(-int(np.prod(param.shape)) // step) * step
+
+
+def _fill(params: Sequence[gluon.Parameter]) -> List[Leaf]:
+    first = params[0]
+    before: List[Leaf] = []
+    size = sum(_padded(param) for param in params)
+    bucket = Bucket([], [])
+    for context in first.list_ctx():
+        bucket.weights.append(mx.nd.zeros((size,), ctx=context, dtype=first.dtype))
+        bucket.gradients.append(mx.nd.zeros((size,), ctx=context, dtype=first.dtype))
+    begin = 0
+    for param in params:
+        fresh = [weight._fresh_grad for weight in param._data]
+        for replica in range(len(bucket.gradients)):
+            _adopt(param._grad[replica], bucket.gradients[replica], begin)
+            before.append(_adopt(param._data[replica], bucket.weights[replica], begin))
+            before[-1]._fresh_grad = False
+        autograd.mark_variables(param._data, param._grad, param.grad_req)
+        for weight, is_fresh in zip(param._data, fresh):
+            weight._fresh_grad = is_fresh
+        end = begin + _padded(param)
+        _places[param] = Place(bucket, begin, end, int(np.prod(param.shape)), param._grad)
+        begin = end
+    return before
+
+
+def _adopt(array: Leaf, memory: Leaf, begin: int) -> Leaf:
+    """Let an array, which others may hold, be a view of memory, with the values that it has; return what it was."""
+    view = memory[begin : begin + array.size].reshape(array.shape)
+    array.as_nd_ndarray().copyto(view)
+    array.handle, view.handle = view.handle, array.handle
+    return view
+
+
+def _forget_graphs(placed: Set[int]) -> None:
+    """Drop the graphs that hybridized blocks keep of these parameters: they are made again by the next forward pass.
+
+    A graph with `static_alloc` and `static_shape` would go on writing gradients into the arrays that it knew. It may belong to
+    another block than the parameters do, such as one that wraps it.
+    """
+    kinds = set(_subclasses(gluon.HybridBlock))
+    was_frozen = gc.get_freeze_count() > 0
+    if was_frozen:
+        gc.unfreeze()  # what is frozen is not listed
+    blocks = [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "_cached_op", None) is not None]
+    if was_frozen:
+        gc.freeze()
+    stale = [block for block in blocks if any(not is_input and id(value) in placed for is_input, value in block._cached_op_args)]
+    if stale:
+        mx.nd.waitall()  # once: their operations are not to be deleted while they run
+    for block in stale:
+        block._clear_cached_op()
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _subclasses(one)

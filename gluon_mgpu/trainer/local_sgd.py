@@ -1,0 +1,143 @@
+"""LocalSGD: devices that train apart for some steps, and are then averaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Dict, List, Optional
+
+from mxnet import autograd
+
+from ..checks import whole_number
+from ..errors import TrainerError
+from .parameters import Params
+from ..distributed import group
+from .replicas import Buffer, replica_difference
+from .trainer import Trainer
+
+
+class LocalSGD(Trainer):
+    """A `Trainer` that reduces weights every few steps instead of gradients at each.
+
+    ```
+    device 0:  step ─► step ─► ... ─► step ─┐            ┌─► step ─► ...
+                                            ├─► average ─┤               after `every` steps, before evaluating
+    device 1:  step ─► step ─► ... ─► step ─┘            └─► step ─► ...  and saving, and when flush() is called
+    ```
+
+    For devices between which copies are slow. Each device follows its own shards, so that this is another algorithm than a
+    `Trainer`'s, but for `every=1` with plain SGD, whose weights are the same. It is used in its place: in loops by hand, in
+    `train_batch` and in `fit`, which averages at the end of each epoch.
+
+    Every example counts alike: a device's gradient is its sum over the shard divided by the mean shard, `batch_size` / devices,
+    and the average is a plain one. So a device with fewer examples goes less far, and one without data takes part with zeros.
+
+    The optimizer's states, such as momentum, are averaged together with the weights: what SGD with momentum does is linear in
+    both, so that the average goes on as one network would; and all devices are the same after it, so that what is saved is all
+    there is, for any number of devices. Stich averages the weights of SGD without momentum; Yu et al. average momentum, too.
+
+    Parameters
+    ----------
+    params, optimizer, optimizer_params, options
+        As for `Trainer`. Optimizers that keep something beside weights, states and counts (nadam, sgld, one's own) are refused.
+        `clip_norm` and `clip_value` clip each device's own gradient; `grad_norm` is that of the first device.
+    every : int, steps
+        It can be set during training: to 1 first and more later (Lin et al., "post-local SGD").
+
+    Raises
+    ------
+    TrainerError
+        The options cannot be trained with.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> net = mx.gluon.nn.Dense(1, in_units=1, use_bias=False)
+    >>> net.initialize(mx.init.Zero(), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> trainer = LocalSGD(net, "sgd", {"learning_rate": 1.0}, every=2)
+    >>> for _ in range(2):
+    ...     with autograd.record():
+    ...         losses = [net(mx.nd.array([[x]], ctx=c)).sum() for x, c in zip((1, 3), trainer.contexts)]
+    ...     autograd.backward(losses)
+    ...     trainer.step(2)
+    ...     print([net.weight.data(c).asnumpy().item() for c in trainer.contexts])
+    [-1.0, -3.0]
+    [-4.0, -4.0]
+
+    Source: Stich, "Local SGD converges fast and communicates little", 2019; Lin et al., "Don't use large mini-batches, use local
+    SGD", 2020; Yu, Jin, Yang, "On the linear speedup analysis of communication efficient momentum SGD", 2019.
+    """
+
+    def __init__(
+        self, params: Params, optimizer: Any, optimizer_params: Optional[Dict[str, Any]] = None, *, every: int, **options: Any
+    ) -> None:
+        self.every = every
+        if group() is not None:
+            raise TrainerError("LocalSGD: got a job of several processes; need one, whose devices are averaged. Use a Trainer.")
+        super().__init__(params, optimizer, optimizer_params, **options)
+        if not self._update.is_alike:
+            raise TrainerError(
+                f"LocalSGD: got {type(self._optimizer).__name__}; need an optimizer that each device can run by itself, from "
+                "weights, states and counts alone. Use sgd or adam, say, or a Trainer."
+            )
+        self._scale *= len(self.contexts)  # divides by the mean shard, where a Trainer divides by the batch
+        self._num_apart = 0  # steps since the devices were the same
+
+    @property
+    def every(self) -> int:
+        """After how many steps the devices are averaged."""
+        return self._every
+
+    @every.setter
+    def every(self, steps: int) -> None:
+        self._every = whole_number("LocalSGD", "every", steps, advice="16 is usual.")
+
+    def average_replicas(self) -> None:
+        """Set weights and states on every device to their mean over the devices, if they have trained apart. It does not wait."""
+        if self._num_apart and len(self.contexts) > 1:
+            states = [Buffer((-1 - i,), [], arrays) for i, arrays in enumerate(self._update.arrays())]
+            buffers = [replace(one, gradients=one.weights) for one in self._replicas.weight_buffers()] + states
+            with autograd.pause():
+                self._reduction.sum(buffers)
+                for array in (array.as_nd_ndarray() for buffer in buffers for array in buffer.gradients):
+                    array /= len(self.contexts)
+        self._num_apart = 0
+
+    def flush(self, ignore_stale_grad: bool = False) -> None:
+        """Update with what was accumulated, and average the devices. Inside `accumulate` it does nothing."""
+        super().flush(ignore_stale_grad)
+        if not self._num_open:
+            self.average_replicas()
+
+    def allreduce_grads(self) -> None:
+        """Refuse: gradients are not summed here."""
+        raise TrainerError("LocalSGD.allreduce_grads: got a call; need step(): each device has its own update. Use a Trainer.")
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Refuse: see `allreduce_grads`."""
+        raise TrainerError("LocalSGD.update: got a call; need step(): each device has its own update. Use a Trainer.")
+
+    def save_states(self, fname: str) -> None:
+        """Average the devices, and write what `Trainer.save_states` does."""
+        self._check_applied()
+        self.average_replicas()
+        super().save_states(fname)
+
+    def load_states(self, fname: str) -> None:
+        """Read what `save_states` wrote. Weights that are apart, and were not loaded before, are averaged."""
+        self.check_states(fname)
+        if not replica_difference(self._params):
+            self._num_apart = 0
+        self.average_replicas()
+        super().load_states(fname)
+
+    def _reduce(self, buffers: List[Buffer]) -> None:
+        if getattr(self, "_amp_loss_scaler", None) is not None or self.loss_scaler is not None:
+            raise TrainerError(
+                "LocalSGD.step: got a loss scaler; need gradients that no device skips alone. Train in float32 or bfloat16."
+            )
+
+    def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
+        super()._apply(buffers, batch_size)
+        self._num_apart += 1
+        if self._num_apart >= self._every:
+            self.average_replicas()

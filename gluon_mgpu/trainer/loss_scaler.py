@@ -1,0 +1,157 @@
+"""LossScaler: multiplies losses so that float16 gradients do not vanish."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence
+
+from mxnet import autograd
+
+from ..checks import real_number, short, whole_number
+from ..errors import NonFiniteLossError, StateError, TrainerError
+from ..nested import Leaf, is_device_array
+from .reduction import all_finite
+from ..runtime.environment import logger
+from ..schema import number, record, steps
+
+_SMALLEST, _LARGEST = 1.0, 2.0**24  # of a scale
+STATE = record({"scale": number(_SMALLEST, _LARGEST), "num_good": steps()})
+
+
+class LossScaler:
+    """Multiplies losses so that float16 gradients do not vanish, and leaves out steps whose gradients overflow.
+
+    ```
+    losses ─► scale() ─► backward ─► sum over devices ─► settle(): finite? ── yes ─► update with gradient / scale
+                                                                 └─ no ──► no update, and a smaller scale
+    ```
+
+    Every device's gradients are looked at before anything is updated: a sum over devices is finite only if each of its parts is.
+    That takes one read of one number a step, for which the host waits.
+
+    Parameters
+    ----------
+    scale : float
+        What losses are multiplied by at first.
+    factor : float
+        The scale is divided by it when a gradient overflows, though not below 1, and multiplied by it after `every` good steps in
+        a row, though not above 2**24.
+    every : int, steps
+
+    Attributes
+    ----------
+    scale : float
+        What losses are multiplied by now.
+    num_good : int
+        Good steps in a row.
+
+    Raises
+    ------
+    TrainerError
+        A number that cannot be one of these.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> scaler = LossScaler(scale=8.0)
+    >>> losses = scaler.scale_losses([mx.nd.array([0.5])])
+    >>> losses[0].asscalar(), scaler.settle([mx.nd.array([4.0])])  # what the gradients were multiplied by
+    (4.0, 8.0)
+    >>> scaler.settle([mx.nd.array([float("inf")])])  # None: leave this step out
+    >>> scaler.state()
+    {'scale': 4.0, 'num_good': 0}
+
+    Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2. The defaults are those of torch.amp.GradScaler,
+    the bounds MXNet's.
+    """
+
+    def __init__(self, scale: float = 2.0**16, *, factor: float = 2.0, every: int = 2000) -> None:
+        self.scale, self.num_good = _checked_scale("LossScaler", scale), 0
+        self._factor = real_number("LossScaler", "factor", factor, low=1.0, high=_LARGEST, above=True, advice="2 is usual.")
+        self._every = whole_number("LossScaler", "every", every, advice="2000 steps are usual.")
+        self._is_scaled = False  # whether the gradients under way are of losses that were scaled
+
+    def scale_losses(self, losses: Sequence[Leaf]) -> List[Leaf]:
+        """Return the losses multiplied by the scale, to be given to `backward`, inside of `autograd.record` or after it."""
+        if not isinstance(losses, (list, tuple)) or not all(is_device_array(loss) for loss in losses):
+            raise TrainerError(
+                f"LossScaler: got losses={short(losses)}; need a list of MXNet arrays, one a shard. Pass what backward() gets."
+            )
+        self._is_scaled = True
+        with autograd.record(train_mode=autograd.is_training()):
+            return [loss * self.scale for loss in losses]
+
+    def check(self, operation: str) -> None:
+        """Refuse gradients of losses that were not scaled: divided by the scale, they would be nothing.
+
+        Raises
+        ------
+        TrainerError
+            No losses were scaled since the last step.
+        """
+        if not self._is_scaled:
+            raise TrainerError(
+                f"{operation}: got gradients of losses that were not scaled; need the scale of fp16. "
+                "Call backward(trainer.scale(losses))."
+            )
+
+    def settle(self, gradients: Sequence[Leaf]) -> Optional[float]:
+        """Return what the gradients were multiplied by, or None where they overflowed; and choose the scale of the next step.
+
+        Parameters
+        ----------
+        gradients : sequence of NDArray, any shapes
+            Those of one device, where they were summed over all devices; else those of all devices. The host waits for them, and
+            reads one number a device.
+
+        Raises
+        ------
+        NonFiniteLossError
+            They are not finite with the smallest scale: nothing would ever be learned. Nothing was updated.
+        """
+        self._is_scaled = False
+        scale = self.scale
+        by_device: Dict[Any, List[Leaf]] = {}
+        for gradient in gradients:
+            by_device.setdefault(gradient.context, []).append(gradient if gradient.stype == "default" else gradient.data)
+        # A list, and not a generator: all devices are asked before the first answer is waited for.
+        if all(finite.asscalar() for finite in [all_finite(own) for own in by_device.values()]):
+            self.num_good += 1
+            if self.num_good == self._every:
+                self.scale, self.num_good = min(_LARGEST, scale * self._factor), 0
+            return scale
+        if scale == _SMALLEST:
+            raise NonFiniteLossError(
+                f"LossScaler: got gradients that are not finite with a scale of {scale:g}; need finite ones. Lower the learning "
+                "rate, look at the data, or train in fp32."
+            )
+        self.scale, self.num_good = max(_SMALLEST, scale / self._factor), 0
+        logger.info(
+            "LossScaler: a gradient overflowed; the step is left out, and the scale goes from %g to %g", scale, self.scale
+        )
+        return None
+
+    def state(self) -> Dict[str, float]:
+        """Return what `restore` takes."""
+        return {"scale": self.scale, "num_good": self.num_good}
+
+    def restore(self, state: Any) -> None:
+        """Go on from what `state` returned.
+
+        Raises
+        ------
+        StateError
+            It is something else. Nothing was changed.
+        """
+        try:
+            scale = _checked_scale("load_states", state["scale"])
+            num_good = whole_number("load_states", "num_good", state["num_good"], low=0, advice="Save it again.")
+        except (TypeError, KeyError, TrainerError) as error:
+            raise StateError(
+                f"load_states: got {short(state)} as the state of a loss scaler; need a scale and a number of good steps. "
+                "Save it again."
+            ) from error
+        self.scale, self.num_good = scale, min(num_good, self._every - 1)
+
+
+def _checked_scale(operation: str, scale: Any) -> float:
+    return real_number(operation, "scale", scale, low=_SMALLEST, high=_LARGEST, advice="65536 is usual.")

@@ -1,0 +1,313 @@
+"""An optimizer and its schedule as plain values: described, compared with another's, and set again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from typing import Any, Dict, List, Mapping, Optional, Set
+
+import mxnet as mx
+import numpy as np
+from mxnet import lr_scheduler
+from mxnet import optimizer as opt
+
+from .. import schema
+from ..errors import StateError
+
+_SHOWN = 60  # characters of an option in an error
+_MOST_CAUGHT_UP = 10**6  # steps of a schedule that counts them one by one, which takes it about a second
+# What Trainer and Update set, or what names things of this run: counts are kept with the states, by the parameters' names.
+_NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
+_NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
+_MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # in MXNet's own; all else is what they were made with
+
+Description = Dict[str, Any]
+
+
+def describe(optimizer: opt.Optimizer) -> Description:
+    """Return an optimizer's hyper-parameters and counts, and its schedule's, in a form that JSON holds.
+
+    Raises
+    ------
+    StateError
+        One of them is no number, text, or list of such.
+
+    Examples
+    --------
+    >>> described = describe(opt.SGD(learning_rate=0.5, momentum=0.9))
+    >>> described["class"], described["values"]["momentum"], described["schedule"]
+    ('mxnet.optimizer.optimizer.SGD', 0.9, None)
+    """
+    return {**_described(optimizer, _NOT_KEPT), "schedule": _described(optimizer.lr_scheduler, set())}
+
+
+def differences(told: Description, optimizer: opt.Optimizer) -> List[str]:
+    """Return in words where an optimizer is made otherwise than the described one; [] where training can go on with it.
+
+    What moves while training may differ: the learning rate, counts, and where a schedule is. Of classes that are neither MXNet's
+    nor ours, nothing but the class is compared.
+
+    Examples
+    --------
+    >>> differences(describe(opt.SGD(momentum=0.9)), opt.SGD(momentum=0.5, learning_rate=2.0))
+    ['momentum 0.9 where this one has 0.5']
+    """
+    here, found = describe(optimizer), []
+    pairs = [(told, here, _options(optimizer), "")]
+    if (told["schedule"] is None) != (here["schedule"] is None):
+        found.append(f"{_class_name(told['schedule'])} as its schedule where this one has {_class_name(here['schedule'])}")
+    elif told["schedule"] is not None:
+        pairs.append((told["schedule"], here["schedule"], _options(optimizer.lr_scheduler), "schedule's "))
+    for theirs, mine, options, of in pairs:
+        if theirs["class"] != mine["class"]:
+            found.append(f"{of}{_class_name(theirs)} where this one has {_class_name(mine)}")
+            continue
+        values = [(name, theirs["values"].get(name), mine["values"][name]) for name in mine["values"] if name in options]
+        found += [f"{of}{name} {_told(one)} where this one has {_told(other)}" for name, one, other in values if one != other]
+    return found
+
+
+def misfit(mine: Mapping[str, Any], theirs: Mapping[str, Any], thing: Any, *, exact: bool = False) -> Optional[schema.Wrong]:
+    """Return the first of another's plain values that this optimizer or schedule cannot take in place of its own; None if it can.
+
+    Parameters
+    ----------
+    mine, theirs : mapping
+        Attributes by name, as `describe` gives them.
+    thing : mxnet.optimizer.Optimizer or schedule
+        What they are to be set on. Of classes that are neither MXNet's nor ours, more is accepted.
+    exact : bool
+        Refuse names that this one has not.
+    """
+    known, defaults = is_known(thing), _mxnets_defaults(thing)
+    for name in mine:
+        if name not in theirs and (known or name in defaults or name in _attributes(thing)):
+            return schema.Wrong(None, "it", (name,), is_missing=True)
+    for name, value in theirs.items():
+        if exact and name not in mine and (known or not _is_free(thing, name)):
+            return schema.Wrong(value, f"no attributes but those of {type(thing).__name__}", (name,))
+        if name in _attributes(thing):
+            wrong = _attributes(thing)[name](value)
+        elif value is None and defaults.get(name) is not None:
+            wrong = schema.Wrong(value, _kind(mine.get(name)))
+        else:
+            wrong = _unlike(mine[name], value, known) if name in mine else None
+        if wrong is not None:
+            return wrong.below(name)
+    return None
+
+
+def plain_attributes(thing: Any) -> Dict[str, Any]:
+    """Return the attributes of an optimizer, as `describe` gives them, and a text of the class of those that it does not give.
+
+    Examples
+    --------
+    >>> plain_attributes(opt.SGD(momentum=0.5))["momentum"]
+    0.5
+    """
+    found = {}
+    for name, value in vars(thing).items():
+        if name not in ("param_dict", "lr_scheduler", "sym_info", "allow_np_array"):
+            try:
+                found[name] = _plain(value)
+            except (TypeError, RecursionError):
+                found[name] = {type(value).__name__: None}
+    return found
+
+
+def failure(optimizer: opt.Optimizer, counts: Mapping[int, int]) -> str:
+    """Return in words why an optimizer cannot train; nothing where it can. A copy of it updates an array of one element.
+
+    Parameters
+    ----------
+    optimizer : mxnet.optimizer.Optimizer
+        Not changed. Of classes that are neither MXNet's nor ours, only the schedule is tried.
+    counts : mapping of int to int
+        Updates of each parameter that it is to update.
+
+    Examples
+    --------
+    >>> failure(opt.SGD(momentum=0.9), {0: 7})
+    ''
+    >>> broken = opt.SGD(momentum=0.9)
+    >>> broken.momentum = "0.9"
+    >>> failure(broken, {0: 7})
+    'TypeError'
+    """
+    try:
+        schedule = optimizer.lr_scheduler
+        if schedule is not None and not callable(schedule):
+            return "its schedule is no function"
+        if isinstance(schedule, lr_scheduler.FactorScheduler):
+            behind = (optimizer.num_update - schedule.count) / schedule.step
+            if not (schedule.step >= 1 and behind <= _MOST_CAUGHT_UP):
+                return f"its schedule is {behind:.3g} steps behind"
+        if isinstance(schedule, lr_scheduler.LRScheduler) and not schema.is_finite(copy.deepcopy(schedule)(optimizer.num_update)):
+            return "its schedule gives no finite number"
+        # SGLD draws random numbers, and LBSGD adds up whole gradients.
+        if is_known(optimizer) and not isinstance(optimizer, (opt.SGLD, opt.LBSGD)):
+            tried = copy.deepcopy(optimizer)
+            tried._all_index_update_counts = {0: dict(counts)}
+            tried._set_current_context(0)
+            for index in counts:
+                weight, gradient = mx.nd.zeros((1,)), mx.nd.zeros((1,))
+                tried.update_multi_precision(index, weight, gradient, tried.create_state_multi_precision(index, weight))
+                weight.wait_to_read()
+    except Exception as error:  # whatever its arithmetic, or MXNet's operators, say of its values
+        return type(error).__name__
+    return ""
+
+
+def with_values(told: Description, optimizer: opt.Optimizer) -> opt.Optimizer:
+    """Return a copy of an optimizer, and of its schedule, with the values that were described."""
+    other = copy.copy(optimizer)
+    if isinstance(other.lr_scheduler, lr_scheduler.LRScheduler):
+        other.lr_scheduler = copy.copy(optimizer.lr_scheduler)
+        set_again(told, other)
+    else:
+        set_again({**told, "schedule": None}, other)  # a function is no copy
+    return other
+
+
+def set_again(told: Description, optimizer: opt.Optimizer) -> None:
+    """Set an optimizer's values, and its schedule's, to those that were described. Both stay the objects that they are."""
+    for values, thing in ((told["values"], optimizer), ((told["schedule"] or {}).get("values", {}), optimizer.lr_scheduler)):
+        for name, value in values.items():
+            if re.fullmatch(r"(?!__)\w+", name) and not callable(getattr(type(thing), name, None)):
+                setattr(thing, name, _value(value))
+
+
+def _described(thing: Any, left_out: Set[str]) -> Any:
+    if thing is None:
+        return None
+    values = {}
+    for name, value in getattr(thing, "__dict__", {}).items():
+        if name not in left_out:
+            try:
+                values[name] = _plain(value)
+            except TypeError:
+                raise StateError(
+                    f"save_checkpoint: got {name} of type {type(value).__name__} in {type(thing).__name__}; need numbers, texts, "
+                    "and lists of them, which files can hold without executing anything. Train with another optimizer or "
+                    "schedule, or save the network alone."
+                ) from None
+    return {"class": f"{type(thing).__module__}.{type(thing).__qualname__}", "values": values}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return value.item()
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(one) for one in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_plain(key), _plain(one)] for key, one in value.items()]}
+    raise TypeError
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        ((kind, items),) = plain.items()
+        values = [_value(item) for item in items]
+        return tuple(values) if kind == "tuple" else dict(values)
+    return [_value(one) for one in plain] if isinstance(plain, list) else plain
+
+
+def _options(thing: Any) -> Set[str]:
+    """Return the attributes that say how something was made: of MXNet's classes and ours, whose ways are known."""
+    kinds = type(thing).__mro__
+    if not is_known(thing):
+        return set()
+    if isinstance(thing, lr_scheduler.LRScheduler):
+        return set(vars(thing)) - _MOVED_BY_SCHEDULES - set(getattr(thing, "moved", ()))
+    return {name for kind in kinds if "__init__" in vars(kind) for name in inspect.signature(vars(kind)["__init__"]).parameters}
+
+
+def is_known(thing: Any) -> bool:
+    """Return whether this is an optimizer or a schedule of MXNet's or ours, whose ways are known."""
+    is_one = isinstance(thing, (opt.Optimizer, lr_scheduler.LRScheduler))
+    return is_one and type(thing).__module__.split(".")[0] in ("mxnet", "gluon_mgpu")
+
+
+def _is_free(thing: Any, name: str) -> bool:
+    """Return whether a name of an attribute that this thing has not yet is one that it may get while it trains."""
+    return bool(re.fullmatch(r"(?!__)\w+", name)) and name not in _NOT_KEPT and not hasattr(type(thing), name)
+
+
+def _unlike(mine: Any, theirs: Any, known: bool) -> Optional[schema.Wrong]:
+    """Return what is wrong with a value in the place of another one: they must be of one kind."""
+    if mine is None or theirs is None:
+        fits = not known or theirs is None or schema.is_finite(theirs)
+        return None if fits else schema.Wrong(theirs, "null or a finite number")
+    if not known and isinstance(mine, (bool, int, float)) and isinstance(theirs, (bool, int, float)):
+        return None
+    if isinstance(mine, bool) or isinstance(theirs, bool):
+        return None if isinstance(mine, bool) and isinstance(theirs, bool) else schema.Wrong(theirs, _kind(mine))
+    if isinstance(mine, (int, float)):
+        return None if schema.is_finite(theirs) or repr(mine) == repr(theirs) else schema.Wrong(theirs, "a finite number")
+    alike = type(mine) is type(theirs) and (not isinstance(mine, dict) or mine.keys() == theirs.keys())
+    return None if alike else schema.Wrong(theirs, _kind(mine))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a {next(iter(value))}"
+    return {bool: "true or false", str: "a text", list: "a list"}.get(type(value), "a finite number")
+
+
+def _class_name(described: Any) -> str:
+    if not described:
+        return "none"
+    name = described["class"].rsplit(".", 1)[-1]
+    return name if re.fullmatch(r"\w{1,60}", name) else schema.shown(name)
+
+
+def _told(value: Any) -> str:
+    told = repr(_value(value))
+    return told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
+
+
+def _mxnets_defaults(thing: Any) -> Dict[str, Any]:
+    """Return the options that an optimizer has from MXNet's classes and ours, with their defaults: a user's class may derive."""
+    kinds = [kind for kind in type(thing).__mro__ if kind.__module__.split(".")[0] in ("mxnet", "gluon_mgpu")]
+    made = [inspect.signature(vars(kind)["__init__"]).parameters for kind in reversed(kinds) if "__init__" in vars(kind)]
+    return {name: one.default for found in made for name, one in found.items() if one.default is not one.empty}
+
+
+def _attributes(thing: Any) -> Dict[str, schema.Schema]:
+    """Return the schemas of attributes that every optimizer has, or MXNet's schedules and ours."""
+    if isinstance(thing, opt.Optimizer):
+        return _OF_OPTIMIZERS
+    return _OF_SCHEDULES if is_known(thing) else {}
+
+
+def _is_plain(value: Any) -> bool:
+    return repr(_plain(_value(value))) == repr(value)
+
+
+_VALUE = schema.that("a number, a text, true, false, null, or lists of them as they were saved", _is_plain)
+_NAMED = {"class": schema.text(), "values": schema.mapping(schema.text(), _VALUE)}
+DESCRIPTION = schema.record({**_NAMED, "schedule": schema.nullable(schema.record(_NAMED))})
+
+_KEY = schema.that("a number or a name", lambda key: schema.is_whole(key) or isinstance(key, str))
+_MULTIPLIERS = schema.record({"dict": schema.list_of(schema.items(_KEY, schema.number()))})
+_OF_SCHEDULES: Dict[str, schema.Schema] = {
+    "base_lr": schema.number(),
+    "count": schema.steps(),
+    "cur_step_ind": schema.steps(),
+}
+_OF_OPTIMIZERS: Dict[str, schema.Schema] = {
+    "lr": schema.nullable(schema.number()),
+    "wd": schema.number(),
+    "clip_gradient": schema.nullable(schema.number()),
+    "aggregate_num": schema.whole(0, 2**16),
+    "idx2name": schema.record({"dict": schema.anything}),
+    "num_update": schema.steps(),
+    "begin_num_update": schema.steps(),
+    "lr_mult": _MULTIPLIERS,
+    "wd_mult": _MULTIPLIERS,
+}

@@ -1,0 +1,139 @@
+"""What is passed as the parameters of a network: their names, devices, whether they have values; and its blocks."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+from mxnet import Context, gluon
+
+from ..errors import TrainerError
+
+Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
+
+
+def named_params(params: Params) -> Dict[str, gluon.Parameter]:
+    """Return parameters by name, in structural order: by structural name (`0.weight`) for a Block, by their own otherwise.
+
+    Raises
+    ------
+    TrainerError
+        They are not parameters, or two have one name.
+    """
+    if isinstance(params, gluon.Block):
+        first_names: Dict[int, str] = {}  # a tied parameter has several structural names; the first one stands
+        for name, param in params._collect_params_with_prefix().items():
+            first_names.setdefault(id(param), name)
+        return {first_names.get(id(param), param.name): param for param in params.collect_params().values()}
+    if isinstance(params, (gluon.ParameterDict, dict)):
+        named: Dict[str, Any] = dict(params.items())
+    elif isinstance(params, (list, tuple)):
+        named = {getattr(param, "name", str(i)): param for i, param in enumerate(params)}
+        if len(named) < len(params):
+            raise TrainerError(
+                f"Trainer: got {len(params)} parameters with {len(named)} names; need different ones. Pass each once, and "
+                "give networks different prefixes."
+            )
+    else:
+        raise TrainerError(
+            f"Trainer: got {type(params).__name__} as the parameters; need a Block, a dict or a list of "
+            "Parameters. Pass the network."
+        )
+    for name, param in named.items():
+        if not isinstance(param, gluon.Parameter):
+            raise TrainerError(
+                f"Trainer: got {type(param).__name__} for {name}; need a gluon.Parameter. Pass net or net.collect_params()."
+            )
+    return named
+
+
+def gluon_order(params: Params) -> List[int]:
+    """Return the places of parameters in the order in which a `gluon.Trainer` numbers and updates them.
+
+    It sorts the names of a dict as strings (`dense10_weight` before `dense9_weight`), and keeps the order of a list.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Sequential()
+    >>> net.add(*[gluon.nn.Dense(1, use_bias=False, prefix=f"dense{i}_") for i in (8, 9, 10)])
+    >>> gluon_order(net)
+    [2, 0, 1]
+    """
+    if isinstance(params, (list, tuple)):
+        return list(range(len(params)))
+    names = list(params.collect_params() if isinstance(params, gluon.Block) else params)
+    return sorted(range(len(names)), key=names.__getitem__)
+
+
+def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
+    """Return the devices that all of these parameters are on.
+
+    Raises
+    ------
+    TrainerError
+        There is no parameter, one is not initialised, or they are on different devices.
+    """
+    if not named:
+        raise TrainerError("Trainer: got no parameters; need at least one. Pass a network that has layers.")
+    contexts: List[Context] = []
+    for name, param in named.items():
+        if param._data is None and not param._deferred_init:
+            raise TrainerError(
+                f"Trainer: got {name} not initialised; need values on the devices. Call net.initialize(ctx=ctx) first."
+            )
+        contexts = contexts or list(param.list_ctx())
+        if param.list_ctx() != contexts:
+            raise TrainerError(
+                f"Trainer: got {name} on {param.list_ctx()} and others on {contexts}; need all parameters on the same devices. "
+                "Call net.collect_params().reset_ctx(ctx)."
+            )
+    return contexts
+
+
+def has_values(params: Params) -> bool:
+    """Return whether every parameter has values: one whose shape the first batch decides has none before it."""
+    return all(param._data is not None for param in named_params(params).values())
+
+
+def blocks_of(net: gluon.Block) -> List[gluon.Block]:
+    """Return a network and all blocks in it, each once, a block before those that it holds.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Sequential()
+    >>> net.add(gluon.nn.Dense(1), gluon.nn.Flatten())
+    >>> [type(block).__name__ for block in blocks_of(net)]
+    ['Sequential', 'Dense', 'Flatten']
+    """
+    found: Dict[int, gluon.Block] = {}
+
+    def visit(block: gluon.Block) -> None:
+        if id(block) not in found:
+            found[id(block)] = block
+            for child in block._children.values():
+                visit(child)
+
+    visit(net)
+    return list(found.values())
+
+
+def shape_fits(saved: Optional[Sequence[int]], wanted: Optional[Sequence[int]]) -> bool:
+    """Return whether two shapes are equal, but for what is not known yet: 0 or -1, or no shape at all."""
+    if not saved or not wanted:
+        return True
+    return len(saved) == len(wanted) and all(a == b or a in (0, -1) or b in (0, -1) for a, b in zip(saved, wanted))
+
+
+def devices_of(net: gluon.Block) -> List[Context]:
+    """Return the devices that a network is initialised on.
+
+    Raises
+    ------
+    TrainerError
+        It has no parameters, or is not initialised.
+    """
+    params = list(net.collect_params().values())
+    if not params or (params[0]._data is None and not params[0]._deferred_init):
+        raise TrainerError(
+            "evaluate: got a network that is on no device; need initialised parameters. Call net.initialize(ctx=ctx) first."
+        )
+    return list(params[0].list_ctx())

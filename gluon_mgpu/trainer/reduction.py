@@ -1,0 +1,269 @@
+"""Sum gradients over devices and processes, and clip what was summed."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Sequence, Tuple, Union
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+
+from ..runtime.c_api import PushPull
+from ..checks import explaining, real_number, short
+from ..errors import TrainerError
+from ..nested import Leaf, is_device_array, num_bytes
+from ..distributed import Group, group
+from .replicas import Buffer
+
+# Gluon takes any other name, and None, for "local" or for no reduction at all, without a word.
+LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allreduce_cpu", "local_update_cpu")
+_MIN_SLICE = 2**15  # elements: a smaller slice costs more to queue than to add
+_MULTIPLE = 16  # elements: slices begin where a cache line does
+_MOST_PAIRS = 16  # (key, array) in one call: the store sorts more of them by key so that devices change places, and sums bits
+_LARGEST = 3.4028234e38  # float32
+_FLOATS = (np.float16, np.float32, np.float64)
+_MOST_ARRAYS = 200  # that MXNet's finite check takes at once
+Part = Tuple[List[int], List[List[Leaf]]]  # keys; for each, one array a device
+Sum = Union[PushPull, "SparsePushPull"]
+
+
+class Reduction:
+    """Sums buffers over the devices, through MXNet's kvstore, and over the processes of a job.
+
+    Parameters
+    ----------
+    kvstore : str, mxnet.kvstore.KVStore or None
+        `"device"` sums on the devices, `"local"` on the CPU. A store object stands for its type. None is `"device"`: several
+        devices that are not reduced would each train a network of their own.
+    contexts : list of mxnet.Context
+
+    Raises
+    ------
+    TrainerError
+        The store is unknown, or one of several processes: the launcher says how many there are, not the store's name.
+    """
+
+    def __init__(self, kvstore: Any, contexts: Sequence[Context]) -> None:
+        name = "device" if kvstore is None else getattr(kvstore, "type", kvstore)
+        if not isinstance(name, str) or name not in LOCAL_STORES:
+            raise TrainerError(
+                f"Trainer: got kvstore {short(name)}; need one of {', '.join(LOCAL_STORES)}. Over several processes, started by "
+                "gluon-mgpu launch, gradients are summed without being asked for."
+            )
+        if len({context.device_type for context in contexts}) > 1:
+            name = "local"  # "device" sums on the devices themselves, and they must be of one kind
+        self._name = name
+        self._num_devices = len(contexts)
+        self._keys: Dict[Tuple[Any, ...], List[int]] = {}
+        self._slice_bytes: List[int] = []
+        self._group = group()
+        self._sums: Dict[Tuple[Any, ...], Any] = {}  # over processes, by what they are of
+        self._latest: List[Buffer] = []
+        self._calls: List[List[Any]] = []  # of the latest buffers
+
+    def sum(self, buffers: List[Buffer]) -> None:
+        """Replace every device's gradients by their sum over the devices, the same bits on each.
+
+        A sum is queued behind the operations that write its buffer, and no others: it runs while the backward pass still fills
+        the next one.
+        """
+        if self._num_devices == 1 and self._group is None:
+            return
+        if buffers is not self._latest:
+            if self._group is not None:
+                self._calls = [[self._over_processes(self._group, buffer)] for buffer in buffers]
+            else:
+                self._calls = [[self._call(*part) for part in self._divided(buffer)] for buffer in buffers]
+            self._latest = buffers
+        for place, calls in enumerate(self._calls):
+            for call in calls:
+                call.run(-place)
+
+    def _over_processes(self, processes: Group, buffer: Buffer) -> Any:
+        """Return what sums a buffer over all devices of all processes, made once for each set of parameters."""
+        if buffer.gradients[0].stype != "default":
+            raise TrainerError(
+                "Trainer: got a sparse gradient in a job of several processes; need dense ones. Leave sparse_grad out of "
+                "Embedding."
+            )
+        known = (buffer.indices, *(id(gradient) for gradient in buffer.gradients))
+        if known not in self._sums:
+            self._sums[known] = processes.sum_of(buffer.gradients)
+        return self._sums[known]
+
+    def _call(self, keys: List[int], gradients: List[List[Leaf]]) -> Sum:
+        kind = PushPull if gradients[0][0].stype == "default" else SparsePushPull
+        return kind(self._store, keys, gradients)
+
+    def bytes_held(self) -> List[int]:
+        """Return the bytes that the store takes on each device for its sums: as many copies of a slice as there are devices.
+
+        It gives each slice, the largest first, to the device that has the least so far.
+
+        Source: MXNet 1.9.1, src/kvstore/comm.h, CommDevice::InitMergeBuffer.
+        """
+        held = [0] * self._num_devices
+        for size in sorted(self._slice_bytes, reverse=True) if self._name == "device" else ():
+            held[held.index(min(held))] += size * self._num_devices
+        return held
+
+    def _divided(self, buffer: Buffer) -> List[Part]:
+        """Return what the store is asked to sum: a buffer as one slice a device, so that each adds up as much as the others.
+
+        ```
+        device 0: │ slice 0 │ slice 1 │    slice 0 of both devices is added up on device 0 and copied back,
+        device 1: │ slice 0 │ slice 1 │    slice 1 on device 1
+        ```
+        """
+        gradients = buffer.gradients
+        slices = [gradients]
+        if buffer.bucket is not None:
+            size = gradients[0].size
+            num_slices = max(1, min(self._num_devices, size // _MIN_SLICE))
+            step = -(-size // (num_slices * _MULTIPLE)) * _MULTIPLE
+            slices = [[flat[begin : min(begin + step, size)] for flat in gradients] for begin in range(0, size, step)]
+        known = (buffer.bucket is not None, buffer.indices, gradients[0].shape, gradients[0].dtype)
+        if known not in self._keys:
+            if buffer.bucket is not None and any(one[0] and set(one[1]).intersection(buffer.indices) for one in self._keys):
+                self._keys, self._slice_bytes = {}, []  # grouped anew: another store, so that the memory of the old sums goes
+            if not self._keys:
+                self._store = mx.kv.create(self._name)
+            first = sum(map(len, self._keys.values()))
+            self._keys[known] = list(range(first, first + len(slices)))
+            for key, arrays in zip(self._keys[known], slices):
+                self._store.init(key, arrays[0])
+                self._slice_bytes.append(num_bytes(arrays[0]))
+        keys, together = self._keys[known], max(1, _MOST_PAIRS // self._num_devices)
+        return [(keys[i : i + together], slices[i : i + together]) for i in range(0, len(keys), together)]
+
+
+class SparsePushPull:
+    """Sums of sparse gradients, which the store does in two calls. Arguments as for `PushPull`."""
+
+    def __init__(self, store: Any, keys: List[int], arrays: List[List[Leaf]]) -> None:
+        self._store, self._keys, self._arrays = store, keys, arrays
+
+    def run(self, priority: int) -> None:
+        """Queue the sums."""
+        self._store.push(self._keys, self._arrays, priority=priority)
+        self._store.pull(self._keys, self._arrays, priority=priority, ignore_sparse=False)
+
+
+def all_finite(gradients: Sequence[Leaf]) -> Leaf:
+    """Return whether all numbers of one device's gradients are finite, without waiting.
+
+    Parameters
+    ----------
+    gradients : sequence of NDArray on one device, any shapes, of floating point
+
+    Returns
+    -------
+    NDArray, shape (1,)
+        1.0 or 0.0, on that device.
+
+    Examples
+    --------
+    >>> all_finite([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])]).asscalar()
+    0.0
+    """
+    classic = [gradient.as_nd_ndarray() for gradient in gradients]
+    finite = mx.nd.ones((1,), ctx=classic[0].context)
+    by_dtype: Dict[Any, List[Leaf]] = {}
+    for gradient in classic:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for arrays in by_dtype.values():
+        for begin in range(0, len(arrays), _MOST_ARRAYS):
+            some = arrays[begin : begin + _MOST_ARRAYS]
+            mx.nd.multi_all_finite(*some, num_arrays=len(some), init_output=False, out=finite)
+    return finite
+
+
+def global_norm(gradients: Sequence[Leaf]) -> Leaf:
+    """Return the common 2-norm of one device's gradients, without waiting.
+
+    Parameters
+    ----------
+    gradients : sequence of NDArray on one device, any shapes
+
+    Returns
+    -------
+    NDArray, shape (1,)
+        float32, on that device.
+
+    Examples
+    --------
+    >>> global_norm([mx.nd.array([3.0]), mx.nd.array([[4.0]])]).asscalar()
+    5.0
+    """
+    classic = [gradient.as_nd_ndarray() for gradient in gradients]
+    squares: List[Leaf] = [mx.nd.sum(mx.nd.square(gradient.astype("float32", copy=False))).reshape((1,)) for gradient in classic]
+    return mx.nd.sqrt(mx.nd.add_n(*squares))
+
+
+def clip_values(gradients: Sequence[Leaf], most: float) -> None:
+    """Cut the elements of one device's gradients to -most .. most, in place, without waiting. NaN stays NaN.
+
+    Examples
+    --------
+    >>> g = mx.nd.array([-3.0, 0.5, 2.0])
+    >>> clip_values([g], 1.0)
+    >>> g.asnumpy().tolist()
+    [-1.0, 0.5, 1.0]
+    """
+    for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
+        mx.nd.clip(gradient, -most, most, out=gradient)
+
+
+def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
+    """Scale one device's gradients so that their common 2-norm is at most `max_norm`, without waiting.
+
+    Reduced gradients are the same on every device, so that each device can do it alone and all get the same. Gradients that
+    are NaN or infinite stay so.
+
+    Parameters
+    ----------
+    gradients : sequence of NDArray on one device, any shapes
+        Changed in place.
+    max_norm : float
+
+    Returns
+    -------
+    NDArray, shape (1,)
+        The norm before clipping, on that device.
+
+    Examples
+    --------
+    >>> g = [mx.nd.array([3.0]), mx.nd.array([[4.0]])]
+    >>> clip_global_norm(g, 1.0).asnumpy().tolist(), round(g[1].asnumpy().item(), 4)
+    ([5.0], 0.8)
+
+    Raises
+    ------
+    TrainerError
+        The norm is not a number above 0, or these are not arrays. Nothing was changed.
+
+    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
+    """
+    real_number("clip_global_norm", "max_norm", max_norm, above=True, advice="Leave it out not to clip.")
+    arrays = list(gradients) if isinstance(gradients, (list, tuple)) else []
+    if not arrays or not all(is_device_array(one) and one.dtype in _FLOATS for one in arrays):
+        raise TrainerError(
+            f"clip_global_norm: got gradients={short(gradients)}; need a list of MXNet arrays of floating point, all on one "
+            "device. Pass [param.grad(ctx) for param in net.collect_params().values()]."
+        )
+    need = "dense gradients on one device"
+    with explaining("clip_global_norm", "an error", need, advice="Call it once for each device."):
+        return scale_to_norm(arrays, max_norm)
+
+
+def scale_to_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
+    """Do what `clip_global_norm` does with arguments that were checked before."""
+    norm = global_norm(gradients)
+    # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero
+    scale = max_norm / mx.nd.maximum(norm, max_norm)
+    # by 1 where the norm is not finite: what lies between parameters in a bucket is 0, and must not become NaN for good
+    scale = mx.nd.where(norm <= _LARGEST, scale, mx.nd.ones_like(scale))
+    for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
+        factor = scale.astype(gradient.dtype, copy=False).reshape((1,) * len(gradient.shape))
+        mx.nd.broadcast_mul(gradient, factor, out=gradient)
+    return norm

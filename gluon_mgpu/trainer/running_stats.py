@@ -1,0 +1,259 @@
+"""BatchNorm's running statistics over devices and processes: averaged by the examples that are behind them.
+
+```
+cpu(0)  0, 1 ─► batches of 6 ─► mean 0.8 ── weight 12 ─┐
+cpu(1)  0, 1 ─► batches of 3 ─► mean 1.1 ── weight 6  ─┼─► 0.9 on every device, from where examples count anew
+cpu(2)  0, 1 ─► no data      ─► mean 0.0 ── weight 0  ─┘
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, gluon
+
+from .. import schema
+from ..nested import Leaf
+from .parameters import Params, blocks_of, named_params
+from ..distributed import group
+from .replicas import average_replicas
+
+_RECORD = "_seen_by_devices"  # attribute of a parameter, so that it goes into a copy of the network
+_INITIAL = {"running_mean": 0.0, "running_var": 1.0}
+
+
+@dataclass(eq=False)
+class _Record:
+    """What is known of one running statistic since all devices had the same values of it.
+
+    Attributes
+    ----------
+    contexts : list of mxnet.Context
+        Gluon's list, which it makes anew with the arrays.
+    equal : numpy.ndarray, optional
+        The values that all devices had.
+    examples : dict of Context to number
+        How many examples each device has seen since then.
+    behind : (number, number)
+        Examples and devices with data behind the values that all devices have: since all processes had the same ones.
+    """
+
+    contexts: Any
+    equal: Optional[np.ndarray] = None
+    examples: Dict[Context, float] = field(default_factory=dict)
+    behind: Tuple[float, float] = (0.0, 0.0)
+
+
+_unclaimed: Dict[Context, float] = {}  # examples of backward passes that no step has followed yet
+
+
+def note_examples(losses: Sequence[Leaf]) -> None:
+    """Remember how many examples each device has just passed back: of each loss, the size of its first axis."""
+    for loss in losses:
+        _unclaimed[loss.context] = _unclaimed.get(loss.context, 0) + (loss.shape[0] if loss.shape else 1)
+
+
+def claim_examples(stats: Iterable[gluon.Parameter]) -> None:
+    """Count the examples of the latest backward passes for these running statistics, which they went through."""
+    if _unclaimed:
+        for param in stats:
+            examples = _record(param).examples
+            for context, number in _unclaimed.items():
+                examples[context] = examples.get(context, 0) + number
+        _unclaimed.clear()
+
+
+def is_running_stat(param: gluon.Parameter) -> bool:
+    """Return whether a parameter is a running mean or variance, or another number that a layer moves without a gradient."""
+    # Not differentiable is how Gluon marks them; a frozen weight has grad_req "null" but is differentiable.
+    # Counters and masks, of whole numbers, are none of BatchNorm's.
+    return not param._differentiable and np.issubdtype(np.dtype(param.dtype), np.floating)
+
+
+def running_stats(params: Params) -> List[gluon.Parameter]:
+    """Return BatchNorm's running means and variances, where they have values."""
+    return [param for param in named_params(params).values() if param._data and is_running_stat(param)]
+
+
+def average_running_stats(params: Params) -> None:
+    """Set BatchNorm's running means and variances, on every device, to their mean over the devices, by the examples behind them.
+
+    And the weights, where a `LocalSGD` has let the devices train apart.
+
+    Each device sees its own shards, so each has its own statistics; Gluon evaluates with those of one device and saves
+    their mean. A device counts by the examples that it has seen since all devices had the same values; one that has seen none
+    does not count, and where none has, nothing changes. Averaging is linear, as the running update is, so that doing it now does
+    not change what it gives later.
+
+    The result is exactly the running statistic of one device that would take, for each batch, the mean of the shards'
+    statistics, each by its size, if every device had the same part of each batch: equal shards, fixed `weights`, idle devices.
+    It is near to that where the parts change from batch to batch, such as in the last batch of an epoch: a device that was left
+    out of some batches still holds more of what came before.
+
+    `train_batch` counts the examples, also in `fit`; `backward` followed by the trainer's step does, by the first axis of each
+    loss. In loops with `autograd.backward` nothing is counted: a device whose values are still those of the beginning does not
+    count, and all others count alike.
+
+    It waits for the devices: a network hybridized with `static_alloc` and `static_shape` writes these arrays without
+    telling the engine.
+    """
+    average_replicas(params)
+    several = group() is not None
+    stats = [param for param in running_stats(params) if several or len(param._data) > 1]
+    if stats:
+        mx.nd.waitall()
+    for layer in _layers(stats):
+        values = _values(layer)
+        shares, behind = _shares(layer, values)
+        for param, found in zip(layer, values):
+            record = _record(param)
+            result = found[0]
+            if not _all_same(found):
+                result = weighted_mean(found, shares)
+                for array in param.list_data():
+                    array.as_nd_ndarray()[:] = mx.nd.array(result, ctx=array.context, dtype=array.dtype)
+            record.behind = (record.behind[0] + behind[0], record.behind[1] + behind[1])
+            record.equal = result
+            record.examples.clear()
+
+
+def average_over_group(params: Params) -> None:
+    """Do the same over the devices of all processes of a job. All of them are to call it."""
+    processes = group()
+    stats = running_stats(params) if processes is not None else []
+    if processes is None or not stats:
+        return
+    average_running_stats(params)
+    processes.average([param.list_data()[0] for param in stats], [_record(param).behind for param in stats])
+    for param in stats:
+        first, *others = param.list_data()
+        for other in others:
+            first.copyto(other)
+        setattr(param, _RECORD, _Record(param._ctx_list, first.asnumpy()))
+
+
+def remember_equal(params: Params) -> None:
+    """Let examples count from here where all devices have the same values: a new trainer or run, or after values were loaded."""
+    several = group() is not None
+    stats = [param for param in running_stats(params) if several or len(param._data) > 1]
+    if stats:
+        mx.nd.waitall()
+    for param, found in zip(stats, _values(stats)):
+        behind = _record(param).behind
+        if _all_same(found) and (len(found) > 1 or _record(param).equal is None):
+            setattr(param, _RECORD, _Record(param._ctx_list, found[0], behind=behind))
+
+
+def shares_of(params: Params) -> Dict[int, List[float]]:
+    """Return by the id of each running statistic what `average_running_stats` would weigh its devices by.
+
+    The devices are to have been waited for.
+    """
+    found: Dict[int, List[float]] = {}
+    for layer in _layers([param for param in running_stats(params) if len(param._data) > 1]):
+        shares, _ = _shares(layer, _values(layer))
+        found.update({id(param): shares for param in layer})
+    return found
+
+
+def stats_of(net: gluon.Block) -> Iterator[gluon.Parameter]:
+    """Yield the running statistics of a network; without sorting or naming them, as this is done in each step."""
+    for block in blocks_of(net):
+        for param in block.params.values():
+            if not param._differentiable and is_running_stat(param):
+                yield param
+
+
+def weighted_mean(values: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
+    """Return the mean of arrays by their shares, in the first one's type; of one array alone, its bits."""
+    parts = [(one.astype("float64"), share) for one, share in zip(values, shares) if share]
+    total = sum((one * share for one, share in parts[1:]), parts[0][0] * parts[0][1])
+    result: np.ndarray = (total / sum(share for _, share in parts)).astype(values[0].dtype)
+    return result
+
+
+def describe_seen(params: Dict[str, gluon.Parameter]) -> Dict[str, Any]:
+    """Return what is known of running statistics in what JSON holds, by name: examples by device, and which is as it was."""
+    told = {}
+    for name, param in params.items():
+        record, (values,) = _record(param), _values([param])
+        examples = [record.examples.get(context, 0) for context in param.list_ctx()]
+        told[name] = {"examples": examples, "as_before": [_same(one, record.equal) for one in values]}
+    return told
+
+
+def restore_seen(params: Dict[str, gluon.Parameter], told: Dict[str, Any]) -> None:
+    """Take over what `describe_seen` has returned, for as many devices as then, which have the values of then."""
+    for name, param in params.items():
+        if name in told:
+            (values,) = _values([param])
+            equal = next((one for one, as_before in zip(values, told[name]["as_before"]) if as_before), None)
+            examples = {context: number for context, number in zip(param.list_ctx(), told[name]["examples"]) if number}
+            setattr(param, _RECORD, _Record(param._ctx_list, equal, examples))
+
+
+def _record(param: gluon.Parameter) -> _Record:
+    record = getattr(param, _RECORD, None)
+    if record is None or record.contexts is not param._ctx_list:  # Gluon has made other arrays since
+        record = _Record(param._ctx_list)
+        setattr(param, _RECORD, record)
+    return record
+
+
+def _layers(stats: Iterable[gluon.Parameter]) -> List[List[gluon.Parameter]]:
+    """Return the statistics of each layer together: a device either has sent data through it or not."""
+    layers: Dict[str, List[gluon.Parameter]] = {}
+    for param in stats:
+        layers.setdefault(param.name.rpartition("running_")[0] or param.name, []).append(param)
+    return list(layers.values())
+
+
+def _values(stats: Sequence[gluon.Parameter]) -> List[List[np.ndarray]]:
+    return [[array.asnumpy() for array in param.list_data()] for param in stats]
+
+
+def _shares(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.ndarray]]) -> Tuple[List[float], Tuple[float, float]]:
+    """Return the weight of each device in the mean, and the examples and the devices with data behind them."""
+    contexts = layer[0].list_ctx()
+    counted = [max(_record(param).examples.get(context, 0) for param in layer) for context in contexts]
+    untouched = _untouched(layer, values, any(counted))
+    examples = [0.0 if idle else float(number) for number, idle in zip(counted, untouched)]
+    touched = [0.0 if idle else 1.0 for idle in untouched]
+    shares = examples if any(examples) else touched if any(touched) else [1.0] * len(contexts)
+    return shares, (sum(examples), sum(touched))
+
+
+def _untouched(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.ndarray]], is_counted: bool) -> List[bool]:
+    """Return which devices still have the values that all had: training moves every statistic of a layer, or none."""
+    devices = range(len(values[0]))
+    known = [_record(param).equal for param in layer]
+    if all(equal is not None for equal in known):
+        return [all(_same(found[at], equal) for found, equal in zip(values, known)) for at in devices]
+    initial = [[_is_initial(param, found[at]) for param, found in zip(layer, values)] for at in devices]
+    if all(len(set(one)) == 1 for one in initial) and any(one[0] for one in initial):
+        return [one[0] for one in initial]
+    if is_counted:
+        return [False for _ in devices]
+    # Two devices with data have not the same statistics.
+    return [any(all(_same(found[at], found[i]) for found in values) for i in devices if i != at) for at in devices]
+
+
+def _is_initial(param: gluon.Parameter, values: np.ndarray) -> bool:
+    return any(param.name.endswith(name) and bool((values == number).all()) for name, number in _INITIAL.items())
+
+
+def _all_same(values: Sequence[np.ndarray]) -> bool:
+    return all(_same(values[0], other) for other in values[1:])
+
+
+def _same(one: np.ndarray, other: Optional[np.ndarray]) -> bool:
+    """Return whether two arrays have the same bits, not-a-number included."""
+    return other is not None and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+_SEEN = {"examples": schema.list_of(schema.number(0, 2**63)), "as_before": schema.list_of(schema.constant(True, False))}
+SEEN = schema.mapping(schema.text(), schema.record(_SEEN))  # what `describe_seen` returns

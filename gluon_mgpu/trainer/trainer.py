@@ -1,0 +1,570 @@
+"""Trainer: a gluon.Trainer whose steps are right on any number of devices."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from mxnet import Context, gluon, lr_scheduler
+from mxnet import optimizer as opt
+
+from .buckets import BUCKET_BYTES
+from ..checks import explaining, flag, path_of, real_number, short, whole_number
+from .copies import make_copyable
+from ..devices.select import check_contexts
+from ..errors import StateError, TrainerError
+from .across_processes import Joint
+from .loss_scaler import LossScaler
+from ..nested import Leaf
+from .parameters import Params, gluon_order, has_values
+from .precision import precision_of, set_precision
+from .reduction import Reduction, clip_values, global_norm, scale_to_norm
+from .replicas import Buffer, Replicas
+from .running_stats import claim_examples, is_running_stat, remember_equal
+from .states import Content, read_states, states_on, write_states
+from .update import Update
+
+
+class Trainer(gluon.Trainer):
+    """Applies an optimizer to a network on several devices. A drop-in `gluon.Trainer`.
+
+    ```
+    step(batch_size):  idle devices' gradients := 0  ─►  sum over devices  ─►  clip  ─►  update, on each device alike
+    ```
+
+    What it does that Gluon's does not: a device that got no data takes part with zeros, instead of its gradient of an earlier
+    step; several devices, and the processes of a job, are always reduced; parameters are taken in structural order, and states
+    are loaded only into the network that they belong to, on any number of devices; BatchNorm's running statistics are left
+    alone; several batches can make one step (`accumulate`); and gradients are clipped after they were summed, averaged and
+    accumulated.
+
+    In a job of several processes, all begin with the weights of process 0. A parameter that gets no gradient in one process may
+    get one in another: none is looked for, and one that gets none anywhere is updated with zero.
+
+    Parameters
+    ----------
+    params : gluon.Block, ParameterDict, dict or list of gluon.Parameter
+        Initialised on the devices. Prefer the Block: it knows the structural names.
+    optimizer : str or mxnet.optimizer.Optimizer
+    optimizer_params : dict, optional
+        For an optimizer given by name: `{"learning_rate": 0.1}`.
+    kvstore : str, KVStore or None
+        How devices are reduced: `"device"` or `"local"`; see `Reduction`.
+    compression_params : dict, optional
+        `{"type": "2bit", "threshold": 0.5}` over MXNet's store, `{"type": "fp16"}` over Horovod: what processes send each
+        other; see `DistSync.compress` and `Horovod.compress`. Both mean sums over examples, before these are divided by their
+        number.
+    update_on_kvstore : None or False
+        Gluon's place for it; the update is always done on the devices.
+    clip_norm : float, optional
+        Scale the averaged gradient (the sum over all devices and micro-steps, divided by their examples), so that its 2-norm
+        over all parameters is at most this.
+    clip_value : float, optional
+        Then cut each of its elements to -clip_value .. clip_value. Gluon's optimizer option `clip_gradient` does so, too; in the
+        optimizers that add weight decay to the gradient, it cuts their sum.
+    measure_grad_norm : bool
+        Compute `grad_norm`, also when nothing is clipped.
+    static_graph : bool
+        Promise that every step trains the same parameters on each device that gets data, and that nobody freezes them, makes
+        them anew or sets their multipliers. After the first step that trains all, one parameter a device is asked whether it
+        has a new gradient, instead of every one: for networks of many hundreds of parameters. A device without data is noticed
+        as ever; a parameter that a later step leaves out is not, and would be updated with its old gradient.
+    find_unused_parameters : bool
+        In each step, leave parameters alone that got no gradient on any device, and log their names, each once. A step without
+        any gradient is still refused. Steps that leave parameters out are slower: see `ignore_stale_grad`.
+    precision : str, optional
+        `"bf16"` on CPUs, `"fp16"` on GPUs, or `"fp32"`: what the network computes in from now on; see `set_precision`. `params`
+        must be the Block. By default the network keeps its own.
+    sharded_data : bool
+        In a job of several processes, each reads batches of its own, by a `ShardedSampler`, say. `step` then takes the examples
+        of this process, 0 or more, and divides by those of all. By default all read the same batches, of which `split_batch`
+        gives each process its part, and `step` takes the examples of the whole.
+    bucket_bytes : int, bytes
+        Parameters and gradients lie in buckets of this size, in reverse order, so that the last ones are reduced while the
+        backward pass still computes the first.
+
+    Raises
+    ------
+    TrainerError
+        The parameters or options cannot be trained with.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> net = gluon.nn.Dense(1, in_units=2)
+    >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> trainer = Trainer(net, "sgd", {"learning_rate": 0.5})
+    >>> with mx.autograd.record():
+    ...     losses = [net(mx.nd.ones((1, 2), ctx=c)).sum() for c in trainer.contexts]
+    >>> mx.autograd.backward(losses)
+    >>> trainer.step(2)
+    >>> net.weight.data(mx.cpu(1)).asnumpy().tolist()
+    [[0.5, 0.5]]
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        optimizer: Any,
+        optimizer_params: Optional[Dict[str, Any]] = None,
+        kvstore: Any = "device",
+        compression_params: Optional[Dict[str, Any]] = None,
+        update_on_kvstore: Optional[bool] = None,
+        *,
+        clip_norm: Optional[float] = None,
+        clip_value: Optional[float] = None,
+        measure_grad_norm: bool = False,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        precision: Optional[str] = None,
+        sharded_data: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        _check_buckets(bucket_bytes)
+        switches = {"measure_grad_norm": measure_grad_norm, "static_graph": static_graph, "sharded_data": sharded_data}
+        for name, value in {**switches, "find_unused_parameters": find_unused_parameters}.items():
+            flag("Trainer", name, value)
+        self._replicas = Replicas(
+            params, bucket_bytes=bucket_bytes, static_graph=static_graph, find_unused=find_unused_parameters
+        )
+        self._optimizer: opt.Optimizer
+        self._order = gluon_order(params)
+        check_contexts(self._replicas.contexts, "Trainer")
+        _check_optimizer(optimizer, optimizer_params)
+        _check_options(self._replicas, update_on_kvstore)
+        _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
+        self._reduction = Reduction(kvstore, self._replicas.contexts)
+        self._joint = Joint(self._replicas, compression_params, sharded_data=sharded_data)
+        super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
+        make_copyable({type(param) for param in self._params})
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._measures = measure_grad_norm or clip_norm is not None
+        self._grad_norm: Optional[Leaf] = None
+        self._num_open = 0  # of accumulate() contexts
+        self._num_counted: float = 0  # examples of the steps in them
+        self._summed: Optional[List[Buffer]] = None  # what allreduce_grads() has summed and update() has not applied
+        self._use(self._optimizer)
+        if precision is not None:
+            set_precision(params, precision)
+        self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
+        if has_values(self._replicas.params):
+            self._joint.begin()
+        self._running = [param for param in self._params if is_running_stat(param)]
+        remember_equal(self._running)
+        self._joint.compress(has_shapes=has_values(self._replicas.params))
+        self._replicas.take_over()
+
+    @property
+    def sharded_data(self) -> bool:
+        """Whether every process of a job reads batches of its own."""
+        return self._joint.sharded_data
+
+    @property
+    def contexts(self) -> List[Context]:
+        """The devices, in the order of the replicas."""
+        return list(self._replicas.contexts)
+
+    @property
+    def grad_norm(self) -> Optional[Leaf]:
+        """The 2-norm over all parameters of the gradient that was last applied: averaged, and not clipped yet.
+
+        An mxnet.np.ndarray, shape (1,), on the first device; `float()` waits for it and reads it. None before the first update,
+        and where neither `clip_norm` nor `measure_grad_norm` asks for it.
+        """
+        return self._grad_norm
+
+    def know_shapes(self) -> bool:
+        """Return whether the shapes of all parameters are known; the first batch decides those that the layers were not told.
+
+        Asked between the first forward pass, in prediction mode, and the first recorded one, it lets the parameters move before
+        a graph holds them.
+        """
+        known = self._replicas.know_shapes()
+        if has_values(self._replicas.params):
+            self._joint.begin()
+        return known
+
+    def scale(self, losses: Sequence[Leaf]) -> Sequence[Leaf]:
+        """Return the losses as they are to be given to `backward`: multiplied by the loss scale with fp16, else as they are.
+
+        A loop by hand is right in every precision with `mgpu.backward(trainer.scale(losses))`.
+        """
+        return losses if self.loss_scaler is None else self.loss_scaler.scale_losses(losses)
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Reduce the gradients over the devices and update the weights on each. It does not wait.
+
+        Inside `accumulate` it only counts the examples; the next step outside divides by all of them.
+
+        Parameters
+        ----------
+        batch_size : number
+            Examples over all devices: gradients are divided by it. 1 where the loss was averaged by hand.
+        ignore_stale_grad : bool
+            Leave parameters alone that got no gradient on any device, instead of raising.
+
+        Raises
+        ------
+        StaleGradientError
+            A parameter got no gradient on any device since the last step. Nothing was changed.
+        TrainerError
+            The batch size is not a positive number, or a parameter was moved to other devices.
+        """
+        if not (self.sharded_data and batch_size == 0):
+            _check_batch_size("Trainer.step", batch_size)
+        if self.loss_scaler is not None:
+            self.loss_scaler.check("Trainer.step")
+        claim_examples(self._running)
+        if batch_size == 0:  # what is there is not of these data
+            self._replicas.drop_earlier()
+        if self._replicas.is_adding:
+            try:
+                self._replicas.note_pass(ignore_stale_grad or self._num_open > 0)
+            except TrainerError:
+                self.discard()  # what was added up is spoilt
+                raise
+            self._num_counted += batch_size
+            if self._num_open:
+                return
+            batch_size = 0
+        self._step(batch_size, ignore_stale_grad)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let several batches make one update: inside, backward passes add up, and `step(n)` only counts n.
+
+        ```
+        with trainer.accumulate():    backward, step(4)    backward, step(4)    gradients add up on each device
+        outside:                      backward, step(2)                         reduced once, divided by 10, applied
+                                      or flush()                                the same without another batch
+        ```
+
+        The update is that of one batch of all these examples, also where they are not split evenly, and where a device had none
+        of some. It takes no memory, but for sparse gradients, which are added up beside when `step` is called: these need a step
+        after each backward pass. BatchNorm normalises each micro-batch by itself.
+
+        Contexts may be opened again before the update, and inside each other. An exception inside drops all that was
+        accumulated: the weights are those of the last update, and the next step begins anew.
+
+        Raises
+        ------
+        TrainerError
+            `allreduce_grads` has summed gradients that `update` has not applied; or another trainer accumulates gradients of the
+            same parameters.
+
+        Examples
+        --------
+        >>> import mxnet as mx
+        >>> net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+        >>> net.initialize(mx.init.Zero(), ctx=mx.cpu())
+        >>> trainer = Trainer(net, "sgd", {"learning_rate": 1.0})
+        >>> def pass_back(x):
+        ...     with mx.autograd.record():
+        ...         loss = net(mx.nd.array(x)).sum()
+        ...     loss.backward()
+        >>> with trainer.accumulate():
+        ...     pass_back([[1], [2]])
+        ...     trainer.step(2)
+        >>> pass_back([[3]])
+        >>> trainer.step(1)
+        >>> net.weight.data().asnumpy().item()  # -(1 + 2 + 3) / 3
+        -2.0
+        """
+        if self._summed is not None:
+            raise TrainerError(
+                "Trainer.accumulate: got gradients that were summed and not applied; need an update before. Call update() to "
+                "apply them, or discard() to drop them, as after an update that was skipped."
+            )
+        self._replicas.start_adding()
+        self._num_open += 1
+        try:
+            yield
+        except BaseException:
+            self._num_open -= 1
+            self.discard()
+            raise
+        self._num_open -= 1
+        if not self._num_open:
+            self._replicas.close()
+
+    def flush(self, ignore_stale_grad: bool = False) -> None:
+        """Update with what was accumulated, if anything. Inside `accumulate` it does nothing: the update comes after it.
+
+        For the end of the data, when a group of micro-steps is not complete. Arguments and errors as for `step`.
+
+        Raises
+        ------
+        TrainerError
+            There was a backward pass that no `step` counted. Nothing was changed.
+        """
+        self._replicas.check_own("Trainer.flush")
+        if self._num_open or not self._replicas.is_adding:
+            return
+        if self._replicas.has_new():
+            raise TrainerError(
+                "Trainer.flush: got a backward pass after the last step(); need the number of its examples. Call step(n) "
+                "instead, or discard() to drop all that was accumulated."
+            )
+        if self._num_counted:
+            self._step(0, ignore_stale_grad)
+        else:
+            self.discard()
+
+    def discard(self) -> None:
+        """Drop all gradients that no step has used, and what was accumulated: the next step begins with those of the next pass.
+
+        Call it after a backward pass that no step is to use: of a batch that is left out, or of another network's loss.
+        """
+        self._replicas.drop()
+        self._num_counted, self._summed = 0, None
+        if self._num_open:
+            self._replicas.start_adding()
+
+    def allreduce_grads(self) -> None:
+        """Sum the gradients over the devices, before `update`: for those who change the sum in between.
+
+        Raises
+        ------
+        TrainerError
+            They have been summed: a second sum would multiply them by the number of devices. Or it is inside `accumulate`.
+        """
+        self._complete("Trainer.allreduce_grads")
+        claim_examples(self._running)
+        buffers = self._replicas.collect(ignore_stale_grad=True)
+        if self._summed and not buffers:
+            raise TrainerError(
+                "Trainer.allreduce_grads: got gradients that it has summed before; need a backward pass in "
+                "between. Call update()."
+            )
+        self._reduction.sum(buffers)
+        self._replicas.mark_used(buffers)
+        self._summed = buffers
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Update the weights with gradients that `allreduce_grads` has summed. Arguments and errors as for `step`.
+
+        To the batch size, the examples of steps inside `accumulate` are added.
+
+        Raises
+        ------
+        TrainerError
+            Several devices were not reduced: each would go its own way.
+        """
+        _check_batch_size("Trainer.update", batch_size)
+        if self.loss_scaler is not None:
+            self.loss_scaler.check("Trainer.update")
+        if self._summed is not None:
+            self._apply(self._replicas.collect_summed(self._summed, ignore_stale_grad), batch_size)
+            return
+        if len(self.contexts) > 1:
+            raise TrainerError(
+                f"Trainer.update: got gradients that were not summed over {len(self.contexts)} devices; need allreduce_grads() "
+                "before. Call step(), which does both."
+            )
+        self._complete("Trainer.update")
+        claim_examples(self._running)
+        buffers = self._replicas.collect(ignore_stale_grad)
+        self._replicas.mark_used(buffers)
+        self._apply(buffers, batch_size)
+
+    def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
+        """Return what training holds on each device, in bytes, beside the network's own activations.
+
+        Returns
+        -------
+        dict
+            By device, such as `cpu(0)`: `weights`, `gradients`, `states` of the optimizer, and `sums`: what adding up over the
+            devices takes, by the rule of MXNet's store. States and sums are there after the first step.
+
+        Examples
+        --------
+        >>> import mxnet as mx
+        >>> net = gluon.nn.Dense(16, in_units=16, use_bias=False)
+        >>> net.initialize(ctx=mx.cpu(0))
+        >>> Trainer(net, "sgd").bytes_per_device()
+        {'cpu(0)': {'weights': 1024, 'gradients': 1024, 'states': 0, 'sums': 0}}
+        """
+        parts = zip(self.contexts, self._replicas.bytes_held(), self._update.bytes_held(), self._reduction.bytes_held())
+        return {
+            str(context): {"weights": weights, "gradients": gradients, "states": states, "sums": sums}
+            for context, (weights, gradients), states, sums in parts
+        }
+
+    def save_states(self, fname: str) -> None:
+        """Write optimizer, its states and update counts, with the parameters' names and shapes, for any number of devices.
+
+        `gluon.Trainer(net.collect_params(), ...).load_states` reads it, too, in a program that gives the layers the same names.
+
+        The file is written beside and renamed, so that a file of this name is always whole. It waits for the devices.
+
+        Raises
+        ------
+        TrainerError
+            Gradients were accumulated and not applied: the file would not hold them.
+        """
+        path_of("save_states", "fname", fname)
+        self._check_applied()
+        scale = None if self.loss_scaler is None else self.loss_scaler.state()
+        write_states(fname, self._replicas, self._optimizer, self._update, scale)
+
+    def load_states(self, fname: str) -> None:
+        """Read what `save_states` wrote, on these devices, be they as many as then or not. What was accumulated is dropped.
+
+        A file of `gluon.Trainer` is read in Gluon's order (names sorted as strings); only its shapes can be checked. The
+        file is a pickle: load only files that you trust.
+
+        Raises
+        ------
+        StateError
+            The file is something else, or belongs to another network or optimizer. Nothing was changed.
+        """
+        path_of("load_states", "fname", fname, error=StateError)
+        content, optimizer = self.check_states(fname)
+        states = states_on(self._replicas, optimizer, content["states"], fname)
+        if self.loss_scaler is not None and content.get("loss_scaler") is not None:
+            self.loss_scaler.restore(content["loss_scaler"])
+        optimizer.param_dict = dict(enumerate(self._params))
+        self.discard()
+        self._use(optimizer)
+        self._update.restore(states, content["counts"], content.get("order"))
+
+    def check_states(self, fname: str) -> Tuple[Content, opt.Optimizer]:
+        """Return the content of a file of states and its optimizer, having checked that they belong to this trainer.
+
+        Raises
+        ------
+        StateError
+            As for `load_states`.
+        """
+        return read_states(fname, self._replicas, self._optimizer, self._order)
+
+    def _complete(self, operation: str) -> None:
+        """Add the last pass to what was accumulated, and refuse to use it while more is to come."""
+        if self._num_open:
+            raise TrainerError(f"{operation}: got a call inside accumulate(); need gradients that are complete. Call it after.")
+        if self._replicas.is_adding and self._replicas.has_new():
+            self._replicas.note_pass()
+
+    def _check_applied(self) -> None:
+        if self._num_counted:
+            raise TrainerError(
+                f"Trainer.save_states: got gradients of {self._num_counted} examples that were not applied; need an update "
+                "before. Call flush() outside of accumulate()."
+            )
+
+    def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
+        self._joint.begin()
+        buffers = self._replicas.collect(ignore_stale_grad)
+        self._reduce(buffers)
+        # From here on these gradients are sums: should the optimizer raise, another step must not sum them again.
+        self._replicas.mark_used(buffers)
+        self._summed = buffers
+        self._apply(buffers, batch_size)
+
+    def _reduce(self, buffers: List[Buffer]) -> None:
+        self._reduction.sum(buffers)
+
+    def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
+        num_examples, self._num_counted = self._num_counted + batch_size, 0
+        multiplied = self._multiplied_by(buffers)
+        if self.sharded_data:
+            self._joint.divide(buffers, self.contexts, num_examples)
+            num_examples = 1
+        if multiplied is not None:
+            self._optimizer.rescale_grad = self._scale / multiplied / num_examples
+            self._clip(buffers)
+            self._update.apply(buffers)
+        self._replicas.put_back_running()
+        self._summed = None
+
+    def _multiplied_by(self, buffers: List[Buffer]) -> Optional[float]:
+        """Return what these gradients were multiplied by, beside `_scale`, or None: they overflowed, and are to be left out."""
+        if self.loss_scaler is not None:
+            return self.loss_scaler.settle([buffer.gradients[0] for buffer in buffers])
+        scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
+        # It asks whatever has gradients: a buffer stands for all its parameters.
+        gradients = [SimpleNamespace(_grad=buffer.gradients) for buffer in buffers]
+        return None if scaler is not None and gradients and scaler.has_overflow(gradients) else 1.0
+
+    def __reduce__(self) -> Any:
+        """Refuse `copy` and `pickle`; those of the network leave its trainer out."""
+        raise TrainerError(
+            f"{type(self).__name__}: got a copy or a pickle of a trainer; need one of its network, whose memory it shares. "
+            "Call save_states(fname), copy the network, make a new trainer of the copy, and call its load_states(fname)."
+        )
+
+    def _clip(self, buffers: List[Buffer]) -> None:
+        rescale = self._optimizer.rescale_grad
+        for replica in range(len(self.contexts)) if buffers else ():
+            gradients = [buffer.gradients[replica] for buffer in buffers]
+            norm = None
+            if self._clip_norm is not None:
+                norm = scale_to_norm(gradients, self._clip_norm / rescale)
+            elif self._measures and not replica:
+                norm = global_norm(gradients)
+            if norm is not None and not replica:
+                self._grad_norm = (norm * rescale).as_np_ndarray()  # a legacy array knows no float()
+            if self._clip_value is not None:
+                clip_values(gradients, self._clip_value / rescale)
+
+    def _use(self, optimizer: opt.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._update = Update(optimizer, self._params, self.contexts, self._order)
+        self._updaters = self._update.updaters  # gluon.Trainer's name, which others look for
+
+
+def _check_optimizer(optimizer: Any, params: Any) -> None:
+    known = sorted(opt.Optimizer.opt_registry)
+    if isinstance(optimizer, str) and optimizer.lower() not in known:
+        raise TrainerError(
+            f"Trainer: got optimizer {short(optimizer)}; need one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
+        )
+    if not isinstance(optimizer, (str, opt.Optimizer)):
+        raise TrainerError(
+            f"Trainer: got {short(optimizer)} as the optimizer; need a name or an mxnet.optimizer.Optimizer. 'sgd', say."
+        )
+    if params is not None and (not isinstance(params, dict) or not all(isinstance(name, str) for name in params)):
+        raise TrainerError(
+            f"Trainer: got optimizer_params={short(params)}; need a dict of options. Pass {{'learning_rate': 0.1}}, say."
+        )
+    schedule = optimizer.lr_scheduler if isinstance(optimizer, opt.Optimizer) else (params or {}).get("lr_scheduler")
+    if schedule is not None and not isinstance(schedule, lr_scheduler.LRScheduler):
+        raise TrainerError(
+            f"Trainer: got lr_scheduler={short(schedule)}; need an mxnet.lr_scheduler.LRScheduler, which can be saved. Write a "
+            "subclass whose __call__ takes the number of updates."
+        )
+    if isinstance(optimizer, str) and params:
+        explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
+        with explained, warnings.catch_warnings():  # it warns again when it is made to be used
+            warnings.simplefilter("ignore")
+            opt.create(optimizer, **params)
+
+
+def _check_options(replicas: Replicas, update_on_kvstore: Any) -> None:
+    if update_on_kvstore is not None and update_on_kvstore is not False:
+        raise TrainerError(
+            f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; need None or False. The weights are updated on the "
+            "devices: only so are clipping, schedules and idle devices right."
+        )
+    for name, param in zip(replicas.names, replicas.params):
+        if param._stype != "default":
+            raise TrainerError(
+                f"Trainer: got {name} stored as {param._stype}; need dense weights. gluon.Trainer takes sparse "
+                "ones, on one device."
+            )
+
+
+def _check_clipping(**bounds: Optional[float]) -> None:
+    for name, bound in bounds.items():
+        if bound is not None:
+            real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
+
+
+def _check_buckets(bucket_bytes: Any) -> None:
+    whole_number("Trainer", "bucket_bytes", bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
+
+
+def _check_batch_size(operation: str, batch_size: float) -> None:
+    real_number(operation, "batch_size", batch_size, above=True, advice="Pass the examples over all devices, X.shape[0].")

@@ -1,0 +1,309 @@
+"""The update of the weights: one operation a buffer and device where it can, one a parameter elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, gluon
+from mxnet import optimizer as opt
+
+from .buckets import Bucket, Place, place_of
+from ..runtime.c_api import Operator
+from ..errors import StateError
+from ..nested import is_device_array, leaves, num_bytes
+from .optimizers import AdamW
+from .replicas import Buffer
+from ..runtime.environment import logger
+
+# Element by element: many parameters are updated as if they were one. Of these, Adam's kind depends on the number of updates.
+_WHOLE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)
+_COUNTING = (opt.Adam, AdamW)
+# LAMB computes norms of each parameter: MXNet's operator for it takes up to 45. Its states lie side by side, too.
+_SIDE_BY_SIDE = (*_WHOLE, opt.LAMB)
+# Their update depends on weight, gradient, state, count and rate alone, so that every replica can do it for itself. Others
+# (nadam keeps a schedule on the side, sgld draws noise, a user's own may do anything) update one replica, exactly as
+# gluon.Trainer does on one device, and the result is copied.
+_ALIKE = (*_SIDE_BY_SIDE, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt.Adamax, opt.FTML, opt.Signum)
+
+_CONTAINERS = (list, tuple, dict, np.ndarray)
+State = Any  # whatever an optimizer keeps for a parameter: None, an array, or nested tuples of arrays
+
+
+class Update:
+    """Applies an optimizer to all replicas, and keeps its states and counts.
+
+    Parameters
+    ----------
+    optimizer : mxnet.optimizer.Optimizer
+    params : list of gluon.Parameter
+    contexts : list of mxnet.Context
+    order : list of int
+        The places of the parameters in Gluon's order; see `gluon_order`. On one device the weights are then Gluon's to the bit,
+        also where an optimizer carries something from one parameter to the next: nadam its schedule, LARS the last rate,
+        LBSGD the first one.
+
+    Attributes
+    ----------
+    updaters : list of mxnet.optimizer.Updater
+        One a replica. Their states are the parameters' own, by index; for some optimizers they are views of one array a bucket.
+    """
+
+    def __init__(
+        self, optimizer: opt.Optimizer, params: Sequence[gluon.Parameter], contexts: Sequence[Context], order: Sequence[int]
+    ) -> None:
+        self.updaters = [opt.get_updater(optimizer) for _ in contexts]
+        self._optimizer = optimizer
+        self._params = list(params)
+        self._contexts = list(contexts)
+        self._order = list(order)
+        self._counts: List[Dict[int, int]] = [{} for _ in contexts]  # updates of each parameter, by replica
+        self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a whole bucket, by replica
+        self._laid: Dict[Tuple[int, int], Place] = {}  # which parameters' states are views of it, by replica
+        self._buffers: List[Buffer] = []
+        # Of these buffers, those that are updated as one, each with its states by replica, and the operators that do it where
+        # they are prepared.
+        self._whole: List[Tuple[Buffer, List[State], List[Operator]]] = []
+        self._early: List[int] = []  # parameters that Gluon updates before the schedule's clock moves
+        self._single: List[int] = []  # other parameters that are updated one by one
+        self._most_updates = 0  # of any parameter that takes part, when these buffers were prepared
+        self._has_schedule = False  # when they were prepared
+        self._num_uncounted = 0  # updates since, which of each whole buffer only the first parameter has counted
+        self._is_known = type(optimizer) in _ALIKE
+        self._num_updated = len(self._contexts) if self._is_known else 1
+
+    def apply(self, buffers: List[Buffer]) -> None:
+        """Update the weights of these buffers with their gradients, on every replica."""
+        if buffers is not self._buffers or self._has_schedule != (self._optimizer.lr_scheduler is not None):
+            self._prepare(buffers)
+        self._num_uncounted += 1
+        optimizer = self._optimizer
+        if self._early:
+            for replica in range(self._num_updated):
+                self._start(replica)
+                self._run_single(self._early, replica)
+        if self._is_known:
+            # The schedule's clock, before the first update asks for a rate: each replica gets the rate that the first one gets.
+            optimizer.num_update = max(optimizer.num_update, self._most_updates + self._num_uncounted)
+        for replica in range(self._num_updated):
+            self._start(replica)
+            for buffer, states, operators in self._whole:
+                if operators:
+                    self._run_sgd(buffer.indices[0], operators[replica])
+                    continue
+                first, weight, gradient = buffer.indices[0], buffer.weights[replica], buffer.gradients[replica]
+                optimizer.update_multi_precision(first, weight, gradient, states[replica])
+            if self._single:
+                self._run_single(self._single, replica)
+        if self._num_updated < len(self._contexts):
+            for buffer in buffers:
+                for weights in [buffer.weights] if buffer.weights else [self._params[index]._data for index in buffer.indices]:
+                    for weight in weights[1:]:
+                        weights[0].copyto(weight)
+
+    def _start(self, replica: int) -> None:
+        # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by replica.
+        device_id = self._contexts[replica].device_id
+        self._optimizer._all_index_update_counts = {device_id: self._counts[replica]}
+        self._optimizer._set_current_context(device_id)
+
+    def _run_single(self, indices: List[int], replica: int) -> None:
+        weights = [self._params[index]._data[replica] for index in indices]
+        gradients = [self._params[index]._grad[replica] for index in indices]
+        self.updaters[replica](list(indices), gradients, weights)
+
+    @property
+    def order(self) -> List[int]:
+        """The places of the parameters in Gluon's order, when the training of these states began."""
+        return list(self._order)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether every replica computes its own update; else one is updated, and copied to the others."""
+        return self._num_updated == len(self._contexts)
+
+    def arrays(self) -> List[List[Any]]:
+        """Return the arrays of the optimizer's states: of each, one a replica."""
+        held: List[List[Any]] = []
+        for replica, updater in enumerate(self.updaters):
+            alone = [state for index, state in sorted(updater.states.items()) if (index, replica) not in self._laid]
+            together = [memory for (_, where), memory in self._memory.items() if where == replica]
+            held.append([array for _, array in leaves([alone, together]) if is_device_array(array)])
+        return [list(arrays) for arrays in zip(*held)]
+
+    def states(self) -> Dict[int, State]:
+        """Return the states of the first replica, by parameter."""
+        return dict(self.updaters[0].states)
+
+    def counts(self) -> Dict[int, int]:
+        """Return how often each parameter was updated."""
+        self._count()
+        return dict(self._counts[0])
+
+    def bytes_held(self) -> List[int]:
+        """Return the bytes of the optimizer's states on each device."""
+        held = []
+        for replica, updater in enumerate(self.updaters):
+            alone = [state for index, state in updater.states.items() if (index, replica) not in self._laid]
+            together = [memory for (_, where), memory in self._memory.items() if where == replica]
+            held.append(_num_bytes([alone, together]))
+        return held
+
+    def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
+        """Take over states, one dict a replica, counts, and the order if it is known, as names may sort differently now."""
+        self._order = self._order if order is None else list(order)
+        for updater, known in zip(self.updaters, states):
+            updater.states = dict(known)
+            updater.states_synced = dict.fromkeys(known, True)
+        begun = dict.fromkeys(states[0], self._optimizer.begin_num_update)  # of a file without counts
+        self._counts = [{**begun, **counts} for _ in self._contexts]
+        self._memory.clear()
+        self._laid.clear()
+        self._buffers, self._whole, self._num_uncounted = [], [], 0
+
+    def _prepare(self, buffers: List[Buffer]) -> None:
+        """Decide what is updated as one, and lay its states side by side."""
+        self._count()
+        taking_part = {index for buffer in buffers for index in buffer.indices}
+        in_order = [index for index in self._order if index in taking_part]
+        early = self._before_the_clock(in_order)
+        single: Set[int] = set()
+        self._whole = []
+        for buffer in buffers:
+            if early.isdisjoint(buffer.indices) and buffer.weights and type(self._optimizer) in _SIDE_BY_SIDE:
+                states = [self._lay(buffer, replica) for replica in range(self._num_updated)]
+                if self._is_whole(buffer):
+                    self._whole.append((buffer, states, self._sgd(buffer, states)))
+                    continue
+            single.update(buffer.indices)
+        self._early = [index for index in in_order if index in early]
+        self._single = [index for index in in_order if index in single and index not in early]
+        self._most_updates = max(map(self._num_updates, in_order), default=0)
+        self._has_schedule = self._optimizer.lr_scheduler is not None
+        self._buffers = buffers
+        current = {place.bucket for place in self._laid.values()}
+        self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
+        if single:
+            logger.debug("Trainer: %s updates %d parameters one by one", type(self._optimizer).__name__, len(single))
+
+    def _before_the_clock(self, in_order: Sequence[int]) -> Set[int]:
+        """Return the parameters that Gluon updates at the rate of the step before, in an optimizer that is the same everywhere.
+
+        Gluon's schedule follows the count of the parameter that was updated most often. Until its turn comes, parameters with
+        fewer updates, which some steps have left out, get the rate before. MXNet's SGD counts for several parameters at once.
+        """
+        if self._optimizer.lr_scheduler is None or not self._is_known or len(set(map(self._num_updates, in_order))) <= 1:
+            return set()
+        found: Set[int] = set()
+        most = max(map(self._num_updates, in_order))
+        size = max(1, self._optimizer.aggregate_num) if isinstance(self._optimizer, opt.SGD) else 1
+        by_dtype: Dict[Any, List[int]] = {}  # MXNet's Updater sorts so where it takes several
+        for index in in_order:
+            by_dtype.setdefault(np.dtype(self._params[index].dtype) if size > 1 else None, []).append(index)
+        for same in by_dtype.values():
+            for begin in range(0, len(same), size):
+                group = same[begin : begin + size]
+                if most in map(self._num_updates, group):
+                    return found
+                found.update(group)
+        return found
+
+    def _num_updates(self, index: int) -> int:
+        return self._counts[0].get(index, self._optimizer.begin_num_update)
+
+    def _sgd(self, buffer: Buffer, states: List[State]) -> List[Operator]:
+        """Return SGD's operator for each replica, the one that MXNet's SGD calls; [] for other optimizers and dtypes.
+
+        Calling it through `mxnet.optimizer.SGD` takes the host three times as long.
+        """
+        half = buffer.weights[0].dtype == np.float16 and self._optimizer.multi_precision
+        if type(self._optimizer) is not opt.SGD or half or (states[0] is None) != (self._optimizer.momentum <= 0):
+            return []
+        arrays = [[w, g] if s is None else [w, g, s] for w, g, s in zip(buffer.weights, buffer.gradients, states)]
+        return [Operator("multi_sgd_update" if len(one) == 2 else "multi_sgd_mom_update", one, one[:1]) for one in arrays]
+
+    def _run_sgd(self, index: int, operator: Operator) -> None:
+        optimizer = self._optimizer
+        optimizer._update_count(index)
+        attributes = [("lrs", (optimizer._get_lr(index),)), ("wds", (optimizer._get_wd(index),)), ("num_weights", 1)]
+        attributes.append(("rescale_grad", optimizer.rescale_grad))
+        if optimizer.momentum > 0:
+            attributes.append(("momentum", optimizer.momentum))
+        if optimizer.clip_gradient:
+            attributes.append(("clip_gradient", optimizer.clip_gradient))
+        operator.run(*attributes)
+
+    def _is_whole(self, buffer: Buffer) -> bool:
+        counts = {self._counts[0].get(index, 0) for index in buffer.indices}
+        return isinstance(self._optimizer, _WHOLE) and (len(counts) == 1 or not isinstance(self._optimizer, _COUNTING))
+
+    def _lay(self, buffer: Buffer, replica: int) -> State:
+        """Return the part of the bucket's states that belongs to a buffer, having made those of its parameters views of it."""
+        bucket, states = buffer.bucket, self.updaters[replica].states
+        assert bucket is not None, "only what lies in a bucket has flat weights"
+        if (bucket, replica) not in self._memory:
+            weights = bucket.weights[replica]
+            self._memory[bucket, replica] = self._optimizer.create_state_multi_precision(buffer.indices[0], weights)
+        memory = self._memory[bucket, replica]
+        for index in buffer.indices:
+            place = place_of(self._params[index])
+            assert place is not None and place.bucket is bucket, "a buffer is grouped anew when a parameter has moved"
+            if self._laid.get((index, replica)) is not place:
+                view = _part(memory, place.begin, place.begin + place.size, self._params[index].shape)
+                states[index] = filled(view, states[index], f"parameter {index}") if index in states else view
+                self.updaters[replica].states_synced[index] = True
+                self._laid[index, replica] = place
+        return _part(memory, buffer.begin, buffer.end, (buffer.end - buffer.begin,))
+
+    def _count(self) -> None:
+        """Count the latest updates for every parameter of a buffer that was updated as one."""
+        for buffer, _, _ in self._whole:
+            for counts in self._counts[: self._num_updated]:
+                for index in buffer.indices[1:]:
+                    counts[index] = counts.get(index, self._optimizer.begin_num_update) + self._num_uncounted
+        self._num_uncounted = 0
+
+
+def filled(state: State, value: State, where: str) -> State:
+    """Return an optimizer state of which every array has the values of another one's: MXNet's arrays or NumPy's.
+
+    Raises
+    ------
+    StateError
+        They differ in form.
+    """
+    if is_device_array(state):
+        if getattr(value, "shape", None) != state.shape:
+            found = getattr(value, "shape", type(value).__name__)
+            raise StateError(
+                f"load_states: got {found} in {where}; need shape {state.shape}. The file belongs to another network."
+            )
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub" and value.dtype != state.dtype:
+            raise StateError(f"load_states: got {value.dtype} in {where}; need numbers. The file is damaged: use another one.")
+        state[:] = value if is_device_array(value) else mx.nd.array(value, ctx=state.context, dtype=state.dtype)
+        return state
+    if isinstance(state, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(state):
+            raise StateError(
+                f"load_states: got another form of state in {where}; need {len(state)} arrays. Use the same optimizer options."
+            )
+        return type(state)(filled(*pair, where) for pair in zip(state, value))
+    if (state is None) != (value is None) or isinstance(state, str) != isinstance(value, str) or isinstance(value, _CONTAINERS):
+        raise StateError(
+            f"load_states: got another form of state in {where}; need the optimizer options of the file, such as momentum."
+        )
+    return value
+
+
+def _num_bytes(state: State) -> int:
+    if isinstance(state, (list, tuple)):
+        return sum(map(_num_bytes, state))
+    return num_bytes(state) if is_device_array(state) else 0
+
+
+def _part(state: State, begin: int, end: int, shape: Tuple[int, ...]) -> State:
+    """Return views of elements [begin, end) of every array."""
+    if isinstance(state, (list, tuple)):
+        return type(state)(_part(one, begin, end, shape) for one in state)
+    return state[begin:end].reshape(shape) if is_device_array(state) else state

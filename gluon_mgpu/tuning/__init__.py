@@ -1,0 +1,1 @@
+"""Measure and choose: batch size, agreement of devices, profiles."""

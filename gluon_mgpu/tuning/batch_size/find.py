@@ -1,0 +1,299 @@
+"""find_batch_size(): the largest batch that fits, by doubling and halving, and the one to take."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, gluon, init
+
+from ...checks import is_whole, real_number, short, whole_number
+from ...devices.select import DeviceSpec
+from ...errors import DeviceError, StepError, TrainerError
+from ...models import resnet18
+from ...trainer.trainer import Trainer
+from .process import INSIDE, NoMemoryError, ProbeTimeoutError, ask
+from .workload import Question, Workload, reference_of
+
+WITHIN = 0.05
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What came of one batch size.
+
+    Attributes
+    ----------
+    batch_size : int
+        Over all devices.
+    fits : bool
+    memory_bytes : int
+        What training takes: of the fullest GPU, or, on CPU contexts, of the process, with the temporary buffers that further
+        steps would make grow (an estimate). Where it does not fit, what was seen before it was ended.
+    examples_per_s : tuple of float
+        One number a round; empty where it does not fit.
+    reason : str
+        Why it does not fit; empty where it does.
+    """
+
+    batch_size: int
+    fits: bool
+    memory_bytes: int
+    examples_per_s: Tuple[float, ...] = ()
+    reason: str = ""
+
+    @property
+    def rate(self) -> float:
+        """The median of the rounds, examples/s; 0.0 where the batch does not fit."""
+        return median(self.examples_per_s) if self.examples_per_s else 0.0
+
+    def __str__(self) -> str:
+        told = f"batch {self.batch_size}: {self.memory_bytes / 2**30:.2f} GiB"
+        if not self.fits:
+            return f"{told}, does not fit ({self.reason})"
+        return f"{told}, {self.rate:.4g} ({min(self.examples_per_s):.4g} to {max(self.examples_per_s):.4g}) examples/s, fits"
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """What `find_batch_size` found.
+
+    Attributes
+    ----------
+    devices : tuple of str
+    memory_limit_bytes : int
+    probes : tuple of Probe
+        In the order in which they were made.
+    largest : int
+        The largest batch that was seen to fit.
+    recommended : int
+        See `recommend`.
+    ended_by : str
+        Why no larger batch was tried, where it is not memory: the largest that was allowed, or a probe without an answer.
+    """
+
+    devices: Tuple[str, ...]
+    memory_limit_bytes: int
+    probes: Tuple[Probe, ...]
+    largest: int
+    recommended: int
+    ended_by: str = ""
+
+
+def find_batch_size(
+    workload: Workload,
+    *,
+    devices: DeviceSpec = None,
+    options: Optional[Dict[str, Any]] = None,
+    memory_limit_bytes: Optional[int] = None,
+    first: int = 16,
+    max_batch_size: int = 65536,
+    multiple_of: Optional[int] = None,
+    timeout_s: float = 300.0,
+    tell: Callable[[Probe], None] = lambda probe: None,
+) -> BatchSizes:
+    """Try batch sizes, each in a process of its own, and return the largest that fits and the one to take.
+
+    The size doubles until a batch does not fit; then the gap is halved. Memory is taken to grow with the batch: what is larger
+    than a batch that does not fit is not tried. Each probe makes some steps before it is timed (momentum comes with the
+    first), then measures five rounds. The batch size is a hyper-parameter: with another one, choose the learning rate again.
+
+    Parameters
+    ----------
+    workload : str or callable (batch_size, ctx, **options)
+        What is trained: `"module:function"`, `"path/to/file.py:function"`, or a function at the top level of a module or
+        script. It returns a function without arguments that makes one step, or what `train_batch` takes,
+        `(net, loss, trainer, X, y)`. A script that passes its own function calls this below `if __name__ == "__main__":`.
+    devices : None, str, int, mxnet.Context or sequence of mxnet.Context
+        As `use_devices` takes them; they are looked at in the new processes alone, so that this one takes no GPU memory.
+    options : dict, optional
+        More arguments of the workload: what JSON can hold.
+    memory_limit_bytes : int, optional
+        By default a GPU's memory; on CPU contexts nine tenths of what is free, of which the probe's whole process is counted
+        (about 200 MB before the first array), but no processes that it starts.
+    first : int
+        The first batch size, raised to a multiple.
+    max_batch_size : int
+    multiple_of : int, optional
+        Try only multiples of it: by default of the number of devices. It is also how fine the gap is halved.
+    timeout_s : float, seconds
+        For each probe. When one gives no answer in time, the search ends with what was found before.
+    tell : callable (Probe)
+        Is told each probe when it is done.
+
+    Raises
+    ------
+    TrainerError
+        An argument is wrong, or the workload cannot be found. Nothing was tried.
+    DeviceError
+        A device is not there.
+    StepError
+        The step fails for another reason than memory; or even the smallest batch does not fit, or gives no answer.
+
+    Examples
+    --------
+    >>> found = find_batch_size("train.py:make", devices="cpu:2", memory_limit_bytes=4 * 2**30, tell=print)  # doctest: +SKIP
+    batch 16: 0.55 GiB, 181 (178 to 184) examples/s, fits
+    ...
+    >>> found.recommended  # doctest: +SKIP
+    64
+    """
+    question = Question(reference_of(workload), _checked_options(options), _spec_of(devices), np=bool(mx.util.is_np_array()))
+    _check_numbers(memory_limit_bytes, first, max_batch_size, multiple_of, timeout_s)
+    _check_not_inside()
+    there = _look(question, timeout_s)
+    unit = multiple_of or len(there["devices"])
+    _check_room(there, memory_limit_bytes, max_batch_size, unit)
+    limit = memory_limit_bytes or there["room_bytes"]
+    probes: List[Probe] = []
+
+    def fits(batch_size: int) -> bool:
+        probes.append(_probe(replace(question, batch_size=batch_size), there, limit, timeout_s))
+        tell(probes[-1])
+        return probes[-1].fits
+
+    ended_by = ""
+    try:
+        search(fits, first=first, most=max_batch_size, multiple_of=unit)
+    except ProbeTimeoutError as error:
+        if not any(probe.fits for probe in probes):
+            raise
+        ended_by = str(error)
+    if not any(probe.fits for probe in probes):
+        raise StepError(
+            f"find_batch_size: got {probes[-1].reason} with a batch of {probes[-1].batch_size}, the smallest; need one that fits "
+            f"in {limit / 2**30:.2f} GiB. Raise the limit, or make the network or its inputs smaller."
+        )
+    largest = max(probe.batch_size for probe in probes if probe.fits)
+    if not ended_by and all(probe.fits for probe in probes):
+        ended_by = f"the largest batch that was allowed, {max_batch_size}"
+    return BatchSizes(tuple(there["devices"]), limit, tuple(probes), largest, recommend(probes), ended_by)
+
+
+def search(fits: Callable[[int], bool], *, first: int, most: int, multiple_of: int = 1) -> int:
+    """Return the largest multiple, up to `most`, that fits, 0 where none does: by doubling, then by halving the gap.
+
+    Examples
+    --------
+    >>> tried = []
+    >>> search(lambda n: tried.append(n) or n <= 44, first=16, most=1000, multiple_of=2)
+    44
+    >>> tried
+    [16, 32, 64, 48, 40, 44, 46]
+    """
+    top = most // multiple_of
+    low, high, number = 0, top + 1, min(top, -(-first // multiple_of))
+    while low + 1 < high:
+        if fits(number * multiple_of):
+            low = number
+        else:
+            high = number
+        number = min(2 * low, top) if high > top else (low + high) // 2
+    return low * multiple_of
+
+
+def recommend(probes: Sequence[Probe]) -> int:
+    """Return the smallest batch whose median rate is within 5 % of the best: more would only take memory.
+
+    Examples
+    --------
+    >>> recommend([Probe(16, True, 1, (80.0,)), Probe(32, True, 2, (96.0,)), Probe(64, True, 4, (100.0,)), Probe(128, False, 8)])
+    32
+    """
+    best = max(probe.rate for probe in probes)
+    return min(probe.batch_size for probe in probes if probe.fits and probe.rate >= (1 - WITHIN) * best)
+
+
+def resnet18_workload(batch_size: int, ctx: Sequence[Context], image_size: int = 28, optimizer: str = "sgd") -> Tuple[Any, ...]:
+    """Return what `train_batch` takes to train the toolkit's ResNet-18 on random grey images of ten classes."""
+    net = resnet18(10)
+    net.initialize(init.Xavier(), ctx=list(ctx))
+    net.hybridize(static_alloc=True, static_shape=True)
+    X = np.random.uniform(size=(batch_size, 1, image_size, image_size)).astype("float32")
+    y = np.random.randint(0, 10, batch_size).astype("int32")
+    return net, gluon.loss.SoftmaxCrossEntropyLoss(), Trainer(net, optimizer, {"learning_rate": 0.01}), X, y
+
+
+def _look(question: Question, timeout_s: float) -> Dict[str, Any]:
+    """Return what a process finds before it has trained anything."""
+    try:
+        return ask(question, timeout_s=timeout_s)
+    except NoMemoryError as error:
+        raise StepError(
+            f"find_batch_size: got a lack of memory ({error}) before the first batch; need room for a process with MXNet and "
+            "what the workload's file loads. End other processes, or load less there."
+        ) from error
+
+
+def _probe(question: Question, there: Dict[str, Any], limit_bytes: int, timeout_s: float) -> Probe:
+    on_gpus = any(device.startswith("gpu") for device in there["devices"])
+    try:
+        found = ask(question, limit_bytes=0 if on_gpus else limit_bytes, timeout_s=timeout_s)
+    except NoMemoryError as error:
+        return Probe(question.batch_size, False, error.peak_bytes, reason=str(error))
+    fits = found["memory_bytes"] <= limit_bytes
+    rates = tuple(found["examples_per_s"]) if fits else ()
+    return Probe(question.batch_size, fits, found["memory_bytes"], rates, "" if fits else "more than the limit")
+
+
+def _checked_options(options: Optional[Dict[str, Any]]) -> Dict[str, Any]:
+    try:
+        given = {} if options is None else options
+        copied = json.loads(json.dumps(given)) if isinstance(given, dict) else None
+    except (TypeError, ValueError, RecursionError):
+        copied = None
+    if copied is None or copied != given:
+        raise TrainerError(
+            f"find_batch_size: got the options {short(options)}; need a dict of what JSON holds, as they go to other processes. "
+            "Pass numbers, strings and lists, and make the rest of them in the workload."
+        )
+    return dict(given)
+
+
+def _spec_of(devices: DeviceSpec) -> str:
+    """Return devices as a string; `cpu:3-3` is one context, `cpu:3` would be three."""
+    if devices is None:
+        return "auto"
+    if isinstance(devices, str) or is_whole(devices):
+        return str(devices)
+    contexts = [devices] if isinstance(devices, Context) else devices
+    if isinstance(contexts, (list, tuple)) and contexts and all(isinstance(one, Context) for one in contexts):
+        return ",".join(f"{one.device_type}:{one.device_id}-{one.device_id}" for one in contexts)
+    raise DeviceError(
+        f"find_batch_size: got {short(devices)} as devices; need what use_devices takes. Pass 'gpu', 'cpu:2' or a count."
+    )
+
+
+def _check_numbers(limit: Any, first: Any, most: Any, multiple_of: Any, timeout_s: Any) -> None:
+    whole = {"memory_limit_bytes": limit, "first": first, "max_batch_size": most, "multiple_of": multiple_of}
+    for name, number in whole.items():
+        if number is None and name in ("memory_limit_bytes", "multiple_of"):
+            continue
+        whole_number("find_batch_size", name, number, high=2**63 - 1, advice="Pass an int.")
+    real_number("find_batch_size", "timeout_s", timeout_s, above=True, advice="Pass 300 seconds, for one.")
+
+
+def _check_not_inside() -> None:
+    if INSIDE in os.environ:
+        raise TrainerError(
+            "find_batch_size: got a call from inside of a probe, which imports the file of its workload; need the call below "
+            'if __name__ == "__main__":. Put it there, or the workload into a file of its own.'
+        )
+
+
+def _check_room(there: Dict[str, Any], limit: Optional[int], most: int, unit: int) -> None:
+    if most < unit:
+        raise TrainerError(
+            f"find_batch_size: got max_batch_size={most}; need {unit} or more, of which batches are multiples. "
+            "Raise it, or pass multiple_of=."
+        )
+    if limit is not None and limit <= there["memory_bytes"]:
+        raise TrainerError(
+            f"find_batch_size: got a memory limit of {limit:,} bytes; need more than the {there['memory_bytes']:,} that are in "
+            f"use on {', '.join(there['devices'])} before the first batch. Raise it."
+        )

@@ -1,42 +1,46 @@
 """Train Gluon networks on several devices as easily, and as correctly, as on one."""
 
-from .runtime import exits, environment
+from . import moved
+from .runtime import environment, exits
 
+moved.install()
 exits.wait_at_exit(environment.load_mxnet())  # before anything below asks for mxnet
 
-from . import data, errors, models
-from .data_parallel.balancer import Balancer
-from .tuning.batch_size import find_batch_size
-from .data_parallel.batchnorm import (SyncBatchNorm, convert_sync_batchnorm, forward_shards, revert_sync_batchnorm, set_batch_norm)
-from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
-from .loop.history import History
+from . import data, errors, models, runtime
 from .checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from .data_parallel.balancer import Balancer
+from .data_parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm, forward_shards, revert_sync_batchnorm, set_batch_norm
 from .data_parallel.debug import debugging, run_serially
+from .data_parallel.gluoncv import DataParallelCriterion, DataParallelModel
+from .data_parallel.prefetch import prefetch
+from .data_parallel.sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
+from .data_parallel.step import Batch, backward, eval_batch, train_batch
+from .data_parallel.transfer import as_in_context, copyto
 from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
+from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
 from .loop.evaluate import evaluate, evaluate_accuracy_gpus
 from .loop.fit import fit
+from .loop.history import History
+from .loop.metrics import DeviceSums, accuracy, top_k_accuracy
+from .loop.predict import predict, predict_batches
+from .models.seq2seq.search import Translation, plot_attention, translate
+from .models.seq2seq.translator import Translator, load_translator
+from .monitor import Monitor
 from .monitor.leaks import LeakCheck
+from .monitor.watchdog import Watchdog
+from .moved import __getattr__ as __getattr__
+from .runtime.timing import Timer
 from .trainer.local_sgd import LocalSGD
 from .trainer.loss_scaler import LossScaler
-from .loop.metrics import DeviceSums, accuracy, top_k_accuracy
-from .monitor import Monitor
-from .data_parallel.gluoncv import DataParallelCriterion, DataParallelModel
 from .trainer.precision import precision_of, set_precision
-from .loop.predict import predict, predict_batches
-from .data_parallel.prefetch import prefetch
 from .trainer.reduction import clip_global_norm
 from .trainer.replicas import replica_difference
 from .trainer.running_stats import average_running_stats
 from .trainer.schedules import scaled_learning_rate, scaled_params
-from .data_parallel.sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
-from .data_parallel.step import Batch, backward, eval_batch, train_batch
-from .runtime.timing import Timer
 from .trainer.trainer import Trainer
-from .data_parallel.transfer import as_in_context, copyto
-from .models.seq2seq.search import Translation, plot_attention, translate
-from .models.seq2seq.translator import Translator, load_translator
-from .monitor.watchdog import Watchdog
+from .tuning.batch_size import find_batch_size
+from .version import __version__ as __version__
 
 __all__ = [
     # devices

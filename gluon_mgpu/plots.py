@@ -52,8 +52,6 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
     return made
 
 
-
-
 def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> Any:
     """Return a figure of bars, one chart a group.
 

@@ -7,8 +7,19 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.tuning.agreement import (AGREE, DIFFER, UNKNOWN, LargerBatch, Recipe, Run, SameBatch, larger_batch, plot_agreement, same_batch)
 from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.tuning.agreement import (
+    AGREE,
+    DIFFER,
+    UNKNOWN,
+    LargerBatch,
+    Recipe,
+    Run,
+    SameBatch,
+    larger_batch,
+    plot_agreement,
+    same_batch,
+)
 from mxnet import autograd
 from mxnet.gluon import nn
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel import balancer as module
 from gluon_mgpu.data_parallel.balancer import GAIN, NUM_KEPT, Balancer
-from gluon_mgpu.runtime.engine import when_ready
 from gluon_mgpu.errors import ShardError, TrainerError
+from gluon_mgpu.runtime.engine import when_ready
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
 

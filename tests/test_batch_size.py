@@ -16,13 +16,13 @@ import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from gluon_mgpu.cli.find_batch_size import find_batch_size_
+from gluon_mgpu.errors import DeviceError, StepError, TrainerError
 from gluon_mgpu.tuning.batch_size import BatchSizes, Probe, find_batch_size, recommend, search
 from gluon_mgpu.tuning.batch_size.find import resnet18_workload
 from gluon_mgpu.tuning.batch_size.probe import _lacks_memory, _measure
 from gluon_mgpu.tuning.batch_size.process import NoMemoryError, ProbeTimeoutError, _tell_end, ask
 from gluon_mgpu.tuning.batch_size.workload import Question, load_workload, reference_of, step_of
-from gluon_mgpu.cli.find_batch_size import find_batch_size_
-from gluon_mgpu.errors import DeviceError, StepError, TrainerError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mxnet import gluon

@@ -8,7 +8,15 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.data_parallel.batchnorm import (SyncBatchNorm, batch_norm_of, convert_sync_batchnorm, forward_shards, is_synchronised, revert_sync_batchnorm, set_batch_norm)
+from gluon_mgpu.data_parallel.batchnorm import (
+    SyncBatchNorm,
+    batch_norm_of,
+    convert_sync_batchnorm,
+    forward_shards,
+    is_synchronised,
+    revert_sync_batchnorm,
+    set_batch_norm,
+)
 from gluon_mgpu.errors import StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

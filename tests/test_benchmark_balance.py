@@ -5,10 +5,10 @@ import signal
 
 import mxnet as mx
 import pytest
-from gluon_mgpu.runtime.engine import when_ready
 from gluon_mgpu.benchmark import balance
 from gluon_mgpu.benchmark.balance import Round, measure, ranges, table
 from gluon_mgpu.errors import DeviceError
+from gluon_mgpu.runtime.engine import when_ready
 
 from .conftest import assert_house_style
 

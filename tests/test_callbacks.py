@@ -9,8 +9,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.loop.callbacks import Best, FitState
 from gluon_mgpu.errors import MissingExtraError, NonFiniteLossError, TrainerError
+from gluon_mgpu.loop.callbacks import Best, FitState
 from mxnet import gluon
 from mxnet.gluon import nn
 

@@ -10,9 +10,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.data_parallel import debug
-from gluon_mgpu.runtime import environment
 from gluon_mgpu.data_parallel.debug import debugging
 from gluon_mgpu.errors import DataError, NonFiniteLossError, StepError, TrainerError
+from gluon_mgpu.runtime import environment
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 

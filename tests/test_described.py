@@ -6,8 +6,8 @@ import gluon_mgpu  # noqa: F401  registers adamw
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.trainer.optimizer_config import describe, differences, set_again
 from gluon_mgpu.errors import StateError
+from gluon_mgpu.trainer.optimizer_config import describe, differences, set_again
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 

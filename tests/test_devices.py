@@ -4,9 +4,9 @@ import tempfile
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
+from gluon_mgpu.devices import mxnet_gpus
 from gluon_mgpu.errors import DeviceError
 from gluon_mgpu.runtime.nvidia import locks
-from gluon_mgpu.devices import mxnet_gpus
 
 from .conftest import assert_house_style
 from .fake_nvml import a100_mig, h200, install, v100s

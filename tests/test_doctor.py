@@ -14,9 +14,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from gluon_mgpu.runtime import environment
 from gluon_mgpu.cli import main
 from gluon_mgpu.devices.describe import DeviceInfo
+from gluon_mgpu.runtime import environment
 
 from .fake_nvml import h200, install, v100s
 
@@ -270,7 +270,7 @@ def without_mxnet(folder, *arguments):
         "raise OSError('libcudnn.so.8: cannot open shared object file')", encoding="utf-8"
     )
     return subprocess.run(
-        [sys.executable, "-m", "gluon_mgpu_command", *arguments],
+        [sys.executable, "-m", "gluon_mgpu_startup.command", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
         cwd=folder,
         capture_output=True,

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from gluon_mgpu import doctor
-from gluon_mgpu.runtime import environment
-from gluon_mgpu.runtime.cuda_libraries import CudaLibrary
 from gluon_mgpu.devices.describe import DeviceInfo
 from gluon_mgpu.doctor import gpus, machine, report, storage, stores
 from gluon_mgpu.doctor.build import Build, check_build
@@ -20,9 +18,11 @@ from gluon_mgpu.doctor.settings import Engine, check_openblas, check_settings
 from gluon_mgpu.doctor.storage import Place, check_checkpoints, check_shared_memory, check_temporary
 from gluon_mgpu.doctor.stores import Horovod, check_horovod, look_at_horovod, stores_of
 from gluon_mgpu.doctor.training import with_reasons
+from gluon_mgpu.runtime import environment
+from gluon_mgpu.runtime.cuda_libraries import CudaLibrary
+from gluon_mgpu.runtime.environment import Setting
 from gluon_mgpu.runtime.fat_binary import FatBinaries
 from gluon_mgpu.runtime.nvidia.nvml import Driver, Gpu, GpuProcess, Link, MigDevice
-from gluon_mgpu.runtime.environment import Setting
 
 GIB = 2**30
 CU112 = FatBinaries(((5, 0), (6, 0), (7, 0), (8, 0), (8, 6)), (), 198)

@@ -7,8 +7,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.loop.epoch import EpochProgress, run_epoch
 from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
+from gluon_mgpu.loop.epoch import EpochProgress, run_epoch
 
 from .conftest import assert_house_style
 

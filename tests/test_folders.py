@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from gluon_mgpu.checkpoint import atomic_folder
+from gluon_mgpu.checkpoint.atomic_folder import FolderWriter, copy_folder, new_folder, open_folder, put_in_place, remove, whole
 from gluon_mgpu.errors import StateError
-from gluon_mgpu.checkpoint.atomic_folder import (FolderWriter, copy_folder, new_folder, open_folder, put_in_place, remove, whole)
 
 
 class KilledError(BaseException):

@@ -6,8 +6,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime import c_api
 from gluon_mgpu.errors import StaleGradientError, TrainerError
+from gluon_mgpu.runtime import c_api
 from gluon_mgpu.trainer.freshness import history
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

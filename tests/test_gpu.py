@@ -14,9 +14,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.data_parallel.prefetch import Buffers
 from gluon_mgpu.monitor.leaks import held_arrays
 from gluon_mgpu.trainer.loss_scaler import LossScaler
-from gluon_mgpu.data_parallel.prefetch import Buffers
 from mxnet import gluon
 
 from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of

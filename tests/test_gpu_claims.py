@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from gluon_mgpu.runtime.file_locks import signature
 from gluon_mgpu.runtime.nvidia import locks
 from gluon_mgpu.runtime.nvidia.locks import choosing, claim, folder, is_ours, release
-from gluon_mgpu.runtime.file_locks import signature
 
 # Takes GPU-1, and then what it is told on standard input. The package comes without MXNet, whose import takes seconds.
 OTHER = """

@@ -3,12 +3,12 @@ import re
 from contextlib import contextmanager
 
 import pytest
+from gluon_mgpu.devices import free_gpus
+from gluon_mgpu.devices.free_gpus import most_free_first, select, wait_for
 from gluon_mgpu.errors import DeviceError
 from gluon_mgpu.runtime.nvidia import locks
-from gluon_mgpu.devices import free_gpus
-from gluon_mgpu.runtime.nvidia.request import Demand, num_bytes, why_not_free
 from gluon_mgpu.runtime.nvidia.nvml import Nvml, read_driver
-from gluon_mgpu.devices.free_gpus import most_free_first, select, wait_for
+from gluon_mgpu.runtime.nvidia.request import Demand, num_bytes, why_not_free
 from gluon_mgpu.runtime.nvidia.visible import visible_gpus
 
 from .conftest import assert_house_style

@@ -9,8 +9,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.monitor import leaks
 from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.monitor import leaks
 from gluon_mgpu.monitor.leaks import Growth, LeakCheck, Sample, judge, theil_sen
 from gluon_mgpu.runtime.engine import is_serial
 from mxnet import autograd, gluon

@@ -8,8 +8,8 @@ import sys
 
 import gluon_mgpu as mgpu
 import pytest
-from gluon_mgpu.loop.callbacks import Checkpoint
 from gluon_mgpu.errors import SaveError
+from gluon_mgpu.loop.callbacks import Checkpoint
 from gluon_mgpu.runtime.file_locks import LOCK, FolderLock
 
 from .conftest import assert_house_style

@@ -7,8 +7,8 @@ import sys
 import threading
 
 import pytest
-from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.horovod_rendezvous import Meeting
+from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.plan import Machine, Plan
 from gluon_mgpu.distributed.process import LaunchError, Process, this_process
 

@@ -16,12 +16,12 @@ import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli.monitor import monitor as command
 from gluon_mgpu.errors import DataError, TrainerError
-from gluon_mgpu.runtime.nvidia.nvml import Gpu
 from gluon_mgpu.monitor import Finding, GpuSample, Held, Monitor, Reader, callback, read_samples
 from gluon_mgpu.monitor.gpus import GpuReader, visible
 from gluon_mgpu.monitor.host import HostReader, Seldom, name_thread, threads_of
 from gluon_mgpu.monitor.view import view
 from gluon_mgpu.runtime.engine import ON_WORKER, Marker, is_serial
+from gluon_mgpu.runtime.nvidia.nvml import Gpu
 from mxnet import gluon
 from rich.console import Console
 

@@ -8,9 +8,9 @@ import gluon_mgpu
 import mxnet as mx
 import pytest
 from gluon_mgpu.errors import DataError
-from gluon_mgpu.monitor import (CpuSample, GpuSample, Held, HostSample, Sample, diagnose, plot_samples, read_samples, summarise)
-from gluon_mgpu.monitor.phases import Laps, refined
+from gluon_mgpu.monitor import CpuSample, GpuSample, Held, HostSample, Sample, diagnose, plot_samples, read_samples, summarise
 from gluon_mgpu.monitor.memory import held_by
+from gluon_mgpu.monitor.phases import Laps, refined
 from gluon_mgpu.monitor.sample import from_json, joined, to_json
 from gluon_mgpu.monitor.stacks import Frame, place_of
 
@@ -19,6 +19,8 @@ from .conftest import assert_house_style
 GIB = 2**30
 HOST = HostSample(GIB, 0, 0, 1.0, 0.5, 1.1, 8, 32 * GIB, 64 * GIB)
 OURS = os.path.dirname(gluon_mgpu.__file__)
+SHARDING = f"{OURS}/data_parallel/sharding.py"
+STEP, RUN = f"{OURS}/data_parallel/step.py", f"{OURS}/loop/run.py"
 MXNET = os.path.dirname(mx.__file__)
 
 
@@ -203,7 +205,7 @@ def test_a_picture_of_hardly_anything():
     assert len(plot_samples(over_time(1)).axes) == 3
 
 
-LOOP = Frame(f"{OURS}/epoch.py", "run_epoch", 1)
+LOOP = Frame(f"{OURS}/loop/epoch.py", "run_epoch", 1)
 USER = Frame("/home/me/train.py", "decode", 42)
 WAIT = [Frame(f"{MXNET}/ndarray/ndarray.py", "asnumpy", 1), Frame(f"{MXNET}/ndarray/ndarray.py", "asscalar", 1)]
 LINES = Path(LOOP.file).read_text(encoding="utf-8").splitlines()
@@ -215,32 +217,50 @@ FOR_LINE = next(i for i, line in enumerate(LINES, 1) if line.lstrip().startswith
     [
         ([USER, LOOP], "data", "train.py:42 (decode)"),
         ([*WAIT, USER, LOOP], "data", "train.py:42 (decode)"),  # an iterator that reads an array
-        ([Frame(f"{OURS}/epoch.py", "run_epoch", FOR_LINE)], "data", f"epoch.py:{FOR_LINE} (run_epoch)"),
-        ([Frame(f"{OURS}/data/batching.py", "__iter__", 9), LOOP], "data", "batching.py:9 (__iter__)"),
-        ([USER, Frame(f"{OURS}/step.py", "_forward", 1), Frame(f"{OURS}/run.py", "train_one", 2), LOOP], "dispatch", USER.told),
+        ([Frame(f"{OURS}/loop/epoch.py", "run_epoch", FOR_LINE)], "data", f"epoch.py:{FOR_LINE} (run_epoch)"),
+        ([Frame(f"{OURS}/data/array_loader.py", "__iter__", 9), LOOP], "data", "array_loader.py:9 (__iter__)"),
         (
-            [*WAIT, USER, Frame(f"{OURS}/step.py", "_forward", 1), Frame(f"{OURS}/run.py", "train_one", 2), LOOP],
+            [USER, Frame(STEP, "_forward", 1), Frame(RUN, "train_one", 2), LOOP],
+            "dispatch",
+            USER.told,
+        ),
+        (
+            [
+                *WAIT,
+                USER,
+                Frame(STEP, "_forward", 1),
+                Frame(RUN, "train_one", 2),
+                LOOP,
+            ],
             "sync",
             USER.told,
         ),
         (
-            [WAIT[0], Frame(f"{OURS}/epoch.py", "_wait", 5), Frame(f"{OURS}/epoch.py", "_checked", 6), LOOP],
+            [WAIT[0], Frame(f"{OURS}/loop/epoch.py", "_wait", 5), Frame(f"{OURS}/loop/epoch.py", "_checked", 6), LOOP],
             "devices",
             "epoch.py:5 (_wait)",
         ),
         (
-            [WAIT[0], Frame(f"{OURS}/metrics.py", "read", 7), Frame(f"{OURS}/epoch.py", "report", 6), LOOP],
+            [WAIT[0], Frame(f"{OURS}/loop/metrics.py", "read", 7), Frame(f"{OURS}/loop/epoch.py", "report", 6), LOOP],
             "devices",
             "metrics.py:7 (read)",
         ),
-        ([USER, Frame(f"{OURS}/run.py", "each", 1), LOOP], "callbacks", USER.told),
-        ([*WAIT, USER, Frame(f"{OURS}/run.py", "each", 1), LOOP], "sync", USER.told),
-        ([Frame(f"{OURS}/snapshot.py", "write", 3), Frame(f"{OURS}/run.py", "each", 1)], "callbacks", "snapshot.py:3 (write)"),
+        ([USER, Frame(RUN, "each", 1), LOOP], "callbacks", USER.told),
+        ([*WAIT, USER, Frame(RUN, "each", 1), LOOP], "sync", USER.told),
+        (
+            [Frame(f"{OURS}/checkpoint/snapshot.py", "write", 3), Frame(RUN, "each", 1)],
+            "callbacks",
+            "snapshot.py:3 (write)",
+        ),
         ([*WAIT, USER], "sync", USER.told),
         ([Frame(f"{MXNET}/gluon/block.py", "__call__", 1), USER], "dispatch", USER.told),
         ([Frame(f"{MXNET}/gluon/data/dataloader.py", "__next__", 1), USER], "data", USER.told),
         (
-            [Frame(f"{OURS}/sharding.py", "split_batch", 1), Frame(f"{OURS}/prefetch.py", "_load_ahead", 1), USER],
+            [
+                Frame(SHARDING, "split_batch", 1),
+                Frame(f"{OURS}/data_parallel/prefetch.py", "_load_ahead", 1),
+                USER,
+            ],
             "dispatch",
             USER.told,
         ),

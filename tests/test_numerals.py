@@ -3,7 +3,16 @@
 import datetime
 
 import pytest
-from gluon_mgpu.data.text.numerals import (LARGEST, spell_english, spell_english_date, spell_english_time, spell_korean_date, spell_korean_time, spell_native, spell_sino)
+from gluon_mgpu.data.text.numerals import (
+    LARGEST,
+    spell_english,
+    spell_english_date,
+    spell_english_time,
+    spell_korean_date,
+    spell_korean_time,
+    spell_native,
+    spell_sino,
+)
 from gluon_mgpu.errors import DataError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,9 +7,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.data_parallel.gluoncv import DataParallelCriterion, DataParallelModel
 from gluon_mgpu.errors import DeviceError, ShardError, StepError, TrainerError
 from gluon_mgpu.nested import num_bytes
-from gluon_mgpu.data_parallel.gluoncv import DataParallelCriterion, DataParallelModel
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn

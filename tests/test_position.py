@@ -7,9 +7,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.checkpoint.snapshot import read_content
 from gluon_mgpu.errors import StateError, TrainerError
 from gluon_mgpu.loop.resume import Position, loader_epoch, position_of, rest_of, set_loader_epoch
-from gluon_mgpu.checkpoint.snapshot import read_content
 from mxnet import gluon
 
 from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of

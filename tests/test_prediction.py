@@ -6,10 +6,10 @@ import sys
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import DeviceError, ShardError, StepError, TrainerError
 from gluon_mgpu.data_parallel.gluoncv import DataParallelModel
-from gluon_mgpu.loop.predict import predict, predict_batches
 from gluon_mgpu.data_parallel.prefetch import NUM_HELD, num_holders
+from gluon_mgpu.errors import DeviceError, ShardError, StepError, TrainerError
+from gluon_mgpu.loop.predict import predict, predict_batches
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn

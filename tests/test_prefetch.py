@@ -12,10 +12,10 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.loop.epoch import run_epoch
-from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
-from gluon_mgpu.nested import leaves
 from gluon_mgpu.data_parallel.prefetch import Buffers, can_count_holders, num_holders, prefetch
+from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
+from gluon_mgpu.loop.epoch import run_epoch
+from gluon_mgpu.nested import leaves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mxnet import autograd, gluon

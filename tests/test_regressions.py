@@ -9,8 +9,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.trainer.buckets import place_of
 from gluon_mgpu.errors import StaleGradientError, TrainerError
+from gluon_mgpu.trainer.buckets import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 

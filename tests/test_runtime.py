@@ -12,8 +12,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime import environment as runtime, threads
 from gluon_mgpu.errors import MissingExtraError
+from gluon_mgpu.runtime import environment as runtime
+from gluon_mgpu.runtime import threads
 
 from .test_cuda import elf
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.models.seq2seq.attention import Attention
-from gluon_mgpu.models.seq2seq.recurrence import Recurrence
-from gluon_mgpu.models.seq2seq.network import Seq2Seq
 from gluon_mgpu.models.seq2seq.loss import SequenceLoss
+from gluon_mgpu.models.seq2seq.network import Seq2Seq
+from gluon_mgpu.models.seq2seq.recurrence import Recurrence
 from mxnet import autograd, gluon
 
 from .conftest import assert_house_style, largest_difference, weights_of

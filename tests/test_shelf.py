@@ -8,9 +8,9 @@ import time
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.errors import StateError
 from gluon_mgpu.checkpoint.rotation import Shelf, checkpoint_in, find_checkpoints, step_of
 from gluon_mgpu.checkpoint.snapshot import take_snapshot
+from gluon_mgpu.errors import StateError
 from mxnet import gluon
 from mxnet.gluon import nn
 

@@ -12,8 +12,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.loop import stopping
 from gluon_mgpu.distributed.launcher.supervisor import Grace, Limits, Signals
+from gluon_mgpu.loop import stopping
 from gluon_mgpu.loop.stopping import Interrupts, Stops, Terminated, interruptible
 from mxnet import gluon
 

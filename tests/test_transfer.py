@@ -2,8 +2,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import DeviceError
 from gluon_mgpu.data_parallel.transfer import measure_bandwidth
+from gluon_mgpu.errors import DeviceError
 
 from .conftest import assert_house_style
 

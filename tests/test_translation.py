@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from gluon_mgpu import plots
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.models.seq2seq.network import Seq2Seq
 from gluon_mgpu.models.seq2seq.loss import SequenceLoss
+from gluon_mgpu.models.seq2seq.network import Seq2Seq
 from gluon_mgpu.models.seq2seq.search import plot_attention, translate
 from matplotlib import font_manager
 from matplotlib.ft2font import FT2Font

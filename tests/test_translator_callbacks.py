@@ -3,13 +3,13 @@
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.loop.callbacks import FitState
-from gluon_mgpu.loop.history import History
 from gluon_mgpu.data import PairLoader, SentencePairs, encode_pairs
-from gluon_mgpu.loop.epoch import EpochProgress
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.models.seq2seq.translator import load_translator
+from gluon_mgpu.loop.callbacks import FitState
+from gluon_mgpu.loop.epoch import EpochProgress
+from gluon_mgpu.loop.history import History
 from gluon_mgpu.models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
+from gluon_mgpu.models.seq2seq.translator import load_translator
 
 from .test_translator import PAIRS, made
 

@@ -5,8 +5,8 @@ from contextvars import ContextVar
 
 import mxnet as mx
 import pytest
-from gluon_mgpu.errors import MissingExtraError, StepError
 from gluon_mgpu.data_parallel.lockstep import defer, is_in_turns, meet, run_in_turns
+from gluon_mgpu.errors import MissingExtraError, StepError
 from mxnet import autograd
 
 from .conftest import assert_house_style

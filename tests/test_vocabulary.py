@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from gluon_mgpu.data import (BOS, EOS, PAD, UNK, build_vocabulary, check_vocabulary, korean_numbers, load_vocabulary, normalise)
+from gluon_mgpu.data import BOS, EOS, PAD, UNK, build_vocabulary, check_vocabulary, korean_numbers, load_vocabulary, normalise
 from gluon_mgpu.data.text.subwords import SubwordVocabulary
 from gluon_mgpu.data.text.vocabulary import SPECIAL
 from gluon_mgpu.data.text.words import ListedVocabulary, join_words, split_words

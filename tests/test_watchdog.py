@@ -14,10 +14,10 @@ import time
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.monitor import watchdog as module
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.runtime.engine import is_serial
+from gluon_mgpu.monitor import watchdog as module
 from gluon_mgpu.monitor.watchdog import Watchdog, Worker, diagnose
+from gluon_mgpu.runtime.engine import is_serial
 from mxnet import gluon
 from mxnet.gluon import nn
 

@@ -17,10 +17,10 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..data_parallel.balancer import Balancer
-from ..runtime.engine import when_ready
-from ..errors import DeviceError
 from ..data_parallel.sharding import split_batch
 from ..data_parallel.step import backward
+from ..errors import DeviceError
+from ..runtime.engine import when_ready
 from ..trainer.trainer import Trainer
 
 UNITS, NUM_CLASSES = 512, 10

@@ -12,10 +12,10 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import mxnet as mx
 from mxnet import Context, gluon, init
 
+from ..checkpoint.rotation import Shelf, Write
 from ..loop.callbacks import Callback, Checkpoint, FitState
 from ..loop.fit import fit
 from ..models.resnet import resnet18
-from ..checkpoint.rotation import Shelf, Write
 from ..trainer.trainer import Trainer
 from . import report
 from .case import Case

@@ -14,11 +14,11 @@ import numpy as np
 from mxnet import Context, gluon
 
 from ..data import ArrayLoader, load_digits
+from ..data_parallel.step import train_batch
 from ..devices.select import use_devices
 from ..loop.evaluate import evaluate_accuracy_gpus
 from ..models import resnet18
 from ..trainer.precision import set_precision
-from ..data_parallel.step import train_batch
 from ..trainer.trainer import Trainer
 
 NETWORKS = ("resnet18", "mlp")

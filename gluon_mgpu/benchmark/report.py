@@ -11,9 +11,9 @@ from math import comb
 from statistics import median
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from ..version import __version__
-from ..runtime import environment
 from ..devices.select import describe_devices
+from ..runtime import environment
+from ..version import __version__
 from .compare import Row
 
 REFERENCE = "ours"

@@ -8,8 +8,8 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ..runtime import environment
 from ..distributed import horovod
+from ..runtime import environment
 from .case import Case
 from .compare import ContenderError, Row, Tell
 from .report import values

@@ -10,19 +10,18 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import numpy as np
 from mxnet import gluon
 
-from ..runtime.c_api import values_of
 from ..checks import instance, path_of
+from ..data_parallel.step import check_network
 from ..distributed.process import this_process
 from ..errors import StateError
-from ..trainer.parameters import devices_of
-from .atomic_folder import explained, new_folder, put_in_place
-from ..trainer.parameters import shape_fits
+from ..runtime.c_api import values_of
+from ..schema import shown
+from ..trainer.parameters import devices_of, shape_fits
 from ..trainer.replicas import average_replicas
 from ..trainer.running_stats import remember_equal
-from ..schema import shown
-from .snapshot import FILES, OLD_STATES, Content, check_content, read_content, restore, states_of, take_snapshot
-from ..data_parallel.step import check_network
 from ..trainer.trainer import Trainer
+from .atomic_folder import explained, new_folder, put_in_place
+from .snapshot import FILES, OLD_STATES, Content, check_content, read_content, restore, states_of, take_snapshot
 
 
 def save_checkpoint(

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from ..errors import SaveError, StateError
-from .atomic_folder import (MANIFEST, copy_folder, explained, left_over, make, new_folder, put_in_place, recover, remove, whole)
 from ..runtime.environment import logger
 from ..schema import MOST_STEPS, is_whole
+from .atomic_folder import MANIFEST, copy_folder, explained, left_over, make, new_folder, put_in_place, recover, remove, whole
 from .snapshot import PARAMS, TRAINING
 
 INNER = "checkpoint"  # where the checkpoint is in the folder of something larger, such as a translator

@@ -14,24 +14,23 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from ..trainer import loss_scaler
-from . import rng
 from .. import schema
-from ..data_parallel.batchnorm import batch_norm_of, settle_batch_norm
-from ..runtime.c_api import values_of
-from ..trainer.optimizer_config import DESCRIPTION, describe, differences, failure, misfit, set_again, with_values
+from ..data_parallel.batchnorm import average_over_processes, batch_norm_of, settle_batch_norm
+from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError
-from ..data_parallel.batchnorm import average_over_processes
-from .atomic_folder import MANIFEST, FolderWriter, OpenFolder, WrittenFile, open_folder
 from ..nested import Leaf, is_device_array, leaves
+from ..runtime.c_api import values_of
+from ..trainer import loss_scaler
+from ..trainer.optimizer_config import DESCRIPTION, describe, differences, failure, misfit, set_again, with_values
 from ..trainer.parameters import has_values
-from .params_file import check_params, write_params
-from ..distributed import group
 from ..trainer.replicas import average_replicas
 from ..trainer.running_stats import SEEN, describe_seen, remember_equal, restore_seen, shares_of, weighted_mean
 from ..trainer.states import SHAPE, check_counts, check_same, states_on
 from ..trainer.trainer import Trainer
+from . import rng
+from .atomic_folder import MANIFEST, FolderWriter, OpenFolder, WrittenFile, open_folder
+from .params_file import check_params, write_params
 
 PARAMS, STATES, TRAINING, PROGRESS = "net.params", "states.npz", "training.json", "progress.json"
 FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)

@@ -11,10 +11,10 @@ from mxnet import Context, gluon
 from mxnet.gluon import nn
 from rich.console import Console
 
-from ..tuning.agreement import AGREE, LargerBatch, Recipe, Run, SameBatch, larger_batch, plot_agreement, same_batch
 from ..data import load_digits
 from ..devices.select import use_devices
 from ..models import resnet18
+from ..tuning.agreement import AGREE, LargerBatch, Recipe, Run, SameBatch, larger_batch, plot_agreement, same_batch
 from ._output import print_table, write_results
 
 

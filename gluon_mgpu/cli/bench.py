@@ -16,11 +16,11 @@ from ..benchmark import report, workloads
 from ..benchmark import seq2seq as translations
 from ..benchmark.case import Case
 from ..benchmark.compare import Row, compare
-from ..devices.select import use_devices
-from ..tuning.plots import plot_bandwidth
-from ..plots import plot_bars, plot_lines, plot_ranges
-from ..tuning.profiling import measure_logging, measure_overlap, measure_products
 from ..data_parallel.transfer import Bandwidth, measure_bandwidth
+from ..devices.select import use_devices
+from ..plots import plot_bars, plot_lines, plot_ranges
+from ..tuning.plots import plot_bandwidth
+from ..tuning.profiling import measure_logging, measure_overlap, measure_products
 from ._options import contenders_option, numbers, python_option, telling
 from ._output import print_table, write_results
 from .bench_scaling import checkpoint, scaling_

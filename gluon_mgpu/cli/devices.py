@@ -10,10 +10,10 @@ from typing import List, Optional
 import click
 
 from ..devices.describe import DeviceInfo, describe_devices
-from ..errors import DeviceError
-from ..runtime.nvidia.request import Demand, num_bytes
-from ..runtime.nvidia.nvml import try_driver
 from ..devices.free_gpus import describe, select
+from ..errors import DeviceError
+from ..runtime.nvidia.nvml import try_driver
+from ..runtime.nvidia.request import Demand, num_bytes
 from ..runtime.nvidia.visible import visible_gpus
 from ._output import print_table
 

@@ -10,9 +10,9 @@ from typing import Any, Dict, List, Optional
 
 import click
 
+from ..plots import figure, plot_batch_sizes
 from ..tuning.batch_size import BatchSizes, Probe, find_batch_size
 from ..tuning.batch_size.find import resnet18_workload
-from ..plots import figure, plot_batch_sizes
 from ._output import print_table, write_results
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}

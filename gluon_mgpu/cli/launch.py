@@ -16,10 +16,10 @@ import mxnet as mx
 from ..distributed.launcher.hosts import PORT, SshHosts, parse_hosts, slurm_nodes
 from ..distributed.launcher.job import Job, run_job, run_over_ssh
 from ..distributed.launcher.plan import BACKENDS, program_command
-from ..distributed.process import LaunchError
 from ..distributed.launcher.rendezvous import parse_rendezvous
 from ..distributed.launcher.supervisor import Limits
 from ..distributed.launcher.tokens import TOKEN, make_token_file, new_token, read_token, token_in_environment
+from ..distributed.process import LaunchError
 
 _LOCAL = {
     "num_processes",

@@ -8,11 +8,11 @@ from typing import Any
 import click
 from mxnet import MXNetError
 
-from ..version import __version__
 from .. import errors
 from ..distributed.process import LaunchError
-from ..runtime.nvidia.nvml import DriverError
 from ..loop.stopping import Terminated
+from ..runtime.nvidia.nvml import DriverError
+from ..version import __version__
 from .agree import agree
 from .bench import bench
 from .devices import devices
@@ -48,7 +48,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # nobody reads the output any more: see gluon_mgpu_command
+        except BrokenPipeError:  # nobody reads the output any more: see gluon_mgpu_startup/command.py
             raise
         except _TOLD as error:
             raise click.ClickException(errors.one_line(str(error))) from error

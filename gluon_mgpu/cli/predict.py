@@ -10,11 +10,11 @@ import click
 import numpy as np
 
 from ..checkpoint.checkpoint import load_checkpoint
+from ..checkpoint.snapshot import FILES
 from ..data import ArrayLoader
 from ..devices.select import use_devices
-from ..models import resnet18
 from ..loop.predict import predict as run_prediction
-from ..checkpoint.snapshot import FILES
+from ..models import resnet18
 from ._gpus import choosing_gpus
 from ._options import best_of
 from .train import load_images

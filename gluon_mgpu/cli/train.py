@@ -13,18 +13,18 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon, init
 
-from ..data_parallel.batchnorm import BATCH_NORMS
-from ..loop.callbacks import Callback, Checkpoint, Progress, SaveHistory
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
+from ..data_parallel.batchnorm import BATCH_NORMS
 from ..data_parallel.debug import run_serially
 from ..devices.select import use_devices
+from ..loop.callbacks import Callback, Checkpoint, Progress, SaveHistory
 from ..loop.fit import fit
-from ..monitor.leaks import LeakCheck
-from ..trainer.local_sgd import LocalSGD
-from ..models import resnet18
 from ..loop.stopping import Terminated
-from ..trainer.trainer import Trainer
+from ..models import resnet18
+from ..monitor.leaks import LeakCheck
 from ..monitor.watchdog import Watchdog
+from ..trainer.local_sgd import LocalSGD
+from ..trainer.trainer import Trainer
 from ._gpus import choosing_gpus
 from ._output import tell
 

@@ -14,28 +14,39 @@ import mxnet as mx
 import numpy as np
 from mxnet import init
 
+from ..data import (
+    PairLoader,
+    SentencePairs,
+    Vocabulary,
+    build_vocabulary,
+    encode_pairs,
+    filter_pairs,
+    korean_numbers,
+    read_pairs,
+    read_tsv,
+    split_pairs,
+)
 from ..data_parallel.balancer import Balancer
-from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
-from ..data import (PairLoader, SentencePairs, Vocabulary, build_vocabulary, encode_pairs, filter_pairs, korean_numbers, read_pairs, read_tsv, split_pairs)
 from ..data_parallel.debug import run_serially
+from ..data_parallel.sharding import split_batch
+from ..data_parallel.step import SplitFunction
 from ..devices.select import use_devices
 from ..distributed.process import this_process
 from ..errors import DataError
+from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
 from ..loop.fit import fit
-from ..monitor.leaks import LeakCheck
-from ..trainer.local_sgd import LocalSGD
+from ..loop.stopping import Terminated
 from ..models import SequenceLoss
 from ..models.seq2seq.attention import ATTENTIONS
-from ..models.seq2seq.recurrence import NUM_GATES
+from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
 from ..models.seq2seq.loss import LAYOUTS
-from ..data_parallel.sharding import split_batch
-from ..data_parallel.step import SplitFunction
-from ..loop.stopping import Terminated
-from ..trainer.trainer import Trainer
+from ..models.seq2seq.recurrence import NUM_GATES
 from ..models.seq2seq.scores import has_sacrebleu, translation_scores
 from ..models.seq2seq.translator import Translator, load_translator
-from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
+from ..monitor.leaks import LeakCheck
 from ..monitor.watchdog import Watchdog
+from ..trainer.local_sgd import LocalSGD
+from ..trainer.trainer import Trainer
 from ._gpus import choosing_gpus
 from ._output import tell
 from .train import HYBRIDIZE, check_shares, finite, saving, shares

@@ -12,9 +12,9 @@ import click
 from ..data.text.pairs import read_lines
 from ..devices.select import use_devices
 from ..errors import DataError
-from ..plots import figure, save
 from ..models.seq2seq.search import plot_attention
 from ..models.seq2seq.translator import CONFIG_FILE, TranslatedText, load_translator
+from ..plots import figure, save
 from ._gpus import choosing_gpus
 from ._options import best_of
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from statistics import median
-from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Deque, Dict, List, Optional, Sequence, Tuple
 
 from mxnet import Context
 
 from ..checks import short, whole_number
 from ..errors import ShardError, TrainerError
 from ..nested import Leaf, is_device_array
-from ..runtime.environment import logger
-from .sharding import plan_shards, split_batch
 from ..runtime.engine import when_ready
+from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
+from .sharding import plan_shards, split_batch
 
 NUM_KEPT = 5  # measured steps of which all must speak for another split: one that is out of line, such as the first, has no say
 GAIN = 1.05  # by how much each must have become faster: other shapes cost memory, and compiled networks are compiled again
@@ -238,11 +236,3 @@ def _fastest(costs: Sequence[float]) -> List[float]:
 def _seconds(weights: Sequence[float], costs: Sequence[float]) -> float:
     """Return when the last device is done, for one example."""
     return max(weight * cost for weight, cost in zip(weights, costs))
-
-
-
-
-
-
-
-

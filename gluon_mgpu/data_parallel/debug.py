@@ -11,12 +11,12 @@ from weakref import WeakSet
 import numpy as np
 from mxnet import Context, autograd, gluon
 
-from .batchnorm import is_synchronised
 from ..errors import DataError, NonFiniteLossError, StepError, TrainerError
 from ..nested import Leaf, is_device_array, leaves
 from ..runtime.engine import is_serial
 from ..runtime.environment import is_debug, logger
 from ..runtime.threads import SERIAL_ENGINE
+from .batchnorm import is_synchronised
 
 _SHOWN = 5  # wrong labels that an error shows
 _watched: WeakSet[gluon.Block] = WeakSet()  # networks and losses that are being debugged

@@ -10,11 +10,11 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd, gluon
 
-from .batchnorm import run_shards
 from ..checks import OF_WRONG_DATA, flag, is_of_mxnet, last_line, short
 from ..devices.select import check_contexts
 from ..errors import DeviceError, ShardError, StepError, TrainerError
 from ..nested import is_device_array
+from .batchnorm import run_shards
 from .sharding import gather, split_and_load
 
 Call = Tuple[Tuple[Any, ...], Any]  # positional arguments, and those by name

@@ -14,11 +14,11 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ..runtime.c_api import write_unheld
 from ..checks import check_function, flag, whole_number
 from ..devices.select import check_contexts
-from .iterators import as_pair, batches_of, check_iterable
 from ..nested import Leaf
+from ..runtime.c_api import write_unheld
+from .iterators import as_pair, batches_of, check_iterable
 from .sharding import loading, new_array, split_batch
 from .step import SplitFunction
 

@@ -14,10 +14,10 @@ from mxnet import Context
 
 from ..checks import explaining, flag, instance, is_whole, short, whole_number
 from ..devices.select import check_contexts
-from ..errors import ShardError
-from ..trainer.freshness import history
-from ..nested import Leaf, is_device_array, leaves, map_leaves
 from ..distributed import share
+from ..errors import ShardError
+from ..nested import Leaf, is_device_array, leaves, map_leaves
+from ..trainer.freshness import history
 from .transfer import on_device
 
 # What NumPy has and MXNet has not goes into the next larger one; float64, which networks do not take, into float32.

@@ -12,17 +12,17 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, MXNetError, autograd, gluon
 
-from .balancer import Balancer
-from .batchnorm import run_shards
 from ..checks import OF_WRONG_DATA, check_function, explaining, flag, is_of_mxnet, last_line, short, whole_number
 from ..devices.select import check_contexts
-from ..errors import ShardError, StepError, TrainerError
-from ..trainer.freshness import history
-from ..nested import Leaf, is_device_array, leaves
 from ..distributed import own_batches, share
+from ..errors import ShardError, StepError, TrainerError
+from ..nested import Leaf, is_device_array, leaves
+from ..trainer.freshness import history
 from ..trainer.running_stats import claim_examples, note_examples, stats_of
-from .sharding import count_examples, floats_as, part_of_process, split_batch, split_data
 from ..trainer.trainer import Trainer
+from .balancer import Balancer
+from .batchnorm import run_shards
+from .sharding import count_examples, floats_as, part_of_process, split_batch, split_data
 
 SplitFunction = Callable[[Any, Any, Sequence[Context]], Tuple[List[Any], List[Any]]]
 

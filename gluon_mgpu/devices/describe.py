@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Dict, List, Optional
 
 from ..runtime import environment
-from . import mxnet_gpus
 from ..runtime.nvidia.driver import Driver
 from ..runtime.nvidia.nvml import try_driver
 from ..runtime.nvidia.visible import CudaDevice, visible_gpus
+from . import mxnet_gpus
 
 _ONE_MIG = "In MIG mode, CUDA shows a process one part of a GPU, and no other GPU. CUDA_VISIBLE_DEVICES names another one."
 

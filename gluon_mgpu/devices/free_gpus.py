@@ -6,13 +6,13 @@ import logging
 import time
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
-from ..runtime import environment
 from ..errors import DeviceError, MissingExtraError
+from ..runtime import environment
 from ..runtime.nvidia import locks
-from . import mxnet_gpus
-from ..runtime.nvidia.request import Demand, gib, why_not_free
 from ..runtime.nvidia.nvml import DriverError, Nvml
+from ..runtime.nvidia.request import Demand, gib, why_not_free
 from ..runtime.nvidia.visible import CudaDevice
+from . import mxnet_gpus
 
 _EVERY_S = 5.0
 _TELL_EVERY_S = 60.0

@@ -9,13 +9,13 @@ from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
 import mxnet as mx
 from mxnet import Context
 
-from ..runtime import environment
 from ..checks import is_whole, short, whole_number
+from ..errors import DeviceError
+from ..runtime import environment
+from ..runtime.nvidia.request import Demand, num_bytes, seconds
+from . import free_gpus, mxnet_gpus
 from .describe import DeviceInfo as DeviceInfo
 from .describe import describe_devices as describe_devices
-from ..errors import DeviceError
-from . import mxnet_gpus, free_gpus
-from ..runtime.nvidia.request import Demand, num_bytes, seconds
 from .mxnet_gpus import usable_gpus as usable_gpus
 
 DeviceSpec = Union[None, str, int, Context, Sequence[Context]]

@@ -9,9 +9,9 @@ import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB, check_call
 
-from .process import Process
 from ..errors import ProcessError
 from ..nested import Leaf
+from .process import Process
 
 
 class DistSync:

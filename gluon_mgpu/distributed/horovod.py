@@ -10,9 +10,9 @@ from typing import Any, Dict, List
 import mxnet as mx
 import numpy as np
 
-from .process import Process
 from ..errors import MissingExtraError, ProcessError
 from ..nested import Leaf
+from .process import Process
 
 
 class Horovod:

@@ -11,11 +11,11 @@ from typing import Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tupl
 import mxnet as mx
 import numpy as np
 
-from .process import Process, this_process
 from ..errors import ProcessError
 from ..nested import Leaf
 from .dist_sync import DistSync
 from .horovod import Horovod
+from .process import Process, this_process
 
 _LEAST_BYTES = 256  # of a message: its room doubles until it fits
 _MOST_BYTES = 2**24  # of one message; float32 counts as far exactly

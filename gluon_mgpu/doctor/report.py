@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 from ..runtime import environment
 from ..runtime.cuda_libraries import CudaLibrary, libraries
-from ..runtime.fat_binary import version_text
 from ..runtime.environment import Setting
+from ..runtime.fat_binary import version_text
 from .build import Build, check_build, look_at_build, look_at_code
 from .findings import Examination, Finding
 from .gpus import Reading, barred, check_driver, check_gpus, code_for, explains, read_gpus
 from .libraries import check_libraries
 from .machine import Machine, Packages, check_packages, look_at_machine, look_at_packages
 from .settings import Engine, Pools, check_openblas, check_settings, look_at_engine, look_at_pools
-from .storage import (Place, check_checkpoints, check_shared_memory, check_temporary, look_at_checkpoints, look_at_shared_memory, look_at_temporary)
+from .storage import (
+    Place,
+    check_checkpoints,
+    check_shared_memory,
+    check_temporary,
+    look_at_checkpoints,
+    look_at_shared_memory,
+    look_at_temporary,
+)
 from .stores import Horovod, Store, check_horovod, look_at_horovod, stores_of
 
 if TYPE_CHECKING:

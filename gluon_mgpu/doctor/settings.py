@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any, Dict, List, Sequence, Tuple
 
-from ..runtime import environment, threads
 from ..errors import MissingExtraError
+from ..runtime import environment, threads
 from ..runtime.environment import Setting
 from .findings import Finding
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import sys
@@ -13,29 +12,27 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from mxnet import gluon
 
+from ..checkpoint.atomic_folder import MANIFEST, explained, make, open_folder
 from ..checkpoint.checkpoint import check_folder
-from ..checks import flag, instance, one_of, path_of, real_number, short, whole_number
-from ..trainer.optimizer_config import describe
-from ..distributed.process import this_process
-from .epoch import EpochProgress
-from ..errors import StateError, TrainerError
-from ..checkpoint.atomic_folder import MANIFEST, explained, make, new_file, open_folder
-from ..runtime.file_locks import FolderLock
-from ..nested import Leaf
-from ..trainer.parameters import has_values
-from ..plots import figure, plot_history, save
-from .resume import Row, progress_of
-from .history import History
-from ..distributed import group
 from ..checkpoint.rng import draw_base
-from ..runtime.environment import logger
 from ..checkpoint.rotation import Shelf, checkpoint_in, find_checkpoints, outer_of
 from ..checkpoint.snapshot import FILES, OLD_STATES, PROGRESS, Content, Place, Snapshot, take_snapshot
+from ..checks import flag, instance, one_of, path_of, real_number, short, whole_number
+from ..distributed import group
+from ..distributed.process import this_process
+from ..errors import StateError, TrainerError
+from ..nested import Leaf
+from ..plots import figure
+from ..runtime.environment import logger
+from ..runtime.file_locks import FolderLock
+from ..trainer.optimizer_config import describe
+from ..trainer.parameters import has_values
 from ..trainer.trainer import Trainer
+from .epoch import EpochProgress
+from .history import History
+from .resume import Row, progress_of
 
 _PATIENCE_S = 10.0  # of a job that was started again, for the process before to end
-
-
 
 
 @dataclass
@@ -473,8 +470,6 @@ class Best:
         if better:
             self.value, self.epoch = value, epoch
         return better
-
-
 
 
 def _listed(means: Row) -> str:

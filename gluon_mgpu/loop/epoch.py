@@ -11,12 +11,12 @@ from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optiona
 
 import mxnet as mx
 
-from ..errors import NonFiniteLossError, StepError, TrainerError
 from ..data_parallel.iterators import as_pair, batches_of
-from .metrics import DeviceSums, Metrics
-from ..nested import Leaf, is_device_array, leaves, map_leaves
 from ..data_parallel.prefetch import NUM_HELD, Buffers
 from ..data_parallel.step import Batch
+from ..errors import NonFiniteLossError, StepError, TrainerError
+from ..nested import Leaf, is_device_array, leaves, map_leaves
+from .metrics import DeviceSums, Metrics
 from .stopping import Stops
 
 REPORT_S = 0.5

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterable, Optional
 
-from mxnet import Context, gluon
+from mxnet import gluon
 
-from ..data_parallel.batchnorm import average_over_processes, settle_batch_norm
 from ..checks import check_function
-from ..trainer.parameters import devices_of
-from .epoch import EpochProgress, run_epoch
-from ..errors import TrainerError
+from ..data_parallel.batchnorm import average_over_processes, settle_batch_norm
 from ..data_parallel.iterators import check_iterable
-from .metrics import Metrics, accuracy, named_metrics
 from ..data_parallel.sharding import split_batch
 from ..data_parallel.step import SplitFunction, check_network, eval_batch
+from ..trainer.parameters import devices_of
+from .epoch import EpochProgress, run_epoch
+from .metrics import Metrics, accuracy, named_metrics
 
 MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they hold little, and small ones run in no time
 
@@ -107,7 +106,3 @@ def run_evaluation(
         metrics,
         **{"operation": "evaluate", "max_inflight": MAX_INFLIGHT, **options},
     )
-
-
-
-

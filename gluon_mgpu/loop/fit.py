@@ -9,27 +9,26 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 
 from mxnet import gluon
 
-from ..data_parallel.balancer import Balancer
-from ..data_parallel.batchnorm import set_batch_norm, settle_batch_norm
-from .callbacks import Callback, Checkpoint, FitState, Progress
-from .history import History
 from ..checkpoint.checkpoint import ReadCheckpoint
 from ..checks import check_function, short, whole_number
+from ..data_parallel.balancer import Balancer
+from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, settle_batch_norm
 from ..data_parallel.debug import debugging_if_asked
-from ..errors import TrainerError
-from ..data_parallel.batchnorm import average_over_processes
-from .evaluate import run_evaluation
 from ..data_parallel.iterators import check_iterable
-from .metrics import Metrics, accuracy, named_metrics
-from .resume import num_batches_of, resume_run
-from ..distributed import any_says
-from .run import Run, check_resumable, each
-from ..trainer.running_stats import remember_equal
-from ..runtime.environment import logger
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..data_parallel.step import SplitFunction, check_network, train_batch
-from .stopping import Terminated, any_asks, interruptible
+from ..distributed import any_says
+from ..errors import TrainerError
+from ..runtime.environment import logger
+from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
+from .callbacks import Callback, Checkpoint, FitState, Progress
+from .evaluate import run_evaluation
+from .history import History
+from .metrics import Metrics, accuracy, named_metrics
+from .resume import num_batches_of, resume_run
+from .run import Run, check_resumable, each
+from .stopping import Terminated, any_asks, interruptible
 
 
 def fit(

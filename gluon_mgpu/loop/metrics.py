@@ -10,10 +10,10 @@ import numpy as np
 from mxnet import Context
 
 from ..checks import explaining, is_whole, short, whole_number
+from ..data_parallel.step import Batch
+from ..distributed import Group, group
 from ..errors import TrainerError
 from ..nested import Leaf, is_device_array
-from ..distributed import Group, group
-from ..data_parallel.step import Batch
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
 Metric = Callable[[Any, Any], Tuple[Leaf, int]]

@@ -12,18 +12,18 @@ from typing import Any, Deque, Generator, Iterable, Iterator, List, Optional, Se
 import mxnet as mx
 from mxnet import Context, autograd, gluon
 
-from ..data_parallel.batchnorm import settle_batch_norm
 from ..checks import flag, last_line, whole_number
-from ..devices.select import check_contexts
-from ..errors import ShardError, StepError, TrainerError
-from .evaluate import MAX_INFLIGHT
-from ..trainer.parameters import devices_of
+from ..data_parallel.batchnorm import settle_batch_norm
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of
-from ..nested import Leaf, is_device_array, leaves, map_leaves
 from ..data_parallel.prefetch import NUM_HELD, Buffers
-from ..distributed import apart
 from ..data_parallel.sharding import gather, plan_shards, split_and_load
 from ..data_parallel.step import check_network, eval_batch
+from ..devices.select import check_contexts
+from ..distributed import apart
+from ..errors import ShardError, StepError, TrainerError
+from ..nested import Leaf, is_device_array, leaves, map_leaves
+from ..trainer.parameters import devices_of
+from .evaluate import MAX_INFLIGHT
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
 

@@ -12,15 +12,15 @@ from mxnet import gluon
 
 from .. import schema
 from ..checkpoint.checkpoint import ReadCheckpoint, read_checkpoint
-from ..distributed.process import this_process
-from ..errors import StateError
-from ..data_parallel.iterators import batches_of
-from ..distributed import group
 from ..checkpoint.rng import RANDOM_STATE, random_state, set_random_state
-from ..runtime.environment import logger
 from ..checkpoint.rotation import checkpoint_in, find_checkpoints
 from ..checkpoint.snapshot import PROGRESS as PROGRESS_FILE
 from ..checkpoint.snapshot import TRAINING, Content
+from ..data_parallel.iterators import batches_of
+from ..distributed import group
+from ..distributed.process import this_process
+from ..errors import StateError
+from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
 
 Row = Dict[str, float]

@@ -9,16 +9,16 @@ from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 import mxnet as mx
 
-from ..data_parallel.balancer import Balancer
-from .callbacks import Callback, FitState
-from ..distributed.process import this_process
-from .epoch import EpochProgress, run_epoch
-from ..errors import StateError
-from .metrics import DeviceSums, Metrics, check_metrics
-from ..nested import Leaf
-from .resume import Position, Row, check_data, loader_epoch, num_examples_of, position_of, rest_of, set_loader_epoch
 from ..checkpoint.snapshot import STATES, TRAINING, Content, Place
+from ..data_parallel.balancer import Balancer
 from ..data_parallel.step import Batch, checking_outputs
+from ..distributed.process import this_process
+from ..errors import StateError
+from ..nested import Leaf
+from .callbacks import Callback, FitState
+from .epoch import EpochProgress, run_epoch
+from .metrics import DeviceSums, Metrics, check_metrics
+from .resume import Position, Row, check_data, loader_epoch, num_examples_of, position_of, rest_of, set_loader_epoch
 from .stopping import Interrupts, raise_interrupt
 
 _NORMS = {"norm/sum", "norm/largest"}

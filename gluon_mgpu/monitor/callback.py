@@ -15,21 +15,21 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ..runtime import threads
-from ..loop.callbacks import Callback, FitState
 from ..checks import path_of, real_number, short
 from ..distributed.process import this_process
-from ..loop.epoch import EpochProgress
 from ..errors import TrainerError
-from .leaks import live_arrays
+from ..loop.callbacks import Callback, FitState
+from ..loop.epoch import EpochProgress
 from ..plots import figure, save
+from ..runtime import threads
 from ..runtime.engine import ON_WORKER, Marker
 from ..runtime.environment import logger
 from .diagnosis import diagnose
 from .finding import Finding
 from .host import Seldom, name_thread
-from .phases import Laps, refined
+from .leaks import live_arrays
 from .memory import Kind, held_by
+from .phases import Laps, refined
 from .plot import plot_samples
 from .reader import Reader
 from .sample import Held, Sample, joined, to_json

@@ -16,10 +16,10 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ..loop.callbacks import Callback, FitState
 from ..checks import real_number, short, whole_number
-from ..loop.epoch import EpochProgress
 from ..errors import TrainerError
+from ..loop.callbacks import Callback, FitState
+from ..loop.epoch import EpochProgress
 from ..nested import Leaf, is_device_array
 from ..runtime.engine import Marker
 from ..runtime.environment import logger

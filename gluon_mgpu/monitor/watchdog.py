@@ -16,13 +16,13 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set,
 import mxnet as mx
 import numpy as np
 
-from ..loop.callbacks import Callback, FitState
 from ..checks import real_number
+from ..loop.callbacks import Callback, FitState
 from ..loop.epoch import EpochProgress
-from .leaks import held_arrays
 from ..nested import Leaf, leaves, num_bytes
 from ..runtime.engine import ON_WORKER, Marker, is_ready, is_serial
 from ..runtime.threads import contexts_seen, read_lines
+from .leaks import held_arrays
 
 EXIT_STALLED = 75  # sysexits.h: a failure that may pass, so that a supervisor may begin again
 _SHOWN = 5

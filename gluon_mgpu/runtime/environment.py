@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, List, Sequence, Set
 
-from . import cuda_libraries, threads
 from ..errors import MissingExtraError
+from . import cuda_libraries, threads
 from .numpy_names import ALIASES, add_aliases
 from .threads import num_cores as num_cores
 from .threads import threads_of as threads_of

@@ -10,8 +10,8 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from ..errors import TrainerError
-from .freshness import Pass
 from ..nested import Leaf, num_bytes
+from .freshness import Pass
 
 
 class Accumulation:

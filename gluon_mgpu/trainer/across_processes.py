@@ -9,9 +9,9 @@ import numpy as np
 from mxnet import Context
 
 from ..checks import is_number, short
+from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Leaf
-from ..distributed import group
 from .replicas import Buffer, Replicas
 
 _COMPRESSIONS = {"2bit": {"type", "threshold"}, "fp16": {"type"}}

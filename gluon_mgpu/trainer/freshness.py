@@ -11,8 +11,8 @@ from weakref import WeakSet
 import numpy as np
 from mxnet import Context
 
-from ..runtime.c_api import Flags, on_backward
 from ..errors import TrainerError
+from ..runtime.c_api import Flags, on_backward
 
 Device = Tuple[int, int]  # MXNet's numbers of a device's kind and of the device
 _MOST_CALLS = 4096  # that are remembered

@@ -8,9 +8,9 @@ from typing import Any, Dict, List, Optional
 from mxnet import autograd
 
 from ..checks import whole_number
+from ..distributed import group
 from ..errors import TrainerError
 from .parameters import Params
-from ..distributed import group
 from .replicas import Buffer, replica_difference
 from .trainer import Trainer
 

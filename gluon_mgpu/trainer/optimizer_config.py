@@ -14,6 +14,7 @@ from mxnet import optimizer as opt
 
 from .. import schema
 from ..errors import StateError
+from ..moved import current_class
 
 _SHOWN = 60  # characters of an option in an error
 _MOST_CAUGHT_UP = 10**6  # steps of a schedule that counts them one by one, which takes it about a second
@@ -60,7 +61,7 @@ def differences(told: Description, optimizer: opt.Optimizer) -> List[str]:
     elif told["schedule"] is not None:
         pairs.append((told["schedule"], here["schedule"], _options(optimizer.lr_scheduler), "schedule's "))
     for theirs, mine, options, of in pairs:
-        if theirs["class"] != mine["class"]:
+        if current_class(theirs["class"]) != mine["class"]:
             found.append(f"{of}{_class_name(theirs)} where this one has {_class_name(mine)}")
             continue
         values = [(name, theirs["values"].get(name), mine["values"][name]) for name in mine["values"] if name in options]

@@ -8,11 +8,11 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ..runtime.c_api import PushPull
 from ..checks import explaining, real_number, short
+from ..distributed import Group, group
 from ..errors import TrainerError
 from ..nested import Leaf, is_device_array, num_bytes
-from ..distributed import Group, group
+from ..runtime.c_api import PushPull
 from .replicas import Buffer
 
 # Gluon takes any other name, and None, for "local" or for no reduction at all, without a word.

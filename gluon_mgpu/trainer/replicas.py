@@ -12,12 +12,12 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
+from ..errors import StaleGradientError, TrainerError
+from ..nested import Leaf, num_bytes
+from ..runtime.c_api import Flags
 from .accumulation import Accumulation, RunningSums
 from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
-from ..runtime.c_api import Flags
-from ..errors import StaleGradientError, TrainerError
 from .freshness import Watcher, Writers, history, watch, watchers
-from ..nested import Leaf, num_bytes
 from .parameters import Params, blocks_of, common_contexts, has_values, named_params
 
 logger = logging.getLogger("gluon_mgpu")

@@ -17,9 +17,9 @@ import numpy as np
 from mxnet import Context, gluon
 
 from .. import schema
+from ..distributed import group
 from ..nested import Leaf
 from .parameters import Params, blocks_of, named_params
-from ..distributed import group
 from .replicas import average_replicas
 
 _RECORD = "_seen_by_devices"  # attribute of a parameter, so that it goes into a copy of the network

@@ -20,11 +20,11 @@ import mxnet as mx
 import numpy as np
 from mxnet import optimizer as opt
 
-from . import loss_scaler
 from .. import schema
-from .optimizer_config import failure, is_known, misfit, plain_attributes
 from ..errors import StateError
 from ..nested import is_device_array
+from . import loss_scaler
+from .optimizer_config import failure, is_known, misfit, plain_attributes
 from .parameters import shape_fits
 from .replicas import Replicas
 from .update import Update, filled

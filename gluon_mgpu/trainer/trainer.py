@@ -10,14 +10,14 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from mxnet import Context, gluon, lr_scheduler
 from mxnet import optimizer as opt
 
-from .buckets import BUCKET_BYTES
 from ..checks import explaining, flag, path_of, real_number, short, whole_number
-from .copies import make_copyable
 from ..devices.select import check_contexts
 from ..errors import StateError, TrainerError
-from .across_processes import Joint
-from .loss_scaler import LossScaler
 from ..nested import Leaf
+from .across_processes import Joint
+from .buckets import BUCKET_BYTES
+from .copies import make_copyable
+from .loss_scaler import LossScaler
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .reduction import Reduction, clip_values, global_norm, scale_to_norm

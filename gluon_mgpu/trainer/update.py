@@ -9,13 +9,13 @@ import numpy as np
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
-from .buckets import Bucket, Place, place_of
-from ..runtime.c_api import Operator
 from ..errors import StateError
 from ..nested import is_device_array, leaves, num_bytes
+from ..runtime.c_api import Operator
+from ..runtime.environment import logger
+from .buckets import Bucket, Place, place_of
 from .optimizers import AdamW
 from .replicas import Buffer
-from ..runtime.environment import logger
 
 # Element by element: many parameters are updated as if they were one. Of these, Adam's kind depends on the number of updates.
 _WHOLE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)

@@ -12,14 +12,14 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..data import ArrayLoader, ImageData
+from ..data_parallel.sharding import plan_shards
+from ..data_parallel.step import train_batch
 from ..devices.select import check_contexts
 from ..errors import TrainerError
 from ..loop.evaluate import evaluate_accuracy_gpus
 from ..plots import figure
 from ..runtime.environment import require
 from ..trainer.schedules import scaled_params
-from ..data_parallel.sharding import plan_shards
-from ..data_parallel.step import train_batch
 from ..trainer.trainer import Trainer
 
 TrainStep = Callable[[gluon.Block, Any, Trainer, Any, Any], Any]  # as train_batch: what it returns has `losses`

@@ -24,10 +24,10 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
-from gluon_mgpu.data import PairLoader, SentencePairs, build_vocabulary, encode_pairs
 from gluon_mgpu.checkpoint.rotation import checkpoint_in
-from gluon_mgpu.models.seq2seq.translator import Translator, load_translator
+from gluon_mgpu.data import PairLoader, SentencePairs, build_vocabulary, encode_pairs
 from gluon_mgpu.models.seq2seq.callbacks import SaveTranslator
+from gluon_mgpu.models.seq2seq.translator import Translator, load_translator
 from mxnet.gluon import nn
 
 TIMES = ("seconds", "examples_per_s")

@@ -38,8 +38,8 @@ from click.testing import CliRunner
 from gluon_mgpu import errors
 from gluon_mgpu.cli.main import main as command
 from gluon_mgpu.data import ArrayLoader, build_vocabulary
-from gluon_mgpu.nested import leaves
 from gluon_mgpu.models.seq2seq.callbacks import PlateauSchedule
+from gluon_mgpu.nested import leaves
 from mxnet import gluon, lr_scheduler
 from mxnet import optimizer as opt
 

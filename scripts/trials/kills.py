@@ -17,9 +17,9 @@ from typing import List
 import gluon_mgpu as mgpu
 import mxnet as mx
 from crash_images import CTX, SCENARIOS, Scenario, ends, place, recorded
-from gluon_mgpu.errors import StateError
 from gluon_mgpu.checkpoint.rotation import checkpoint_in, find_checkpoints
 from gluon_mgpu.checkpoint.snapshot import read_content
+from gluon_mgpu.errors import StateError
 from gluon_mgpu.models.seq2seq.translator import load_translator
 from mxnet.gluon import nn
 

@@ -12,7 +12,15 @@ import numpy as np
 
 from ...checks import MOST_SEED, flag, whole_number
 from ...errors import DataError
-from .numerals import (spell_english, spell_english_date, spell_english_time, spell_korean_date, spell_korean_time, spell_native, spell_sino)
+from .numerals import (
+    spell_english,
+    spell_english_date,
+    spell_english_time,
+    spell_korean_date,
+    spell_korean_time,
+    spell_native,
+    spell_sino,
+)
 from .pairs import SentencePairs, normalise, texts_of
 
 # Korean noun and the word that counts it; in English one of it, and several.

@@ -9,9 +9,9 @@ import numpy as np
 
 from ...checks import short as shown
 from ...checks import whole_number
+from ...data_parallel.sharding import plan_shards
 from ...errors import DataError
 from ...nested import is_device_array
-from ...data_parallel.sharding import plan_shards
 
 
 @dataclass(frozen=True)

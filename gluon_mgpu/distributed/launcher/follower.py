@@ -15,12 +15,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
+from ..process import LaunchError
 from .connection import Connection, LostError, wait_for_news
 from .handshake import CHALLENGE_BYTES, PROOF_BYTES, HandshakeError, answer_challenge, check_proof
 from .messages import Message, failure_fields
 from .node import Failure, Node
 from .plan import Machine, Plan, spread_servers
-from ..process import LaunchError
 from .rendezvous import HELLO_S
 from .supervisor import Grace, Limits, Signals
 from .wire import Wire

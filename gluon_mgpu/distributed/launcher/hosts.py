@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import List, Mapping, Optional, Sequence, Tuple
 
-from .plan import Plan, Task
 from ..process import LaunchError
+from .plan import Plan, Task
 from .tokens import TOKEN
 
 PORT = 29400

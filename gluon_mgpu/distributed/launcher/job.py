@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
+from ..process import LaunchError
 from . import guard
 from .follower import Follower, Seat
 from .hosts import SshHosts
@@ -19,7 +20,6 @@ from .interfaces import address_of
 from .node import Node
 from .output import Output
 from .plan import BACKENDS, Machine, bindable_cores
-from ..process import LaunchError
 from .rendezvous import Rendezvous
 from .supervisor import Limits, Signals, Supervisor
 from .tokens import TOKEN, check_token, token_in_environment

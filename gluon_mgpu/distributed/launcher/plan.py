@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ...runtime.threads import num_cores
+from ..process import LaunchError, Process
 from .fields import address, list_of, one_of, pair, record, whole
 from .interfaces import interface_of
-from ..process import LaunchError, Process
 from .tokens import TOKEN
 
 STARTUP = str(Path(__file__).parent / "startup")

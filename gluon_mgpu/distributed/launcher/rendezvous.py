@@ -12,13 +12,13 @@ from collections import Counter
 from dataclasses import replace
 from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple
 
+from ..process import LaunchError
 from .connection import Connection, LostError, wait_for_news
 from .handshake import ANSWER_BYTES, HandshakeError, check_answer, make_challenge
 from .messages import LONGEST_CAUSE, Message
 from .node import Failure
 from .plan import Plan
 from .printable import printable_lines
-from ..process import LaunchError
 from .wire import Wire
 
 HELLO_S = 5.0  # for the proof and the first message

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
+from ..process import LaunchError
 from .connection import wait_for_news
 from .node import TIMED_OUT, Activity, Failure, Node
 from .plan import Plan, spread_servers
-from ..process import LaunchError
 from .rendezvous import Member, Rendezvous, reserve_port
 
 _SOONER_S = 2.0  # by which a process that was stopped, and that all others wait for, is told first

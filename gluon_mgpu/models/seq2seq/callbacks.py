@@ -8,12 +8,12 @@ from typing import Any, Callable, Optional, Union
 
 from mxnet import lr_scheduler
 
-from ...loop.callbacks import Best, Callback, Checkpoint, FitState, Progress
-from ...loop.history import History
-from ...data import PairLoader, SentencePairs
-from ...loop.epoch import EpochProgress
-from ...errors import TrainerError
 from ...checkpoint.snapshot import Snapshot
+from ...data import PairLoader, SentencePairs
+from ...errors import TrainerError
+from ...loop.callbacks import Best, Callback, Checkpoint, FitState, Progress
+from ...loop.epoch import EpochProgress
+from ...loop.history import History
 from .scores import translation_scores
 from .translator import PARTS, Translator, check_replaceable
 

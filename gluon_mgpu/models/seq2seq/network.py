@@ -13,8 +13,8 @@ from ...errors import TrainerError
 from ...nested import Leaf, is_device_array
 from .attention import ATTENTIONS, Attention
 from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
-from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, each_step
 from .loss import LAYOUTS
+from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, each_step
 
 _BULK = {"forward_bulk_size": 4, "backward_bulk_size": 4}  # operations
 

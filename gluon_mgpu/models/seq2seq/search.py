@@ -13,13 +13,13 @@ from mxnet.util import np_array
 
 from ...checks import one_of, real_number, short, whole_number
 from ...data import BOS, EOS
+from ...data_parallel.sharding import plan_shards
 from ...errors import TrainerError
-from ...trainer.parameters import devices_of
-from .. import Seq2Seq
 from ...nested import Leaf
 from ...plots import figure
 from ...runtime.environment import require
-from ...data_parallel.sharding import plan_shards
+from ...trainer.parameters import devices_of
+from .. import Seq2Seq
 
 Sentence = Sequence[int]
 

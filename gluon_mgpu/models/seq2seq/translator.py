@@ -12,7 +12,10 @@ import numpy as np
 from mxnet import Context
 
 from ... import schema
+from ...checkpoint.atomic_folder import explained, new_folder, open_folder, put_in_place, sync
 from ...checkpoint.checkpoint import check_folder, check_parameters, set_parameters
+from ...checkpoint.rotation import INNER
+from ...checkpoint.snapshot import FILES, OLD_STATES, PARAMS, Snapshot, content_of, take_snapshot
 from ...checks import instance, path_of, short
 from ...data import EOS, Vocabulary, check_vocabulary
 from ...data.text.vocabularies import is_listed, read_vocabulary
@@ -20,14 +23,11 @@ from ...data.text.vocabulary import fingerprint
 from ...devices.select import check_contexts
 from ...distributed.process import this_process
 from ...errors import DataError, StateError, TrainerError
-from ...checkpoint.atomic_folder import explained, new_folder, open_folder, put_in_place, sync
+from ...trainer.trainer import Trainer
 from .. import Seq2Seq
 from .attention import ATTENTIONS
-from .recurrence import NUM_GATES, RECURRENCES
 from .loss import LAYOUTS
-from ...checkpoint.rotation import INNER
-from ...checkpoint.snapshot import FILES, OLD_STATES, PARAMS, Snapshot, content_of, take_snapshot
-from ...trainer.trainer import Trainer
+from .recurrence import NUM_GATES, RECURRENCES
 from .search import Translation, translate
 
 PathLike = Union[str, Path]

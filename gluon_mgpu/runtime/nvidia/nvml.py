@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, List, Optional, Tuple
 
-from .. import environment
 from ...errors import MissingExtraError
+from .. import environment
 from .driver import THROTTLE_REASONS as THROTTLE_REASONS
 from .driver import Driver as Driver
 from .driver import Gpu as Gpu

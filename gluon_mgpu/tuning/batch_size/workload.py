@@ -13,8 +13,8 @@ from typing import Any, Callable, Dict, Union
 
 from mxnet import gluon
 
-from ...errors import TrainerError
 from ...data_parallel.step import train_batch
+from ...errors import TrainerError
 
 Workload = Union[str, Callable[..., Any]]
 

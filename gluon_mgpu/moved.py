@@ -145,7 +145,14 @@ def __getattr__(name: str) -> Any:
     """Return a module by its old name: `gluon_mgpu.sharding` without importing it. The package takes this function."""
     if name not in MOVED:
         raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
-    return importlib.import_module(f"{_PACKAGE}.{name}")
+    old = f"{_PACKAGE}.{name}"
+    _warn(old, 2)
+    return importlib.import_module(current_module(old))
+
+
+def _warn(old: str, stacklevel: int) -> None:
+    told = f"{old} is now {current_module(old)}. The old name goes with the next release."
+    warnings.warn(told, DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 class _OldNames:
@@ -155,9 +162,8 @@ class _OldNames:
         return ModuleSpec(fullname, self) if current_module(fullname) != fullname else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        new = current_module(spec.name)
-        warnings.warn(f"{spec.name} is now {new}. The old name goes with the next release.", DeprecationWarning, stacklevel=2)
-        module = importlib.import_module(new)
+        _warn(spec.name, 2)
+        module = importlib.import_module(current_module(spec.name))
         spec.loader_state = module.__spec__
         return module
 

@@ -14,7 +14,7 @@ from .errors import NestedError, ShardError
 
 MOST_LEVELS = 32  # of tuples, lists and dicts inside each other
 
-Leaf = Any  # an mx.nd.NDArray, an mx.np.ndarray or a numpy.ndarray
+Array = Any  # an mx.nd.NDArray, an mx.np.ndarray or a numpy.ndarray
 
 
 def is_device_array(value: Any) -> bool:
@@ -71,14 +71,14 @@ def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str 
     )
 
 
-def leaves(data: Any, path: str = "data") -> Iterator[Tuple[str, Leaf]]:
+def leaves(data: Any, path: str = "data") -> Iterator[Tuple[str, Array]]:
     """Yield (path, leaf) of every leaf of nested data, in order."""
-    found: List[Tuple[str, Leaf]] = []
+    found: List[Tuple[str, Array]] = []
     map_leaves(lambda at, leaf: found.append((at, leaf)), data, path=path)
     return iter(found)
 
 
-def num_bytes(array: Leaf) -> int:
+def num_bytes(array: Array) -> int:
     """Return what the elements of an MXNet array take; of a sparse one, at most."""
     return int(np.prod(array.shape)) * int(np.dtype(array.dtype).itemsize)
 

@@ -43,7 +43,7 @@ class Wrong:
         """Return the same, as the container sees it that holds the value under this key."""
         return replace(self, path=(key, *self.path))
 
-    def told(self) -> str:
+    def message(self) -> str:
         """Return where the value is and what it is, in words: `with place.step = "7"`."""
         where = "".join(_step(key) for key in self.path).lstrip(".")
         if self.is_missing:
@@ -74,14 +74,14 @@ def check(schema: Schema, value: Any, *, operation: str, file: object, advice: s
 
     Examples
     --------
-    >>> check(record({"step": whole()}), {"step": "7"}, operation="load", file="a.json")
+    >>> check(record({"step": integer()}), {"step": "7"}, operation="load", file="a.json")
     Traceback (most recent call last):
         ...
     gluon_mgpu.errors.StateError: load: got a.json with step = "7"; need a whole number of 0 or more. Use another checkpoint.
     """
     wrong = schema(value)
     if wrong is not None:
-        raise StateError(f"{operation}: got {file} {wrong.told()}; need {wrong.need}. {advice}.")
+        raise StateError(f"{operation}: got {file} {wrong.message()}; need {wrong.need}. {advice}.")
 
 
 def parse_json(content: bytes, *, operation: str, file: Path, advice: str = "Use another one") -> Any:
@@ -129,7 +129,7 @@ def that(need: str, fits: Callable[[Any], bool]) -> Schema:
     return schema
 
 
-def whole(least: int = 0, most: int = MOST) -> Schema:
+def integer(least: int = 0, most: int = MOST) -> Schema:
     """Return the schema of whole numbers in a range."""
     need = f"a whole number of {least} or more" + ("" if most == MOST else f", at most {most}")
 
@@ -144,7 +144,7 @@ def whole(least: int = 0, most: int = MOST) -> Schema:
 
 def steps(least: int = 0) -> Schema:
     """Return the schema of numbers of steps, updates and epochs."""
-    return whole(least, MOST_STEPS)
+    return integer(least, MOST_STEPS)
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, below: float = math.inf) -> Schema:

@@ -14,8 +14,8 @@ from gluon_mgpu.tuning.agreement import (
     UNKNOWN,
     LargerBatch,
     Recipe,
-    Run,
     SameBatch,
+    TrialRun,
     larger_batch,
     plot_agreement,
     same_batch,
@@ -111,7 +111,7 @@ def test_another_seed_does_not_agree(recipe):
 
 
 def run(losses, weight=0.0):
-    return Run(list(losses), 0.5, [np.array([weight])])
+    return TrialRun(list(losses), 0.5, [np.array([weight])])
 
 
 ONES = [1.0] * 20
@@ -138,7 +138,7 @@ def test_the_verdict_on_the_same_batch(losses, weight, rounding, verdict, num_co
 
 
 def with_accuracies(*accuracies):
-    return [Run([], accuracy, []) for accuracy in accuracies]
+    return [TrialRun([], accuracy, []) for accuracy in accuracies]
 
 
 def test_the_interval_is_students():

@@ -300,7 +300,7 @@ def test_a_checkpoint_is_read_while_another_thread_writes_it(tmp_path):
         for number in count():
             with atomic_folder.new_folder(tmp_path / "c") as new:
                 snapshots[number % 2].write(new)
-            atomic_folder.put_in_place(tmp_path / "c")
+            atomic_folder.commit(tmp_path / "c")
             if done.is_set():
                 return
 

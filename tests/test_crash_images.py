@@ -105,7 +105,7 @@ def test_a_copy_that_begins_with_its_manifest_is_not_taken_for_whole(tmp_path, u
     (tmp_path / "best").rename(tmp_path / ".best.old")
     (tmp_path / ".best.new").mkdir()
     shutil.copyfile(tmp_path / "last" / "manifest.json", tmp_path / ".best.new" / "manifest.json")
-    assert atomic_folder.whole(tmp_path / "best") == tmp_path / ".best.old"
+    assert atomic_folder.recover_path(tmp_path / "best") == tmp_path / ".best.old"
     fit(tmp_path)
     assert bits(tmp_path) == undisturbed
 
@@ -134,7 +134,7 @@ def test_best_comes_along_into_another_folder(tmp_path, undisturbed):
 
 def test_more_checkpoints_than_are_kept_are_removed_after_a_kill(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(rotation.Shelf, "_prune", lambda *arguments: None)
+        patch.setattr(rotation.CheckpointRotation, "_prune", lambda *arguments: None)
         fit(tmp_path, keep=2)
     assert names(tmp_path) == ["best", "last", "step-00000003", "step-00000006"]
     fit(tmp_path, keep=2)

@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StateError
-from gluon_mgpu.trainer.optimizer_config import describe, differences, set_again
+from gluon_mgpu.trainer.optimizer_config import describe, differences, restore_optimizer
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
@@ -32,7 +32,7 @@ def test_one_that_is_made_alike_is_the_same(name):
     assert differences(told(optimizer), opt.create(name, learning_rate=0.25, wd=0.5)) == []
     assert differences(told(optimizer), opt.create(name, wd=0.25)) == ["wd 0.5 where this one has 0.25"]
     again = opt.create(name, learning_rate=0.25, wd=0.5)
-    set_again(told(optimizer), again)
+    restore_optimizer(told(optimizer), again)
     assert again.learning_rate == 0.125
 
 
@@ -44,7 +44,7 @@ def test_a_schedule_goes_on(make, num_updates):
     for first.num_update in range(num_updates + 1):
         assert first.learning_rate == whole(first.num_update)
     assert differences(told(first), second) == []
-    set_again(told(first), second)
+    restore_optimizer(told(first), second)
     assert vars(second.lr_scheduler) == vars(first.lr_scheduler)
     for second.num_update in range(num_updates, num_updates + 10):
         assert second.learning_rate == whole(second.num_update)
@@ -63,7 +63,7 @@ def test_of_ones_own_classes_only_the_name_is_compared():
     one, other = Own(gamma=0.25, momentum=0.5), Own()
     one.seen = (7,)
     assert differences(told(one), other) == []
-    set_again(told(one), other)
+    restore_optimizer(told(one), other)
     assert (other.gamma, other.momentum, other.seen) == (0.25, 0.5, (7,))
     assert differences(told(opt.SGD()), other) == ["SGD where this one has Own"]
 
@@ -71,7 +71,7 @@ def test_of_ones_own_classes_only_the_name_is_compared():
 def test_tuples_dicts_and_numpys_numbers_come_back():
     one, other = Own(), Own()
     other.seen = None
-    set_again(told(one), other)
+    restore_optimizer(told(one), other)
     assert other.seen == (1, [2.5, None], {"a": 0.5, 3: True})
     assert [type(key) for key in other.seen[2]] == [str, int]
 
@@ -80,7 +80,7 @@ def test_a_function_as_a_schedule_keeps_nothing():
     optimizer = opt.SGD(lr_scheduler=lambda step: 1 / (step + 1))
     again = opt.SGD(lr_scheduler=lambda step: 1 / (step + 1))
     assert differences(told(optimizer), again) == []
-    set_again(told(optimizer), again)
+    restore_optimizer(told(optimizer), again)
     assert again.learning_rate == 1.0
     assert differences(told(optimizer), opt.SGD()) == ["function as its schedule where this one has none"]
 
@@ -107,5 +107,5 @@ def test_methods_are_not_overwritten():
     optimizer = opt.SGD()
     description = told(optimizer)
     description["values"].update({"update": "gone", "__class__": "gone", "a b": "gone"})
-    set_again(description, optimizer)
+    restore_optimizer(description, optimizer)
     assert callable(optimizer.update) and type(optimizer) is opt.SGD and "a b" not in vars(optimizer)

@@ -10,12 +10,12 @@ from gluon_mgpu import doctor
 from gluon_mgpu.devices.describe import DeviceInfo
 from gluon_mgpu.doctor import gpus, machine, report, storage, stores
 from gluon_mgpu.doctor.build import Build, check_build
-from gluon_mgpu.doctor.findings import Examination, Finding, told
+from gluon_mgpu.doctor.findings import Examination, Problem, describe_error
 from gluon_mgpu.doctor.gpus import Reading, barred, check_driver, check_gpus, explains, names_in_mxnet
 from gluon_mgpu.doctor.libraries import check_libraries
 from gluon_mgpu.doctor.machine import Machine, Packages, check_packages
 from gluon_mgpu.doctor.settings import Engine, check_openblas, check_settings
-from gluon_mgpu.doctor.storage import Place, check_checkpoints, check_shared_memory, check_temporary
+from gluon_mgpu.doctor.storage import StorageLocation, check_checkpoints, check_shared_memory, check_temporary
 from gluon_mgpu.doctor.stores import Horovod, check_horovod, look_at_horovod, stores_of
 from gluon_mgpu.doctor.training import with_reasons
 from gluon_mgpu.runtime import environment
@@ -305,7 +305,7 @@ def test_a_switch_is_told_unless_it_is_off():
 
 # Where files go
 
-ROOM = Place("checkpoints", "runs", tempfile.gettempdir(), 100 * GIB, 50 * GIB, 1000, True)
+ROOM = StorageLocation("checkpoints", "runs", tempfile.gettempdir(), 100 * GIB, 50 * GIB, 1000, True)
 SHARED = replace(ROOM, use="shared memory", folder="/dev/shm", total_bytes=8 * GIB, free_bytes=8 * GIB)
 
 
@@ -431,7 +431,7 @@ def test_a_check_that_fails_is_a_finding_and_the_others_are_made():
     exam = Examination()
     assert exam.look("numbers", 7, fails, 3) == 7
     exam.judge("more numbers", fails, 4)
-    exam.judge("the last", lambda: [Finding("the last", "It is wrong.", "Mend it.")])
+    exam.judge("the last", lambda: [Problem("the last", "It is wrong.", "Mend it.")])
     assert [finding.check for finding in exam.findings] == ["numbers", "more numbers", "the last"]
     assert exam.findings[0].what == "The check of numbers failed: ZeroDivisionError: division of 3"
     assert not exam.findings[0].stops_training
@@ -457,9 +457,9 @@ def test_the_doctor_survives_whatever_fails(monkeypatch, name):
 
 
 def test_errors_in_the_house_form_are_told_in_two_parts():
-    assert told(ValueError("fit: got 0; need 1. Pass 1.")) == ("fit: got 0", "Need 1. Pass 1.")
-    assert told(OSError("no such file")) == ("no such file", "Do what the message says.")
-    assert told(KeyError()) == ("KeyError", "Do what the message says.")
+    assert describe_error(ValueError("fit: got 0; need 1. Pass 1.")) == ("fit: got 0", "Need 1. Pass 1.")
+    assert describe_error(OSError("no such file")) == ("no such file", "Do what the message says.")
+    assert describe_error(KeyError()) == ("KeyError", "Do what the message says.")
 
 
 def table(found, title):
@@ -504,7 +504,7 @@ def test_json_of_a_machine_with_gpus(healthy):
     link = Link(0, 1, "NVLink", "", 12, 300e9, True)
     driver = Driver("535.104.05", "12.2", (A100, H200), (link,))
     libraries = (CudaLibrary("cuDNN", "libcudnn.so.8", "/cuda/lib/libcudnn.so.8", "8.9.6", "wheel"),)
-    wrong = (Finding("GPUs", "It is wrong.", "Mend it.", True),)
+    wrong = (Problem("GPUs", "It is wrong.", "Mend it.", True),)
     found = replace(healthy, build=GPU_BUILD, reading=Reading(driver, "", True), libraries=libraries, findings=wrong)
     plain = found.as_json()
     assert plain["gpu_code"] == {"machine_code": ["5.0", "6.0", "7.0", "8.0", "8.6"], "ptx": [], "num_binaries": 198}

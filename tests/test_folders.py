@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gluon_mgpu.checkpoint import atomic_folder
-from gluon_mgpu.checkpoint.atomic_folder import FolderWriter, copy_folder, new_folder, open_folder, put_in_place, remove, whole
+from gluon_mgpu.checkpoint.atomic_folder import FolderWriter, commit, copy_folder, new_folder, open_folder, recover_path, remove
 from gluon_mgpu.errors import StateError
 
 
@@ -22,7 +22,7 @@ def write(folder, number):
             file.write(b"ab")
             file.write(memoryview(b"cd"))
         writer.finish(kind="test")
-    put_in_place(folder)
+    commit(folder)
 
 
 def checked(folder):
@@ -93,7 +93,7 @@ def test_the_first_one_is_there_or_not(tmp_path, monkeypatch):
         folder = tmp_path / str(call) / "f"
         folder.parent.mkdir()
         killed = killed_at(monkeypatch, call, lambda folder=folder: write(folder, 2))
-        there.append(whole(folder).exists())
+        there.append(recover_path(folder).exists())
         assert not there[-1] or number_in(folder) == 2
         if not killed:
             break

@@ -270,7 +270,7 @@ def test_the_driver_is_opened_once(nvml, monkeypatch):
         return read(self, **options)
 
     monkeypatch.setattr(Nvml, "read", read_four_times)
-    assert len(free_gpus.meet(Demand("gpu:free:4", count=4), 60.0, [].append)) == 4
+    assert len(free_gpus.acquire(Demand("gpu:free:4", count=4), 60.0, [].append)) == 4
     assert nvml.calls["nvmlInit"] == 1
     assert nvml.users == 0
 

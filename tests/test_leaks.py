@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.monitor import leaks
-from gluon_mgpu.monitor.leaks import Growth, LeakCheck, Sample, judge, theil_sen
+from gluon_mgpu.monitor.leaks import Growth, LeakCheck, MemoryReading, judge, theil_sen
 from gluon_mgpu.runtime.engine import is_serial
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -71,7 +71,7 @@ def waves(*, leak=0, queue=0, warm_up=0, noise=0, num=30, inflight=20):
     for look in range(1, 4 * num):
         step, queued = 5 * look, min(inflight, 5 * (look % 4))
         number = 10**8 + leak * step + queue * queued + int(rng.normal(0, noise)) - (warm_up if step < 100 else 0)
-        samples.append(Sample(step, number, queued))
+        samples.append(MemoryReading(step, number, queued))
     return samples
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from gluon_mgpu.distributed.launcher.horovod_rendezvous import Meeting
+from gluon_mgpu.distributed.launcher.horovod_rendezvous import RendezvousServer
 from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.plan import Machine, Plan
 from gluon_mgpu.distributed.process import LaunchError, Process, this_process
@@ -20,7 +20,7 @@ PLACE = {"RANK": 1, "SIZE": 3, "LOCAL_RANK": 0, "LOCAL_SIZE": 2, "CROSS_RANK": 1
 
 @pytest.fixture
 def meeting():
-    server = Meeting("127.0.0.1", 0)
+    server = RendezvousServer("127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server

@@ -16,9 +16,9 @@ import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli.monitor import monitor as command
 from gluon_mgpu.errors import DataError, TrainerError
-from gluon_mgpu.monitor import Finding, GpuSample, Held, Monitor, Reader, callback, read_samples
+from gluon_mgpu.monitor import Finding, GpuSample, LiveArrays, Monitor, Reader, callback, read_samples
 from gluon_mgpu.monitor.gpus import GpuReader, visible
-from gluon_mgpu.monitor.host import HostReader, Seldom, name_thread, threads_of
+from gluon_mgpu.monitor.host import HostReader, Throttled, name_thread, threads_of
 from gluon_mgpu.monitor.view import view
 from gluon_mgpu.runtime.engine import ON_WORKER, Marker, is_serial
 from gluon_mgpu.runtime.nvidia.nvml import Gpu
@@ -134,7 +134,7 @@ def test_the_watching_thread_asks_nothing_about_arrays(monkeypatch):
 def test_arrays_of_bf16_count(monkeypatch):
     """NumPy calls MXNet's bfloat16 `void16`, a name that it does not take back."""
     monkeypatch.setattr(callback, "live_arrays", lambda: {("cpu(0)", "void16", (3, 5)): 2})
-    assert callback._find_held() == {"cpu(0)": Held(60, 2, (3, 5), "bfloat16")}
+    assert callback._find_held() == {"cpu(0)": LiveArrays(60, 2, (3, 5), "bfloat16")}
 
 
 def test_told_phases_are_exact():
@@ -198,7 +198,7 @@ def test_children_count():
 
 def test_what_is_dear_is_found_seldom():
     found = []
-    seldom = Seldom(lambda: found.append(1) or len(found), every_s=1000.0)
+    seldom = Throttled(lambda: found.append(1) or len(found), every_s=1000.0)
     assert [seldom(), seldom(), seldom()] == [1, 1, 1]
 
 

@@ -8,9 +8,19 @@ import gluon_mgpu
 import mxnet as mx
 import pytest
 from gluon_mgpu.errors import DataError
-from gluon_mgpu.monitor import CpuSample, GpuSample, Held, HostSample, Sample, diagnose, plot_samples, read_samples, summarise
+from gluon_mgpu.monitor import (
+    CpuSample,
+    GpuSample,
+    HostSample,
+    LiveArrays,
+    Sample,
+    diagnose,
+    plot_samples,
+    read_samples,
+    summarise,
+)
 from gluon_mgpu.monitor.memory import held_by
-from gluon_mgpu.monitor.phases import Laps, refined
+from gluon_mgpu.monitor.phases import PhaseTimer, refined
 from gluon_mgpu.monitor.sample import from_json, joined, to_json
 from gluon_mgpu.monitor.stacks import Frame, place_of
 
@@ -50,23 +60,23 @@ def test_four_equal_busy_gpus_are_well():
 
 
 def test_two_samples_say_nothing():
-    full = over_time(gpus=(gpu(0, 10.0, held=Held(0)), gpu(1)))
+    full = over_time(gpus=(gpu(0, 10.0, held=LiveArrays(0)), gpu(1)))
     assert diagnose(full[:2]) == [] and diagnose(full) != []
 
 
 # The case of the post on PyTorch: GPU 0 holds 6 GiB more than the three others.
 SIX_MORE = {
-    "other process": gpu(0, 10.0, own_bytes=4 * GIB, foreign=(("python (77)", 6 * GIB),), held=Held(GIB)),
-    "kept in a list": gpu(0, 10.0, held=Held(7 * GIB, 800, (64, 30000), "float32")),
-    "gathered": gpu(0, 10.0, held=Held(7 * GIB, 1, (50, 30000, 1024), "float32")),
-    "gathered in a step": gpu(0, 10.0, held=Held(GIB)),
+    "other process": gpu(0, 10.0, own_bytes=4 * GIB, foreign=(("python (77)", 6 * GIB),), held=LiveArrays(GIB)),
+    "kept in a list": gpu(0, 10.0, held=LiveArrays(7 * GIB, 800, (64, 30000), "float32")),
+    "gathered": gpu(0, 10.0, held=LiveArrays(7 * GIB, 1, (50, 30000, 1024), "float32")),
+    "gathered in a step": gpu(0, 10.0, held=LiveArrays(GIB)),
     "unknown": gpu(0, 10.0),
 }
 
 
 @pytest.mark.parametrize("cause", list(SIX_MORE))
 def test_memory_imbalance_has_a_cause(cause):
-    others = tuple(gpu(i, held=None if cause == "unknown" else Held(GIB)) for i in (1, 2, 3))
+    others = tuple(gpu(i, held=None if cause == "unknown" else LiveArrays(GIB)) for i in (1, 2, 3))
     samples = over_time(gpus=(SIX_MORE[cause], *others))
     assert found(samples, "memory imbalance") == [("gpu(0)", cause)]
     (finding,) = [one for one in diagnose(samples) if one.what == "memory imbalance"]
@@ -77,7 +87,10 @@ def test_memory_imbalance_has_a_cause(cause):
 
 
 def test_processes_whose_ids_are_not_ours_are_not_blamed():
-    gpus = (gpu(0, 10.0, own_bytes=0, foreign=(("python (1)", 10 * GIB),), held=Held(GIB)), gpu(1, own_bytes=0, held=Held(GIB)))
+    gpus = (
+        gpu(0, 10.0, own_bytes=0, foreign=(("python (1)", 10 * GIB),), held=LiveArrays(GIB)),
+        gpu(1, own_bytes=0, held=LiveArrays(GIB)),
+    )
     assert found(over_time(gpus=gpus), "memory imbalance") == [("gpu(0)", "gathered in a step")]
 
 
@@ -87,8 +100,8 @@ def test_a_small_difference_is_none():
 
 
 def test_arrays_kept_on_a_cpu_context_are_found():
-    cpus = (cpu(0), cpu(1, held=Held(3 * GIB, 500, (64, 1000), "float32")))
-    samples = over_time(cpus=(replace(cpus[0], held=Held(GIB)), cpus[1]))
+    cpus = (cpu(0), cpu(1, held=LiveArrays(3 * GIB, 500, (64, 1000), "float32")))
+    samples = over_time(cpus=(replace(cpus[0], held=LiveArrays(GIB)), cpus[1]))
     assert found(samples, "memory imbalance") == [("cpu(1)", "kept in a list")]
 
 
@@ -154,14 +167,14 @@ def test_a_lost_gpu():
 def test_the_kind_of_arrays_that_a_device_has_more_of():
     counts = {("cpu(0)", "float32", (10,)): 3, ("cpu(1)", "float32", (10,)): 3, ("cpu(1)", "float32", (5,)): 100}
     held = held_by(counts, lambda kind: 4 * kind[2][0])
-    assert held == {"cpu(0)": Held(120, 0, (10,), "float32"), "cpu(1)": Held(120 + 2000, 100, (5,), "float32")}
+    assert held == {"cpu(0)": LiveArrays(120, 0, (10,), "float32"), "cpu(1)": LiveArrays(120 + 2000, 100, (5,), "float32")}
 
 
 def test_lines_of_json_give_the_samples_back(tmp_path):
     foreign = (("python (7)", 5),)
     samples = over_time(
         2,
-        gpus=(gpu(0, foreign=foreign, throttled=("temperature",), held=Held(8, 2, (1, 2), "int8")),),
+        gpus=(gpu(0, foreign=foreign, throttled=("temperature",), held=LiveArrays(8, 2, (1, 2), "int8")),),
         cpus=(cpu(0),),
         spent={"data": 1.0},
     )
@@ -185,7 +198,7 @@ def test_joined_samples_keep_peaks_and_means():
 
 def test_summary():
     samples = over_time(
-        gpus=(gpu(0, 10.0, load=0.9, held=Held(GIB)), gpu(1, 4.0, load=0.5, held=Held(GIB))), spent={"devices": 1.0}
+        gpus=(gpu(0, 10.0, load=0.9, held=LiveArrays(GIB)), gpu(1, 4.0, load=0.5, held=LiveArrays(GIB))), spent={"devices": 1.0}
     )
     summary = summarise(samples)
     assert summary.peak_bytes == {"gpu(0)": 10 * GIB, "gpu(1)": 4 * GIB} and summary.imbalance == 2.5
@@ -222,7 +235,7 @@ FOR_LINE = next(i for i, line in enumerate(LINES, 1) if line.lstrip().startswith
         (
             [USER, Frame(STEP, "_forward", 1), Frame(RUN, "train_one", 2), LOOP],
             "dispatch",
-            USER.told,
+            USER.location,
         ),
         (
             [
@@ -233,7 +246,7 @@ FOR_LINE = next(i for i, line in enumerate(LINES, 1) if line.lstrip().startswith
                 LOOP,
             ],
             "sync",
-            USER.told,
+            USER.location,
         ),
         (
             [WAIT[0], Frame(f"{OURS}/loop/epoch.py", "_wait", 5), Frame(f"{OURS}/loop/epoch.py", "_checked", 6), LOOP],
@@ -245,16 +258,16 @@ FOR_LINE = next(i for i, line in enumerate(LINES, 1) if line.lstrip().startswith
             "devices",
             "metrics.py:7 (read)",
         ),
-        ([USER, Frame(RUN, "each", 1), LOOP], "callbacks", USER.told),
-        ([*WAIT, USER, Frame(RUN, "each", 1), LOOP], "sync", USER.told),
+        ([USER, Frame(RUN, "each", 1), LOOP], "callbacks", USER.location),
+        ([*WAIT, USER, Frame(RUN, "each", 1), LOOP], "sync", USER.location),
         (
             [Frame(f"{OURS}/checkpoint/snapshot.py", "write", 3), Frame(RUN, "each", 1)],
             "callbacks",
             "snapshot.py:3 (write)",
         ),
-        ([*WAIT, USER], "sync", USER.told),
-        ([Frame(f"{MXNET}/gluon/block.py", "__call__", 1), USER], "dispatch", USER.told),
-        ([Frame(f"{MXNET}/gluon/data/dataloader.py", "__next__", 1), USER], "data", USER.told),
+        ([*WAIT, USER], "sync", USER.location),
+        ([Frame(f"{MXNET}/gluon/block.py", "__call__", 1), USER], "dispatch", USER.location),
+        ([Frame(f"{MXNET}/gluon/data/dataloader.py", "__next__", 1), USER], "data", USER.location),
         (
             [
                 Frame(SHARDING, "split_batch", 1),
@@ -262,9 +275,9 @@ FOR_LINE = next(i for i, line in enumerate(LINES, 1) if line.lstrip().startswith
                 USER,
             ],
             "dispatch",
-            USER.told,
+            USER.location,
         ),
-        ([USER], "other", USER.told),
+        ([USER], "other", USER.location),
         ([], "other", ""),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
@@ -276,7 +289,7 @@ def test_where_a_stack_is(frames, kind, where):
 
 def test_laps_add_up_between_takes():
     clock = iter([0.0, 1.0, 3.0, 4.0, 9.0])
-    laps = Laps(clock.__next__)
+    laps = PhaseTimer(clock.__next__)
     laps.enter("data")
     laps.enter("dispatch")
     assert laps.take() == {"data": 2.0, "dispatch": 1.0, "": 1.0}
@@ -284,7 +297,7 @@ def test_laps_add_up_between_takes():
 
 
 def test_laps_that_nobody_told_say_nothing():
-    assert Laps(iter([0.0, 5.0]).__next__).take() == {}
+    assert PhaseTimer(iter([0.0, 5.0]).__next__).take() == {}
     assert refined({"data": 0.4, "other": 0.6}, {}) == {"data": 0.4, "other": 0.6}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.checkpoint.snapshot import read_content
 from gluon_mgpu.errors import StateError, TrainerError
-from gluon_mgpu.loop.resume import Position, loader_epoch, position_of, rest_of, set_loader_epoch
+from gluon_mgpu.loop.resume import FitProgress, loader_epoch, position_of, rest_of, set_loader_epoch
 from mxnet import gluon
 
 from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
@@ -153,11 +153,11 @@ def test_what_was_done_is_drawn_and_not_given():
     whole = [x.tolist() for x, _ in loader]
     for done in range(7):
         loader.epoch = 0
-        assert [x.tolist() for x, _ in rest_of(loader, Position(batches=done))] == whole[done:]
+        assert [x.tolist() for x, _ in rest_of(loader, FitProgress(batches=done))] == whole[done:]
     loader.epoch = 0
-    assert rest_of(loader, Position(batches=7)) is None
+    assert rest_of(loader, FitProgress(batches=7)) is None
     with pytest.raises(StateError, match="got a train_iter of 7 batches, and a checkpoint after 8"):
-        rest_of(loader, Position(batches=8))
+        rest_of(loader, FitProgress(batches=8))
 
 
 def test_numpys_generator_is_where_it_was():
@@ -167,7 +167,7 @@ def test_numpys_generator_is_where_it_was():
         for i in np.random.permutation(50)[:5].tolist():
             yield i, np.random.uniform()
 
-    position = Position(batches=3)
+    position = FitProgress(batches=3)
     whole = list(drawing())
     np.random.seed(9)
     rest = list(rest_of(drawing(), position))
@@ -188,7 +188,7 @@ def test_iterators_that_count_their_epochs_are_known():
     passes = [[x.asnumpy().tolist() for x in loader] for _ in range(3)]
     assert loader_epoch(loader) == 3
     set_loader_epoch(loader, 1)
-    assert [x.asnumpy().tolist() for x in rest_of(loader, Position(batches=1))] == passes[1][1:] != passes[0][1:]
+    assert [x.asnumpy().tolist() for x in rest_of(loader, FitProgress(batches=1))] == passes[1][1:] != passes[0][1:]
 
 
 def test_position_knows_what_it_is_of(tmp_path):

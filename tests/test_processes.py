@@ -363,7 +363,7 @@ def test_a_job_for_horovod_where_it_is_not(monkeypatch):
 
 def test_a_process_alone_has_no_group():
     assert distributed.group() is None
-    assert distributed.share() == (0, 1)
+    assert distributed.process_shard() == (0, 1)
 
 
 def test_a_job_without_a_store_is_told(monkeypatch):
@@ -382,7 +382,7 @@ def test_weights_that_train_apart_are_refused(monkeypatch):
 
 
 def test_another_way_to_split_is_refused(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.data_parallel.step.share", lambda: (0, 2))
+    monkeypatch.setattr("gluon_mgpu.data_parallel.step.process_shard", lambda: (0, 2))
     devices = mgpu.resolve_devices("cpu:1")
     with pytest.raises(mgpu.errors.TrainerError, match="split_batch") as raised:
         mgpu.eval_batch(gluon.nn.Dense(1), np.zeros((2, 1)), np.zeros(2), devices, split_f=lambda X, y, ctx: ([X], [y]))

@@ -266,7 +266,7 @@ def test_it_can_fail(tmp_path, monkeypatch):
     run = "gluon_mgpu.loop.run.Run."
     for what, broken in {
         "gluon_mgpu.checkpoint.snapshot.mx.random.seed": lambda seed: None,
-        "gluon_mgpu.checkpoint.snapshot.set_again": lambda *arguments: None,
+        "gluon_mgpu.checkpoint.snapshot.restore_optimizer": lambda *arguments: None,
         "gluon_mgpu.trainer.update.Update.restore": lambda *arguments: None,
         run + "_restore_sums": lambda *arguments: None,
         "gluon_mgpu.loop.run.rest_of": lambda train_iter, position: iter(train_iter),

@@ -436,19 +436,19 @@ def test_other_examples_in_an_epoch_are_refused(saved, run, tmp_path):
 @pytest.mark.parametrize(
     ("one", "good", "wrong"),
     [
-        (schema.whole(1, 5), [1, 5, np.int64(3)], [0, 6, 1.0, True, "1", None, 10**30]),
+        (schema.integer(1, 5), [1, 5, np.int64(3)], [0, 6, 1.0, True, "1", None, 10**30]),
         (schema.number(0, below=1), [0, 0.5, np.float32(0.25)], [-0.1, 1, float("nan"), float("inf"), 10**400, True, "0"]),
         (schema.constant(False, 1), [False, 1], [True, 0, 1.0, "1"]),
         (schema.nullable(schema.text(3)), [None, "", "abc"], ["abcd", 3, []]),
-        (schema.list_of(schema.whole(), length=2), [[1, 2], (0, 0)], [[1], [1, 2, 3], [1, "2"], "12"]),
-        (schema.items(schema.whole(), schema.text()), [[1, "a"]], [["a", 1], [1], {}]),
+        (schema.list_of(schema.integer(), length=2), [[1, 2], (0, 0)], [[1], [1, 2, 3], [1, "2"], "12"]),
+        (schema.items(schema.integer(), schema.text()), [[1, "a"]], [["a", 1], [1], {}]),
         (
-            schema.record({"a": schema.whole()}, {"b": schema.text()}),
+            schema.record({"a": schema.integer()}, {"b": schema.text()}),
             [{"a": 1}, {"a": 1, "b": ""}],
             [{}, {"a": 1, "c": 2}, {"a": ""}],
         ),
         (
-            schema.mapping(schema.index_as_text(), schema.whole()),
+            schema.mapping(schema.index_as_text(), schema.integer()),
             [{}, {"0": 1, "12": 2}],
             [{"01": 1}, {"-1": 1}, {"²": 1}, {0: 1}],
         ),
@@ -460,7 +460,7 @@ def test_schemas(one, good, wrong):
 
 
 def test_errors_are_one_short_line():
-    deep = schema.record({"a b\n": schema.list_of(schema.whole())})
+    deep = schema.record({"a b\n": schema.list_of(schema.integer())})
     with pytest.raises(StateError) as caught:
         schema.check(deep, {"a b\n": [1, "x\n" * 1000]}, operation="load", file="f")
     assert_told(caught.value, '["a b\\n"][1] = "x\\nx')

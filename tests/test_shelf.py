@@ -8,7 +8,7 @@ import time
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.checkpoint.rotation import Shelf, checkpoint_in, find_checkpoints, step_of
+from gluon_mgpu.checkpoint.rotation import CheckpointRotation, checkpoint_in, find_checkpoints, step_of
 from gluon_mgpu.checkpoint.snapshot import take_snapshot
 from gluon_mgpu.errors import StateError
 from mxnet import gluon
@@ -46,7 +46,7 @@ def value_in(folder):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_ones_and_the_best_stay(tmp_path, background):
-    shelf = Shelf(tmp_path / "run", keep=3, background=background)
+    shelf = CheckpointRotation(tmp_path / "run", keep=3, background=background)
     shelf.begin(None)
     put(shelf, 10, 20, 30, 40, best=[20])
     assert names(shelf.folder) == ["best", "last", "step-00000020", "step-00000030"]
@@ -55,7 +55,7 @@ def test_the_last_ones_and_the_best_stay(tmp_path, background):
 
 
 def test_one_is_kept_without_being_asked(tmp_path):
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointRotation(tmp_path)
     shelf.begin(None)
     put(shelf, 10, 20, 30, best=[10, 30])
     assert names(tmp_path) == ["best", "last"]
@@ -63,15 +63,15 @@ def test_one_is_kept_without_being_asked(tmp_path):
 
 
 def test_fewer_than_before_may_be_kept(tmp_path):
-    put(Shelf(tmp_path, keep=5), 1, 2, 3, 4, 5)
-    put(Shelf(tmp_path, keep=2), 6)
+    put(CheckpointRotation(tmp_path, keep=5), 1, 2, 3, 4, 5)
+    put(CheckpointRotation(tmp_path, keep=2), 6)
     assert names(tmp_path) == ["last", "step-00000005"]
 
 
 def test_going_back_leaves_the_later_ones_behind(tmp_path):
     """At the first save, and not before; of the same step, the new one counts."""
-    put(Shelf(tmp_path, keep=9), 10, 20, 30, 40)
-    shelf = Shelf(tmp_path, keep=9)
+    put(CheckpointRotation(tmp_path, keep=9), 10, 20, 30, 40)
+    shelf = CheckpointRotation(tmp_path, keep=9)
     shelf.begin(tmp_path / "step-00000020")
     assert names(tmp_path) == ["last", "step-00000010", "step-00000020", "step-00000030"]
     put(shelf, 25)
@@ -81,30 +81,30 @@ def test_going_back_leaves_the_later_ones_behind(tmp_path):
 
 
 def test_a_run_of_another_name_is_not_mixed_in(tmp_path):
-    put(Shelf(tmp_path / "run", keep=2), 1, 2)
+    put(CheckpointRotation(tmp_path / "run", keep=2), 1, 2)
     before = names(tmp_path / "run")
     for resumed in (None, tmp_path / "elsewhere" / "last"):
         with pytest.raises(StateError, match="which holds step-00000001 of another run") as caught:
-            Shelf(tmp_path / "run", keep=2).begin(resumed)
+            CheckpointRotation(tmp_path / "run", keep=2).begin(resumed)
         assert_house_style(caught.value)
     assert names(tmp_path / "run") == before
 
 
 def test_what_a_killed_program_left_is_tidied_up(tmp_path):
-    put(Shelf(tmp_path, keep=2), 1, 2)
+    put(CheckpointRotation(tmp_path, keep=2), 1, 2)
     (tmp_path / "last").rename(tmp_path / ".last.new")  # between two renames
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000000.old")
     (tmp_path / ".best.new").mkdir()
     (tmp_path / ".mine").write_text("")
     assert value_in(tmp_path / "last") == 2
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == [2, 1]
-    Shelf(tmp_path).begin(tmp_path / "last")
+    CheckpointRotation(tmp_path).begin(tmp_path / "last")
     assert names(tmp_path) == [".mine", "last", "step-00000001"]
     assert value_in(tmp_path / "last") == 2
 
 
 def test_damage_to_the_last_one_does_not_reach_the_best(tmp_path):
-    put(Shelf(tmp_path), 1, best=[1])
+    put(CheckpointRotation(tmp_path), 1, best=[1])
     path = tmp_path / "last" / "net.params"
     with open(path, "r+b") as file:
         file.truncate(10)
@@ -115,7 +115,7 @@ def test_damage_to_the_last_one_does_not_reach_the_best(tmp_path):
 
 @pytest.mark.parametrize("what", ["run", "run/best"])
 def test_copies_are_checkpoints(tmp_path, what):
-    put(Shelf(tmp_path / "run", keep=2), 1, 2, 3, best=[2])
+    put(CheckpointRotation(tmp_path / "run", keep=2), 1, 2, 3, best=[2])
     subprocess.run(["cp", "-r", str(tmp_path / what), str(tmp_path / "copy")], check=True)
     shutil.rmtree(tmp_path / "run")
     found = find_checkpoints(tmp_path / "copy") or [checkpoint_in(tmp_path / "copy")]
@@ -123,7 +123,7 @@ def test_copies_are_checkpoints(tmp_path, what):
 
 
 def test_a_thread_writes_and_the_next_save_waits_for_it(tmp_path):
-    shelf, go = Shelf(tmp_path, background=True), threading.Event()
+    shelf, go = CheckpointRotation(tmp_path, background=True), threading.Event()
     first, second = snapshot_at(1), snapshot_at(2)
     writers = []
 
@@ -161,7 +161,7 @@ def _empty(folder):
 
 @pytest.mark.parametrize("where", ["put", "wait"])
 def test_an_error_of_the_thread_is_raised_once(tmp_path, where):
-    shelf = Shelf(tmp_path, background=True)
+    shelf = CheckpointRotation(tmp_path, background=True)
     put(shelf, 1)
 
     def failing(folder):

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 
 import mxnet as mx
 import pytest
-from gluon_mgpu.data_parallel.lockstep import defer, is_in_turns, meet, run_in_turns
+from gluon_mgpu.data_parallel.lockstep import defer, exchange, is_in_turns, run_in_turns
 from gluon_mgpu.errors import MissingExtraError, StepError
 from mxnet import autograd
 
@@ -20,10 +20,10 @@ def test_one_runs_at_a_time_until_it_meets_the_others():
 
     def task(i):
         seen.append(f"{i} begins")
-        first = meet(PLACE, i)
+        first = exchange(PLACE, i)
         first.result = first.result or f"left by {i}"
         seen.append(f"{i} has {first.values}, {first.result}")
-        second = meet(PLACE, i + 10)
+        second = exchange(PLACE, i + 10)
         seen.append(f"{i} has {second.values}, {second.result}")
         return i * i
 
@@ -39,8 +39,8 @@ def test_one_runs_at_a_time_until_it_meets_the_others():
 
 
 def test_alone_there_is_nobody_to_wait_for():
-    assert not is_in_turns() and meet(PLACE, 3).values == [3]
-    assert run_in_turns([lambda: (is_in_turns(), meet(PLACE, 4).values)]) == [(True, [4])]
+    assert not is_in_turns() and exchange(PLACE, 3).values == [3]
+    assert run_in_turns([lambda: (is_in_turns(), exchange(PLACE, 4).values)]) == [(True, [4])]
     called = []
     defer(lambda: called.append(1))
     assert called == [1]
@@ -52,7 +52,7 @@ def test_what_a_task_sets_is_its_own():
         variable.set(i)
         autograd.set_training(i == 1)
         with mx.cpu(i), autograd.pause(train_mode=bool(i)):
-            meet(PLACE, None)
+            exchange(PLACE, None)
             return variable.get(), mx.current_context(), autograd.is_recording(), autograd.is_training()
 
     variable.set(7)
@@ -63,7 +63,7 @@ def test_what_a_task_sets_is_its_own():
 
 
 @pytest.mark.parametrize(
-    "waits_for, error", [(lambda: 1 / 0, ZeroDivisionError), (lambda: meet(ELSEWHERE, 0), StepError), (int, StepError)]
+    "waits_for, error", [(lambda: 1 / 0, ZeroDivisionError), (lambda: exchange(ELSEWHERE, 0), StepError), (int, StepError)]
 )
 def test_when_one_fails_all_are_ended(waits_for, error):
     ended, deferred = [], []
@@ -71,7 +71,7 @@ def test_when_one_fails_all_are_ended(waits_for, error):
     def waits():
         defer(lambda: deferred.append(1))
         try:
-            meet(PLACE, 1)
+            exchange(PLACE, 1)
         finally:
             ended.append(1)
 
@@ -81,7 +81,7 @@ def test_when_one_fails_all_are_ended(waits_for, error):
         assert_house_style(raised.value)
     assert ended == ([1, 1] if error is StepError else [1])  # the third had not begun where the second raised
     assert deferred == [] and not is_in_turns()
-    assert run_in_turns([lambda: meet(PLACE, 1).values] * 2) == [[1, 1]] * 2
+    assert run_in_turns([lambda: exchange(PLACE, 1).values] * 2) == [[1, 1]] * 2
 
 
 def test_deferred_calls_come_when_all_have_ended():
@@ -89,7 +89,7 @@ def test_deferred_calls_come_when_all_have_ended():
 
     def task(i):
         defer(lambda: seen.append(f"deferred by {i}"))
-        meet(PLACE, None)
+        exchange(PLACE, None)
         seen.append(f"{i} ends")
 
     run_in_turns([lambda i=i: task(i) for i in range(2)])

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import mxnet as mx
 from mxnet import Context, gluon, init
 
-from ..checkpoint.rotation import Shelf, Write
+from ..checkpoint.rotation import CheckpointRotation, Write
 from ..loop.callbacks import Callback, Checkpoint, FitState
 from ..loop.fit import fit
 from ..models.resnet import resnet18
@@ -268,7 +268,7 @@ class _Saving(Checkpoint):
         pass
 
 
-class _TimedShelf(Shelf):
+class _TimedShelf(CheckpointRotation):
     """Notes what writing each folder took.
 
     Attributes

@@ -21,20 +21,20 @@ _TIMEOUT_S = 60.0
 
 
 class StoreSums:
-    """Sums by `Group.sum_of`, as the Trainer makes them: by MXNet's store or by Horovod, as the job was started."""
+    """Sums by `Group.all_reduce`, as the Trainer makes them: by MXNet's store or by Horovod, as the job was started."""
 
     def __init__(self, case: Any, _rank: int, _folder: str) -> None:
         self._mx = importlib.import_module("mxnet")
         processes = importlib.import_module("gluon_mgpu.distributed")
         self._group = processes.group() or processes.Group(processes.this_process())
         self._array = self._mx.nd.ones((case.total_size,))
-        self._sum = self._group.sum_of([self._array])
+        self._sum = self._group.all_reduce([self._array])
         self.add()
         _check(self._array.asnumpy(), case.num_devices)
         self._array[:] = 0  # which stays what it is, however often it is added up
 
     def wait(self) -> None:
-        self._group.wait()
+        self._group.barrier()
 
     def add(self) -> None:
         self._sum.run(0)

@@ -170,7 +170,7 @@ def open_folder(folder: Path, names: Sequence[str], operation: str) -> Iterator[
     Parameters
     ----------
     folder : pathlib.Path
-        What a killed program has left in its place is taken for it: see `whole`.
+        What a killed program has left in its place is taken for it: see `recover_path`.
     names : sequence of str
         Of files, with a slash where they are in a folder of this one.
     operation : str
@@ -194,7 +194,7 @@ def open_folder(folder: Path, names: Sequence[str], operation: str) -> Iterator[
 def _opened(folder: Path, names: Sequence[str], stack: ExitStack) -> OpenFolder:
     for attempt in count(1):
         with ExitStack() as opened:
-            path = whole(folder)
+            path = recover_path(folder)
             number = _open_directory(path)
             if number is None:
                 files: Dict[str, BinaryIO] = {}
@@ -202,7 +202,7 @@ def _opened(folder: Path, names: Sequence[str], stack: ExitStack) -> OpenFolder:
                 opened.callback(os.close, number)
                 found = ((name, _open_file(name, number)) for name in names)
                 files = {name: opened.enter_context(file) for name, file in found if file is not None}
-            if attempt == _ATTEMPTS or (whole(folder) == path and _is_at(path, number)):
+            if attempt == _ATTEMPTS or (recover_path(folder) == path and _is_at(path, number)):
                 stack.push(opened.pop_all())
                 return OpenFolder(path, files)
         time.sleep(0.001)
@@ -254,9 +254,9 @@ def _parsed(content: bytes, path: Path, operation: str) -> Dict[str, Any]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to this one, which an exception removes again: see `put_in_place`."""
+    """Yield an empty folder next to this one, which an exception removes again: see `commit`."""
     recover(folder)
-    new = beside(folder, "new")
+    new = sibling(folder, "new")
     remove(new)
     try:
         make(new)
@@ -266,19 +266,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def put_in_place(folder: Path, *, old: Optional[Path] = None) -> None:
+def commit(folder: Path, *, old: Optional[Path] = None) -> None:
     """Let what `new_folder` has made be this folder. The one before it is removed, or named `old`.
 
     A link of this name is replaced; what it leads to stays as it is.
 
     ```
     .last.new  last        written, and on the disk
-    .last.new  .last.old   killed here: `whole` finds the new one
+    .last.new  .last.old   killed here: `recover_path` finds the new one
     last       .last.old
     last
     ```
     """
-    new, away = beside(folder, "new"), beside(folder, "old")
+    new, away = sibling(folder, "new"), sibling(folder, "old")
     if old is not None and not folder.is_symlink():
         away = old
     if os.path.lexists(folder):
@@ -286,21 +286,21 @@ def put_in_place(folder: Path, *, old: Optional[Path] = None) -> None:
         folder.rename(away)
     new.rename(folder)
     sync(folder.parent)
-    remove(beside(folder, "old"))
+    remove(sibling(folder, "old"))
     for path in left_over(folder.parent):
         if path.name.startswith(f".{folder.name}.gone"):
             _remove_tree(path)
 
 
 def recover(folder: Path) -> None:
-    """Rename what a program that was killed between two renames has left, if it is the folder: see `whole`."""
-    found = whole(folder)
+    """Rename what a program that was killed between two renames has left, if it is the folder: see `recover_path`."""
+    found = recover_path(folder)
     if found != folder and not os.path.lexists(folder):
         found.rename(folder)
         sync(folder.parent)
 
 
-def whole(folder: Path) -> Path:
+def recover_path(folder: Path) -> Path:
     """Return where the folder of this name is: next to it, if the program was killed between two renames.
 
     The new one counts where it is finished: it holds a manifest, which is written last, and the files that the manifest names.
@@ -308,8 +308,8 @@ def whole(folder: Path) -> Path:
     if not folder.name or os.path.lexists(folder):
         return folder
     if not os.path.exists(folder.parent):  # a folder in one that is being replaced
-        return whole(folder.parent) / folder.name
-    new, old = beside(folder, "new"), beside(folder, "old")
+        return recover_path(folder.parent) / folder.name
+    new, old = sibling(folder, "new"), sibling(folder, "old")
     return new if _is_finished(new) else old if os.path.isdir(old) else folder
 
 
@@ -347,7 +347,7 @@ def copy_folder(folder: Path, target: Path) -> None:
                     sync(to)
             for path in (*inner, new):
                 sync(path)
-    put_in_place(target)
+    commit(target)
 
 
 @contextmanager
@@ -376,7 +376,7 @@ def remove(path: Path) -> None:
         return
     hidden = re.fullmatch(_HIDDEN, path.name)
     named = path.with_name(hidden["name"]) if hidden else path
-    names = (beside(named, f"gone{number or ''}") for number in count())
+    names = (sibling(named, f"gone{number or ''}") for number in count())
     away = next(name for name in names if not os.path.lexists(name))
     path.rename(away)
     _remove_tree(away)
@@ -392,11 +392,11 @@ def _remove_tree(path: Path) -> None:
 
 
 def left_over(folder: Path) -> List[Path]:
-    """Return what killed programs have left in a folder of `new_folder`, `put_in_place` and `remove`."""
+    """Return what killed programs have left in a folder of `new_folder`, `commit` and `remove`."""
     return [path for path in sorted(folder.glob(".*")) if re.fullmatch(_HIDDEN, path.name)]
 
 
-def beside(folder: Path, what: str) -> Path:
+def sibling(folder: Path, what: str) -> Path:
     """Return a hidden name for something of a folder's."""
     return folder.with_name(f".{folder.name}.{what}")
 
@@ -461,7 +461,7 @@ def explained(operation: str, folder: Path, *, num_bytes: int = 0, left: str = "
         free = f"{_mb(_free(folder))} free" if error.errno in _ROOM else ""
         told = ", ".join(part for part in (error.strerror or str(error), needed, free) if part)
         condition, advice = _ADVICE.get(error.errno, _OTHERS)
-        kept = f" {left}" if left and os.path.isdir(whole(folder)) else ""
+        kept = f" {left}" if left and os.path.isdir(recover_path(folder)) else ""
         raise SaveError(
             f"{operation}: got {folder}, which cannot be written ({told}); need {condition}. {advice}.{kept}", error.errno
         ) from error

@@ -20,7 +20,7 @@ from ..trainer.parameters import devices_of, shape_fits
 from ..trainer.replicas import average_replicas
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
-from .atomic_folder import explained, new_folder, put_in_place
+from .atomic_folder import commit, explained, new_folder
 from .snapshot import FILES, OLD_STATES, Content, check_content, read_content, restore, states_of, take_snapshot
 
 
@@ -89,7 +89,7 @@ def save_checkpoint(
     with explained("save_checkpoint", folder, num_bytes=snapshot.num_bytes, left="The checkpoint before stays."):
         with new_folder(folder) as new:
             snapshot.write(new)
-        put_in_place(folder)
+        commit(folder)
 
 
 def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None) -> Dict[str, Any]:

@@ -60,7 +60,7 @@ def draw_base(context: Context) -> int:
     """
     drawn = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=context).asscalar())
     processes = group()  # generators that began alike are apart where parts of batches were not equally large
-    return drawn if processes is None else int(processes.say(str(drawn).encode())[0])
+    return drawn if processes is None else int(processes.all_gather_bytes(str(drawn).encode())[0])
 
 
 def seed_of(base: int, step: int, rank: int = 0) -> int:
@@ -102,10 +102,10 @@ def _is_settable(state: Dict[str, Any]) -> bool:
     return True
 
 
-_NUMBER, _PLACE = schema.number(), schema.whole(0, _NUM_WORDS)
+_NUMBER, _PLACE = schema.number(), schema.integer(0, _NUM_WORDS)
 STATES: Dict[str, schema.Schema] = {
     "python": schema.items(schema.constant(random.getstate()[0]), _words(_NUM_WORDS + 1), schema.nullable(_NUMBER)),
-    "numpy": schema.items(schema.constant("MT19937"), _words(_NUM_WORDS), _PLACE, schema.whole(0, 1), _NUMBER),
+    "numpy": schema.items(schema.constant("MT19937"), _words(_NUM_WORDS), _PLACE, schema.integer(0, 1), _NUMBER),
 }
 is_taken = schema.that("a state that random.setstate and numpy.random.set_state take", _is_settable)
 RANDOM_STATE = schema.also(schema.record(STATES), is_taken)

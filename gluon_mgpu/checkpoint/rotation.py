@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 from ..errors import SaveError, StateError
 from ..runtime.environment import logger
 from ..schema import MOST_STEPS, is_whole
-from .atomic_folder import MANIFEST, copy_folder, explained, left_over, make, new_folder, put_in_place, recover, remove, whole
+from .atomic_folder import MANIFEST, commit, copy_folder, explained, left_over, make, new_folder, recover, recover_path, remove
 from .snapshot import PARAMS, TRAINING
 
 INNER = "checkpoint"  # where the checkpoint is in the folder of something larger, such as a translator
@@ -21,7 +21,7 @@ INNER = "checkpoint"  # where the checkpoint is in the folder of something large
 Write = Callable[[Path], None]
 
 
-class Shelf:
+class CheckpointRotation:
     """Keeps folders of a run beside each other, each of them whole at any time.
 
     ```
@@ -87,7 +87,7 @@ class Shelf:
         Parameters
         ----------
         is_best : callable (pathlib.Path) -> bool
-            Whether a folder is the best one, and whole.
+            Whether a folder is the best one, and complete.
         others : sequence of pathlib.Path
             More folders to look at, after those of this run.
 
@@ -170,7 +170,7 @@ class Shelf:
             before = step_of(last)
             # Of a run that was left for an earlier checkpoint, or cannot be read: there is nothing to go back to.
             is_kept = self._keep > 1 and before is not None and before < step
-            put_in_place(last, old=self.folder / f"step-{before:08d}" if is_kept else None)
+            commit(last, old=self.folder / f"step-{before:08d}" if is_kept else None)
         if is_best:
             with self._explained(self.folder / "best"):
                 copy_folder(last, self.folder / "best")
@@ -199,8 +199,8 @@ class Shelf:
 
 def find_checkpoints(folder: Path) -> List[Path]:
     """Return the checkpoints in the folder of a run, the latest first, be they good or not."""
-    named = [folder / "last", *reversed(Shelf(folder).steps()), folder / "best"]
-    there = [inner for inner in (checkpoint_in(whole(path)) for path in named) if inner is not None]
+    named = [folder / "last", *reversed(CheckpointRotation(folder).steps()), folder / "best"]
+    there = [inner for inner in (checkpoint_in(recover_path(path)) for path in named) if inner is not None]
 
     def key(place: int) -> Any:
         step = step_of(there[place])

@@ -15,14 +15,14 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from .. import schema
-from ..data_parallel.batchnorm import average_over_processes, batch_norm_of, settle_batch_norm
+from ..data_parallel.batchnorm import average_over_processes, batch_norm_of, sync_running_stats
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError
-from ..nested import Leaf, is_device_array, leaves
+from ..nested import Array, is_device_array, leaves
 from ..runtime.c_api import values_of
 from ..trainer import loss_scaler
-from ..trainer.optimizer_config import DESCRIPTION, describe, differences, failure, misfit, set_again, with_values
+from ..trainer.optimizer_config import DESCRIPTION, describe, differences, failure, misfit, restore_optimizer, with_values
 from ..trainer.parameters import has_values
 from ..trainer.replicas import average_replicas
 from ..trainer.running_stats import SEEN, describe_seen, remember_equal, restore_seen, shares_of, weighted_mean
@@ -37,7 +37,7 @@ FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)
 _SHOWN = 160  # characters of another library's error
 OLD_STATES = "trainer.states"  # a pickle, in folders of version 1
 
-Place = Dict[str, Any]  # where a run is, in a form that JSON holds; see `position`
+ProgressRecord = Dict[str, Any]  # where a run is, in a form that JSON holds; see `position`
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Snapshot:
         Whether it was taken in np mode.
     """
 
-    params: Dict[str, List[Leaf]]
+    params: Dict[str, List[Array]]
     shares: Dict[str, List[float]]
     progress: str
-    arrays: Dict[str, Leaf] = field(default_factory=dict)
+    arrays: Dict[str, Array] = field(default_factory=dict)
     training: Optional[Dict[str, Any]] = None
     is_np: bool = False
 
@@ -96,8 +96,8 @@ def take_snapshot(
     trainer: Optional[Trainer] = None,
     progress: Optional[Dict[str, Any]] = None,
     *,
-    place: Optional[Place] = None,
-    arrays: Optional[Dict[str, Leaf]] = None,
+    place: Optional[ProgressRecord] = None,
+    arrays: Optional[Dict[str, Array]] = None,
     base: Optional[int] = None,
 ) -> Snapshot:
     """Return copies of a network's parameters and its trainer's states, and seed MXNet's generators anew.
@@ -134,7 +134,7 @@ def take_snapshot(
     described = describe(trainer.optimizer)
     average_replicas(net)
     if this_process().num_processes > 1:
-        settle_batch_norm(net)
+        sync_running_stats(net)
         average_over_processes(net)  # all of them go on from the statistics of the one that writes
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
     params, shares = _copied_params(net)
@@ -166,10 +166,10 @@ class Content:
     progress: Dict[str, Any]
     arrays: Dict[str, np.ndarray]
     training: Optional[Dict[str, Any]]
-    params: Dict[str, Leaf] = field(default_factory=dict)
+    params: Dict[str, Array] = field(default_factory=dict)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ProgressRecord:
         """Where the run was, with this process's own random numbers where each had others."""
         place = dict((self.training or {}).get("place", {}))
         begun = _own(self.training or {}).get("begun")
@@ -260,10 +260,10 @@ def states_of(content: Content, net: gluon.Block, trainer: Trainer) -> List[Dict
 def restore(content: Content, net: gluon.Block, trainer: Trainer, states: List[Dict[int, Any]]) -> None:
     """Let a trainer, whose network has the parameters already, go on from what was read and checked."""
     told: Any = content.training
-    trainer.know_shapes()  # the parameters may have brought them
+    trainer.resolve_shapes()  # the parameters may have brought them
     if trainer.loss_scaler is not None and told.get("loss_scaler") is not None:
         trainer.loss_scaler.restore(told["loss_scaler"])
-    set_again(told["optimizer"], trainer.optimizer)
+    restore_optimizer(told["optimizer"], trainer.optimizer)
     trainer.discard()
     trainer._use(trainer.optimizer)
     trainer._update.restore(states, _counts(content), told.get("order"))
@@ -327,7 +327,7 @@ def _check_running(content: Content, net: gluon.Block, trainer: Trainer) -> None
         )
 
 
-def _training(trainer: Trainer, arrays: Dict[str, Leaf]) -> Dict[str, Any]:
+def _training(trainer: Trainer, arrays: Dict[str, Array]) -> Dict[str, Any]:
     replicas, update = trainer._replicas, trainer._update
     states = {str(index): _kept(state, f"state/{index}", arrays) for index, state in update.states().items()}
     return {
@@ -341,7 +341,7 @@ def _training(trainer: Trainer, arrays: Dict[str, Leaf]) -> Dict[str, Any]:
     }
 
 
-def _kept(state: Any, name: str, arrays: Dict[str, Leaf]) -> Any:
+def _kept(state: Any, name: str, arrays: Dict[str, Array]) -> Any:
     """Return the form of an optimizer's state, in what JSON holds, having put its arrays among the others."""
     if is_device_array(state):
         arrays[name] = state.as_nd_ndarray().copy()
@@ -390,9 +390,9 @@ def _told_by_all(random: Dict[str, Any], begun: Optional[Dict[str, Any]]) -> Lis
     if processes is None:
         return []
     mine = json.dumps({"now": {name: random[name] for name in ("python", "numpy")}, "begun": begun}).encode()
-    if len(set(processes.say(hashlib.sha256(mine).digest()))) == 1:
+    if len(set(processes.all_gather_bytes(hashlib.sha256(mine).digest()))) == 1:
         return []
-    return [json.loads(one) for one in processes.say(mine)]
+    return [json.loads(one) for one in processes.all_gather_bytes(mine)]
 
 
 def _own(told: Dict[str, Any]) -> Dict[str, Any]:
@@ -405,7 +405,7 @@ def _seeds(told: Dict[str, Any]) -> Dict[str, int]:
     return {"base": told["base"], "step": told["step"], "rank": this_process().rank}
 
 
-def _copied_params(net: gluon.Block) -> Tuple[Dict[str, List[Leaf]], Dict[str, List[float]]]:
+def _copied_params(net: gluon.Block) -> Tuple[Dict[str, List[Array]], Dict[str, List[float]]]:
     """Return copies of one device's parameters; of running statistics, those of each, unless the first one's count alone.
 
     And what each device counts in the mean of the latter.
@@ -414,7 +414,7 @@ def _copied_params(net: gluon.Block) -> Tuple[Dict[str, List[Leaf]], Dict[str, L
     if not all(param._differentiable for param in net.collect_params().values()):
         mx.nd.waitall()  # a static graph writes them without telling the engine
     shares = shares_of(net) if averaged else {}
-    copied: Dict[int, List[Leaf]] = {}  # a shared parameter has several names
+    copied: Dict[int, List[Array]] = {}  # a shared parameter has several names
     found, weighted = {}, {}
     for name, param in net._collect_params_with_prefix().items():
         if id(param) not in copied:
@@ -430,7 +430,7 @@ def _running(net: gluon.Block) -> Dict[str, gluon.Parameter]:
     return {n: p for n, p in params if not p._differentiable and np.issubdtype(np.dtype(p.dtype), np.floating)}
 
 
-def _copies(arrays: List[Leaf]) -> List[Leaf]:
+def _copies(arrays: List[Array]) -> List[Array]:
     with autograd.pause():
         return [array.as_nd_ndarray().copy() for array in arrays]
 
@@ -442,7 +442,7 @@ def _versions() -> Dict[str, str]:
     return {**found, "python": platform.python_version()}
 
 
-def _write_arrays(file: WrittenFile, arrays: Dict[str, Leaf]) -> None:
+def _write_arrays(file: WrittenFile, arrays: Dict[str, Array]) -> None:
     """Write arrays as `numpy.savez` does, which takes no file that is only written to."""
     with zipfile.ZipFile(file, "w") as archive:  # type: ignore[call-overload]
         for name, array in arrays.items():
@@ -450,7 +450,7 @@ def _write_arrays(file: WrittenFile, arrays: Dict[str, Leaf]) -> None:
                 np.lib.format.write_array(entry, values_of(array), allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
-def _read_params(opened: OpenFolder) -> Dict[str, Leaf]:
+def _read_params(opened: OpenFolder) -> Dict[str, Array]:
     try:
         check_params(opened.file(PARAMS))
         loaded = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(opened.location(PARAMS))
@@ -537,7 +537,7 @@ def _step_differs(told: Dict[str, Any]) -> Optional[schema.Wrong]:
     return None if step == place else schema.Wrong(step, f"the step of the place, {schema.shown(place)}", ("random", "step"))
 
 
-_RANDOM = schema.record({"base": schema.whole(0, 2**31 - 1), "step": schema.steps(), **rng.STATES})
+_RANDOM = schema.record({"base": schema.integer(0, 2**31 - 1), "step": schema.steps(), **rng.STATES})
 TRAINING_FILE = schema.also(
     schema.record(
         {
@@ -549,12 +549,12 @@ TRAINING_FILE = schema.also(
             "counts": schema.mapping(schema.index_as_text(), schema.steps()),
             "loss_scaler": schema.nullable(loss_scaler.STATE),
             "place": schema.record({}, {"step": schema.steps()}, closed=False),  # see `position`
-            "devices": schema.whole(1, 2**16),
+            "devices": schema.integer(1, 2**16),
             "random": schema.also(_RANDOM, rng.is_taken),
         },
         {
             "versions": schema.mapping(schema.text(), schema.text()),
-            "order": schema.list_of(schema.whole()),
+            "order": schema.list_of(schema.integer()),
             "seen": SEEN,
             "ranks": schema.list_of(schema.record({"now": rng.RANDOM_STATE, "begun": schema.nullable(rng.RANDOM_STATE)})),
         },

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 import click
 from rich.console import Console
 
-from ..checkpoint.atomic_folder import whole
+from ..checkpoint.atomic_folder import recover_path
 
 
 def numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> List[int]:
@@ -33,7 +33,7 @@ def best_of(folder: Path, holds: Sequence[str]) -> Path:
     if any((folder / name).exists() for name in holds):
         return folder
     for name in ("best", "last"):
-        if any((whole(folder / name) / file).exists() for file in holds):
+        if any((recover_path(folder / name) / file).exists() for file in holds):
             click.echo(f"{folder} is the folder of a run: {folder / name} is read.", err=True)
             return folder / name
     return folder

@@ -14,7 +14,7 @@ from rich.console import Console
 from ..data import load_digits
 from ..devices.select import use_devices
 from ..models import resnet18
-from ..tuning.agreement import AGREE, LargerBatch, Recipe, Run, SameBatch, larger_batch, plot_agreement, same_batch
+from ..tuning.agreement import AGREE, LargerBatch, Recipe, SameBatch, TrialRun, larger_batch, plot_agreement, same_batch
 from ._output import print_table, write_results
 
 
@@ -154,5 +154,5 @@ def _results(same: SameBatch, larger: Optional[LargerBatch], names: Sequence[str
     return found
 
 
-def _described(run: Run) -> Dict[str, Any]:
+def _described(run: TrialRun) -> Dict[str, Any]:
     return {"accuracy": run.accuracy, "losses": run.losses}

@@ -13,7 +13,7 @@ from mxnet import Context
 
 from ..checks import short, whole_number
 from ..errors import ShardError, TrainerError
-from ..nested import Leaf, is_device_array
+from ..nested import Array, is_device_array
 from ..runtime.engine import when_ready
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
@@ -117,7 +117,7 @@ class Balancer:
         self._begun = self._begin() if is_due else None
         return shards
 
-    def watch(self, losses: Sequence[Leaf]) -> None:
+    def watch(self, losses: Sequence[Array]) -> None:
         """Note when each device has its gradients. To be called after the backward pass, before the step; it does not wait.
 
         Parameters

@@ -17,7 +17,7 @@ from ..errors import StepError, TrainerError
 from ..trainer.parameters import blocks_of
 from ..trainer.replicas import average_replicas
 from ..trainer.running_stats import average_over_group, average_running_stats
-from .lockstep import defer, is_in_turns, meet, run_in_turns
+from .lockstep import defer, exchange, is_in_turns, run_in_turns
 
 BATCH_NORMS = ("local", "average", "sync")  # whose statistics: each device's own; averaged, to predict; the whole batch's
 
@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
         return y.as_np_ndarray() if mx.util.is_np_array() else y
 
     def _normalise(self, x: Any, gamma: Any, beta: Any) -> Any:
-        met = meet(self, _share(x.astype(gamma.dtype, copy=False), self._kwargs["axis"]))
+        met = exchange(self, _share(x.astype(gamma.dtype, copy=False), self._kwargs["axis"]))
         if met.result is None:
             met.result = _moments(met.values)
             defer(partial(self._update, *(moment.detach() for moment in met.result)))
@@ -233,7 +233,7 @@ def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:
     return [task() for task in tasks]
 
 
-def settle_batch_norm(net: Any) -> None:
+def sync_running_stats(net: Any) -> None:
     """Make a network ready to predict or to be saved: average running statistics over the devices, but for "local"."""
     (average_replicas if batch_norm_of(net) == "local" else average_running_stats)(net)
 

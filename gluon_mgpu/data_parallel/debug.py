@@ -12,7 +12,7 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..errors import DataError, NonFiniteLossError, StepError, TrainerError
-from ..nested import Leaf, is_device_array, leaves
+from ..nested import Array, is_device_array, leaves
 from ..runtime.engine import is_serial
 from ..runtime.environment import is_debug, logger
 from ..runtime.threads import SERIAL_ENGINE
@@ -148,7 +148,7 @@ class _Place:
         self.error = error
         return error
 
-    def told(self, arrays: Sequence[Leaf]) -> str:
+    def told(self, arrays: Sequence[Array]) -> str:
         context = arrays[0].context if arrays else None
         shard = f"shard {self._contexts.index(context)} on " if context in self._contexts else ""
         number = self._counts[self._records]
@@ -201,13 +201,13 @@ class _Layer:
 
         return run
 
-    def _told(self, inputs: Sequence[Leaf]) -> str:
+    def _told(self, inputs: Sequence[Array]) -> str:
         kind = type(self._block).__name__
         what = f"{self._path} ({kind})" if self._path == "loss" else f"layer {self._path} ({kind})" if self._path else kind
         shapes = ", ".join(str(array.shape) for array in inputs if array is not None)
         return f"{what} for {self._place.told(inputs)}, inputs of shapes {shapes}"
 
-    def _check(self, inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> None:
+    def _check(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
         for array in outputs:
             if _num_bad(array):
                 size, cause = int(np.prod(array.shape)), self._cause(inputs, array.context)
@@ -218,7 +218,7 @@ class _Layer:
                     )
                 )
 
-    def _check_came_in(self, inputs: Sequence[Leaf]) -> None:
+    def _check_came_in(self, inputs: Sequence[Array]) -> None:
         """Look at what comes in, too: relu and max pooling make numbers of NaN, and the gradient has them all the same."""
         num_bad = sum(_num_nan(array) for array in inputs)
         if num_bad:
@@ -229,7 +229,7 @@ class _Layer:
                 )
             )
 
-    def _check_range(self, inputs: Sequence[Leaf], found: Optional[_Range]) -> None:
+    def _check_range(self, inputs: Sequence[Array], found: Optional[_Range]) -> None:
         if found is None:
             return
         values, allowed = found.values, found.allowed
@@ -247,7 +247,7 @@ class _Layer:
             )
         )
 
-    def _cause(self, inputs: Sequence[Leaf], context: Context) -> str:
+    def _cause(self, inputs: Sequence[Array], context: Context) -> str:
         if any(map(_num_bad, inputs)):
             return "Such numbers came in: look at the data."
         own = getattr(self._block, "_reg_params", self._block.params)
@@ -317,12 +317,12 @@ class _Range:
     meaning: str
 
 
-def _indices_of(block: Any, indices: Leaf, *_weight: Leaf) -> _Range:
+def _indices_of(block: Any, indices: Array, *_weight: Array) -> _Range:
     rows = block._kwargs["input_dim"]
     return _Range("indices", indices.asnumpy(), range(rows), f"one for each of {rows} rows")
 
 
-def _classes_of(block: Any, pred: Leaf, label: Leaf, weight: Any = None) -> Optional[_Range]:
+def _classes_of(block: Any, pred: Array, label: Array, weight: Any = None) -> Optional[_Range]:
     if not block._sparse_label:
         return None
     values, classes = label.asnumpy(), pred.shape[block._axis]
@@ -334,7 +334,7 @@ def _classes_of(block: Any, pred: Leaf, label: Leaf, weight: Any = None) -> Opti
     return _Range("labels", values, range(classes), f"one for each of {classes} classes")
 
 
-def _symbols_of(_block: Any, pred: Leaf, label: Leaf, *lengths: Any) -> Optional[_Range]:
+def _symbols_of(_block: Any, pred: Array, label: Array, *lengths: Any) -> Optional[_Range]:
     if len(lengths) > 1 and lengths[1] is not None:  # what lies beyond a label's length may be anything
         return None
     symbols = pred.shape[2] - 1
@@ -348,7 +348,7 @@ _INDICES: Dict[Any, Callable[..., Optional[_Range]]] = {
 }
 
 
-def _arrays(value: Any) -> List[Leaf]:
+def _arrays(value: Any) -> List[Array]:
     """Return the device arrays of what a layer takes or gives; of anything but nested data, none."""
     try:
         return [leaf for _, leaf in leaves(value) if is_device_array(leaf)]
@@ -356,12 +356,12 @@ def _arrays(value: Any) -> List[Leaf]:
         return []
 
 
-def _num_nan(array: Leaf) -> int:
+def _num_nan(array: Array) -> int:
     values = array.asnumpy()
     return int(np.isnan(values).sum()) if values.dtype.kind == "f" else 0
 
 
-def _num_bad(array: Leaf) -> int:
+def _num_bad(array: Array) -> int:
     values = array.asnumpy()
     return int(values.size - np.isfinite(values).sum()) if values.dtype.kind == "f" else 0
 

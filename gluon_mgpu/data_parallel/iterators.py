@@ -11,7 +11,7 @@ from mxnet.io import DataBatch, DataIter
 
 from ..checks import short
 from ..errors import TrainerError
-from ..nested import Leaf
+from ..nested import Array
 
 
 def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "", pairs: bool = True) -> None:
@@ -100,7 +100,7 @@ def _own(batch: DataBatch, axis: int = 0, rolls_over: bool = False, copies: bool
     """Return a batch of the examples that are its own, as arrays of the current mode."""
     num_padded = 0 if rolls_over else batch.pad or 0
 
-    def own(array: Optional[Leaf]) -> Any:
+    def own(array: Optional[Array]) -> Any:
         if array is None:
             return None
         if num_padded:

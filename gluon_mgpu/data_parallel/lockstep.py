@@ -15,7 +15,7 @@ from ..runtime.environment import require
 
 
 @dataclass(eq=False)
-class Meeting:
+class Exchange:
     """What all tasks have brought to one place.
 
     Attributes
@@ -59,7 +59,7 @@ def run_in_turns(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
 
     Examples
     --------
-    >>> run_in_turns([lambda i=i: sum(meet("a sum", i).values) - i for i in range(3)])
+    >>> run_in_turns([lambda i=i: sum(exchange("a sum", i).values) - i for i in range(3)])
     [3, 2, 1]
     """
     greenlet = require("greenlet", "sync", "train_batch").greenlet
@@ -87,7 +87,7 @@ def run_in_turns(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
     return came
 
 
-def meet(place: Any, value: Any) -> Meeting:
+def exchange(place: Any, value: Any) -> Exchange:
     """Wait at a place for the other tasks, and return what all have brought. Outside of tasks there are no others.
 
     Raises
@@ -96,8 +96,8 @@ def meet(place: Any, value: Any) -> Meeting:
         The others have ended, or are elsewhere.
     """
     if not is_in_turns():
-        return Meeting(place, [value])
-    meeting: Meeting = require("greenlet", "sync", "train_batch").getcurrent().parent.switch((place, value))
+        return Exchange(place, [value])
+    meeting: Exchange = require("greenlet", "sync", "train_batch").getcurrent().parent.switch((place, value))
     return meeting
 
 
@@ -117,7 +117,7 @@ def is_in_turns() -> bool:
 _here = threading.local()  # .deferred: a list while tasks run
 
 
-def _meeting(arrivals: Sequence[Optional[Tuple[Any, Any]]]) -> Optional[Meeting]:
+def _meeting(arrivals: Sequence[Optional[Tuple[Any, Any]]]) -> Optional[Exchange]:
     """Return the meeting of tasks that have come with (place, value), None if all have ended; raise if they cannot meet."""
     if not any(arrivals):
         return None
@@ -128,7 +128,7 @@ def _meeting(arrivals: Sequence[Optional[Tuple[Any, Any]]]) -> Optional[Meeting]
             f"train_batch: got shards that are at {told}; need all at one layer, to take the whole batch's statistics. Send "
             "every shard through the same layers, or call revert_sync_batchnorm(net)."
         )
-    return Meeting(places[0], [arrival[1] for arrival in arrivals if arrival])
+    return Exchange(places[0], [arrival[1] for arrival in arrivals if arrival])
 
 
 State = Tuple[bool, bool, mx.Context]

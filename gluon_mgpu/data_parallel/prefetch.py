@@ -16,7 +16,7 @@ from mxnet import Context
 
 from ..checks import check_function, flag, whole_number
 from ..devices.select import check_contexts
-from ..nested import Leaf
+from ..nested import Array
 from ..runtime.c_api import write_unheld
 from .iterators import as_pair, batches_of, check_iterable
 from .sharding import loading, new_array, split_batch
@@ -191,7 +191,7 @@ class Buffers:
         self._num_loaded = 0
         self._is_ahead = False  # of the devices, by more batches than are kept
         # Legacy arrays that only we know, each behind what it is asked for by; the last one written at the end.
-        self._arrays: Deque[Tuple[Any, Leaf]] = deque()
+        self._arrays: Deque[Tuple[Any, Array]] = deque()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -204,7 +204,7 @@ class Buffers:
         while len(self._arrays) > most:
             self._arrays.popleft()
 
-    def load(self, data: np.ndarray, ctx: Context, dtype: np.dtype) -> Leaf:
+    def load(self, data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
         """Return a NumPy array as an MXNet array of the current mode on a device."""
         if not can_count_holders():
             return new_array(data, ctx, dtype)
@@ -217,7 +217,7 @@ class Buffers:
         given = array.copyto(ctx) if pinned else array.detach()
         return given.as_np_ndarray() if mx.util.is_np_array() else given
 
-    def _free(self, shape: Tuple[int, ...], ctx: Context, dtype: np.dtype) -> Leaf:
+    def _free(self, shape: Tuple[int, ...], ctx: Context, dtype: np.dtype) -> Array:
         """Return an array that nobody but us holds."""
         wanted = (shape, ctx, np.dtype(dtype))
         for i, (known, array) in enumerate(self._arrays):
@@ -236,7 +236,7 @@ def _pinned(ctx: Context) -> Optional[Context]:
     return mx.cpu_pinned(ctx.device_id) if ctx.device_type == "gpu" else None
 
 
-def num_holders(array: Leaf) -> int:
+def num_holders(array: Array) -> int:
     """Return how many of MXNet's objects share an array's memory: itself, views, and recorded or queued operations.
 
     Python's count of references knows nothing of a slice, nor of what `autograd.record` keeps for a backward pass to come. MXNet

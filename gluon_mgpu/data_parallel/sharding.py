@@ -14,9 +14,9 @@ from mxnet import Context
 
 from ..checks import explaining, flag, instance, is_whole, short, whole_number
 from ..devices.select import check_contexts
-from ..distributed import share
+from ..distributed import process_shard
 from ..errors import ShardError
-from ..nested import Leaf, is_device_array, leaves, map_leaves
+from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.freshness import history
 from .transfer import on_device
 
@@ -294,7 +294,7 @@ def _split(
         return _like(data, parts)
 
     shards = [shard(begin, end, context) for (begin, end), context in zip(bounds, contexts) if end > begin]
-    if not shards and share()[1] > 1:
+    if not shards and process_shard()[1] > 1:
         history.note_empty(is_pass=False)
     return shards
 
@@ -314,27 +314,27 @@ def part_of_process(data: Any, num_devices: int, batch_axis: Any = 0, weights: O
 
 def _bounds_here(
     operation: str,
-    found: Sequence[Tuple[str, Leaf, Any]],
+    found: Sequence[Tuple[str, Array, Any]],
     num_devices: int,
     batch_axis: Any,
     even_split: bool,
     weights: Optional[Sequence[float]],
 ) -> List[Bounds]:
     """Return the bounds of the shards of this process's devices, of a batch that all processes share."""
-    rank, num_processes = share()
+    rank, num_processes = process_shard()
     all_weights = weights if weights is None or num_processes == 1 else list(weights) * num_processes
     bounds = _plan(operation, found, num_devices * num_processes, batch_axis, even_split, all_weights)
     return bounds[rank * num_devices : (rank + 1) * num_devices]
 
 
-def _leaves(data: Any, batch_axis: Any) -> List[Tuple[str, Leaf, Any]]:
+def _leaves(data: Any, batch_axis: Any) -> List[Tuple[str, Array, Any]]:
     """Return every leaf's path, the leaf, and its batch axis."""
-    found: List[Tuple[str, Leaf, Any]] = []
+    found: List[Tuple[str, Array, Any]] = []
     map_leaves(lambda path, leaf, axis: found.append((path, leaf, axis)), data, batch_axis)
     return found
 
 
-def _like(data: Any, parts: Sequence[Leaf]) -> Any:
+def _like(data: Any, parts: Sequence[Array]) -> Any:
     """Return data of this form with these leaves."""
     if type(data) is tuple and all(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in data):
         return tuple(parts)  # as below, at once for the usual (X, y)
@@ -344,7 +344,7 @@ def _like(data: Any, parts: Sequence[Leaf]) -> Any:
 
 def _plan(
     operation: str,
-    found: Sequence[Tuple[str, Leaf, Any]],
+    found: Sequence[Tuple[str, Array, Any]],
     num_shards: int,
     batch_axis: Any,
     even_split: bool,
@@ -360,7 +360,7 @@ def _plan(
     return list(zip([0] + ends[:-1], ends))
 
 
-def _batch_size(operation: str, found: Sequence[Tuple[str, Leaf, Any]]) -> int:
+def _batch_size(operation: str, found: Sequence[Tuple[str, Array, Any]]) -> int:
     sizes = [(path, _length(operation, path, leaf, axis)) for path, leaf, axis in found]
     if not sizes:
         raise ShardError(f"{operation}: got no array in the batch; need at least one. Pass the features and labels.")
@@ -376,7 +376,7 @@ def _batch_size(operation: str, found: Sequence[Tuple[str, Leaf, Any]]) -> int:
     return num_examples
 
 
-def _length(operation: str, path: str, leaf: Leaf, axis: Any) -> int:
+def _length(operation: str, path: str, leaf: Array, axis: Any) -> int:
     shape = _shape(operation, path, leaf)
     if not is_whole(axis) or not -len(shape) <= axis < len(shape):
         raise ShardError(
@@ -386,7 +386,7 @@ def _length(operation: str, path: str, leaf: Leaf, axis: Any) -> int:
     return int(shape[axis])
 
 
-def _shape(operation: str, path: str, leaf: Leaf) -> Tuple[int, ...]:
+def _shape(operation: str, path: str, leaf: Array) -> Tuple[int, ...]:
     if is_device_array(leaf):
         return tuple(leaf.shape)
     try:
@@ -408,7 +408,7 @@ def _check_dtype(operation: str, dtype: Any) -> None:
         )
 
 
-def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:
+def _slice_leaf(leaf: Array, begin: int, end: int, axis: int) -> Array:
     array = leaf if is_device_array(leaf) else np.asarray(leaf)
     shape = array.shape
     if (begin, end) == (0, shape[axis]):
@@ -419,7 +419,7 @@ def _slice_leaf(leaf: Leaf, begin: int, end: int, axis: int) -> Leaf:
     return array[(slice(None),) * (axis % len(shape)) + (slice(begin, end),)]
 
 
-def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[str]) -> Leaf:
+def _load(operation: str, path: str, leaf: Array, ctx: Context, dtype: Optional[str]) -> Array:
     if dtype is None and _floats.get() and np.dtype(leaf.dtype).kind == "f":
         dtype = _floats.get()
     if is_device_array(leaf):
@@ -435,7 +435,7 @@ def _load(operation: str, path: str, leaf: Leaf, ctx: Context, dtype: Optional[s
         ) from error
 
 
-def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Leaf:
+def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
     """Return a NumPy array as a new MXNet array of the current mode."""
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     return array(data, ctx=ctx, dtype=dtype)
@@ -455,7 +455,7 @@ def floats_as(dtype: str) -> Iterator[None]:
         _floats.reset(token)
 
 
-Loader = Callable[[np.ndarray, Context, np.dtype], Leaf]
+Loader = Callable[[np.ndarray, Context, np.dtype], Array]
 _loader: ContextVar[Loader] = ContextVar("_loader", default=new_array)
 
 
@@ -469,7 +469,7 @@ def loading(loader: Loader) -> Iterator[None]:
         _loader.reset(token)
 
 
-def _concatenate(path: str, parts: Sequence[Leaf], ctx: Optional[Context], axis: Any) -> Leaf:
+def _concatenate(path: str, parts: Sequence[Array], ctx: Optional[Context], axis: Any) -> Array:
     shapes = [_shape("gather", path, part) for part in parts]
     for part in parts:
         _length("gather", path, part, axis)

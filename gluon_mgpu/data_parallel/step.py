@@ -14,9 +14,9 @@ from mxnet import Context, MXNetError, autograd, gluon
 
 from ..checks import OF_WRONG_DATA, check_function, explaining, flag, is_of_mxnet, last_line, short, whole_number
 from ..devices.select import check_contexts
-from ..distributed import own_batches, share
+from ..distributed import own_batches, process_shard
 from ..errors import ShardError, StepError, TrainerError
-from ..nested import Leaf, is_device_array, leaves
+from ..nested import Array, is_device_array, leaves
 from ..trainer.freshness import history
 from ..trainer.running_stats import claim_examples, note_examples, stats_of
 from ..trainer.trainer import Trainer
@@ -46,12 +46,12 @@ class Batch:
 
     outputs: List[Any]
     labels: List[Any]
-    losses: List[Leaf]
+    losses: List[Array]
     num_examples: int
     num_units: Optional[int] = None
 
 
-def backward(losses: Sequence[Leaf]) -> None:
+def backward(losses: Sequence[Array]) -> None:
     """Compute the gradients of all shards' losses in one backward pass.
 
     Separate passes fail where two shards went through one BatchNorm, and give the engine less to run at once.
@@ -66,7 +66,9 @@ def backward(losses: Sequence[Leaf]) -> None:
     TrainerError
         Not a list of arrays.
     """
-    if isinstance(losses, list) and not losses and share()[1] > 1:  # a small batch left nothing for the devices of this process
+    if (
+        isinstance(losses, list) and not losses and process_shard()[1] > 1
+    ):  # a small batch left nothing for the devices of this process
         history.note_empty()
         return
     if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
@@ -83,7 +85,7 @@ def backward(losses: Sequence[Leaf]) -> None:
 
 def train_batch(
     net: gluon.Block,
-    loss: Callable[[Any, Any], Leaf],
+    loss: Callable[[Any, Any], Array],
     trainer: Trainer,
     X: Any,
     y: Any,
@@ -175,10 +177,10 @@ def _train_one(
 ) -> Batch:
     _check_loss("train_batch", loss, y, split_f)
     Xs, ys = _split(net, loss, split_f, X, y, trainer.contexts)
-    if not trainer.know_shapes():
+    if not trainer.resolve_shapes():
         with autograd.pause(train_mode=False):
             _forward("train_batch", net, None, Xs[:1], ys[:1])
-        trainer.know_shapes()
+        trainer.resolve_shapes()
     with autograd.record():
         outputs, losses = _forward("train_batch", net, loss, Xs, ys)
     _check_outputs.get()(outputs, ys)
@@ -191,7 +193,7 @@ def _train_one(
     if isinstance(split_f, Balancer):
         split_f.watch(losses)
     trainer.step(num_examples if num_units is None else num_units, ignore_stale_grad)
-    own_units = num_units if share()[1] == 1 else _own_units("train_batch", loss, y, split_f, trainer.contexts)
+    own_units = num_units if process_shard()[1] == 1 else _own_units("train_batch", loss, y, split_f, trainer.contexts)
     return Batch(outputs, ys, losses, num_examples, own_units)
 
 
@@ -222,7 +224,7 @@ def eval_batch(
     Xs, ys = _split(net, loss, split_f, X, y, devices)
     with autograd.pause(train_mode=False):
         outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
-    counts = losses or share()[1] > 1
+    counts = losses or process_shard()[1] > 1
     num_examples = _count_all("eval_batch", split_f, losses, y, ys, devices) if counts else _num_labels(ys)
     return Batch(outputs, ys, losses, num_examples, _own_units("eval_batch", loss, y, split_f, devices))
 
@@ -246,11 +248,11 @@ def _split(
     net: Any, loss: Any, split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]
 ) -> Tuple[List[Any], List[Any]]:
     """Return the shards of a batch: of float64 for a network of float64, and bool labels as numbers for Gluon's losses."""
-    several = share()[1] > 1
+    several = process_shard()[1] > 1
     if several and getattr(split_f, "func", split_f) is not split_batch:
         raise TrainerError(
-            f"train_batch: got split_f={split_f!r} in a job of {share()[1]} processes; need split_batch, which gives each its "
-            "part of the batch. Pass it, or a functools.partial of it."
+            f"train_batch: got split_f={split_f!r} in a job of {process_shard()[1]} processes; need split_batch, which gives "
+            "each its part of the batch. Pass it, or a functools.partial of it."
         )
     with floats_as("float64" if dtype_of(net) == "float64" else ""):
         shards = split_f(X, y, list(devices))
@@ -287,7 +289,7 @@ def dtype_of(net: Any) -> str:
     return next((name for name in map(dtype_of, net._children.values()) if name), "")
 
 
-def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Leaf]]:
+def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
     """Return every shard's output, and its losses where there is a loss function."""
 
     def through(shard: int) -> Any:
@@ -295,7 +297,7 @@ def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys:
             return net(Xs[shard])
 
     outputs = run_shards(net, [partial(through, shard) for shard in range(len(Xs))])
-    losses: List[Leaf] = []
+    losses: List[Array] = []
     for shard, (output, y) in enumerate(zip(outputs, ys)):
         if loss is not None:
             with _naming(operation, "loss", shard, Xs[shard], y, net):
@@ -320,7 +322,7 @@ def _naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> 
         ) from error
 
 
-def _advice(found: Sequence[Leaf], net: Any) -> str:
+def _advice(found: Sequence[Array], net: Any) -> str:
     """Return what to do about data that a network or a loss does not take."""
     dtypes, own = {np.dtype(leaf.dtype).name for leaf in found}, dtype_of(net)
     if "bool" in dtypes:
@@ -333,20 +335,20 @@ def _advice(found: Sequence[Leaf], net: Any) -> str:
 def _count_all(
     operation: str,
     split_f: SplitFunction,
-    losses: Sequence[Leaf],
+    losses: Sequence[Array],
     label: Any,
     labels: Sequence[Any],
     devices: Sequence[Context],
 ) -> int:
     """Return the examples of a batch over all processes, having checked the losses of this one."""
-    if share()[1] == 1:
+    if process_shard()[1] == 1:
         return _count(operation, split_f, losses, label, labels)
     if losses:
         _count(operation, split_f, losses, _own_part(label, split_f, devices), labels)
     return count_examples(operation, label, _label_axis(split_f))
 
 
-def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label: Any, labels: Sequence[Any]) -> int:
+def _count(operation: str, split_f: SplitFunction, losses: Sequence[Array], label: Any, labels: Sequence[Any]) -> int:
     """Return the examples that these losses are of, having checked that each holds one number for each of its shard."""
     for shard, (loss, sizes) in enumerate(zip(losses, _shard_sizes(split_f, label, labels))):
         if not is_device_array(loss):
@@ -364,7 +366,7 @@ def _count(operation: str, split_f: SplitFunction, losses: Sequence[Leaf], label
 
 def _own_units(operation: str, loss: Any, label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Optional[int]:
     """Return what a loss with `num_units` counts in this process's part of a batch; None of other losses."""
-    if share()[1] == 1 or not callable(getattr(loss, "num_units", None)):
+    if process_shard()[1] == 1 or not callable(getattr(loss, "num_units", None)):
         return _num_units(operation, loss, label)
     part = _own_part(label, split_f, devices)
     return _num_units(operation, loss, part) if part is not None else 0

@@ -14,7 +14,7 @@ from mxnet import Context
 
 from ..checks import explaining, short
 from ..errors import DeviceError
-from ..nested import Leaf, is_device_array, map_leaves
+from ..nested import Array, is_device_array, map_leaves
 
 
 def copyto(data: Any, target: Any) -> Any:
@@ -91,17 +91,17 @@ def _explaining(operation: str, target: Any) -> Iterator[None]:
         yield
 
 
-def on_device(leaf: Leaf, ctx: Context) -> Leaf:
+def on_device(leaf: Array, ctx: Context) -> Array:
     """Return one array on a context: the array itself where it is there, of which np's `as_in_context` makes a new one."""
     array = _as_device_array(leaf, ctx)
     return array if array.context == ctx else array.as_in_context(ctx)
 
 
-def _copy(leaf: Leaf, ctx: Context) -> Leaf:
+def _copy(leaf: Array, ctx: Context) -> Array:
     return leaf.copyto(ctx) if is_device_array(leaf) else _as_device_array(leaf, ctx)
 
 
-def _check_target(path: str, leaf: Leaf, target: Any) -> None:
+def _check_target(path: str, leaf: Array, target: Any) -> None:
     if not is_device_array(target):
         raise DeviceError(
             f"copyto: got {short(target)} as the target of {path}; need a context or an MXNet array. Pass mx.cpu(0), say."
@@ -113,7 +113,7 @@ def _check_target(path: str, leaf: Leaf, target: Any) -> None:
         )
 
 
-def _as_device_array(leaf: Leaf, ctx: Context) -> Leaf:
+def _as_device_array(leaf: Array, ctx: Context) -> Array:
     if is_device_array(leaf):
         return leaf
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
@@ -170,7 +170,7 @@ def measure_bandwidth(contexts: Sequence[Context], sizes_bytes: Sequence[int], *
     return found
 
 
-def _copy_seconds(data: Leaf, buffer: Leaf, copies: int) -> float:
+def _copy_seconds(data: Array, buffer: Array, copies: int) -> float:
     mx.nd.waitall()
     started = time.perf_counter()
     for _ in range(copies):

@@ -18,7 +18,7 @@ _EVERY_S = 5.0
 _TELL_EVERY_S = 60.0
 
 
-def meet(demand: Demand, wait_s: float = 0.0, tell: Optional[Callable[[str], None]] = None) -> List[CudaDevice]:
+def acquire(demand: Demand, wait_s: float = 0.0, tell: Optional[Callable[[str], None]] = None) -> List[CudaDevice]:
     """Return the GPUs of this machine that meet a demand, none only if it allows that.
 
     Parameters

@@ -183,7 +183,7 @@ def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> O
 def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
     """Return the GPUs that meet a demand; the CPU where it leaves that open."""
     if mxnet_gpus.num_gpus():
-        return [mx.gpu(device.number) for device in free_gpus.meet(demand, wait_s, tell)] or [mx.cpu(0)]
+        return [mx.gpu(device.number) for device in free_gpus.acquire(demand, wait_s, tell)] or [mx.cpu(0)]
     if demand.may_be_none:
         return [mx.cpu(0)]
     raise DeviceError(f"use_devices: got {demand.said!r}; need a GPU that MXNet can see. {_why_no_gpu()}")

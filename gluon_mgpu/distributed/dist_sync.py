@@ -10,7 +10,7 @@ import numpy as np
 from mxnet.base import _LIB, check_call
 
 from ..errors import ProcessError
-from ..nested import Leaf
+from ..nested import Array
 from .process import Process
 
 
@@ -52,7 +52,7 @@ class DistSync:
         self._rows: Dict[int, _Rows] = {}  # of messages, by their size
         self._bit_keys: Dict[int, int] = {}  # of the same in bits
 
-    def sum_of(self, arrays: List[Leaf], *, exact: bool) -> Any:
+    def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
         """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
         assert not (exact and self._compression), "Trainer refuses it"
         if self._compression and arrays[0].dtype != np.float32:
@@ -78,7 +78,7 @@ class DistSync:
         self._store.set_gradient_compression(params)
         self._compression = {"threshold": 0.5, **params}
 
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
+    def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits."""
         if self._compression:
             return self._exchange_bits(numbers)
@@ -130,7 +130,7 @@ class _Rows:
         self._one = mx.nd.ones((1, 1), dtype=dtype)
         self._all = mx.nd.arange(store.num_workers, dtype="int64")
 
-    def show(self, row: Leaf, priority: int = 0) -> Leaf:
+    def show(self, row: Array, priority: int = 0) -> Array:
         """Return the rows of all, shape (processes, size), of this process's, shape (1, size)."""
         parts = [*self._before, mx.nd.concat(row, self._one, dim=1), *self._behind]
         mine = mx.nd.concat(*parts, dim=0).tostype("row_sparse")
@@ -143,7 +143,7 @@ class _Rows:
 class _ArrivalSum:
     """Sums over the devices here and then over the processes, in one message of each."""
 
-    def __init__(self, store: Any, key: int, arrays: List[Leaf]) -> None:
+    def __init__(self, store: Any, key: int, arrays: List[Array]) -> None:
         self._store, self._key, self._arrays = store, key, arrays
 
     def run(self, priority: int) -> None:
@@ -155,7 +155,7 @@ class _ArrivalSum:
 class _RankSum:
     """Sums over the devices here, sends the sum as a row of its own, and adds the rows up in their order."""
 
-    def __init__(self, rows: _Rows, arrays: List[Leaf]) -> None:
+    def __init__(self, rows: _Rows, arrays: List[Array]) -> None:
         self._rows, self._arrays = rows, arrays
 
     def run(self, priority: int) -> None:

@@ -11,7 +11,7 @@ import mxnet as mx
 import numpy as np
 
 from ..errors import MissingExtraError, ProcessError
-from ..nested import Leaf
+from ..nested import Array
 from .process import Process
 
 
@@ -68,7 +68,7 @@ class Horovod:
         self._num_sums = 0
         self._is_half = False
 
-    def sum_of(self, arrays: List[Leaf], *, exact: bool) -> Any:
+    def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
         """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
         self._num_sums += 1  # every process makes the same sums in the same order: names agree
         half = self._is_half and not exact and arrays[0].dtype == np.float32
@@ -86,7 +86,7 @@ class Horovod:
             )
         self._is_half = True
 
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
+    def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits."""
         rows = np.zeros((self._process.num_processes, len(numbers)), np.float32)
         rows[self._process.rank] = numbers
@@ -97,7 +97,7 @@ class Horovod:
 
     def barrier(self) -> None:
         """Wait until every process has come here."""
-        self.rows(np.zeros(1, np.float32))
+        self.all_gather(np.zeros(1, np.float32))
 
 
 DEFAULTS = {
@@ -124,7 +124,7 @@ def cycle_s() -> float:
 class _RingSum:
     """Sums over the devices here, on the first, then over the processes, and copies the sum to the others."""
 
-    def __init__(self, hvd: Any, name: str, arrays: List[Leaf], *, half: bool, on_gpu: bool) -> None:
+    def __init__(self, hvd: Any, name: str, arrays: List[Array], *, half: bool, on_gpu: bool) -> None:
         self._hvd, self._name, self._arrays, self._half = hvd, name, arrays, half
         self._leaves = arrays[0].context.device_type == "gpu" and not on_gpu
 

@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 
 from ..errors import ProcessError
-from ..nested import Leaf
+from ..nested import Array
 from .dist_sync import DistSync
 from .horovod import Horovod
 from .process import Process, this_process
@@ -24,13 +24,13 @@ _MOST_BYTES = 2**24  # of one message; float32 counts as far exactly
 class Backend(Protocol):
     """What joins processes: `DistSync` or `Horovod`."""
 
-    def sum_of(self, arrays: List[Leaf], *, exact: bool) -> Any:
+    def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
         """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
 
     def compress(self, params: Dict[str, Any]) -> None:
         """Send what is smaller than float32 gradients from now on."""
 
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
+    def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits."""
 
     def barrier(self) -> None:
@@ -59,12 +59,12 @@ class Group:
         self.backend: Backend = Horovod(process) if _is_horovods() else DistSync(process)
         self._compression: Dict[str, Any] = {}
 
-    def sum_of(self, gradients: Sequence[Leaf], *, exact: bool = False) -> Any:
+    def all_reduce(self, gradients: Sequence[Array], *, exact: bool = False) -> Any:
         """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`.
 
         `exact` is for what must not be sent in fewer bits.
         """
-        return self.backend.sum_of([gradient.as_nd_ndarray() for gradient in gradients], exact=exact)
+        return self.backend.all_reduce([gradient.as_nd_ndarray() for gradient in gradients], exact=exact)
 
     def compress(self, params: Dict[str, Any]) -> None:
         """Let float32 gradients be sent in fewer bits from now on; see the backends' own `compress`."""
@@ -76,9 +76,9 @@ class Group:
             self.backend.compress(params)
             self._compression = _filled(params)
 
-    def say(self, message: bytes) -> List[bytes]:
+    def all_gather_bytes(self, message: bytes) -> List[bytes]:
         """Return what every process says here, in the order of their ranks. It waits for all."""
-        sizes = [int(size) for size in self.backend.rows(np.array([len(message)], np.float32))[:, 0]]
+        sizes = [int(size) for size in self.backend.all_gather(np.array([len(message)], np.float32))[:, 0]]
         if max(sizes) > _MOST_BYTES:
             raise ProcessError(f"processes: got a message of {max(sizes):,} bytes; need at most {_MOST_BYTES:,}. Say less.")
         room = _LEAST_BYTES
@@ -86,13 +86,13 @@ class Group:
             room *= 2
         numbers = np.zeros(room, np.float32)
         numbers[: len(message)] = np.frombuffer(message, np.uint8)
-        return [row[:size].astype(np.uint8).tobytes() for row, size in zip(self.backend.rows(numbers), sizes)]
+        return [row[:size].astype(np.uint8).tobytes() for row, size in zip(self.backend.all_gather(numbers), sizes)]
 
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
+    def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits for all."""
-        return self.backend.rows(numbers)
+        return self.backend.all_gather(numbers)
 
-    def average(self, arrays: Sequence[Leaf], behind: Optional[Sequence[Tuple[float, float]]] = None) -> None:
+    def average(self, arrays: Sequence[Array], behind: Optional[Sequence[Tuple[float, float]]] = None) -> None:
         """Set arrays of floating point to their mean over the processes, in place. It waits.
 
         `behind` holds two weights of each array. The first ones count, unless those of all processes are 0; then the second ones
@@ -100,7 +100,7 @@ class Group:
         """
         numbers = np.concatenate([array.asnumpy().astype(np.float32).reshape(-1) for array in arrays])
         weights = np.asarray([(1, 1)] * len(arrays) if behind is None else behind, np.float32).reshape(-1)
-        rows = self.backend.rows(np.concatenate([numbers, weights])).astype(np.float64)
+        rows = self.backend.all_gather(np.concatenate([numbers, weights])).astype(np.float64)
         pairs = rows[:, numbers.size :].reshape(len(rows), len(arrays), 2)
         begin = 0
         for at, array in enumerate(arrays):
@@ -110,24 +110,24 @@ class Group:
             _write(array.as_nd_ndarray(), np.average(values[shares > 0], axis=0, weights=shares[shares > 0]))
             begin += array.size
 
-    def share_first(self, arrays: Sequence[Leaf]) -> None:
+    def broadcast(self, arrays: Sequence[Array]) -> None:
         """Set arrays of floating point to those of process 0, in place. It waits."""
         classic = [array.as_nd_ndarray() for array in arrays]
         numbers = np.concatenate([array.asnumpy().astype(np.float32).reshape(-1) for array in classic])
         together = mx.nd.array(np.zeros_like(numbers) if self.process.rank else numbers)
-        self.backend.sum_of([together], exact=True).run(0)  # with zeros, which is exact
+        self.backend.all_reduce([together], exact=True).run(0)  # with zeros, which is exact
         total, begin = together.asnumpy(), 0
         for array in classic:
             _write(array, total[begin : begin + array.size])
             begin += array.size
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait until every process has come here."""
         mx.nd.waitall()
         self.backend.barrier()
 
 
-def _write(array: Leaf, numbers: np.ndarray) -> None:
+def _write(array: Array, numbers: np.ndarray) -> None:
     """Set an array by way of another: a weight may be in oneDNN's own layout, in which NumPy's numbers cannot be written."""
     mx.nd.array(numbers.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
 
@@ -152,24 +152,24 @@ _own: ContextVar[bool] = ContextVar("_own", default=False)
 
 
 def group() -> Optional[Group]:
-    """Return the processes that this one works with; None where it is the only one, or works `apart`."""
+    """Return the processes that this one works with; None where it is the only one, or works `without_group`."""
     return None if _apart.get() else _group()
 
 
-def any_says(yes: bool) -> bool:
+def any_process(yes: bool) -> bool:
     """Return whether any process says yes here; they wait for each other."""
     processes = group()
-    return yes if processes is None else any(processes.say(b"yes" if yes else b""))
+    return yes if processes is None else any(processes.all_gather_bytes(b"yes" if yes else b""))
 
 
-def share() -> Tuple[int, int]:
+def process_shard() -> Tuple[int, int]:
     """Return which part of every batch is this process's, and of how many: (0, 1) where all of it is."""
     process = this_process()
     return (0, 1) if _apart.get() or _own.get() else (process.rank, process.num_processes)
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def without_group() -> Iterator[None]:
     """Let this process work by itself in this block: on whole batches, and without a word to the others."""
     token = _apart.set(True)
     try:

@@ -11,7 +11,7 @@ from typing import List, Optional, Tuple
 
 from ..runtime import environment
 from ..runtime.fat_binary import FatBinaries, read_fat_binaries, version_text
-from .findings import Finding, told
+from .findings import Problem, describe_error
 
 _LIBRARY = "libmxnet.so"
 
@@ -65,7 +65,7 @@ def look_at_build() -> Build:
     try:
         mxnet = sys.modules.get("mxnet") or environment.load_mxnet()
     except Exception as error:
-        return Build(library, "", *told(error), (), None)
+        return Build(library, "", *describe_error(error), (), None)
     features = mxnet.runtime.Features()
     return Build(library, mxnet.__version__, "", "", tuple(sorted(name for name in features if features.is_enabled(name))), None)
 
@@ -75,9 +75,9 @@ def look_at_code(library: str) -> Optional[FatBinaries]:
     return read_fat_binaries(library) if library else None
 
 
-def check_build(build: Build) -> List[Finding]:
+def check_build(build: Build) -> List[Problem]:
     """Return why MXNet cannot be imported, if it cannot."""
-    return [Finding("MXNet", build.why_not, build.to_do, True)] if build.why_not else []
+    return [Problem("MXNet", build.why_not, build.to_do, True)] if build.why_not else []
 
 
 def _find_library() -> str:

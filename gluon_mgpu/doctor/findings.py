@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Problem:
     """Something that is wrong.
 
     Attributes
@@ -33,11 +33,11 @@ class Examination:
 
     Attributes
     ----------
-    findings : list of Finding
+    findings : list of Problem
     """
 
     def __init__(self) -> None:
-        self.findings: List[Finding] = []
+        self.findings: List[Problem] = []
 
     def look(self, check: str, or_else: T, look: Callable[..., T], *arguments: Any) -> T:
         """Return what `look(*arguments)` returns; where it raises, `or_else`."""
@@ -45,12 +45,12 @@ class Examination:
             return look(*arguments)
         except Exception as error:  # whatever it is: the doctor goes on
             what = f"The check of {check} failed: {type(error).__name__}: {first_line(error)}"
-            self.findings.append(Finding(check, what, "What it would have told is not known. Please report it."))
+            self.findings.append(Problem(check, what, "What it would have told is not known. Please report it."))
             return or_else
 
-    def judge(self, check: str, judge: Callable[..., List[Finding]], *arguments: Any) -> None:
+    def judge(self, check: str, judge: Callable[..., List[Problem]], *arguments: Any) -> None:
         """Add what `judge(*arguments)` finds."""
-        found: List[Finding] = []
+        found: List[Problem] = []
         self.findings += self.look(check, found, judge, *arguments)
 
 
@@ -59,12 +59,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def told(error: BaseException) -> Tuple[str, str]:
+def describe_error(error: BaseException) -> Tuple[str, str]:
     """Return what an error in the house's form says, in two parts: what was got, and what is needed and to be done.
 
     Examples
     --------
-    >>> told(ValueError("fit: got 0 epochs; need 1 or more. Pass epochs=1."))
+    >>> describe_error(ValueError("fit: got 0 epochs; need 1 or more. Pass epochs=1."))
     ('fit: got 0 epochs', 'Need 1 or more. Pass epochs=1.')
     """
     what, found, to_do = str(error).strip().partition("; need ")

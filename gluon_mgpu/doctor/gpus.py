@@ -10,7 +10,7 @@ from ..runtime.fat_binary import Capability, version_text
 from ..runtime.nvidia.nvml import Driver, Gpu, try_driver
 from ..runtime.nvidia.visible import visible_gpus
 from .build import Build
-from .findings import Finding
+from .findings import Problem
 
 NO_WHEEL = (9, 0)  # from Hopper on; the newest code in a wheel of MXNet 1.9.1 is for 8.6, which 8.9 runs, too
 _OLDEST = (5, 0)
@@ -62,21 +62,21 @@ def read_gpus() -> Reading:
     return Reading(driver, why_not, has_signs, environ, os.getpid())
 
 
-def check_driver(reading: Reading, build: Build) -> List[Finding]:
+def check_driver(reading: Reading, build: Build) -> List[Problem]:
     """Return what is wrong with the driver: nothing where nobody needs one."""
     if reading.driver is None:
         if not (reading.has_signs or build.is_for_gpus):
             return []
         what, _, to_do = reading.why_not.partition("; need ")
-        return [Finding("driver", f"The GPUs are not known: {what}.", f"Need {to_do}" if to_do else "See what nvidia-smi says.")]
+        return [Problem("driver", f"The GPUs are not known: {what}.", f"Need {to_do}" if to_do else "See what nvidia-smi says.")]
     newest = reading.driver.cuda_version
     if newest and _numbers(newest) < _OLDEST_CUDA and build.is_for_gpus:
         what = f"Driver {reading.driver.version} runs CUDA up to {newest}; MXNet's wheel needs 11.0 or newer."
-        return [Finding("driver", what, "Install a newer NVIDIA driver: 450.80.02 at least.")]
+        return [Problem("driver", what, "Install a newer NVIDIA driver: 450.80.02 at least.")]
     return []
 
 
-def check_gpus(reading: Reading, build: Build) -> List[Finding]:
+def check_gpus(reading: Reading, build: Build) -> List[Problem]:
     """Return what is wrong with the GPUs, each by each."""
     found = _without_gpu_code(reading.gpus, build)
     for gpu in reading.gpus:
@@ -113,14 +113,14 @@ def _name(gpu: Gpu) -> str:
     return f"GPU {gpu.index}, {gpu.name or 'which does not tell its name'},"
 
 
-def _trouble(gpu: Gpu) -> List[Finding]:
+def _trouble(gpu: Gpu) -> List[Problem]:
     if not gpu.trouble:
         return []
     to_do = "See sudo dmesg for NVRM and Xid; start the machine again. If it comes back, the card is to be replaced."
-    return [Finding("GPUs", f"{_name(gpu)} has failed: {gpu.trouble.rstrip('.')}.", to_do)]
+    return [Problem("GPUs", f"{_name(gpu)} has failed: {gpu.trouble.rstrip('.')}.", to_do)]
 
 
-def _without_gpu_code(gpus: Sequence[Gpu], build: Build) -> List[Finding]:
+def _without_gpu_code(gpus: Sequence[Gpu], build: Build) -> List[Problem]:
     """Return what a build for CPUs means for the GPUs: with another wheel some would work, others never will."""
     if not gpus or build.code is None or build.is_for_gpus:
         return []
@@ -129,10 +129,10 @@ def _without_gpu_code(gpus: Sequence[Gpu], build: Build) -> List[Finding]:
         return []  # _no_code tells each
     names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in helped)
     to_do = "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'."
-    return [Finding("GPUs", f"MXNet here is a build for CPUs, and leaves idle GPU {names}.", to_do)]
+    return [Problem("GPUs", f"MXNet here is a build for CPUs, and leaves idle GPU {names}.", to_do)]
 
 
-def _no_code(gpu: Gpu, build: Build) -> List[Finding]:
+def _no_code(gpu: Gpu, build: Build) -> List[Problem]:
     capability = gpu.compute_capability
     if build.code is None or capability is None or build.code.code_for(capability):
         return []
@@ -140,29 +140,29 @@ def _no_code(gpu: Gpu, build: Build) -> List[Finding]:
     here = f"the library here holds {build.described()}" if build.is_for_gpus else "the one here is a build for CPUs"
     if capability >= NO_WHEEL:
         what = f"{told}: no MXNet 1.9.1 wheel can run there, and {here}."
-        return [Finding("GPUs", what, f"{_TRAIN_ELSEWHERE} No driver, CUDA or setting changes that.")]
+        return [Problem("GPUs", what, f"{_TRAIN_ELSEWHERE} No driver, CUDA or setting changes that.")]
     if capability < _OLDEST:
-        return [Finding("GPUs", f"{told}: no wheel of MXNet for CUDA 11 can run there, and {here}.", _TRAIN_ELSEWHERE)]
+        return [Problem("GPUs", f"{told}: no wheel of MXNet for CUDA 11 can run there, and {here}.", _TRAIN_ELSEWHERE)]
     if not build.is_for_gpus:
         return []  # told for all at once
     to_do = "Run pip install 'gluon_mgpu[cu112]', whose wheel holds code for compute capability 5.0 to 8.9."
-    return [Finding("GPUs", f"{told}, and {here}.", to_do)]
+    return [Problem("GPUs", f"{told}, and {here}.", to_do)]
 
 
-def _mig(gpu: Gpu) -> List[Finding]:
+def _mig(gpu: Gpu) -> List[Problem]:
     if not gpu.mig_enabled:
         return []
     off = f"sudo nvidia-smi -i {gpu.index} -mig 0 makes it one GPU again."
     if not gpu.mig:
         what = f"{_name(gpu)} is in MIG mode, but has no MIG device: CUDA sees nothing of it."
-        return [Finding("GPUs", what, f"Make one: sudo nvidia-smi mig -i {gpu.index} -cgi 0 -C. Or {off}")]
+        return [Problem("GPUs", what, f"Make one: sudo nvidia-smi mig -i {gpu.index} -cgi 0 -C. Or {off}")]
     parts = _counted(len(gpu.mig), "device")
     what = f"{_name(gpu)} is split by MIG into {parts}: a process sees only one MIG device, and no other GPU."
     to_do = f"Choose it: CUDA_VISIBLE_DEVICES={gpu.mig[0].uuid or 'MIG-...'}. To train on whole GPUs, {off}"
-    return [Finding("GPUs", what, to_do)]
+    return [Problem("GPUs", what, to_do)]
 
 
-def _crowded(gpu: Gpu, pid: int) -> List[Finding]:
+def _crowded(gpu: Gpu, pid: int) -> List[Problem]:
     """Return that others have taken most of the memory."""
     if not gpu.total_bytes or gpu.used_bytes is None or gpu.used_bytes < _CROWDED * gpu.total_bytes or gpu.mig_enabled:
         return []
@@ -171,33 +171,33 @@ def _crowded(gpu: Gpu, pid: int) -> List[Finding]:
         return []
     who = ", ".join(process_text(one.pid, one.name, one.used_bytes) for one in others) or "processes that are hidden here"
     what = f"{_name(gpu)} has {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} taken, by {who}."
-    return [Finding("GPUs", what, "Wait for them, end them, or train elsewhere: --devices gpu:1, for one.")]
+    return [Problem("GPUs", what, "Wait for them, end them, or train elsewhere: --devices gpu:1, for one.")]
 
 
-def _slowed(gpu: Gpu) -> List[Finding]:
+def _slowed(gpu: Gpu) -> List[Problem]:
     reasons = [reason for reason in gpu.throttle_reasons or () if reason in _SLOWED]
     if not reasons:
         return []
     heat = "" if gpu.temperature_c is None else f" at {gpu.temperature_c} C"
     what = f"{_name(gpu)} is slowed down{heat}: {', '.join(reasons)}."
-    return [Finding("GPUs", what, "See to its cooling and its power supply; nvidia-smi -q -d PERFORMANCE tells more.")]
+    return [Problem("GPUs", what, "See to its cooling and its power supply; nvidia-smi -q -d PERFORMANCE tells more.")]
 
 
-def _hidden(reading: Reading) -> List[Finding]:
+def _hidden(reading: Reading) -> List[Problem]:
     """Return that the environment hides every GPU that CUDA could see."""
     if reading.driver is None or _VISIBLE not in reading.environ or visible_gpus(reading.driver, reading.environ).devices:
         return []
     if not visible_gpus(reading.driver, {}).devices:  # nor would they be seen without it
         return []
     what = f"CUDA_VISIBLE_DEVICES={reading.environ[_VISIBLE]!r} shows none of {_counted(len(reading.gpus), 'GPU')}."
-    return [Finding("GPUs", what, "Unset it, or set it to the numbers that are to be seen, each once: 0,1.")]
+    return [Problem("GPUs", what, "Unset it, or set it to the numbers that are to be seen, each once: 0,1.")]
 
 
-def _doubted(reading: Reading) -> List[Finding]:
+def _doubted(reading: Reading) -> List[Problem]:
     """Return that CUDA may number the GPUs otherwise than the driver."""
     doubt = visible_gpus(reading.driver, reading.environ).doubt if reading.driver else ""
     what, _, to_do = doubt.partition(" Set ")
-    return [Finding("GPUs", what, f"Set {to_do}")] if doubt else []
+    return [Problem("GPUs", what, f"Set {to_do}")] if doubt else []
 
 
 def gib(num_bytes: Optional[int]) -> str:

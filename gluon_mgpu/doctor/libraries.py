@@ -6,13 +6,13 @@ from typing import List, Sequence
 
 from ..runtime.cuda_libraries import CudaLibrary
 from .build import Build
-from .findings import Finding
+from .findings import Problem
 
 _DRIVER = "libcuda.so"
 _CPU_WHEEL = "run pip uninstall mxnet-cu112, then pip install 'gluon_mgpu[cpu]'"
 
 
-def check_libraries(libraries: Sequence[CudaLibrary], build: Build) -> List[Finding]:
+def check_libraries(libraries: Sequence[CudaLibrary], build: Build) -> List[Problem]:
     """Return which of them are missing, but for those that the error of `import mxnet` names."""
     missing = [library for library in libraries if not library.path and library.soname not in build.why_not]
     found = []
@@ -21,12 +21,12 @@ def check_libraries(libraries: Sequence[CudaLibrary], build: Build) -> List[Find
     if driver:
         what = f"The driver's {driver[0].soname} is missing, to which this MXNet is linked also where it trains on the CPU."
         to_do = f"Install the driver (in a container: docker run --gpus all); to train on the CPU, {_CPU_WHEEL}."
-        found.append(Finding("CUDA libraries", what, to_do, stops))
+        found.append(Problem("CUDA libraries", what, to_do, stops))
     others = [f"{library.name} ({library.soname})" for library in missing if library not in driver]
     if others:
         what = f"{_joined(others)} {'are' if len(others) > 1 else 'is'} missing, to which this MXNet is linked."
         to_do = f"Run pip install 'gluon_mgpu[cu112]', which brings CUDA's libraries; to train on the CPU, {_CPU_WHEEL}."
-        found.append(Finding("CUDA libraries", what, to_do, stops))
+        found.append(Problem("CUDA libraries", what, to_do, stops))
     return found
 
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Dict, List, Tuple
 
 from ..runtime import environment, threads
-from .findings import Finding
+from .findings import Problem
 
 _OPTIONAL = {
     "matplotlib": "train",
@@ -93,17 +93,17 @@ def look_at_packages() -> Packages:
     return Packages(found, wheels)
 
 
-def check_packages(packages: Packages) -> List[Finding]:
+def check_packages(packages: Packages) -> List[Problem]:
     """Return what is wrong with the packages."""
     found = []
     wheels = packages.wheels
     if len(wheels) > 1:
         to_do = f"Run pip uninstall {' '.join(wheels)}, and install one of them again."
-        found.append(Finding("packages", f"{' and '.join(wheels)} are installed over one another.", to_do))
+        found.append(Problem("packages", f"{' and '.join(wheels)} are installed over one another.", to_do))
     numpy = packages.versions.get("numpy", "")
     if numpy.split(".")[0].isdigit() and int(numpy.split(".")[0]) >= 2:
         what = f"NumPy {numpy} is too new for MXNet 1.9.1, which was written for 1.17 to 1.26."
-        found.append(Finding("packages", what, "Run pip install 'numpy<2'.", True))
+        found.append(Problem("packages", what, "Run pip install 'numpy<2'.", True))
     return found
 
 

@@ -11,13 +11,13 @@ from ..runtime.cuda_libraries import CudaLibrary, libraries
 from ..runtime.environment import Setting
 from ..runtime.fat_binary import version_text
 from .build import Build, check_build, look_at_build, look_at_code
-from .findings import Examination, Finding
+from .findings import Examination, Problem
 from .gpus import Reading, barred, check_driver, check_gpus, code_for, explains, read_gpus
 from .libraries import check_libraries
 from .machine import Machine, Packages, check_packages, look_at_machine, look_at_packages
 from .settings import Engine, Pools, check_openblas, check_settings, look_at_engine, look_at_pools
 from .storage import (
-    Place,
+    StorageLocation,
     check_checkpoints,
     check_shared_memory,
     check_temporary,
@@ -50,10 +50,10 @@ class Report:
         What MXNet can train on.
     settings : tuple of Setting
     pools : Pools
-    places : tuple of Place
+    places : tuple of StorageLocation
     stores : tuple of Store
     horovod : Horovod
-    findings : tuple of Finding
+    findings : tuple of Problem
     """
 
     machine: Optional[Machine]
@@ -64,10 +64,10 @@ class Report:
     devices: Tuple[DeviceInfo, ...]
     settings: Tuple[Setting, ...]
     pools: Pools
-    places: Tuple[Place, ...]
+    places: Tuple[StorageLocation, ...]
     stores: Tuple[Store, ...]
     horovod: Horovod
-    findings: Tuple[Finding, ...]
+    findings: Tuple[Problem, ...]
 
     @property
     def stops_training(self) -> bool:
@@ -190,7 +190,7 @@ def _look_with_mxnet(spec: str, build: Build, reading: Reading, exam: Examinatio
     devices: List[DeviceInfo] = exam.look("devices", [], describe.describe_devices)
     known: Dict[int, str] = exam.look("GPUs", {}, barred, reading, build)
     devices = exam.look("devices", devices, training.with_reasons, devices, known)
-    none: Tuple[List[Context], List[Finding]] = ([], [])
+    none: Tuple[List[Context], List[Problem]] = ([], [])
     contexts, wrong = exam.look("devices", none, training.try_devices, spec)
     exam.findings += wrong
     exam.judge("devices", training.check_devices, devices, exam.look("GPUs", False, explains, reading, build))
@@ -204,7 +204,7 @@ def _look_with_mxnet(spec: str, build: Build, reading: Reading, exam: Examinatio
     return _WithMxnet(tuple(devices), tuple(settings), pools, horovod)
 
 
-def _look_at_places(output: str, exam: Examination) -> Tuple[Place, ...]:
+def _look_at_places(output: str, exam: Examination) -> Tuple[StorageLocation, ...]:
     checkpoints = exam.look("disk space", None, look_at_checkpoints, output)
     temporary = exam.look("disk space", None, look_at_temporary)
     shared = exam.look("shared memory", None, look_at_shared_memory)

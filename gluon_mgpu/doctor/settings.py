@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 from ..errors import MissingExtraError
 from ..runtime import environment, threads
 from ..runtime.environment import Setting
-from .findings import Finding
+from .findings import Problem
 
 _PREFIX = "threads of cpu("
 
@@ -62,18 +62,18 @@ def look_at_pools() -> Pools:
     return Pools(tuple({**pool, "library": "/".join(pool["library"].split(os.sep)[-2:])} for pool in pools), "")
 
 
-def check_settings(settings: Sequence[Setting], switch: str) -> List[Finding]:
+def check_settings(settings: Sequence[Setting], switch: str) -> List[Problem]:
     """Return which settings do not do what they seem to; `switch` is what `GLUON_MGPU_RUNTIME` says."""
     found = []
     if switch and switch.lower() != "off":
-        found.append(Finding("settings", f"GLUON_MGPU_RUNTIME={switch} does nothing.", "Set it to off, or unset it."))
+        found.append(Problem("settings", f"GLUON_MGPU_RUNTIME={switch} does nothing.", "Set it to off, or unset it."))
     late = [setting.name for setting in settings if setting.reason == environment.TOO_LATE]
     if late:
-        found.append(Finding("settings", f"{', '.join(late)} could not be set.", environment.TOO_LATE))
+        found.append(Problem("settings", f"{', '.join(late)} could not be set.", environment.TOO_LATE))
     return found
 
 
-def check_openblas(settings: Sequence[Setting], features: Sequence[str], engine: Engine) -> List[Finding]:
+def check_openblas(settings: Sequence[Setting], features: Sequence[str], engine: Engine) -> List[Problem]:
     """Return whether two engine workers can be inside `dot` at once with several threads each, where they may hang for ever.
 
     Parameters
@@ -93,4 +93,4 @@ def check_openblas(settings: Sequence[Setting], features: Sequence[str], engine:
     to_do = "Set OMP_NUM_THREADS=1, or let use_devices set one thread each: unset GLUON_MGPU_RUNTIME, and call it first."
     if engine.num_workers > 1:
         to_do = "Unset MXNET_CPU_WORKER_NTHREADS, or set OMP_NUM_THREADS=1."
-    return [Finding("OpenBLAS", what, to_do)]
+    return [Problem("OpenBLAS", what, to_do)]

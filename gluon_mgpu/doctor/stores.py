@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import List, Sequence, Tuple
 
-from .findings import Finding, first_line
+from .findings import Problem, first_line
 
 # Source: MXNet 1.9.1, src/kvstore/kvstore.cc, KVStore::Create.
 _STORES = {
@@ -97,15 +97,15 @@ def look_at_horovod() -> Horovod:
     return Horovod(version, "", tuple(part for part, ask in built if ask is not None and ask()))
 
 
-def check_horovod(horovod: Horovod) -> List[Finding]:
+def check_horovod(horovod: Horovod) -> List[Problem]:
     """Return what is wrong with Horovod, where it is installed."""
     if not horovod.version:
         return []
     if horovod.why_not:
         what = f"Horovod {horovod.version} does not work with MXNet here: {horovod.why_not}"
         to_do = "Build horovod 0.28.1 for this MXNet, with HOROVOD_WITH_MXNET=1; or launch without it, by MXNet's own dist_sync."
-        return [Finding("Horovod", what, to_do)]
+        return [Problem("Horovod", what, to_do)]
     if not {"mpi", "gloo"} & set(horovod.parts):
         what = f"Horovod {horovod.version} was built with neither MPI nor Gloo, by which its processes find each other."
-        return [Finding("Horovod", what, "Build it again with HOROVOD_WITH_GLOO=1.")]
+        return [Problem("Horovod", what, "Build it again with HOROVOD_WITH_GLOO=1.")]
     return []

@@ -11,21 +11,21 @@ from mxnet import Context
 from ..devices.describe import DeviceInfo
 from ..devices.select import resolve_devices
 from ..errors import DeviceError
-from .findings import Finding, told
+from .findings import Problem, describe_error
 
 _ELSEWHERE = "Train on other devices: --devices cpu."
 
 
-def try_devices(spec: str) -> Tuple[List[Context], List[Finding]]:
+def try_devices(spec: str) -> Tuple[List[Context], List[Problem]]:
     """Return the contexts, [] where they are not there, and what stops training on them."""
     try:
         contexts = resolve_devices(spec)
     except DeviceError as error:
-        return [], [Finding("devices", *told(error), True)]
+        return [], [Problem("devices", *describe_error(error), True)]
     return contexts, [finding for context in contexts for finding in try_training(context)]
 
 
-def try_training(context: Context) -> List[Finding]:
+def try_training(context: Context) -> List[Problem]:
     """Return what is wrong with the gradient of x * x on a device, which is 2 x."""
     try:
         x = mx.nd.array([1.0, -2.0], ctx=context)
@@ -36,9 +36,9 @@ def try_training(context: Context) -> List[Finding]:
         found = x.grad.asnumpy().tolist()
     except mx.MXNetError as error:
         what = f"{context} failed: {str(error).strip().splitlines()[-1]}"
-        return [Finding("devices", what, _ELSEWHERE, True)]
+        return [Problem("devices", what, _ELSEWHERE, True)]
     if found != [2.0, -4.0]:
-        return [Finding("devices", f"{context} computed {found}, not [2.0, -4.0].", _ELSEWHERE, True)]
+        return [Problem("devices", f"{context} computed {found}, not [2.0, -4.0].", _ELSEWHERE, True)]
     return []
 
 
@@ -51,7 +51,7 @@ def with_reasons(devices: Sequence[DeviceInfo], known: Dict[int, str]) -> List[D
     return found
 
 
-def check_devices(devices: Sequence[DeviceInfo], explained: bool) -> List[Finding]:
+def check_devices(devices: Sequence[DeviceInfo], explained: bool) -> List[Problem]:
     """Return which devices cannot be used.
 
     Parameters
@@ -61,4 +61,4 @@ def check_devices(devices: Sequence[DeviceInfo], explained: bool) -> List[Findin
         Whether findings about the driver's GPUs say it already.
     """
     unusable = [] if explained else [one for one in devices if not one.usable]
-    return [Finding("devices", f"{one.name} {one.description} cannot be used.", one.reason) for one in unusable]
+    return [Problem("devices", f"{one.name} {one.description} cannot be used.", one.reason) for one in unusable]

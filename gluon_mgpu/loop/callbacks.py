@@ -15,13 +15,13 @@ from mxnet import gluon
 from ..checkpoint.atomic_folder import MANIFEST, explained, make, open_folder
 from ..checkpoint.checkpoint import check_folder
 from ..checkpoint.rng import draw_base
-from ..checkpoint.rotation import Shelf, checkpoint_in, find_checkpoints, outer_of
-from ..checkpoint.snapshot import FILES, OLD_STATES, PROGRESS, Content, Place, Snapshot, take_snapshot
+from ..checkpoint.rotation import CheckpointRotation, checkpoint_in, find_checkpoints, outer_of
+from ..checkpoint.snapshot import FILES, OLD_STATES, PROGRESS, Content, ProgressRecord, Snapshot, take_snapshot
 from ..checks import flag, instance, one_of, path_of, real_number, short, whole_number
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError, TrainerError
-from ..nested import Leaf
+from ..nested import Array
 from ..plots import figure
 from ..runtime.environment import logger
 from ..runtime.file_locks import FolderLock
@@ -83,7 +83,7 @@ class FitState:
     step: int = 0
     pending: int = 0
     resumed: Optional[Content] = None
-    where: Optional[Callable[[], Tuple[Place, Dict[str, Leaf]]]] = None
+    where: Optional[Callable[[], Tuple[ProgressRecord, Dict[str, Array]]]] = None
 
 
 class Callback:
@@ -293,7 +293,7 @@ class Checkpoint(Callback):
         best = Best("test_accuracy" if monitor is None else monitor, mode)
         self._best = None if monitor is None else best
         self._every = every
-        self._shelf = Shelf(self.folder, keep=keep, background=background, operation=type(self).__name__)
+        self._shelf = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
         self._lock: Optional[FolderLock] = None
 
     def hold(self) -> None:
@@ -332,7 +332,7 @@ class Checkpoint(Callback):
             self._base = state.resumed.training["random"]["base"]
         processes = group()
         if processes is not None:
-            processes.wait()  # each has read what it goes on from, before the first one tidies up
+            processes.barrier()  # each has read what it goes on from, before the first one tidies up
         self.hold()
         if not this_process().rank:
             self._shelf.begin(None if state.resumed is None else state.resumed.folder)

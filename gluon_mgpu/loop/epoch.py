@@ -15,7 +15,7 @@ from ..data_parallel.iterators import as_pair, batches_of
 from ..data_parallel.prefetch import NUM_HELD, Buffers
 from ..data_parallel.step import Batch
 from ..errors import NonFiniteLossError, StepError, TrainerError
-from ..nested import Leaf, is_device_array, leaves, map_leaves
+from ..nested import Array, is_device_array, leaves, map_leaves
 from .metrics import DeviceSums, Metrics
 from .stopping import Stops
 
@@ -117,7 +117,7 @@ def run_epoch(
     sums = DeviceSums(metrics) if sums is None else sums
     buffers = Buffers(max_inflight + NUM_HELD)
     queued: Deque[Tuple[int, Batch]] = deque()
-    unread: List[Tuple[int, List[Leaf]]] = []  # losses since the last report: to find out which step went wrong
+    unread: List[Tuple[int, List[Array]]] = []  # losses since the last report: to find out which step went wrong
     started = reported = time.perf_counter()
     num_batches = num_examples = 0  # that have been added up
     num_ahead = 0  # queued, and in the sums already
@@ -213,7 +213,7 @@ def _owning(batch: Batch, label: Any) -> Batch:
     if not shared:
         return batch
 
-    def own(_: str, leaf: Leaf) -> Leaf:
+    def own(_: str, leaf: Array) -> Array:
         return leaf.copy() if is_device_array(leaf) and leaf.context in shared else leaf
 
     return replace(batch, labels=[map_leaves(own, shard) for shard in batch.labels])
@@ -246,7 +246,7 @@ def _told(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _raise_non_finite(operation: str, unread: List[Tuple[int, List[Leaf]]]) -> None:
+def _raise_non_finite(operation: str, unread: List[Tuple[int, List[Array]]]) -> None:
     for step, shards in unread:
         for shard, losses in enumerate(shards):
             total = float(losses.sum().asnumpy().sum())

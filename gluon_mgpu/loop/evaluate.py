@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, Optional
 from mxnet import gluon
 
 from ..checks import check_function
-from ..data_parallel.batchnorm import average_over_processes, settle_batch_norm
+from ..data_parallel.batchnorm import average_over_processes, sync_running_stats
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import split_batch
 from ..data_parallel.step import SplitFunction, check_network, eval_batch
@@ -98,7 +98,7 @@ def run_evaluation(
         check_function("evaluate", "loss", loss, advice="Pass a loss of gluon.loss, or None.")
     check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
     devices = devices_of(net)
-    settle_batch_norm(net)
+    sync_running_stats(net)
     average_over_processes(net)
     return run_epoch(
         data_iter,

@@ -12,12 +12,12 @@ from mxnet import gluon
 from ..checkpoint.checkpoint import ReadCheckpoint
 from ..checks import check_function, short, whole_number
 from ..data_parallel.balancer import Balancer
-from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, settle_batch_norm
+from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
 from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..data_parallel.step import SplitFunction, check_network, train_batch
-from ..distributed import any_says
+from ..distributed import any_process
 from ..errors import TrainerError
 from ..runtime.environment import logger
 from ..trainer.running_stats import remember_equal
@@ -145,7 +145,7 @@ def fit(
         set_batch_norm(net, bn)
     if read is not None:  # from here on, nothing is refused
         state.resumed = read.restore()
-        run.go_on(state.resumed)
+        run.resume(state.resumed)
     state.where = run.where
     with debugging_if_asked(net, loss), interruptible() as run.interrupts:
         try:
@@ -153,9 +153,9 @@ def fit(
             epochs_left = () if state.stop else range(run.begun.epoch, epochs + 1)
             for state.epoch in epochs_left:
                 each(listed, "on_epoch_begin", state)
-                run.do_epoch()
+                run.run_epoch()
                 if test_iter is None:  # an evaluation would have done it
-                    settle_batch_norm(net)
+                    sync_running_stats(net)
                     average_over_processes(net)
                 each(listed, "on_epoch_end", state)
                 run.stop_if(any_asks(run.interrupts.first), f"after epoch {state.epoch}")
@@ -170,7 +170,7 @@ def fit(
             state.history.stopped = state.stop
             _end(listed, state)
             if state.error is None or state.interrupted:
-                any_says(False)  # all see the files that the first process has written, and none ends before it
+                any_process(False)  # all see the files that the first process has written, and none ends before it
     return state.history
 
 

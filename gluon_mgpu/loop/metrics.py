@@ -13,16 +13,16 @@ from ..checks import explaining, is_whole, short, whole_number
 from ..data_parallel.step import Batch
 from ..distributed import Group, group
 from ..errors import TrainerError
-from ..nested import Leaf, is_device_array
+from ..nested import Array, is_device_array
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
-Metric = Callable[[Any, Any], Tuple[Leaf, int]]
+Metric = Callable[[Any, Any], Tuple[Array, int]]
 _MOST_SHARDS = 64
 _MOST_BYTES = 2**23  # of a device's memory that shards take until they are joined
 Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
 
 
-def accuracy(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
+def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
     """Return how many predictions are right, and of how many.
 
     Parameters
@@ -72,7 +72,7 @@ def top_k_accuracy(k: int) -> Metric:
 
     k = whole_number("top_k_accuracy", "k", k, advice="5 is usual.")
 
-    def top_k(output: Leaf, label: Leaf) -> Tuple[Leaf, int]:
+    def top_k(output: Array, label: Array) -> Tuple[Array, int]:
         _check_scores(f"top_{k}_accuracy", output, label, ndim=2)
         scores = output.as_nd_ndarray()
         labels = label.as_nd_ndarray().reshape((scores.shape[0],) + scores.shape[2:])
@@ -108,7 +108,7 @@ def check_metrics(metrics: Metrics, output: Any, label: Any) -> None:
             metric(output, label)
 
 
-def mean_loss(losses: Leaf) -> Tuple[Leaf, int]:
+def mean_loss(losses: Array) -> Tuple[Array, int]:
     """Return the sum of a shard's losses, and of how many; in float64, so that hardly a bit tells how they were put together.
 
     Parameters
@@ -144,7 +144,7 @@ class DeviceSums:
         self._pairs: Dict[Hashable, Shards] = {}  # outputs and labels of one form and device, for the metrics that join shards
         self._losses: Dict[Hashable, Shards] = {}
         self._values: Dict[Tuple[str, Context, Any], Shards] = {}  # of a metric, on one device
-        self._sums: Dict[Context, Dict[str, Leaf]] = {}
+        self._sums: Dict[Context, Dict[str, Array]] = {}
         self._counts: Dict[str, int] = {}
 
     def add_shard(self, output: Any, label: Any) -> None:
@@ -180,7 +180,7 @@ class DeviceSums:
             if held.add(losses):
                 self.add("loss", *mean_loss(*held.take()))
 
-    def add(self, name: str, value: Leaf, count: int) -> None:
+    def add(self, name: str, value: Array, count: int) -> None:
         """Add a sum over `count` things: an array of one element, on any device."""
         if not isinstance(name, str) or not is_device_array(value) or value.size != 1 or not is_whole(count) or count < 0:
             raise TrainerError(
@@ -210,7 +210,7 @@ class DeviceSums:
             return self.read()
         return _means(*self._copy()._all_totals(processes))
 
-    def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Leaf]]:
+    def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Array]]:
         """Return what `restore` goes on from: counts by metric, and sums by metric and device, on it.
 
         It does not wait; but in a job of several processes all of them wait for each other, and from then on the first one holds
@@ -236,7 +236,7 @@ class DeviceSums:
 
     def _all_totals(self, processes: Group) -> Tuple[Dict[str, float], Dict[str, int]]:
         """Return the sums and counts over all processes, the same in each."""
-        said = [json.loads(one) for one in processes.say(json.dumps([self._totals(), self._counts]).encode())]
+        said = [json.loads(one) for one in processes.all_gather_bytes(json.dumps([self._totals(), self._counts]).encode())]
         names = dict.fromkeys(name for totals, _ in said for name in totals)
         totals = {name: sum(totals.get(name, 0.0) for totals, _ in said) for name in names}
         return totals, {name: sum(counts.get(name, 0) for _, counts in said) for name in names}
@@ -283,7 +283,7 @@ class DeviceSums:
                 )
             self.add(name, *said)
 
-    def _sum(self, name: str, values: Leaf) -> None:
+    def _sum(self, name: str, values: Array) -> None:
         total = mx.nd.sum(values.astype("float64")).reshape((1,))
         on_device = self._sums.setdefault(total.context, {})
         on_device[name] = on_device[name] + total if name in on_device else total
@@ -297,13 +297,13 @@ class Shards:
     """Arrays of some shards, of one form and on one device, until there are enough to compute with them."""
 
     def __init__(self) -> None:
-        self._held: List[Tuple[Leaf, ...]] = []
+        self._held: List[Tuple[Array, ...]] = []
         self.num_bytes = 0
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def add(self, *arrays: Leaf) -> bool:
+    def add(self, *arrays: Array) -> bool:
         """Hold the arrays of a shard, and return whether it is time to take all."""
         self._held.append(tuple(array.detach() for array in arrays))  # without the graph that they came from
         self.num_bytes += max(array.size for array in arrays) * 8
@@ -315,7 +315,7 @@ class Shards:
         other._held, other.num_bytes = list(self._held), self.num_bytes
         return other
 
-    def take(self) -> List[Leaf]:
+    def take(self) -> List[Array]:
         """Return the arrays, each kind joined along its first axis, as legacy arrays, and hold them no longer."""
         kinds = [[array.as_nd_ndarray() for array in arrays] for arrays in zip(*self._held)]
         self._held, self.num_bytes = [], 0
@@ -337,7 +337,7 @@ def _form(output: Any, label: Any) -> Optional[Hashable]:
     return (output.context, scores[1:], output.dtype, label.context, labels[1:], label.dtype)
 
 
-def read_together(arrays: List[Leaf]) -> List[float]:
+def read_together(arrays: List[Array]) -> List[float]:
     """Return the values of arrays of one element, all on one device, with one copy to the host."""
     numbers: np.ndarray = mx.nd.concat(*arrays, dim=0).asnumpy()
     return [float(number) for number in numbers]
@@ -377,7 +377,7 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
     return named
 
 
-def _total(array: Leaf) -> Leaf:
+def _total(array: Array) -> Array:
     """Return the sum of an array as a legacy array of shape (1,), on its device, counted in float32 or better."""
     classic = array.as_nd_ndarray().reshape((-1,))
     if classic.dtype in (np.float16, np.bool_, np.int8, np.uint8):

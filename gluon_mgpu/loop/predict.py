@@ -13,15 +13,15 @@ import mxnet as mx
 from mxnet import Context, autograd, gluon
 
 from ..checks import flag, last_line, whole_number
-from ..data_parallel.batchnorm import settle_batch_norm
+from ..data_parallel.batchnorm import sync_running_stats
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of
 from ..data_parallel.prefetch import NUM_HELD, Buffers
 from ..data_parallel.sharding import gather, plan_shards, split_and_load
 from ..data_parallel.step import check_network, eval_batch
 from ..devices.select import check_contexts
-from ..distributed import apart
+from ..distributed import without_group
 from ..errors import ShardError, StepError, TrainerError
-from ..nested import Leaf, is_device_array, leaves, map_leaves
+from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import devices_of
 from .evaluate import MAX_INFLIGHT
 
@@ -194,7 +194,7 @@ class _Forward:
             return shards, [None] * len(shards)
 
         try:
-            with apart():  # every process of a job has all outputs
+            with without_group():  # every process of a job has all outputs
                 outputs = eval_batch(self.net, X, None, self.devices, split_f=split).outputs
         except (StepError, mx.MXNetError) as error:
             raise StepError(f"predict: got an error at batch {number}: {error}") from (error.__cause__ or error)
@@ -205,7 +205,7 @@ class _Forward:
         return [(context, output) for (context, _), output in zip(held, kept)]
 
     def _check(self, output: Any, size: int, number: int) -> None:
-        def check(path: str, leaf: Leaf, axis: Any) -> None:
+        def check(path: str, leaf: Array, axis: Any) -> None:
             if not is_device_array(leaf):
                 raise TrainerError(
                     f"predict: got {path} of type {type(leaf).__name__} at batch {number}; need MXNet arrays. "
@@ -221,7 +221,7 @@ class _Forward:
 
 
 def _run(forward: _Forward, data_iter: Iterable[Any], pairs: bool, max_inflight: int) -> Generator[Any, None, None]:
-    settle_batch_norm(forward.net)
+    sync_running_stats(forward.net)
     buffers = Buffers(max_inflight + NUM_HELD)
     queued: Deque[Tuple[int, List[Output]]] = deque()
     for number, item in enumerate(batches_of(data_iter), 1):
@@ -255,7 +255,7 @@ def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
         ) from error
 
 
-def _leaves(X: Any, number: int) -> List[Leaf]:
+def _leaves(X: Any, number: int) -> List[Array]:
     try:
         return [leaf for _, leaf in leaves(X)]
     except TypeError as error:
@@ -265,7 +265,7 @@ def _leaves(X: Any, number: int) -> List[Leaf]:
         ) from None
 
 
-def _kept(leaf: Leaf, shared: bool) -> Leaf:
+def _kept(leaf: Array, shared: bool) -> Array:
     if leaf.context.device_type == "gpu":
         return leaf.as_in_context(mx.cpu())  # queued behind the forward pass: the host finds it when it asks
     return leaf.copy() if shared else leaf

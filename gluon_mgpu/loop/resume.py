@@ -27,7 +27,7 @@ Row = Dict[str, float]
 
 
 @dataclass(frozen=True)
-class Position:
+class FitProgress:
     """What was done of an epoch when it is begun, or gone on with.
 
     Attributes
@@ -137,7 +137,9 @@ def _check_agreed(content: Optional[Content]) -> None:
     processes = group()
     if processes is None:
         return
-    said = [one.decode() for one in processes.say(b"none" if content is None else str(content.place["step"]).encode())]
+    said = [
+        one.decode() for one in processes.all_gather_bytes(b"none" if content is None else str(content.place["step"]).encode())
+    ]
     if len(set(said)) > 1:
         raise StateError(
             f"fit: got processes that would go on from the steps {', '.join(said)}; need the same for all. Save into a folder "
@@ -150,7 +152,7 @@ def progress_of(rows: List[Row], epoch: int) -> Dict[str, Any]:
     return {"epoch": epoch, "epochs_completed": len(rows), "history": rows}
 
 
-def position_of(content: Content) -> Position:
+def position_of(content: Content) -> FitProgress:
     """Return where the run was that saved a checkpoint.
 
     Raises
@@ -166,7 +168,7 @@ def position_of(content: Content) -> Position:
         )
     schema.check(PLACE, {"place": place}, operation="fit", file=content.folder / TRAINING)
     schema.check(PROGRESS, content.progress, operation="fit", file=content.folder / PROGRESS_FILE)
-    position = Position(**place)
+    position = FitProgress(**place)
     num_rows, done = len(content.progress["history"]), position.epoch - (position.row is None)
     told = content.progress["epochs_completed"]
     if not num_rows == done == told or content.progress["epoch"] not in (position.epoch - 1, position.epoch):
@@ -177,7 +179,7 @@ def position_of(content: Content) -> Position:
     return position
 
 
-def check_data(position: Position, train_iter: Iterable[Any]) -> None:
+def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
     """Raise `StateError` if a run in the middle of an epoch would continue with other data; at its end, log a warning.
 
     What is compared is the number of batches and the number of examples, where data iterators have them. In a job, the examples
@@ -227,7 +229,7 @@ def num_examples_of(train_iter: Any) -> int:
     return int(found) if schema.is_whole(found) and 0 <= found <= schema.MOST else 0
 
 
-def rest_of(train_iter: Iterable[Any], position: Position) -> Optional[Iterator[Any]]:
+def rest_of(train_iter: Iterable[Any], position: FitProgress) -> Optional[Iterator[Any]]:
     """Return an iterator over what is left of an epoch, None where nothing is. What was done is drawn, and computed no more.
 
     Parameters
@@ -235,7 +237,7 @@ def rest_of(train_iter: Iterable[Any], position: Position) -> Optional[Iterator[
     train_iter : iterable of (X, y)
         Draws in the same order again, or takes it from the random numbers of Python and NumPy, which are where they were when the
         epoch began while it is drawn.
-    position : Position
+    position : FitProgress
 
     Raises
     ------
@@ -340,17 +342,17 @@ PLACE = schema.also(
                     "epoch": schema.steps(1),
                     "batches": schema.steps(),
                     "step": schema.steps(),
-                    "num_batches": schema.whole(),
-                    "examples": schema.whole(),
+                    "num_batches": schema.integer(),
+                    "examples": schema.integer(),
                     "seconds": schema.number(0),
                     "loader_epoch": schema.nullable(schema.steps()),
                     "generators": RANDOM_STATE,
-                    "counts": schema.mapping(schema.text(), schema.whole(-schema.MOST)),
+                    "counts": schema.mapping(schema.text(), schema.integer(-schema.MOST)),
                     "norms": schema.steps(),
                     "row": schema.nullable(ROW),
                     "shares": schema.nullable(schema.list_of(schema.number(0, 1))),
                 },
-                {"num_examples": schema.whole()},
+                {"num_examples": schema.integer()},
             )
         }
     ),

@@ -9,16 +9,16 @@ from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 import mxnet as mx
 
-from ..checkpoint.snapshot import STATES, TRAINING, Content, Place
+from ..checkpoint.snapshot import STATES, TRAINING, Content, ProgressRecord
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.step import Batch, checking_outputs
 from ..distributed.process import this_process
 from ..errors import StateError
-from ..nested import Leaf
+from ..nested import Array
 from .callbacks import Callback, FitState
 from .epoch import EpochProgress, run_epoch
 from .metrics import DeviceSums, Metrics, check_metrics
-from .resume import Position, Row, check_data, loader_epoch, num_examples_of, position_of, rest_of, set_loader_epoch
+from .resume import FitProgress, Row, check_data, loader_epoch, num_examples_of, position_of, rest_of, set_loader_epoch
 from .stopping import Interrupts, raise_interrupt
 
 _NORMS = {"norm/sum", "norm/largest"}
@@ -43,7 +43,7 @@ class Run:
 
     Attributes
     ----------
-    begun : Position
+    begun : FitProgress
         What was done of this epoch when it was begun here.
     interrupts : Interrupts
         The signal that asked this process to stop.
@@ -63,7 +63,7 @@ class Run:
         max_inflight: int,
         balancer: Optional[Balancer],
     ) -> None:
-        self.begun = Position()
+        self.begun = FitProgress()
         self.interrupts = Interrupts()
         self._state, self._callbacks = state, callbacks
         self._train_iter, self._test_iter, self._metrics = train_iter, test_iter, metrics
@@ -82,7 +82,7 @@ class Run:
         self._is_checked = False  # whether the metrics took a batch
         self._add_queued: Callable[[], None] = _nothing
 
-    def go_on(self, content: Content) -> None:
+    def resume(self, content: Content) -> None:
         """Be where the run was that saved a checkpoint, with its history."""
         state, position = self._state, position_of(content)
         self.begun, self._row, self._is_open = position, position.row, position.batches > 0
@@ -94,7 +94,7 @@ class Run:
         if self._balancer is not None and position.shares and len(position.shares) == len(self._balancer.weights):
             self._balancer._weights = list(position.shares)
 
-    def do_epoch(self) -> None:
+    def run_epoch(self) -> None:
         """Train and evaluate the epoch of the state, or what is left of it, and add its row to the history.
 
         Raises
@@ -121,7 +121,7 @@ class Run:
             self._state.interrupted = True
             raise_interrupt(signum, f"fit: stopped {where}")
 
-    def where(self) -> Tuple[Place, Dict[str, Leaf]]:
+    def where(self) -> Tuple[ProgressRecord, Dict[str, Array]]:
         """Return what a checkpoint keeps to go on from here: plain values, and sums on their devices. It does not wait."""
         state = self._state
         if not self._is_open:
@@ -143,12 +143,12 @@ class Run:
         )
         return asdict(position), {**{f"sum/{context}/{name}": value for (name, context), value in sums.items()}, **norms}
 
-    def _next(self) -> Position:
+    def _next(self) -> FitProgress:
         """Return the position of an epoch of which nothing is done."""
         state = self._state
         shares = self._balancer.weights if self._balancer else None
         loaded = loader_epoch(self._train_iter)
-        return Position(
+        return FitProgress(
             state.epoch,
             step=state.step,
             num_batches=state.num_batches,
@@ -236,7 +236,7 @@ class Run:
 
 
 def check_resumable(content: Content, train_iter: Iterable[Any]) -> None:
-    """Raise `StateError` unless a run over this data can continue from a checkpoint: see `Run.where` and `Run.go_on`."""
+    """Raise `StateError` unless a run over this data can continue from a checkpoint: see `Run.where` and `Run.resume`."""
     position = position_of(content)
     check_data(position, train_iter)
     sums = {tuple(key.split("/", 2)[1:]): array for key, array in content.arrays.items() if key.startswith("sum/")}
@@ -254,12 +254,12 @@ class GradNorms:
     """The mean and the largest of the gradient's norms since the last report, added up on their device."""
 
     def __init__(self) -> None:
-        self._latest: Optional[Leaf] = None
+        self._latest: Optional[Array] = None
         self._num = 0
-        self._sum: Optional[Leaf] = None
-        self._largest: Optional[Leaf] = None
+        self._sum: Optional[Array] = None
+        self._largest: Optional[Array] = None
 
-    def add(self, norm: Optional[Leaf]) -> None:
+    def add(self, norm: Optional[Array]) -> None:
         """Add the norm of an update. The same array again is of the same update."""
         if norm is None or norm is self._latest:
             return
@@ -276,7 +276,7 @@ class GradNorms:
         self._num, self._sum, self._largest = 0, None, None
         return read
 
-    def state(self) -> Tuple[int, Dict[str, Leaf]]:
+    def state(self) -> Tuple[int, Dict[str, Array]]:
         """Return how many norms were added, and what `restore` goes on from, on its device."""
         found = {"norm/sum": self._sum, "norm/largest": self._largest}
         return self._num, {name: array for name, array in found.items() if array is not None}

@@ -102,7 +102,7 @@ def interruptible() -> Iterator[Interrupts]:
 def any_asks(signum: int) -> int:
     """Return the signal that asked any process to stop, 0 for none; they wait for each other."""
     processes = group()
-    return signum if processes is None else int(processes.rows(np.array([signum], np.float32)).max())
+    return signum if processes is None else int(processes.all_gather(np.array([signum], np.float32)).max())
 
 
 class Stops:
@@ -142,7 +142,7 @@ class Stops:
         if self._num_steps < self._interval:
             return 0
         step_s = (time.perf_counter() - self._since) / self._num_steps
-        signals, seconds = processes.rows(np.array([signum, step_s], np.float32)).max(axis=0)
+        signals, seconds = processes.all_gather(np.array([signum, step_s], np.float32)).max(axis=0)
         self._interval = max(1, min(2 * self._interval, _MOST_STEPS, int(_ASK_S / max(float(seconds), 1e-6))))
         self._num_steps, self._since = 0, time.perf_counter()
         return int(signals)

@@ -7,8 +7,8 @@ from .plot import plot_samples as plot_samples
 from .reader import Reader as Reader
 from .sample import CpuSample as CpuSample
 from .sample import GpuSample as GpuSample
-from .sample import Held as Held
 from .sample import HostSample as HostSample
+from .sample import LiveArrays as LiveArrays
 from .sample import Sample as Sample
 from .sample import read_samples as read_samples
 from .summary import Summary as Summary

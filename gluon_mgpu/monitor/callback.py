@@ -26,14 +26,14 @@ from ..runtime.engine import ON_WORKER, Marker
 from ..runtime.environment import logger
 from .diagnosis import diagnose
 from .finding import Finding
-from .host import Seldom, name_thread
+from .host import Throttled, name_thread
 from .leaks import live_arrays
 from .memory import Kind, held_by
-from .phases import Laps, refined
+from .phases import PhaseTimer, refined
 from .plot import plot_samples
 from .reader import Reader
-from .sample import Held, Sample, joined, to_json
-from .stacks import Looks
+from .sample import LiveArrays, Sample, joined, to_json
+from .stacks import StackSampler
 from .summary import Summary, distinct, summarise
 
 _LOOK_S = 0.05  # between two looks at the training thread's stack, give or take half
@@ -104,9 +104,9 @@ class Monitor(Callback):
         self._thread: Optional[threading.Thread] = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._laps = Laps()
-        self._counted: Dict[str, Held] = {}
-        self._held: Seldom[Dict[str, Held]] = Seldom(_find_held, every_s=_HELD_S)
+        self._laps = PhaseTimer()
+        self._counted: Dict[str, LiveArrays] = {}
+        self._held: Throttled[Dict[str, LiveArrays]] = Throttled(_find_held, every_s=_HELD_S)
         self.samples: List[Sample] = []
         self.findings: Tuple[Finding, ...] = ()
 
@@ -127,9 +127,9 @@ class Monitor(Callback):
         self.samples, self.findings = [], ()
         self._epoch_samples: List[Sample] = []
         self._recent: Deque[Sample] = deque(maxlen=_RECENT)
-        self._counted, self._held = {}, Seldom(_find_held, every_s=_HELD_S)
-        self._looks = Looks(threading.get_ident())
-        self._laps = Laps()
+        self._counted, self._held = {}, Throttled(_find_held, every_s=_HELD_S)
+        self._looks = StackSampler(threading.get_ident())
+        self._laps = PhaseTimer()
         self._stepped = 0, time.monotonic()
         self._file: Optional[TextIO] = None
         if self.folder is not None:
@@ -277,7 +277,7 @@ def _kept(samples: List[Sample]) -> List[Sample]:
     return [joined(first, second) for first, second in zip(samples[::2], samples[1::2])] + samples[len(samples) // 2 * 2 :]
 
 
-def _find_held() -> Dict[str, Held]:
+def _find_held() -> Dict[str, LiveArrays]:
     # MXNet's bfloat16 is a record to NumPy, whose name says its 16 bits alone
     counts = {(context, dtype.replace("void16", "bfloat16"), shape): n for (context, dtype, shape), n in live_arrays().items()}
     return held_by(counts, _num_bytes)

@@ -20,7 +20,7 @@ _NAMED = re.compile(r"mxnet (cpu\(\d+\))")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-class Seldom(Generic[T]):
+class Throttled(Generic[T]):
     """A value that is dear to find: found anew only as often as takes a small share of the time.
 
     Parameters
@@ -129,7 +129,7 @@ class HostReader:
         self._num_threads = num_threads if num_threads is not None else {}
         self._alone = alone
         # they are found by a look at every process of the machine
-        self._children: Seldom[List[Any]] = Seldom(
+        self._children: Throttled[List[Any]] = Throttled(
             self._find_children, every_s=0.0 if whole_tree else 5.0, share=0.05 if whole_tree else 0.002
         )
         self._before = self._count()

@@ -20,7 +20,7 @@ from ..checks import real_number, short, whole_number
 from ..errors import TrainerError
 from ..loop.callbacks import Callback, FitState
 from ..loop.epoch import EpochProgress
-from ..nested import Leaf, is_device_array
+from ..nested import Array, is_device_array
 from ..runtime.engine import Marker
 from ..runtime.environment import logger
 from ..runtime.threads import read_lines
@@ -35,7 +35,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Sample:
+class MemoryReading:
     """Memory at a step: `num_bytes` are in use, `queued` steps are dispatched and have not run; 0 after waiting for all."""
 
     step: int
@@ -118,12 +118,12 @@ class Growth:
         return f"leak of {rate}" if self.verdict == "leak" else f"flat: {rate}"
 
 
-def judge(samples: Sequence[Sample], *, tolerance_bytes: float = 256.0, max_inflight: int = 2) -> Growth:
+def judge(samples: Sequence[MemoryReading], *, tolerance_bytes: float = 256.0, max_inflight: int = 2) -> Growth:
     """Tell a leak from a queue that grows. The first quarter of the samples is left out.
 
     Parameters
     ----------
-    samples : sequence of Sample
+    samples : sequence of MemoryReading
         In the order of their steps, some of them after waiting for all devices.
     tolerance_bytes : float, bytes a step
         Growth that is none: bookkeeping. A leak's lower bound is above it; an array that is kept takes twice as much.
@@ -194,7 +194,7 @@ def live_arrays() -> Dict[Kind, int]:
     return Counter((str(array.context), np.dtype(array.dtype).name, array.shape) for array in held_arrays())
 
 
-def held_arrays() -> List[Leaf]:
+def held_arrays() -> List[Array]:
     """Return MXNet's arrays that Python holds.
 
     Ask in the thread that makes and drops arrays: another could meet one whose memory is just being given back.
@@ -247,11 +247,11 @@ class LeakCheck(Callback):
         self._contexts = [context for context in contexts if context.device_type == "gpu"]
         self._step = self._looks = self._before = 0
         self._every, self._tolerance_bytes, self._max_inflight = int(every), tolerance_bytes, max_inflight
-        self._samples: Dict[str, List[Sample]] = {}
+        self._samples: Dict[str, List[MemoryReading]] = {}
         self._queue: Deque[Marker] = deque()
         self._first: Tuple[int, Dict[Kind, int]] = (0, {})
 
-    def step(self, losses: Sequence[Leaf]) -> None:
+    def step(self, losses: Sequence[Array]) -> None:
         """Count a step that was dispatched.
 
         Parameters
@@ -328,7 +328,7 @@ class LeakCheck(Callback):
             free, total = mx.context.gpu_memory_info(context.device_id)
             used[str(context)] = total - free
         for name, number in used.items():
-            self._samples.setdefault(name, []).append(Sample(self._step, number, queued))
+            self._samples.setdefault(name, []).append(MemoryReading(self._step, number, queued))
         if len(self._samples["host"]) > _MAX_SAMPLES:
             self._samples = {name: samples[::2] for name, samples in self._samples.items()}
             self._every *= 2

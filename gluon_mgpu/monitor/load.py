@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
-from .finding import Finding, told
+from .finding import Finding, format_number
 from .sample import PLACES, Device, GpuSample, Sample, devices_of, mean
 
 _IDLE = 0.6  # a device that works less than that of the time is idle
@@ -40,14 +40,14 @@ def throttling(samples: Sequence[Sample]) -> List[Finding]:
         hot = [reason for reason in _HOT if counts[reason] >= _HALF * len(gpus)]
         if hot:
             message = (
-                f"{name} is slowed down by {' and '.join(hot)}, at {told(gpus[-1].temperature_c)} °C. Look at its fan, the air "
-                "around it and its power supply; the others wait for it in every step."
+                f"{name} is slowed down by {' and '.join(hot)}, at {format_number(gpus[-1].temperature_c)} °C. Look at its fan, "
+                "the air around it and its power supply; the others wait for it in every step."
             )
             found.append(Finding("throttled", name, hot[0], message))
         elif counts[_POWER] >= _HALF * len(gpus):
             message = (
-                f"{name} is slowed down by its power limit of {told(gpus[-1].power_limit_w)} W, which is usual at full load. "
-                "Where the limit is lower than the card's own, nvidia-smi -pl raises it."
+                f"{name} is slowed down by its power limit of {format_number(gpus[-1].power_limit_w)} W, which is usual at full "
+                "load. Where the limit is lower than the card's own, nvidia-smi -pl raises it."
             )
             found.append(Finding("throttled", name, _POWER, message))
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Callable, Dict, List, Mapping, Sequence, Tuple
 
-from .finding import Finding, told_bytes
-from .sample import Device, GpuSample, Held, Sample, memory_of
+from .finding import Finding, format_bytes
+from .sample import Device, GpuSample, LiveArrays, Sample, memory_of
 
 Kind = Tuple[str, str, Tuple[int, ...]]  # context, dtype, shape: as `leaks.live_arrays` counts
 
@@ -60,7 +60,7 @@ def memory_imbalance(sample: Sample, *, least_bytes: int = LEAST_BYTES) -> List[
         excess = known[device] - usual
         if excess >= max(least_bytes, _LEAST_SHARE * usual):
             cause, why = _why_fuller(device, others, excess)
-            size, more = told_bytes(known[device]), told_bytes(excess)
+            size, more = format_bytes(known[device]), format_bytes(excess)
             message = f"{device.name} holds {size}, {more} more than the others: {why}"
             found.append(Finding("memory imbalance", device.name, cause, message))
     return found
@@ -70,7 +70,7 @@ def _why_fuller(device: Device, others: Sequence[Device], excess: float) -> Tupl
     enough = _EXPLAINS * excess
     if isinstance(device, GpuSample) and _knows_own([device, *others]) and _more(device, others, _foreign_bytes) >= enough:
         name, num_bytes = max(device.foreign, key=lambda pair: pair[1])
-        return "other process", _OTHER_PROCESS.format(name=name, size=told_bytes(num_bytes))
+        return "other process", _OTHER_PROCESS.format(name=name, size=format_bytes(num_bytes))
     held = device.held
     if held is None:
         return "unknown", _OUTSIDE
@@ -105,22 +105,22 @@ def memory_full(sample: Sample) -> List[Finding]:
     for gpu in sample.gpus:
         if gpu.used_bytes is not None and gpu.total_bytes and gpu.used_bytes > _FULL * gpu.total_bytes:
             message = (
-                f"{gpu.name} has {told_bytes(gpu.total_bytes - gpu.used_bytes)} of {told_bytes(gpu.total_bytes)} left. MXNet's "
-                "pool keeps what it has freed, so that more may fit; else take smaller batches, or micro_steps."
+                f"{gpu.name} has {format_bytes(gpu.total_bytes - gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} left. "
+                "MXNet's pool keeps what it has freed, so that more may fit; else take smaller batches, or micro_steps."
             )
             found.append(Finding("memory full", gpu.name, "device memory", message))
     host = sample.host
     if host.available_bytes < (1 - _FULL) * host.total_bytes:
         message = (
-            f"The machine has {told_bytes(host.available_bytes)} of {told_bytes(host.total_bytes)} left; this process takes "
-            f"{told_bytes(host.rss_bytes)}, its {host.num_children} children {told_bytes(host.children_bytes)}. LeakCheck tells "
-            "whether it grows."
+            f"The machine has {format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)} left; this process takes "
+            f"{format_bytes(host.rss_bytes)}, its {host.num_children} children {format_bytes(host.children_bytes)}. "
+            "LeakCheck tells whether it grows."
         )
         found.append(Finding("memory full", "host", "host memory", message))
     return found
 
 
-def held_by(counts: Mapping[Kind, int], num_bytes_of: Callable[[Kind], int]) -> Dict[str, Held]:
+def held_by(counts: Mapping[Kind, int], num_bytes_of: Callable[[Kind], int]) -> Dict[str, LiveArrays]:
     """Return what Python holds on each device, and of which kind it holds most more than the others.
 
     Parameters
@@ -137,7 +137,7 @@ def held_by(counts: Mapping[Kind, int], num_bytes_of: Callable[[Kind], int]) -> 
         others = [other for other in contexts if other != context]
         more = {kind: number - _usual(counts, kind, others) for kind, number in own.items()}
         _, dtype, shape = most = max(more, key=lambda kind: more[kind] * num_bytes_of(kind))
-        found[context] = Held(sum(number * num_bytes_of(kind) for kind, number in own.items()), more[most], shape, dtype)
+        found[context] = LiveArrays(sum(number * num_bytes_of(kind) for kind, number in own.items()), more[most], shape, dtype)
     return found
 
 

@@ -6,7 +6,7 @@ import time
 from typing import Callable, Dict, Mapping, Tuple
 
 
-class Laps:
+class PhaseTimer:
     """Adds up the seconds of each part, from one `enter` to the next; another thread takes them.
 
     Parameters
@@ -15,7 +15,7 @@ class Laps:
 
     Examples
     --------
-    >>> laps = Laps(iter([0.0, 0.0, 3.0, 5.0]).__next__)
+    >>> laps = PhaseTimer(iter([0.0, 0.0, 3.0, 5.0]).__next__)
     >>> laps.enter("data")
     >>> laps.enter("dispatch")
     >>> laps.take()

@@ -13,7 +13,7 @@ PLACES = ("data", "dispatch", "sync", "devices", "callbacks", "other")
 
 
 @dataclass(frozen=True)
-class Held:
+class LiveArrays:
     """Arrays that Python holds on a device.
 
     Attributes
@@ -55,7 +55,7 @@ class GpuSample:
         Why its clocks are lower than they could be.
     trouble : str
         Why it does not answer.
-    held : Held, optional
+    held : LiveArrays, optional
     """
 
     name: str
@@ -70,7 +70,7 @@ class GpuSample:
     power_limit_w: Optional[float] = None
     throttled: Tuple[str, ...] = ()
     trouble: str = ""
-    held: Optional[Held] = None
+    held: Optional[LiveArrays] = None
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class CpuSample:
         Threads of it that were ready to run, and got no core.
     num_threads : int
         How many it computes with.
-    held : Held, optional
+    held : LiveArrays, optional
     """
 
     name: str
     cores: float
     waiting: float
     num_threads: int
-    held: Optional[Held] = None
+    held: Optional[LiveArrays] = None
 
     @property
     def load(self) -> float:
@@ -282,9 +282,9 @@ def _paired(firsts: Sequence[Any], seconds: Sequence[Any], parts: Tuple[float, f
     return tuple(_joined(before[one.name], one, parts) if one.name in before else one for one in seconds)
 
 
-def _held(device: Mapping[str, Any]) -> Optional[Held]:
+def _held(device: Mapping[str, Any]) -> Optional[LiveArrays]:
     held = device["held"]
-    return None if held is None else Held(**{**held, "shape": tuple(held["shape"])})
+    return None if held is None else LiveArrays(**{**held, "shape": tuple(held["shape"])})
 
 
 def _gpu(found: Mapping[str, Any]) -> GpuSample:

@@ -33,13 +33,13 @@ class Frame:
     line: int
 
     @property
-    def told(self) -> str:
+    def location(self) -> str:
         """The frame as a reader looks for it: `train.py:42 (decode)`."""
         return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
 
 
 @dataclass(frozen=True)
-class Place:
+class Activity:
     """What a thread does, one of `sample.PLACES`, and the line of the program that does it."""
 
     kind: str
@@ -56,7 +56,7 @@ def frames_of(ident: int) -> List[Frame]:
     return found
 
 
-def place_of(frames: Sequence[Frame]) -> Place:
+def place_of(frames: Sequence[Frame]) -> Activity:
     """Return what a stack does; in `fit` by where in its epoch loop it is, elsewhere by whose functions are under way.
 
     Parameters
@@ -67,7 +67,7 @@ def place_of(frames: Sequence[Frame]) -> Place:
     waits = _waits(frames)
     epoch = next((i for i, frame in enumerate(frames) if frame.file == _EPOCH and frame.function == "run_epoch"), None)
     kind = _kind_by_hand(frames, waits) if epoch is None else _kind_in_epoch(frames[: epoch + 1], waits)
-    return Place(kind, _where(frames, waits))
+    return Activity(kind, _where(frames, waits))
 
 
 def _kind_in_epoch(frames: Sequence[Frame], waits: bool) -> str:
@@ -120,17 +120,17 @@ def _where(frames: Sequence[Frame], waits: bool) -> str:
     own = next((frame for frame in frames if not _is_library(frame)), None)
     epoch = next((i for i, frame in enumerate(frames) if frame.file == _EPOCH), len(frames))
     if own is not None and frames.index(own) < epoch:
-        return own.told
+        return own.location
     ours = next((frame for frame in frames if frame.file.startswith(_OURS)), None)
     found = ours if epoch < len(frames) else own or ours
-    return found.told if found is not None else ""
+    return found.location if found is not None else ""
 
 
 def _is_library(frame: Frame) -> bool:
     return frame.file.startswith((_MXNET, _OURS, _STDLIB, "<")) or "site-packages" in frame.file
 
 
-class Looks:
+class StackSampler:
     """Counts where a thread was found.
 
     Parameters
@@ -141,7 +141,7 @@ class Looks:
 
     def __init__(self, ident: int) -> None:
         self._ident = ident
-        self._found: Counter[Place] = Counter()
+        self._found: Counter[Activity] = Counter()
 
     def look(self) -> None:
         """Look once."""
@@ -155,7 +155,7 @@ class Looks:
         return shares_of(found)
 
 
-def shares_of(found: Counter[Place]) -> Tuple[Dict[str, float], Dict[str, str]]:
+def shares_of(found: Counter[Activity]) -> Tuple[Dict[str, float], Dict[str, str]]:
     """Return the share of each kind of place, and the line where most of it was."""
     total = sum(found.values())
     shares: Dict[str, float] = {}

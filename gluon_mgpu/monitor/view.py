@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from .finding import Finding, told
+from .finding import Finding, format_number
 from .sample import CpuSample, GpuSample, Sample
 
 _SHOWN = 2  # processes of a GPU
@@ -37,23 +37,23 @@ def view(sample: Sample, findings: Sequence[Finding] = (), *, pid: int = 0, why_
 def _gpus(gpus: Sequence[GpuSample]) -> Table:
     table = _table("GPU", "memory GiB", "load", "°C", "W", "slowed down by", "processes")
     for gpu in gpus:
-        power = f"{told(gpu.power_w)} of {told(gpu.power_limit_w)}"
+        power = f"{format_number(gpu.power_w)} of {format_number(gpu.power_limit_w)}"
         memory = f"{_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)}"
         name = f"{gpu.name} {gpu.description}"
         if gpu.trouble:
             table.add_row(escape(name), f"[red]{escape(gpu.trouble)}[/]")
             continue
         slowed = f"[yellow]{escape(', '.join(gpu.throttled))}[/]" if gpu.throttled else "-"
-        row = [escape(name), memory, _bar(gpu.load), told(gpu.temperature_c), power, slowed, escape(_processes(gpu))]
+        row = [escape(name), memory, _bar(gpu.load), format_number(gpu.temperature_c), power, slowed, escape(_processes(gpu))]
         table.add_row(*row)
     return table
 
 
 def _processes(gpu: GpuSample) -> str:
-    told = [f"own {_gib(gpu.own_bytes)}"] if gpu.own_bytes else []
-    told += [f"{name} {_gib(num_bytes)}" for name, num_bytes in gpu.foreign[:_SHOWN]]
-    told += [f"{len(gpu.foreign) - _SHOWN} more"] if len(gpu.foreign) > _SHOWN else []
-    return ", ".join(told) or "-"
+    format_number = [f"own {_gib(gpu.own_bytes)}"] if gpu.own_bytes else []
+    format_number += [f"{name} {_gib(num_bytes)}" for name, num_bytes in gpu.foreign[:_SHOWN]]
+    format_number += [f"{len(gpu.foreign) - _SHOWN} more"] if len(gpu.foreign) > _SHOWN else []
+    return ", ".join(format_number) or "-"
 
 
 def _contexts(cpus: Sequence[CpuSample]) -> Table:

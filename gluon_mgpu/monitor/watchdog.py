@@ -19,7 +19,7 @@ import numpy as np
 from ..checks import real_number
 from ..loop.callbacks import Callback, FitState
 from ..loop.epoch import EpochProgress
-from ..nested import Leaf, leaves, num_bytes
+from ..nested import Array, leaves, num_bytes
 from ..runtime.engine import ON_WORKER, Marker, is_ready, is_serial
 from ..runtime.threads import contexts_seen, read_lines
 from .leaks import held_arrays
@@ -269,7 +269,7 @@ class Watchdog(Callback):
             self._print(f"gluon_mgpu: the watchdog ends this process with status {EXIT_STALLED}.\n")
             os._exit(EXIT_STALLED)
 
-    def _workers(self, arrays: Sequence[Leaf]) -> List[Worker]:
+    def _workers(self, arrays: Sequence[Array]) -> List[Worker]:
         self._used |= {array.context.device_id for array in arrays if array.context.device_type == "cpu"}
         self._mark()
         time.sleep(_LOOK_S)  # a free worker comes to its marker at once
@@ -339,7 +339,7 @@ def _python_stacks() -> Iterator[str]:
             yield from traceback.format_stack(frame)
 
 
-def _told_arrays(arrays: Sequence[Leaf]) -> str:
+def _told_arrays(arrays: Sequence[Array]) -> str:
     kinds = Counter(f"{np.dtype(array.dtype).name} {array.shape} on {array.context}" for array in arrays)
     lines = [f"  {count} of {kind}\n" for kind, count in kinds.most_common(_SHOWN)]
     size = sum(map(num_bytes, arrays))

@@ -13,7 +13,7 @@ import numpy as np
 from mxnet.base import _LIB, NDArrayHandle, OpHandle, c_handle_array, c_str, c_str_array, check_call, mx_uint
 from mxnet.kvstore.kvstore import _ctype_key_value
 
-from ..nested import Leaf
+from ..nested import Array
 
 _NODE_IN_NDARRAY, _INFO_IN_NODE, _FLAG_IN_INFO = 88, 176, 80  # bytes
 
@@ -30,7 +30,7 @@ class Flags:
         One list a parameter, in it one array a replica. Marked as variables; to be made anew after they are marked again.
     """
 
-    def __init__(self, weights: Sequence[Sequence[Leaf]]) -> None:
+    def __init__(self, weights: Sequence[Sequence[Array]]) -> None:
         self._shape = (len(weights), len(weights[0]) if weights else 0)
         self._kept = [_shallow_copy(weight) for replicas in weights for weight in replicas]  # and with them, what is marked
         self._handles = [array.handle for array in self._kept]
@@ -93,7 +93,7 @@ def _between(before: Callable[[], Any], function: Any, after: Callable[[Any], No
     return backward
 
 
-def write_unheld(array: Leaf, data: np.ndarray) -> None:
+def write_unheld(array: Array, data: np.ndarray) -> None:
     """Write NumPy's numbers into a legacy array on the CPU that no operation is to read or write, without asking the engine.
 
     MXNet's own way waits until a worker thread of the context has time for it, behind all that computes.
@@ -101,7 +101,7 @@ def write_unheld(array: Leaf, data: np.ndarray) -> None:
     np.copyto(_memory_of(array), data, casting="unsafe")
 
 
-def values_of(array: Leaf) -> np.ndarray:
+def values_of(array: Array) -> np.ndarray:
     """Return an array's values when it has them, to be read only: where they are, of a dense one on the CPU, else a copy.
 
     A copy would take as much memory again. Nobody may write to the array as long as its values are in use.
@@ -120,7 +120,7 @@ def values_of(array: Leaf) -> np.ndarray:
     return values
 
 
-def _memory_of(array: Leaf) -> np.ndarray:
+def _memory_of(array: Array) -> np.ndarray:
     """Return the memory of a dense array on the CPU, which lives as long as what is returned."""
     place = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(place)))
@@ -137,7 +137,7 @@ def read_flag(get: Any, handle: Any) -> int:
     return value.value
 
 
-def _shallow_copy(array: Leaf) -> Leaf:
+def _shallow_copy(array: Array) -> Array:
     """Return another NDArray of the same memory and the same variable, which live as long as it does."""
     handle = NDArrayHandle()
     check_call(_LIB.MXShallowCopyNDArray(array.handle, ctypes.byref(handle)))
@@ -220,7 +220,7 @@ class PushPull:
         For each key, one array a device.
     """
 
-    def __init__(self, store: Any, keys: List[int], arrays: List[List[Leaf]]) -> None:
+    def __init__(self, store: Any, keys: List[int], arrays: List[List[Array]]) -> None:
         self._kept = store, arrays
         ckeys, values, _ = _ctype_key_value(keys, arrays)
         number = mx_uint(len(ckeys))
@@ -241,7 +241,7 @@ class Operator:
     inputs, outputs : list of NDArray
     """
 
-    def __init__(self, name: str, inputs: List[Leaf], outputs: List[Leaf]) -> None:
+    def __init__(self, name: str, inputs: List[Array], outputs: List[Array]) -> None:
         self._kept = inputs, outputs
         handle = OpHandle()
         check_call(_LIB.NNGetOpHandle(c_str(name), ctypes.byref(handle)))

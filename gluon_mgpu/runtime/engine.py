@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Sequence
 import mxnet as mx
 from mxnet.base import _LIB, NDArrayHandle, c_handle_array, check_call
 
-from ..nested import Leaf
+from ..nested import Array
 from .threads import EngineContext
 
 # Where the engine runs a function: see `Marker`. Numbers of MXNet's FnProperty (include/mxnet/engine.h).
@@ -23,7 +23,7 @@ def is_serial() -> bool:
     return Marker(where=ON_PRIORITY_WORKER).thread == threading.get_native_id()
 
 
-def is_ready(array: Leaf) -> bool:
+def is_ready(array: Array) -> bool:
     """Return, without waiting, whether everything that was to be written into an array has been. What failed never is.
 
     Examples
@@ -59,7 +59,7 @@ class Marker:
     _pending: Dict[int, Marker] = {}
     _numbers = itertools.count(1)
 
-    def __init__(self, arrays: Sequence[Leaf] = (), context: Any = None, *, where: int = AT_ONCE) -> None:
+    def __init__(self, arrays: Sequence[Array] = (), context: Any = None, *, where: int = AT_ONCE) -> None:
         self.done, self.thread = False, 0
         context = context or mx.cpu(0)
         number = next(self._numbers)
@@ -85,7 +85,7 @@ _waiting: Dict[int, Callable[[], None]] = {}
 _numbers = itertools.count(1)
 
 
-def when_ready(arrays: Sequence[Leaf], function: Callable[[], None], *, on_worker: bool = False) -> None:
+def when_ready(arrays: Sequence[Array], function: Callable[[], None], *, on_worker: bool = False) -> None:
     """Let MXNet's engine call a function once all that was queued before has written these arrays. It does not wait.
 
     Later operations that write the arrays wait for the function. If an operation before it fails, it is never called.

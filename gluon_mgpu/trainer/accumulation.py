@@ -10,7 +10,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from ..errors import TrainerError
-from ..nested import Leaf, num_bytes
+from ..nested import Array, num_bytes
 from .freshness import Pass
 
 
@@ -46,7 +46,7 @@ class Accumulation:
         self._params = list(params)
         self._num_replicas = num_replicas
         self._changed: List[gluon.Parameter] = []  # those that wrote before
-        self._sparse: Dict[Tuple[int, int], Leaf] = {}  # sums, by parameter and replica
+        self._sparse: Dict[Tuple[int, int], Array] = {}  # sums, by parameter and replica
         self._is_taken_over = self._is_spoilt = False
         self._added: Any = None  # which gradients calls have added to that no step has counted
         self._outside: Tuple[Optional[Pass], Any] = (None, None)  # the latest such outside of contexts; which parameters
@@ -242,10 +242,10 @@ class RunningSums:
     """
 
     def __init__(self) -> None:
-        self._own: List[Tuple[Leaf, Leaf]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
-        self._reduced: List[Tuple[Leaf, Leaf]] = []  # gradients that hold the device's own, each with a copy of the sum
+        self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
+        self._reduced: List[Tuple[Array, Array]] = []  # gradients that hold the device's own, each with a copy of the sum
 
-    def keep(self, gradients: Sequence[Leaf]) -> None:
+    def keep(self, gradients: Sequence[Array]) -> None:
         """Keep a copy of gradients that are going to be summed over the devices."""
         self._own += _copies(gradients)
 
@@ -273,12 +273,12 @@ class RunningSums:
         self._own, self._reduced = [], []
 
 
-def _copies(arrays: Sequence[Leaf]) -> List[Tuple[Leaf, Leaf]]:
+def _copies(arrays: Sequence[Array]) -> List[Tuple[Array, Array]]:
     with autograd.pause():
         return [(array, array.copy()) for array in arrays]
 
 
-def _write_back(copies: Sequence[Tuple[Leaf, Leaf]]) -> None:
+def _write_back(copies: Sequence[Tuple[Array, Array]]) -> None:
     with autograd.pause():
         for array, copy in copies:
             copy.copyto(array)

@@ -11,13 +11,13 @@ from mxnet import Context
 from ..checks import is_number, short
 from ..distributed import group
 from ..errors import TrainerError
-from ..nested import Leaf
+from ..nested import Array
 from .replicas import Buffer, Replicas
 
 _COMPRESSIONS = {"2bit": {"type", "threshold"}, "fp16": {"type"}}
 
 
-class Joint:
+class ProcessSync:
     """What a trainer has in common with those of the other processes; nothing where there is one process.
 
     Parameters
@@ -40,7 +40,7 @@ class Joint:
         self._replicas, self._compression = replicas, compression
         self._has_begun = False
         self._count_sum: Any = None  # over the processes, of the examples of a step, with one number a device
-        self._counts: List[Leaf] = []
+        self._counts: List[Array] = []
         if compression:
             _check_compression(compression, several=self.is_joint, sharded=self.sharded_data)
         replicas.all_take_part = self.is_joint
@@ -56,7 +56,7 @@ class Joint:
             return
         self._has_begun = True
         params = [param for param in self._replicas.params if np.issubdtype(np.dtype(param.dtype), np.floating)]
-        self._processes.share_first([param.list_data()[0] for param in params])
+        self._processes.broadcast([param.list_data()[0] for param in params])
         for param in params:
             first, *others = param.list_data()
             for other in others:
@@ -78,7 +78,7 @@ class Joint:
         assert self._processes is not None
         if self._count_sum is None:
             self._counts = [mx.nd.zeros((1,), ctx=context) for context in contexts]
-            self._count_sum = self._processes.sum_of(self._counts, exact=True)
+            self._count_sum = self._processes.all_reduce(self._counts, exact=True)
         for replica, count in enumerate(self._counts):
             count[:] = 0 if replica else num_examples
         self._count_sum.run(0)

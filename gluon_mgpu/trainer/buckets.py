@@ -11,7 +11,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from ..nested import Leaf
+from ..nested import Array
 
 BUCKET_BYTES = 25 * 2**20
 _ALIGNMENT = 64  # bytes: where oneDNN and cuDNN want an array to begin
@@ -33,31 +33,31 @@ class Bucket:
         One a device.
     """
 
-    weights: List[Leaf]
-    gradients: List[Leaf]
+    weights: List[Array]
+    gradients: List[Array]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class BucketSlice:
     """Where a parameter lies in its bucket: elements [begin, end), of which the first `size` are its own."""
 
     bucket: Bucket
     begin: int
     end: int
     size: int
-    gradients: List[Leaf]  # Gluon's list at that time: whenever it makes new arrays, it makes a new list
+    gradients: List[Array]  # Gluon's list at that time: whenever it makes new arrays, it makes a new list
 
 
-_places: MutableMapping[gluon.Parameter, Place] = WeakKeyDictionary()
+_places: MutableMapping[gluon.Parameter, BucketSlice] = WeakKeyDictionary()
 
 
-def place_of(param: gluon.Parameter) -> Optional[Place]:
+def place_of(param: gluon.Parameter) -> Optional[BucketSlice]:
     """Return where a parameter lies, None where it keeps arrays of its own."""
     place = _places.get(param)
     return place if place is not None and place.gradients is param._grad else None
 
 
-def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> List[Leaf]:
+def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> List[Array]:
     """Move the weights and gradients of parameters into buckets, all of them on the same devices.
 
     The arrays that `param.data()` and `param.grad()` gave before are the same objects after, now with other memory. Parameters
@@ -75,7 +75,7 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
     list of NDArray
         The weights as they were: a graph that was recorded before writes its gradients beside them, and marks them as fresh.
     """
-    before: List[Leaf] = []
+    before: List[Array] = []
     open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
     closed: List[List[gluon.Parameter]] = []
     filled: Dict[Tuple[object, ...], int] = {}
@@ -124,9 +124,9 @@ def _padded(param: gluon.Parameter) -> int:
     return -(-int(np.prod(param.shape)) // step) * step
 
 
-def _fill(params: Sequence[gluon.Parameter]) -> List[Leaf]:
+def _fill(params: Sequence[gluon.Parameter]) -> List[Array]:
     first = params[0]
-    before: List[Leaf] = []
+    before: List[Array] = []
     size = sum(_padded(param) for param in params)
     bucket = Bucket([], [])
     for context in first.list_ctx():
@@ -143,12 +143,12 @@ def _fill(params: Sequence[gluon.Parameter]) -> List[Leaf]:
         for weight, is_fresh in zip(param._data, fresh):
             weight._fresh_grad = is_fresh
         end = begin + _padded(param)
-        _places[param] = Place(bucket, begin, end, int(np.prod(param.shape)), param._grad)
+        _places[param] = BucketSlice(bucket, begin, end, int(np.prod(param.shape)), param._grad)
         begin = end
     return before
 
 
-def _adopt(array: Leaf, memory: Leaf, begin: int) -> Leaf:
+def _adopt(array: Array, memory: Array, begin: int) -> Array:
     """Let an array, which others may hold, be a view of memory, with the values that it has; return what it was."""
     view = memory[begin : begin + array.size].reshape(array.shape)
     array.as_nd_ndarray().copyto(view)

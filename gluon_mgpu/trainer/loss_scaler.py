@@ -8,7 +8,7 @@ from mxnet import autograd
 
 from ..checks import real_number, short, whole_number
 from ..errors import NonFiniteLossError, StateError, TrainerError
-from ..nested import Leaf, is_device_array
+from ..nested import Array, is_device_array
 from ..runtime.environment import logger
 from ..schema import number, record, steps
 from .reduction import all_finite
@@ -70,7 +70,7 @@ class LossScaler:
         self._every = whole_number("LossScaler", "every", every, advice="2000 steps are usual.")
         self._is_scaled = False  # whether the gradients under way are of losses that were scaled
 
-    def scale_losses(self, losses: Sequence[Leaf]) -> List[Leaf]:
+    def scale_losses(self, losses: Sequence[Array]) -> List[Array]:
         """Return the losses multiplied by the scale, to be given to `backward`, inside of `autograd.record` or after it."""
         if not isinstance(losses, (list, tuple)) or not all(is_device_array(loss) for loss in losses):
             raise TrainerError(
@@ -94,7 +94,7 @@ class LossScaler:
                 "Call backward(trainer.scale(losses))."
             )
 
-    def settle(self, gradients: Sequence[Leaf]) -> Optional[float]:
+    def settle(self, gradients: Sequence[Array]) -> Optional[float]:
         """Return what the gradients were multiplied by, or None where they overflowed; and choose the scale of the next step.
 
         Parameters
@@ -110,7 +110,7 @@ class LossScaler:
         """
         self._is_scaled = False
         scale = self.scale
-        by_device: Dict[Any, List[Leaf]] = {}
+        by_device: Dict[Any, List[Array]] = {}
         for gradient in gradients:
             by_device.setdefault(gradient.context, []).append(gradient if gradient.stype == "default" else gradient.data)
         # A list, and not a generator: all devices are asked before the first answer is waited for.

@@ -165,13 +165,13 @@ def with_values(told: Description, optimizer: opt.Optimizer) -> opt.Optimizer:
     other = copy.copy(optimizer)
     if isinstance(other.lr_scheduler, lr_scheduler.LRScheduler):
         other.lr_scheduler = copy.copy(optimizer.lr_scheduler)
-        set_again(told, other)
+        restore_optimizer(told, other)
     else:
-        set_again({**told, "schedule": None}, other)  # a function is no copy
+        restore_optimizer({**told, "schedule": None}, other)  # a function is no copy
     return other
 
 
-def set_again(told: Description, optimizer: opt.Optimizer) -> None:
+def restore_optimizer(told: Description, optimizer: opt.Optimizer) -> None:
     """Set an optimizer's values, and its schedule's, to those that were described. Both stay the objects that they are."""
     for values, thing in ((told["values"], optimizer), ((told["schedule"] or {}).get("values", {}), optimizer.lr_scheduler)):
         for name, value in values.items():
@@ -305,7 +305,7 @@ _OF_OPTIMIZERS: Dict[str, schema.Schema] = {
     "lr": schema.nullable(schema.number()),
     "wd": schema.number(),
     "clip_gradient": schema.nullable(schema.number()),
-    "aggregate_num": schema.whole(0, 2**16),
+    "aggregate_num": schema.integer(0, 2**16),
     "idx2name": schema.record({"dict": schema.anything}),
     "num_update": schema.steps(),
     "begin_num_update": schema.steps(),

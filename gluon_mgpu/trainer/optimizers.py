@@ -8,7 +8,7 @@ from typing import Any, Tuple
 import mxnet as mx
 from mxnet import optimizer as opt
 
-from ..nested import Leaf
+from ..nested import Array
 
 
 @opt.register
@@ -60,11 +60,11 @@ class AdamW(opt.Optimizer):  # type: ignore[misc]
         self.beta2 = beta2
         self.epsilon = epsilon
 
-    def create_state(self, index: int, weight: Leaf) -> Tuple[Leaf, Leaf]:
+    def create_state(self, index: int, weight: Array) -> Tuple[Array, Array]:
         """Return the averages of the gradient and of its square, zeros in the form of the weight."""
         return mx.nd.zeros_like(weight), mx.nd.zeros_like(weight)
 
-    def update(self, index: int, weight: Leaf, grad: Leaf, state: Tuple[Leaf, Leaf]) -> None:
+    def update(self, index: int, weight: Array, grad: Array, state: Tuple[Array, Array]) -> None:
         """Apply one step to a weight in place."""
         self._update_count(index)
         count, rate = self._index_update_count[index], self._get_lr(index)

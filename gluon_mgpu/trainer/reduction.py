@@ -11,7 +11,7 @@ from mxnet import Context
 from ..checks import explaining, real_number, short
 from ..distributed import Group, group
 from ..errors import TrainerError
-from ..nested import Leaf, is_device_array, num_bytes
+from ..nested import Array, is_device_array, num_bytes
 from ..runtime.c_api import PushPull
 from .replicas import Buffer
 
@@ -23,7 +23,7 @@ _MOST_PAIRS = 16  # (key, array) in one call: the store sorts more of them by ke
 _LARGEST = 3.4028234e38  # float32
 _FLOATS = (np.float16, np.float32, np.float64)
 _MOST_ARRAYS = 200  # that MXNet's finite check takes at once
-Part = Tuple[List[int], List[List[Leaf]]]  # keys; for each, one array a device
+Part = Tuple[List[int], List[List[Array]]]  # keys; for each, one array a device
 Sum = Union[PushPull, "SparsePushPull"]
 
 
@@ -88,10 +88,10 @@ class Reduction:
             )
         known = (buffer.indices, *(id(gradient) for gradient in buffer.gradients))
         if known not in self._sums:
-            self._sums[known] = processes.sum_of(buffer.gradients)
+            self._sums[known] = processes.all_reduce(buffer.gradients)
         return self._sums[known]
 
-    def _call(self, keys: List[int], gradients: List[List[Leaf]]) -> Sum:
+    def _call(self, keys: List[int], gradients: List[List[Array]]) -> Sum:
         kind = PushPull if gradients[0][0].stype == "default" else SparsePushPull
         return kind(self._store, keys, gradients)
 
@@ -140,7 +140,7 @@ class Reduction:
 class SparsePushPull:
     """Sums of sparse gradients, which the store does in two calls. Arguments as for `PushPull`."""
 
-    def __init__(self, store: Any, keys: List[int], arrays: List[List[Leaf]]) -> None:
+    def __init__(self, store: Any, keys: List[int], arrays: List[List[Array]]) -> None:
         self._store, self._keys, self._arrays = store, keys, arrays
 
     def run(self, priority: int) -> None:
@@ -149,7 +149,7 @@ class SparsePushPull:
         self._store.pull(self._keys, self._arrays, priority=priority, ignore_sparse=False)
 
 
-def all_finite(gradients: Sequence[Leaf]) -> Leaf:
+def all_finite(gradients: Sequence[Array]) -> Array:
     """Return whether all numbers of one device's gradients are finite, without waiting.
 
     Parameters
@@ -168,7 +168,7 @@ def all_finite(gradients: Sequence[Leaf]) -> Leaf:
     """
     classic = [gradient.as_nd_ndarray() for gradient in gradients]
     finite = mx.nd.ones((1,), ctx=classic[0].context)
-    by_dtype: Dict[Any, List[Leaf]] = {}
+    by_dtype: Dict[Any, List[Array]] = {}
     for gradient in classic:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for arrays in by_dtype.values():
@@ -178,7 +178,7 @@ def all_finite(gradients: Sequence[Leaf]) -> Leaf:
     return finite
 
 
-def global_norm(gradients: Sequence[Leaf]) -> Leaf:
+def global_norm(gradients: Sequence[Array]) -> Array:
     """Return the common 2-norm of one device's gradients, without waiting.
 
     Parameters
@@ -196,11 +196,11 @@ def global_norm(gradients: Sequence[Leaf]) -> Leaf:
     5.0
     """
     classic = [gradient.as_nd_ndarray() for gradient in gradients]
-    squares: List[Leaf] = [mx.nd.sum(mx.nd.square(gradient.astype("float32", copy=False))).reshape((1,)) for gradient in classic]
+    squares: List[Array] = [mx.nd.sum(mx.nd.square(gradient.astype("float32", copy=False))).reshape((1,)) for gradient in classic]
     return mx.nd.sqrt(mx.nd.add_n(*squares))
 
 
-def clip_values(gradients: Sequence[Leaf], most: float) -> None:
+def clip_values(gradients: Sequence[Array], most: float) -> None:
     """Cut the elements of one device's gradients to -most .. most, in place, without waiting. NaN stays NaN.
 
     Examples
@@ -214,7 +214,7 @@ def clip_values(gradients: Sequence[Leaf], most: float) -> None:
         mx.nd.clip(gradient, -most, most, out=gradient)
 
 
-def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
+def clip_global_norm(gradients: Sequence[Array], max_norm: float) -> Array:
     """Scale one device's gradients so that their common 2-norm is at most `max_norm`, without waiting.
 
     Reduced gradients are the same on every device, so that each device can do it alone and all get the same. Gradients that
@@ -256,7 +256,7 @@ def clip_global_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
         return scale_to_norm(arrays, max_norm)
 
 
-def scale_to_norm(gradients: Sequence[Leaf], max_norm: float) -> Leaf:
+def scale_to_norm(gradients: Sequence[Array], max_norm: float) -> Array:
     """Do what `clip_global_norm` does with arguments that were checked before."""
     norm = global_norm(gradients)
     # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero

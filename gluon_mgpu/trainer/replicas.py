@@ -13,10 +13,10 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from ..errors import StaleGradientError, TrainerError
-from ..nested import Leaf, num_bytes
+from ..nested import Array, num_bytes
 from ..runtime.c_api import Flags
 from .accumulation import Accumulation, RunningSums
-from .buckets import BUCKET_BYTES, Bucket, Place, place, place_of
+from .buckets import BUCKET_BYTES, Bucket, BucketSlice, place, place_of
 from .freshness import Watcher, Writers, history, watch, watchers
 from .parameters import Params, blocks_of, common_contexts, has_values, named_params
 
@@ -41,8 +41,8 @@ class Buffer:
     """
 
     indices: Tuple[int, ...]
-    weights: List[Leaf]
-    gradients: List[Leaf]
+    weights: List[Array]
+    gradients: List[Array]
     bucket: Optional[Bucket] = None
     begin: int = 0
     end: int = 0
@@ -108,13 +108,13 @@ class Replicas(Watcher):
         self._sums = Accumulation(self.params, len(self.contexts))
         self._settled = False  # with all shapes known
         self._asked = False  # for them, by know_shapes
-        self._before: List[Leaf] = []  # weights before they got their places, for the next steps
+        self._before: List[Array] = []  # weights before they got their places, for the next steps
         self._num_steps_before = 0
         if has_values(self.params):
             self._settle()
         watch(self)
 
-    def know_shapes(self) -> bool:
+    def resolve_shapes(self) -> bool:
         """Return whether all shapes are known, and give the parameters their places when they come to be.
 
         Asked again, it says yes: what one batch has left without a shape is not used.
@@ -519,8 +519,8 @@ class Replicas(Watcher):
 
     def _grouped(self, indices: Sequence[int]) -> List[Buffer]:
         """Return runs of neighbours with the same multipliers, in the order in which the backward pass fills them."""
-        runs: List[Tuple[Bucket, List[Tuple[int, Place]]]] = []
-        last: Dict[Bucket, List[Tuple[int, Place]]] = {}
+        runs: List[Tuple[Bucket, List[Tuple[int, BucketSlice]]]] = []
+        last: Dict[Bucket, List[Tuple[int, BucketSlice]]] = {}
         alone = []
         for index in reversed(indices):
             param, found = self.params[index], place_of(self.params[index])
@@ -579,7 +579,7 @@ class Replicas(Watcher):
             )
 
 
-def _zero(gradient: Leaf) -> None:
+def _zero(gradient: Array) -> None:
     if gradient.stype == "default":
         classic = gradient.as_nd_ndarray()
         mx.nd.zeros_like(classic, out=classic)  # np's scalars take no [:]
@@ -588,7 +588,7 @@ def _zero(gradient: Leaf) -> None:
         mx.nd.sparse.zeros(gradient.stype, gradient.shape, ctx=gradient.context, dtype=gradient.dtype).copyto(gradient)
 
 
-def _run(bucket: Bucket, run: Sequence[Tuple[int, Place]]) -> Buffer:
+def _run(bucket: Bucket, run: Sequence[Tuple[int, BucketSlice]]) -> Buffer:
     begin, end = run[0][1].begin, run[-1][1].end
     weights = [flat[begin:end] for flat in bucket.weights]
     gradients = [flat[begin:end] for flat in bucket.gradients]

@@ -18,7 +18,7 @@ from mxnet import Context, gluon
 
 from .. import schema
 from ..distributed import group
-from ..nested import Leaf
+from ..nested import Array
 from .parameters import Params, blocks_of, named_params
 from .replicas import average_replicas
 
@@ -51,7 +51,7 @@ class _Record:
 _unclaimed: Dict[Context, float] = {}  # examples of backward passes that no step has followed yet
 
 
-def note_examples(losses: Sequence[Leaf]) -> None:
+def note_examples(losses: Sequence[Array]) -> None:
     """Remember how many examples each device has just passed back: of each loss, the size of its first axis."""
     for loss in losses:
         _unclaimed[loss.context] = _unclaimed.get(loss.context, 0) + (loss.shape[0] if loss.shape else 1)

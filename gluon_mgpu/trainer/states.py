@@ -177,7 +177,7 @@ def _check_optimizer(fname: str, found: opt.Optimizer, optimizer: opt.Optimizer,
     mine, theirs = plain_attributes(optimizer), plain_attributes(found)
     wrong = misfit(mine, theirs, optimizer)
     if wrong is not None:
-        raise StateError(f"load_states: got {fname} {wrong.below('optimizer').told()}; need {wrong.need}. {_ADVICE}.")
+        raise StateError(f"load_states: got {fname} {wrong.below('optimizer').message()}; need {wrong.need}. {_ADVICE}.")
     broken = failure(found, counts)
     if broken:
         raise StateError(
@@ -299,7 +299,7 @@ def _number_below(count: int) -> schema.Schema:
 
 
 _INDEX = schema.that("the number of a parameter", lambda key: schema.is_whole(key) and key >= 0)
-SHAPE = schema.nullable(schema.list_of(schema.whole(-1)))
+SHAPE = schema.nullable(schema.list_of(schema.integer(-1)))
 _BOTH = {
     "format": schema.constant(_FORMAT),
     "names": schema.list_of(schema.text()),
@@ -308,7 +308,7 @@ _BOTH = {
     "counts": schema.mapping(_INDEX, schema.steps()),
     "loss_scaler": schema.nullable(loss_scaler.STATE),
 }
-CONTENT = schema.record({**_BOTH, "version": schema.constant(2), "order": schema.list_of(schema.whole(0))}, closed=False)
+CONTENT = schema.record({**_BOTH, "version": schema.constant(2), "order": schema.list_of(schema.integer(0))}, closed=False)
 CONTENT_1 = schema.record(
     {
         **_BOTH,

@@ -13,8 +13,8 @@ from mxnet import optimizer as opt
 from ..checks import explaining, flag, path_of, real_number, short, whole_number
 from ..devices.select import check_contexts
 from ..errors import StateError, TrainerError
-from ..nested import Leaf
-from .across_processes import Joint
+from ..nested import Array
+from .across_processes import ProcessSync
 from .buckets import BUCKET_BYTES
 from .copies import make_copyable
 from .loss_scaler import LossScaler
@@ -136,12 +136,12 @@ class Trainer(gluon.Trainer):
         _check_options(self._replicas, update_on_kvstore)
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction = Reduction(kvstore, self._replicas.contexts)
-        self._joint = Joint(self._replicas, compression_params, sharded_data=sharded_data)
+        self._joint = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         make_copyable({type(param) for param in self._params})
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
-        self._grad_norm: Optional[Leaf] = None
+        self._grad_norm: Optional[Array] = None
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Buffer]] = None  # what allreduce_grads() has summed and update() has not applied
@@ -167,7 +167,7 @@ class Trainer(gluon.Trainer):
         return list(self._replicas.contexts)
 
     @property
-    def grad_norm(self) -> Optional[Leaf]:
+    def grad_norm(self) -> Optional[Array]:
         """The 2-norm over all parameters of the gradient that was last applied: averaged, and not clipped yet.
 
         An mxnet.np.ndarray, shape (1,), on the first device; `float()` waits for it and reads it. None before the first update,
@@ -175,18 +175,18 @@ class Trainer(gluon.Trainer):
         """
         return self._grad_norm
 
-    def know_shapes(self) -> bool:
+    def resolve_shapes(self) -> bool:
         """Return whether the shapes of all parameters are known; the first batch decides those that the layers were not told.
 
         Asked between the first forward pass, in prediction mode, and the first recorded one, it lets the parameters move before
         a graph holds them.
         """
-        known = self._replicas.know_shapes()
+        known = self._replicas.resolve_shapes()
         if has_values(self._replicas.params):
             self._joint.begin()
         return known
 
-    def scale(self, losses: Sequence[Leaf]) -> Sequence[Leaf]:
+    def scale(self, losses: Sequence[Array]) -> Sequence[Array]:
         """Return the losses as they are to be given to `backward`: multiplied by the loss scale with fp16, else as they are.
 
         A loop by hand is right in every precision with `mgpu.backward(trainer.scale(losses))`.

@@ -13,7 +13,7 @@ from ..errors import StateError
 from ..nested import is_device_array, leaves, num_bytes
 from ..runtime.c_api import Operator
 from ..runtime.environment import logger
-from .buckets import Bucket, Place, place_of
+from .buckets import Bucket, BucketSlice, place_of
 from .optimizers import AdamW
 from .replicas import Buffer
 
@@ -60,7 +60,7 @@ class Update:
         self._order = list(order)
         self._counts: List[Dict[int, int]] = [{} for _ in contexts]  # updates of each parameter, by replica
         self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a whole bucket, by replica
-        self._laid: Dict[Tuple[int, int], Place] = {}  # which parameters' states are views of it, by replica
+        self._laid: Dict[Tuple[int, int], BucketSlice] = {}  # which parameters' states are views of it, by replica
         self._buffers: List[Buffer] = []
         # Of these buffers, those that are updated as one, each with its states by replica, and the operators that do it where
         # they are prepared.

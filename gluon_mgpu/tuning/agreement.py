@@ -96,7 +96,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrialRun:
     """One training run.
 
     Attributes
@@ -120,15 +120,15 @@ class SameBatch:
 
     Attributes
     ----------
-    reference, ours : Run
+    reference, ours : TrialRun
         Gluon's own loop on one device, and the toolkit's on all.
-    rounding : Run
+    rounding : TrialRun
         Gluon's own loop again, the examples of each shard in another order: the same but for rounding.
     """
 
-    reference: Run
-    ours: Run
-    rounding: Run
+    reference: TrialRun
+    ours: TrialRun
+    rounding: TrialRun
 
     def num_comparable(self) -> int:
         """Return how many steps, from the first, can be compared: a deep network makes a 1 of 1e-7 in a few dozen steps.
@@ -160,7 +160,7 @@ class SameBatch:
             return DIFFER
         return AGREE if num_steps >= min(LEAST_STEPS, len(self.reference.losses)) else UNKNOWN
 
-    def _compared(self, run: Run) -> Tuple[float, float]:
+    def _compared(self, run: TrialRun) -> Tuple[float, float]:
         num_steps = self.num_comparable()
         loss = float(_loss_gaps(self.reference, run)[:num_steps].max()) if num_steps else math.nan
         at_end = num_steps == len(self.reference.losses)
@@ -173,14 +173,14 @@ class LargerBatch:
 
     Attributes
     ----------
-    reference, ours : list of Run
+    reference, ours : list of TrialRun
         One a seed.
     margin : float
         By how much mean accuracies may differ.
     """
 
-    reference: List[Run]
-    ours: List[Run]
+    reference: List[TrialRun]
+    ours: List[TrialRun]
     margin: float
 
     def interval(self) -> Tuple[float, float]:
@@ -273,7 +273,9 @@ def larger_batch(
     return LargerBatch(base, larger, margin)
 
 
-def train_run(recipe: Recipe, contexts: Sequence[Context], *, seed: int, step: TrainStep = train_batch, times: int = 1) -> Run:
+def train_run(
+    recipe: Recipe, contexts: Sequence[Context], *, seed: int, step: TrainStep = train_batch, times: int = 1
+) -> TrialRun:
     """Train with the toolkit, with so many times the batch and the learning rate for it, and return what came of it."""
     net = _initialised(recipe, contexts, seed)
     trainer = Trainer(net, recipe.optimizer, recipe.params(times))
@@ -282,7 +284,7 @@ def train_run(recipe: Recipe, contexts: Sequence[Context], *, seed: int, step: T
     return _finished(recipe, net, losses)
 
 
-def _train_by_gluon(recipe: Recipe, contexts: Sequence[Context], seed: int, order: Callable[[int], np.ndarray]) -> Run:
+def _train_by_gluon(recipe: Recipe, contexts: Sequence[Context], seed: int, order: Callable[[int], np.ndarray]) -> TrialRun:
     """Train on the first device with Gluon's own Trainer, a batch in as many shards as there are devices, each in this order."""
     net = _initialised(recipe, contexts[:1], seed)
     trainer = gluon.Trainer(net.collect_params(), recipe.optimizer, recipe.params())
@@ -315,10 +317,10 @@ def _initialised(recipe: Recipe, contexts: Sequence[Context], seed: int) -> gluo
     return net
 
 
-def _finished(recipe: Recipe, net: gluon.Block, losses: List[float]) -> Run:
+def _finished(recipe: Recipe, net: gluon.Block, losses: List[float]) -> TrialRun:
     accuracy = evaluate_accuracy_gpus(net, ArrayLoader(recipe.data.test_images, recipe.data.test_labels, 256))
     params = [param for param in net.collect_params().values() if param.grad_req != "null"]
-    return Run(losses, float(accuracy), [param.list_data()[0].asnumpy() for param in params])
+    return TrialRun(losses, float(accuracy), [param.list_data()[0].asnumpy() for param in params])
 
 
 def _mean(losses: Sequence[Any]) -> float:
@@ -326,11 +328,11 @@ def _mean(losses: Sequence[Any]) -> float:
     return float(numbers.mean(dtype=np.float64))
 
 
-def _loss_gaps(left: Run, right: Run) -> np.ndarray:
+def _loss_gaps(left: TrialRun, right: TrialRun) -> np.ndarray:
     return np.abs(np.subtract(left.losses, right.losses))
 
 
-def _weight_difference(left: Run, right: Run) -> float:
+def _weight_difference(left: TrialRun, right: TrialRun) -> float:
     return max(float(np.abs(a.astype(np.float64) - b).max()) for a, b in zip(left.weights, right.weights))
 
 

@@ -12,7 +12,7 @@ from .printable import printable, printable_lines
 Field = Callable[[Any], Any]
 
 
-def whole(least: int, most: int) -> Field:
+def integer(least: int, most: int) -> Field:
     """Return a check for whole numbers; True is none."""
 
     def check(value: Any) -> int:

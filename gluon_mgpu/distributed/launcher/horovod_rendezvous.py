@@ -31,7 +31,7 @@ _WAIT_S = 10.0  # for the next bytes of a request
 _REQUEST_S = 30.0  # for all of it
 
 
-class Meeting(ThreadingHTTPServer):
+class RendezvousServer(ThreadingHTTPServer):
     """Serves the table until the process ends."""
 
     daemon_threads = True
@@ -94,7 +94,7 @@ class Meeting(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Meeting
+    server: RendezvousServer
     timeout = _WAIT_S
 
     def do_GET(self) -> None:
@@ -126,4 +126,4 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    Meeting(sys.argv[1], int(sys.argv[2])).serve_forever()
+    RendezvousServer(sys.argv[1], int(sys.argv[2])).serve_forever()

@@ -10,7 +10,7 @@ import json
 import signal
 from typing import Any, Dict, List, Mapping, Tuple
 
-from .fields import Field, flag, line, lines, list_of, one_of, optional, record, seconds, whole
+from .fields import Field, flag, integer, line, lines, list_of, one_of, optional, record, seconds
 from .node import Failure
 from .plan import BACKENDS, MOST_NODES, MOST_PROCESSES, MOST_RESTARTS, Plan
 from .printable import printable
@@ -26,23 +26,23 @@ _LONGEST_NUMBER = 25  # characters
 _FAILURE = record(
     who=line(LONGEST_LINE),
     what=line(_LONGEST_WHY),
-    code=whole(1, 255),
+    code=integer(1, 255),
     lines=list_of(line(LONGEST_LINE), 0, MOST_LINES),
     log=line(_LONGEST_PATH),
-    slot=whole(-1, MOST_PROCESSES),
-    node_rank=whole(0, MOST_NODES),
+    slot=integer(-1, MOST_PROCESSES),
+    node_rank=integer(0, MOST_NODES),
 )
 TO_LEADER: Mapping[str, Field] = {
     "hello": record(
-        num_nodes=whole(1, MOST_NODES),
-        num_processes=whole(1, MOST_PROCESSES),
-        servers=optional(whole(0, MOST_PROCESSES)),
+        num_nodes=integer(1, MOST_NODES),
+        num_processes=integer(1, MOST_PROCESSES),
+        servers=optional(integer(0, MOST_PROCESSES)),
         backend=one_of(*BACKENDS),
     ),
     "state": record(
-        restart=whole(-1, MOST_RESTARTS),
+        restart=integer(-1, MOST_RESTARTS),
         running=flag,
-        workers_left=whole(0, MOST_PROCESSES),
+        workers_left=integer(0, MOST_PROCESSES),
         failure=optional(_FAILURE),
         cpu_s=seconds,
     ),
@@ -52,9 +52,9 @@ TO_FOLLOWER: Mapping[str, Field] = {
     "welcome": record(),
     "refuse": record(why=line(_LONGEST_WHY)),
     "wait": record(why=line(_LONGEST_WHY)),
-    "start": record(plan=Plan.from_json, node_rank=whole(1, MOST_NODES)),
+    "start": record(plan=Plan.from_json, node_rank=integer(1, MOST_NODES)),
     "stop": record(signal=one_of(*ORDERS)),
-    "finish": record(code=whole(0, 255), cause=lines(LONGEST_CAUSE)),
+    "finish": record(code=integer(0, 255), cause=lines(LONGEST_CAUSE)),
     "alive": record(),
 }
 

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ...runtime.threads import num_cores
 from ..process import LaunchError, Process
-from .fields import address, list_of, one_of, pair, record, whole
+from .fields import address, integer, list_of, one_of, pair, record
 from .interfaces import interface_of
 from .tokens import TOKEN
 
@@ -25,12 +25,12 @@ BACKENDS = ("dist_sync", "horovod")
 MOST_NODES = 2**16
 MOST_PROCESSES = 2**16
 MOST_RESTARTS = 2**31
-_COUNTS = list_of(whole(0, MOST_PROCESSES), 1, MOST_NODES)
+_COUNTS = list_of(integer(0, MOST_PROCESSES), 1, MOST_NODES)
 _FIELDS = record(
-    restart=whole(0, MOST_RESTARTS),
+    restart=integer(0, MOST_RESTARTS),
     counts=_COUNTS,
     servers=_COUNTS,
-    root=pair(address, whole(1, 65535)),
+    root=pair(address, integer(1, 65535)),
     backend=one_of(*BACKENDS),
 )
 

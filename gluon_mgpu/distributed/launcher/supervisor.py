@@ -190,7 +190,7 @@ class Supervisor:
             failure = self._attempt(restart, sites, counts)
             if failure is None:
                 return self._ended(0, "")
-            cause = told(failure, sum(counts))
+            cause = describe_failure(failure, sum(counts))
             is_free = failure.is_garbage and self._num_garbage < _MOST_GARBAGE and self._limits.max_restarts > 0
             if self._signals.first or not (is_free or restart - self._num_garbage < self._limits.max_restarts):
                 return self._ended(failure.code, cause)
@@ -338,12 +338,12 @@ def _hung(idle_s: float, num_ended: int, ranks: Sequence[str]) -> Failure:
     return Failure(who, what, TIMED_OUT)
 
 
-def told(failure: Failure, num_processes: int) -> str:
+def describe_failure(failure: Failure, num_processes: int) -> str:
     """Return the sentence that says why a job has ended, and the lines that belong to it.
 
     Examples
     --------
-    >>> print(told(Failure("rank 1", "exited with status 3", 3, ("ValueError: no",), "rank-1.log"), 2))
+    >>> print(describe_failure(Failure("rank 1", "exited with status 3", 3, ("ValueError: no",), "rank-1.log"), 2))
     rank 1 exited with status 3, the first of 2 processes to fail. Its log is rank-1.log, its last words:
       ValueError: no
     """

@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 from ...checks import one_of, real_number
 from ...errors import TrainerError
-from ...nested import Leaf, is_device_array
+from ...nested import Array, is_device_array
 from .legacy import on_legacy_arrays
 
 LAYOUTS = ("NTC", "TNC")
@@ -56,7 +56,7 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
             self.sums = _SmoothedSums(float(label_smoothing), LAYOUTS.index(layout))
 
     @on_legacy_arrays
-    def forward(self, scores: Leaf, label: Tuple[Leaf, Leaf]) -> Leaf:
+    def forward(self, scores: Array, label: Tuple[Array, Array]) -> Array:
         """Return each sentence's sum, shape (N,).
 
         Parameters

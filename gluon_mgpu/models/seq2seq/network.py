@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 from ...checks import one_of, real_number, whole_number
 from ...errors import TrainerError
-from ...nested import Leaf, is_device_array
+from ...nested import Array, is_device_array
 from .attention import ATTENTIONS, Attention
 from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
 from .loss import LAYOUTS
@@ -18,8 +18,8 @@ from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_comp
 
 _BULK = {"forward_bulk_size": 4, "backward_bulk_size": 4}  # operations
 
-Memory = Tuple[Leaf, Leaf, Leaf]  # keys (N, S, hidden), values (N, S, 2 hidden), lengths (N,)
-State = Tuple[Leaf, ...]  # of the decoder: arrays of shape (N, hidden)
+Memory = Tuple[Array, Array, Array]  # keys (N, S, hidden), values (N, S, 2 hidden), lengths (N,)
+State = Tuple[Array, ...]  # of the decoder: arrays of shape (N, hidden)
 
 
 class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
@@ -116,7 +116,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         super().hybridize(active, **{**_BULK, **options})
 
     @on_legacy_arrays
-    def forward(self, X: Any, *more: Leaf) -> Leaf:
+    def forward(self, X: Any, *more: Array) -> Array:
         """Return the scores of every target token, shape (N, T, vocabulary), or (T, N, vocabulary).
 
         A subclass may have its own `encode` or `decode`: they are called here as they are to translate, with legacy arrays in
@@ -143,13 +143,13 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         ways = ((self.encode, Seq2Seq.encode), (self.decode, Seq2Seq.decode))
         return any(getattr(way, "__func__", way) is not ours for way, ours in ways)
 
-    def hybrid_forward(self, F: Any, source: Leaf, lengths: Leaf, target: Leaf, backwards: Leaf, zeros: Leaf) -> Leaf:
+    def hybrid_forward(self, F: Any, source: Array, lengths: Array, target: Array, backwards: Array, zeros: Array) -> Array:
         """Return the scores; `backwards` and `zeros` are the encoder's."""
         state, memory = self._encode(F, source, lengths, backwards, zeros)
         return self._decode(F, target, state, memory)[0]
 
     @on_legacy_arrays
-    def encode(self, source: Leaf, lengths: Leaf) -> Tuple[State, Memory]:
+    def encode(self, source: Array, lengths: Array) -> Tuple[State, Memory]:
         """Return the decoder's first state, and what it looks back at.
 
         Parameters
@@ -160,7 +160,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         return self._encode(mx.nd, source, lengths, *self._start(source, lengths))
 
     @on_legacy_arrays
-    def decode(self, target: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+    def decode(self, target: Array, state: State, memory: Memory) -> Tuple[Array, State, Array]:
         """Return the scores of the tokens after these, the state after the last, and where attention looked.
 
         Called for all steps of a known target, or for one step after the other with the state of the last.
@@ -179,14 +179,14 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         """
         return self._decode(mx.nd, target, state, memory)
 
-    def _start(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf]:
+    def _start(self, source: Array, lengths: Array) -> Tuple[Array, Array]:
         return self.encoder.start(source.T if self.layout == "NTC" else source, lengths)
 
-    def _encode(self, F: Any, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[State, Memory]:
+    def _encode(self, F: Any, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[State, Memory]:
         values, keys, first = self.encoder(F.transpose(source) if self.layout == "NTC" else source, lengths, backwards, zeros)
         return self.decoder.begin(F, first), (keys, values, lengths)
 
-    def _decode(self, F: Any, target: Leaf, state: State, memory: Memory) -> Tuple[Leaf, State, Leaf]:
+    def _decode(self, F: Any, target: Array, state: State, memory: Memory) -> Tuple[Array, State, Array]:
         embedded = self.dropout(self.target_embedding(F.transpose(target) if self.layout == "NTC" else target))
         vectors, weights, *after = self.decoder(embedded, *memory, *state)
         vectors = vectors if self.layout == "NTC" else F.swapaxes(vectors, dim1=0, dim2=1)
@@ -225,7 +225,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
             width = num_layers * NUM_STATES[cell] * hidden_size
             self.bridge = Dense(width, activation="tanh", in_units=2 * hidden_size)
 
-    def start(self, source: Leaf, lengths: Leaf) -> Tuple[Leaf, Leaf]:
+    def start(self, source: Array, lengths: Array) -> Tuple[Array, Array]:
         """Return the two inputs of `forward` that are no data: where each token stands backwards, and a first state.
 
         MXNet takes rows by numbers up to ten times as fast as it reverses all that they hold (scripts/RESULTS.md).
@@ -245,7 +245,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
         backwards = mx.nd.SequenceReverse(places, lengths, use_sequence_length=True)
         return backwards, mx.nd.zeros((source.shape[1], self._hidden_size), ctx=source.context)
 
-    def forward(self, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[Leaf, Leaf, Leaf]:
+    def forward(self, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[Array, Array, Array]:
         """Return values (N, S, 2 hidden), keys (N, S, hidden), and first states, (N, all states of all layers).
 
         Parameters
@@ -258,7 +258,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
         forward = super().forward if can_compile(self.forwards, source) else partial(self.hybrid_forward, mx.nd)
         return tuple(forward(source, lengths, backwards, zeros))
 
-    def hybrid_forward(self, F: Any, source: Leaf, lengths: Leaf, backwards: Leaf, zeros: Leaf) -> Tuple[Leaf, Leaf, Leaf]:
+    def hybrid_forward(self, F: Any, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[Array, Array, Array]:
         outputs = self.embedding(source)
         for ahead, back in zip(self.forwards, self.backwards):
             outputs = self.dropout(outputs)
@@ -300,16 +300,16 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
             width = NUM_GATES[cell] * hidden_size
             self.feed: Optional[Dense] = Dense(width, use_bias=False, in_units=hidden_size) if input_feeding else None
 
-    def begin(self, F: Any, first: Leaf) -> State:
+    def begin(self, F: Any, first: Array) -> State:
         """Return the state before the first step, from the encoder's, shape (N, all states of all layers)."""
         state = (first,) if self._num_arrays == 1 else tuple(F.split(first, num_outputs=self._num_arrays, axis=1))
         return (*state, F.zeros_like(state[0])) if self.feed is not None else state
 
-    def is_at_once(self, inputs: Leaf) -> bool:
+    def is_at_once(self, inputs: Array) -> bool:
         """Return whether all steps can be taken at once, and compiled, where these inputs are."""
         return self.feed is None and can_compile(self.layers, inputs)
 
-    def forward(self, embedded: Leaf, keys: Leaf, values: Leaf, lengths: Leaf, *state: Leaf) -> Tuple[Leaf, ...]:
+    def forward(self, embedded: Array, keys: Array, values: Array, lengths: Array, *state: Array) -> Tuple[Array, ...]:
         """Return vectors (N, T, hidden), weights (N, S, T), and the state after the last step.
 
         Parameters
@@ -321,19 +321,21 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
         forward = super().forward if can_compile(self.layers, embedded) else partial(self.hybrid_forward, mx.nd)
         return tuple(forward(embedded, keys, values, lengths, *state))
 
-    def hybrid_forward(self, F: Any, embedded: Leaf, keys: Leaf, values: Leaf, lengths: Leaf, *state: Leaf) -> Tuple[Leaf, ...]:
-        after: List[Leaf] = []
+    def hybrid_forward(
+        self, F: Any, embedded: Array, keys: Array, values: Array, lengths: Array, *state: Array
+    ) -> Tuple[Array, ...]:
+        after: List[Array] = []
         outputs = embedded
         for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
             outputs, *states = layer(self.dropout(outputs) if i else outputs, *before)
             after += states
         return (*self.attention(F.swapaxes(outputs, dim1=0, dim2=1), keys, values, lengths), *after)
 
-    def _fed(self, feed: Dense, embedded: Leaf, memory: Memory, state: State) -> Tuple[Leaf, ...]:
+    def _fed(self, feed: Dense, embedded: Array, memory: Memory, state: State) -> Tuple[Array, ...]:
         all_vectors, all_weights = [], []
         for projected in each_step(self.layers[0].project(embedded)):
             projected = projected + feed(state[-1])
-            after: List[Leaf] = []
+            after: List[Array] = []
             for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
                 states = layer.step(layer.project(self.dropout(after[-layer.num_states])) if i else projected, *before)
                 after += states
@@ -349,11 +351,11 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
         return [state[i : i + size] for i in range(0, self._num_arrays, size)]
 
 
-def _rows(F: Any, outputs: Leaf, places: Leaf) -> Leaf:
+def _rows(F: Any, outputs: Array, places: Array) -> Array:
     return F.take(F.reshape(outputs, shape=(-3, 0)), places)
 
 
-def _check_inputs(X: Any, layout: str) -> Tuple[Leaf, Leaf, Leaf]:
+def _check_inputs(X: Any, layout: str) -> Tuple[Array, Array, Array]:
     form = "(N, S), (N,), (N, T)" if layout == "NTC" else "(S, N), (N,), (T, N)"
     wanted = f"need (source, lengths, target), MXNet arrays of shapes {form}. The data side of the toolkit makes them"
     if isinstance(X, (list, tuple)) and any(isinstance(array, mx.sym.Symbol) for array in X):

@@ -9,7 +9,7 @@ from mxnet import Context, autograd, gluon
 from mxnet.gluon import nn
 
 from ...checks import one_of
-from ...nested import Leaf
+from ...nested import Array
 from ...runtime.threads import num_cores
 
 NUM_GATES = {"gru": 3, "lstm": 4}
@@ -62,7 +62,7 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
             self.i2h = _Project(width)
             self.cell = _GRUStep(hidden_size) if cell == "gru" else _LSTMStep(hidden_size)
 
-    def forward(self, inputs: Leaf, *states: Leaf) -> Tuple[Leaf, ...]:
+    def forward(self, inputs: Array, *states: Array) -> Tuple[Array, ...]:
         """Return the outputs of all steps, shape (T, N, hidden_size), and the states after the last.
 
         Parameters
@@ -73,7 +73,7 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
         """
         if isinstance(inputs, mx.sym.Symbol) or self.is_fused(inputs.context):
             return tuple(super().forward(inputs, *states))
-        outputs: List[Leaf] = []
+        outputs: List[Array] = []
         for projected in each_step(self.project(inputs)):
             states = self.step(projected, *states)
             outputs.append(states[0])
@@ -102,11 +102,11 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
         on_cpu = [one for one in self.i2h_weight.list_ctx() if one.device_type == "cpu"]
         return context.device_type != "cpu" or min(len(on_cpu), self._num_cores) < _MANY
 
-    def project(self, inputs: Leaf) -> Leaf:
+    def project(self, inputs: Array) -> Array:
         """Return what the inputs add to the gates, shape (..., gates): for all steps at once, before the first."""
         return self.i2h(inputs, _on(self.i2h_weight, inputs.context), _on(self.i2h_bias, inputs.context))
 
-    def step(self, projected: Leaf, *states: Leaf) -> Tuple[Leaf, ...]:
+    def step(self, projected: Array, *states: Array) -> Tuple[Array, ...]:
         """Return the states after one step, of projected inputs of shape (N, gates)."""
         context = projected.context
         after = self.cell(projected, _on(self.h2h_weight, context), _on(self.h2h_bias, context), *states)
@@ -160,7 +160,7 @@ def can_compile(layers: Iterable[Recurrence], inputs: Any) -> bool:
     return not differentiates_prediction and all(layer.is_fused(inputs.context) for layer in layers)
 
 
-def _on(param: gluon.Parameter, context: Context) -> Leaf:
+def _on(param: gluon.Parameter, context: Context) -> Array:
     return param.data(context).as_nd_ndarray()
 
 
@@ -168,7 +168,7 @@ def _cut(F: Any, array: Any, width: int) -> Tuple[Any, Any]:
     return F.slice_axis(array, axis=1, begin=0, end=width), F.slice_axis(array, axis=1, begin=width, end=None)
 
 
-def each_step(array: Leaf) -> List[Leaf]:
+def each_step(array: Array) -> List[Array]:
     """Return the items along the first axis, cut in one operation: slices one by one would each get a gradient of full size."""
     if array.shape[0] == 1:
         return [array.reshape(array.shape[1:])]

@@ -15,7 +15,7 @@ from ...checks import one_of, real_number, short, whole_number
 from ...data import BOS, EOS
 from ...data_parallel.sharding import plan_shards
 from ...errors import TrainerError
-from ...nested import Leaf
+from ...nested import Array
 from ...plots import figure
 from ...runtime.environment import require
 from ...trainer.parameters import devices_of
@@ -279,7 +279,7 @@ class _Search:
         """Return each sentence's translations, best first."""
         return [[_traced(*one) for one in finished] for finished in self._finished]
 
-    def _array(self, values: np.ndarray) -> Leaf:
+    def _array(self, values: np.ndarray) -> Array:
         return mx.nd.array(values, ctx=self._context, dtype=values.dtype)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mxnet import Context
 
 from ... import schema
-from ...checkpoint.atomic_folder import explained, new_folder, open_folder, put_in_place, sync
+from ...checkpoint.atomic_folder import commit, explained, new_folder, open_folder, sync
 from ...checkpoint.checkpoint import check_folder, check_parameters, set_parameters
 from ...checkpoint.rotation import INNER
 from ...checkpoint.snapshot import FILES, OLD_STATES, PARAMS, Snapshot, content_of, take_snapshot
@@ -173,7 +173,7 @@ class Translator:
         with explained("Translator.save", folder, num_bytes=snapshot.num_bytes, left="The translator before stays."):
             with new_folder(folder) as new:
                 self.write(new, snapshot)
-            put_in_place(folder)
+            commit(folder)
 
     def write(self, folder: Path, snapshot: Snapshot) -> None:
         """Fill a folder that is there and empty, with the network as it was in a snapshot. Its checkpoint comes last.
@@ -284,7 +284,7 @@ def _is_tied_wrongly(options: Dict[str, Any]) -> bool:
     return bool(options.get("tied")) and options.get("embed_size") != options.get("hidden_size")
 
 
-_SIZE, _SWITCH = schema.whole(1, 2**31 - 1), schema.constant(False, True, 0, 1)
+_SIZE, _SWITCH = schema.integer(1, 2**31 - 1), schema.constant(False, True, 0, 1)
 _NETWORK = schema.record(
     {},
     {

@@ -1,0 +1,68 @@
+"""Modules by their former names: they work for one release, and warn."""
+
+import importlib
+import pickle
+import sys
+
+import gluon_mgpu as mgpu
+import pytest
+from gluon_mgpu.moved import MOVED, current_class, current_module
+
+
+@pytest.fixture
+def fresh():
+    """Former names are imported anew, and forgotten afterwards."""
+    before = set(sys.modules), set(vars(mgpu))
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[2] in MOVED]:
+            del sys.modules[name]
+        for name in [name for name in vars(mgpu) if name in MOVED]:
+            delattr(mgpu, name)
+
+    forget()
+    yield
+    forget()
+    assert set(vars(mgpu)) <= before[1]
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_a_former_name_is_the_module(old, fresh):
+    with pytest.warns(DeprecationWarning, match=rf"gluon_mgpu\.{old} is now gluon_mgpu\.{MOVED[old]}\. "):
+        module = importlib.import_module(f"gluon_mgpu.{old}")
+    assert module is importlib.import_module(f"gluon_mgpu.{MOVED[old]}")
+    assert module.__spec__.name == module.__name__ == f"gluon_mgpu.{MOVED[old]}"
+
+
+def test_names_that_documentation_showed(fresh):
+    with pytest.warns(DeprecationWarning) as caught:
+        from gluon_mgpu.processes import group
+        from gluon_mgpu.translator_callbacks import TokenProgress
+    assert {warning.filename for warning in caught} == {__file__}
+    assert group is mgpu.distributed.group and TokenProgress.__module__ == "gluon_mgpu.models.seq2seq.callbacks"
+    from gluon_mgpu.devices import describe_devices, usable_gpus
+    from gluon_mgpu.models.seq2seq import Seq2Seq
+    from gluon_mgpu.trainer import Trainer
+
+    assert (describe_devices, Trainer, Seq2Seq) == (mgpu.describe_devices, mgpu.Trainer, mgpu.models.Seq2Seq)
+    assert callable(usable_gpus)
+
+
+def test_an_attribute_of_the_package(fresh):
+    with pytest.warns(DeprecationWarning, match=r"gluon_mgpu\.sharding is now") as caught:
+        assert mgpu.sharding.plan_shards is mgpu.plan_shards
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="'gluon_mgpu' has no attribute 'nothing'"):
+        _ = mgpu.nothing
+
+
+def test_functions_keep_their_names():
+    """`fit` and `prefetch` were modules as well; a module of that name would hide the function."""
+    assert callable(mgpu.fit) and callable(mgpu.prefetch) and not {"fit", "prefetch"} & set(MOVED)
+
+
+def test_classes_of_older_pickles_are_found(fresh):
+    with pytest.warns(DeprecationWarning):
+        assert pickle.loads(b"cgluon_mgpu.optimizers\nAdamW\n.").__module__ == "gluon_mgpu.trainer.optimizers"
+    assert current_class("gluon_mgpu.translator_callbacks.PlateauSchedule").startswith("gluon_mgpu.models.seq2seq.callbacks.")
+    assert current_module("mxnet.optimizer") == "mxnet.optimizer"

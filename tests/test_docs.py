@@ -12,7 +12,7 @@ from gluon_mgpu.cli import main
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
-WITHOUT_PROGRAMS = {"architecture.md", "cli.md", "compatibility.md", "limitations.md"}  # reference and explanation
+WITHOUT_PROGRAMS = {"architecture.md", "cli.md", "compatibility.md", "index.md", "launcher.md", "limitations.md"}
 
 
 def text(page):
@@ -60,3 +60,22 @@ def test_commands_have_the_options(page):
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\((?!http)([^)#]+)", text(page)):
         assert (ROOT / "docs" / link).exists(), link
+
+
+def anchors(path):
+    """The anchors that GitHub gives a page's headings: lower case, without punctuation, hyphens for spaces."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_are_headings(page):
+    for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", text(page)):
+        path = ROOT / "docs" / (name or page)
+        assert anchor in anchors(path), f"{name}#{anchor}"
+
+
+def test_the_index_lists_every_page():
+    listed = re.findall(r"\]\(([^)#/]+\.md)\)", text("index.md"))
+    assert sorted(listed) == [page for page in PAGES if page != "index.md"]

@@ -57,11 +57,11 @@ def whole_number(
     10
     >>> whole_number("fit", "epochs", 0.5, advice="10 are usual.")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: fit: got epochs=0.5; need a whole number of 1 or more. 10 are usual.
+    gluon_mgpu.errors.TrainerError: fit: got epochs=0.5; expected a whole number of 1 or more. 10 are usual.
     """
     if not is_whole(value) or not low <= value <= high:
         most = f", at most {high}" if high != MOST or (is_whole(value) and value > high) else ""
-        raise error(f"{operation}: got {_named(name, value)}; need a whole number of {low} or more{most}. {advice}")
+        raise error(f"{operation}: got {_named(name, value)}; expected a whole number of {low} or more{most}. {advice}")
     return int(value)
 
 
@@ -85,12 +85,12 @@ def real_number(
     --------
     >>> real_number("Trainer", "clip_norm", 0, above=True, advice="Pass None not to clip.")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: Trainer: got clip_norm=0; need a finite number above 0. Pass None not to clip.
+    gluon_mgpu.errors.TrainerError: Trainer: got clip_norm=0; expected a finite number above 0. Pass None not to clip.
     """
     if not is_number(value) or not low <= value <= high or (above and value == low) or (below and value == high):
         bound = f"above {low:g}" if above else f"of {low:g} or more"
         most = "" if high == sys.float_info.max else f" and below {high:g}" if below else f", at most {high:g}"
-        raise error(f"{operation}: got {_named(name, value)}; need a finite number {bound}{most}. {advice}")
+        raise error(f"{operation}: got {_named(name, value)}; expected a finite number {bound}{most}. {advice}")
     return float(value)
 
 
@@ -103,10 +103,10 @@ def one_of(
     --------
     >>> one_of("callbacks", "mode", "best", (None, "min", "max"), advice="None decides by the name.")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: callbacks: got mode='best'; need one of None, 'min', 'max'. None decides by the name.
+    gluon_mgpu.errors.TrainerError: callbacks: got mode='best'; expected one of None, 'min', 'max'. None decides by the name.
     """
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise error(f"{operation}: got {_named(name, value)}; need one of {', '.join(map(repr, choices))}. {advice}")
+        raise error(f"{operation}: got {_named(name, value)}; expected one of {', '.join(map(repr, choices))}. {advice}")
 
 
 def check_function(operation: str, name: str, value: Any, *, advice: str, error: Type[Exception] = TrainerError) -> None:
@@ -116,10 +116,10 @@ def check_function(operation: str, name: str, value: Any, *, advice: str, error:
     --------
     >>> check_function("fit", "loss", None, advice="Pass a loss of gluon.loss.")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: fit: got loss=None; need a function. Pass a loss of gluon.loss.
+    gluon_mgpu.errors.TrainerError: fit: got loss=None; expected a function. Pass a loss of gluon.loss.
     """
     if not callable(value) or isinstance(value, type):
-        raise error(f"{operation}: got {_named(name, value)}; need a function. {advice}")
+        raise error(f"{operation}: got {_named(name, value)}; expected a function. {advice}")
 
 
 def path_of(operation: str, name: str, value: Any, *, error: Type[Exception] = TrainerError) -> Path:
@@ -129,14 +129,14 @@ def path_of(operation: str, name: str, value: Any, *, error: Type[Exception] = T
     --------
     >>> path_of("save_checkpoint", "folder", None)
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: save_checkpoint: got folder=None; need a path. Pass a str or a pathlib.Path.
+    gluon_mgpu.errors.TrainerError: save_checkpoint: got folder=None; expected a path. Pass a str or a pathlib.Path.
     """
     try:
         if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
             raise ValueError
         return Path(value)
     except (TypeError, ValueError):  # of a PathLike that gives bytes; of letters that no file name holds
-        raise error(f"{operation}: got {_named(name, value)}; need a path. Pass a str or a pathlib.Path.") from None
+        raise error(f"{operation}: got {_named(name, value)}; expected a path. Pass a str or a pathlib.Path.") from None
 
 
 def flag(operation: str, name: str, value: Any, *, error: Type[Exception] = TrainerError) -> bool:
@@ -146,10 +146,10 @@ def flag(operation: str, name: str, value: Any, *, error: Type[Exception] = Trai
     --------
     >>> flag("Trainer", "static_graph", "no")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: Trainer: got static_graph='no'; need True or False. Pass one of them.
+    gluon_mgpu.errors.TrainerError: Trainer: got static_graph='no'; expected True or False. Pass one of them.
     """
     if not isinstance(value, (bool, Integral)) and type(value).__name__ not in ("bool_", "bool"):
-        raise error(f"{operation}: got {_named(name, value)}; need True or False. Pass one of them.")
+        raise error(f"{operation}: got {_named(name, value)}; expected True or False. Pass one of them.")
     return bool(value)
 
 
@@ -162,21 +162,21 @@ def instance(
     --------
     >>> instance("Progress", "unit", 5, str, "a text", advice="Pass 'images', for one.")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: Progress: got unit=5; need a text. Pass 'images', for one.
+    gluon_mgpu.errors.TrainerError: Progress: got unit=5; expected a text. Pass 'images', for one.
     """
     if not isinstance(value, kind):
-        raise error(f"{operation}: got {_named(name, value)}; need {what}. {advice}")
+        raise error(f"{operation}: got {_named(name, value)}; expected {what}. {advice}")
 
 
 @contextmanager
-def explaining(operation: str, what: str, need: str, *, advice: str, error: Type[Exception] = TrainerError) -> Iterator[None]:
+def explaining(operation: str, what: str, expected: str, *, advice: str, error: Type[Exception] = TrainerError) -> Iterator[None]:
     """Raise what MXNet says of wrong data in one line, with what is needed."""
     try:
         yield
     except Exception as said:
         if not is_of_mxnet(said):
             raise
-        raise error(f"{operation}: got {what}: {last_line(said)}; need {need}. {advice}") from said
+        raise error(f"{operation}: got {what}: {last_line(said)}; expected {expected}. {advice}") from said
 
 
 def is_of_mxnet(error: Exception) -> bool:

@@ -50,7 +50,7 @@ def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str 
     if data is None:
         return None
     if path.count("[") > MOST_LEVELS:
-        raise NestedError(f"{path[:60]}...: got data of more than {MOST_LEVELS} levels; need fewer. Take it apart.")
+        raise NestedError(f"{path[:60]}...: got data of more than {MOST_LEVELS} levels; expected fewer. Take it apart.")
     if is_leaf(data):
         return function(path, data, *others)
     if isinstance(data, Mapping):
@@ -66,7 +66,7 @@ def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str 
         ]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     raise NestedError(
-        f"{path}: got {type(data).__name__}; need an array, or a tuple, list or dict of arrays. "
+        f"{path}: got {type(data).__name__}; expected an array, or a tuple, list or dict of arrays. "
         "Take what is not an array out of the batch."
     )
 
@@ -90,11 +90,11 @@ def _below(other: Any, key: Any, data: Any, path: str) -> Any:
     if isinstance(other, Mapping) != isinstance(data, Mapping) or len(other) != len(data):
         raise ShardError(
             f"{path}: got a {type(data).__name__} of {len(data)} beside a {type(other).__name__} of {len(other)}; "
-            "need both of one form. Give one value for all, or one for each leaf."
+            "expected both of one form. Give one value for all, or one for each leaf."
         )
     if isinstance(other, Mapping) and key not in other:
         raise ShardError(
-            f"{path}: got a dict beside one that has no {key!r}; need the same keys in both. Give one for each leaf."
+            f"{path}: got a dict beside one that has no {key!r}; expected the same keys in both. Give one for each leaf."
         )
     return other[key]
 

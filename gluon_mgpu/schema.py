@@ -35,7 +35,7 @@ class Wrong:
     """
 
     value: Any
-    need: str
+    expected: str
     path: Tuple[Union[str, int], ...] = ()
     is_missing: bool = False
 
@@ -77,11 +77,11 @@ def check(schema: Schema, value: Any, *, operation: str, file: object, advice: s
     >>> check(record({"step": integer()}), {"step": "7"}, operation="load", file="a.json")
     Traceback (most recent call last):
         ...
-    gluon_mgpu.errors.StateError: load: got a.json with step = "7"; need a whole number of 0 or more. Use another checkpoint.
+    gluon_mgpu.errors.StateError: load: got a.json with step = "7"; expected a whole number of 0 or more. Use another checkpoint.
     """
     wrong = schema(value)
     if wrong is not None:
-        raise StateError(f"{operation}: got {file} {wrong.message()}; need {wrong.need}. {advice}.")
+        raise StateError(f"{operation}: got {file} {wrong.message()}; expected {wrong.expected}. {advice}.")
 
 
 def parse_json(content: bytes, *, operation: str, file: Path, advice: str = "Use another one") -> Any:
@@ -96,7 +96,8 @@ def parse_json(content: bytes, *, operation: str, file: Path, advice: str = "Use
         return json.loads(content.decode(), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise StateError(
-            f"{operation}: got {file}, which is damaged ({type(error).__name__}: {error}); need JSON as it was written. {advice}."
+            f"{operation}: got {file}, which is damaged ({type(error).__name__}: {error}); expected JSON as it was written. "
+            f"{advice}."
         ) from error
 
 
@@ -116,7 +117,7 @@ def shown(value: Any) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-def that(need: str, fits: Callable[[Any], bool]) -> Schema:
+def that(expected: str, fits: Callable[[Any], bool]) -> Schema:
     """Return the schema of values that a function accepts. A ValueError, TypeError or the like of it counts as False."""
 
     def schema(value: Any) -> Optional[Wrong]:
@@ -124,20 +125,20 @@ def that(need: str, fits: Callable[[Any], bool]) -> Schema:
             accepted = fits(value)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError):
             accepted = False
-        return None if accepted else Wrong(value, need)
+        return None if accepted else Wrong(value, expected)
 
     return schema
 
 
 def integer(least: int = 0, most: int = MOST) -> Schema:
     """Return the schema of whole numbers in a range."""
-    need = f"a whole number of {least} or more" + ("" if most == MOST else f", at most {most}")
+    expected = f"a whole number of {least} or more" + ("" if most == MOST else f", at most {most}")
 
     def schema(value: Any) -> Optional[Wrong]:
         if is_whole(value) and least <= value <= most:
             return None
         too_large = is_whole(value) and value > most
-        return Wrong(value, f"a whole number of at most {most}" if too_large else need)
+        return Wrong(value, f"a whole number of at most {most}" if too_large else expected)
 
     return schema
 
@@ -152,8 +153,8 @@ def number(least: float = -math.inf, most: float = math.inf, *, below: float = m
     bounds = [f"{least:g} or more"] if least > -math.inf else []
     bounds += [f"at most {most:g}"] if most < math.inf else []
     bounds += [f"less than {below:g}"] if below < math.inf else []
-    need = "a finite number" + (f", {', '.join(bounds)}" if bounds else "")
-    return that(need, lambda value: is_finite(value) and least <= value <= most and value < below)
+    expected = "a finite number" + (f", {', '.join(bounds)}" if bounds else "")
+    return that(expected, lambda value: is_finite(value) and least <= value <= most and value < below)
 
 
 def constant(*values: Any) -> Schema:
@@ -171,18 +172,18 @@ def nullable(schema: Schema) -> Schema:
 
     def either(value: Any) -> Optional[Wrong]:
         wrong = None if value is None else schema(value)
-        return replace(wrong, need=f"{wrong.need}, or null") if wrong is not None and not wrong.path else wrong
+        return replace(wrong, expected=f"{wrong.expected}, or null") if wrong is not None and not wrong.path else wrong
 
     return either
 
 
 def list_of(one: Schema, *, length: Optional[int] = None) -> Schema:
     """Return the schema of lists of one kind of values."""
-    need = "a list" if length is None else f"a list of {length}"
+    expected = "a list" if length is None else f"a list of {length}"
 
     def schema(value: Any) -> Optional[Wrong]:
         if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
-            return Wrong(value, need)
+            return Wrong(value, expected)
         return next((wrong.below(i) for i, wrong in enumerate(map(one, value)) if wrong is not None), None)
 
     return schema
@@ -231,7 +232,7 @@ def mapping(key: Schema, item: Schema) -> Schema:
         for name, one in value.items():
             wrong = key(name)
             if wrong is not None:
-                return replace(wrong, need=f"{wrong.need} as each of its keys")
+                return replace(wrong, expected=f"{wrong.expected} as each of its keys")
             wrong = item(one)
             if wrong is not None:
                 return wrong.below(name)

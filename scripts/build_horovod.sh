@@ -19,10 +19,10 @@ fail() {
     exit 1
 }
 
-[ -x "$python" ] || fail "got no Python at $python; need that of an environment with MXNet. Run sh scripts/quickstart.sh, or name one."
-"$python" -c 'import gluon_mgpu' || fail "got no gluon_mgpu and MXNet in $python; need both. Run $python -m pip install '.[cpu]'."
-command -v "${CXX:-c++}" >/dev/null 2>&1 || fail "got no C++ compiler; need one. Debian, Ubuntu: apt install g++ make."
-command -v make >/dev/null 2>&1 || fail "got no make; need it. Debian, Ubuntu: apt install make."
+[ -x "$python" ] || fail "got no Python at $python; expected that of an environment with MXNet. Run sh scripts/quickstart.sh, or name one."
+"$python" -c 'import gluon_mgpu' || fail "got no gluon_mgpu and MXNet in $python; expected both. Run $python -m pip install '.[cpu]'."
+command -v "${CXX:-c++}" >/dev/null 2>&1 || fail "got no C++ compiler; expected one. Debian, Ubuntu: apt install g++ make."
+command -v make >/dev/null 2>&1 || fail "got no make; expected it. Debian, Ubuntu: apt install make."
 
 PATH=$(cd "$(dirname "$python")" && pwd):$PATH # of cmake, which pip brings
 export PATH
@@ -55,7 +55,7 @@ fi
 rm -rf "$folder"
 [ -z "$setuptools" ] || "$python" -m pip install --quiet --disable-pip-version-check "$setuptools"
 
-"$python" - <<'CHECK' || fail "got a Horovod that does not work with this MXNet; need one that was built for it. Build it again."
+"$python" - <<'CHECK' || fail "got a Horovod that does not work with this MXNet; expected one that was built for it. Build it again."
 import os, subprocess, sys, tempfile
 
 program = "from gluon_mgpu.distributed import group; assert group().say(b'here') == [b'here', b'here']"

@@ -95,7 +95,7 @@ def main() -> int:
     options = parse()
     folder = Path(options.folder or tempfile.mkdtemp(prefix="check_cuda_wheels_")).resolve()
     if folder.exists() and any(folder.iterdir()) and not (folder / "driver" / "libcuda.so.1").exists():
-        told = f"check: got {folder}, in which there is something; need an empty folder. Name one: --folder."
+        told = f"check: got {folder}, in which there is something; expected an empty folder. Name one: --folder."
         print(told, file=sys.stderr)
         return 1
     began = time.perf_counter()
@@ -130,7 +130,7 @@ def parse() -> argparse.Namespace:
 def check(folder: Path, options: argparse.Namespace) -> None:
     """Go from an empty folder to tests that passed."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise CheckError(f"check: got {sys.platform} on {platform.machine()}; need Linux on x86_64. The wheels are for that.")
+        raise CheckError(f"check: got {sys.platform} on {platform.machine()}; expected Linux on x86_64. The wheels are for that.")
     folder.mkdir(parents=True, exist_ok=True)
     driver = make_driver(folder, options.compiler)
     python = folder / "venv" / "bin" / "python"
@@ -165,8 +165,8 @@ def make_driver(folder: Path, compiler: str) -> Path:
         return driver
     if not shutil.which(compiler):
         raise CheckError(
-            f"check: got no program {compiler!r}; need a C compiler, which makes the driver that knows no GPU. Debian, Ubuntu: "
-            "apt install gcc; or name another one: --compiler clang."
+            f"check: got no program {compiler!r}; expected a C compiler, which makes the driver that knows no GPU. Debian, "
+            "Ubuntu: apt install gcc; or name another one: --compiler clang."
         )
     driver.mkdir(parents=True)
     (driver / "driver.c").write_text(DRIVER, encoding="utf-8")
@@ -179,9 +179,9 @@ def install(folder: Path, python: str) -> None:
     """Make an environment in the folder, and install a copy of this project in it, with the extras cu112 and dev."""
     free_gb = shutil.disk_usage(folder).free / 1e9
     if free_gb < NEEDED_GB:
-        raise CheckError(f"check: got {free_gb:.1f} GB free in {folder}; need {NEEDED_GB}. Name another place: --folder.")
+        raise CheckError(f"check: got {free_gb:.1f} GB free in {folder}; expected {NEEDED_GB}. Name another place: --folder.")
     if not shutil.which(python):
-        raise CheckError(f"check: got no program {python!r}; need a Python from 3.8 to 3.12. Name one: --python python3.11.")
+        raise CheckError(f"check: got no program {python!r}; expected a Python from 3.8 to 3.12. Name one: --python python3.11.")
     shutil.rmtree(folder / "project", ignore_errors=True)
     shutil.copytree(ROOT, folder / "project", ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
     (folder / "tmp").mkdir(exist_ok=True)
@@ -215,7 +215,7 @@ def run(
             except subprocess.TimeoutExpired:
                 seconds = time.perf_counter() - began
                 if seconds > limit_s:
-                    raise CheckError(f"check: got no end of {what!r} after {limit_s} s; need one. Run it by hand.") from None
+                    raise CheckError(f"check: got no end of {what!r} after {limit_s} s; expected one. Run it by hand.") from None
                 if path:
                     print(f"  {seconds:.0f} s, {size_of(where) / 1e9:.1f} GB: {last_line(path)}", flush=True)
     finally:
@@ -226,7 +226,7 @@ def run(
             output.close()
     if code:
         told = "".join(f"\n  {line}" for line in path.read_text(errors="replace").splitlines()[-15:]) if path else ""
-        raise CheckError(f"check: got exit status {code} of {what!r}; need 0. See what it said above.{told}")
+        raise CheckError(f"check: got exit status {code} of {what!r}; expected 0. See what it said above.{told}")
 
 
 def last_line(path: Path) -> str:

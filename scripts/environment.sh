@@ -18,7 +18,7 @@ find_python() {
         fi
     done
     {
-        echo "Setting up: found no suitable Python; need CPython 3.8, 3.9, 3.10, 3.11 or 3.12 (64 bit), with pip."
+        echo "Setting up: found no suitable Python; expected CPython 3.8, 3.9, 3.10, 3.11 or 3.12 (64 bit), with pip."
         for name in "$@"; do
             if command -v "$name" >/dev/null 2>&1; then
                 echo "  $name: $("$name" -c 'import platform; print(platform.python_implementation(), platform.python_version())' 2>/dev/null || echo "does not run")"
@@ -35,11 +35,11 @@ make_venv() { # $1: python
     if ! "$1" -m venv .venv >/dev/null 2>&1; then
         rm -rf .venv
         "$1" -m venv --without-pip .venv || {
-            echo "Setting up: $1 -m venv failed; need Python's venv module. Debian, Ubuntu: apt install python3-venv" >&2
+            echo "Setting up: $1 -m venv failed; expected Python's venv module. Debian, Ubuntu: apt install python3-venv" >&2
             return 1
         }
         "$1" -m pip --python .venv/bin/python install --quiet pip || {
-            echo "Setting up: $1 -m pip failed; need pip 22.3 or newer, or python3-venv. Debian, Ubuntu: apt install python3-venv" >&2
+            echo "Setting up: $1 -m pip failed; expected pip 22.3 or newer, or python3-venv. Debian, Ubuntu: apt install python3-venv" >&2
             return 1
         }
     fi

@@ -98,5 +98,5 @@ def gluon_loop(net, optimizer, optimizer_params, batches):
 
 
 def assert_house_style(error):
-    """Errors read `<operation>: got <value>; need <condition>. <What to do>.`"""
-    assert re.match(r"^[\w. \-\[\]']+: got .+; need .+[.:] .+", str(error), re.DOTALL), str(error)
+    """Errors read `<operation>: got <value>; expected <condition>. <What to do>.`"""
+    assert re.match(r"^[\w. \-\[\]']+: got .+; expected .+[.:] .+", str(error), re.DOTALL), str(error)

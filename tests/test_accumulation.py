@@ -466,7 +466,7 @@ def test_a_micro_step_that_fails_leaves_nothing_behind(wrong):
         return LOSS(out, label).mean() if bad else LOSS(out, label)
 
     if wrong == "loss":
-        with pytest.raises(TrainerError, match="need one number for each example"):
+        with pytest.raises(TrainerError, match="expected one number for each example"):
             mgpu.train_batch(net, loss, trainer, X, y, micro_steps=3)
     else:
         extra = mgpu.Trainer(list(net.collect_params().values()) + [unused_parameter()], "sgd", {"learning_rate": 0.1})

@@ -225,5 +225,5 @@ def test_values_are_shown_in_a_line(value, shown):
 
 
 def test_a_message_stays_in_one_line_whatever_is_in_it():
-    error = TrainerError("fit: got a\nb" + "x" * 5000 + "; need c. Do d.")
-    assert str(error).startswith("fit: got a bxxx") and str(error).endswith("x; need c. Do d.") and len(str(error)) <= 600
+    error = TrainerError("fit: got a\nb" + "x" * 5000 + "; expected c. Do d.")
+    assert str(error).startswith("fit: got a bxxx") and str(error).endswith("x; expected c. Do d.") and len(str(error)) <= 600

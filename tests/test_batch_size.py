@@ -223,7 +223,7 @@ def test_another_failure_is_told_as_what_it_is():
     with pytest.raises(StepError) as caught:
         failing("value")
     assert_house_style(caught.value)
-    assert f"got ValueError: 7 examples from {HERE}:fail_as_told with a batch of 4; need" in str(caught.value)
+    assert f"got ValueError: 7 examples from {HERE}:fail_as_told with a batch of 4; expected" in str(caught.value)
     assert "in step\n" in str(caught.value.__cause__)
 
 
@@ -275,7 +275,7 @@ def test_errors_that_are_a_lack_of_memory(error, lack):
 
 def test_where_nothing_fits_there_is_no_answer(fake):
     fake(lambda batch_size: 2000)
-    with pytest.raises(StepError, match=r"got more than the limit with a batch of 1, the smallest; need") as caught:
+    with pytest.raises(StepError, match=r"got more than the limit with a batch of 1, the smallest; expected") as caught:
         find_batch_size(small_mlp)
     assert_house_style(caught.value)
 
@@ -397,9 +397,9 @@ def test_wrong_arguments_are_told_before_a_process_starts(wrong, fake):
     "workload, options, told",
     [
         (f"{HERE}:small_mlp", {"size": 3}, "unexpected keyword argument 'size'"),
-        ("nowhere.at_all:make", {}, "need a module that can be imported"),
-        ("nowhere.py:make", {}, "need a file that exists"),
-        (f"{HERE}:nothing", {}, "need a function nothing"),
+        ("nowhere.at_all:make", {}, "expected a module that can be imported"),
+        ("nowhere.py:make", {}, "expected a file that exists"),
+        (f"{HERE}:nothing", {}, "expected a function nothing"),
     ],
 )
 def test_a_workload_that_is_not_there_is_told(workload, options, told, monkeypatch):
@@ -429,8 +429,11 @@ def test_a_device_that_is_not_there_is_told_before_a_batch_is_tried():
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"memory_limit_bytes": 10}, "got a memory limit of 10 bytes; need more than the 10 that are in use on cpu(0), cpu(1)"),
-        ({"max_batch_size": 1}, "got max_batch_size=1; need 2 or more"),
+        (
+            {"memory_limit_bytes": 10},
+            "got a memory limit of 10 bytes; expected more than the 10 that are in use on cpu(0), cpu(1)",
+        ),
+        ({"max_batch_size": 1}, "got max_batch_size=1; expected 2 or more"),
     ],
 )
 def test_too_little_room_is_told_before_a_batch_is_tried(options, told, fake):
@@ -444,7 +447,7 @@ def test_too_little_room_is_told_before_a_batch_is_tried(options, told, fake):
 
 @pytest.mark.parametrize("made", [7, None, gluon.nn.Dense(1), (1, 2, 3)], ids=repr)
 def test_what_a_workload_returns_is_checked(made):
-    with pytest.raises(TrainerError, match=r"got \w+ from a:b; need a function without arguments") as caught:
+    with pytest.raises(TrainerError, match=r"got \w+ from a:b; expected a function without arguments") as caught:
         step_of(made, "a:b")
     assert_house_style(caught.value)
 

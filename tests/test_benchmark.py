@@ -402,10 +402,10 @@ def test_rows_of_pytorch_are_where_they_can_be():
     "arguments, told",
     [
         (["step", "--contenders", "ours,nobody"], "got 'nobody'"),
-        (["size", "--contenders", "d2l"], "need some of ours, ours-static, gluon"),
-        (["train", "--python", "d2l"], "need NAME=PATH"),
-        (["train", "--python", "d2l=/does/not/exist"], "need NAME=PATH"),
-        (["train", "--python", f"nobody={sys.executable}"], "need NAME=PATH"),
+        (["size", "--contenders", "d2l"], "expected some of ours, ours-static, gluon"),
+        (["train", "--python", "d2l"], "expected NAME=PATH"),
+        (["train", "--python", "d2l=/does/not/exist"], "expected NAME=PATH"),
+        (["train", "--python", f"nobody={sys.executable}"], "expected NAME=PATH"),
         (["evaluate", "--num-devices", "0"], "whole numbers of 1 or more"),
     ],
 )

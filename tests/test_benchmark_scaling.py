@@ -447,10 +447,10 @@ def test_checkpoints_are_measured_quickly():
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (["--processes", "1"], "need 2 or more"),
+        (["--processes", "1"], "expected 2 or more"),
         (["--contenders", "horovod,mpi"], "got 'mpi'"),
-        (["--python", "torch=/no/such/python"], "need NAME=PATH"),
-        (["--sizes", "0"], "need whole numbers of 1 or more"),
+        (["--python", "torch=/no/such/python"], "expected NAME=PATH"),
+        (["--sizes", "0"], "expected whole numbers of 1 or more"),
     ],
     ids=["one-process", "contender", "python", "sizes"],
 )

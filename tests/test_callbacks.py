@@ -268,7 +268,9 @@ def test_early_stopping_refuses_bad_options(options):
 
 
 def test_a_column_that_is_not_there_is_told():
-    with pytest.raises(TrainerError, match="^callbacks: got monitor 'f1_loss'; need one of epoch, train_accuracy, ") as caught:
+    with pytest.raises(
+        TrainerError, match="^callbacks: got monitor 'f1_loss'; expected one of epoch, train_accuracy, "
+    ) as caught:
         train([mgpu.EarlyStopping("f1_loss")])
     assert_house_style(caught.value)
 
@@ -332,7 +334,7 @@ def test_what_an_error_ended_is_not_saved(tmp_path):
 
 
 def test_checkpoint_refuses_a_bad_mode(tmp_path):
-    with pytest.raises(TrainerError, match="^callbacks: got mode='best'; need one of None, 'min', 'max'") as caught:
+    with pytest.raises(TrainerError, match="^callbacks: got mode='best'; expected one of None, 'min', 'max'") as caught:
         mgpu.Checkpoint(tmp_path, mode="best")
     assert_house_style(caught.value)
 

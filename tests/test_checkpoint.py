@@ -441,7 +441,7 @@ def test_a_newer_version_is_refused(checkpoint):
     path = checkpoint / "manifest.json"
     path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
     net, trainer, _ = make_run(contexts(1))
-    assert "of version 3; need 2 or older. Install a newer gluon_mgpu" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert "of version 3; expected 2 or older. Install a newer gluon_mgpu" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
 
 
 @pytest.mark.parametrize("content", ['{"format": "other", "version": 1, "files": {}}', "[]", "", '{"files": {"../../x": {}}}'])
@@ -479,7 +479,7 @@ def test_a_file_that_lacks_something_is_told(checkpoint, name):
     del training[name]
     forge(checkpoint, training_json=json.dumps(training).encode())
     net, trainer, _ = make_run(contexts(1))
-    assert f"training.json without {name}; need it." in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert f"training.json without {name}; expected it." in told(mgpu.load_checkpoint, checkpoint, net, trainer)
 
 
 def test_states_of_other_shapes_are_refused(checkpoint, tmp_path):
@@ -490,7 +490,7 @@ def test_states_of_other_shapes_are_refused(checkpoint, tmp_path):
     net, trainer, _ = make_run(contexts(2))
     mgpu.eval_batch(net, *small_batches([4])[0], contexts(2))
     before = weights_of(net)
-    assert "need shape" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert "expected shape" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
     assert largest_difference(weights_of(net), before) == 0.0
 
 
@@ -727,7 +727,7 @@ def test_a_full_disk_leaves_the_old_one(small_disk):
     for _ in range(2):
         with pytest.raises(
             SaveError,
-            match=r"written .No space left on device, 64,000 bytes needed, .* free.; need room there.* before stays",
+            match=r"written .No space left on device, 64,000 bytes needed, .* free.; expected room there.* before stays",
         ):
             mgpu.save_checkpoint(small_disk / "c", net, trainer, {"number": 2})
         assert mgpu.load_checkpoint(small_disk / "c", net, trainer) == {"number": 1}

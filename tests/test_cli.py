@@ -351,7 +351,7 @@ def test_devices_train_apart_on_demand(tiny, data_dir, tmp_path):
     options = ["--average-every", "2", "--optimizer", "nadam", "--data-dir", data_dir, "--output", tmp_path / "4"]
     result = invoke(*TRAIN, "--devices", "cpu:2", *options)
     assert result.exit_code == 1
-    assert "Error: LocalSGD: got Nadam; need" in result.output
+    assert "Error: LocalSGD: got Nadam; expected" in result.output
 
 
 def test_digits_are_the_default(tiny, tmp_path):
@@ -367,17 +367,17 @@ def test_data_that_cannot_be_downloaded_is_told(tiny, tmp_path, data, monkeypatc
     monkeypatch.setattr("mxnet.gluon.data.vision.datasets.download", offline)
     monkeypatch.setenv("HOME", str(tmp_path))
     message = fail(*TRAIN, "--data", data, "--output", tmp_path / "out")
-    assert f"load {data}: got ConnectionError (no network in the tests); need the files in {tmp_path}" in message
+    assert f"load {data}: got ConnectionError (no network in the tests); expected the files in {tmp_path}" in message
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "options, told",
     [
-        (["--devices", "tpu"], "use_devices: got 'tpu'; need a device name."),
-        (["--devices", "gpu:9999"], "use_devices: got gpu(9999); need one of the GPUs that MXNet can see"),
+        (["--devices", "tpu"], "use_devices: got 'tpu'; expected a device name."),
+        (["--devices", "gpu:9999"], "use_devices: got gpu(9999); expected one of the GPUs that MXNet can see"),
         (["--devices", "cpu:0,cpu:0"], "use_devices: got cpu(0) twice"),
-        (["--devices", "0"], "use_devices: got 0 devices; need 1 or more"),
+        (["--devices", "0"], "use_devices: got 0 devices; expected 1 or more"),
     ],
 )
 def test_devices_that_are_not_there_are_told(tiny, data_dir, tmp_path, options, told):
@@ -478,7 +478,7 @@ def test_python_m_is_the_command_and_tells_errors_without_a_traceback(tmp_path):
     assert done.returncode == 1
     assert done.stdout == b""
     (line,) = done.stderr.decode().splitlines()
-    assert line.startswith("Error: use_devices: got cpu(0) twice in [cpu(0), cpu(0)]; need different devices.")
+    assert line.startswith("Error: use_devices: got cpu(0) twice in [cpu(0), cpu(0)]; expected different devices.")
 
 
 @pytest.mark.parametrize("there, taken", [(["best", "last"], "best"), (["last"], "last"), (["."], ""), ([], "")])

@@ -80,8 +80,11 @@ def test_free_gpus_behind_numbers_in_doubt(nvml, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (["--free", "2"], "Error: devices: got --free; need 2 free GPUs: gpu(0): it would do; gpu(1): process 17 (python)"),
-        (["--free", "--min-free-memory", "17GiB"], "need a free GPU with 17.0 GiB of free memory: gpu(0): 15.7 GiB of 16.0 GiB"),
+        (["--free", "2"], "Error: devices: got --free; expected 2 free GPUs: gpu(0): it would do; gpu(1): process 17 (python)"),
+        (
+            ["--free", "--min-free-memory", "17GiB"],
+            "expected a free GPU with 17.0 GiB of free memory: gpu(0): 15.7 GiB of 16.0 GiB",
+        ),
         (["--free", "--min-free-memory", "much"], "got min_free_memory='much'"),
     ],
     ids=["too few", "too little", "no size"],
@@ -96,7 +99,7 @@ def test_nobody_tells_which_gpus_are_free(monkeypatch):
     install(monkeypatch, error="LibraryNotFound")
     result = invoke("devices", "--free")
     assert result.exit_code == 1
-    assert "Error: devices: got --free; need the driver's word" in result.output
+    assert "Error: devices: got --free; expected the driver's word" in result.output
     assert run("devices").startswith("devices")
 
 
@@ -126,4 +129,4 @@ def test_programs_choose_gpus(monkeypatch, program):
 def test_programs_are_told_what_is_not_free(nvml):
     result = invoke("train", "resnet18", "--devices", "gpu:1", "--wait-for-gpu", "0")
     assert result.exit_code == 1
-    assert "Error: use_devices: got 'gpu:1'; need a free GPU: gpu(1): process 17 (python) computes there." in result.output
+    assert "Error: use_devices: got 'gpu:1'; expected a free GPU: gpu(1): process 17 (python) computes there." in result.output

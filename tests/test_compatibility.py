@@ -81,8 +81,13 @@ def check(script, project, machine, tmp_path, choice="oldest", python="3.8.18", 
 def test_the_project_s_own_configuration_is_read(script):
     found = script.read_project(ROOT)
     assert found.pythons == ("3.8", "3.9", "3.10", "3.11", "3.12")
-    assert {need.name for need in found.needs} >= {"numpy", "click", "rich"}
-    assert {need.split(">")[0] for need in script._testers(found)} == {"pytest", "pytest-timeout", "hypothesis", "greenlet"}
+    assert {expected.name for expected in found.needs} >= {"numpy", "click", "rich"}
+    assert {expected.split(">")[0] for expected in script._testers(found)} == {
+        "pytest",
+        "pytest-timeout",
+        "hypothesis",
+        "greenlet",
+    }
     assert found.version.count(".") == 2
 
 
@@ -95,7 +100,7 @@ def test_a_python_outside_of_the_range_is_not_tried(script, tmp_path):
         "[options.extras_require]\ndev =\n    pytest\n"
     )
     found = script.read_project(tmp_path)
-    assert (found.version, found.pythons, [str(need) for need in found.needs]) == ("7.8", ("3.9",), ["numpy<2"])
+    assert (found.version, found.pythons, [str(expected) for expected in found.needs]) == ("7.8", ("3.9",), ["numpy<2"])
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_a_link_is_refused_before_the_first_epoch(tmp_path, name, target):
     (tmp_path / "file").write_text("mine")
     (tmp_path / name).symlink_to(target)
     with pytest.raises(
-        StateError, match=f"Checkpoint: got .*{name}, which is a link to {target}; need a folder .* Remove the link"
+        StateError, match=f"Checkpoint: got .*{name}, which is a link to {target}; expected a folder .* Remove the link"
     ):
         fit(tmp_path, resume=None)
     assert (tmp_path / "file").read_text() == "mine" and list((tmp_path / "folder").iterdir()) == []
@@ -238,7 +238,7 @@ def test_what_is_no_checkpoint_says_so(folder, tmp_path, monkeypatch):
     """The root of a file system has no name, and nothing next to it."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(StateError, match="load_checkpoint: got .*; need "):
+    with pytest.raises(StateError, match="load_checkpoint: got .*; expected "):
         mgpu.load_checkpoint(folder, nn_of())
-    with pytest.raises(StateError, match="load_translator: got .*; need "):
+    with pytest.raises(StateError, match="load_translator: got .*; expected "):
         load_translator(folder)

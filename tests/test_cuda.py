@@ -219,7 +219,7 @@ def test_all_that_is_missing_is_told_with_the_places_and_the_command(world, monk
     monkeypatch.setenv("CUDA_HOME", str(world.folder / "home"))
     monkeypatch.setenv("LD_LIBRARY_PATH", "/some/where")
     told = refused()
-    assert told.startswith("import mxnet: got no libcudnn.so.8; no libnccl.so.2; need the CUDA libraries")
+    assert told.startswith("import mxnet: got no libcudnn.so.8; no libnccl.so.2; expected the CUDA libraries")
     assert f"wheel {world.folder}/site/nvidia, system" in told
     assert f"system {world.folder}/home/lib64" in told
     assert "LD_LIBRARY_PATH=/some/where" in told
@@ -229,13 +229,13 @@ def test_all_that_is_missing_is_told_with_the_places_and_the_command(world, monk
 def test_another_major_version_is_told(world):
     world.put_wheels("libcudnn.so.8")
     path = world.put("site/nvidia/cudnn/lib", "libcudnn.so.9")
-    assert refused().startswith(f"import mxnet: got no libcudnn.so.8 (there is {path}); need")
+    assert refused().startswith(f"import mxnet: got no libcudnn.so.8 (there is {path}); expected")
 
 
 def test_a_library_that_cannot_be_loaded_is_told(world):
     world.put_wheels()
     path = world.put("site/nvidia/cufft/lib", "libcufft.so.10", b"broken")
-    assert refused().startswith(f"import mxnet: got no libcufft.so.10 ({path}: file too short); need")
+    assert refused().startswith(f"import mxnet: got no libcufft.so.10 ({path}: file too short); expected")
 
 
 def test_without_a_driver_nothing_else_is_loaded_or_looked_for(world):
@@ -243,14 +243,14 @@ def test_without_a_driver_nothing_else_is_loaded_or_looked_for(world):
     world.put("site/nvidia/cuda_runtime/lib", "libcuda.so.1")  # a driver belongs to the kernel: not to a wheel
     del world.linker["libcuda.so.1"]
     told = refused()
-    assert "got no libcuda.so.1; need the NVIDIA driver" in told
+    assert "got no libcuda.so.1; expected the NVIDIA driver" in told
     assert "pip install 'gluon_mgpu[cpu]'" in told
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_cudnn_that_is_missing_is_told_now_and_not_with_the_first_convolution(world, part):
     world.put_wheels(part)
-    assert refused().startswith(f"import mxnet: got no {part}, which cuDNN needs; need")
+    assert refused().startswith(f"import mxnet: got no {part}, which cuDNN needs; expected")
     world.linker[part] = f"/opt/{part}"
     cuda_libraries.load()
 
@@ -260,7 +260,7 @@ def test_what_a_part_of_cudnn_needs_is_told(world):
     world.put_wheels()
     del world.linker["libz.so.1"]
     told = refused()
-    assert told.startswith("import mxnet: got no libz.so.1, which cuDNN needs; need")
+    assert told.startswith("import mxnet: got no libz.so.1, which cuDNN needs; expected")
     assert "Ubuntu's package zlib1g. Run pip" in told
 
 

@@ -174,7 +174,7 @@ def test_a_label_that_is_no_class(arrays, labels, told):
     with debugging(net, loss):
         loss(net(x), arrays.array([0, 1, 2, 1]))
         with pytest.raises(
-            DataError, match=told + r" in loss .* need whole numbers 0 to 2: one for each of 3 classes\. "
+            DataError, match=told + r" in loss .* expected whole numbers 0 to 2: one for each of 3 classes\. "
         ) as caught:
             loss(net(x), y)
     assert_house_style(caught.value)
@@ -342,7 +342,7 @@ def test_run_serially_too_late():
         """
     told, state, second, second_state = in_a_process(program)
     assert_house_style(told)
-    assert "begun with ThreadedEnginePerDevice; need NaiveEngine before the first operation" in told
+    assert "begun with ThreadedEnginePerDevice; expected NaiveEngine before the first operation" in told
     assert "begun with ThreadedEngine;" in second
     assert (state, second_state) == ("False None", "False ThreadedEngine")
 

@@ -98,7 +98,7 @@ VALUES = {
 def test_what_json_cannot_hold_is_told_by_name(value):
     optimizer = opt.SGD(lr_scheduler=lr_scheduler.FactorScheduler(3))
     optimizer.lr_scheduler.table = value
-    with pytest.raises(StateError, match="got table of type .* in FactorScheduler; need numbers") as caught:
+    with pytest.raises(StateError, match="got table of type .* in FactorScheduler; expected numbers") as caught:
         describe(optimizer)
     assert_house_style(caught.value)
 

@@ -186,7 +186,7 @@ def test_too_few_free_gpus(nvml):
     with pytest.raises(DeviceError) as caught, mgpu.use_devices("gpu:free:2", wait_s=0):
         pass
     assert_house_style(caught.value)
-    assert "need 2 free GPUs: gpu(0): it would do; gpu(1): it is 90 % busy" in str(caught.value)
+    assert "expected 2 free GPUs: gpu(0): it would do; gpu(1): it is 90 % busy" in str(caught.value)
 
 
 def test_memory_that_must_be_free(nvml):
@@ -198,10 +198,10 @@ def test_memory_that_must_be_free(nvml):
     assert gpu_ids(mx.gpu(4), min_free_memory="8GiB") == [4]
     assert not locks._held
     for spec, told in [
-        ("gpu", "need 8 GPUs with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free; gpu(1): it would do"),
-        ("gpu:0", "need a GPU with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free"),
-        (7, "need 7 GPUs with 8.0 GiB of free memory"),
-        ("gpu:8", "need one of the GPUs that MXNet can see"),
+        ("gpu", "expected 8 GPUs with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free; gpu(1): it would do"),
+        ("gpu:0", "expected a GPU with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free"),
+        (7, "expected 7 GPUs with 8.0 GiB of free memory"),
+        ("gpu:8", "expected one of the GPUs that MXNet can see"),
     ]:
         with pytest.raises(DeviceError) as caught:
             mgpu.resolve_devices(spec, min_free_memory="8GiB")
@@ -220,7 +220,7 @@ def test_waiting_means_free(nvml):
     assert gpu_ids("gpu:1", wait_s=0) == [1]
     assert gpu_ids("auto", wait_s=0) == [0, 1, 3, 4, 5, 6, 7]
     assert gpu_ids(2, wait_s=0) == [0, 1]
-    with pytest.raises(DeviceError, match=r"need 2 free GPUs: gpu\(1\): it would do; gpu\(2\): process 17"):
+    with pytest.raises(DeviceError, match=r"expected 2 free GPUs: gpu\(1\): it would do; gpu\(2\): process 17"):
         mgpu.resolve_devices("gpu:2,1", wait_s=0)
 
 
@@ -241,7 +241,7 @@ def test_free_gpus_where_there_is_none():
 @pytest.mark.parametrize("options", [{"wait_s": 5}, {"min_free_memory": "8GiB"}], ids=["wait", "memory"])
 @pytest.mark.parametrize("spec", ["cpu", "cpu:2", "cpu:0,gpu:0", [mx.cpu(0)]], ids=repr)
 def test_cpus_are_not_asked_for_free_memory(nvml, spec, options):
-    with pytest.raises(DeviceError, match="need GPUs alone") as caught:
+    with pytest.raises(DeviceError, match="expected GPUs alone") as caught:
         mgpu.resolve_devices(spec, **options)
     assert_house_style(caught.value)
 

@@ -174,7 +174,7 @@ def test_gpus_of_two_kinds_may_be_numbered_otherwise():
 
 
 def test_no_driver_matters_only_where_one_is_needed():
-    why = "nvml: got 'NVML Shared Library Not Found' from the NVIDIA driver; need one that answers. Install NVIDIA's driver."
+    why = "nvml: got 'NVML Shared Library Not Found' from the NVIDIA driver; expected one that answers. Install NVIDIA's driver."
     without = Reading(None, why, False)
     assert check_driver(without, CPU_BUILD) == []
     one(check_driver(without, GPU_BUILD), "NVML Shared Library Not Found", "Need one that answers. Install NVIDIA's driver.")
@@ -457,7 +457,7 @@ def test_the_doctor_survives_whatever_fails(monkeypatch, name):
 
 
 def test_errors_in_the_house_form_are_told_in_two_parts():
-    assert describe_error(ValueError("fit: got 0; need 1. Pass 1.")) == ("fit: got 0", "Need 1. Pass 1.")
+    assert describe_error(ValueError("fit: got 0; expected 1. Pass 1.")) == ("fit: got 0", "Expected 1. Pass 1.")
     assert describe_error(OSError("no such file")) == ("no such file", "Do what the message says.")
     assert describe_error(KeyError()) == ("KeyError", "Do what the message says.")
 

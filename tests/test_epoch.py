@@ -85,7 +85,7 @@ def test_batches_without_losses_have_metrics_only():
 
 @pytest.mark.parametrize("operation", ["fit", "evaluate"])
 def test_no_batch_is_refused(operation):
-    with pytest.raises(TrainerError, match=f"^{operation}: got no batch; need one or more. A generator is empty") as caught:
+    with pytest.raises(TrainerError, match=f"^{operation}: got no batch; expected one or more. A generator is empty") as caught:
         run_epoch([], make_batch, operation=operation)
     assert_house_style(caught.value)
 
@@ -93,7 +93,7 @@ def test_no_batch_is_refused(operation):
 @pytest.mark.parametrize("item, told", [(np.zeros(2), "ndarray"), ((1, 2, 3), "tuple of 3"), ([1], "list of 1"), (7, "int")])
 def test_an_item_that_is_no_pair_is_refused_before_it_runs(item, told):
     ran = []
-    with pytest.raises(TrainerError, match=f"^fit: got {told} from the data iterator; need pairs") as caught:
+    with pytest.raises(TrainerError, match=f"^fit: got {told} from the data iterator; expected pairs") as caught:
         run_epoch([item], lambda X, y: ran.append(X), operation="fit")
     assert_house_style(caught.value)
     assert ran == []
@@ -229,7 +229,7 @@ def test_an_error_of_a_metric_that_is_raised_at_once_names_its_step(at):
     def refuses(output, label):
         return mx.nd.concat(output, label, dim=9) if int(output.asscalar()) == at else output.sum(), 1
 
-    with pytest.raises(StepError, match=f"^fit: got an error at step {at}: .*; need data that the metrics take") as caught:
+    with pytest.raises(StepError, match=f"^fit: got an error at step {at}: .*; expected data that the metrics take") as caught:
         run_epoch(pairs(*([i] for i in range(1, 6))), make_batch, [refuses], operation="fit")
     assert_house_style(caught.value)
 

@@ -338,10 +338,10 @@ def test_what_is_no_metric_is_refused_before_anything_is_trained():
 
 @pytest.mark.parametrize("item", [np.zeros((4, 2)), (np.zeros((4, 2)),), (1, 2, 3), {"X": 1}])
 def test_items_that_are_no_pairs_are_refused(item):
-    with pytest.raises(TrainerError, match="^fit: got .* from the data iterator; need pairs") as caught:
+    with pytest.raises(TrainerError, match="^fit: got .* from the data iterator; expected pairs") as caught:
         train([mx.cpu()], [item])
     assert_house_style(caught.value)
-    with pytest.raises(TrainerError, match="^evaluate: got .* from the data iterator; need pairs"):
+    with pytest.raises(TrainerError, match="^evaluate: got .* from the data iterator; expected pairs"):
         train([mx.cpu()], test_iter=[item])
 
 

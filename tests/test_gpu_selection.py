@@ -222,7 +222,7 @@ def test_waiting_in_vain(nvml):
     with pytest.raises(DeviceError) as caught:
         wait(Demand("gpu:free:4", count=4), 12, clock, [])
     assert_house_style(caught.value)
-    assert "got 'gpu:free:4' after 12 s; need 4 free GPUs: gpu(0): it is 97 % busy; gpu(1): it would do" in str(caught.value)
+    assert "got 'gpu:free:4' after 12 s; expected 4 free GPUs: gpu(0): it is 97 % busy; gpu(1): it would do" in str(caught.value)
     assert clock.slept == [5.0, 5.0, 2.0]
     assert not locks._held
 
@@ -233,7 +233,7 @@ def test_not_waiting(nvml):
     with pytest.raises(DeviceError, match="wait_s=600") as caught:
         wait(Demand("gpu:1", (1,), every=True, min_free_bytes=8 * GIB), 0, clock, [])
     assert_house_style(caught.value)
-    assert "need a free GPU with 8.0 GiB of free memory: gpu(1): process 17 (python) computes there" in str(caught.value)
+    assert "expected a free GPU with 8.0 GiB of free memory: gpu(1): process 17 (python) computes there" in str(caught.value)
     assert clock.slept == []
 
 

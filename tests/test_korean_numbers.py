@@ -173,7 +173,7 @@ def test_exact_match_counts_whole_sentences():
     ],
 )
 def test_bad_arguments_are_told(options, told):
-    with pytest.raises(DataError, match=f"^korean_numbers: got {told}; need") as caught:
+    with pytest.raises(DataError, match=f"^korean_numbers: got {told}; expected") as caught:
         korean_numbers(**options)
     assert_house_style(caught.value)
 

@@ -265,7 +265,7 @@ def test_a_refused_node_says_why(hosts):
     first = hosts.start(0, PLACE)
     assert hosts.start(1, PLACE, num_nodes=3).wait(timeout=20) == 1
     output = hosts.started[1].stdout.read().decode()
-    assert "launch: got --nodes 3; need 2, as on node 0. Node 0 refused this one." in output
+    assert "launch: got --nodes 3; expected 2, as on node 0. Node 0 refused this one." in output
     assert codes(hosts.start(1, PLACE), first) == [0, 0]
 
 

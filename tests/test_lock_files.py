@@ -40,7 +40,7 @@ def holder(tmp_path):
 def test_a_second_run_is_refused_and_the_first_one_named(tmp_path, holder, resume):
     """It removed what the first was writing: one of them ended with a FileNotFoundError."""
     with pytest.raises(
-        SaveError, match="Checkpoint: got .*, which process 4711 on elsewhere has locked; need a folder that"
+        SaveError, match="Checkpoint: got .*, which process 4711 on elsewhere has locked; expected a folder that"
     ) as caught:
         fit(tmp_path, resume=resume)
     assert_house_style(caught.value)
@@ -115,7 +115,7 @@ def test_a_lock_file_that_is_something_else_is_left_alone(tmp_path, kind):
     {"link": path.symlink_to, "name": path.hardlink_to, "folder": lambda _: path.mkdir(), "pipe": lambda _: os.mkfifo(path)}[
         kind
     ](precious)
-    with pytest.raises(SaveError, match="which is not a file of this program's alone; need") as caught:
+    with pytest.raises(SaveError, match="which is not a file of this program's alone; expected") as caught:
         Checkpoint(tmp_path).hold()
     assert_house_style(caught.value)
     assert precious.read_text() == "kept"
@@ -153,10 +153,13 @@ def test_a_job_that_is_started_again_waits_for_the_process_before(tmp_path, hold
 @pytest.mark.parametrize(
     "number, told",
     [
-        (errno.ENOSPC, r"No space left on device, 12 bytes needed, .* free.; need room there. Make room"),
-        (errno.EDQUOT, r"Disk quota exceeded, 12 bytes needed, .* free.; need room there. Make room"),
-        (errno.EROFS, r"Read-only file system, 12 bytes needed.; need a folder that this process may write to. Check its perm"),
-        (errno.EIO, r"Input/output error, 12 bytes needed.; need a folder that can be written. Check the path and its disk"),
+        (errno.ENOSPC, r"No space left on device, 12 bytes needed, .* free.; expected room there. Make room"),
+        (errno.EDQUOT, r"Disk quota exceeded, 12 bytes needed, .* free.; expected room there. Make room"),
+        (
+            errno.EROFS,
+            r"Read-only file system, 12 bytes needed.; expected a folder that this process may write to. Check its perm",
+        ),
+        (errno.EIO, r"Input/output error, 12 bytes needed.; expected a folder that can be written. Check the path and its disk"),
     ],
 )
 @pytest.mark.parametrize("background", [False, True])

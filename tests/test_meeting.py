@@ -143,6 +143,6 @@ def test_wrong_backends(options):
 def test_a_plan_of_an_unknown_backend_is_refused():
     plan = vars(Plan(0, (1, 1), (0, 0), ("127.0.0.1", 9000), "horovod"))
     assert Plan.from_json(plan).backend == "horovod"
-    with pytest.raises(LaunchError, match="need a plan") as raised:
+    with pytest.raises(LaunchError, match="expected a plan") as raised:
         Plan.from_json({**plan, "backend": "ring"})
     assert_house_style(raised.value)

@@ -208,7 +208,7 @@ def test_k_is_a_whole_number(k):
 
 
 def test_metrics_of_a_wrong_kind_are_told():
-    for wrong, told in [(5, "got 5; need a list"), ({"loss": mgpu.accuracy}, "metric named 'loss'")]:
+    for wrong, told in [(5, "got 5; expected a list"), ({"loss": mgpu.accuracy}, "metric named 'loss'")]:
         with pytest.raises(TrainerError, match=told):
             mgpu.DeviceSums(wrong)
     output = mx.nd.ones((2, 2))

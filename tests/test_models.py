@@ -50,5 +50,5 @@ def test_strides_and_shortcut():
 
 
 def test_a_network_needs_a_class():
-    with pytest.raises(TrainerError, match="resnet18: got num_classes=0; need a whole number of 1 or more"):
+    with pytest.raises(TrainerError, match="resnet18: got num_classes=0; expected a whole number of 1 or more"):
         mgpu.models.resnet18(0)

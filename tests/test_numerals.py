@@ -244,6 +244,6 @@ def test_every_minute_has_a_text_of_its_own():
     ],
 )
 def test_what_is_not_spelt_is_told(spell, arguments, told):
-    with pytest.raises(DataError, match=f"^{spell.__name__}.*: got {told}; need") as caught:
+    with pytest.raises(DataError, match=f"^{spell.__name__}.*: got {told}; expected") as caught:
         spell(*arguments)
     assert_house_style(caught.value)

@@ -97,7 +97,7 @@ def test_a_line_with_too_few_columns_is_told(write):
     for skip_empty in (False, True):
         with pytest.raises(DataError) as caught:
             read_tsv(path, skip_empty=skip_empty)
-        told(caught.value, "1 columns", f"{path} line 2", "need 2")
+        told(caught.value, "1 columns", f"{path} line 2", "expected 2")
 
 
 @pytest.mark.parametrize("content", ["", "\n", "\n\n"])

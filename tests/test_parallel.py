@@ -355,7 +355,7 @@ WRONG = {
     "a function on devices": (TrainerError, "collect_params", lambda: DataParallelModel(abs, TWO)),
     "no loss": (TrainerError, "got NoneType as the loss", lambda: DataParallelCriterion(None, TWO)),
     "a device twice": (DeviceError, "twice", lambda: DataParallelModel(dense(), TWO[:1] * 2)),
-    "a device that is none": (DeviceError, "need a list", lambda: DataParallelModel(dense(), mx.cpu(0))),
+    "a device that is none": (DeviceError, "expected a list", lambda: DataParallelModel(dense(), mx.cpu(0))),
     "no device": (DeviceError, "empty list", lambda: DataParallelModel(dense(), [])),
     "devices of a loss": (DeviceError, "twice", lambda: DataParallelCriterion(LOSS, TWO[:1] * 2)),
     "an output device alone": (DeviceError, "without devices", lambda: DataParallelModel(dense(), output_device=mx.cpu(0))),

@@ -105,7 +105,7 @@ def test_auto_needs_a_callback_that_saves():
 
 @pytest.mark.parametrize("resume", [True, 3, ["auto"]])
 def test_what_is_no_folder_is_refused(tmp_path, resume):
-    refused("need 'auto' or a folder", tmp_path, resume)
+    refused("expected 'auto' or a folder", tmp_path, resume)
 
 
 def test_another_network_or_option_is_an_error_that_names_it(tmp_path):
@@ -135,7 +135,7 @@ def test_other_batches_are_refused_in_the_middle_of_an_epoch(tmp_path):
     training = json.loads((tmp_path / "last" / "training.json").read_text())
     training["place"].update(batches=1, num_batches=4)
     forge(tmp_path / "last", training_json=json.dumps(training).encode())
-    refused("need the same batches", tmp_path, tmp_path / "last", size=12, epochs=9)
+    refused("expected the same batches", tmp_path, tmp_path / "last", size=12, epochs=9)
 
 
 def test_the_version_before_is_told(tmp_path):

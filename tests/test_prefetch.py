@@ -119,7 +119,7 @@ def test_what_cannot_be_split_is_refused_as_by_split_batch():
     with pytest.raises(ShardError) as caught:
         list(prefetch([(np.zeros((0, 2)), np.zeros(0))], [CPU]))
     assert str(caught.value) == str(expected.value)
-    with pytest.raises(ShardError, match="need a dtype that MXNet has"):
+    with pytest.raises(ShardError, match="expected a dtype that MXNet has"):
         list(prefetch([(np.zeros(2, "complex64"), np.zeros(2))], [CPU]))
 
 

@@ -71,7 +71,7 @@ def test_without_a_suitable_python_the_scripts_say_which(script, tmp_path):
         ["sh", str(ROOT / "scripts" / script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
     )
     assert done.returncode != 0
-    assert "found no suitable Python; need CPython 3.8, 3.9, 3.10, 3.11 or 3.12" in done.stdout.decode()
+    assert "found no suitable Python; expected CPython 3.8, 3.9, 3.10, 3.11 or 3.12" in done.stdout.decode()
 
 
 def test_the_scripts_find_their_environment_ready(tmp_path):

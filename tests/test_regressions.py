@@ -98,7 +98,7 @@ def test_the_mean_of_uneven_shards_is_refused():
     """`loss.mean()` on shards of 2 and 1 examples counts the third one double; nothing in Gluon says so."""
     net = linear()
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
-    with pytest.raises(TrainerError, match="need one number for each example"):
+    with pytest.raises(TrainerError, match="expected one number for each example"):
         mgpu.train_batch(net, lambda out, y: ((out - y) ** 2).mean(), trainer, np.ones((3, 1)), np.zeros((3, 1)))
     assert weight(net) == 1.0
 
@@ -149,7 +149,7 @@ def test_a_kvstore_that_is_none_is_taken_for_local(kvstore):
     if kvstore == "bogus":
         gluons = gluon.Trainer(linear().collect_params(), "sgd", {"learning_rate": 1.0}, kvstore=kvstore)
         gluons._init_kvstore()  # not a word
-    with pytest.raises(TrainerError, match=f"got kvstore '{kvstore}'; need one of device, local"):
+    with pytest.raises(TrainerError, match=f"got kvstore '{kvstore}'; expected one of device, local"):
         mgpu.Trainer(linear(), "sgd", {"learning_rate": 1.0}, kvstore=kvstore)
 
 
@@ -409,7 +409,7 @@ def test_the_divisor_is_the_number_of_examples():
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
     data = np.ones((5, 1), "float32")
     loss = gluon.loss.L2Loss()
-    with pytest.raises(TrainerError, match="need one number for each example"):
+    with pytest.raises(TrainerError, match="expected one number for each example"):
         mgpu.train_batch(net, lambda out, y: loss(out, y["y"]).mean(), trainer, data, {"y": data})
     tnc = nn.Dense(1, in_units=1, flatten=False)
     tnc.initialize(ctx=CTX)

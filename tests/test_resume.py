@@ -526,7 +526,7 @@ def test_an_error_in_the_background_ends_the_run(tmp_path, monkeypatch):
     for every, reached in ((2, 6), (4, 7)):
         world = World([mx.cpu(0)])
         steps = Steps(tmp_path)
-        with pytest.raises(OSError, match="which cannot be written .disk full, .* bytes needed.; need "):
+        with pytest.raises(OSError, match="which cannot be written .disk full, .* bytes needed.; expected "):
             saves = mgpu.Checkpoint(tmp_path / str(every), None, every=every, background=True)
             world.fit([saves, steps], epochs=1, tests=False)
         assert max(steps.after) == reached - (every == 2)

@@ -70,7 +70,7 @@ def test_without_mxnet_the_extras_are_named():
     """
     told, ended_well = run_python(program)
     assert not ended_well
-    assert "MissingExtraError: import gluon_mgpu: got no package mxnet; need MXNet 1.9.1." in told
+    assert "MissingExtraError: import gluon_mgpu: got no package mxnet; expected MXNet 1.9.1." in told
     assert "pip install 'gluon_mgpu[cpu]'" in told
     assert "'gluon_mgpu[cu112]'" in told
 
@@ -78,9 +78,9 @@ def test_without_mxnet_the_extras_are_named():
 @pytest.mark.parametrize(
     "replaced, told",
     [
-        ({"mxnet": "2.0.0"}, "got mxnet 2.0.0; need MXNet 1.9.1"),
-        ({"mxnet": "1.7.0"}, "got mxnet 1.7.0; need MXNet 1.9.1"),
-        ({"numpy": "2.1.0"}, "got numpy 2.1.0; need 1.17 to 1.26"),
+        ({"mxnet": "2.0.0"}, "got mxnet 2.0.0; expected MXNet 1.9.1"),
+        ({"mxnet": "1.7.0"}, "got mxnet 1.7.0; expected MXNet 1.9.1"),
+        ({"numpy": "2.1.0"}, "got numpy 2.1.0; expected 1.17 to 1.26"),
     ],
 )
 def test_versions_that_do_not_fit(monkeypatch, replaced, told):
@@ -108,7 +108,7 @@ def test_a_missing_system_library_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "switch, told",
     [
-        ("on", "ImportError: import mxnet: got no libcublasLt.so.9; no libcublas.so.9; need the CUDA libraries"),
+        ("on", "ImportError: import mxnet: got no libcublasLt.so.9; no libcublas.so.9; expected the CUDA libraries"),
         (
             "off",
             "libcuda.so.1 comes with the NVIDIA driver; CUDA's others come with pip install 'gluon_mgpu[cu112]'",
@@ -161,7 +161,9 @@ def test_settings_are_defaults_and_can_be_switched_off():
 
 
 def test_an_extra_that_is_missing_is_named():
-    with pytest.raises(MissingExtraError, match=r"plot: got no package nonsense .*; need the extra 'train'\. Run pip install"):
+    with pytest.raises(
+        MissingExtraError, match=r"plot: got no package nonsense .*; expected the extra 'train'\. Run pip install"
+    ):
         runtime.require("nonsense.inside", "train", "plot")
     assert runtime.require("numpy.linalg", "train", "plot") is np.linalg
 
@@ -315,7 +317,9 @@ def test_two_contexts_with_several_threads_are_warned_of_after_one_came_alone():
     """
     *warned, ready = run_clean(ASK, program.format(number=2))
     assert ready == "ready"
-    told = "RuntimeWarning: use_devices: got contexts that have run already, cpu(0) with 3 and cpu(1) with 2 threads; need one"
+    told = (
+        "RuntimeWarning: use_devices: got contexts that have run already, cpu(0) with 3 and cpu(1) with 2 threads; expected one"
+    )
     assert told in "\n".join(warned)
     assert run_clean(ASK, program.format(number=1)) == ["ready"]
 
@@ -359,7 +363,7 @@ def test_an_engine_that_was_chosen_stands_until_it_is_replaced():
 def test_an_engine_that_has_begun_is_told_and_its_contexts_get_one_thread_each():
     """Were it taken for the serial engine, its contexts would keep several, and could hang."""
     warned, *told = serial("import mxnet; mxnet.nd.ones((2,), ctx=mxnet.cpu(5))", GLUON_MGPU_DEBUG="1")
-    assert warned.startswith("import gluon_mgpu: got an mxnet that has run operations before; need gluon_mgpu first")
+    assert warned.startswith("import gluon_mgpu: got an mxnet that has run operations before; expected gluon_mgpu first")
     assert told == ["False None [1, 1]", "{('1', 'gluon_mgpu')}"]
 
 
@@ -511,7 +515,7 @@ def test_an_mxnet_that_was_used_before_is_told(used, environment, told):
     *warned, value = run_clean(program, **environment)
     if told:
         (line,) = warned
-        assert line.startswith("import gluon_mgpu: got an mxnet that has run operators before; need gluon_mgpu first")
+        assert line.startswith("import gluon_mgpu: got an mxnet that has run operators before; expected gluon_mgpu first")
         assert "MXNET_CPU_TEMP_COPY=4" in line
         assert value == "[('4', \"MXNet's default\")]"
     else:

@@ -96,69 +96,75 @@ def setting(*path):
 dropped = object()
 PLACE, VALUES, SCHEDULE = ("place",), ("optimizer", "values"), ("optimizer", "schedule", "values")
 ALTERED = {
-    "a step as a text": (setting("place", "step", "7"), 'place.step = "7"; need a whole number of 0 or more'),
-    "an epoch as a text": (setting("place", "epoch", "2"), 'place.epoch = "2"; need a whole number of 1 or more'),
+    "a step as a text": (setting("place", "step", "7"), 'place.step = "7"; expected a whole number of 0 or more'),
+    "an epoch as a text": (setting("place", "epoch", "2"), 'place.epoch = "2"; expected a whole number of 1 or more'),
     "an epoch of 10**30": (
         setting("place", "epoch", 10**30),
-        "place.epoch = 1000000000000000000000000000000; need a whole number of at most",
+        "place.epoch = 1000000000000000000000000000000; expected a whole number of at most",
     ),
-    "an infinite time": (setting("place", "seconds", float("inf")), "place.seconds = Infinity; need a finite number, 0 or more"),
+    "an infinite time": (
+        setting("place", "seconds", float("inf")),
+        "place.seconds = Infinity; expected a finite number, 0 or more",
+    ),
     "no number of batches": (setting("place", "num_batches", dropped), "without place.num_batches"),
     "more batches than the data have": (
         lambda c: (c["place"].update(batches=7, step=7, num_batches=4), c["random"].update(step=7)),
         "got a train_iter of 4 batches, and a checkpoint after 7",
     ),
-    "more batches than steps": (setting("place", "batches", 9), "place.batches = 9; need at most as many as place.step, 3"),
+    "more batches than steps": (setting("place", "batches", 9), "place.batches = 9; expected at most as many as place.step, 3"),
     "an epoch that is not the history's": (
         setting("place", "epoch", 2),
         "with 0 epochs in its history, 0 completed, and in its place epoch 2",
     ),
     "a count of a metric that has no sum": (setting("place", "counts", "other", 3), "sums of metrics"),
-    "a count as a list": (setting("place", "counts", "loss", [9]), "place.counts.loss = a list of 1; need a whole number"),
+    "a count as a list": (setting("place", "counts", "loss", [9]), "place.counts.loss = a list of 1; expected a whole number"),
     "norms that are not there": (setting("place", "norms", 0), "sums of metrics and 2 of norms"),
     "a loader's epoch below 0": (setting("place", "loader_epoch", -1), "place.loader_epoch = -1"),
-    "shares of another sum": (setting("place", "shares", [0.5, 0.1]), "need shares that add up to 1"),
-    "an unknown key": (setting("place", "stepp", 1), "place.stepp = 1; need no keys but epoch"),
+    "shares of another sum": (setting("place", "shares", [0.5, 0.1]), "expected shares that add up to 1"),
+    "an unknown key": (setting("place", "stepp", 1), "place.stepp = 1; expected no keys but epoch"),
     "a state of random that is cut": (
         setting("place", "generators", "python", 1, "00"),
-        'place.generators.python[1] = "00"; need 5000 hex',
+        'place.generators.python[1] = "00"; expected 5000 hex',
     ),
     "a place of NumPy's generator": (
         setting("random", "numpy", 2, 10**6),
-        "random.numpy[2] = 1000000; need a whole number of at most 624",
+        "random.numpy[2] = 1000000; expected a whole number of at most 624",
     ),
-    "a seed of another step": (setting("random", "step", 2), "random.step = 2; need the step of the place, 3"),
+    "a seed of another step": (setting("random", "step", 2), "random.step = 2; expected the step of the place, 3"),
     "a count of updates dropped": (setting("counts", "0", dropped), "with a state or a count of 0.weight, and not both"),
     "a count of updates of 10**30": (setting("counts", "0", 10**30), 'counts["0"] = 1000000000000000000000000000000'),
-    "a count of another parameter": (setting("counts", "99", 3), "parameter 99; need parameters of 0 to 7"),
+    "a count of another parameter": (setting("counts", "99", 3), "parameter 99; expected parameters of 0 to 7"),
     "a state of another parameter": (
         setting("states", "0", {"array": "state/1"}),
-        'states["0"].array = "state/1"; need "state/0"',
+        'states["0"].array = "state/1"; expected "state/0"',
     ),
-    "a state as a text": (setting("states", "0", "x"), "another form of state|need shape"),
-    "a rate as a text": (setting(*VALUES, "lr", "0.1"), 'optimizer.values.lr = "0.1"; need a finite number'),
+    "a state as a text": (setting("states", "0", "x"), "another form of state|expected shape"),
+    "a rate as a text": (setting(*VALUES, "lr", "0.1"), 'optimizer.values.lr = "0.1"; expected a finite number'),
     "a multiplier as a text": (
         setting(*VALUES, "lr_mult", {"dict": [[0, "1"]]}),
-        'lr_mult.dict[0][1] = "1"; need a finite number',
+        'lr_mult.dict[0][1] = "1"; expected a finite number',
     ),
-    "an option of another type": (setting(*VALUES, "lazy_update", 1), "optimizer.values.lazy_update = 1; need true or false"),
+    "an option of another type": (setting(*VALUES, "lazy_update", 1), "optimizer.values.lazy_update = 1; expected true or false"),
     "an option dropped": (setting(*VALUES, "wd_mult", dropped), "without optimizer.values.wd_mult"),
     "a property as an attribute": (
         setting(*VALUES, "learning_rate", 1.0),
-        "optimizer.values.learning_rate = 1.0; need no attributes but",
+        "optimizer.values.learning_rate = 1.0; expected no attributes but",
     ),
     "updates that a schedule would count for hours": (
         setting(*VALUES, "num_update", 2 * 10**9),
         "its schedule is 2e+09 steps behind",
     ),
     "a schedule's rate as a list": (setting(*SCHEDULE, "base_lr", [0.1]), "optimizer.schedule.values.base_lr = a list of 1"),
-    "a class as a list": (setting("optimizer", "class", ["x"]), "optimizer.class = a list of 1; need a text"),
-    "a number of devices that contradicts the arrays": (setting("devices", 3), "need one for each of 3 devices"),
+    "a class as a list": (setting("optimizer", "class", ["x"]), "optimizer.class = a list of 1; expected a text"),
+    "a number of devices that contradicts the arrays": (setting("devices", 3), "expected one for each of 3 devices"),
     "a scale of zero": (
         setting("loss_scaler", {"scale": 0, "num_good": 1}),
-        "loss_scaler.scale = 0; need a finite number, 1 or more",
+        "loss_scaler.scale = 0; expected a finite number, 1 or more",
     ),
-    "a shape that is not the parameter's": (setting("shapes", 0, []), "shapes[0] = a list of 0; need (4, 5), as in net.params"),
+    "a shape that is not the parameter's": (
+        setting("shapes", 0, []),
+        "shapes[0] = a list of 0; expected (4, 5), as in net.params",
+    ),
     "a name of three lines": (setting("names", 0, "a\nb\n" + "x" * 500), "of another network"),
 }
 
@@ -179,12 +185,12 @@ HISTORY = {
         setting("history", -1, dropped),
         "with 1 epochs in its history, 2 completed, and in its place epoch 3",
     ),
-    "an epoch dropped": (setting("history", 0, dropped), "history[0].epoch = 2; need 1"),
-    "epochs in another order": (lambda c: c["history"].reverse(), "history[0].epoch = 2; need 1"),
-    "a loss as a text": (setting("history", 1, "test_loss", "low"), 'history[1].test_loss = "low"; need a number'),
+    "an epoch dropped": (setting("history", 0, dropped), "history[0].epoch = 2; expected 1"),
+    "epochs in another order": (lambda c: c["history"].reverse(), "history[0].epoch = 2; expected 1"),
+    "a loss as a text": (setting("history", 1, "test_loss", "low"), 'history[1].test_loss = "low"; expected a number'),
     "a number of epochs that is not the history's": (setting("epochs_completed", 3), "2 epochs in its history, 3 completed"),
     "no history": (setting("history", dropped), "without history"),
-    "a list": (lambda c: None, "progress.json with a list of 1; need an object"),
+    "a list": (lambda c: None, "progress.json with a list of 1; expected an object"),
 }
 
 
@@ -202,7 +208,7 @@ def test_an_altered_history_is_refused_before_anything_changes(saved, run, tmp_p
 TEXTS = {
     "a key twice": (lambda text: text.replace('"devices":', '"devices": 1, "devices":'), 'the key "devices" is there twice'),
     "a thousand levels": (lambda text: "[" * 100_000 + "]" * 100_000, "RecursionError"),
-    "1e999": (lambda text: re.sub(r'"base": \d+', '"base": 1e999', text), "random.base = Infinity; need a whole number"),
+    "1e999": (lambda text: re.sub(r'"base": \d+', '"base": 1e999', text), "random.base = Infinity; expected a whole number"),
     "a number of 5000 digits": (
         lambda text: re.sub(r'"base": \d+', f'"base": {"9" * 4000}', text),
         "random.base = a whole number of 13288 bits",
@@ -263,7 +269,7 @@ def test_a_network_without_shapes_stays_without_where_states_do_not_fit(saved, t
     np.savez(tmp_path / "other.npz", **arrays)
     forge(folder, "states.npz", (tmp_path / "other.npz").read_bytes())
     fresh = Run(begun=False)
-    assert_refused(fresh, lambda: mgpu.load_checkpoint(folder, fresh.net, fresh.trainer), "need shape")
+    assert_refused(fresh, lambda: mgpu.load_checkpoint(folder, fresh.net, fresh.trainer), "expected shape")
     assert all(param._data is None for param in fresh.net.collect_params().values() if "dense0_weight" in param.name)
 
 
@@ -307,19 +313,19 @@ def late_schedule(content):
 
 STATES = {
     "a cut optimizer": (lambda c: c.update(optimizer=c["optimizer"][:-9]), "which is damaged"),
-    "no optimizer": (setting("optimizer", None), "optimizer = null; need a pickled optimizer"),
+    "no optimizer": (setting("optimizer", None), "optimizer = null; expected a pickled optimizer"),
     "a number as an optimizer": (lambda c: c.update(optimizer=pickle.dumps(5)), "which holds no trainer states"),
-    "a momentum as a text": (altered_optimizer(momentum="0.9"), 'optimizer.momentum = "0.9"; need a finite number'),
-    "a momentum of NaN": (altered_optimizer(momentum=float("nan")), "optimizer.momentum = NaN; need a finite number"),
+    "a momentum as a text": (altered_optimizer(momentum="0.9"), 'optimizer.momentum = "0.9"; expected a finite number'),
+    "a momentum of NaN": (altered_optimizer(momentum=float("nan")), "optimizer.momentum = NaN; expected a finite number"),
     "an attribute dropped": (altered_optimizer(clip_gradient=dropped), "without optimizer.clip_gradient"),
     "a schedule as a text": (altered_optimizer(lr_scheduler="x"), "of an optimizer that cannot train"),
     "a schedule that is far behind": (late_schedule, "its schedule is 2e+09 steps behind"),
     "no counts": (setting("counts", dropped), "without counts"),
-    "a count as a text": (setting("counts", 0, "3"), 'counts[0] = "3"; need a whole number'),
+    "a count as a text": (setting("counts", 0, "3"), 'counts[0] = "3"; expected a whole number'),
     "a count dropped": (setting("counts", 0, dropped), "with a state or a count of 0.weight, and not both"),
-    "objects as a state": (lambda c: c["states"].update({0: c["states"][0].astype(object)}), "need numbers"),
+    "objects as a state": (lambda c: c["states"].update({0: c["states"][0].astype(object)}), "expected numbers"),
     "no version": (setting("version", dropped), "without version"),
-    "a scale as a text": (setting("loss_scaler", "8"), "need an object with scale or num_good, or null"),
+    "a scale as a text": (setting("loss_scaler", "8"), "expected an object with scale or num_good, or null"),
 }
 
 
@@ -357,9 +363,9 @@ def test_gluons_states_with_counts_of_another_kind_are_refused(run, tmp_path):
 MODELS = {
     "a size of 10**9": (setting("network", "hidden_size", 10**9), "of another network"),
     "a size of 10**30": (setting("network", "embed_size", 10**30), "network.embed_size = 1000000000000000000000000000000"),
-    "a million layers": (setting("network", "num_layers", 10**6), "network.num_layers = 1000000; need at most"),
-    "a cell that is none": (setting("network", "cell", "rnn"), 'network.cell = "rnn"; need gru or lstm'),
-    "an option that is none": (setting("network", "params", 5), "network.params = 5; need no keys but"),
+    "a million layers": (setting("network", "num_layers", 10**6), "network.num_layers = 1000000; expected at most"),
+    "a cell that is none": (setting("network", "cell", "rnn"), 'network.cell = "rnn"; expected gru or lstm'),
+    "an option that is none": (setting("network", "params", 5), "network.params = 5; expected no keys but"),
     "weights that are tied here alone": (
         setting("network", "tied", True),
         "with other values of target_embedding.weight than of output.weight",
@@ -415,16 +421,18 @@ def test_other_data_after_an_epoch_are_warned_of(saved, tmp_path, caplog):
         Run(begun=False).fit(tmp_path / "run", epochs=3, resume=tmp_path / "run" / "last")
         assert not caplog.messages
         Run(begun=False, num_examples=9).fit(tmp_path / "run", epochs=4, resume=tmp_path / "run" / "last")
-        assert "fit: got a train_iter of 3 batches, and a checkpoint of a run with 4; need the same data" in caplog.messages[0]
+        assert (
+            "fit: got a train_iter of 3 batches, and a checkpoint of a run with 4; expected the same data" in caplog.messages[0]
+        )
         caplog.clear()
         Run(begun=False, num_examples=8).fit(tmp_path / "run", epochs=5, resume=tmp_path / "run" / "last")  # 3 batches as well
-    assert "fit: got a train_iter of 8 examples, and a checkpoint of a run with 9; need the same data" in caplog.messages[0]
+    assert "fit: got a train_iter of 8 examples, and a checkpoint of a run with 9; expected the same data" in caplog.messages[0]
 
 
 def test_other_examples_in_an_epoch_are_refused(saved, run, tmp_path):
     run.data, data = ArrayLoader(X[:11], Y[:11], 3, shuffle=True), run.data  # 4 batches as well
     try:
-        words = "got a train_iter of 11 examples, and a checkpoint in the middle of an epoch of 12; need the same examples"
+        words = "got a train_iter of 11 examples, and a checkpoint in the middle of an epoch of 12; expected the same examples"
         assert_refused(run, lambda: run.fit(tmp_path, resume=saved / "step-00000003"), words)
     finally:
         run.data = data

@@ -360,7 +360,7 @@ def test_inputs_of_other_forms():
         (source.T, lengths, target),
         source,
     ):
-        with pytest.raises(TrainerError, match=r"Seq2Seq: got .*need \(source, lengths, target\)") as caught:
+        with pytest.raises(TrainerError, match=r"Seq2Seq: got .*expected \(source, lengths, target\)") as caught:
             net(wrong)
         assert_house_style(caught.value)
 

@@ -171,7 +171,7 @@ def test_an_error_of_the_thread_is_raised_once(tmp_path, where):
     shelf.put(failing, 2)
     with pytest.raises(
         OSError,
-        match="Checkpoint: got .*last, which cannot be written .disk full.; need .* kept: last of step 1; resume=.auto. goes on",
+        match="Checkpoint: got .*last, which cannot be written .disk full.; expected .* kept: last of step 1; resume=.auto. goes",
     ):
         shelf.wait() if where == "wait" else shelf.put(snapshot_at(3).write, 3)
     assert names(tmp_path) == ["last"] and value_in(tmp_path / "last") == 1
@@ -184,7 +184,9 @@ def test_a_folder_that_holds_something_else_is_told_before_the_first_epoch(tmp_p
     (tmp_path / "last").mkdir()
     (tmp_path / "last" / "thesis.tex").write_text("years of work")
     net, trainer = make_run()
-    with pytest.raises(StateError, match="Checkpoint: got .*last, which holds thesis.tex; need a folder of its own") as caught:
+    with pytest.raises(
+        StateError, match="Checkpoint: got .*last, which holds thesis.tex; expected a folder of its own"
+    ) as caught:
         mgpu.fit(net, gluon.loss.L2Loss(), trainer, [([[0.0]], [0.0])], epochs=1, callbacks=[mgpu.Checkpoint(tmp_path, None)])
     assert_house_style(caught.value)
     assert (tmp_path / "last" / "thesis.tex").read_text() == "years of work"
@@ -192,6 +194,6 @@ def test_a_folder_that_holds_something_else_is_told_before_the_first_epoch(tmp_p
 
 @pytest.mark.parametrize("keep, every", [(0, 1), (1, 0), (True, 1), (1, 1.5), (-1, 1)])
 def test_numbers_that_make_no_sense_are_refused(tmp_path, keep, every):
-    with pytest.raises(mgpu.errors.TrainerError, match="need a whole number of 1 or more") as caught:
+    with pytest.raises(mgpu.errors.TrainerError, match="expected a whole number of 1 or more") as caught:
         mgpu.Checkpoint(tmp_path, keep=keep, every=every)
     assert_house_style(caught.value)

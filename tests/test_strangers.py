@@ -464,9 +464,9 @@ def test_a_seat_is_for_those_that_know_the_token(leader):
         Peer(leader.port, key=b"another token, as long")
     assert until(lambda: leader.told == ["refused 127.0.0.1, which does not know this job's token"])
     for wrong, told in [
-        ({"num_nodes": 3}, "got --nodes 3; need 2, as on node 0"),
-        ({"backend": "horovod"}, "got --backend horovod; need dist_sync, as on node 0"),
-        ({"servers": None}, "got no --servers; need --servers 0, as on node 0"),
+        ({"num_nodes": 3}, "got --nodes 3; expected 2, as on node 0"),
+        ({"backend": "horovod"}, "got --backend horovod; expected dist_sync, as on node 0"),
+        ({"servers": None}, "got no --servers; expected --servers 0, as on node 0"),
     ]:
         assert Peer(leader.port).join(**wrong) == {"kind": "refuse", "why": told}
     for node_rank in (0, 2, 2**32 - 1):

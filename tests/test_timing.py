@@ -24,7 +24,7 @@ def test_sums():
 
 
 def test_no_time_no_mean():
-    with pytest.raises(ValueError, match="Timer.avg: got no recorded time; need"):
+    with pytest.raises(ValueError, match="Timer.avg: got no recorded time; expected"):
         mgpu.Timer().avg()
 
 

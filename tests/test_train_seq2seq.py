@@ -87,7 +87,7 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 too short, 0 too long, 0 of unlike lengths"
     assert lines[1] == "numbers.tsv: 41 pairs to train on, 5 to validate, 4 to test"
     assert lines[2] == "14 words to 14 words, on cpu(0), cpu(1)"
-    assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
+    assert lines[3] == "BLEU and chrF expected sacrebleu, which is not installed (extra seq2seq): exact match only"
     epochs = [line for line in lines if line.startswith("epoch ") and "batch" not in line]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("test exact match" in line and "tokens/s" in line for line in epochs)
@@ -234,7 +234,7 @@ def test_the_default_tests_what_it_has_not_seen():
         (["--devices", "tpu"], "Error: use_devices: got 'tpu'"),
         (
             ["--num-test", "46"],
-            "Error: train seq2seq: got 50 pairs; need more than --num-validation 5 and --num-test 46 together",
+            "Error: train seq2seq: got 50 pairs; expected more than --num-validation 5 and --num-test 46 together",
         ),
         (["--batch-tokens", "3"], "Error: plan_buckets: got examples of up to 5 and 5 tokens for batches of 3"),
         (["--tied"], "Error: Seq2Seq: got tied=True with embed_size=8 and hidden_size=12"),
@@ -249,7 +249,7 @@ def test_what_cannot_be_trained_is_told_before_anything_is_written(tsv, tmp_path
 @pytest.mark.parametrize("options", [["--source", "a"], ["--target", "a"], ["--source", "a", "--target", "b", "--tsv", "c"]])
 def test_half_a_corpus_is_wrong_usage(tmp_path, options):
     message = fail("train", *options, "--output", tmp_path / "out", exit_code=2)
-    assert message == "Error: got one file of two, or files and --tsv; need --source and --target, or --tsv alone."
+    assert message == "Error: got one file of two, or files and --tsv; expected --source and --target, or --tsv alone."
 
 
 def test_a_bad_file_is_told_with_its_line(tsv, tmp_path):
@@ -331,6 +331,8 @@ def test_what_cannot_be_translated_is_told(model, tmp_path):
     assert fail("translate", "--model", tmp_path / "none").startswith("Error: load_translator: got ")
     assert "No such file" in fail("translate", "--model", model, "--devices", "cpu:1", tmp_path / "none.txt")
     message = fail("translate", "--model", model, "--devices", "cpu:1", input=b"one\n\xff\n")
-    assert message == "Error: translate: got byte 0xff on standard input, which is not UTF-8; need UTF-8. Convert it with iconv."
+    assert (
+        message == "Error: translate: got byte 0xff on standard input, which is not UTF-8; expected UTF-8. Convert it with iconv."
+    )
     message = fail("translate", "--model", model, "--beam", "2", "--n-best", "3", exit_code=2)
-    assert message == "Error: got --n-best 3 of --beam 2; need as many or fewer. Widen the beam."
+    assert message == "Error: got --n-best 3 of --beam 2; expected as many or fewer. Widen the beam."

@@ -168,7 +168,7 @@ def test_states_of_something_else_are_refused(tmp_path):
     cases = [
         (mgpu.Trainer(wider, "adam"), (gluons, content), r"of another network: 0\.weight \(4, 1, 3, 3\) where this one has"),
         (sgd, (gluons, content), "of optimizer Adam for a trainer with SGD"),
-        (trainer, (gluons, {**content, "version": 3}), "of version 3; need version 1 or 2"),
+        (trainer, (gluons, {**content, "version": 3}), "of version 3; expected version 1 or 2"),
         (trainer, (({0: (np.zeros(3), np.zeros(3))}, gluons[1]), one_count), r"got \(3,\)"),
         (trainer, (({0: None}, gluons[1]), one_count), "another form of state"),
         (trainer, ({"some": "pickle"},), "holds no trainer states"),
@@ -380,7 +380,7 @@ BAD = [
     (lambda: mgpu.Trainer(nn.Flatten(), "sgd"), "got no parameters"),
     (lambda: mgpu.Trainer(3, "sgd"), "got int as the parameters"),
     (lambda: mgpu.Trainer([1, 2], "sgd"), "got int for 0"),
-    (lambda: mgpu.Trainer(list(small_net(CTX).collect_params().values()) * 2, "sgd"), "need different ones"),
+    (lambda: mgpu.Trainer(list(small_net(CTX).collect_params().values()) * 2, "sgd"), "expected different ones"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", update_on_kvstore=True), "update_on_kvstore=True"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit"}), "for one process"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "1bit"}), "type '2bit'"),

@@ -202,7 +202,7 @@ def test_fonts_that_have_the_characters_are_taken(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Glyph")  # matplotlib says so as well
 def test_no_font_has_the_characters():
     with pytest.warns(
-        UserWarning, match=r"plot_attention: got '.*', which no installed font has; need one\. Install fonts-nanum"
+        UserWarning, match=r"plot_attention: got '.*', which no installed font has; expected one\. Install fonts-nanum"
     ):
         plot_attention(np.ones((1, 1)), ["\U0010fffd"], ["b"])  # a code point that is nobody's
 
@@ -228,7 +228,7 @@ def test_no_font_has_the_characters():
         ({"sentences": [[3], [3, 8]]}, "a token of sentence 1: 8;"),
         ({"sentences": [[3.5]]}, "3.5"),
         ({"net": mx.gluon.nn.Dense(1)}, "got Dense"),
-        ({"net": Seq2Seq(8, VOCAB)}, "need initialised parameters"),
+        ({"net": Seq2Seq(8, VOCAB)}, "expected initialised parameters"),
     ],
 )
 def test_a_wrong_argument(options, told):

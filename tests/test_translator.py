@@ -75,12 +75,12 @@ def test_attention_is_counted_in_tokens():
 
 @pytest.mark.parametrize("texts", ["하나", [1], [["하나"]], [None]])
 def test_what_is_no_list_of_texts_is_refused(texts):
-    with pytest.raises(TrainerError, match=r"Translator: got .*; need a list of texts. Pass \[text\] for one\."):
+    with pytest.raises(TrainerError, match=r"Translator: got .*; expected a list of texts. Pass \[text\] for one\."):
         made().translate(texts)
 
 
 def test_an_unknown_option_is_refused():
-    with pytest.raises(TrainerError, match=r"Translator: got the options .*size.*; need those of models.Seq2Seq"):
+    with pytest.raises(TrainerError, match=r"Translator: got the options .*size.*; expected those of models.Seq2Seq"):
         made(depth=3)
 
 
@@ -132,7 +132,7 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
 
 def test_a_folder_with_other_things_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(StateError, match=r"Translator.save: got .*, which holds thesis.txt; need a folder of its own"):
+    with pytest.raises(StateError, match=r"Translator.save: got .*, which holds thesis.txt; expected a folder of its own"):
         made().save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -142,7 +142,7 @@ def test_a_missing_part_is_named(tmp_path, name):
     folder = tmp_path / "model"
     made().save(folder)
     shutil.rmtree(folder / name) if name == "checkpoint" else (folder / name).unlink()
-    with pytest.raises(StateError, match=f"load_translator: got .* without {name}; need a folder of Translator.save"):
+    with pytest.raises(StateError, match=f"load_translator: got .* without {name}; expected a folder of Translator.save"):
         load_translator(folder)
 
 
@@ -158,7 +158,7 @@ def test_another_vocabulary_is_refused_by_its_file(tmp_path):
     """Of the same size: the network would take its numbers, and say other words."""
     made().save(tmp_path / "model")
     build_vocabulary(["a b c d"], "words").save(tmp_path / "model" / "target.vocab")
-    with pytest.raises(DataError, match=r"target.vocab with fingerprint \w+; need fingerprint \w+, as the checkpoint says"):
+    with pytest.raises(DataError, match=r"target.vocab with fingerprint \w+; expected fingerprint \w+, as the checkpoint says"):
         load_translator(tmp_path / "model")
 
 

@@ -32,7 +32,7 @@ def test_validation_adds_what_share_is_right(monkeypatch):
 
 
 def test_validation_needs_pairs():
-    with pytest.raises(TrainerError, match="ValidateTranslations: got no pairs; need one or more"):
+    with pytest.raises(TrainerError, match="ValidateTranslations: got no pairs; expected one or more"):
         ValidateTranslations(made(), SentencePairs([], []))
 
 
@@ -87,7 +87,7 @@ def test_the_trainer_takes_the_lowered_rate():
 
 @pytest.mark.parametrize("factor", [0, 1, -0.5, 2, float("nan")])
 def test_a_factor_that_does_not_lower_is_refused(factor):
-    with pytest.raises(TrainerError, match="Plateau: got factor .*; need more than 0 and less than 1"):
+    with pytest.raises(TrainerError, match="Plateau: got factor .*; expected more than 0 and less than 1"):
         Plateau(PlateauSchedule(0.1), factor=factor)
 
 

@@ -162,7 +162,7 @@ def test_a_model_with_other_special_tokens_is_told(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES), model_prefix=str(path), vocab_size=60, hard_vocab_limit=False, minloglevel=2
     )
-    with pytest.raises(DataError, match=r"at -1, 1, 2 and 0; need 0, 1, 2 and 3") as caught:
+    with pytest.raises(DataError, match=r"at -1, 1, 2 and 0; expected 0, 1, 2 and 3") as caught:
         load_vocabulary(tmp_path / "foreign.model")
     assert_house_style(caught.value)
 

@@ -89,8 +89,8 @@ def measure(
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if [context.device_type for context in contexts] != ["cpu", "cpu"] or len(cores) < 2:
         raise DeviceError(
-            f"bench balance: got {list(contexts)} on {len(cores)} cores; need two CPU contexts and two cores to bind them to, on "
-            "Linux. Run it on another machine."
+            f"bench balance: got {list(contexts)} on {len(cores)} cores; expected two CPU contexts and two cores to bind "
+            "them to, on Linux. Run it on another machine."
         )
     group = "one core shared" if shared else "equal cores"
     with _bound(contexts, cores), _busy(cores[0]) if shared else nullcontext():

@@ -142,7 +142,7 @@ def fit(points: Sequence[Tuple[float, float]], traffic: Traffic) -> Fit:
     sizes, times = np.array(points, dtype=float).T
     if len(set(sizes)) < 2 or traffic.num_processes < 2:
         raise ValueError(
-            f"fit: got {len(set(sizes))} sizes of {traffic.num_processes} processes; need two of each. Measure more sizes."
+            f"fit: got {len(set(sizes))} sizes of {traffic.num_processes} processes; expected two of each. Measure more sizes."
         )
     terms = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
     rest = 1 - traffic.wait_s / times

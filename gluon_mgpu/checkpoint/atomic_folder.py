@@ -136,14 +136,14 @@ class OpenFolder:
         manifest = _parsed(self.read(MANIFEST), path, operation)
         if manifest["version"] > VERSION:
             raise StateError(
-                f"{operation}: got {self.path} of version {manifest['version']}; need {VERSION} or older. Install a newer "
+                f"{operation}: got {self.path} of version {manifest['version']}; expected {VERSION} or older. Install a newer "
                 "gluon_mgpu."
             )
         for name, told in manifest["files"].items():
             damage = self._damage(name, told)
             if damage:
                 raise StateError(
-                    f"{operation}: got {self.path / name}, which is damaged ({damage}); need it as it was. Use another one."
+                    f"{operation}: got {self.path / name}, which is damaged ({damage}); expected it as it was. Use another one."
                 )
         return manifest
 
@@ -186,8 +186,8 @@ def open_folder(folder: Path, names: Sequence[str], operation: str) -> Iterator[
             yield _opened(folder, names, stack)
         except OSError as error:
             raise StateError(
-                f"{operation}: got {folder}, which cannot be read ({error.strerror or error}); need a folder that this process "
-                "may read, on a disk that works. Check its permissions."
+                f"{operation}: got {folder}, which cannot be read ({error.strerror or error}); expected a folder that this "
+                "process may read, on a disk that works. Check its permissions."
             ) from error
 
 
@@ -245,10 +245,11 @@ def _parsed(content: bytes, path: Path, operation: str) -> Dict[str, Any]:
         sized = all(isinstance(told["bytes"], int) and told["sha256"] for told in manifest["files"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(
-            f"{operation}: got {path}, which is damaged ({type(error).__name__}: {error}); need a checkpoint's. Use another one."
+            f"{operation}: got {path}, which is damaged ({type(error).__name__}: {error}); expected a checkpoint's. Use "
+            "another one."
         ) from error
     if not (known and named and sized):
-        raise StateError(f"{operation}: got {path}, which is of something else; need a checkpoint's. Check the path.")
+        raise StateError(f"{operation}: got {path}, which is of something else; expected a checkpoint's. Check the path.")
     return manifest
 
 
@@ -463,7 +464,7 @@ def explained(operation: str, folder: Path, *, num_bytes: int = 0, left: str = "
         condition, advice = _ADVICE.get(error.errno, _OTHERS)
         kept = f" {left}" if left and os.path.isdir(recover_path(folder)) else ""
         raise SaveError(
-            f"{operation}: got {folder}, which cannot be written ({told}); need {condition}. {advice}.{kept}", error.errno
+            f"{operation}: got {folder}, which cannot be written ({told}); expected {condition}. {advice}.{kept}", error.errno
         ) from error
 
 

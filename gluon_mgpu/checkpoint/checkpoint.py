@@ -179,18 +179,18 @@ def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str
         is_there, is_link = os.path.lexists(folder), folder.is_symlink()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise StateError(
-            f"{operation}: got {str(folder)!r}, which cannot be read ({getattr(error, 'strerror', error)}); need a folder that "
-            "this process may read and write. Check its permissions, or pass another one."
+            f"{operation}: got {str(folder)!r}, which cannot be read ({getattr(error, 'strerror', error)}); expected a "
+            "folder that this process may read and write. Check its permissions, or pass another one."
         ) from error
     if is_link:
         raise StateError(
-            f"{operation}: got {folder}, which is a link to {os.readlink(folder)}; need a folder of its own, which is replaced "
-            "as a whole. Remove the link, or pass the folder that it leads to; a folder further up may be a link."
+            f"{operation}: got {folder}, which is a link to {os.readlink(folder)}; expected a folder of its own, which is "
+            "replaced as a whole. Remove the link, or pass the folder that it leads to; a folder further up may be a link."
         )
     if others or not folder.name or (is_there and not folder.is_dir()):
         raise StateError(
-            f"{operation}: got {folder}, which holds {', '.join(sorted(others)[:3]) or f'no {example}'}; need a folder of its "
-            f"own, which is replaced as a whole. Pass {folder / example}, say."
+            f"{operation}: got {folder}, which holds {', '.join(sorted(others)[:3]) or f'no {example}'}; expected a folder "
+            f"of its own, which is replaced as a whole. Pass {folder / example}, say."
         )
 
 
@@ -209,7 +209,7 @@ def check_parameters(content: Content, net: gluon.Block) -> None:
     ]
     if differing:
         raise StateError(
-            f"load_checkpoint: got {content.folder} of another network: {'; '.join(differing[:3])}; need the same layers. "
+            f"load_checkpoint: got {content.folder} of another network: {'; '.join(differing[:3])}; expected the same layers. "
             "Build the network as it was when it was saved."
         )
     _check_shared(content, net)
@@ -222,8 +222,8 @@ def _check_shared(content: Content, net: gluon.Block) -> None:
         first = names.setdefault(id(param), name)
         if first != name and values_of(content.params[first]).tobytes() != values_of(content.params[name]).tobytes():
             raise StateError(
-                f"load_checkpoint: got {content.folder} with other values of {first} than of {name}, one parameter here; need "
-                "the same layers. Build the network as it was when it was saved."
+                f"load_checkpoint: got {content.folder} with other values of {first} than of {name}, one parameter here; "
+                "expected the same layers. Build the network as it was when it was saved."
             )
 
 

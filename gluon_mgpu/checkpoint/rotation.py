@@ -69,8 +69,8 @@ class CheckpointRotation:
             others = self.steps()
             if others and (resumed is None or self.folder.resolve() not in resumed.resolve().parents):
                 raise StateError(
-                    f"{self._operation}: got {self.folder}, which holds {others[-1].name} of another run; need a folder of its "
-                    "own. Go on from it with resume='auto', or pass another folder."
+                    f"{self._operation}: got {self.folder}, which holds {others[-1].name} of another run; expected a folder "
+                    "of its own. Go on from it with resume='auto', or pass another folder."
                 )
             make(self.folder)
             for name in ("last", "best"):

@@ -124,7 +124,9 @@ def take_snapshot(
         Gradients were accumulated and not applied.
     """
     if not has_values(net):
-        raise StateError("save_checkpoint: got a network that has no values yet; need known shapes. Pass one batch through it.")
+        raise StateError(
+            "save_checkpoint: got a network that has no values yet; expected known shapes. Pass one batch through it."
+        )
     told = json.dumps(progress or {}, indent=1)
     is_np = bool(mx.util.is_np_shape())
     if trainer is None:
@@ -200,8 +202,8 @@ def content_of(opened: OpenFolder, *, with_training: bool) -> Content:
     mode = "np" if mx.util.is_np_shape() else "nd"
     if (manifest.get("arrays"), mode) == ("np", "nd"):
         raise StateError(
-            f"load_checkpoint: got {opened.path}, which was saved with mx.npx.set_np(), in a program without; need np arrays. "
-            "Call mx.npx.set_np() first."
+            f"load_checkpoint: got {opened.path}, which was saved with mx.npx.set_np(), in a program without; expected np "
+            "arrays. Call mx.npx.set_np() first."
         )
     training = _read_json(opened, TRAINING) if with_training else None
     arrays = _read_arrays(opened, STATES) if with_training else {}
@@ -217,8 +219,8 @@ def check_content(content: Content, net: gluon.Block, trainer: Trainer) -> None:
     differing = differences(told["optimizer"], trainer.optimizer)
     if differing:
         raise StateError(
-            f"load_checkpoint: got {content.folder} of a trainer with {'; '.join(differing[:3])}; need the same optimizer and "
-            "schedule. Make the trainer with the options of the checkpoint, or load the network alone."
+            f"load_checkpoint: got {content.folder} of a trainer with {'; '.join(differing[:3])}; expected the same "
+            "optimizer and schedule. Make the trainer with the options of the checkpoint, or load the network alone."
         )
     _check_training(content, lambda found: _misfit(found["optimizer"], trainer), told)
     check_counts(
@@ -232,8 +234,8 @@ def check_content(content: Content, net: gluon.Block, trainer: Trainer) -> None:
     broken = failure(with_values(told["optimizer"], trainer.optimizer), _counts(content))
     if broken:
         raise StateError(
-            f"load_checkpoint: got {content.folder / TRAINING} of an optimizer that cannot train ({broken}); need one as it was "
-            "saved. Use another checkpoint."
+            f"load_checkpoint: got {content.folder / TRAINING} of an optimizer that cannot train ({broken}); expected one "
+            "as it was saved. Use another checkpoint."
         )
     _check_training(content, _misplaced, told)
     _check_training(content, lambda found: _misshapen(found["shapes"], _shapes(content, net, trainer)), told)
@@ -351,7 +353,7 @@ def _kept(state: Any, name: str, arrays: Dict[str, Array]) -> Any:
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
     raise StateError(
-        f"save_checkpoint: got {type(state).__name__} as an optimizer's state; need arrays and numbers. Train with another "
+        f"save_checkpoint: got {type(state).__name__} as an optimizer's state; expected arrays and numbers. Train with another "
         "optimizer, or save the network alone."
     )
 
@@ -457,7 +459,7 @@ def _read_params(opened: OpenFolder) -> Dict[str, Array]:
     except (mx.MXNetError, ValueError) as error:
         told = str(error).strip().splitlines()[-1]
         raise StateError(
-            f"load_checkpoint: got {opened.path / PARAMS}, which is damaged ({told}); need a file of save_checkpoint. Use "
+            f"load_checkpoint: got {opened.path / PARAMS}, which is damaged ({told}); expected a file of save_checkpoint. Use "
             "another one."
         ) from error
     return loaded if isinstance(loaded, dict) else {}
@@ -486,7 +488,7 @@ def _without_manifest(opened: OpenFolder, with_training: bool) -> Content:
     _check_there(opened, [name for name in (PARAMS, PROGRESS) if name not in opened])
     if with_training and OLD_STATES in opened:
         raise StateError(
-            f"load_checkpoint: got {opened.path} of an older gluon_mgpu, whose {OLD_STATES} is a pickle; need {STATES}, as "
+            f"load_checkpoint: got {opened.path} of an older gluon_mgpu, whose {OLD_STATES} is a pickle; expected {STATES}, as "
             "reading a pickle executes what is in it. Load the network alone, then, if you trust the file, "
             f"trainer.load_states({str(opened.path / OLD_STATES)!r})."
         )
@@ -498,15 +500,16 @@ def _without_manifest(opened: OpenFolder, with_training: bool) -> Content:
 def _check_there(opened: OpenFolder, missing: List[str]) -> None:
     if missing:
         raise StateError(
-            f"load_checkpoint: got {opened.path} without {', '.join(missing)}; need a folder of save_checkpoint. Check the path."
+            f"load_checkpoint: got {opened.path} without {', '.join(missing)}; expected a folder of save_checkpoint. Check "
+            "the path."
         )
 
 
 def _damaged(path: Path, error: Exception) -> StateError:
     told = " ".join(str(error).split())[:_SHOWN]
     return StateError(
-        f"load_checkpoint: got {path}, which is damaged ({type(error).__name__}: {told}); need a file of save_checkpoint. Use "
-        "another one."
+        f"load_checkpoint: got {path}, which is damaged ({type(error).__name__}: {told}); expected a file of "
+        "save_checkpoint. Use another one."
     )
 
 

@@ -21,7 +21,7 @@ def numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> 
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise click.BadParameter(f"got {text!r}; need whole numbers of 1 or more, separated by commas.")
+        raise click.BadParameter(f"got {text!r}; expected whole numbers of 1 or more, separated by commas.")
     return found
 
 
@@ -46,7 +46,7 @@ def contenders_option(among: Sequence[str]) -> Callable[..., Any]:
         found = [name.strip() for name in text.split(",")]
         wrong = [name for name in found if name not in among]
         if wrong:
-            raise click.BadParameter(f"got {', '.join(map(repr, wrong))}; need some of {', '.join(among)}.")
+            raise click.BadParameter(f"got {', '.join(map(repr, wrong))}; expected some of {', '.join(among)}.")
         return list(dict.fromkeys(found))
 
     return click.option(
@@ -64,7 +64,7 @@ def python_option(among: Sequence[str], example: str) -> Callable[..., Any]:
             python = shutil.which(path) if path else None
             if name not in among or python is None:
                 names = ", ".join(among)
-                raise click.BadParameter(f"got {pair!r}; need NAME=PATH, a Python that can be run for one of {names}.")
+                raise click.BadParameter(f"got {pair!r}; expected NAME=PATH, a Python that can be run for one of {names}.")
             found[name] = str(Path(python).absolute())  # not resolved: a virtual environment's python is a link
         return found
 

@@ -86,7 +86,9 @@ def scaling_(
     so.
     """
     if min(processes) < 2:
-        raise click.UsageError(f"got --processes {min(processes)}; need 2 or more. One process is measured beside them anyway.")
+        raise click.UsageError(
+            f"got --processes {min(processes)}; expected 2 or more. One process is measured beside them anyway."
+        )
     rows = scaling.sum_rows(contenders, processes, sizes)
     case = replace(scaling.TRAIN, batch_size=batch_size, image_size=shape)
     trained = scaling.train_rows(contenders, processes, case) if train_rounds else []

@@ -72,14 +72,14 @@ def free_gpus(count: int, min_free_bytes: int) -> List[str]:
     demand = Demand("--free", None, count or None, True, min_free_bytes)
     driver, why = try_driver(links=False)
     if driver is None:
-        raise DeviceError(f"devices: got --free; need the driver's word on its GPUs, which it does not give: {why}")
+        raise DeviceError(f"devices: got --free; expected the driver's word on its GPUs, which it does not give: {why}")
     visible = visible_gpus(driver)
     if visible.doubt and "CUDA_VISIBLE_DEVICES" in os.environ:
-        raise DeviceError(f"devices: got numbers in CUDA_VISIBLE_DEVICES; need to know which GPUs they are. {visible.doubt}")
+        raise DeviceError(f"devices: got numbers in CUDA_VISIBLE_DEVICES; expected to know which GPUs they are. {visible.doubt}")
     found, reasons = select(visible.devices, demand, runs=lambda number: "")
     if not found:
         lacks = describe(reasons) or "CUDA may see none"
-        raise DeviceError(f"devices: got --free; need {demand}: {lacks}. Try again later, or ask for less.")
+        raise DeviceError(f"devices: got --free; expected {demand}: {lacks}. Try again later, or ask for less.")
     return [device.uuid for device in found]
 
 

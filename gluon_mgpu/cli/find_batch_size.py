@@ -23,7 +23,7 @@ def _bytes(_context: click.Context, _parameter: click.Parameter, text: Optional[
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
     if not found:
-        raise click.BadParameter(f"got {text!r}; need a size such as 4GiB, 1.5G or 800MiB.")
+        raise click.BadParameter(f"got {text!r}; expected a size such as 4GiB, 1.5G or 800MiB.")
     return int(float(found.group(1)) * 2 ** _UNITS[found.group(2).lower()])
 
 

@@ -43,7 +43,7 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
     fewest, colon, most = text.partition(":")
     are_numbers = all(number.isascii() and number.isdigit() and len(number) < 10 for number in (fewest, most))
     if not colon or not are_numbers or not 0 < int(fewest) <= int(most):
-        raise click.BadParameter(f"got {text!r}; need MIN:MAX, such as 2:4.")
+        raise click.BadParameter(f"got {text!r}; expected MIN:MAX, such as 2:4.")
     return int(fewest), int(most)
 
 
@@ -169,7 +169,7 @@ def _job(context: click.Context, program: Tuple[str, ...], options: Dict[str, An
         nodes, node_rank, first = slurm
         rendezvous = rendezvous or first
     if node_rank is None and (nodes or 1) > 1:
-        raise click.UsageError(f"got --nodes {nodes}; need --node-rank, the number of this machine, 0 to {nodes - 1}.")
+        raise click.UsageError(f"got --nodes {nodes}; expected --node-rank, the number of this machine, 0 to {nodes - 1}.")
     elastic = options["elastic"]
     job = Job(
         program_command(program, module=options["module"]),
@@ -203,7 +203,7 @@ def _token(path: Optional[Path], *, leads: bool, in_slurm: bool) -> Tuple[str, s
     token = token_in_environment()
     if in_slurm and not token:
         raise LaunchError(
-            f"launch: got no token for the nodes of Slurm; need one that all share and other users do not know. "
+            f"launch: got no token for the nodes of Slurm; expected one that all share and other users do not know. "
             f"Write export {TOKEN}=$(openssl rand -hex 32) before srun, or pass --token-file."
         )
     return (token, "") if token or not leads else (new_token(), "here")
@@ -234,7 +234,7 @@ def _invitation(context: click.Context, job: Job, token: str, source: str) -> st
 
 def _over_ssh(context: click.Context, program: Tuple[str, ...], options: Dict[str, Any]) -> Tuple[Job, SshHosts]:
     if options["nodes"] or options["node_rank"] is not None:
-        raise click.UsageError("got --hostfile with --nodes or --node-rank; need one or the other.")
+        raise click.UsageError("got --hostfile with --nodes or --node-rank; expected one or the other.")
     hosts = parse_hosts(options["hostfile"].read_text(encoding="utf-8"), slots=options["num_processes"] or 1)
     rendezvous = parse_rendezvous(options["rendezvous"]) if options["rendezvous"] else (hosts[0].name.rpartition("@")[2], PORT)
     arguments = [*_said(context), *(["-m"] if options["module"] else []), *program]

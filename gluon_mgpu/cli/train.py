@@ -39,7 +39,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 def finite(_context: click.Context, _parameter: click.Parameter, number: Optional[float]) -> Optional[float]:
     """Return an option's number, refused if it is infinite or NaN."""
     if number is not None and not math.isfinite(number):
-        raise click.BadParameter(f"got {number}; need a finite number.")
+        raise click.BadParameter(f"got {number}; expected a finite number.")
     return number
 
 
@@ -50,7 +50,7 @@ def shares(_context: click.Context, _parameter: click.Parameter, text: Optional[
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"got {text!r}; need auto, or a number for each device, separated by commas.") from None
+        raise click.BadParameter(f"got {text!r}; expected auto, or a number for each device, separated by commas.") from None
 
 
 def saving(command: Any) -> Any:
@@ -80,9 +80,9 @@ def check_shares(weights: Union[None, str, List[float]], num_devices: int) -> No
     """Refuse numbers of --weights that are not one for each device, or make no sense."""
     if isinstance(weights, list):
         if len(weights) != num_devices:
-            found = f"{len(weights)} numbers for {num_devices} devices; need one for each."
+            found = f"{len(weights)} numbers for {num_devices} devices; expected one for each."
         elif not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
-            found = f"{', '.join(f'{weight:g}' for weight in weights)}; need finite numbers of 0 or more, not all 0."
+            found = f"{', '.join(f'{weight:g}' for weight in weights)}; expected finite numbers of 0 or more, not all 0."
         else:
             return
         raise click.BadParameter(f"got {found}", param_hint="--weights")

@@ -312,14 +312,14 @@ def _korean_numbers(given: Dict[str, Any]) -> Corpus:
 def _from_files(given: Dict[str, Any]) -> Corpus:
     source, target, tsv = given["source"], given["target"], given["tsv"]
     if bool(source) != bool(target) or bool(source) == bool(tsv):
-        raise click.UsageError("got one file of two, or files and --tsv; need --source and --target, or --tsv alone.")
+        raise click.UsageError("got one file of two, or files and --tsv; expected --source and --target, or --tsv alone.")
     pairs = read_tsv(tsv, skip_empty=True) if tsv else read_pairs(source, target)
     filtered = filter_pairs(pairs, max_length=given["max_length"])
     tell(f"{tsv or f'{source} and {target}'}: {filtered}")
     num_train = len(filtered.pairs) - given["num_validation"] - given["num_test"]
     if num_train < 1:
         raise DataError(
-            f"train seq2seq: got {len(filtered.pairs)} pairs; need more than --num-validation {given['num_validation']} and "
+            f"train seq2seq: got {len(filtered.pairs)} pairs; expected more than --num-validation {given['num_validation']} and "
             f"--num-test {given['num_test']} together. Ask for fewer."
         )
     parts = split_pairs(filtered.pairs, [num_train, given["num_validation"], given["num_test"]], seed=given["seed"])

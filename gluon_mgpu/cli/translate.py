@@ -60,7 +60,7 @@ def translate(
     counted from 1, and a tab.
     """
     if n_best > beam:
-        raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; need as many or fewer. Widen the beam.")
+        raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; expected as many or fewer. Widen the beam.")
     if picture is not None:
         figure()  # if matplotlib is missing, it is told now
     with use_devices(devices, **choice) as ctx:
@@ -99,7 +99,7 @@ def _piped() -> List[str]:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"translate: got byte 0x{error.object[error.start]:02x} on standard input, which is not UTF-8; need UTF-8. "
+            f"translate: got byte 0x{error.object[error.start]:02x} on standard input, which is not UTF-8; expected UTF-8. "
             "Convert it with iconv."
         ) from error
     lines = text.split("\n")

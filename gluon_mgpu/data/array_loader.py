@@ -58,7 +58,7 @@ class ArrayLoader:
         flag("ArrayLoader", "shuffle", shuffle, error=DataError)
         if not X.shape or not y.shape or len(X) != len(y) or not len(X):
             raise DataError(
-                f"ArrayLoader: got arrays of shapes {X.shape} and {y.shape}; need as many examples as labels, 1 "
+                f"ArrayLoader: got arrays of shapes {X.shape} and {y.shape}; expected as many examples as labels, 1 "
                 "or more. Check the files."
             )
         advice = "Pass the examples of a batch over all devices."
@@ -67,7 +67,7 @@ class ArrayLoader:
         one_of("ArrayLoader", "last_batch", last_batch, ("keep", "discard"), advice="'keep' uses every example.", error=DataError)
         if last_batch == "discard" and len(X) < batch_size:
             raise DataError(
-                f"ArrayLoader: got {len(X)} examples for batches of {batch_size}; need one batch. Pass last_batch='keep'."
+                f"ArrayLoader: got {len(X)} examples for batches of {batch_size}; expected one batch. Pass last_batch='keep'."
             )
         self.X, self.y = X, y
         self.batch_size, self.shuffle, self.seed = int(batch_size), shuffle, seed
@@ -96,4 +96,4 @@ def _on_host(name: str, array: Any) -> np.ndarray:
     try:
         return array.asnumpy() if is_device_array(array) else np.asarray(array)
     except (TypeError, ValueError):
-        raise DataError(f"ArrayLoader: got {name}={short(array)}; need an array. Pad rows of unequal length.") from None
+        raise DataError(f"ArrayLoader: got {name}={short(array)}; expected an array. Pad rows of unequal length.") from None

@@ -54,28 +54,30 @@ def read_idx(path: Union[str, Path], num_dimensions: int) -> np.ndarray:
     num_dimensions = whole_number("read_idx", "num_dimensions", num_dimensions, high=255, advice=advice, error=DataError)
     content = _read(path)
     if len(content) < 4:
-        raise DataError(f"read_idx: got {len(content)} bytes in {path}; need an idx file. The file is truncated: fetch it again.")
+        raise DataError(
+            f"read_idx: got {len(content)} bytes in {path}; expected an idx file. The file is truncated: fetch it again."
+        )
     if content[:4] != bytes([0, 0, _UNSIGNED_BYTE, num_dimensions]):
         raise DataError(
-            f"read_idx: got magic number {content[:4].hex()} in {path}; need 000008{num_dimensions:02x}, an idx "
+            f"read_idx: got magic number {content[:4].hex()} in {path}; expected 000008{num_dimensions:02x}, an idx "
             "file of bytes with "
             f"{num_dimensions} dimensions. Check that images and labels are not exchanged."
         )
     begin = 4 + 4 * num_dimensions
     if len(content) < begin:
         raise DataError(
-            f"read_idx: got {len(content)} bytes in {path}; need a header of {begin}. The file is truncated: fetch it again."
+            f"read_idx: got {len(content)} bytes in {path}; expected a header of {begin}. The file is truncated: fetch it again."
         )
     shape = struct.unpack(f">{num_dimensions}I", content[4:begin])
     size = math.prod(shape)
     if len(content) - begin != size:
         what = "truncated" if len(content) - begin < size else "longer than its header says"
         raise DataError(
-            f"read_idx: got {len(content) - begin} values in {path}; need {size} for shape {shape}. The file is "
+            f"read_idx: got {len(content) - begin} values in {path}; expected {size} for shape {shape}. The file is "
             f"{what}: fetch it again."
         )
     if size == 0:
-        raise DataError(f"read_idx: got shape {shape} in {path}; need at least one value. Fetch it again.")
+        raise DataError(f"read_idx: got shape {shape} in {path}; expected at least one value. Fetch it again.")
     return np.frombuffer(content, np.uint8, offset=begin).reshape(shape)
 
 
@@ -106,11 +108,11 @@ def load_idx_folder(folder: Union[str, Path], *, seed: int = 0, test_fraction: f
     advice = "0.2 is usual."
     real_number("load_idx_folder", "test_fraction", test_fraction, low=-1e9, high=1e9, advice=advice, error=DataError)
     if not folder.is_dir():
-        raise DataError(f"load_idx_folder: got {folder}, which is no folder; need one with idx files. Check --data-dir.")
+        raise DataError(f"load_idx_folder: got {folder}, which is no folder; expected one with idx files. Check --data-dir.")
     train, test = _read_pair(folder, "train"), _read_pair(folder, "t10k")
     if train is None and test is None:
         raise DataError(
-            f"load_idx_folder: got {folder} without train-images-idx3-ubyte or t10k-images-idx3-ubyte; need one "
+            f"load_idx_folder: got {folder} without train-images-idx3-ubyte or t10k-images-idx3-ubyte; expected one "
             "of them, plain or .gz, "
             "with its labels. Check --data-dir."
         )
@@ -118,7 +120,7 @@ def load_idx_folder(folder: Union[str, Path], *, seed: int = 0, test_fraction: f
         train, test = _split(train or test, seed, test_fraction)
     if train[0].shape[1:] != test[0].shape[1:]:
         raise DataError(
-            f"load_idx_folder: got images of {train[0].shape[1:]} and {test[0].shape[1:]} in {folder}; need one size. "
+            f"load_idx_folder: got images of {train[0].shape[1:]} and {test[0].shape[1:]} in {folder}; expected one size. "
             "Do not mix the files of two data sets."
         )
     return from_pixels(folder.name, train, test)
@@ -131,7 +133,7 @@ def _read(path: Path) -> bytes:
     try:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"read_idx: got a damaged gzip file {path} ({error}); need a whole one. Fetch it again.") from error
+        raise DataError(f"read_idx: got a damaged gzip file {path} ({error}); expected a whole one. Fetch it again.") from error
 
 
 def _read_pair(folder: Path, part: str) -> Optional[Pair]:
@@ -142,13 +144,13 @@ def _read_pair(folder: Path, part: str) -> Optional[Pair]:
     if images_path is None or labels_path is None:
         found, missing = (images_path, "labels") if images_path else (labels_path, "images")
         raise DataError(
-            f"load_idx_folder: got {found} without its {missing}; need both. Put {part}-{missing}-idx*-ubyte beside it."
+            f"load_idx_folder: got {found} without its {missing}; expected both. Put {part}-{missing}-idx*-ubyte beside it."
         )
     images, labels = read_idx(images_path, _IMAGES), read_idx(labels_path, _LABELS)
     if len(images) != len(labels):
         raise DataError(
             f"load_idx_folder: got {len(images)} images in {images_path.name} and {len(labels)} labels in {labels_path.name}; "
-            "need as many of each. Do not mix the files of two data sets."
+            "expected as many of each. Do not mix the files of two data sets."
         )
     return images, labels
 
@@ -164,7 +166,7 @@ def _split(pair: Any, seed: int, test_fraction: float) -> Tuple[Pair, Pair]:
     num_test = round(len(images) * test_fraction)
     if not 0 < num_test < len(images):
         raise DataError(
-            f"load_idx_folder: got {len(images)} images to split with test_fraction {test_fraction}; need 1 or "
+            f"load_idx_folder: got {len(images)} images to split with test_fraction {test_fraction}; expected 1 or "
             "more in each part. "
             "Add images."
         )

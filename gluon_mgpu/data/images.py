@@ -85,7 +85,7 @@ def _load_vision(name: str, dataset: Type[Any], root: str) -> ImageData:
         train, test = dataset(root=root, train=True), dataset(root=root, train=False)
     except Exception as error:  # requests', the operating system's, or Gluon's own
         raise DataError(
-            f"load {name}: got {type(error).__name__} ({error}); need the files in {root}, or the network to download them. "
+            f"load {name}: got {type(error).__name__} ({error}); expected the files in {root}, or the network to download them. "
             "Put the four idx files into a folder and pass it as --data-dir (load_idx_folder)."
         ) from error
     return from_pixels(name, _pixels(train), _pixels(test))

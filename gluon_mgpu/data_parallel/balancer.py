@@ -77,7 +77,7 @@ class Balancer:
     def __init__(self, trainer: Trainer, *, batch_axis: Any = 0, every: int = 10) -> None:
         if not isinstance(trainer, Trainer):
             raise TrainerError(
-                f"Balancer: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
+                f"Balancer: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
             )
         whole_number("Balancer", "every", every, advice="10 steps are usual.")
         self._trainer = trainer
@@ -107,7 +107,7 @@ class Balancer:
         """
         if not isinstance(devices, (list, tuple)) or list(devices) != self._devices:
             raise ShardError(
-                f"Balancer: got devices {short(devices)}; need {self._devices}, which it measures. Pass trainer.contexts."
+                f"Balancer: got devices {short(devices)}; expected {self._devices}, which it measures. Pass trainer.contexts."
             )
         if len(self._devices) == 1:
             return self._split(X, y, devices)
@@ -132,14 +132,14 @@ class Balancer:
         """
         if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(one) and one.shape for one in losses):
             raise TrainerError(
-                f"Balancer.watch: got {short(losses)}; need a list of MXNet arrays, each with one number an example. Pass the "
-                "list that backward() got."
+                f"Balancer.watch: got {short(losses)}; expected a list of MXNet arrays, each with one number an example. "
+                "Pass the list that backward() got."
             )
         contexts = [loss.context for loss in losses]
         if len(set(contexts)) < len(contexts) or not set(contexts) <= set(self._devices):
             raise TrainerError(
-                f"Balancer.watch: got losses on {contexts}; need one a device, on {self._devices}. Pass the losses where they "
-                "were computed."
+                f"Balancer.watch: got losses on {contexts}; expected one a device, on {self._devices}. Pass the losses "
+                "where they were computed."
             )
         step, self._begun = self._begun, None
         self._num_unmeasured += 1

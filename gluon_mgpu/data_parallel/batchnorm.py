@@ -46,7 +46,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(x, *args)
         if not is_in_turns() and len(self.running_mean.list_ctx()) > 1:
             raise TrainerError(
-                f"SyncBatchNorm: got a shard on {x.context} alone; need all shards of a batch together. Use train_batch, or "
+                f"SyncBatchNorm: got a shard on {x.context} alone; expected all shards of a batch together. Use train_batch, or "
                 "forward_shards(net, Xs) for net(x) of each."
             )
         y = self._normalise(x.as_nd_ndarray(), *(param.as_nd_ndarray() for param in self._params_on(x)))
@@ -89,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
         """Raise `TrainerError` where it is traced for a graph, which would run each shard for itself."""
         if self._active:
             raise TrainerError(
-                "SyncBatchNorm: got hybridize() of a network that was converted before; need it the other way round. Call "
+                "SyncBatchNorm: got hybridize() of a network that was converted before; expected it the other way round. Call "
                 "convert_sync_batchnorm(net) again."
             )
 
@@ -220,9 +220,11 @@ def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
     """
     instance("forward_shards", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     if not isinstance(Xs, (list, tuple)):
-        raise TrainerError(f"forward_shards: got Xs={short(Xs)}; need a list, one shard a device. Pass what split_batch gave.")
-    need = "shards that the network takes"
-    with explaining("forward_shards", "an error of the network", need, advice="Try it with one example.", error=StepError):
+        raise TrainerError(
+            f"forward_shards: got Xs={short(Xs)}; expected a list, one shard a device. Pass what split_batch gave."
+        )
+    expected = "shards that the network takes"
+    with explaining("forward_shards", "an error of the network", expected, advice="Try it with one example.", error=StepError):
         return run_shards(net, [partial(net, x) for x in Xs])
 
 
@@ -275,7 +277,9 @@ def _moments(shares: Sequence[Tuple[int, Any, Any]]) -> Tuple[Any, Any]:
 def _blocks(operation: str, net: Any) -> List[gluon.Block]:
     """Return a network and all blocks in it."""
     if not isinstance(net, gluon.Block):
-        raise TrainerError(f"{operation}: got {type(net).__name__} as the network; need a gluon.Block. Pass the network itself.")
+        raise TrainerError(
+            f"{operation}: got {type(net).__name__} as the network; expected a gluon.Block. Pass the network itself."
+        )
     return blocks_of(net)
 
 
@@ -291,7 +295,7 @@ def _check_convertible(block: gluon.Block) -> None:
         told, todo = f"{block.name}, a SymbolBlock with BatchNorm in its graph", "Build it in Gluon, then load_parameters."
     else:
         return
-    raise TrainerError(f"convert_sync_batchnorm: got {told}; need layers of nn.BatchNorm. {todo}")
+    raise TrainerError(f"convert_sync_batchnorm: got {told}; expected layers of nn.BatchNorm. {todo}")
 
 
 def _holds_batch_norm(block: gluon.SymbolBlock) -> bool:

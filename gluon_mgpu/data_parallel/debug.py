@@ -41,7 +41,7 @@ def run_serially() -> None:
         else:
             os.environ["MXNET_ENGINE_TYPE"] = before
         raise TrainerError(
-            f"run_serially: got an MXNet that has begun with {before or 'ThreadedEnginePerDevice'}; need {SERIAL_ENGINE} "
+            f"run_serially: got an MXNet that has begun with {before or 'ThreadedEnginePerDevice'}; expected {SERIAL_ENGINE} "
             "before the first operation. Call it above everything that makes an array, or set GLUON_MGPU_DEBUG=1 or "
             f"MXNET_ENGINE_TYPE={SERIAL_ENGINE} in the shell."
         )
@@ -99,14 +99,14 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
     gluon_mgpu.errors.DataError: debugging: got labels 3 (1 of 2, the first at (1,)) in loss (SoftmaxCrossEntropyLoss) for ...
     """
     if not isinstance(net, gluon.Block):
-        raise TrainerError(f"debugging: got {type(net).__name__} as the network; need a gluon Block. Pass the Block itself.")
+        raise TrainerError(f"debugging: got {type(net).__name__} as the network; expected a gluon Block. Pass the Block itself.")
     if net in _watched:  # fit inside of debugging
         yield
         return
     if not is_serial():
         logger.warning(
-            "debugging: got an engine that runs operations later; need %s for errors of the backward pass at their line. Call "
-            "run_serially() before the first operation, or set GLUON_MGPU_DEBUG=1 in the shell.",
+            "debugging: got an engine that runs operations later; expected %s for errors of the backward pass at their "
+            "line. Call run_serially() before the first operation, or set GLUON_MGPU_DEBUG=1 in the shell.",
             SERIAL_ENGINE,
         )
     place = _Place()
@@ -180,8 +180,8 @@ class _Layer:
                     raise
                 raise self._place.told_by(
                     StepError(
-                        f"debugging: got {type(error).__name__} ({_last_line(error)}) in {self._told(inputs)}; need inputs that "
-                        "it takes. The lines above show where in the layer it began."
+                        f"debugging: got {type(error).__name__} ({_last_line(error)}) in {self._told(inputs)}; expected "
+                        "inputs that it takes. The lines above show where in the layer it began."
                     )
                 ) from error
             if self._check_finite:
@@ -213,7 +213,7 @@ class _Layer:
                 size, cause = int(np.prod(array.shape)), self._cause(inputs, array.context)
                 raise self._place.told_by(
                     NonFiniteLossError(
-                        f"debugging: got {_num_bad(array)} of {size} numbers NaN or infinite from {self._told(inputs)}; need "
+                        f"debugging: got {_num_bad(array)} of {size} numbers NaN or infinite from {self._told(inputs)}; expected "
                         f"finite numbers. {cause}"
                     )
                 )
@@ -224,8 +224,8 @@ class _Layer:
         if num_bad:
             raise self._place.told_by(
                 NonFiniteLossError(
-                    f"debugging: got {num_bad} NaN in what comes into {self._told(inputs)}; need numbers. Look at the data, and "
-                    "at the weights of the layer before."
+                    f"debugging: got {num_bad} NaN in what comes into {self._told(inputs)}; expected numbers. Look at the "
+                    "data, and at the weights of the layer before."
                 )
             )
 
@@ -242,8 +242,8 @@ class _Layer:
         raise self._place.told_by(
             DataError(
                 f"debugging: got {found.name} {shown} ({wrong.sum()} of {values.size}, the first at {first}) in "
-                f"{self._told(inputs)}; need whole numbers {allowed.start} to {allowed.stop - 1}: {found.meaning}. Correct the "
-                "data: MXNet takes the nearest one, without a word."
+                f"{self._told(inputs)}; expected whole numbers {allowed.start} to {allowed.stop - 1}: {found.meaning}. "
+                "Correct the data: MXNet takes the nearest one, without a word."
             )
         )
 

@@ -95,7 +95,7 @@ class DataParallelModel:
     ) -> None:
         if not callable(module) or (ctx_list is not None and not hasattr(module, "collect_params")):
             raise TrainerError(
-                f"DataParallelModel: got {type(module).__name__} as the network; need a gluon.Block, or a callable with "
+                f"DataParallelModel: got {type(module).__name__} as the network; expected a gluon.Block, or a callable with "
                 "collect_params. Pass the network itself."
             )
         if ctx_list is not None:
@@ -132,8 +132,8 @@ class DataParallelModel:
         shards = _split("DataParallelModel", (inputs, kwargs), self.ctx_list, self._batch_axis)
         if self.sync and autograd.is_training() and len(shards) < len(self.ctx_list):
             raise ShardError(
-                f"DataParallelModel: got examples for {len(shards)} of {len(self.ctx_list)} devices with sync=True; need one for "
-                "each, as SyncBatchNorm waits for all. Leave out the last batch, or use fewer devices."
+                f"DataParallelModel: got examples for {len(shards)} of {len(self.ctx_list)} devices with sync=True; "
+                "expected one for each, as SyncBatchNorm waits for all. Leave out the last batch, or use fewer devices."
             )
         outputs = _on_each("DataParallelModel", self.module, shards, self.ctx_list)
         if self._output_device is not None:
@@ -142,7 +142,7 @@ class DataParallelModel:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "module":  # not there yet, where this one is being copied
-            raise AttributeError(f"DataParallelModel: got {name!r}; need an attribute of it. Take it from net.module.")
+            raise AttributeError(f"DataParallelModel: got {name!r}; expected an attribute of it. Take it from net.module.")
         return getattr(self.module, name)
 
     def __repr__(self) -> str:
@@ -183,7 +183,8 @@ class DataParallelCriterion:
     ) -> None:
         if not callable(module):
             raise TrainerError(
-                f"DataParallelCriterion: got {type(module).__name__} as the loss; need a callable. Pass gluon.loss.L2Loss(), say."
+                f"DataParallelCriterion: got {type(module).__name__} as the loss; expected a callable. Pass "
+                "gluon.loss.L2Loss(), say."
             )
         if ctx_list is not None:
             check_contexts(ctx_list, "DataParallelCriterion")
@@ -215,7 +216,7 @@ class DataParallelCriterion:
         if not isinstance(inputs, (list, tuple)) or len(inputs) != len(shards):
             found = f"{len(inputs)} outputs" if isinstance(inputs, (list, tuple)) else type(inputs).__name__
             raise ShardError(
-                f"DataParallelCriterion: got {found} and labels for {len(shards)} devices; need as many, a list. "
+                f"DataParallelCriterion: got {found} and labels for {len(shards)} devices; expected as many, a list. "
                 "Pass what DataParallelModel returned for the same batch."
             )
         calls = [((*_as_arguments(output), *args), named) for output, (args, named) in zip(inputs, shards)]
@@ -232,7 +233,9 @@ def _move(module: Any, contexts: List[Context]) -> None:
     params = module.collect_params()
     for param in params.values():
         if param._data is None and not param._deferred_init:
-            raise TrainerError(f"DataParallelModel: got {param.name} not initialised; need values. Call net.initialize() before.")
+            raise TrainerError(
+                f"DataParallelModel: got {param.name} not initialised; expected values. Call net.initialize() before."
+            )
     if all(param.list_ctx() == contexts for param in params.values()):
         return
     params.reset_ctx(contexts)
@@ -245,7 +248,7 @@ def _split(operation: str, data: Call, contexts: Sequence[Context], batch_axis: 
     arrays: List[Any] = []
     _map_arrays(arrays.append, data)
     if not arrays:
-        raise ShardError(f"{operation}: got no array among the arguments; need at least one, to split. Pass the batch.")
+        raise ShardError(f"{operation}: got no array among the arguments; expected at least one, to split. Pass the batch.")
     shards = split_and_load(arrays, contexts, batch_axis, even_split=False)
     return [_with_arrays(data, shard) for shard in shards]
 
@@ -282,7 +285,7 @@ def _on_each(operation: str, module: Any, shards: Sequence[Call], contexts: Sequ
             raise StepError(
                 f"{operation}: got an error of {type(module).__name__} for shard {shard} on {contexts[shard]}, "
                 f"shapes {short([tuple(array.shape) for array in arrays])}: "
-                f"{last_line(error)}; need data that it takes. Try it on one device, with one example."
+                f"{last_line(error)}; expected data that it takes. Try it on one device, with one example."
             ) from error
 
     tasks = [partial(on, shard) for shard in range(len(shards))]
@@ -303,4 +306,6 @@ def _as_arguments(output: Any) -> Sequence[Any]:
 def _check_output_device(output_device: Context, contexts: Optional[Sequence[Context]]) -> None:
     check_contexts([output_device], "DataParallelModel")
     if contexts is None:
-        raise DeviceError(f"DataParallelModel: got output_device={output_device} without devices; need both. Pass ctx_list, too.")
+        raise DeviceError(
+            f"DataParallelModel: got output_device={output_device} without devices; expected both. Pass ctx_list, too."
+        )

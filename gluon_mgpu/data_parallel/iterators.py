@@ -29,13 +29,13 @@ def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "
     """
     is_data = isinstance(data_iter, (str, bytes, dict, np.ndarray, mx.nd.NDArray))
     if not isinstance(data_iter, Iterable) or isinstance(data_iter, type) or is_data:
-        need, example = ("pairs (X, y)", "[(X, y)]") if pairs else ("batches", "[X]")
+        expected, example = ("pairs (X, y)", "[(X, y)]") if pairs else ("batches", "[X]")
         raise TrainerError(
-            f"{operation}: got {short(data_iter)} as {name}; need an iterable of {need}. Pass {example}, or a DataLoader."
+            f"{operation}: got {short(data_iter)} as {name}; expected an iterable of {expected}. Pass {example}, or a DataLoader."
         )
     if reader and isinstance(data_iter, (list, tuple)):
         if not data_iter:
-            raise TrainerError(f"{reader}: got no batch in {name}; need one or more. Pass [(X, y)], for one.")
+            raise TrainerError(f"{reader}: got no batch in {name}; expected one or more. Pass [(X, y)], for one.")
         for item in data_iter:
             as_pair(item, reader)
 
@@ -71,12 +71,14 @@ def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
     if isinstance(item, DataBatch):
         batch = _own(item)
         if not batch.label:
-            raise TrainerError(f"{operation}: got a DataBatch without labels; need data and labels. Give the iterator its label.")
+            raise TrainerError(
+                f"{operation}: got a DataBatch without labels; expected data and labels. Give the iterator its label."
+            )
         return features_of(batch), _one(batch.label)
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         found = f"{type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (list, tuple)) else "")
         raise TrainerError(
-            f"{operation}: got {found} from the data iterator; need pairs (X, y). Nest several inputs: ((X1, X2), y)."
+            f"{operation}: got {found} from the data iterator; expected pairs (X, y). Nest several inputs: ((X1, X2), y)."
         )
     return item[0], item[1]
 

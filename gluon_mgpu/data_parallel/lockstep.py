@@ -125,7 +125,7 @@ def _meeting(arrivals: Sequence[Optional[Tuple[Any, Any]]]) -> Optional[Exchange
     if any(place is not places[0] for place in places):
         told = ", ".join(str(getattr(place, "name", place)) for place in places)
         raise StepError(
-            f"train_batch: got shards that are at {told}; need all at one layer, to take the whole batch's statistics. Send "
+            f"train_batch: got shards that are at {told}; expected all at one layer, to take the whole batch's statistics. Send "
             "every shard through the same layers, or call revert_sync_batchnorm(net)."
         )
     return Exchange(places[0], [arrival[1] for arrival in arrivals if arrival])

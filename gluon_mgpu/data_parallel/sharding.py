@@ -68,13 +68,13 @@ def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[f
         numbers = [float(weight) for weight in weights]
     except Exception:  # whatever an object's own code raises
         raise ShardError(
-            f"plan_shards: got weights {short(weights)}; need one number for each shard. Pass the devices' speeds."
+            f"plan_shards: got weights {short(weights)}; expected one number for each shard. Pass the devices' speeds."
         ) from None
     total = sum(numbers)
     if len(numbers) != num_shards or not 0 < total < math.inf or any(not number >= 0 for number in numbers):
         raise ShardError(
-            f"plan_shards: got weights {short(numbers)} for {num_shards} shards; need one finite number of 0 or more for each, "
-            "not all 0. Pass the devices' speeds."
+            f"plan_shards: got weights {short(numbers)} for {num_shards} shards; expected one finite number of 0 or more "
+            "for each, not all 0. Pass the devices' speeds."
         )
     shares = [num_examples * number / total for number in numbers]
     sizes = [math.floor(share) for share in shares]
@@ -264,11 +264,11 @@ def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any
     if ctx is not None:
         check_contexts([ctx], "gather")
     if not isinstance(shards, (list, tuple)) or not shards:
-        raise ShardError(f"gather: got {short(shards)}; need a list of one or more shards. Pass what a split returned.")
+        raise ShardError(f"gather: got {short(shards)}; expected a list of one or more shards. Pass what a split returned.")
     columns = [list(leaves(shard, "shard")) for shard in shards]
     if any([path for path, _ in column] != [path for path, _ in columns[0]] for column in columns):
         raise ShardError(
-            "gather: got shards of different forms; need the same tuples, lists and dicts in each. Gather them one by one."
+            "gather: got shards of different forms; expected the same tuples, lists and dicts in each. Gather them one by one."
         )
     parts = iter(list(zip(*([leaf for _, leaf in column] for column in columns))))
     return map_leaves(lambda path, _, axis: _concatenate(path, next(parts), ctx, axis), shards[0], batch_axis, path="shard")
@@ -354,7 +354,7 @@ def _plan(
     if even_split and weights is None and num_examples % num_shards:
         raise ShardError(
             f"{operation}: got a batch of {num_examples} along axis {batch_axis} for {num_shards} devices with "
-            f"even_split=True; need a multiple of {num_shards}. Pass even_split=False."
+            f"even_split=True; expected a multiple of {num_shards}. Pass even_split=False."
         )
     ends = list(accumulate(plan_shards(num_examples, num_shards, weights)))
     return list(zip([0] + ends[:-1], ends))
@@ -363,16 +363,16 @@ def _plan(
 def _batch_size(operation: str, found: Sequence[Tuple[str, Array, Any]]) -> int:
     sizes = [(path, _length(operation, path, leaf, axis)) for path, leaf, axis in found]
     if not sizes:
-        raise ShardError(f"{operation}: got no array in the batch; need at least one. Pass the features and labels.")
+        raise ShardError(f"{operation}: got no array in the batch; expected at least one. Pass the features and labels.")
     path, num_examples = sizes[0]
     for other, length in sizes:
         if length != num_examples:
             raise ShardError(
-                f"{operation}: got {num_examples} examples in {path} and {length} in {other}; need as many in each. "
+                f"{operation}: got {num_examples} examples in {path} and {length} in {other}; expected as many in each. "
                 "Say where the examples are with batch_axis, one number for each array."
             )
     if num_examples == 0:
-        raise ShardError(f"{operation}: got a batch of 0 examples in {path}; need 1 or more. Leave empty batches out.")
+        raise ShardError(f"{operation}: got a batch of 0 examples in {path}; expected 1 or more. Leave empty batches out.")
     return num_examples
 
 
@@ -380,7 +380,7 @@ def _length(operation: str, path: str, leaf: Array, axis: Any) -> int:
     shape = _shape(operation, path, leaf)
     if not is_whole(axis) or not -len(shape) <= axis < len(shape):
         raise ShardError(
-            f"{operation}: got {path} of shape {shape} and batch_axis {short(axis)}; need one of its {len(shape)} axes. "
+            f"{operation}: got {path} of shape {shape} and batch_axis {short(axis)}; expected one of its {len(shape)} axes. "
             "Arrays without examples do not belong in the batch."
         )
     return int(shape[axis])
@@ -393,7 +393,7 @@ def _shape(operation: str, path: str, leaf: Array) -> Tuple[int, ...]:
         return np.asarray(leaf).shape if isinstance(leaf, (list, tuple)) else np.shape(leaf)
     except ValueError:  # rows of unequal length
         raise ShardError(
-            f"{operation}: got {path}, a {type(leaf).__name__} of rows of unequal length; need an array. Pad the rows."
+            f"{operation}: got {path}, a {type(leaf).__name__} of rows of unequal length; expected an array. Pad the rows."
         ) from None
 
 
@@ -404,7 +404,7 @@ def _check_dtype(operation: str, dtype: Any) -> None:
         known = False
     if not known:
         raise ShardError(
-            f"{operation}: got dtype={short(dtype)}; need a dtype that MXNet has: {', '.join(DTYPES)}. Pass 'float32', say."
+            f"{operation}: got dtype={short(dtype)}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Pass 'float32', say."
         )
 
 
@@ -430,7 +430,7 @@ def _load(operation: str, path: str, leaf: Array, ctx: Context, dtype: Optional[
         return _loader.get()(leaf, ctx, wanted)
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
-            f"{operation}: got {path} of dtype {leaf.dtype}; need a dtype that MXNet has: {', '.join(DTYPES)}. Pass "
+            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Pass "
             "dtype='float32', say."
         ) from error
 
@@ -476,7 +476,7 @@ def _concatenate(path: str, parts: Sequence[Array], ctx: Optional[Context], axis
     around = [shape[:axis] + shape[axis:][1:] for shape in shapes]
     if any(shape != around[0] for shape in around):
         raise ShardError(
-            f"gather: got shapes {short(shapes)} for {path} along batch_axis {axis}; need arrays equal but for that axis. "
+            f"gather: got shapes {short(shapes)} for {path} along batch_axis {axis}; expected arrays equal but for that axis. "
             "Say where the examples are with batch_axis."
         )
     if not any(is_device_array(part) for part in parts):
@@ -484,13 +484,13 @@ def _concatenate(path: str, parts: Sequence[Array], ctx: Optional[Context], axis
         return joined if ctx is None else _load("gather", path, joined, ctx, None)
     kinds = {(type(part), part.dtype if hasattr(part, "dtype") else None) for part in parts}
     if len(kinds) > 1:
-        raise ShardError(f"gather: got arrays of different types or dtypes for {path}; need one. Cast them with astype.")
+        raise ShardError(f"gather: got arrays of different types or dtypes for {path}; expected one. Cast them with astype.")
     target = ctx or parts[0].context
     moved = [part.as_in_context(target) for part in parts]
     if len(moved) == 1:
         return moved[0]
-    need = "dense arrays of one dtype"
-    with explaining("gather", f"an error for {path}", need, advice="Cast them with tostype('default').", error=ShardError):
+    expected = "dense arrays of one dtype"
+    with explaining("gather", f"an error for {path}", expected, advice="Cast them with tostype('default').", error=ShardError):
         if isinstance(moved[0], mx.np.ndarray):
             return mx.np.concatenate(moved, axis=axis)
         return mx.nd.concat(*moved, dim=axis)

@@ -73,13 +73,13 @@ def backward(losses: Sequence[Array]) -> None:
         return
     if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
-            f"backward: got {_kinds(losses)}; need a list of one or more MXNet arrays, one loss a shard. "
+            f"backward: got {_kinds(losses)}; expected a list of one or more MXNet arrays, one loss a shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
         )
     note_examples(losses)
-    need = "losses that were recorded, each once"
+    expected = "losses that were recorded, each once"
     advice = "Compute them inside autograd.record(), and call backward() once."
-    with explaining("backward", "an error", need, advice=advice), history.whole_pass():
+    with explaining("backward", "an error", expected, advice=advice), history.whole_pass():
         autograd.backward(list(losses))
 
 
@@ -132,7 +132,7 @@ def train_batch(
     """
     if not isinstance(trainer, Trainer):
         raise TrainerError(
-            f"train_batch: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
+            f"train_batch: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
         )
     check_network("train_batch", net)
     _check_functions("train_batch", loss, split_f)
@@ -251,7 +251,7 @@ def _split(
     several = process_shard()[1] > 1
     if several and getattr(split_f, "func", split_f) is not split_batch:
         raise TrainerError(
-            f"train_batch: got split_f={split_f!r} in a job of {process_shard()[1]} processes; need split_batch, which gives "
+            f"train_batch: got split_f={split_f!r} in a job of {process_shard()[1]} processes; expected split_batch, which gives "
             "each its part of the batch. Pass it, or a functools.partial of it."
         )
     with floats_as("float64" if dtype_of(net) == "float64" else ""):
@@ -259,7 +259,9 @@ def _split(
     pair = isinstance(shards, (list, tuple)) and len(shards) == 2 and all(isinstance(side, (list, tuple)) for side in shards)
     if not pair or len(shards[0]) != len(shards[1]) or not (shards[0] or several):
         found = f"{len(shards[0])} shards of features and {len(shards[1])} of labels" if pair else type(shards).__name__
-        raise ShardError(f"split_f: got {found}; need as many of each, 1 or more. Return (list of X shards, list of y shards).")
+        raise ShardError(
+            f"split_f: got {found}; expected as many of each, 1 or more. Return (list of X shards, list of y shards)."
+        )
     ys = list(shards[1])
     if isinstance(loss, gluon.loss.Loss):  # none of which takes bool
         ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
@@ -276,7 +278,7 @@ def check_network(operation: str, net: Any) -> None:
     """Raise `TrainerError` unless this is a network."""
     if not isinstance(net, gluon.Block):
         raise TrainerError(
-            f"{operation}: got {short(net)} as the network; need a gluon.Block. Pass net.module of a DataParallelModel."
+            f"{operation}: got {short(net)} as the network; expected a gluon.Block. Pass net.module of a DataParallelModel."
         )
 
 
@@ -318,7 +320,7 @@ def _naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> 
         shapes = short([tuple(leaf.shape) for leaf in found])
         raise StepError(
             f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {last_line(error)}; "
-            f"need data that it takes. {_advice(found, net)}"
+            f"expected data that it takes. {_advice(found, net)}"
         ) from error
 
 
@@ -353,13 +355,13 @@ def _count(operation: str, split_f: SplitFunction, losses: Sequence[Array], labe
     for shard, (loss, sizes) in enumerate(zip(losses, _shard_sizes(split_f, label, labels))):
         if not is_device_array(loss):
             raise TrainerError(
-                f"{operation}: got a loss of type {type(loss).__name__}; need an MXNet array. Use a loss of gluon.loss."
+                f"{operation}: got a loss of type {type(loss).__name__}; expected an MXNet array. Use a loss of gluon.loss."
             )
         if not loss.shape or (sizes and loss.shape[0] not in sizes):
             raise TrainerError(
                 f"{operation}: got a loss of shape {loss.shape} for shard {shard} on {loss.context}, which holds "
-                f"{' or '.join(map(str, sorted(sizes)))} examples; need one number for each example, so that uneven shards count "
-                "right. Leave the mean out of the loss, and tell it where the examples are (batch_axis)."
+                f"{' or '.join(map(str, sorted(sizes)))} examples; expected one number for each example, so that uneven "
+                "shards count right. Leave the mean out of the loss, and tell it where the examples are (batch_axis)."
             )
     return sum(int(loss.shape[0]) for loss in losses)
 
@@ -392,7 +394,8 @@ def _check_loss(operation: str, loss: Any, label: Any, split_f: SplitFunction) -
     name, wanted = type(loss).__name__, _label_axis(split_f)
     if axis and mx.util.is_np_array() and any(isinstance(loss, kind) and _computes_as(loss, kind) for kind in _ON_AXIS_0):
         raise TrainerError(
-            f"{operation}: got {name} with batch_axis={axis} and np arrays, of which MXNet then averages all axes but 0; need "
+            f"{operation}: got {name} with batch_axis={axis} and np arrays, of which MXNet then averages all axes but 0; "
+            "expected "
             f"examples on axis 0. Pass lambda output, label: loss(output.swapaxes(0, {axis}), label.swapaxes(0, {axis})) with a "
             f"loss of batch_axis=0."
         )
@@ -401,8 +404,8 @@ def _check_loss(operation: str, loss: Any, label: Any, split_f: SplitFunction) -
     known = is_mxnets and _has_axis(split_f) and isinstance(wanted, int) and ndim > max(axis, 0, wanted)
     if known and axis % ndim != wanted % ndim:
         raise TrainerError(
-            f"{operation}: got {name} with batch_axis={axis} and labels that are split along axis {wanted}; need one axis for "
-            f"both, on which the examples are. Pass batch_axis={wanted} to the loss, or to the split."
+            f"{operation}: got {name} with batch_axis={axis} and labels that are split along axis {wanted}; expected one "
+            f"axis for both, on which the examples are. Pass batch_axis={wanted} to the loss, or to the split."
         )
 
 

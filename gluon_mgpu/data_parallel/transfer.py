@@ -79,15 +79,19 @@ def as_in_context(data: Any, ctx: Context) -> Any:
     Source: the semantics are MXNet's; d2l, chapter "GPUs", section "Copying".
     """
     if not isinstance(ctx, Context):
-        raise DeviceError(f"as_in_context: got {short(ctx)} for the context; need an mxnet.Context. Pass mx.cpu(0) or mx.gpu(0).")
+        raise DeviceError(
+            f"as_in_context: got {short(ctx)} for the context; expected an mxnet.Context. Pass mx.cpu(0) or mx.gpu(0)."
+        )
     with _explaining("as_in_context", ctx):
         return map_leaves(lambda _, leaf: on_device(leaf, ctx), data)
 
 
 @contextmanager
 def _explaining(operation: str, target: Any) -> Iterator[None]:
-    need = "a device that is there, and arrays of numbers"
-    with explaining(operation, f"an error for {short(target)}", need, advice="describe_devices() lists them.", error=DeviceError):
+    expected = "a device that is there, and arrays of numbers"
+    with explaining(
+        operation, f"an error for {short(target)}", expected, advice="describe_devices() lists them.", error=DeviceError
+    ):
         yield
 
 
@@ -104,11 +108,11 @@ def _copy(leaf: Array, ctx: Context) -> Array:
 def _check_target(path: str, leaf: Array, target: Any) -> None:
     if not is_device_array(target):
         raise DeviceError(
-            f"copyto: got {short(target)} as the target of {path}; need a context or an MXNet array. Pass mx.cpu(0), say."
+            f"copyto: got {short(target)} as the target of {path}; expected a context or an MXNet array. Pass mx.cpu(0), say."
         )
     if target.shape != np.shape(leaf):
         raise DeviceError(
-            f"copyto: got a target of shape {target.shape} for {path} of shape {np.shape(leaf)}; need equal shapes. "
+            f"copyto: got a target of shape {target.shape} for {path} of shape {np.shape(leaf)}; expected equal shapes. "
             "Pass a context to have the copy made for you."
         )
 

@@ -42,7 +42,7 @@ def acquire(demand: Demand, wait_s: float = 0.0, tell: Optional[Callable[[str], 
             return wait_for(look, demand, runs=mxnet_gpus.why_not, wait_s=wait_s, tell=tell or _log)
     except (MissingExtraError, DriverError) as error:
         raise DeviceError(
-            f"use_devices: got {demand.said!r}; need the driver's word on its GPUs, which it does not give: {error}"
+            f"use_devices: got {demand.said!r}; expected the driver's word on its GPUs, which it does not give: {error}"
         ) from error
 
 
@@ -187,4 +187,5 @@ def _too_few(demand: Demand, reasons: Dict[int, str], waited: float, wait_s: flo
     after = f" after {waited:.0f} s" if wait_s else ""
     to_do = "Wait longer," if wait_s else "Wait for it with wait_s=600 (--wait-for-gpu 600),"
     lacks = describe(reasons) or "MXNet sees none"
-    return f"use_devices: got {demand.said!r}{after}; need {demand}: {lacks}. {to_do} or name GPUs that you may use all the same."
+    advice = f"{to_do} or name GPUs that you may use all the same"
+    return f"use_devices: got {demand.said!r}{after}; expected {demand}: {lacks}. {advice}."

@@ -64,12 +64,14 @@ def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:
     """
     visible = visible_gpus(driver, cuda_uuids=cuda_uuids())
     if visible.doubt:
-        raise DeviceError(f"use_devices: got {num_gpus()} GPUs of several kinds; need to know which is gpu(0). {visible.doubt}")
+        raise DeviceError(
+            f"use_devices: got {num_gpus()} GPUs of several kinds; expected to know which is gpu(0). {visible.doubt}"
+        )
     if len(visible.devices) != num_gpus():
         variable = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")
         raise DeviceError(
             f"use_devices: got {num_gpus()} GPUs from MXNet and {len(visible.devices)} from the driver, CUDA_VISIBLE_DEVICES="
-            f"{variable}; need to know which is which. Name GPUs by number, as in 'gpu:0'."
+            f"{variable}; expected to know which is which. Name GPUs by number, as in 'gpu:0'."
         )
     return visible.devices
 

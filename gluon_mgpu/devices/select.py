@@ -125,7 +125,7 @@ def resolve_devices(
     [cpu(0), cpu(3)]
     >>> resolve_devices("tpu")
     Traceback (most recent call last):
-    gluon_mgpu.errors.DeviceError: use_devices: got 'tpu'; need a device name. ...
+    gluon_mgpu.errors.DeviceError: use_devices: got 'tpu'; expected a device name. ...
     """
     if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit() and len(spec) < 100:
         spec = int(spec)
@@ -149,7 +149,7 @@ def _named(spec: DeviceSpec) -> List[Context]:
         return [spec]
     if isinstance(spec, (list, tuple)):
         return list(spec)
-    raise DeviceError(f"use_devices: got {short(spec)} of type {type(spec).__name__}; need a device spec. {_FORMS}")
+    raise DeviceError(f"use_devices: got {short(spec)} of type {type(spec).__name__}; expected a device spec. {_FORMS}")
 
 
 def _is_auto(spec: DeviceSpec) -> bool:
@@ -172,7 +172,8 @@ def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> O
     check_contexts(contexts, "use_devices")
     if any(context.device_type != "gpu" for context in contexts):
         raise DeviceError(
-            f"use_devices: got {contexts} with {'wait_s' if free else 'min_free_memory'}; need GPUs alone. Leave it out on CPUs."
+            f"use_devices: got {contexts} with {'wait_s' if free else 'min_free_memory'}; expected GPUs alone. Leave it out "
+            "on CPUs."
         )
     for context in contexts:
         _check_seen(context)
@@ -186,23 +187,23 @@ def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) 
         return [mx.gpu(device.number) for device in free_gpus.acquire(demand, wait_s, tell)] or [mx.cpu(0)]
     if demand.may_be_none:
         return [mx.cpu(0)]
-    raise DeviceError(f"use_devices: got {demand.said!r}; need a GPU that MXNet can see. {_why_no_gpu()}")
+    raise DeviceError(f"use_devices: got {demand.said!r}; expected a GPU that MXNet can see. {_why_no_gpu()}")
 
 
 def check_contexts(contexts: Sequence[Context], operation: str) -> None:
     """Raise `DeviceError` unless these are one or more different CPU or GPU contexts, and settle their threads."""
     if not isinstance(contexts, (list, tuple)):
         raise DeviceError(
-            f"{operation}: got {short(contexts)} for the devices; need a list of contexts. Pass [mx.cpu(0)], for one."
+            f"{operation}: got {short(contexts)} for the devices; expected a list of contexts. Pass [mx.cpu(0)], for one."
         )
     if not contexts:
-        raise DeviceError(f"{operation}: got an empty list of devices; need at least one. try_all_gpus() always holds one.")
+        raise DeviceError(f"{operation}: got an empty list of devices; expected at least one. try_all_gpus() always holds one.")
     for context in contexts:
         if not isinstance(context, Context) or context.device_type not in ("cpu", "gpu"):
-            raise DeviceError(f"{operation}: got {short(context)} among the devices; need mx.cpu(i) or mx.gpu(i). {_FORMS}")
+            raise DeviceError(f"{operation}: got {short(context)} among the devices; expected mx.cpu(i) or mx.gpu(i). {_FORMS}")
     if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
         twice = next(context for i, context in enumerate(contexts) if context in contexts[:i])
-        raise DeviceError(f"{operation}: got {twice} twice in {short(contexts)}; need different devices. Name each once.")
+        raise DeviceError(f"{operation}: got {twice} twice in {short(contexts)}; expected different devices. Name each once.")
     for context in contexts:
         if context.device_type == "gpu":
             _check_seen(context, operation)
@@ -239,7 +240,7 @@ def _first(num_devices: int) -> List[Context]:
     _positive(num_devices)
     if gpus and num_devices > len(gpus):
         raise DeviceError(
-            f"use_devices: got {num_devices} devices; need at most {len(gpus)}, the GPUs that MXNet can run on. "
+            f"use_devices: got {num_devices} devices; expected at most {len(gpus)}, the GPUs that MXNet can run on. "
             f"Pass 'cpu:{num_devices}' to use CPU contexts instead."
         )
     return gpus[:num_devices] or [mx.cpu(i) for i in range(_few_enough("use_devices", num_devices))]
@@ -247,7 +248,7 @@ def _first(num_devices: int) -> List[Context]:
 
 def _positive(num_devices: int) -> int:
     if num_devices < 1:
-        raise DeviceError(f"use_devices: got {num_devices} devices; need 1 or more. {_FORMS}")
+        raise DeviceError(f"use_devices: got {num_devices} devices; expected 1 or more. {_FORMS}")
     return num_devices
 
 
@@ -267,10 +268,12 @@ def _parse(spec: str) -> List[Tuple[str, int]]:
         match = re.fullmatch(r"(?:(cpu|gpu):)?(\d{1,6})(?:-(\d{1,6}))?", item)
         kind = match.group(1) or kind if match else ""
         if not match or not kind:
-            raise DeviceError(f"use_devices: got {short(spec)}; need a device name. {_FORMS}")
+            raise DeviceError(f"use_devices: got {short(spec)}; expected a device name. {_FORMS}")
         first, last = int(match.group(2)), int(match.group(3) or match.group(2))
         if last < first:
-            raise DeviceError(f"use_devices: got the range {first}-{last} in {spec!r}; need the smaller number first. {_FORMS}")
+            raise DeviceError(
+                f"use_devices: got the range {first}-{last} in {spec!r}; expected the smaller number first. {_FORMS}"
+            )
         _few_enough("use_devices", len(pairs) + last - first + 1)
         pairs += [(kind, i) for i in range(first, last + 1)]
     return pairs
@@ -280,21 +283,21 @@ def _few_enough(operation: str, num_devices: int) -> int:
     """Return the number of devices; raise `DeviceError` where the engine would take minutes to start a thread for each."""
     if num_devices > MOST_DEVICES:
         raise DeviceError(
-            f"{operation}: got {short(num_devices)} devices; need at most {MOST_DEVICES}. One CPU context per core is enough."
+            f"{operation}: got {short(num_devices)} devices; expected at most {MOST_DEVICES}. One CPU context per core is enough."
         )
     return num_devices
 
 
 def _all_gpus() -> List[int]:
     if not mxnet_gpus.num_gpus():
-        raise DeviceError(f"use_devices: got 'gpu'; need a GPU that MXNet can see. {_why_no_gpu()}")
+        raise DeviceError(f"use_devices: got 'gpu'; expected a GPU that MXNet can see. {_why_no_gpu()}")
     return list(range(mxnet_gpus.num_gpus()))
 
 
 def _check_seen(context: Context, operation: str = "use_devices") -> None:
     if context.device_id >= mxnet_gpus.num_gpus():
         there = ", ".join(f"gpu({i})" for i in range(mxnet_gpus.num_gpus())) or "none"
-        raise DeviceError(f"{operation}: got {context}; need one of the GPUs that MXNet can see ({there}). {_why_no_gpu()}")
+        raise DeviceError(f"{operation}: got {context}; expected one of the GPUs that MXNet can see ({there}). {_why_no_gpu()}")
 
 
 def _check_present(context: Context) -> None:
@@ -303,7 +306,7 @@ def _check_present(context: Context) -> None:
     _check_seen(context)
     reason = mxnet_gpus.why_not(context.device_id)
     if reason:
-        raise DeviceError(f"use_devices: got {context}; need a GPU that MXNet can run on. {reason}")
+        raise DeviceError(f"use_devices: got {context}; expected a GPU that MXNet can run on. {reason}")
 
 
 def _why_no_gpu() -> str:

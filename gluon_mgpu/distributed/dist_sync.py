@@ -40,7 +40,7 @@ class DistSync:
         if os.environ.get("DMLC_ROLE") != "worker":
             raise ProcessError(
                 f"Trainer: got process {process.rank} of {process.num_processes} without a store (DMLC_ROLE="
-                f"{os.environ.get('DMLC_ROLE', '')!r}); need the launcher's scheduler and servers. Start it with "
+                f"{os.environ.get('DMLC_ROLE', '')!r}); expected the launcher's scheduler and servers. Start it with "
                 "gluon-mgpu launch."
             )
         self._process = process
@@ -57,7 +57,7 @@ class DistSync:
         assert not (exact and self._compression), "Trainer refuses it"
         if self._compression and arrays[0].dtype != np.float32:
             raise ProcessError(
-                f"Trainer: got a gradient of {np.dtype(arrays[0].dtype)} and compression_params; need float32. Leave one "
+                f"Trainer: got a gradient of {np.dtype(arrays[0].dtype)} and compression_params; expected float32. Leave one "
                 "of them out."
             )
         if self._process.num_processes == 2 or self._compression:
@@ -72,8 +72,8 @@ class DistSync:
         """
         if params["type"] != "2bit":
             raise ProcessError(
-                f"Trainer: got compression_params {params}; need type '2bit', which is what MXNet's store knows. Pass that, or "
-                "launch with --backend horovod."
+                f"Trainer: got compression_params {params}; expected type '2bit', which is what MXNet's store knows. Pass "
+                "that, or launch with --backend horovod."
             )
         self._store.set_gradient_compression(params)
         self._compression = {"threshold": 0.5, **params}

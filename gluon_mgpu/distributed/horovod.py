@@ -51,13 +51,14 @@ class Horovod:
             self._hvd.init()
         except Exception as error:  # whatever its C++ says: a RuntimeError, mostly of a connection
             raise ProcessError(
-                f"Trainer: got {_last_line(error)} from Horovod; need all processes of the job. Start them with "
+                f"Trainer: got {_last_line(error)} from Horovod; expected all processes of the job. Start them with "
                 "gluon-mgpu launch --backend horovod, or horovodrun."
             ) from error
         found = (self._hvd.rank(), self._hvd.size())
         if found != (process.rank, process.num_processes):
             raise ProcessError(
-                f"Trainer: got rank {found[0]} of {found[1]} from Horovod; need {process.rank} of {process.num_processes}, as "
+                f"Trainer: got rank {found[0]} of {found[1]} from Horovod; expected {process.rank} of "
+                f"{process.num_processes}, as "
                 "the environment says. Start the program once, with gluon-mgpu launch --backend horovod, or horovodrun."
             )
         if "GLUON_MGPU_RANK" in os.environ:
@@ -81,8 +82,8 @@ class Horovod:
         """
         if params["type"] != "fp16":
             raise ProcessError(
-                f"Trainer: got compression_params {params}; need type 'fp16', which is what Horovod sends. Pass that, or launch "
-                "with --backend dist_sync."
+                f"Trainer: got compression_params {params}; expected type 'fp16', which is what Horovod sends. Pass that, "
+                "or launch with --backend dist_sync."
             )
         self._is_half = True
 
@@ -147,7 +148,7 @@ def _load() -> Any:
         return importlib.import_module("horovod.mxnet")
     except ImportError as error:
         raise MissingExtraError(
-            f"Trainer: got no Horovod that works with MXNet ({error}); need horovod 0.28.1, built for this MXNet. Run "
+            f"Trainer: got no Horovod that works with MXNet ({error}); expected horovod 0.28.1, built for this MXNet. Run "
             "sh scripts/build_horovod.sh, or launch with --backend dist_sync."
         ) from error
 

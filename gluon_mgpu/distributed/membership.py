@@ -70,7 +70,7 @@ class Group:
         """Let float32 gradients be sent in fewer bits from now on; see the backends' own `compress`."""
         if self._compression and self._compression != _filled(params):
             raise ProcessError(
-                f"Trainer: got compression_params {params}; need {self._compression}, as before. One store serves all."
+                f"Trainer: got compression_params {params}; expected {self._compression}, as before. One store serves all."
             )
         if not self._compression:
             self.backend.compress(params)
@@ -80,7 +80,7 @@ class Group:
         """Return what every process says here, in the order of their ranks. It waits for all."""
         sizes = [int(size) for size in self.backend.all_gather(np.array([len(message)], np.float32))[:, 0]]
         if max(sizes) > _MOST_BYTES:
-            raise ProcessError(f"processes: got a message of {max(sizes):,} bytes; need at most {_MOST_BYTES:,}. Say less.")
+            raise ProcessError(f"processes: got a message of {max(sizes):,} bytes; expected at most {_MOST_BYTES:,}. Say less.")
         room = _LEAST_BYTES
         while room < max(sizes):
             room *= 2

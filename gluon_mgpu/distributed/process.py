@@ -80,7 +80,7 @@ def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
     """
     environ = os.environ if environ is None else environ
     if not isinstance(environ, Mapping):
-        raise LaunchError(f"this_process: got environ of type {type(environ).__name__}; need a mapping. Pass os.environ.")
+        raise LaunchError(f"this_process: got environ of type {type(environ).__name__}; expected a mapping. Pass os.environ.")
     given = {name: environ.get(PREFIX + name.upper()) for name in vars(ALONE)}
     if not any(given.values()):
         return _horovods(environ) if "HOROVOD_RANK" in environ else ALONE
@@ -106,16 +106,16 @@ def _checked(numbers: Dict[str, int]) -> Process:
     for name, count in {**_INDEX_OF, **_AT_MOST}.items():
         largest = numbers[count] - (1 if name in _INDEX_OF else 0)
         if numbers[name] > largest:
-            raise _error(_variable(name), f"{numbers[name]}; need at most {largest}, as {_variable(count)}={numbers[count]}")
+            raise _error(_variable(name), f"{numbers[name]}; expected at most {largest}, as {_variable(count)}={numbers[count]}")
     return Process(**numbers)
 
 
 def _number(variable: str, name: str, text: Optional[str]) -> int:
     if not text:
-        raise _error(variable, "nothing, although others of its kind are set; need all of them or none")
+        raise _error(variable, "nothing, although others of its kind are set; expected all of them or none")
     least = 1 if name in _INDEX_OF.values() else 0
     if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) < least:
-        raise _error(variable, f"{text!r}; need a whole number of {least} or more")
+        raise _error(variable, f"{text!r}; expected a whole number of {least} or more")
     return int(text)
 
 

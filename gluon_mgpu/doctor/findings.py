@@ -64,8 +64,8 @@ def describe_error(error: BaseException) -> Tuple[str, str]:
 
     Examples
     --------
-    >>> describe_error(ValueError("fit: got 0 epochs; need 1 or more. Pass epochs=1."))
-    ('fit: got 0 epochs', 'Need 1 or more. Pass epochs=1.')
+    >>> describe_error(ValueError("fit: got 0 epochs; expected 1 or more. Pass epochs=1."))
+    ('fit: got 0 epochs', 'Expected 1 or more. Pass epochs=1.')
     """
-    what, found, to_do = str(error).strip().partition("; need ")
-    return what or type(error).__name__, f"Need {to_do}" if found else "Do what the message says."
+    what, found, to_do = str(error).strip().partition("; expected ")
+    return what or type(error).__name__, f"Expected {to_do}" if found else "Do what the message says."

@@ -227,7 +227,7 @@ class EarlyStopping(Callback):
         real_number("EarlyStopping", "patience", patience, advice="3 epochs are usual.")
         real_number("EarlyStopping", "min_delta", min_delta, advice="0 is usual.")
         if monitor is None:
-            raise TrainerError("EarlyStopping: got monitor=None; need a column of the history. Pass 'test_loss', for one.")
+            raise TrainerError("EarlyStopping: got monitor=None; expected a column of the history. Pass 'test_loss', for one.")
         self._best = Best(monitor, mode, min_delta)
         self._patience = patience
 
@@ -424,7 +424,7 @@ class Best:
         one_of("callbacks", "mode", mode, (None, "min", "max"), advice="None decides by the name.")
         if not isinstance(monitor, str) or not monitor:
             raise TrainerError(
-                f"callbacks: got monitor={short(monitor)}; need a column of the history. Pass 'test_loss', for one."
+                f"callbacks: got monitor={short(monitor)}; expected a column of the history. Pass 'test_loss', for one."
             )
         self.monitor = monitor
         self._sign = 1 if (mode or ("min" if monitor.endswith("loss") else "max")) == "min" else -1
@@ -442,7 +442,7 @@ class Best:
         self.value, self.epoch = math.nan, 0
         if self.monitor.startswith("test_") and not state.tests:
             raise TrainerError(
-                f"callbacks: got monitor {self.monitor!r} without a test set; need a column of the history. Pass "
+                f"callbacks: got monitor {self.monitor!r} without a test set; expected a column of the history. Pass "
                 "test_iter to fit, "
                 "or another monitor: 'train_loss', or None for a Checkpoint."
             )
@@ -460,7 +460,8 @@ class Best:
         row = state.history.rows[-1]
         if self.monitor not in row:
             raise TrainerError(
-                f"callbacks: got monitor {self.monitor!r}; need one of {', '.join(row)}. Pass a test_iter for test_... columns."
+                f"callbacks: got monitor {self.monitor!r}; expected one of {', '.join(row)}. Pass a test_iter for test_... "
+                "columns."
             )
         return self._note(row[self.monitor], state.epoch)
 

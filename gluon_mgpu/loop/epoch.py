@@ -139,7 +139,7 @@ def run_epoch(
     def add_queued() -> None:
         nonlocal num_ahead
         for step, batch in list(queued)[num_ahead:]:
-            with _naming(operation, step, "; need data that the metrics take. Try them on one batch."):
+            with _naming(operation, step, "; expected data that the metrics take. Try them on one batch."):
                 sums.add_batch(batch)
             num_ahead += 1
 
@@ -149,7 +149,7 @@ def run_epoch(
         if num_ahead:
             num_ahead -= 1
         else:
-            with _naming(operation, step, "; need data that the metrics take. Try them on one batch."):
+            with _naming(operation, step, "; expected data that the metrics take. Try them on one batch."):
                 sums.add_batch(batch)
         queued.popleft()
         unread.append((step, batch.losses))
@@ -163,7 +163,9 @@ def run_epoch(
     for step, item in enumerate(batches_of(data_iter), first_step):
         on_phase("dispatch")
         X, y = as_pair(item, operation)
-        with _naming(operation, step, "; need data that the network and the loss take. Try them on one batch."), buffers.used():
+        with _naming(
+            operation, step, "; expected data that the network and the loss take. Try them on one batch."
+        ), buffers.used():
             batch = run_batch(X, y)
         queued.append((step, batch if keeps else _owning(batch, y)))
         if len(queued) > max_inflight:
@@ -180,7 +182,7 @@ def run_epoch(
         on_phase("data")
     if not num_batches and not queued:
         raise TrainerError(
-            f"{operation}: got no batch; need one or more. A generator is empty when it is read a second time: "
+            f"{operation}: got no batch; expected one or more. A generator is empty when it is read a second time: "
             "pass a list or a loader."
         )
     # The sums know nothing of the last update: its seconds count, and its errors belong to this pass.
@@ -232,11 +234,11 @@ def _checked(operation: str, queued: Sequence[Tuple[int, Any]], read: Callable[[
         step = queued[0][0] if queued else 0
         with suppress(mx.MXNetError):  # the engine keeps an error for each array that it has spoilt
             mx.nd.waitall()
-        need = "devices that work"
+        expected = "devices that work"
         if "Unknown type enum" in str(error):  # MXNet's number of a dtype that an operator was not written for
-            need = "dtypes that every operator takes, which bool is not for most: cast it with astype('float32')"
+            expected = "dtypes that every operator takes, which bool is not for most: cast it with astype('float32')"
         raise StepError(
-            f"{operation}: got an error of a device around step {step}: {_told(error)}; need {need}. Weights may "
+            f"{operation}: got an error of a device around step {step}: {_told(error)}; expected {expected}. Weights may "
             "be half updated: load the last checkpoint. MXNET_ENGINE_TYPE=NaiveEngine names the operation."
         ) from error
 
@@ -252,10 +254,10 @@ def _raise_non_finite(operation: str, unread: List[Tuple[int, List[Array]]]) -> 
             total = float(losses.sum().asnumpy().sum())
             if not math.isfinite(total):
                 raise NonFiniteLossError(
-                    f"{operation}: got a loss of {total} at step {step} on {losses.context} (shard {shard}); need "
+                    f"{operation}: got a loss of {total} at step {step} on {losses.context} (shard {shard}); expected "
                     "finite numbers. "
                     "Lower the learning rate, clip the gradient (clip_norm), and look at this batch."
                 )
     raise NonFiniteLossError(
-        f"{operation}: got a sum of losses that is not finite; need finite numbers. Lower the learning rate."
+        f"{operation}: got a sum of losses that is not finite; expected finite numbers. Lower the learning rate."
     )

@@ -115,7 +115,7 @@ def fit(
         whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
     if not isinstance(trainer, Trainer):
         raise TrainerError(
-            f"fit: got {type(trainer).__name__} as the trainer; need a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
+            f"fit: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
         )
     check_network("fit", net)
     check_function("fit", "loss", loss, advice="Pass a loss of gluon.loss, such as SoftmaxCrossEntropyLoss().")
@@ -179,7 +179,7 @@ def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback
         return [Progress()]
     if not isinstance(callbacks, (list, tuple)) or not all(isinstance(callback, Callback) for callback in callbacks):
         raise TrainerError(
-            f"fit: got callbacks={short(callbacks)}; need a list of Callback objects. Pass [Checkpoint(...)], say."
+            f"fit: got callbacks={short(callbacks)}; expected a list of Callback objects. Pass [Checkpoint(...)], say."
         )
     return list(callbacks)
 
@@ -189,7 +189,7 @@ def _read(
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to continue from, having checked all that it holds; None where there is none yet."""
     if not isinstance(resume, (str, Path)):
-        raise TrainerError(f"fit: got resume={short(resume)}; need 'auto' or a folder. None begins anew.")
+        raise TrainerError(f"fit: got resume={short(resume)}; expected 'auto' or a folder. None begins anew.")
     saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     check = partial(check_resumable, train_iter=train_iter)
     with ExitStack() as held:  # another run in the folder is an error before anything is changed
@@ -206,7 +206,7 @@ def _weighted(weights: Union[None, str, Sequence[float]], split_f: SplitFunction
         return split_f
     if split_f is not split_batch or (isinstance(weights, str) and weights != "auto"):
         raise TrainerError(
-            f"fit: got weights={short(weights)} and split_f={short(split_f)}; need 'auto' or a number for each device, "
+            f"fit: got weights={short(weights)} and split_f={short(split_f)}; expected 'auto' or a number for each device, "
             "and no other way to split. Pass split_f=Balancer(trainer, batch_axis=1), or a functools.partial of split_batch."
         )
     if isinstance(weights, str):

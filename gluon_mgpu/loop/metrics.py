@@ -89,15 +89,15 @@ def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
     if not is_device_array(output) or not is_device_array(label):
         kinds = [type(one).__name__ + (f" of {len(one)}" if isinstance(one, (list, tuple)) else "") for one in (output, label)]
         raise TrainerError(
-            f"{name}: got {kinds[0]} as the output and {kinds[1]} as the label; need one MXNet array each. Pass metrics=(), "
+            f"{name}: got {kinds[0]} as the output and {kinds[1]} as the label; expected one MXNet array each. Pass metrics=(), "
             f"or a function that picks one: metrics={{'{name}': lambda output, label: accuracy(output[0], label)}}."
         )
     shape = output.shape
     rest = shape[:1] + shape[2:] if len(shape) > 1 and (shape[1] > 1 or ndim > 1) else shape
     if len(shape) < ndim or int(np.prod(rest)) != label.size:
         raise TrainerError(
-            f"{name}: got an output of shape {shape} and a label of shape {label.shape}; need a row of scores for each label, "
-            "with the classes along axis 1. Pass metrics=() where the labels are not classes."
+            f"{name}: got an output of shape {shape} and a label of shape {label.shape}; expected a row of scores for each "
+            "label, with the classes along axis 1. Pass metrics=() where the labels are not classes."
         )
 
 
@@ -151,8 +151,8 @@ class DeviceSums:
         """Add what every metric says of one shard. Its arrays may be overwritten afterwards."""
         if self._joined and is_device_array(label) and is_device_array(output):
             output, label = output.copy(), label.copy()
-        need = "an output and a label that the metrics take"
-        with explaining("DeviceSums.add_shard", "an error", need, advice="Try them on one example."):
+        expected = "an output and a label that the metrics take"
+        with explaining("DeviceSums.add_shard", "an error", expected, advice="Try them on one example."):
             self._add_shard(output, label)
 
     def _add_shard(self, output: Any, label: Any) -> None:
@@ -184,7 +184,7 @@ class DeviceSums:
         """Add a sum over `count` things: an array of one element, on any device."""
         if not isinstance(name, str) or not is_device_array(value) or value.size != 1 or not is_whole(count) or count < 0:
             raise TrainerError(
-                f"metrics: got {short(value)} and {short(count)} of {short(name)}; need an MXNet array of one element and a "
+                f"metrics: got {short(value)} and {short(count)} of {short(name)}; expected an MXNet array of one element and a "
                 "whole number: the sum, and of how many. See gluon_mgpu.accuracy."
             )
         key = (name, value.context, value.dtype)
@@ -279,7 +279,7 @@ class DeviceSums:
             said = metric(output, label)
             if not isinstance(said, tuple) or len(said) != 2:
                 raise TrainerError(
-                    f"metrics: got {type(said).__name__} from {name}; need a pair (sum, count). See gluon_mgpu.accuracy."
+                    f"metrics: got {type(said).__name__} from {name}; expected a pair (sum, count). See gluon_mgpu.accuracy."
                 )
             self.add(name, *said)
 
@@ -356,22 +356,22 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
     else:
         if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
             raise TrainerError(
-                f"metrics: got {short(metrics)}; need a list of functions, or a dict name -> function. Pass [accuracy], say."
+                f"metrics: got {short(metrics)}; expected a list of functions, or a dict name -> function. Pass [accuracy], say."
             )
         listed = [metrics] if callable(metrics) else list(metrics or ())
         named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
         if len(named) < len(listed):
             raise TrainerError(
-                f"metrics: got {len(listed)} of which some have one name; need different ones. Pass a dict name -> metric."
+                f"metrics: got {len(listed)} of which some have one name; expected different ones. Pass a dict name -> metric."
             )
     if "loss" in named:
         raise TrainerError(
-            "metrics: got a metric named 'loss'; need another name: the loss itself is reported under it. Rename it."
+            "metrics: got a metric named 'loss'; expected another name: the loss itself is reported under it. Rename it."
         )
     for name, metric in named.items():
         if not callable(metric):
             raise TrainerError(
-                f"metrics: got {short(metric)} for {str(name)[:60]}; need a function (output, label) -> (sum, count). Use "
+                f"metrics: got {short(metric)} for {str(name)[:60]}; expected a function (output, label) -> (sum, count). Use "
                 "gluon_mgpu.accuracy, say."
             )
     return named

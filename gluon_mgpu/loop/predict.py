@@ -96,7 +96,7 @@ def predict(
         return gather(batches, ctx, _output_axis(batch_axis, output_axis))
     except ShardError as error:
         raise ShardError(
-            f"predict: got outputs of batches that do not fit together ({error}); need equal shapes but for the number of "
+            f"predict: got outputs of batches that do not fit together ({error}); expected equal shapes but for the number of "
             "examples. Take them one by one, with predict_batches."
         ) from error
 
@@ -208,13 +208,13 @@ class _Forward:
         def check(path: str, leaf: Array, axis: Any) -> None:
             if not is_device_array(leaf):
                 raise TrainerError(
-                    f"predict: got {path} of type {type(leaf).__name__} at batch {number}; need MXNet arrays. "
+                    f"predict: got {path} of type {type(leaf).__name__} at batch {number}; expected MXNet arrays. "
                     "Return what layers return."
                 )
             if not isinstance(axis, int) or not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size:
                 raise ShardError(
-                    f"predict: got {path} of shape {leaf.shape} at batch {number}, for {size} examples along axis {axis}; need "
-                    "one item an example. Say where they are with output_axis."
+                    f"predict: got {path} of shape {leaf.shape} at batch {number}, for {size} examples along axis {axis}; "
+                    "expected one item an example. Say where they are with output_axis."
                 )
 
         map_leaves(check, output, self.output_axis, path="output")
@@ -232,7 +232,7 @@ def _run(forward: _Forward, data_iter: Iterable[Any], pairs: bool, max_inflight:
             yield _read(*queued.popleft(), forward.output_axis)
     if not queued:  # which keeps one at least, once there was one
         raise TrainerError(
-            "predict: got no batch; need one or more. A generator is empty when it is read a second time: "
+            "predict: got no batch; expected one or more. A generator is empty when it is read a second time: "
             "pass a list or a loader."
         )
     while queued:
@@ -250,7 +250,7 @@ def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
             raise
         told = last_line(said)
         raise TrainerError(
-            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({told}); need its one "
+            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({told}); expected its one "
             "argument. Pass pairs=True where the items are (X, y)."
         ) from error
 
@@ -260,8 +260,8 @@ def _leaves(X: Any, number: int) -> List[Array]:
         return [leaf for _, leaf in leaves(X)]
     except TypeError as error:
         raise TrainerError(
-            f"predict: got something that is no array at batch {number} ({str(error).split(';')[0]}); need an array, or nested "
-            "data. Take it out of the batch."
+            f"predict: got something that is no array at batch {number} ({str(error).split(';')[0]}); expected an array, or "
+            "nested data. Take it out of the batch."
         ) from None
 
 
@@ -285,7 +285,7 @@ def _to_numpy(number: int, context: Context, output: Any) -> Any:
         with suppress(mx.MXNetError):  # the engine keeps an error for each array that it has spoilt
             mx.nd.waitall()
         raise StepError(
-            f"predict: got an error of {context} at batch {number}: {told}; need devices that work. "
+            f"predict: got an error of {context} at batch {number}: {told}; expected devices that work. "
             "MXNET_ENGINE_TYPE=NaiveEngine names the operation."
         ) from error
 
@@ -308,7 +308,7 @@ def _devices(net: gluon.Block) -> List[Context]:
         return devices_of(net)
     except TrainerError:
         raise TrainerError(
-            "predict: got a network that is on no device; need initialised parameters. Call net.initialize(ctx=ctx) first."
+            "predict: got a network that is on no device; expected initialised parameters. Call net.initialize(ctx=ctx) first."
         ) from None
 
 

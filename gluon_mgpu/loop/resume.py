@@ -105,8 +105,8 @@ def _latest(
 ) -> Optional[ReadCheckpoint]:
     if where is None:
         raise StateError(
-            "fit: got resume='auto' and no callback that saves; need a folder to look into. Pass callbacks=[Checkpoint(folder)], "
-            "or resume=folder."
+            "fit: got resume='auto' and no callback that saves; expected a folder to look into. Pass "
+            "callbacks=[Checkpoint(folder)], or resume=folder."
         )
     itself = checkpoint_in(where)
     if itself is not None:
@@ -114,7 +114,7 @@ def _latest(
     found = find_checkpoints(where)
     if not found and resume != "auto":
         raise StateError(
-            f"fit: got resume={str(where)!r}, which holds no checkpoint; need a folder of Checkpoint. Check the path."
+            f"fit: got resume={str(where)!r}, which holds no checkpoint; expected a folder of Checkpoint. Check the path."
         )
     first: Optional[StateError] = None
     for path in found:
@@ -142,8 +142,8 @@ def _check_agreed(content: Optional[Content]) -> None:
     ]
     if len(set(said)) > 1:
         raise StateError(
-            f"fit: got processes that would go on from the steps {', '.join(said)}; need the same for all. Save into a folder "
-            "that every machine of the job sees."
+            f"fit: got processes that would go on from the steps {', '.join(said)}; expected the same for all. Save into a "
+            "folder that every machine of the job sees."
         )
 
 
@@ -163,7 +163,7 @@ def position_of(content: Content) -> FitProgress:
     place = content.place
     if not place:
         raise StateError(
-            f"fit: got {content.folder}, which does not say where its run was; need a checkpoint of fit's. Load one that was "
+            f"fit: got {content.folder}, which does not say where its run was; expected a checkpoint of fit's. Load one that was "
             "saved by hand with load_checkpoint."
         )
     schema.check(PLACE, {"place": place}, operation="fit", file=content.folder / TRAINING)
@@ -174,7 +174,7 @@ def position_of(content: Content) -> FitProgress:
     if not num_rows == done == told or content.progress["epoch"] not in (position.epoch - 1, position.epoch):
         raise StateError(
             f"fit: got {content.folder} with {num_rows} epochs in its history, {told} completed, and in its place epoch "
-            f"{position.epoch}, which follows {done}; need the same in each. Use another checkpoint."
+            f"{position.epoch}, which follows {done}; expected the same in each. Use another checkpoint."
         )
     return position
 
@@ -190,18 +190,18 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
     compared = (("batches", position.num_batches, num_batches), ("examples", position.num_examples, num_examples))
     if num_batches and position.batches > num_batches and position.row is None:
         raise StateError(
-            f"fit: got a train_iter of {num_batches} batches, and a checkpoint after {position.batches}; need the same batches. "
-            "Use the data of the run that was stopped."
+            f"fit: got a train_iter of {num_batches} batches, and a checkpoint after {position.batches}; expected the same "
+            "batches. Use the data of the run that was stopped."
         )
     for what, then, now in compared:
         if then and now and then != now:
             if position.batches and position.row is None:
                 raise StateError(
-                    f"fit: got a train_iter of {now} {what}, and a checkpoint in the middle of an epoch of {then}; need the "
+                    f"fit: got a train_iter of {now} {what}, and a checkpoint in the middle of an epoch of {then}; expected the "
                     f"same {what}. Use the batch size and the data of the run that was stopped."
                 )
             logger.warning(
-                "fit: got a train_iter of %d %s, and a checkpoint of a run with %d; need the same data for the same result. "
+                "fit: got a train_iter of %d %s, and a checkpoint of a run with %d; expected the same data for the same result. "
                 "Training continues with the new data: use the old data and batch size if that is not what you want.",
                 now,
                 what,
@@ -252,8 +252,8 @@ def rest_of(train_iter: Iterable[Any], position: FitProgress) -> Optional[Iterat
     for done in range(position.batches):
         if next(batches, batches) is batches:
             raise StateError(
-                f"fit: got a train_iter of {done} batches, and a checkpoint after {position.batches}; need the same batches. Use "
-                "the data of the run that was stopped."
+                f"fit: got a train_iter of {done} batches, and a checkpoint after {position.batches}; expected the same "
+                "batches. Use the data of the run that was stopped."
             )
     set_random_state(now)
     following = next(batches, batches)

@@ -246,7 +246,7 @@ def check_resumable(content: Content, train_iter: Iterable[Any]) -> None:
     if not named or not sized or set(norms) != (_NORMS if position.norms else set()):
         raise StateError(
             f"fit: got {content.folder / STATES} with {len(sums)} sums of metrics and {len(norms)} of norms, which are "
-            f"not those of {TRAINING}; need one number for each device and metric. Use another checkpoint."
+            f"not those of {TRAINING}; expected one number for each device and metric. Use another checkpoint."
         )
 
 

@@ -95,7 +95,7 @@ class Monitor(Callback):
         real_number("Monitor", "interval_s", interval_s, low=0.1, high=1e6, advice="1 second is usual.")
         if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
             raise TrainerError(
-                f"Monitor: got contexts={short(contexts)}; need a list of contexts. Pass [mx.cpu(0)], or leave it out."
+                f"Monitor: got contexts={short(contexts)}; expected a list of contexts. Pass [mx.cpu(0)], or leave it out."
             )
         self.folder = None if folder is None else path_of("Monitor", "folder", folder)
         self.interval_s = float(interval_s)
@@ -218,7 +218,7 @@ class Monitor(Callback):
                     due = max(due + self.interval_s, time.monotonic())
             self._take()
         except Exception as error:  # a run is not to end because of what looks at it
-            logger.warning("Monitor: got %r while it looked at the run; need what it reads. It watches no more.", error)
+            logger.warning("Monitor: got %r while it looked at the run; expected what it reads. It watches no more.", error)
 
     def _take(self) -> None:
         """Take a sample, write it, and warn of what is new in the last ones."""

@@ -124,7 +124,9 @@ class HostReader:
         try:
             self._process: Any = self._psutil.Process(self.pid) if self.pid else None
         except self._psutil.Error as error:
-            raise DataError(f"monitor: got pid {self.pid} ({error}); need a process that runs. List them with ps aux.") from error
+            raise DataError(
+                f"monitor: got pid {self.pid} ({error}); expected a process that runs. List them with ps aux."
+            ) from error
         self._whole_tree = whole_tree
         self._num_threads = num_threads if num_threads is not None else {}
         self._alone = alone

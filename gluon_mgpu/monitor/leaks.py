@@ -75,7 +75,7 @@ def theil_sen(x: Sequence[float], y: Sequence[float]) -> Slope:
     points = list(zip(x, y))
     slopes = sorted((d - b) / (c - a) for i, (a, b) in enumerate(points) for c, d in points[i + 1 :] if a != c)
     if not slopes:
-        raise ValueError(f"theil_sen: got x {list(x)[:_SHOWN]}; need two values that differ. Measure at several steps.")
+        raise ValueError(f"theil_sen: got x {list(x)[:_SHOWN]}; expected two values that differ. Measure at several steps.")
     num, spread = len(slopes), _Z95 * math.sqrt(len(points) * (len(points) - 1) * (2 * len(points) + 5) / 18)
     low, high = math.floor((num - spread) / 2), math.ceil((num + spread) / 2)
     return Slope(median(slopes), slopes[max(0, low)], slopes[min(num - 1, high)])
@@ -242,7 +242,7 @@ class LeakCheck(Callback):
         whole_number("LeakCheck", "max_inflight", max_inflight, advice="2 steps are what fit queues.")
         if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
             raise TrainerError(
-                f"LeakCheck: got contexts={short(contexts)}; need a list of contexts. Pass [mx.gpu(0)], or leave it out."
+                f"LeakCheck: got contexts={short(contexts)}; expected a list of contexts. Pass [mx.gpu(0)], or leave it out."
             )
         self._contexts = [context for context in contexts if context.device_type == "gpu"]
         self._step = self._looks = self._before = 0
@@ -266,7 +266,7 @@ class LeakCheck(Callback):
         """
         if not isinstance(losses, (list, tuple)) or not losses or not all(map(is_device_array, losses)):
             found = repr(losses) if isinstance(losses, (list, tuple)) else type(losses).__name__
-            raise TrainerError(f"LeakCheck.step: got {found}; need the step's losses, one array a shard. Pass a list.")
+            raise TrainerError(f"LeakCheck.step: got {found}; expected the step's losses, one array a shard. Pass a list.")
         self._step += 1
         self._queue.append(Marker(losses))
         if self._step % self._every:

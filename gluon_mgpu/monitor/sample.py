@@ -213,7 +213,7 @@ def from_json(line: str) -> Sample:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"monitor: got the line {line[:60]!r} ({error!r}); need a line of JSON that gluon-mgpu monitor wrote. "
+            f"monitor: got the line {line[:60]!r} ({error!r}); expected a line of JSON that gluon-mgpu monitor wrote. "
             "Leave out what was cut off."
         ) from error
 

@@ -66,7 +66,8 @@ def load() -> None:
     missing = [soname for soname, (library, _) in found.items() if library is None]
     if missing and missing[0].startswith(f"{_DRIVER}.so"):
         raise ImportError(
-            f"import mxnet: got no {missing[0]}; need the NVIDIA driver: MXNet's GPU wheel is linked to it, also where it trains "
+            f"import mxnet: got no {missing[0]}; expected the NVIDIA driver: MXNet's GPU wheel is linked to it, also where "
+            "it trains "
             "on the CPU. Install the driver (in a container: docker run --gpus all), or take the CPU wheel: run pip uninstall "
             "mxnet-cu112, then pip install 'gluon_mgpu[cpu]'."
         )
@@ -212,8 +213,8 @@ def _refuse(found: List[str]) -> None:
     places = ", ".join(dict.fromkeys(f"{source} {folder}" for source, folder in shown)) or "nothing else"
     hints = [hint for name, hint in _HINTS.items() if any(f" {name}" in line for line in found)]
     raise ImportError(
-        f"import mxnet: got {'; '.join(found)}; need the CUDA libraries that MXNet's GPU wheel is linked to. Looked for by the "
-        f"dynamic linker (LD_LIBRARY_PATH={os.environ.get('LD_LIBRARY_PATH', '')}), and in: {places}. "
+        f"import mxnet: got {'; '.join(found)}; expected the CUDA libraries that MXNet's GPU wheel is linked to. Looked for "
+        f"by the dynamic linker (LD_LIBRARY_PATH={os.environ.get('LD_LIBRARY_PATH', '')}), and in: {places}. "
         + " ".join([*hints, "Run pip install 'gluon_mgpu[cu112]', which brings those of CUDA 11."])
     )
 

@@ -106,13 +106,13 @@ def load_mxnet() -> ModuleType:
     """
     if importlib.util.find_spec("mxnet") is None:
         raise MissingExtraError(
-            "import gluon_mgpu: got no package mxnet; need MXNet 1.9.1. Install it with pip install 'gluon_mgpu[cpu]' "
+            "import gluon_mgpu: got no package mxnet; expected MXNet 1.9.1. Install it with pip install 'gluon_mgpu[cpu]' "
             "(any machine), or 'gluon_mgpu[cu112]' (NVIDIA GPUs)."
         )
     numpy = importlib.import_module("numpy")
     if int(numpy.__version__.split(".")[0]) >= 2:
         raise ImportError(
-            f"import gluon_mgpu: got numpy {numpy.__version__}; need 1.17 to 1.26, which MXNet 1.9.1 was written for. "
+            f"import gluon_mgpu: got numpy {numpy.__version__}; expected 1.17 to 1.26, which MXNet 1.9.1 was written for. "
             "Run pip install 'numpy<2'."
         )
     add_aliases()
@@ -126,7 +126,7 @@ def load_mxnet() -> ModuleType:
         mxnet = importlib.import_module("mxnet")
     except OSError as error:  # the dynamic linker: libgomp.so.1, libcuda.so.1, ...
         raise ImportError(
-            f"import gluon_mgpu: got {error}; need the system libraries that MXNet's wheel is linked to. "
+            f"import gluon_mgpu: got {error}; expected the system libraries that MXNet's wheel is linked to. "
             "libgomp.so.1 is Debian's and Ubuntu's package libgomp1; libcuda.so.1 comes with the NVIDIA driver; CUDA's others "
             "come with pip install 'gluon_mgpu[cu112]', and are found there unless GLUON_MGPU_RUNTIME=off."
         ) from error
@@ -134,13 +134,13 @@ def load_mxnet() -> ModuleType:
         if (error.name or "").split(".")[0] != "distutils":
             raise
         raise ImportError(
-            "import gluon_mgpu: got a Python without distutils, which MXNet 1.9.1 imports; need setuptools, "
+            "import gluon_mgpu: got a Python without distutils, which MXNet 1.9.1 imports; expected setuptools, "
             "which carries it from "
             "Python 3.12 on. Run pip install setuptools."
         ) from error
     if not mxnet.__version__.startswith(("1.8.", "1.9.")):
         raise ImportError(
-            f"import gluon_mgpu: got mxnet {mxnet.__version__}; need MXNet 1.9.1, whose Gluon this toolkit is written "
+            f"import gluon_mgpu: got mxnet {mxnet.__version__}; expected MXNet 1.9.1, whose Gluon this toolkit is written "
             "for. Run pip install 'mxnet==1.9.1'."
         )
     return mxnet
@@ -158,7 +158,7 @@ def require(module: str, extra: str, operation: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(
-            f"{operation}: got no package {module.split('.')[0]} ({error}); need the extra {extra!r}. "
+            f"{operation}: got no package {module.split('.')[0]} ({error}); expected the extra {extra!r}. "
             f"Run pip install 'gluon_mgpu[{extra}]'."
         ) from error
 
@@ -198,7 +198,7 @@ def _set_environment() -> None:
     if missing and _is_made(_BUFFERS_MADE):
         _too_late.update(missing)
         logger.warning(
-            "import gluon_mgpu: got an mxnet that has run operators before; need gluon_mgpu first, so that its settings take "
+            "import gluon_mgpu: got an mxnet that has run operators before; expected gluon_mgpu first, so that its settings take "
             "effect: %s, and the threads of contexts that have run, are MXNet's. Write import gluon_mgpu above import mxnet.",
             ", ".join(f"{name}={_MXNETS_OWN[name]}" for name in missing),
         )
@@ -214,7 +214,7 @@ def _set_engine() -> None:
         return
     if _is_made(_ENGINE_MADE):  # MXNet has chosen, and threads.py must not read here what is not so
         logger.warning(
-            "import gluon_mgpu: got an mxnet that has run operations before; need gluon_mgpu first, so that GLUON_MGPU_DEBUG "
+            "import gluon_mgpu: got an mxnet that has run operations before; expected gluon_mgpu first, so that GLUON_MGPU_DEBUG "
             "takes effect: errors of a backward pass come late. Write import gluon_mgpu above import mxnet."
         )
         return

@@ -104,7 +104,9 @@ def read_fat_binaries(path: str) -> FatBinaries:
 @lru_cache(maxsize=None)
 def _read(path: str, size: int, _mtime_ns: int) -> FatBinaries:
     if not size:
-        raise FatBinaryError(f"read_fat_binaries: got {path}, which is empty; need an ELF library. Install its package again.")
+        raise FatBinaryError(
+            f"read_fat_binaries: got {path}, which is empty; expected an ELF library. Install its package again."
+        )
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if hasattr(mmap, "MADV_RANDOM"):
             data.madvise(mmap.MADV_RANDOM)  # headers lie far apart: what stands between them is not to be read ahead
@@ -112,12 +114,12 @@ def _read(path: str, size: int, _mtime_ns: int) -> FatBinaries:
             return _collect(data)
         except (struct.error, IndexError) as error:
             raise FatBinaryError(
-                f"read_fat_binaries: got {path}, which ends in the middle of a header; need a whole "
+                f"read_fat_binaries: got {path}, which ends in the middle of a header; expected a whole "
                 "library. Install its package again."
             ) from error
         except FatBinaryError as error:
             raise FatBinaryError(
-                f"read_fat_binaries: got {path}, {error}; need a 64-bit little-endian ELF library. Install its package again."
+                f"read_fat_binaries: got {path}, {error}; expected a 64-bit little-endian ELF library. Install its package again."
             ) from error
 
 

@@ -145,8 +145,8 @@ class FolderLock:
                     return True
             elif is_last:
                 raise SaveError(
-                    f"{self._operation}: got {self._path.parent}, which {signature(file) or 'another process'} has locked; need "
-                    "a folder that no other run uses. Wait until it ends, or pass another folder.",
+                    f"{self._operation}: got {self._path.parent}, which {signature(file) or 'another process'} has locked; "
+                    "expected a folder that no other run uses. Wait until it ends, or pass another folder.",
                     errno.EBUSY,
                 )
             return False
@@ -172,7 +172,7 @@ class FolderLock:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EEXIST, errno.EISDIR, errno.ENXIO):
                 raise SaveError(
-                    f"{self._operation}: got {self._path}, which is not a file of this program's alone; need one that it may "
+                    f"{self._operation}: got {self._path}, which is not a file of this program's alone; expected one that it may "
                     "lock. Remove it: it may be a link.",
                     error.errno,
                 ) from error

@@ -138,8 +138,8 @@ def settle(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
         several = [f"cpu({device_id}) with {number}" for device_id, number in sorted(_threads.items()) if number > 1]
         if len(several) > 1:
             warnings.warn(
-                f"use_devices: got contexts that have run already, {' and '.join(several)} threads; need one thread each, or dot "
-                "may hang in OpenBLAS. Call use_devices before the first operation, or set OMP_NUM_THREADS=1.",
+                f"use_devices: got contexts that have run already, {' and '.join(several)} threads; expected one thread "
+                "each, or dot may hang in OpenBLAS. Call use_devices before the first operation, or set OMP_NUM_THREADS=1.",
                 RuntimeWarning,
                 stacklevel=5,
             )

@@ -60,7 +60,7 @@ class Timer:
             Nothing was recorded yet.
         """
         if not self.times:
-            raise ValueError("Timer.avg: got no recorded time; need at least one. Call stop() first.")
+            raise ValueError("Timer.avg: got no recorded time; expected at least one. Call stop() first.")
         return sum(self.times) / len(self.times)
 
     def sum(self) -> float:

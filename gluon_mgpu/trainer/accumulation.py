@@ -69,22 +69,22 @@ class Accumulation:
             name = next(param.name for param in other._params if id(param) in self._own())
             if other.is_open or other._reached.any() or other._is_spoilt:
                 raise TrainerError(
-                    f"{operation}: got {name!r}, of which another trainer accumulates gradients; need one at a time. "
+                    f"{operation}: got {name!r}, of which another trainer accumulates gradients; expected one at a time. "
                     "Call that one's flush() or discard() before."
                 )
             other.stop(keeps_fresh=True)
         if _left_behind and self._take_left_behind():
             raise TrainerError(
-                f"{operation}: got gradients that were added to those of a trainer that is gone; need those of the passes since. "
-                "Run the backward pass again."
+                f"{operation}: got gradients that were added to those of a trainer that is gone; expected those of the "
+                "passes since. Run the backward pass again."
             )
 
     def check_own(self, operation: str) -> None:
         """Raise `TrainerError` where a trainer that was made since has ended what this one has added up."""
         if self._is_taken_over:
             raise TrainerError(
-                f"{operation}: got gradients that were accumulated until another trainer of these parameters was made; need one "
-                "trainer at a time. Call discard(), and run the passes of this update again."
+                f"{operation}: got gradients that were accumulated until another trainer of these parameters was made; "
+                "expected one trainer at a time. Call discard(), and run the passes of this update again."
             )
 
     def give_up(self) -> None:
@@ -133,8 +133,8 @@ class Accumulation:
         if self._is_spoilt:
             raise TrainerError(
                 "Trainer.step: got a backward pass between those of one update that no step has counted, or one that has "
-                "replaced gradients; need one for each step. Make other losses' passes outside of accumulate(), count each of "
-                "sparse gradients, record inside, and run the passes of this update again: they were dropped."
+                "replaced gradients; expected one for each step. Make other losses' passes outside of accumulate(), count "
+                "each of sparse gradients, record inside, and run the passes of this update again: they were dropped."
             )
 
     def stop(self, *, keeps_fresh: bool = False) -> List[gluon.Parameter]:

@@ -68,7 +68,7 @@ class ProcessSync:
             return
         if not has_shapes:
             raise TrainerError(
-                "Trainer: got compression_params and parameters without shapes; need them known, as weights are not to be "
+                "Trainer: got compression_params and parameters without shapes; expected them known, as weights are not to be "
                 "compressed. Pass one batch through the network before."
             )
         self._processes.compress(self._compression)
@@ -95,16 +95,16 @@ def _check_compression(compression: Any, *, several: bool, sharded: bool) -> Non
     known = isinstance(kind, str) and kind in _COMPRESSIONS and not set(compression) - _COMPRESSIONS[kind]
     if not known or not is_number(threshold) or not 0 < threshold < float("inf"):
         raise TrainerError(
-            f"Trainer: got compression_params {short(compression)}; need a dict with type '2bit' and a threshold above 0, or "
+            f"Trainer: got compression_params {short(compression)}; expected a dict with type '2bit' and a threshold above 0, or "
             "with type 'fp16'. Pass {'type': '2bit', 'threshold': 0.5}, say."
         )
     if not several:
         raise TrainerError(
-            "Trainer: got compression_params for one process; need several, which send each other gradients. Leave it out, or "
-            "start the program with gluon-mgpu launch."
+            "Trainer: got compression_params for one process; expected several, which send each other gradients. Leave it "
+            "out, or start the program with gluon-mgpu launch."
         )
     if sharded and kind == "2bit":
         raise TrainerError(
-            "Trainer: got compression_params of type '2bit' and sharded_data; need the number of examples sent whole, and the "
-            "store compresses all or nothing. Leave one of them out, or launch with --backend horovod and type 'fp16'."
+            "Trainer: got compression_params of type '2bit' and sharded_data; expected the number of examples sent whole, "
+            "and the store compresses all or nothing. Leave one of them out, or launch with --backend horovod and type 'fp16'."
         )

@@ -328,7 +328,8 @@ def _comes_once(one: Pass, number: int, last_number: int) -> bool:
 def _undecided(name: str, device: Device) -> TrainerError:
     where = Context(Context.devtype2str[device[0]], device[1])
     return TrainerError(
-        f"Trainer.step: got gradients of {name} from several backward passes, an earlier one on {where}; need those of one pass. "
+        f"Trainer.step: got gradients of {name} from several backward passes, an earlier one on {where}; expected those of "
+        "one pass. "
         "Call mgpu.backward([...]) once with the losses of all devices, and discard() after a pass that no step is to use."
     )
 

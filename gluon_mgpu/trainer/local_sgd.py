@@ -72,11 +72,13 @@ class LocalSGD(Trainer):
     ) -> None:
         self.every = every
         if group() is not None:
-            raise TrainerError("LocalSGD: got a job of several processes; need one, whose devices are averaged. Use a Trainer.")
+            raise TrainerError(
+                "LocalSGD: got a job of several processes; expected one, whose devices are averaged. Use a Trainer."
+            )
         super().__init__(params, optimizer, optimizer_params, **options)
         if not self._update.is_alike:
             raise TrainerError(
-                f"LocalSGD: got {type(self._optimizer).__name__}; need an optimizer that each device can run by itself, from "
+                f"LocalSGD: got {type(self._optimizer).__name__}; expected an optimizer that each device can run by itself, from "
                 "weights, states and counts alone. Use sgd or adam, say, or a Trainer."
             )
         self._scale *= len(self.contexts)  # divides by the mean shard, where a Trainer divides by the batch
@@ -110,11 +112,13 @@ class LocalSGD(Trainer):
 
     def allreduce_grads(self) -> None:
         """Refuse: gradients are not summed here."""
-        raise TrainerError("LocalSGD.allreduce_grads: got a call; need step(): each device has its own update. Use a Trainer.")
+        raise TrainerError(
+            "LocalSGD.allreduce_grads: got a call; expected step(): each device has its own update. Use a Trainer."
+        )
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Refuse: see `allreduce_grads`."""
-        raise TrainerError("LocalSGD.update: got a call; need step(): each device has its own update. Use a Trainer.")
+        raise TrainerError("LocalSGD.update: got a call; expected step(): each device has its own update. Use a Trainer.")
 
     def save_states(self, fname: str) -> None:
         """Average the devices, and write what `Trainer.save_states` does."""
@@ -133,7 +137,7 @@ class LocalSGD(Trainer):
     def _reduce(self, buffers: List[Buffer]) -> None:
         if getattr(self, "_amp_loss_scaler", None) is not None or self.loss_scaler is not None:
             raise TrainerError(
-                "LocalSGD.step: got a loss scaler; need gradients that no device skips alone. Train in float32 or bfloat16."
+                "LocalSGD.step: got a loss scaler; expected gradients that no device skips alone. Train in float32 or bfloat16."
             )
 
     def _apply(self, buffers: List[Buffer], batch_size: float) -> None:

@@ -74,7 +74,8 @@ class LossScaler:
         """Return the losses multiplied by the scale, to be given to `backward`, inside of `autograd.record` or after it."""
         if not isinstance(losses, (list, tuple)) or not all(is_device_array(loss) for loss in losses):
             raise TrainerError(
-                f"LossScaler: got losses={short(losses)}; need a list of MXNet arrays, one a shard. Pass what backward() gets."
+                f"LossScaler: got losses={short(losses)}; expected a list of MXNet arrays, one a shard. Pass what "
+                "backward() gets."
             )
         self._is_scaled = True
         with autograd.record(train_mode=autograd.is_training()):
@@ -90,7 +91,7 @@ class LossScaler:
         """
         if not self._is_scaled:
             raise TrainerError(
-                f"{operation}: got gradients of losses that were not scaled; need the scale of fp16. "
+                f"{operation}: got gradients of losses that were not scaled; expected the scale of fp16. "
                 "Call backward(trainer.scale(losses))."
             )
 
@@ -121,8 +122,8 @@ class LossScaler:
             return scale
         if scale == _SMALLEST:
             raise NonFiniteLossError(
-                f"LossScaler: got gradients that are not finite with a scale of {scale:g}; need finite ones. Lower the learning "
-                "rate, look at the data, or train in fp32."
+                f"LossScaler: got gradients that are not finite with a scale of {scale:g}; expected finite ones. Lower the "
+                "learning rate, look at the data, or train in fp32."
             )
         self.scale, self.num_good = max(_SMALLEST, scale / self._factor), 0
         logger.info(
@@ -147,7 +148,7 @@ class LossScaler:
             num_good = whole_number("load_states", "num_good", state["num_good"], low=0, advice="Save it again.")
         except (TypeError, KeyError, TrainerError) as error:
             raise StateError(
-                f"load_states: got {short(state)} as the state of a loss scaler; need a scale and a number of good steps. "
+                f"load_states: got {short(state)} as the state of a loss scaler; expected a scale and a number of good steps. "
                 "Save it again."
             ) from error
         self.scale, self.num_good = scale, min(num_good, self._every - 1)

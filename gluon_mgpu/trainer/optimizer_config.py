@@ -189,7 +189,8 @@ def _described(thing: Any, left_out: Set[str]) -> Any:
                 values[name] = _plain(value)
             except TypeError:
                 raise StateError(
-                    f"save_checkpoint: got {name} of type {type(value).__name__} in {type(thing).__name__}; need numbers, texts, "
+                    f"save_checkpoint: got {name} of type {type(value).__name__} in {type(thing).__name__}; expected "
+                    "numbers, texts, "
                     "and lists of them, which files can hold without executing anything. Train with another optimizer or "
                     "schedule, or save the network alone."
                 ) from None

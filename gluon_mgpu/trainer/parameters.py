@@ -30,18 +30,18 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
         named = {getattr(param, "name", str(i)): param for i, param in enumerate(params)}
         if len(named) < len(params):
             raise TrainerError(
-                f"Trainer: got {len(params)} parameters with {len(named)} names; need different ones. Pass each once, and "
+                f"Trainer: got {len(params)} parameters with {len(named)} names; expected different ones. Pass each once, and "
                 "give networks different prefixes."
             )
     else:
         raise TrainerError(
-            f"Trainer: got {type(params).__name__} as the parameters; need a Block, a dict or a list of "
+            f"Trainer: got {type(params).__name__} as the parameters; expected a Block, a dict or a list of "
             "Parameters. Pass the network."
         )
     for name, param in named.items():
         if not isinstance(param, gluon.Parameter):
             raise TrainerError(
-                f"Trainer: got {type(param).__name__} for {name}; need a gluon.Parameter. Pass net or net.collect_params()."
+                f"Trainer: got {type(param).__name__} for {name}; expected a gluon.Parameter. Pass net or net.collect_params()."
             )
     return named
 
@@ -73,18 +73,18 @@ def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
         There is no parameter, one is not initialised, or they are on different devices.
     """
     if not named:
-        raise TrainerError("Trainer: got no parameters; need at least one. Pass a network that has layers.")
+        raise TrainerError("Trainer: got no parameters; expected at least one. Pass a network that has layers.")
     contexts: List[Context] = []
     for name, param in named.items():
         if param._data is None and not param._deferred_init:
             raise TrainerError(
-                f"Trainer: got {name} not initialised; need values on the devices. Call net.initialize(ctx=ctx) first."
+                f"Trainer: got {name} not initialised; expected values on the devices. Call net.initialize(ctx=ctx) first."
             )
         contexts = contexts or list(param.list_ctx())
         if param.list_ctx() != contexts:
             raise TrainerError(
-                f"Trainer: got {name} on {param.list_ctx()} and others on {contexts}; need all parameters on the same devices. "
-                "Call net.collect_params().reset_ctx(ctx)."
+                f"Trainer: got {name} on {param.list_ctx()} and others on {contexts}; expected all parameters on the same "
+                "devices. Call net.collect_params().reset_ctx(ctx)."
             )
     return contexts
 
@@ -134,6 +134,6 @@ def devices_of(net: gluon.Block) -> List[Context]:
     params = list(net.collect_params().values())
     if not params or (params[0]._data is None and not params[0]._deferred_init):
         raise TrainerError(
-            "evaluate: got a network that is on no device; need initialised parameters. Call net.initialize(ctx=ctx) first."
+            "evaluate: got a network that is on no device; expected initialised parameters. Call net.initialize(ctx=ctx) first."
         )
     return list(params[0].list_ctx())

@@ -119,7 +119,7 @@ def _check(net: Any, precision: Any) -> None:
     one_of("set_precision", "precision", precision, list(PRECISIONS), advice="fp32 is MXNet's own.")
     if not isinstance(net, gluon.Block):
         raise TrainerError(
-            f"set_precision: got {type(net).__name__}; need the network itself: precision is a matter of its operators. "
+            f"set_precision: got {type(net).__name__}; expected the network itself: precision is a matter of its operators. "
             "Pass the Block, not its parameters."
         )
     if precision == "fp32":
@@ -128,23 +128,23 @@ def _check(net: Any, precision: Any) -> None:
     for name, param in params.items():
         if param._data is None and not param._deferred_init:
             raise TrainerError(
-                f"set_precision: got {name}, which is on no device; need initialised parameters: devices differ in what they can "
-                "compute. Call net.initialize(ctx=ctx) first."
+                f"set_precision: got {name}, which is on no device; expected initialised parameters: devices differ in what "
+                "they can compute. Call net.initialize(ctx=ctx) first."
             )
         if np.dtype(param.dtype) in (np.float16, np.float64):
             raise TrainerError(
-                f"set_precision: got {name} of {np.dtype(param.dtype).name}; need float32 parameters, which are cast on "
+                f"set_precision: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, which are cast on "
                 "their way into an operator. Call net.cast('float32')."
             )
         unfit = [str(context) for context in param.list_ctx() if context.device_type != _DEVICES[precision]]
         if unfit:
             raise DeviceError(
-                f"set_precision: got {precision} for a network on {', '.join(unfit)}; need a {_DEVICES[precision].upper()}: "
+                f"set_precision: got {precision} for a network on {', '.join(unfit)}; expected a {_DEVICES[precision].upper()}: "
                 f"{_WHY[precision]}. Pass {_OTHER[precision]!r} or 'fp32' there."
             )
     if precision == "bf16" and params and not can_compute_bf16():
         raise DeviceError(
-            "set_precision: got bf16 for a processor on which MXNet's oneDNN refuses it; need one with AVX-512, or "
+            "set_precision: got bf16 for a processor on which MXNet's oneDNN refuses it; expected one with AVX-512, or "
             "DNNL_MAX_CPU_ISA left alone. Pass 'fp32'."
         )
 

@@ -47,8 +47,8 @@ class Reduction:
         name = "device" if kvstore is None else getattr(kvstore, "type", kvstore)
         if not isinstance(name, str) or name not in LOCAL_STORES:
             raise TrainerError(
-                f"Trainer: got kvstore {short(name)}; need one of {', '.join(LOCAL_STORES)}. Over several processes, started by "
-                "gluon-mgpu launch, gradients are summed without being asked for."
+                f"Trainer: got kvstore {short(name)}; expected one of {', '.join(LOCAL_STORES)}. Over several processes, "
+                "started by gluon-mgpu launch, gradients are summed without being asked for."
             )
         if len({context.device_type for context in contexts}) > 1:
             name = "local"  # "device" sums on the devices themselves, and they must be of one kind
@@ -83,7 +83,7 @@ class Reduction:
         """Return what sums a buffer over all devices of all processes, made once for each set of parameters."""
         if buffer.gradients[0].stype != "default":
             raise TrainerError(
-                "Trainer: got a sparse gradient in a job of several processes; need dense ones. Leave sparse_grad out of "
+                "Trainer: got a sparse gradient in a job of several processes; expected dense ones. Leave sparse_grad out of "
                 "Embedding."
             )
         known = (buffer.indices, *(id(gradient) for gradient in buffer.gradients))
@@ -248,11 +248,11 @@ def clip_global_norm(gradients: Sequence[Array], max_norm: float) -> Array:
     arrays = list(gradients) if isinstance(gradients, (list, tuple)) else []
     if not arrays or not all(is_device_array(one) and one.dtype in _FLOATS for one in arrays):
         raise TrainerError(
-            f"clip_global_norm: got gradients={short(gradients)}; need a list of MXNet arrays of floating point, all on one "
+            f"clip_global_norm: got gradients={short(gradients)}; expected a list of MXNet arrays of floating point, all on one "
             "device. Pass [param.grad(ctx) for param in net.collect_params().values()]."
         )
-    need = "dense gradients on one device"
-    with explaining("clip_global_norm", "an error", need, advice="Call it once for each device."):
+    expected = "dense gradients on one device"
+    with explaining("clip_global_norm", "an error", expected, advice="Call it once for each device."):
         return scale_to_norm(arrays, max_norm)
 
 

@@ -135,18 +135,19 @@ class Replicas(Watcher):
             contexts, dtype = self._initialised.setdefault(index, known) if param._data is not None else known
             if contexts is not param._ctx_list:
                 raise TrainerError(
-                    f"Trainer: got parameter {name} initialised again on {param.list_ctx()}; need the arrays of the first step. "
+                    f"Trainer: got parameter {name} initialised again on {param.list_ctx()}; expected the arrays of the "
+                    "first step. "
                     "Call net.hybridize() again and make a new Trainer after initialize(force_reinit=True) or reset_ctx()."
                 )
             if param.list_ctx() != self.contexts:
                 raise TrainerError(
-                    f"Trainer: got parameter {name} on {param.list_ctx()}; need {self.contexts}, where it was when the "
+                    f"Trainer: got parameter {name} on {param.list_ctx()}; expected {self.contexts}, where it was when the "
                     "trainer was made. Make a new Trainer after reset_ctx()."
                 )
             if np.dtype(dtype) != np.dtype(param.dtype):
                 raise TrainerError(
-                    f"Trainer: got parameter {name} of dtype {np.dtype(param.dtype)}; need {np.dtype(dtype)}, as at the first "
-                    "step. Make a new Trainer after net.cast()."
+                    f"Trainer: got parameter {name} of dtype {np.dtype(param.dtype)}; expected {np.dtype(dtype)}, as at the "
+                    "first step. Make a new Trainer after net.cast()."
                 )
 
     def collect(self, ignore_stale_grad: bool) -> List[Buffer]:
@@ -194,13 +195,13 @@ class Replicas(Watcher):
         """
         if self._changed():
             raise TrainerError(
-                "Trainer.update: got parameters that were frozen, initialised or cast after allreduce_grads(); need the arrays "
-                "that were summed. Call step(), or do it before the backward pass."
+                "Trainer.update: got parameters that were frozen, initialised or cast after allreduce_grads(); expected "
+                "the arrays that were summed. Call step(), or do it before the backward pass."
             )
         summed = {index for buffer in buffers for index in buffer.indices}
         if summed.intersection(self._used(self._flags.read())):
             raise TrainerError(
-                "Trainer.update: got gradients of a backward pass after allreduce_grads(); need their sum over the devices. "
+                "Trainer.update: got gradients of a backward pass after allreduce_grads(); expected their sum over the devices. "
                 "Call allreduce_grads() again, or step(), which does both."
             )
         self._check_unused(summed, ignore_stale_grad)
@@ -316,7 +317,7 @@ class Replicas(Watcher):
             fresh = self._counted(fresh)
         if not fresh.any() and not self.all_take_part:
             raise StaleGradientError(
-                "Trainer.step: got no gradient on any device since the last step; need a backward pass for each step that is "
+                "Trainer.step: got no gradient on any device since the last step; expected a backward pass for each step that is "
                 "accumulated. Call flush() to update with those that there are."
             )
         if not self.all_take_part:
@@ -390,7 +391,7 @@ class Replicas(Watcher):
             self._outdated = None
             raise TrainerError(
                 "Trainer.step: got gradients of a graph that was recorded before accumulate() or before the last update; "
-                "need one that was recorded after. Record, go backward and step for one batch after the other."
+                "expected one that was recorded after. Record, go backward and step for one batch after the other."
             )
         return fresh | late
 
@@ -442,7 +443,8 @@ class Replicas(Watcher):
         for block in self._dense if self.contexts[0].device_type == "cpu" else ():
             if block.bias is not None and block.weight.grad_req == "null" and block.bias.grad_req != "null":
                 raise TrainerError(
-                    f"Trainer: got {block.weight.name} frozen and {block.bias.name} trained; need both or none on a CPU, where "
+                    f"Trainer: got {block.weight.name} frozen and {block.bias.name} trained; expected both or none on a "
+                    "CPU, where "
                     "MXNet computes no gradient of such a bias. Freeze both, or set lr_mult and wd_mult of the weight to 0."
                 )
 
@@ -451,7 +453,8 @@ class Replicas(Watcher):
         if any(weight._fresh_grad for weight in self._before):
             self._before = []
             raise TrainerError(
-                "Trainer.step: got gradients of a graph that was recorded before the parameters got their places; need one that "
+                "Trainer.step: got gradients of a graph that was recorded before the parameters got their places; expected "
+                "one that "
                 "was recorded after. Make the Trainer before recording, and pass one batch through a network whose shapes are "
                 "decided by its first batch before that."
             )
@@ -565,7 +568,7 @@ class Replicas(Watcher):
             self._tell_unused(unused)
         elif unused and not ignore_stale_grad:
             raise StaleGradientError(
-                f"Trainer.step: got no gradient for {_some(unused)} on any device since the last step; need a backward pass "
+                f"Trainer.step: got no gradient for {_some(unused)} on any device since the last step; expected a backward pass "
                 "through every parameter. If this network uses only a part of them, pass ignore_stale_grad=True, or make the "
                 "trainer with find_unused_parameters=True."
             )

@@ -110,8 +110,8 @@ def scaled_params(
     finite = _is_finite(warmup_epochs) and (epochs is None or _is_finite(epochs))
     if not finite or not 0 <= warmup_epochs < last:
         raise TrainerError(
-            f"scaled_params: got warmup_epochs={short(warmup_epochs)} of epochs={short(epochs)}; need finite numbers, 0 or more "
-            "to warm up, and fewer than all. 5 are usual in a run of 30 or more."
+            f"scaled_params: got warmup_epochs={short(warmup_epochs)} of epochs={short(epochs)}; expected finite numbers, 0 "
+            "or more to warm up, and fewer than all. 5 are usual in a run of 30 or more."
         )
     warm_up: Dict[str, Any] = {
         "base_lr": rate,

@@ -86,7 +86,7 @@ def read_states(fname: str, replicas: Replicas, optimizer: opt.Optimizer, order:
     if type(found) is not type(optimizer):
         raise StateError(
             f"load_states: got {fname} of optimizer {type(found).__name__} for a trainer with "
-            f"{type(optimizer).__name__}; need the same. Make the trainer with the optimizer of the file."
+            f"{type(optimizer).__name__}; expected the same. Make the trainer with the optimizer of the file."
         )
     _check_optimizer(fname, found, optimizer, content["counts"])
     check_counts(fname, content["states"], content["counts"], replicas, found)
@@ -117,7 +117,8 @@ def states_on(
         name, param = replicas.names[index], replicas.params[index]
         if param._data is None and index not in (shapes or {}):
             raise StateError(
-                f"load_states: got {name} without a shape yet; need values on the devices. Pass one batch through the network."
+                f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "
+                "network."
             )
         for context, restored in zip(replicas.contexts, on_devices):
             if param._data is None:
@@ -139,9 +140,11 @@ def _read(fname: str, replicas: Replicas, order: Sequence[int]) -> Content:
     elif content is None:
         return _numbered_states(fname, first, order)
     if not _is_ours(content):
-        raise StateError(f"load_states: got {fname}, which holds no trainer states; need a file of save_states. Save it again.")
+        raise StateError(
+            f"load_states: got {fname}, which holds no trainer states; expected a file of save_states. Save it again."
+        )
     if schema.is_whole(content.get("version")) and content["version"] > 2:
-        told = f"{fname} of version {content['version']}; need version 1 or 2"
+        told = f"{fname} of version {content['version']}; expected version 1 or 2"
         raise StateError(f"load_states: got {told}. Install a newer gluon_mgpu.")
     schema.check(CONTENT_1 if content is first else CONTENT, content, operation="load_states", file=fname, advice=_ADVICE)
     if content is first:
@@ -150,8 +153,8 @@ def _read(fname: str, replicas: Replicas, order: Sequence[int]) -> Content:
     own_order = content.get("order", range(len(replicas.params)))
     if sorted(own_order) != list(range(len(replicas.params))):
         raise StateError(
-            f"load_states: got {fname} with an order of {len(own_order)} numbers; need each of 0 to {len(replicas.params) - 1} "
-            f"once. {_ADVICE}."
+            f"load_states: got {fname} with an order of {len(own_order)} numbers; expected each of 0 to "
+            f"{len(replicas.params) - 1} once. {_ADVICE}."
         )
     return {**content, **_numbered_states(fname, first, own_order, content["counts"])}
 
@@ -168,7 +171,8 @@ def _unpickled(fname: str, load: Callable[[], Any]) -> Any:
     except Exception as error:  # pickle raises whatever the damaged bytes happen to call
         told = " ".join(str(error).split())[:_SHOWN]
         raise StateError(
-            f"load_states: got {fname}, which is damaged ({type(error).__name__}: {told}); need a file of save_states. {_ADVICE}."
+            f"load_states: got {fname}, which is damaged ({type(error).__name__}: {told}); expected a file of save_states. "
+            f"{_ADVICE}."
         ) from error
 
 
@@ -177,11 +181,11 @@ def _check_optimizer(fname: str, found: opt.Optimizer, optimizer: opt.Optimizer,
     mine, theirs = plain_attributes(optimizer), plain_attributes(found)
     wrong = misfit(mine, theirs, optimizer)
     if wrong is not None:
-        raise StateError(f"load_states: got {fname} {wrong.below('optimizer').message()}; need {wrong.need}. {_ADVICE}.")
+        raise StateError(f"load_states: got {fname} {wrong.below('optimizer').message()}; expected {wrong.expected}. {_ADVICE}.")
     broken = failure(found, counts)
     if broken:
         raise StateError(
-            f"load_states: got {fname} of an optimizer that cannot train ({broken}); need one as it was saved. {_ADVICE}."
+            f"load_states: got {fname} of an optimizer that cannot train ({broken}); expected one as it was saved. {_ADVICE}."
         )
 
 
@@ -197,12 +201,12 @@ def check_counts(
     known = set(range(len(replicas.params)))
     strange, alone = sorted({*states, *counts} - known), sorted({*states} ^ {*counts})
     if strange:
-        told, need = f"parameter {schema.shown(strange[0])}", f"parameters of 0 to {len(known) - 1}"
+        told, expected = f"parameter {schema.shown(strange[0])}", f"parameters of 0 to {len(known) - 1}"
     elif counts and alone and is_known(optimizer):  # others count what they like
-        told, need = f"a state or a count of {replicas.names[alone[0]]}, and not both", "both for the same parameters"
+        told, expected = f"a state or a count of {replicas.names[alone[0]]}, and not both", "both for the same parameters"
     else:
         return
-    raise StateError(f"{operation}: got {fname} with {told}; need {need}. {_ADVICE}.")
+    raise StateError(f"{operation}: got {fname} with {told}; expected {expected}. {_ADVICE}.")
 
 
 def check_same(fname: str, content: Content, replicas: Replicas, operation: str = "load_states") -> None:
@@ -218,7 +222,7 @@ def check_same(fname: str, content: Content, replicas: Replicas, operation: str 
     ]
     if differing:
         raise StateError(
-            f"{operation}: got {fname} of another network: {'; '.join(differing[:3])}; need the same parameters in the same "
+            f"{operation}: got {fname} of another network: {'; '.join(differing[:3])}; expected the same parameters in the same "
             "order. Build the network as it was when it was saved."
         )
 
@@ -228,7 +232,9 @@ def _numbered_states(fname: str, content: Any, order: Sequence[int], counts: Opt
     states, optimizer = content if isinstance(content, tuple) and len(content) == 2 else (content, None)
     known = isinstance(states, dict) and all(schema.is_whole(key) and 0 <= key < len(order) for key in states)
     if not known or not (optimizer is None or isinstance(optimizer, opt.Optimizer)):
-        raise StateError(f"load_states: got {fname}, which holds no trainer states; need a file of save_states. Save it again.")
+        raise StateError(
+            f"load_states: got {fname}, which holds no trainer states; expected a file of save_states. Save it again."
+        )
     if optimizer is not None:
         told = getattr(optimizer, "_all_index_update_counts", None)
         numbers = schema.mapping(schema.anything, schema.mapping(_number_below(len(order)), schema.steps()))

@@ -274,7 +274,7 @@ class Trainer(gluon.Trainer):
         """
         if self._summed is not None:
             raise TrainerError(
-                "Trainer.accumulate: got gradients that were summed and not applied; need an update before. Call update() to "
+                "Trainer.accumulate: got gradients that were summed and not applied; expected an update before. Call update() to "
                 "apply them, or discard() to drop them, as after an update that was skipped."
             )
         self._replicas.start_adding()
@@ -304,7 +304,7 @@ class Trainer(gluon.Trainer):
             return
         if self._replicas.has_new():
             raise TrainerError(
-                "Trainer.flush: got a backward pass after the last step(); need the number of its examples. Call step(n) "
+                "Trainer.flush: got a backward pass after the last step(); expected the number of its examples. Call step(n) "
                 "instead, or discard() to drop all that was accumulated."
             )
         if self._num_counted:
@@ -335,7 +335,7 @@ class Trainer(gluon.Trainer):
         buffers = self._replicas.collect(ignore_stale_grad=True)
         if self._summed and not buffers:
             raise TrainerError(
-                "Trainer.allreduce_grads: got gradients that it has summed before; need a backward pass in "
+                "Trainer.allreduce_grads: got gradients that it has summed before; expected a backward pass in "
                 "between. Call update()."
             )
         self._reduction.sum(buffers)
@@ -360,8 +360,8 @@ class Trainer(gluon.Trainer):
             return
         if len(self.contexts) > 1:
             raise TrainerError(
-                f"Trainer.update: got gradients that were not summed over {len(self.contexts)} devices; need allreduce_grads() "
-                "before. Call step(), which does both."
+                f"Trainer.update: got gradients that were not summed over {len(self.contexts)} devices; expected "
+                "allreduce_grads() before. Call step(), which does both."
             )
         self._complete("Trainer.update")
         claim_examples(self._running)
@@ -443,14 +443,16 @@ class Trainer(gluon.Trainer):
     def _complete(self, operation: str) -> None:
         """Add the last pass to what was accumulated, and refuse to use it while more is to come."""
         if self._num_open:
-            raise TrainerError(f"{operation}: got a call inside accumulate(); need gradients that are complete. Call it after.")
+            raise TrainerError(
+                f"{operation}: got a call inside accumulate(); expected gradients that are complete. Call it after."
+            )
         if self._replicas.is_adding and self._replicas.has_new():
             self._replicas.note_pass()
 
     def _check_applied(self) -> None:
         if self._num_counted:
             raise TrainerError(
-                f"Trainer.save_states: got gradients of {self._num_counted} examples that were not applied; need an update "
+                f"Trainer.save_states: got gradients of {self._num_counted} examples that were not applied; expected an update "
                 "before. Call flush() outside of accumulate()."
             )
 
@@ -491,7 +493,7 @@ class Trainer(gluon.Trainer):
     def __reduce__(self) -> Any:
         """Refuse `copy` and `pickle`; those of the network leave its trainer out."""
         raise TrainerError(
-            f"{type(self).__name__}: got a copy or a pickle of a trainer; need one of its network, whose memory it shares. "
+            f"{type(self).__name__}: got a copy or a pickle of a trainer; expected one of its network, whose memory it shares. "
             "Call save_states(fname), copy the network, make a new trainer of the copy, and call its load_states(fname)."
         )
 
@@ -519,21 +521,21 @@ def _check_optimizer(optimizer: Any, params: Any) -> None:
     known = sorted(opt.Optimizer.opt_registry)
     if isinstance(optimizer, str) and optimizer.lower() not in known:
         raise TrainerError(
-            f"Trainer: got optimizer {short(optimizer)}; need one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
+            f"Trainer: got optimizer {short(optimizer)}; expected one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
         )
     if not isinstance(optimizer, (str, opt.Optimizer)):
         raise TrainerError(
-            f"Trainer: got {short(optimizer)} as the optimizer; need a name or an mxnet.optimizer.Optimizer. 'sgd', say."
+            f"Trainer: got {short(optimizer)} as the optimizer; expected a name or an mxnet.optimizer.Optimizer. 'sgd', say."
         )
     if params is not None and (not isinstance(params, dict) or not all(isinstance(name, str) for name in params)):
         raise TrainerError(
-            f"Trainer: got optimizer_params={short(params)}; need a dict of options. Pass {{'learning_rate': 0.1}}, say."
+            f"Trainer: got optimizer_params={short(params)}; expected a dict of options. Pass {{'learning_rate': 0.1}}, say."
         )
     schedule = optimizer.lr_scheduler if isinstance(optimizer, opt.Optimizer) else (params or {}).get("lr_scheduler")
     if schedule is not None and not isinstance(schedule, lr_scheduler.LRScheduler):
         raise TrainerError(
-            f"Trainer: got lr_scheduler={short(schedule)}; need an mxnet.lr_scheduler.LRScheduler, which can be saved. Write a "
-            "subclass whose __call__ takes the number of updates."
+            f"Trainer: got lr_scheduler={short(schedule)}; expected an mxnet.lr_scheduler.LRScheduler, which can be saved. "
+            "Write a subclass whose __call__ takes the number of updates."
         )
     if isinstance(optimizer, str) and params:
         explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
@@ -545,13 +547,13 @@ def _check_optimizer(optimizer: Any, params: Any) -> None:
 def _check_options(replicas: Replicas, update_on_kvstore: Any) -> None:
     if update_on_kvstore is not None and update_on_kvstore is not False:
         raise TrainerError(
-            f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; need None or False. The weights are updated on the "
+            f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; expected None or False. The weights are updated on the "
             "devices: only so are clipping, schedules and idle devices right."
         )
     for name, param in zip(replicas.names, replicas.params):
         if param._stype != "default":
             raise TrainerError(
-                f"Trainer: got {name} stored as {param._stype}; need dense weights. gluon.Trainer takes sparse "
+                f"Trainer: got {name} stored as {param._stype}; expected dense weights. gluon.Trainer takes sparse "
                 "ones, on one device."
             )
 

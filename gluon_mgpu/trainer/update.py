@@ -277,21 +277,24 @@ def filled(state: State, value: State, where: str) -> State:
         if getattr(value, "shape", None) != state.shape:
             found = getattr(value, "shape", type(value).__name__)
             raise StateError(
-                f"load_states: got {found} in {where}; need shape {state.shape}. The file belongs to another network."
+                f"load_states: got {found} in {where}; expected shape {state.shape}. The file belongs to another network."
             )
         if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub" and value.dtype != state.dtype:
-            raise StateError(f"load_states: got {value.dtype} in {where}; need numbers. The file is damaged: use another one.")
+            raise StateError(
+                f"load_states: got {value.dtype} in {where}; expected numbers. The file is damaged: use another one."
+            )
         state[:] = value if is_device_array(value) else mx.nd.array(value, ctx=state.context, dtype=state.dtype)
         return state
     if isinstance(state, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) != len(state):
             raise StateError(
-                f"load_states: got another form of state in {where}; need {len(state)} arrays. Use the same optimizer options."
+                f"load_states: got another form of state in {where}; expected {len(state)} arrays. Use the same optimizer "
+                "options."
             )
         return type(state)(filled(*pair, where) for pair in zip(state, value))
     if (state is None) != (value is None) or isinstance(state, str) != isinstance(value, str) or isinstance(value, _CONTAINERS):
         raise StateError(
-            f"load_states: got another form of state in {where}; need the optimizer options of the file, such as momentum."
+            f"load_states: got another form of state in {where}; expected the optimizer options of the file, such as momentum."
         )
     return value
 

@@ -261,8 +261,8 @@ def larger_batch(
     check_contexts(contexts, "larger_batch")
     if len(set(seeds)) < max(2, len(seeds)) or not 0 < margin < 1:
         raise TrainerError(
-            f"larger_batch: got seeds {list(seeds)} and margin {margin!r}; need two or more different seeds, whose spread is the "
-            "measure, and a margin between 0 and 1. Five seeds and 0.01 are usual."
+            f"larger_batch: got seeds {list(seeds)} and margin {margin!r}; expected two or more different seeds, whose "
+            "spread is the measure, and a margin between 0 and 1. Five seeds and 0.01 are usual."
         )
     base, larger = [], []
     for seed in seeds:

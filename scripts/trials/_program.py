@@ -19,7 +19,7 @@ from _worlds import Ours, Plain, Setting, World, net_params
 BOUND = 1e-5  # of weights around 1; larger ones in proportion
 ROUNDING = 30  # how many times the difference that another order of sums makes is no finding
 _MOST_CPU_S = 6.0  # to make a finding shorter
-_HOUSE_FORM = re.compile(r"^[\w. \-\[\]']+: got .+; (need|expected) .+[.:] .+")
+_HOUSE_FORM = re.compile(r"^[\w. \-\[\]']+: got .+; (expected|expected) .+[.:] .+")
 _OURS = tuple(value for value in vars(mgpu.errors).values() if isinstance(value, type) and issubclass(value, Exception))
 
 

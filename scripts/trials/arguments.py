@@ -37,7 +37,7 @@ DEADLY_S = 300.0  # on the clock, after which the whole search ends: MXNet, or N
 MOST_CHARACTERS = 600
 CTX = [mx.cpu(0), mx.cpu(1)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
-HOUSE = re.compile(r"^[\w. \-\[\]'()=:/]+: got .+; need .+[.:] .+")
+HOUSE = re.compile(r"^[\w. \-\[\]'()=:/]+: got .+; expected .+[.:] .+")
 Call = Callable[..., Any]
 _RNG = np.random.RandomState(0)
 X = _RNG.uniform(-1, 1, (6, 4)).astype("float32")
@@ -523,7 +523,7 @@ class _Unprintable:
 
 
 def _raising(*_: Any, **__: Any) -> Any:
-    raise mgpu.errors.DataError("a function of the user's: got a call; need none. It raises.")
+    raise mgpu.errors.DataError("a function of the user's: got a call; expected none. It raises.")
 
 
 def pool(rng: random.Random) -> List[Callable[[], Any]]:

@@ -45,7 +45,7 @@ from mxnet import optimizer as opt
 
 _LIMIT_S = 60
 _OURS = tuple(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, BaseException))
-_HOUSE = re.compile(r"[^\n]+?: got [^\n]+; need [^\n]+\. [^\n]+\.")
+_HOUSE = re.compile(r"[^\n]+?: got [^\n]+; expected [^\n]+\. [^\n]+\.")
 _VERBOSE = bool(os.environ.get("GLUON_MGPU_TRIALS_VERBOSE"))
 _LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 

@@ -123,7 +123,7 @@ def exact_match(translations: Sequence[str], references: Sequence[str]) -> float
     references = texts_of("exact_match", "references", references)
     if len(translations) != len(references) or not len(references):
         raise DataError(
-            f"exact_match: got {len(translations)} translations and {len(references)} references; need as many of each, 1 or "
+            f"exact_match: got {len(translations)} translations and {len(references)} references; expected as many of each, 1 or "
             "more. Translate every sentence."
         )
     return sum(normalise(one) == normalise(other) for one, other in zip(translations, references)) / len(references)

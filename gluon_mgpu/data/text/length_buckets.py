@@ -90,11 +90,11 @@ def padding_share(lengths: Any, buckets: Sequence[LengthBucket]) -> float:
     0.3333333333333333
     """
     if not isinstance(buckets, (list, tuple)) or not buckets or not all(isinstance(one, LengthBucket) for one in buckets):
-        raise DataError(f"padding_share: got buckets={shown(buckets)}; need what plan_buckets returns. Pass its list.")
+        raise DataError(f"padding_share: got buckets={shown(buckets)}; expected what plan_buckets returns. Pass its list.")
     lengths = _whole_numbers("padding_share", lengths)
     num_padded = sum(len(bucket.examples) * sum(bucket.padded) for bucket in buckets)
     if lengths.sum() > num_padded or len(lengths) != sum(len(bucket.examples) for bucket in buckets):
-        raise DataError(f"padding_share: got lengths={shown(lengths)}; need those of these buckets. Plan the buckets again.")
+        raise DataError(f"padding_share: got lengths={shown(lengths)}; expected those of these buckets. Plan the buckets again.")
     return float((num_padded - np.sum(lengths)) / num_padded)
 
 
@@ -123,7 +123,7 @@ def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
     """
     lengths = _whole_numbers("balance_shards", lengths)
     if lengths.ndim != 1:
-        raise DataError(f"balance_shards: got lengths={shown(lengths)}; need one number for each example. Sum the sides.")
+        raise DataError(f"balance_shards: got lengths={shown(lengths)}; expected one number for each example. Sum the sides.")
     whole_number("balance_shards", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)
     sizes = plan_shards(len(lengths), num_shards)
     longest_first = np.argsort(-lengths, kind="stable")
@@ -169,7 +169,7 @@ def _whole_numbers(operation: str, lengths: Any) -> np.ndarray:
         found = np.asarray(None)
     if found.ndim == 0 or found.dtype.kind not in "iu":
         value = found if found.ndim else lengths
-        raise DataError(f"{operation}: got lengths={shown(value)}; need an array of whole numbers. Count the tokens.")
+        raise DataError(f"{operation}: got lengths={shown(value)}; expected an array of whole numbers. Count the tokens.")
     return found
 
 
@@ -177,15 +177,15 @@ def _checked_lengths(lengths: Any, batch_tokens: Any, num_buckets: Any) -> np.nd
     sizes = _whole_numbers("plan_buckets", lengths)
     if sizes.ndim != 2 or not sizes.size or sizes.dtype.kind not in "iu" or sizes.min() < 1:
         raise DataError(
-            f"plan_buckets: got lengths of shape {sizes.shape} and type {sizes.dtype}; need whole numbers of 1 or more, shape "
-            "(N, sides). Leave empty examples out."
+            f"plan_buckets: got lengths of shape {sizes.shape} and type {sizes.dtype}; expected whole numbers of 1 or more, "
+            "shape (N, sides). Leave empty examples out."
         )
     for name, number in (("batch_tokens", batch_tokens), ("num_buckets", num_buckets)):
         whole_number("plan_buckets", name, number, advice="Pass one.", error=DataError)
     longest = sizes.max(axis=0)
     if longest.sum() > batch_tokens:
         raise DataError(
-            f"plan_buckets: got examples of up to {' and '.join(map(str, longest))} tokens for batches of {batch_tokens}; need "
-            f"room for the longest. Pass batch_tokens={longest.sum()} or more, or take long examples out (filter_pairs)."
+            f"plan_buckets: got examples of up to {' and '.join(map(str, longest))} tokens for batches of {batch_tokens}; "
+            f"expected room for the longest. Pass batch_tokens={longest.sum()} or more, or take long examples out (filter_pairs)."
         )
     return sizes

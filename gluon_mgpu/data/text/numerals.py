@@ -222,7 +222,7 @@ def _english_year(year: int) -> str:
 def _check(operation: str, number: Any, smallest: int, largest: int) -> None:
     if not is_whole(number) or not smallest <= number <= largest:
         raise DataError(
-            f"{operation}: got {short(number)}; need a whole number from {smallest} to {largest}. Others are not spelt here."
+            f"{operation}: got {short(number)}; expected a whole number from {smallest} to {largest}. Others are not spelt here."
         )
 
 

@@ -85,11 +85,13 @@ class PairLoader:
     ) -> None:
         for name, side in (("source", source), ("target", target)):
             if not isinstance(side, (list, tuple, np.ndarray)) or not getattr(side, "shape", (1,)):
-                raise DataError(f"PairLoader: got {name}={short(side)}; need a list of lists of tokens. Encode the sentences.")
+                raise DataError(
+                    f"PairLoader: got {name}={short(side)}; expected a list of lists of tokens. Encode the sentences."
+                )
         flag("PairLoader", "shuffle", shuffle, error=DataError)
         if len(source) != len(target) or not len(source):
             raise DataError(
-                f"PairLoader: got {len(source)} source and {len(target)} target sentences; need as many of each, 1 or more. "
+                f"PairLoader: got {len(source)} source and {len(target)} target sentences; expected as many of each, 1 or more. "
                 "Check the files."
             )
         whole_number("PairLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
@@ -177,7 +179,7 @@ def _with_ends(name: str, sentences: Sequence[Sequence[int]]) -> List[np.ndarray
             tokens = np.empty((1, 1))
         if tokens.ndim != 1 or (tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < UNK)):
             raise DataError(
-                f"PairLoader: got {name} sentence {i} {short(sentence)}; need a list of token numbers of {UNK} or more, as "
+                f"PairLoader: got {name} sentence {i} {short(sentence)}; expected a list of token numbers of {UNK} or more, as "
                 f"{PAD}, {BOS} and {EOS} are added here. Pass what Vocabulary.encode gave."
             )
         whole.append(np.array([BOS, *tokens, EOS], np.int32))

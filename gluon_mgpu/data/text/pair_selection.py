@@ -74,12 +74,12 @@ def filter_pairs(
     limits = [min_length, max_length, max_ratio]
     if not all(map(is_number, limits)) or not 0 <= min_length <= max_length or not max_ratio >= 1:
         raise DataError(
-            f"filter_pairs: got min_length, max_length and max_ratio of {', '.join(map(short, limits))}; need 0 <= min_length "
-            "<= max_length and max_ratio >= 1. Other limits keep nothing."
+            f"filter_pairs: got min_length, max_length and max_ratio of {', '.join(map(short, limits))}; expected 0 <= "
+            "min_length <= max_length and max_ratio >= 1. Other limits keep nothing."
         )
     of_sides = length if isinstance(length, tuple) else (length, length)
     if len(of_sides) != 2 or not all(map(callable, of_sides)):
-        raise DataError(f"filter_pairs: got length={short(length)}; need a function, or a pair of them. Pass len, for one.")
+        raise DataError(f"filter_pairs: got length={short(length)}; expected a function, or a pair of them. Pass len, for one.")
     of_source, of_target = (_length_by(function) for function in of_sides)
     kept: List[int] = []
     num_too_short = num_too_long = 0
@@ -117,12 +117,12 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
     """
     _check_pairs("split_pairs", pairs)
     if not isinstance(sizes, (list, tuple, np.ndarray)) or not getattr(sizes, "shape", (1,)):
-        raise DataError(f"split_pairs: got sizes={short(sizes)}; need a list of whole numbers. Pass (300, 20), for one.")
+        raise DataError(f"split_pairs: got sizes={short(sizes)}; expected a list of whole numbers. Pass (300, 20), for one.")
     wanted = list(sizes)
     if not all(is_whole(n) and n >= 1 for n in wanted) or sum(wanted) > len(pairs):
         raise DataError(
-            f"split_pairs: got sizes {short(wanted)} for {len(pairs)} pairs; need whole numbers of 1 or more, together at most "
-            f"{len(pairs)}. Ask for fewer."
+            f"split_pairs: got sizes {short(wanted)} for {len(pairs)} pairs; expected whole numbers of 1 or more, together "
+            f"at most {len(pairs)}. Ask for fewer."
         )
     whole_number("split_pairs", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
     rng = np.random.default_rng(seed)
@@ -138,8 +138,8 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
             free[part] -= len(group)
     if any(free[:-1]):
         raise DataError(
-            f"split_pairs: got pairs that share sentences, which leave {free[:-1]} of the sizes {wanted} unfilled; need parts "
-            "that share none. Ask for smaller parts."
+            f"split_pairs: got pairs that share sentences, which leave {free[:-1]} of the sizes {wanted} unfilled; expected "
+            "parts that share none. Ask for smaller parts."
         )
     return [pairs.take(sorted(part)) for part in parts[:-1]]
 
@@ -154,7 +154,7 @@ def _length_by(function: Length) -> Length:
     def length(text: str) -> int:
         found = function(text)
         if not is_number(found):
-            raise DataError(f"filter_pairs: got length(text)={short(found)}; need a number. Pass len, for one.")
+            raise DataError(f"filter_pairs: got length(text)={short(found)}; expected a number. Pass len, for one.")
         return found  # type: ignore[return-value]
 
     return length

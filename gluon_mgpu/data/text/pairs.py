@@ -42,8 +42,8 @@ class SentencePairs:
             object.__setattr__(self, name, texts_of("SentencePairs", name, getattr(self, name)))
         if len(self.source) != len(self.target):
             raise DataError(
-                f"SentencePairs: got {len(self.source)} source and {len(self.target)} target sentences; need as many of each. "
-                "Pass a translation for each sentence."
+                f"SentencePairs: got {len(self.source)} source and {len(self.target)} target sentences; expected as many of "
+                "each. Pass a translation for each sentence."
             )
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ def texts_of(operation: str, name: str, texts: Any) -> Tuple[str, ...]:
     except TypeError:  # not an iterable, such as an array of no dimension
         found = (None,)
     if not all(isinstance(text, str) for text in found):
-        raise DataError(f"{operation}: got {name}={short(texts)}; need a list of texts. Pass ['one', 'two'], for one.")
+        raise DataError(f"{operation}: got {name}={short(texts)}; expected a list of texts. Pass ['one', 'two'], for one.")
     return found
 
 
@@ -109,7 +109,7 @@ def read_pairs(source_path: PathLike, target_path: PathLike, *, skip_empty: bool
     source, target = read_lines("read_pairs", source_path), read_lines("read_pairs", target_path)
     if len(source) != len(target):
         raise DataError(
-            f"read_pairs: got {len(source)} lines in {source_path} and {len(target)} in {target_path}; need as many in each. "
+            f"read_pairs: got {len(source)} lines in {source_path} and {len(target)} in {target_path}; expected as many in each. "
             f"The first line without a partner is line {min(len(source), len(target)) + 1}: look for one that is missing "
             "before it."
         )
@@ -145,7 +145,7 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
         fields = line.split("\t")
         if len(fields) <= max(columns) and line.strip():
             raise DataError(
-                f"read_tsv: got {len(fields)} columns in {path} line {number}; need {max(columns) + 1} or more, with tabs "
+                f"read_tsv: got {len(fields)} columns in {path} line {number}; expected {max(columns) + 1} or more, with tabs "
                 "between them. Check source_column and target_column, counted from 0."
             )
         rows.append((fields[source_column], fields[target_column]) if len(fields) > max(columns) else ("", ""))
@@ -166,7 +166,7 @@ def lines_of(operation: str, content: bytes, path: PathLike) -> List[str]:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{operation}: got byte 0x{content[error.start]:02x} in {path} line {line}, which is not UTF-8 ({error.reason}); "
-            "need UTF-8. Convert the file: iconv -f CP949 -t UTF-8, where it is Korean of Windows'."
+            "expected UTF-8. Convert the file: iconv -f CP949 -t UTF-8, where it is Korean of Windows'."
         ) from error
     lines = text.split("\n")
     return lines[:-1] if not lines[-1] else lines
@@ -178,10 +178,10 @@ def _paired(operation: str, rows: Sequence[Tuple[str, str]], places: Tuple[str, 
     for number, sides in enumerate(pairs, 1):
         if not skip_empty and not all(sides):
             raise DataError(
-                f"{operation}: got an empty sentence in {places[0] if not sides[0] else places[1]} line {number}; need text on "
-                "both sides. Fill it in, or pass skip_empty=True to leave such pairs out."
+                f"{operation}: got an empty sentence in {places[0] if not sides[0] else places[1]} line {number}; expected "
+                "text on both sides. Fill it in, or pass skip_empty=True to leave such pairs out."
             )
     kept = [sides for sides in pairs if all(sides)]
     if not kept:
-        raise DataError(f"{operation}: got no pair in {' and '.join(places)}; need one or more. Check the files.")
+        raise DataError(f"{operation}: got no pair in {' and '.join(places)}; expected one or more. Check the files.")
     return SentencePairs([source for source, _ in kept], [target for _, target in kept])

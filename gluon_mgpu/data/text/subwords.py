@@ -37,15 +37,15 @@ class SubwordVocabulary(Vocabulary):
             self._processor.load_from_serialized_proto(self._model)
         except RuntimeError as error:
             raise DataError(
-                f"SubwordVocabulary: got {len(model)} bytes that sentencepiece does not read; need a model of sentencepiece's. "
-                "Make it with build_vocabulary."
+                f"SubwordVocabulary: got {len(model)} bytes that sentencepiece does not read; expected a model of "
+                "sentencepiece's. Make it with build_vocabulary."
             ) from error
         named = self._processor
         if (named.pad_id(), named.bos_id(), named.eos_id(), named.unk_id()) != (PAD, BOS, EOS, UNK):
             raise DataError(
                 f"SubwordVocabulary: got a model with pad, bos, eos and unk at {named.pad_id()}, {named.bos_id()}, "
-                f"{named.eos_id()} and {named.unk_id()}; need 0, 1, 2 and 3. Train it with build_vocabulary, or with --pad_id=0 "
-                "--bos_id=1 --eos_id=2 --unk_id=3."
+                f"{named.eos_id()} and {named.unk_id()}; expected 0, 1, 2 and 3. Train it with build_vocabulary, or with "
+                "--pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
             )
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ def train_subwords(lines: List[str], size: int, character_coverage: float) -> by
         cause = str(error).rpartition("] ")[2].strip()  # without the line of sentencepiece's source
         raise DataError(
             f"build_vocabulary: got {len(lines)} sentences for {size} subwords with character_coverage {character_coverage}, of "
-            f"which sentencepiece says: {cause}; need more subwords than characters. Raise size, lower "
+            f"which sentencepiece says: {cause}; expected more subwords than characters. Raise size, lower "
             "character_coverage, or add text."
         ) from error
     return model.getvalue()

@@ -53,14 +53,14 @@ def build_vocabulary(
     one_of("build_vocabulary", "kind", kind, ("subwords", *LISTED), advice="Pass one.", error=DataError)
     if not is_number(character_coverage) or not 0 < character_coverage <= 1:
         raise DataError(
-            f"build_vocabulary: got character_coverage={short(character_coverage)}; need a number above 0, at most 1. 0.9995 is "
-            "usual."
+            f"build_vocabulary: got character_coverage={short(character_coverage)}; expected a number above 0, at most 1. "
+            "0.9995 is usual."
         )
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise DataError(f"build_vocabulary: got texts={short(texts)}; need sentences. Pass a list of texts.")
+        raise DataError(f"build_vocabulary: got texts={short(texts)}; expected sentences. Pass a list of texts.")
     lines = [line for line in map(normalise, texts) if line]
     if not lines:
-        raise DataError("build_vocabulary: got no text; need one sentence or more. Check the corpus.")
+        raise DataError("build_vocabulary: got no text; expected one sentence or more. Check the corpus.")
     for name, number, smallest in (("size", size, len(SPECIAL) + 1), ("min_count", min_count, 1)):
         whole_number("build_vocabulary", name, number, low=smallest, advice="Change it.", error=DataError)
     if kind == "subwords":
@@ -92,11 +92,11 @@ def read_vocabulary(content: bytes, path: Union[str, Path]) -> Vocabulary:
             return SubwordVocabulary(content)
         first, *tokens = lines_of("load_vocabulary", content, path)
         if tuple(tokens[: len(SPECIAL)]) != SPECIAL:
-            raise DataError(f"got {tokens[: len(SPECIAL)]!r:.60} as the first tokens; need {', '.join(SPECIAL)}.")
+            raise DataError(f"got {tokens[: len(SPECIAL)]!r:.60} as the first tokens; expected {', '.join(SPECIAL)}.")
         return ListedVocabulary(first[len(FIRST_LINE) :], tokens[len(SPECIAL) :])
     except DataError as error:
         raise DataError(
-            f"load_vocabulary: got {path}, which is no whole vocabulary ({error}); need a file that Vocabulary.save wrote. "
+            f"load_vocabulary: got {path}, which is no whole vocabulary ({error}); expected a file that Vocabulary.save wrote. "
             "Copy it again."
         ) from error
 

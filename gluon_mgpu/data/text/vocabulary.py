@@ -88,7 +88,7 @@ def check_vocabulary(vocabulary: Vocabulary, config: Mapping[str, Any], name: st
     differing = [key for key in found if config.get(key) != found[key]]
     if differing:
         raise DataError(
-            f"check_vocabulary: got {name} with {', '.join(f'{key} {found[key]}' for key in differing)}; need "
+            f"check_vocabulary: got {name} with {', '.join(f'{key} {found[key]}' for key in differing)}; expected "
             f"{', '.join(f'{key} {config.get(key)}' for key in differing)}, as the checkpoint says. Use the vocabulary that was "
             "saved beside the checkpoint."
         )
@@ -107,7 +107,7 @@ def checked(operation: str, numbers: Sequence[int], size: int) -> List[int]:
     wrong = [number for number in found if not 0 <= number < size]
     if wrong:
         raise DataError(
-            f"{operation}: got {wrong[0]} for a vocabulary of {size}; need numbers from 0 to {size - 1}. Use the vocabulary that "
-            "the network was trained with."
+            f"{operation}: got {wrong[0]} for a vocabulary of {size}; expected numbers from 0 to {size - 1}. Use the "
+            "vocabulary that the network was trained with."
         )
     return found

@@ -40,7 +40,9 @@ class ListedVocabulary(Vocabulary):
 
     def __init__(self, kind: str, tokens: Sequence[str]) -> None:
         if kind not in LISTED:
-            raise DataError(f"ListedVocabulary: got kind {kind!r:.40}; need one of {', '.join(LISTED)}. Subwords have a class.")
+            raise DataError(
+                f"ListedVocabulary: got kind {kind!r:.40}; expected one of {', '.join(LISTED)}. Subwords have a class."
+            )
         self.kind = kind
         self._split, self._join = LISTED[kind]
         self._tokens = (*SPECIAL, *tokens)
@@ -48,7 +50,7 @@ class ListedVocabulary(Vocabulary):
         for number, token in enumerate(self._tokens[len(SPECIAL) :], len(SPECIAL)):
             if self._numbers[token] != number or not _is_token(kind, token):
                 raise DataError(
-                    f"ListedVocabulary: got {token!r:.40} as token {number} of {kind}; need tokens that differ and that "
+                    f"ListedVocabulary: got {token!r:.40} as token {number} of {kind}; expected tokens that differ and that "
                     "text can give. Make it with build_vocabulary."
                 )
         self._known = {token: number for token, number in self._numbers.items() if number >= len(SPECIAL)}

@@ -17,7 +17,7 @@ def integer(least: int, most: int) -> Field:
 
     def check(value: Any) -> int:
         if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"need a whole number from {least} to {most}")
+            raise ValueError(f"expected a whole number from {least} to {most}")
         return value
 
     return check
@@ -26,14 +26,14 @@ def integer(least: int, most: int) -> Field:
 def seconds(value: Any) -> float:
     """Return a finite number of seconds of 0 or more."""
     if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < 1e12:
-        raise ValueError("need seconds")
+        raise ValueError("expected seconds")
     return float(value)
 
 
 def flag(value: Any) -> bool:
     """Return true or false."""
     if type(value) is not bool:
-        raise ValueError("need true or false")
+        raise ValueError("expected true or false")
     return value
 
 
@@ -42,7 +42,7 @@ def one_of(*choices: Any) -> Field:
 
     def check(value: Any) -> Any:
         if not any(type(value) is type(choice) and value == choice for choice in choices):
-            raise ValueError(f"need one of {choices}")
+            raise ValueError(f"expected one of {choices}")
         return value
 
     return check
@@ -53,7 +53,7 @@ def line(longest: int) -> Field:
 
     def check(value: Any) -> str:
         if type(value) is not str or len(value) > longest:
-            raise ValueError(f"need text of at most {longest} characters")
+            raise ValueError(f"expected text of at most {longest} characters")
         return printable(value)
 
     return check
@@ -64,7 +64,7 @@ def lines(longest: int) -> Field:
 
     def check(value: Any) -> str:
         if type(value) is not str or len(value) > longest:
-            raise ValueError(f"need text of at most {longest} characters")
+            raise ValueError(f"expected text of at most {longest} characters")
         return printable_lines(value)
 
     return check
@@ -73,7 +73,7 @@ def lines(longest: int) -> Field:
 def address(value: Any) -> str:
     """Return an IPv4 address."""
     if type(value) is not str or not re.fullmatch(r"[0-9.]{7,15}", value):
-        raise ValueError("need an IPv4 address")
+        raise ValueError("expected an IPv4 address")
     return str(IPv4Address(value))
 
 
@@ -82,7 +82,7 @@ def list_of(check: Field, least: int, most: int) -> Field:
 
     def check_all(value: Any) -> Tuple[Any, ...]:
         if type(value) not in (list, tuple) or not least <= len(value) <= most:
-            raise ValueError(f"need a list of {least} to {most}")
+            raise ValueError(f"expected a list of {least} to {most}")
         return tuple(map(check, value))
 
     return check_all
@@ -93,7 +93,7 @@ def pair(first: Field, second: Field) -> Field:
 
     def check(value: Any) -> Tuple[Any, Any]:
         if type(value) not in (list, tuple) or len(value) != 2:
-            raise ValueError("need two values")
+            raise ValueError("expected two values")
         return first(value[0]), second(value[1])
 
     return check
@@ -104,7 +104,7 @@ def record(**fields: Field) -> Field:
 
     def check(value: Any) -> Dict[str, Any]:
         if type(value) is not dict or value.keys() != fields.keys():
-            raise ValueError(f"need the fields {', '.join(fields) or 'none'}")
+            raise ValueError(f"expected the fields {', '.join(fields) or 'none'}")
         return {name: fields[name](value[name]) for name in fields}
 
     return check

@@ -107,7 +107,7 @@ class Follower:
             if waited_s > self._limits.patience_s:
                 where = ":".join(map(str, self._rendezvous))
                 raise LaunchError(
-                    f"launch: got no node 0 at {where} for {waited_s:.0f} s ({why}); need the same command there, with "
+                    f"launch: got no node 0 at {where} for {waited_s:.0f} s ({why}); expected the same command there, with "
                     "--node-rank 0. See that no firewall stands between, and --rendezvous."
                 )
             try:

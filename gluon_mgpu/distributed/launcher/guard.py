@@ -130,7 +130,9 @@ def _start(command: List[str], cores: Sequence[int]) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             os.execvp(command[0], command)
         except OSError as error:
-            os.write(2, f"gluon-mgpu launch: got {command[0]!r}: {error.strerror}; need a program that can be run.\n".encode())
+            os.write(
+                2, f"gluon-mgpu launch: got {command[0]!r}: {error.strerror}; expected a program that can be run.\n".encode()
+            )
         finally:
             os._exit(_NOT_FOUND)
     os.close(execute)

@@ -71,10 +71,12 @@ def parse_hosts(text: str, *, slots: int) -> List[Host]:
             continue
         said = re.fullmatch(r"slots=([1-9]\d{0,4})", words[1]) if len(words) > 1 else None
         if len(words) > 2 or (len(words) > 1 and said is None) or words[0].startswith("-") or not words[0].isprintable():
-            raise LaunchError(f"launch: got {line!r} in the host file; need a host a line. Write node1, or node1 slots=4.")
+            raise LaunchError(f"launch: got {line!r} in the host file; expected a host a line. Write node1, or node1 slots=4.")
         found.append(Host(words[0], int(said.group(1)) if said else slots))
     if len({host.name for host in found}) != len(found) or not found:
-        raise LaunchError(f"launch: got hosts {[host.name for host in found]}; need one or more, each once. See the host file.")
+        raise LaunchError(
+            f"launch: got hosts {[host.name for host in found]}; expected one or more, each once. See the host file."
+        )
     return found
 
 
@@ -119,7 +121,7 @@ def _expand_brackets(piece: str, text: str) -> List[str]:
 
 
 def _not_a_nodelist(text: str) -> LaunchError:
-    return LaunchError(f"launch: got SLURM_JOB_NODELIST={text[:200]!r}; need host names such as gpu[01-03,7]. Pass --nodes.")
+    return LaunchError(f"launch: got SLURM_JOB_NODELIST={text[:200]!r}; expected host names such as gpu[01-03,7]. Pass --nodes.")
 
 
 def slurm_nodes(environ: Mapping[str, str]) -> Optional[Tuple[int, int, Tuple[str, int]]]:
@@ -144,13 +146,13 @@ def slurm_nodes(environ: Mapping[str, str]) -> Optional[Tuple[int, int, Tuple[st
         return None
     if not (count.isascii() and count.isdigit() and node.isascii() and node.isdigit() and int(node) < int(count)):
         raise LaunchError(
-            f"launch: got SLURM_NNODES={count!r}, SLURM_NODEID={node!r}; need numbers. Pass --nodes and --node-rank."
+            f"launch: got SLURM_NNODES={count!r}, SLURM_NODEID={node!r}; expected numbers. Pass --nodes and --node-rank."
         )
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     in_step = "SLURM_STEP_ID" in environ or "SLURM_STEP_NUM_NODES" in environ
     if not in_step or environ.get("SLURM_LOCALID", "0") != "0" or not re.fullmatch(r"1(\(x\d+\))?", tasks):
         raise LaunchError(
-            f"launch: got {count} nodes of Slurm's and {tasks} tasks a node; need one launcher a node, which starts "
+            f"launch: got {count} nodes of Slurm's and {tasks} tasks a node; expected one launcher a node, which starts "
             "the processes. Write srun --ntasks-per-node=1 gluon-mgpu launch -n ..., or pass --nodes 1."
         )
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
@@ -192,7 +194,7 @@ class SshHosts:
         size = len(self._environ())
         if size > _MOST_PASSED:
             raise LaunchError(
-                f"launch: got {size} bytes of {', '.join(name + '*' for name in _PASSED_ON)} to pass on by ssh; need at most "
+                f"launch: got {size} bytes of {', '.join(name + '*' for name in _PASSED_ON)} to pass on by ssh; expected at most "
                 f"{_MOST_PASSED}. Unset what the other hosts do not need."
             )
 

@@ -33,7 +33,7 @@ def address_of(interface: str) -> str:
     except (OSError, UnicodeError) as error:  # a label of a name that is longer than names may be
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise LaunchError(
-            f"launch: got {short(interface)} ({error}); need an interface, a host or an IPv4 address. Here are {names}."
+            f"launch: got {short(interface)} ({error}); expected an interface, a host or an IPv4 address. Here are {names}."
         ) from None
 
 

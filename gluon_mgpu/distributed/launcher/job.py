@@ -190,7 +190,9 @@ def _watch_input(selector: selectors.BaseSelector) -> None:
     try:
         selector.register(descriptor, selectors.EVENT_READ, read)
     except PermissionError:
-        raise LaunchError("launch: got a file as standard input; need a pipe with --end-with-input. Leave that out.") from None
+        raise LaunchError(
+            "launch: got a file as standard input; expected a pipe with --end-with-input. Leave that out."
+        ) from None
 
 
 def _wrong(job: Job) -> str:
@@ -198,38 +200,40 @@ def _wrong(job: Job) -> str:
     limits = job.limits
     needed = job.gpus_per_process * job.num_processes
     checks: List[Tuple[bool, str]] = [
-        (not job.program, "no program; need a script, a module or a command. Name it after the options."),
-        (job.num_processes < 1, f"{job.num_processes} processes; need 1 or more. See -n."),
-        (job.servers is not None and job.servers < 0, f"{job.servers} servers; need 0 or more. See --servers."),
-        (job.backend not in BACKENDS, f"backend {job.backend!r}; need {' or '.join(BACKENDS)}. See --backend."),
+        (not job.program, "no program; expected a script, a module or a command. Name it after the options."),
+        (job.num_processes < 1, f"{job.num_processes} processes; expected 1 or more. See -n."),
+        (job.servers is not None and job.servers < 0, f"{job.servers} servers; expected 0 or more. See --servers."),
+        (job.backend not in BACKENDS, f"backend {job.backend!r}; expected {' or '.join(BACKENDS)}. See --backend."),
         (
             job.backend == "horovod" and bool(job.servers),
-            f"{job.servers} servers with Horovod; need none, as it has no servers. Leave --servers out.",
+            f"{job.servers} servers with Horovod; expected none, as it has no servers. Leave --servers out.",
         ),
         (
             not 0 <= job.node_rank < job.num_nodes,
-            f"node {job.node_rank} of {job.num_nodes}; need 0 to the number less 1. See --node-rank.",
+            f"node {job.node_rank} of {job.num_nodes}; expected 0 to the number less 1. See --node-rank.",
         ),
         (
             job.num_nodes > 1 and job.rendezvous is None,
-            f"{job.num_nodes} nodes; need the address of node 0 and a port. See --rendezvous.",
+            f"{job.num_nodes} nodes; expected the address of node 0 and a port. See --rendezvous.",
         ),
         (
             job.num_nodes > 1 and not job.token,
-            f"no token for {job.num_nodes} nodes; need the one that node 0 shows. Set {TOKEN} to it, or pass --token-file.",
+            f"no token for {job.num_nodes} nodes; expected the one that node 0 shows. Set {TOKEN} to it, or pass --token-file.",
         ),
         (
             not 0 < limits.grace_s < 1e6 or not 0 < job.silence_s < 1e6,
-            "a time that is no time; need some seconds. See --grace and --node-timeout.",
+            "a time that is no time; expected some seconds. See --grace and --node-timeout.",
         ),
-        (limits.max_restarts < 0, f"{limits.max_restarts} restarts; need 0 or more. See --max-restarts."),
+        (limits.max_restarts < 0, f"{limits.max_restarts} restarts; expected 0 or more. See --max-restarts."),
         (
             bool(limits.fewest) and job.num_nodes == 1 and not limits.fewest <= job.num_processes <= limits.most,
-            f"{job.num_processes} processes and --elastic {limits.fewest}:{limits.most}; need MIN <= processes <= MAX. See -n.",
+            f"{job.num_processes} processes and --elastic {limits.fewest}:{limits.most}; expected MIN <= processes <= MAX. "
+            "See -n.",
         ),
         (
             needed > len(job.gpus),
-            f"{job.gpus_per_process} GPUs for each of {job.num_processes} processes; need {needed}, here are {len(job.gpus)}. "
+            f"{job.gpus_per_process} GPUs for each of {job.num_processes} processes; expected {needed}, here are "
+            f"{len(job.gpus)}. "
             "Leave --devices-per-process out on CPUs, and give the program its devices.",
         ),
     ]
@@ -247,7 +251,8 @@ def _check_reachable(job: Job, host: str) -> None:
     named = job.rendezvous[0]
     if host.startswith("127.") and not job.interface and named != "localhost" and not named.startswith("127."):
         raise LaunchError(
-            f"launch: got --rendezvous {named}, which is {host} here; need an address that other nodes reach. Pass --interface."
+            f"launch: got --rendezvous {named}, which is {host} here; expected an address that other nodes reach. Pass "
+            "--interface."
         )
 
 

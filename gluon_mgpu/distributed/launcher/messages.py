@@ -95,7 +95,7 @@ def read(data: bytes, known: Mapping[str, Field]) -> Tuple[str, Message]:
     except RecursionError:
         raise ValueError("is nested too deep") from None
     if type(said) is not dict or type(said.get("kind")) is not str or said["kind"] not in known:
-        raise ValueError(f"need one of {', '.join(known)}")
+        raise ValueError(f"expected one of {', '.join(known)}")
     kind = said.pop("kind")
     return kind, known[kind](said)
 

@@ -89,11 +89,11 @@ class Plan:
             plan = cls(**_FIELDS(said))
         except ValueError as error:
             raise LaunchError(
-                f"launch: got {str(said)[:200]!r} ({error}); need a plan. Run the same version on every node."
+                f"launch: got {str(said)[:200]!r} ({error}); expected a plan. Run the same version on every node."
             ) from None
         if len(plan.counts) != len(plan.servers) or not 0 < plan.num_processes <= MOST_PROCESSES:
             raise LaunchError(
-                f"launch: got {str(said)[:200]!r}; need a plan with processes and servers for each node, "
+                f"launch: got {str(said)[:200]!r}; expected a plan with processes and servers for each node, "
                 f"at most {MOST_PROCESSES} in all. Run the same version on every node."
             )
         return plan
@@ -251,12 +251,12 @@ def program_command(program: Sequence[str], *, module: bool = False) -> Tuple[st
         return (sys.executable, "-m", first, *arguments)
     if first.endswith(".py"):
         if not os.path.isfile(first):
-            raise LaunchError(f"launch: got {first!r}; need a script that is there. It is looked for from {os.getcwd()}.")
+            raise LaunchError(f"launch: got {first!r}; expected a script that is there. It is looked for from {os.getcwd()}.")
         return (sys.executable, first, *arguments)
     found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))
     if found is None:
         raise LaunchError(
-            f"launch: got {first!r}; need a script that ends in .py, or a program on the PATH. Or a module after -m."
+            f"launch: got {first!r}; expected a script that ends in .py, or a program on the PATH. Or a module after -m."
         )
     return (found, *arguments)
 

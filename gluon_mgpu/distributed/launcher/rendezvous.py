@@ -44,7 +44,7 @@ def parse_rendezvous(text: str) -> Tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not host.isprintable() or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise LaunchError(f"launch: got --rendezvous {text!r}; need HOST:PORT. Name node 0 and a port that is free there.")
+        raise LaunchError(f"launch: got --rendezvous {text!r}; expected HOST:PORT. Name node 0 and a port that is free there.")
     return host, int(port)
 
 
@@ -60,7 +60,9 @@ def reserve_port(host: str) -> socket.socket:
         held.bind((host, 0))
     except OSError as error:
         held.close()
-        raise LaunchError(f"launch: got {host}: {error.strerror}; need an address of this machine. See --interface.") from None
+        raise LaunchError(
+            f"launch: got {host}: {error.strerror}; expected an address of this machine. See --interface."
+        ) from None
     return held
 
 
@@ -225,7 +227,7 @@ class Rendezvous:
         except OSError as error:
             self._listener.close()
             raise LaunchError(
-                f"launch: got {host}:{port} for node 0: {error.strerror}; need an address of this machine and a free port. "
+                f"launch: got {host}:{port} for node 0: {error.strerror}; expected an address of this machine and a free port. "
                 "See --rendezvous and --interface."
             ) from None
         self._listener.listen(self._most)
@@ -326,13 +328,13 @@ class Rendezvous:
     def _why_not(self, node_rank: int, hello: Message) -> str:
         """Return why a node cannot take part, "" where it can."""
         if hello["num_nodes"] != self.num_nodes:
-            return f"got --nodes {hello['num_nodes']}; need {self.num_nodes}, as on node 0"
+            return f"got --nodes {hello['num_nodes']}; expected {self.num_nodes}, as on node 0"
         if not 0 < node_rank < self.num_nodes:
-            return f"got --node-rank {node_rank}; need 1 to {self.num_nodes - 1}"
+            return f"got --node-rank {node_rank}; expected 1 to {self.num_nodes - 1}"
         if hello["backend"] != self._backend:
-            return f"got --backend {hello['backend']}; need {self._backend}, as on node 0"
+            return f"got --backend {hello['backend']}; expected {self._backend}, as on node 0"
         if hello["servers"] != self._servers:
-            return f"got {_said(hello['servers'])}; need {_said(self._servers)}, as on node 0"
+            return f"got {_said(hello['servers'])}; expected {_said(self._servers)}, as on node 0"
         return ""
 
     def _tell_once(self, text: str) -> None:

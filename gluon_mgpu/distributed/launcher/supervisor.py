@@ -221,13 +221,14 @@ class Supervisor:
                 break
             if waited_s > self._limits.patience_s:
                 raise LaunchError(
-                    f"launch: got no {missing} for {waited_s:.0f} s; need {self._num_nodes} nodes. Start the same command there, "
-                    "with its --node-rank, and see that the rendezvous can be reached."
+                    f"launch: got no {missing} for {waited_s:.0f} s; expected {self._num_nodes} nodes. Start the same "
+                    "command there, with its --node-rank, and see that the rendezvous can be reached."
                 )
             self._round([])
         if self._limits.most and sum(counts) > self._limits.most:
             raise LaunchError(
-                f"launch: got {sum(counts)} processes on {len(counts)} nodes; need at most {self._limits.most}. See --elastic."
+                f"launch: got {sum(counts)} processes on {len(counts)} nodes; expected at most {self._limits.most}. See "
+                "--elastic."
             )
         return sites, counts
 

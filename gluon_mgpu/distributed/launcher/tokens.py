@@ -34,7 +34,7 @@ def check_token(token: str, source: str) -> str:
     token = token.strip()
     if not _FORM.fullmatch(token):
         raise LaunchError(
-            f"launch: got a token of {len(token)} characters in {source}; need 16 to 512 ASCII characters without blanks. "
+            f"launch: got a token of {len(token)} characters in {source}; expected 16 to 512 ASCII characters without blanks. "
             "Use the one that node 0 shows, or one of openssl rand -hex 32."
         )
     return token
@@ -101,4 +101,4 @@ def make_token_file(path: Path) -> bool:
 
 
 def _refused(path: Path, found: str, needed: str) -> LaunchError:
-    return LaunchError(f"launch: got --token-file {path}: {found}; need {needed}.")
+    return LaunchError(f"launch: got --token-file {path}: {found}; expected {needed}.")

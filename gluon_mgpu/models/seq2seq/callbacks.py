@@ -33,7 +33,7 @@ class ValidateTranslations(Callback):
 
     def __init__(self, translator: Translator, pairs: SentencePairs) -> None:
         if not len(pairs):
-            raise TrainerError("ValidateTranslations: got no pairs; need one or more. Hold some out (split_pairs).")
+            raise TrainerError("ValidateTranslations: got no pairs; expected one or more. Hold some out (split_pairs).")
         self._translator, self._pairs = translator, pairs
 
     def on_epoch_end(self, state: FitState) -> None:
@@ -112,7 +112,7 @@ class Plateau(Callback):
         self, schedule: PlateauSchedule, monitor: str = "test_loss", factor: float = 0.5, *, mode: Optional[str] = None
     ) -> None:
         if not 0 < factor < 1:
-            raise TrainerError(f"Plateau: got factor {factor!r}; need more than 0 and less than 1. 0.5 is usual.")
+            raise TrainerError(f"Plateau: got factor {factor!r}; expected more than 0 and less than 1. 0.5 is usual.")
         self._schedule, self._best, self._factor = schedule, Best(monitor, mode), factor
 
     def on_fit_begin(self, state: FitState) -> None:

@@ -96,5 +96,5 @@ class _SmoothedSums(nn.HybridBlock):  # type: ignore[misc]
 def _pair(label: Any) -> Tuple[Any, Any]:
     if not isinstance(label, (list, tuple)) or len(label) != 2:
         found = f"{len(label)} arrays" if isinstance(label, (list, tuple)) else type(label).__name__
-        raise TrainerError(f"SequenceLoss: got {found} as the label; need two. Pass (target tokens, target lengths).")
+        raise TrainerError(f"SequenceLoss: got {found} as the label; expected two. Pass (target tokens, target lengths).")
     return label[0], label[1]

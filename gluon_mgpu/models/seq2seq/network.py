@@ -357,10 +357,10 @@ def _rows(F: Any, outputs: Array, places: Array) -> Array:
 
 def _check_inputs(X: Any, layout: str) -> Tuple[Array, Array, Array]:
     form = "(N, S), (N,), (N, T)" if layout == "NTC" else "(S, N), (N,), (T, N)"
-    wanted = f"need (source, lengths, target), MXNet arrays of shapes {form}. The data side of the toolkit makes them"
+    wanted = f"expected (source, lengths, target), MXNet arrays of shapes {form}. The data side of the toolkit makes them"
     if isinstance(X, (list, tuple)) and any(isinstance(array, mx.sym.Symbol) for array in X):
         raise TrainerError(
-            "Seq2Seq: got symbols, of a block around it that is compiled; need MXNet arrays. Hybridize the Seq2Seq alone."
+            "Seq2Seq: got symbols, of a block around it that is compiled; expected MXNet arrays. Hybridize the Seq2Seq alone."
         )
     if not isinstance(X, (list, tuple)) or len(X) != 3 or not all(is_device_array(array) for array in X):
         found = [type(array).__name__ for array in X] if isinstance(X, (list, tuple)) else type(X).__name__
@@ -381,8 +381,8 @@ def _check_sizes(**sizes: Any) -> None:
 def _check_tied(tied: bool, embed_size: int, hidden_size: int) -> None:
     if tied and embed_size != hidden_size:
         raise TrainerError(
-            f"Seq2Seq: got tied=True with embed_size={embed_size} and hidden_size={hidden_size}; need both equal, as one array "
-            "is embedding and output layer. Pass one number for both."
+            f"Seq2Seq: got tied=True with embed_size={embed_size} and hidden_size={hidden_size}; expected both equal, as "
+            "one array is embedding and output layer. Pass one number for both."
         )
 
 

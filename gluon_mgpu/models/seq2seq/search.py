@@ -323,13 +323,13 @@ def plot_attention(weights: np.ndarray, source: Sequence[str], target: Sequence[
     pieces = {"source": source, "target": target}
     for name, side in pieces.items():
         if not isinstance(side, (list, tuple)) or not all(isinstance(piece, str) for piece in side):
-            raise TrainerError(f"plot_attention: got {name}={short(side)}; need a list of texts. Pass the tokens.")
+            raise TrainerError(f"plot_attention: got {name}={short(side)}; expected a list of texts. Pass the tokens.")
     if not isinstance(weights, (np.ndarray, list, tuple)) or np.asarray(weights).dtype.kind not in "fiu":
-        raise TrainerError(f"plot_attention: got weights={short(weights)}; need a NumPy array. Pass Translation.attention.")
+        raise TrainerError(f"plot_attention: got weights={short(weights)}; expected a NumPy array. Pass Translation.attention.")
     if np.shape(weights) != (len(target), len(source)):
         raise TrainerError(
             f"plot_attention: got weights of shape {np.shape(weights)} for {len(target)} target and {len(source)} source tokens; "
-            "need one for each pair. Count the end of the sentence in."
+            "expected one for each pair. Count the end of the sentence in."
         )
     made = figure(max(3.0, 1.5 + 0.4 * len(source)), max(2.5, 1.2 + 0.3 * len(target)))
     axes = made.subplots()
@@ -363,7 +363,7 @@ def _font_for(text: str) -> Any:
         missing = missing - letters[names[-1]]
     if missing:
         warnings.warn(
-            f"plot_attention: got {''.join(map(chr, sorted(missing)))!r}, which no installed font has; need one. Install "
+            f"plot_attention: got {''.join(map(chr, sorted(missing)))!r}, which no installed font has; expected one. Install "
             "fonts-nanum or fonts-noto-cjk (Debian, Ubuntu), or google-noto-sans-cjk-fonts (Fedora), for Korean.",
             stacklevel=3,
         )
@@ -385,9 +385,13 @@ def _check_counts(**counts: Any) -> None:
 
 def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty: str) -> None:
     if not isinstance(net, Seq2Seq):
-        raise TrainerError(f"translate: got {type(net).__name__} as the network; need a Seq2Seq. Pass gluon_mgpu.models.Seq2Seq.")
+        raise TrainerError(
+            f"translate: got {type(net).__name__} as the network; expected a Seq2Seq. Pass gluon_mgpu.models.Seq2Seq."
+        )
     if num_best > beam_size:
-        raise TrainerError(f"translate: got num_best={num_best} of beam_size={beam_size}; need as many or fewer. Widen the beam.")
+        raise TrainerError(
+            f"translate: got num_best={num_best} of beam_size={beam_size}; expected as many or fewer. Widen the beam."
+        )
     real_number("translate", "alpha", alpha, advice="1.0 is usual.")
     one_of("translate", "penalty", penalty, list(PENALTIES), advice="'wu' is usual.")
 
@@ -395,12 +399,12 @@ def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty
 def _check_sentences(net: Seq2Seq, sentences: Any) -> None:
     if isinstance(sentences, str) or not isinstance(sentences, Sequence):
         raise TrainerError(
-            f"translate: got {type(sentences).__name__} as sentences; need a list of lists of tokens. Encode them."
+            f"translate: got {type(sentences).__name__} as sentences; expected a list of lists of tokens. Encode them."
         )
     for i, sentence in enumerate(sentences):
         if isinstance(sentence, str) or not isinstance(sentence, (Sequence, np.ndarray)) or not len(sentence):
             raise TrainerError(
-                f"translate: got {short(sentence)} as sentence {i}; need one or more tokens. Leave out empty ones."
+                f"translate: got {short(sentence)} as sentence {i}; expected one or more tokens. Leave out empty ones."
             )
         for token in sentence:
             _check_token(f"a token of sentence {i}:", token, net.source_vocab_size)

@@ -103,7 +103,8 @@ class Translator:
             self.net = Seq2Seq(len(source_vocabulary), len(target_vocabulary), **options)
         except TypeError as error:
             raise TrainerError(
-                f"Translator: got the options {', '.join(options)}; need those of models.Seq2Seq ({error}). Leave out the others."
+                f"Translator: got the options {', '.join(options)}; expected those of models.Seq2Seq ({error}). Leave out "
+                "the others."
             ) from error
 
     def translate(
@@ -125,7 +126,7 @@ class Translator:
             Not a list of texts, or a wrong option.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
-            raise TrainerError(f"Translator: got {short(texts)}; need a list of texts. Pass [text] for one.")
+            raise TrainerError(f"Translator: got {short(texts)}; expected a list of texts. Pass [text] for one.")
         encoded = [self.source_vocabulary.encode(text) for text in texts]
         asked = [sentence for sentence in encoded if sentence]
         found = iter(translate(self.net, asked, beam_size=beam_size, num_best=num_best, **search))
@@ -230,8 +231,8 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
         missing += [INNER] if not any(name in opened for name in inner) else []
         if missing:
             raise StateError(
-                f"load_translator: got {opened.path} without {', '.join(missing)}; need a folder of Translator.save. Pass the "
-                "folder best of a training run, say."
+                f"load_translator: got {opened.path} without {', '.join(missing)}; expected a folder of Translator.save. "
+                "Pass the folder best of a training run, say."
             )
         config = _read_config(opened.read(CONFIG_FILE), opened.path / CONFIG_FILE)
         vocabularies = []
@@ -259,7 +260,7 @@ def _read_config(content: bytes, path: Path) -> Dict[str, Any]:
 def _read_vocabulary(content: bytes, known: Dict[str, Any], path: Path) -> Vocabulary:
     if not is_listed(content) and known["fingerprint"] != fingerprint(content):  # what follows has a reader in C++
         raise DataError(
-            f"load_translator: got {path}, whose bytes are not those that {CONFIG_FILE} knows; need the vocabulary that was "
+            f"load_translator: got {path}, whose bytes are not those that {CONFIG_FILE} knows; expected the vocabulary that was "
             f"saved with it. {_ADVICE}."
         )
     vocabulary = read_vocabulary(content, path)
@@ -270,7 +271,7 @@ def _read_vocabulary(content: bytes, known: Dict[str, Any], path: Path) -> Vocab
 def _check_num_layers(num_layers: int, num_arrays: int, path: Path) -> None:
     if num_layers > num_arrays:
         raise StateError(
-            f"load_translator: got {path} with network.num_layers = {num_layers}; need at most {num_arrays}, as many as "
+            f"load_translator: got {path} with network.num_layers = {num_layers}; expected at most {num_arrays}, as many as "
             f"there are arrays in {PARAMS}. {_ADVICE}."
         )
 

@@ -98,7 +98,7 @@ class Nvml:
             It was closed before.
         """
         if self._nvml is None:
-            raise DriverError("nvml: got a library that was closed; need an open one. Make a new Nvml().")
+            raise DriverError("nvml: got a library that was closed; expected an open one. Make a new Nvml().")
         if links and self._links is None:
             self._links = tuple(self._find_links())
         gpus = tuple(self._look_at(known, handle) for known, handle in zip(self._known, self._handles))
@@ -309,7 +309,7 @@ def _driver_error(nvml: Any, error: Exception) -> DriverError:
         nvml.NVMLError_LibRmVersionMismatch: "The driver was renewed while it was loaded: reboot.",
     }
     return DriverError(
-        f"nvml: got {str(error)!r} from the NVIDIA driver; need one that answers. "
+        f"nvml: got {str(error)!r} from the NVIDIA driver; expected one that answers. "
         f"{to_do.get(type(error), 'See what nvidia-smi says.')}"
     )
 

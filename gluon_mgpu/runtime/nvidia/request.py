@@ -118,7 +118,7 @@ def num_bytes(size: Union[None, int, str]) -> int:
     found = float(match.group(1)) * 2 ** _UNITS[match.group(2)] if match else 0.0
     if not 1 <= found < 2**63:
         raise DeviceError(
-            f"use_devices: got min_free_memory={short(size)}; need a number of bytes, or '8GiB'. Leave it out for any."
+            f"use_devices: got min_free_memory={short(size)}; expected a number of bytes, or '8GiB'. Leave it out for any."
         )
     return int(found)
 

@@ -166,8 +166,8 @@ def find_batch_size(
         ended_by = str(error)
     if not any(probe.fits for probe in probes):
         raise StepError(
-            f"find_batch_size: got {probes[-1].reason} with a batch of {probes[-1].batch_size}, the smallest; need one that fits "
-            f"in {limit / 2**30:.2f} GiB. Raise the limit, or make the network or its inputs smaller."
+            f"find_batch_size: got {probes[-1].reason} with a batch of {probes[-1].batch_size}, the smallest; expected one "
+            f"that fits in {limit / 2**30:.2f} GiB. Raise the limit, or make the network or its inputs smaller."
         )
     largest = max(probe.batch_size for probe in probes if probe.fits)
     if not ended_by and all(probe.fits for probe in probes):
@@ -225,7 +225,7 @@ def _look(question: Question, timeout_s: float) -> Dict[str, Any]:
         return ask(question, timeout_s=timeout_s)
     except NoMemoryError as error:
         raise StepError(
-            f"find_batch_size: got a lack of memory ({error}) before the first batch; need room for a process with MXNet and "
+            f"find_batch_size: got a lack of memory ({error}) before the first batch; expected room for a process with MXNet and "
             "what the workload's file loads. End other processes, or load less there."
         ) from error
 
@@ -249,8 +249,8 @@ def _checked_options(options: Optional[Dict[str, Any]]) -> Dict[str, Any]:
         copied = None
     if copied is None or copied != given:
         raise TrainerError(
-            f"find_batch_size: got the options {short(options)}; need a dict of what JSON holds, as they go to other processes. "
-            "Pass numbers, strings and lists, and make the rest of them in the workload."
+            f"find_batch_size: got the options {short(options)}; expected a dict of what JSON holds, as they go to other "
+            "processes. Pass numbers, strings and lists, and make the rest of them in the workload."
         )
     return dict(given)
 
@@ -265,7 +265,7 @@ def _spec_of(devices: DeviceSpec) -> str:
     if isinstance(contexts, (list, tuple)) and contexts and all(isinstance(one, Context) for one in contexts):
         return ",".join(f"{one.device_type}:{one.device_id}-{one.device_id}" for one in contexts)
     raise DeviceError(
-        f"find_batch_size: got {short(devices)} as devices; need what use_devices takes. Pass 'gpu', 'cpu:2' or a count."
+        f"find_batch_size: got {short(devices)} as devices; expected what use_devices takes. Pass 'gpu', 'cpu:2' or a count."
     )
 
 
@@ -281,7 +281,7 @@ def _check_numbers(limit: Any, first: Any, most: Any, multiple_of: Any, timeout_
 def _check_not_inside() -> None:
     if INSIDE in os.environ:
         raise TrainerError(
-            "find_batch_size: got a call from inside of a probe, which imports the file of its workload; need the call below "
+            "find_batch_size: got a call from inside of a probe, which imports the file of its workload; expected the call below "
             'if __name__ == "__main__":. Put it there, or the workload into a file of its own.'
         )
 
@@ -289,11 +289,11 @@ def _check_not_inside() -> None:
 def _check_room(there: Dict[str, Any], limit: Optional[int], most: int, unit: int) -> None:
     if most < unit:
         raise TrainerError(
-            f"find_batch_size: got max_batch_size={most}; need {unit} or more, of which batches are multiples. "
+            f"find_batch_size: got max_batch_size={most}; expected {unit} or more, of which batches are multiples. "
             "Raise it, or pass multiple_of=."
         )
     if limit is not None and limit <= there["memory_bytes"]:
         raise TrainerError(
-            f"find_batch_size: got a memory limit of {limit:,} bytes; need more than the {there['memory_bytes']:,} that are in "
-            f"use on {', '.join(there['devices'])} before the first batch. Raise it."
+            f"find_batch_size: got a memory limit of {limit:,} bytes; expected more than the {there['memory_bytes']:,} that "
+            f"are in use on {', '.join(there['devices'])} before the first batch. Raise it."
         )

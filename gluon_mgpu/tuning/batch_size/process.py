@@ -111,7 +111,7 @@ def _watch(process: subprocess.Popen[bytes], question: Question, limit_bytes: in
             raise NoMemoryError("more than the limit", seen_bytes)
         if time.monotonic() > end:
             raise ProbeTimeoutError(
-                f"find_batch_size: got no answer within {timeout_s:g} s from {_name(question)}; need one. Allow a longer "
+                f"find_batch_size: got no answer within {timeout_s:g} s from {_name(question)}; expected one. Allow a longer "
                 "timeout, or only smaller batches; see whether the step ends when it is run alone."
             )
         # Looked at without taking its exit status: its number, and its group's, stay its own until the group is ended.
@@ -137,7 +137,7 @@ def _tell_end(code: int, log: str, question: Question, seen_bytes: int) -> NoRet
     if code == -signal.SIGKILL or aborted or says_no_memory(last):
         raise NoMemoryError(f"{how}: {last}", seen_bytes)
     raise StepError(
-        f"find_batch_size: got a process that {how} ({last}) from {_name(question)}; need a step that trains. {_HINT}"
+        f"find_batch_size: got a process that {how} ({last}) from {_name(question)}; expected a step that trains. {_HINT}"
     )
 
 
@@ -149,7 +149,7 @@ def _tell_error(answer: Dict[str, Any], question: Question) -> NoReturn:
     ours = getattr(errors, answer["kind"], None)
     if ours is not None:
         raise ours(answer["message"]) from cause
-    raise StepError(f"find_batch_size: got {told} from {_name(question)}; need a step that trains. {_HINT}") from cause
+    raise StepError(f"find_batch_size: got {told} from {_name(question)}; expected a step that trains. {_HINT}") from cause
 
 
 def _name(question: Question) -> str:

@@ -67,7 +67,7 @@ def reference_of(workload: Workload) -> str:
     'train:make'
     >>> reference_of(lambda batch_size, ctx: None)
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: find_batch_size: got ...; need a function that a new process can import. ...
+    gluon_mgpu.errors.TrainerError: find_batch_size: got ...; expected a function that a new process can import. ...
     """
     if isinstance(workload, str):
         return _checked_form(workload)
@@ -76,7 +76,8 @@ def reference_of(workload: Workload) -> str:
     place = _main_place() if place == "__main__" else place
     if not place or not callable(workload) or found is not workload:
         raise TrainerError(
-            f"find_batch_size: got {name or repr(workload)}; need a function that a new process can import. Put it at the top "
+            f"find_batch_size: got {name or repr(workload)}; expected a function that a new process can import. Put it at "
+            "the top "
             "level of a file, such as workload.py, and pass 'workload.py:make'. What it takes beside batch_size and ctx goes "
             "into options=."
         )
@@ -95,13 +96,13 @@ def load_workload(question: Question) -> Callable[..., Any]:
     module = _load_file(place) if place.endswith(".py") else _import_module(place)
     make = getattr(module, name, None)
     if not callable(make):
-        raise TrainerError(f"find_batch_size: got {place}:{name}; need a function {name} in {place}. Look at its name.")
+        raise TrainerError(f"find_batch_size: got {place}:{name}; expected a function {name} in {place}. Look at its name.")
     try:
         inspect.signature(make).bind(1, [], **question.options)
     except TypeError as error:
         raise TrainerError(
             f"find_batch_size: got {place}:{name}, to be called with batch_size, ctx and the options {question.options}: {error}"
-            f"; need a function that takes them. Write def {name}(batch_size, ctx)."
+            f"; expected a function that takes them. Write def {name}(batch_size, ctx)."
         ) from error
     return make  # type: ignore[no-any-return]
 
@@ -119,8 +120,8 @@ def step_of(made: Any, reference: str) -> Callable[[], Any]:
     if callable(made) and not isinstance(made, gluon.Block):
         return made  # type: ignore[no-any-return]
     raise TrainerError(
-        f"find_batch_size: got {type(made).__name__} from {reference}; need a function without arguments that makes a step, or "
-        "what train_batch takes. Return (net, loss, trainer, X, y)."
+        f"find_batch_size: got {type(made).__name__} from {reference}; expected a function without arguments that makes a "
+        "step, or what train_batch takes. Return (net, loss, trainer, X, y)."
     )
 
 
@@ -131,7 +132,7 @@ def _checked_form(text: str) -> str:
     if name.isidentifier() and all(part.isidentifier() for part in place.split(".")):
         return text
     raise TrainerError(
-        f"find_batch_size: got {text!r} as the workload; need 'module:function' or 'file.py:function'. "
+        f"find_batch_size: got {text!r} as the workload; expected 'module:function' or 'file.py:function'. "
         "The function takes batch_size and ctx, and returns the step."
     )
 
@@ -147,7 +148,7 @@ def _main_place() -> str:
 
 def _load_file(path: str) -> Any:
     if not os.path.exists(path):
-        raise TrainerError(f"find_batch_size: got {path}; need a file that exists. Look at its path.")
+        raise TrainerError(f"find_batch_size: got {path}; expected a file that exists. Look at its path.")
     sys.path.insert(0, os.path.dirname(path))  # as for a script that is run
     spec: Any = importlib.util.spec_from_file_location(_FILE_MODULE, path)
     module = sys.modules[_FILE_MODULE] = importlib.util.module_from_spec(spec)
@@ -163,6 +164,6 @@ def _import_module(name: str) -> Any:
         if not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there; one that it imports is not
         raise TrainerError(
-            f"find_batch_size: got {name}; need a module that can be imported from {os.getcwd()}. "
+            f"find_batch_size: got {name}; expected a module that can be imported from {os.getcwd()}. "
             "Pass 'path/to/file.py:function' for a file elsewhere."
         ) from error

@@ -126,7 +126,7 @@ def test_devices_that_are_not_there_stop_training():
     (problem,) = problems(json.loads(doctor("--devices", "cpu:0,cpu:0", "--json", exit_code=1)))
     assert problem["stops_training"]
     assert problem["what"] == "use_devices: got cpu(0) twice in [cpu(0), cpu(0)]"
-    assert problem["to_do"] == "Need different devices. Name each once."
+    assert problem["to_do"] == "Expected different devices. Name each once."
     wrong = doctor("--devices", "tpu", exit_code=1).split("what is wrong")[1]
     assert "use_devices: got 'tpu'" in squeezed(wrong)
     assert "│ yes " in wrong

@@ -4,7 +4,7 @@
     python scripts/mutants.py 3 17         # only these
     python scripts/mutants.py --list
 
-Each mutant replaces one piece of code in a copy of the tree, and runs the tests that should notice, without `--exhaustive`. A mutant
+Each mutant replaces one piece of code in a copy of the tree, and runs the tests that should notice, without `--exhaustive`. One
 that survives asks for a test. A mutant whose code has changed is reported: update it.
 """
 

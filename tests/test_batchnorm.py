@@ -79,6 +79,7 @@ def one_device():
     return result
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])

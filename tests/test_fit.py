@@ -281,6 +281,7 @@ def test_an_error_drops_what_was_accumulated():
     assert largest_difference(weights_of(net), weights_of(whole)) == 0.0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_gradients_norm_is_a_column(devices, arrays, every):
     """The mean and the largest over the epoch's updates, against those that were read one by one."""

@@ -21,6 +21,7 @@ def flat_buffer(sizes_by_device, ctx):
     return Buffer((0, 1), gradients, gradients, Bucket(gradients, gradients), 0, gradients[0].size)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("size", [1, 16, 1000, 40000, 300001])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kvstore", ["device", "local"])

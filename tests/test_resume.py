@@ -37,6 +37,7 @@ def made(ctx, optimizer, normalize):
     return net, mgpu.Trainer(net, optimizer, {**params, "momentum": 0.9} if optimizer == "sgd" else params)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stop_after", [1, 3, 5])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "BatchNorm"])
@@ -183,6 +184,7 @@ def test_killed_after_any_step_it_ends_with_the_same_bits(tmp_path, optimizer, s
     assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, optimizer), stops))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}], ids=["plain", "hybrid", "static"])
 def test_on_any_devices_and_with_any_arrays(tmp_path, devices, arrays, hybridize):
     assert_the_same(whole_and_in_parts(tmp_path, lambda: World(devices, hybridize=hybridize), [11], epochs=2, background=True))

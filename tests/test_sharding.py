@@ -63,6 +63,7 @@ def test_split_then_gather_is_the_identity(num_examples, num_devices, axis, kind
     assert isinstance(back, mx.np.ndarray) == (kind == "np")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("even_split", [True, False])
 @pytest.mark.parametrize("batch_axis", [0, 1])
 def test_arrays_are_split_as_gluon_splits_them(arrays, devices, even_split, batch_axis):

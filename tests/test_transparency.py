@@ -34,6 +34,7 @@ def reference(arrays):
     return weights
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
@@ -80,6 +81,7 @@ def test_weighted_shards_do_not_show(weights, arrays):
     assert largest_difference(weights_of(net), reference) <= 1e-5
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
 def test_micro_steps_do_not_show(num_devices, hybridize, reference):

@@ -474,7 +474,7 @@ def test_ctrl_c_saves_and_ends_with_130(tiny, data_dir, tmp_path, monkeypatch):
 def test_python_m_is_the_command_and_tells_errors_without_a_traceback(tmp_path):
     command = [sys.executable, "-m", "gluon_mgpu", *TRAIN, "--devices", "cpu:0,cpu:0", "--output", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=240)
     assert done.returncode == 1
     assert done.stdout == b""
     (line,) = done.stderr.decode().splitlines()
@@ -507,7 +507,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(arguments):
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "gluon_mgpu", *arguments]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=240)
     os.close(write)
     assert done.returncode in (0, 141) and done.stderr == b""
 

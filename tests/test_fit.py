@@ -505,7 +505,7 @@ def test_it_trains_in_another_thread(ctrl_c):
     histories = []
     thread = threading.Thread(target=lambda: histories.append(train([mx.cpu()])))
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=240)
     assert len(histories[0].rows) == 1
 
 
@@ -542,7 +542,7 @@ def test_ctrl_c_ends_a_program_with_a_checkpoint(tmp_path):
         try:
             assert program.stdout.readline() == "training\n"
             program.send_signal(signal.SIGINT)
-            output, errors = program.communicate(timeout=20)
+            output, errors = program.communicate(timeout=240)
         finally:
             program.kill()
     assert output == ""

@@ -495,7 +495,7 @@ print(out.asnumpy().tolist())
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     told, out = found.stdout.splitlines()
     assert_house_style(told)

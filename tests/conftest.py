@@ -10,6 +10,7 @@ import gluon_mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -23,8 +24,15 @@ def pytest_report_header():
 
 
 def pytest_addoption(parser):
-    text = "run all combinations of options (default: every pair of options) and the tests marked exhaustive"
+    text = "run every combination of options, not every pair, tests marked exhaustive, and 500 examples of Hypothesis, not 50"
     parser.addoption("--exhaustive", action="store_true", help=text)
+
+
+def pytest_configure(config):
+    num_examples = 500 if config.getoption("exhaustive") else 50
+    checks = [HealthCheck.too_slow]  # of the machine
+    settings.register_profile("gluon_mgpu", deadline=None, max_examples=num_examples, suppress_health_check=checks)
+    settings.load_profile("gluon_mgpu")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m

@@ -23,7 +23,7 @@ from gluon_mgpu.batch_size.process import NoMemoryError, ProbeTimeoutError, _tel
 from gluon_mgpu.batch_size.workload import Question, load_workload, reference_of, step_of
 from gluon_mgpu.cli.find_batch_size import find_batch_size_
 from gluon_mgpu.errors import DeviceError, StepError, TrainerError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
 
@@ -107,7 +107,6 @@ def fake(monkeypatch):
 # The search
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 3000), st.integers(1, 3000), st.integers(1, 100), st.integers(1, 9))
 def test_the_search_finds_what_trying_all_would(largest, most, first, multiple_of):
     tried = []

@@ -136,7 +136,14 @@ step(3)
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("raise SystemExit(3)", 3), ("exit(3)", 3), ("os._exit(4)", 4)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.exhaustive),
+        pytest.param("exit(3)", 3, marks=pytest.mark.exhaustive),
+        ("os._exit(4)", 4),
+    ],
+)
 def test_who_ends_while_the_others_wait_in_a_sum(run, mark, how, code):
     assert run(PUSH_AND_PULL + END.format(how), servers=1) == code
     assert f"rank 1 exited with status {code}, the first of 2" in run.err

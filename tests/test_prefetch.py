@@ -79,7 +79,7 @@ def epochs(draw):
     return axis, batches
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     epochs(),
     st.sampled_from([None, "float32", "int32"]),

@@ -5,7 +5,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError, ShardError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
 
@@ -38,7 +38,6 @@ def test_plans_in_numbers():
     assert mgpu.plan_shards(5, 2, [1, 1]) == [3, 2]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     num_examples=st.integers(1, 9),
     num_devices=st.integers(1, 4),

@@ -68,7 +68,7 @@ def is_running(pid):
         return False
 
 
-def await_(condition, seconds=30):
+def await_(condition, seconds=240):
     for _ in range(seconds * 20):
         if condition():
             return True
@@ -233,8 +233,8 @@ def test_one_that_hangs_is_ended_with_its_children(fake, tmp_path):
             say()
         time.sleep(600)
     """
-    ours, gluon = compared({"ours": fake("steady", STEADY), "gluon": fake("hanging", hanging)}, timeout_s=2.0)
-    assert gluon.reason == "in round 1: no answer within 2 s"
+    ours, gluon = compared({"ours": fake("steady", STEADY), "gluon": fake("hanging", hanging)}, timeout_s=5.0)
+    assert gluon.reason == "in round 1: no answer within 5 s"
     assert len(ours.rounds) == 3
     assert await_(lambda: not any(is_running(pid) for pid in pids.read_text().split()))
 
@@ -280,7 +280,7 @@ def test_ctrl_c_ends_every_child(tmp_path):
         assert len(children) == 2
         os.kill(process.pid, signal.SIGINT)
         process.stderr.read()
-        assert process.wait(30) == 130
+        assert process.wait(240) == 130
     finally:
         process.kill()
         process.stderr.close()

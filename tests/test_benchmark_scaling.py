@@ -25,7 +25,6 @@ from .test_launch import mark, marked
 
 __all__ = ["mark"]  # a fixture
 
-pytestmark = pytest.mark.timeout(200)
 PNG = b"\x89PNG\r\n\x1a\n"
 SIZES = (4_000, 300_000, 44_000_000)
 
@@ -400,21 +399,21 @@ def test_a_process_trains(mark):
 
 def test_a_contender_that_says_nothing_is_ended(tmp_path, mark):
     rows = scaling.sum_rows(["torch"], [2], [4096])
-    scaling.measure(rows, rounds=1, pythons={"torch": python_of(tmp_path / "python", "sleep 100")}, timeout_s=3)
-    assert rows[0].reason == "0 of 2 processes have come within 3 s"
+    scaling.measure(rows, rounds=1, pythons={"torch": python_of(tmp_path / "python", "sleep 10000")}, timeout_s=1)
+    assert rows[0].reason == "0 of 2 processes have come within 1 s"
     assert not marked(mark)
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path, mark):
     there = tmp_path / "there"
-    sleeping = python_of(tmp_path / "python", f"touch {there}; sleep 100")
+    sleeping = python_of(tmp_path / "python", f"touch {there}; sleep 10000")
     command = [sys.executable, "-m", "gluon_mgpu", "bench", "scaling", "--contenders", "torch", "--python", f"torch={sleeping}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not there.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     assert there.exists()
     assert process.returncode == 130
     assert not marked(mark)

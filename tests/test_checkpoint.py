@@ -82,6 +82,7 @@ def resume(folder, make_before, make_after, forget=""):
     return straight[0], net
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer, normalize", [("momentum", False), ("adam", True)], ids=["plain", "batch norm"])
 def test_resuming_on_the_same_devices_shows_in_no_bit(tmp_path, devices, arrays, optimizer, normalize):
     make = partial(make_run, devices, optimizer, normalize=normalize)

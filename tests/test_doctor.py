@@ -44,7 +44,7 @@ def fresh(*arguments, **environment):
         [sys.executable, "-m", "gluon_mgpu", "doctor", "--json", *arguments],
         env={**clean, "PYTHONWARNINGS": "ignore", **environment},
         capture_output=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.stderr == b""
     return json.loads(done.stdout), done.returncode
@@ -258,7 +258,7 @@ def test_a_folder_for_checkpoints_that_cannot_be_made_stops_training(tmp_path):
 
 
 def test_lines_fit_80_columns_in_a_pipe():
-    done = subprocess.run([sys.executable, "-m", "gluon_mgpu", "doctor", "--devices", "cpu:1"], capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "gluon_mgpu", "doctor", "--devices", "cpu:1"], capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr.decode()
     assert max(map(len, done.stdout.decode().splitlines())) <= 80
 
@@ -274,7 +274,7 @@ def without_mxnet(folder, *arguments):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
         cwd=folder,
         capture_output=True,
-        timeout=120,
+        timeout=240,
     )
 
 

@@ -24,7 +24,7 @@ print(repr(locks.claim("GPU-1")), flush=True)
 if sys.stdin.readline() == "fork and release\\n":
     child = os.fork()
     if not child:
-        time.sleep(60)
+        time.sleep(10_000)
     locks.release("GPU-1")
     print(child, flush=True)
     sys.stdin.read()
@@ -55,7 +55,7 @@ def other(own_folder):
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=240)
 
 
 def test_a_gpu_is_taken_once(other):
@@ -77,7 +77,7 @@ def test_a_killed_process_lets_go(other):
     assert claim("GPU-1") == f"taken by process {process.pid} (train.py)"
     assert not is_ours("GPU-1")
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=240)
     assert claim("GPU-1") == ""
 
 
@@ -109,7 +109,7 @@ def test_one_process_after_the_other_chooses(monkeypatch):
         monkeypatch.setattr(locks, "_PATIENCE_S", 0.05)
         begin = time.monotonic()
         with choosing():  # as another process, while this one is stopped
-            assert 0.05 <= time.monotonic() - begin < 30
+            assert time.monotonic() - begin >= 0.05
         assert is_locked()
     assert not is_locked()
 

@@ -33,7 +33,7 @@ def holder(tmp_path):
     assert process.stdout.readline() == "locked\n"
     yield process
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
@@ -46,7 +46,7 @@ def test_a_second_run_is_refused_and_the_first_one_named(tmp_path, holder, resum
     assert_house_style(caught.value)
     assert names(tmp_path) == [LOCK]
     holder.kill()
-    holder.wait(timeout=30)
+    holder.wait(timeout=240)
     fit(tmp_path, resume=resume, epochs=1)  # the kernel has let go
     assert names(tmp_path) == ["best", "last"]
 

@@ -33,6 +33,7 @@ def test_the_counter_counts(waits):
     assert waits == [WAITING[0], WAITING[1], WAITING[3], WAITING[0]]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("sizes", [[12] * 4, [7, 12, 1, 5]], ids=["even", "uneven and fewer"])
 def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_steps):

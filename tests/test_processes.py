@@ -16,7 +16,7 @@ from mxnet import gluon
 
 from .conftest import assert_house_style
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 NO_HOROVOD = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(NO_HOROVOD, reason="Horovod is not installed: sh scripts/build_horovod.sh")
 BACKENDS = ["dist_sync", pytest.param("horovod", marks=needs_horovod)]
@@ -33,18 +33,18 @@ from mxnet import autograd, gluon, init
 me = this_process()
 folder, num_devices = sys.argv[1], int(sys.argv[2])
 ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(num_devices)])
-def tell(**found):
+told = {}
+def tell(name, **found):
+    told[name] = found
     with open(f"{folder}/{me.rank}.json", "w") as file:
-        json.dump(found, file)
+        json.dump(told, file)
 """
 
 
-def launched(tmp_path, program, num_processes, num_devices=1, backend="dist_sync"):
-    """What each process tells, of a program that is launched."""
-    script = tmp_path / "program.py"
-    script.write_text(BEGIN + textwrap.dedent(program))
-    folder = tmp_path / f"{num_processes}x{num_devices}"
-    folder.mkdir()
+def launched(folder, parts, num_processes, num_devices=1, backend="dist_sync"):
+    """What each process tells, of a program of several parts that is launched."""
+    script = folder / "program.py"
+    script.write_text(BEGIN + "".join(map(textwrap.dedent, parts)))
     command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", num_processes, "--log-dir", folder / "logs"]
     command += ["--backend", backend]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
@@ -52,12 +52,36 @@ def launched(tmp_path, program, num_processes, num_devices=1, backend="dist_sync
         [str(part) for part in [*command, script, folder, num_devices]],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**environment, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """What each process of a job tells in all parts; each job is launched once."""
+    made = {}
+
+    def of(num_processes, backend="dist_sync"):
+        key = num_processes, backend
+        if key not in made:
+            last = COMPRESS if backend == "dist_sync" else HALF  # it changes how gradients are sent
+            folder = tmp_path_factory.mktemp("job")
+            made[key] = launched(folder, [SAY, TRAIN, ADVERSARIES, last], num_processes, backend=backend)
+        return made[key]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process tells that has the devices of all."""
+    on_2_and_3 = "for num_devices in (2, 3):\n    ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(num_devices)])\n"
+    (told,) = launched(tmp_path_factory.mktemp("alone"), [on_2_and_3 + TRAIN, ADVERSARIES], 1)
+    return told
 
 
 SAY = """
@@ -82,16 +106,16 @@ SAY = """
         alone = group() is None and len(mgpu.split_batch(np.zeros((4, 1)), np.zeros(4), ctx)[0][0])
     part = [x.asnumpy().tolist() for x in mgpu.split_batch(np.arange(7.0), np.arange(7), ctx)[0]]
     g.wait()
-    tell(said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums, mean=mean.asnumpy().tolist(),
-         weighted=[array.asnumpy().tolist() for array in weighted],
+    tell("say", said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums,
+         mean=mean.asnumpy().tolist(), weighted=[array.asnumpy().tolist() for array in weighted],
          alone=alone, part=part)
 """
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_sum_and_say(tmp_path, num_processes, backend):
-    found = launched(tmp_path, SAY, num_processes, backend=backend)
+def test_processes_sum_and_say(job, num_processes, backend):
+    found = [told["say"] for told in job(num_processes, backend)]
     expected = {2: [0.0, 3.0, 8.0], 3: [1.0, 7.0, 15.0]}[num_processes]  # (1e8 - 1e8) + 1, in float32
     if backend == "horovod" and num_processes == 3:
         expected = found[0]["sums"][0]  # a ring begins elsewhere in each third, but always there
@@ -119,14 +143,14 @@ COMPRESS = """
         gradient[:] = mx.nd.array(np.random.RandomState(10 * me.rank + step).normal(0, 0.5, 9).astype("float32"))
         total.run(0)
         sums.append(gradient.asnumpy().tolist())
-    tell(sums=sums, said=[one.decode() for one in g.say(b"plain")])
+    tell("compress", sums=sums, said=[one.decode() for one in g.say(b"plain")])
 """
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_gradients_are_sent_in_two_bits(tmp_path, num_processes):
+def test_gradients_are_sent_in_two_bits(job, num_processes):
     """NumPy's own way to quantise: what is over the threshold goes, the rest waits for the next step."""
-    found = launched(tmp_path, COMPRESS, num_processes)
+    found = [told["compress"] for told in job(num_processes)]
     rests = [np.zeros(9, "float32") for _ in range(num_processes)]
     for step in range(4):
         expected = np.zeros(9, "float32")
@@ -198,7 +222,7 @@ TRAIN = """
         rows = [{name: row[name] for name in ("train_loss", "test_loss")} for row in history.rows]
         return {"weights": [param.data(ctx[0]).asnumpy().tolist() for param in net.collect_params().values()], "rows": rows}
     found["convolved"], found["translated"] = convolved(), translated()
-    tell(**found)
+    tell(f"train on {num_devices}", **found)
 """
 
 
@@ -209,19 +233,13 @@ def numbers(told):
     return [number for one in told for number in numbers(one)] if isinstance(told, list) else [told]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What one process tells that has the devices of all."""
-    return {k: launched(tmp_path_factory.mktemp("alone"), TRAIN, 1, k)[0] for k in (2, 3)}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_do_not_show_in_the_weights(tmp_path, alone, num_processes, backend):
-    first, *others = launched(tmp_path, TRAIN, num_processes, backend=backend)
+def test_processes_do_not_show_in_the_weights(job, alone, num_processes, backend):
+    first, *others = [told["train on 1"] for told in job(num_processes, backend)]
     for other in others:
         assert other == first  # to the bit: weights, statistics, history, metrics, outputs
-    expected = alone[num_processes]
+    expected = alone[f"train on {num_processes}"]
     for name in expected:
         width = len(first[name]["weights"])
         found = dict(first[name], weights=first[name]["weights"])
@@ -230,12 +248,13 @@ def test_processes_do_not_show_in_the_weights(tmp_path, alone, num_processes, ba
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_same_program_gives_the_same_bits_again(tmp_path, backend):
-    runs = [launched(folder, TRAIN, 3, backend=backend) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]
-    assert runs[0] == runs[1]
+def test_the_same_program_gives_the_same_bits_again(tmp_path, job, backend):
+    for told, before in zip(launched(tmp_path, [TRAIN], 3, backend=backend), job(3, backend)):
+        assert told["train on 1"] == before["train on 1"]
 
 
 ADVERSARIES = """
+    ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(me.num_processes)])
     def trained(loop):
         mx.random.seed(3)
         generator, discriminator = gluon.nn.Dense(3, in_units=3), gluon.nn.Dense(1, in_units=3)
@@ -265,16 +284,15 @@ ADVERSARIES = """
             mgpu.train_batch(discriminator, lambda out, y: (out ** 2).sum(axis=1), trainers[1], X, X)
         params = [*generator.collect_params().values(), *discriminator.collect_params().values()]
         return [param.data(ctx[0]).asnumpy().tolist() for param in params]
-    tell(whole=trained(False), loop=trained(True))
+    tell("adversaries", whole=trained(False), loop=trained(True))
 """
 
 
-def test_a_process_without_examples_adds_none_of_another_losss_gradients(tmp_path):
+def test_a_process_without_examples_adds_none_of_another_losss_gradients(job, alone):
     """The generator's pass leaves gradients in a process that has no part of the discriminator's batch."""
-    (alone,) = launched(tmp_path, ADVERSARIES, 1, 1)
-    for told in launched(tmp_path, ADVERSARIES, 2, 2):
-        for name, weights in told.items():
-            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, alone[name])) <= 1e-6
+    for told in job(2):
+        for name, weights in told["adversaries"].items():
+            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, alone["adversaries"][name])) <= 1e-6
 
 
 HALF = """
@@ -285,13 +303,13 @@ HALF = """
     exact = g.sum_of([counts], exact=True)
     total.run(0), exact.run(0)
     said = [len(one) for one in g.say(b"x" * 3000)]
-    tell(sums=[one.asnumpy().tolist() for one in gradients], count=float(counts.asscalar()), said=said)
+    tell("half", sums=[one.asnumpy().tolist() for one in gradients], count=float(counts.asscalar()), said=said)
 """
 
 
 @needs_horovod
-def test_gradients_are_sent_as_float16(tmp_path):
-    for told in launched(tmp_path, HALF, 2, backend="horovod"):
+def test_gradients_are_sent_as_float16(job):
+    for told in (each["half"] for each in job(2, "horovod")):
         assert told["sums"] == [[2.0, 6e4, 0.0]] * 2  # 6e4 is 59,999 or 60,000 in float16: a multiple of 32
         assert told["count"] == 4098
         assert told["said"] == [3000, 3000]
@@ -304,16 +322,16 @@ def test_horovods_own_launcher(tmp_path):
     script.write_text(
         BEGIN
         + textwrap.dedent("""
-        tell(place=vars(me), said=[one.decode() for one in group().say(str(me.rank).encode())])
+        tell("place", place=vars(me), said=[one.decode() for one in group().say(str(me.rank).encode())])
     """)
     )
     command = ["horovodrun", "--gloo", "-np", 2, "-H", "localhost:2", sys.executable, script, tmp_path, 1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
     path = os.pathsep.join([os.path.dirname(sys.executable), environment["PATH"]])
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=90, env={**environment, "PATH": path})
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env={**environment, "PATH": path})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for rank in range(2):
-        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        told = json.loads((tmp_path / f"{rank}.json").read_text())["place"]
         assert told["said"] == ["0", "1"]
         assert (told["place"]["rank"], told["place"]["num_processes"], told["place"]["num_nodes"]) == (rank, 2, 1)
 
@@ -327,7 +345,7 @@ FAIL = """
             raise ValueError("this one")
         if step == 6:
             break
-    tell(restart=me.restart)
+    tell("end", restart=me.restart)
 """
 
 
@@ -342,14 +360,14 @@ def test_a_worker_of_horovod_that_fails(tmp_path):
             [str(part) for part in [*command, script, tmp_path, 1]],
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=300,
             cwd=tmp_path,
             env={name: value for name, value in os.environ.items() if not name.startswith(STARTERS)},
         )
         assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
         assert "rank 1 exited with status 1, the first of 2" in done.stderr
         assert "ValueError: this one" in done.stderr
-    assert json.loads((tmp_path / "0.json").read_text()) == {"restart": 1}
+    assert json.loads((tmp_path / "0.json").read_text()) == {"end": {"restart": 1}}
 
 
 def test_a_job_for_horovod_where_it_is_not(monkeypatch):

@@ -1,23 +1,25 @@
 """What the engine has not done yet."""
 
 import os
-import time
+import threading
 
 import mxnet as mx
 import pytest
 from gluon_mgpu.runtime.engine import Marker, is_ready, is_serial
 
+may_end = threading.Event()
 
-class Sleeper(mx.operator.CustomOp):
+
+class Waiter(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):
-        time.sleep(0.5)
+        may_end.wait(240)
         self.assign(out_data[0], req[0], in_data[0])
 
 
-@mx.operator.register("readiness_sleeper")
-class SleeperProp(mx.operator.CustomOpProp):
+@mx.operator.register("readiness_waiter")
+class WaiterProp(mx.operator.CustomOpProp):
     def create_operator(self, ctx, shapes, dtypes):
-        return Sleeper()
+        return Waiter()
 
 
 def test_an_array_is_ready_when_it_has_been_written():
@@ -25,10 +27,11 @@ def test_an_array_is_ready_when_it_has_been_written():
         pytest.skip("the serial engine has no queue")
     x = mx.nd.ones((2,))
     x.wait_to_read()
-    y = mx.nd.Custom(x, op_type="readiness_sleeper")
+    y = mx.nd.Custom(x, op_type="readiness_waiter")
     z = y + 1
     marker = Marker([x, z])
     assert (is_ready(x), is_ready(y), is_ready(z), marker.done) == (True, False, False, False)
+    may_end.set()
     mx.nd.waitall()
     assert (is_ready(y), is_ready(z), marker.done) == (True, True, True)
     assert not Marker._pending

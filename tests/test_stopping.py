@@ -21,7 +21,6 @@ from .test_fit import LOSS, Recorder, batches_of, make_net, make_trainer, three_
 from .test_launch import mark, marked, until
 
 __all__ = ["mark"]  # a fixture
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -196,14 +195,16 @@ def test_two_sigterms_at_once_are_one_request(defaults, clock):
 
 
 SLOW = """
-    import sys, time
+    import os, sys, time
     import gluon_mgpu as mgpu
     import numpy as np
     from mxnet import gluon
 
     class Slow:
         def __iter__(self):
-            for _ in range(1000):
+            for step in range(1000):
+                while step > 2 and not os.path.exists("signalled"):
+                    time.sleep(0.05)
                 time.sleep(0.6)
                 yield np.ones((4, 2), "float32"), np.zeros(4)
 
@@ -229,9 +230,10 @@ def test_a_launched_job_saves_the_step_under_way(tmp_path, mark):
     with open(output, "wb") as file:
         launcher = subprocess.Popen([*launch, "slow.py", "run"], cwd=tmp_path, stdout=file, stderr=file, env=environ)
     try:
-        assert until(lambda: log.exists() and "step 2." in log.read_text(), 120)
+        assert until(lambda: log.exists() and "step 2." in log.read_text(), 240)
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=120) == 143
+        (tmp_path / "signalled").touch()
+        assert launcher.wait(timeout=240) == 143
     finally:
         launcher.kill()
         launcher.wait()

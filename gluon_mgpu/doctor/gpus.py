@@ -68,7 +68,9 @@ def check_driver(reading: Reading, build: Build) -> List[Problem]:
         if not (reading.has_signs or build.is_for_gpus):
             return []
         what, _, to_do = reading.why_not.partition("; expected ")
-        return [Problem("driver", f"The GPUs are not known: {what}.", f"Expected {to_do}" if to_do else "See what nvidia-smi says.")]
+        return [
+            Problem("driver", f"The GPUs are not known: {what}.", f"Expected {to_do}" if to_do else "See what nvidia-smi says.")
+        ]
     newest = reading.driver.cuda_version
     if newest and _numbers(newest) < _OLDEST_CUDA and build.is_for_gpus:
         what = f"Driver {reading.driver.version} runs CUDA up to {newest}; MXNet's wheel needs 11.0 or newer."

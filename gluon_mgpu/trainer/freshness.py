@@ -12,7 +12,8 @@ import numpy as np
 from mxnet import Context
 
 from ..errors import TrainerError
-from ..runtime.c_api import Flags, on_backward
+from ..runtime.c_api import on_backward
+from ..runtime.gradient_flags import Flags
 
 Device = Tuple[int, int]  # MXNet's numbers of a device's kind and of the device
 _MOST_CALLS = 4096  # that are remembered

@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 
 from ..errors import StaleGradientError, TrainerError
 from ..nested import Array, num_bytes
-from ..runtime.c_api import Flags
+from ..runtime.gradient_flags import Flags
 from .accumulation import Accumulation, RunningSums
 from .buckets import BUCKET_BYTES, Bucket, BucketSlice, place, place_of
 from .freshness import Watcher, Writers, history, watch, watchers

@@ -139,14 +139,12 @@ class Writers:
 
 
 class Watcher:
-    """What looks at the flags of gradients before and after every backward call.
+    """Reads the flags of gradients before and after every backward call."""
 
-    Attributes
-    ----------
-    writers : Writers
-    """
-
-    writers: Writers
+    @property
+    def writers(self) -> Writers:
+        """The calls and passes that wrote its gradients."""
+        raise NotImplementedError
 
     def before_call(self) -> List[Flags]:
         """Return the flags that the call may set: those of the writers' parameters, in their order."""

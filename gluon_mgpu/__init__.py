@@ -33,9 +33,9 @@ from .moved import __getattr__ as __getattr__
 from .runtime.timing import Timer
 from .trainer.local_sgd import LocalSGD
 from .trainer.loss_scaler import LossScaler
+from .trainer.parameters import replica_difference
 from .trainer.precision import precision_of, set_precision
 from .trainer.reduction import clip_global_norm
-from .trainer.replicas import replica_difference
 from .trainer.running_stats import average_running_stats
 from .trainer.schedules import scaled_learning_rate, scaled_params
 from .trainer.trainer import Trainer

@@ -351,9 +351,9 @@ def test_a_static_graph_watches_one_parameter_once_all_were_used():
     trainer = mgpu.Trainer(net, *MOMENTUM, static_graph=True)
     X, y = small_batches([4])[0]
     outputs(net, X)
-    assert len(trainer._replicas._watched) in (0, 6)
+    assert len(trainer._replicas._fresh.watched) in (0, 6)
     step(net, trainer, X, y)
-    assert len(trainer._replicas._watched) == 1
+    assert len(trainer._replicas._fresh.watched) == 1
     with pytest.raises(StaleGradientError):
         trainer.step(4)
 

@@ -10,8 +10,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.trainer.buckets import Bucket
+from gluon_mgpu.trainer.buffers import Buffer
 from gluon_mgpu.trainer.reduction import Reduction, all_finite, clip_values, global_norm
-from gluon_mgpu.trainer.replicas import Buffer
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -78,7 +78,7 @@ with mgpu.use_devices("cpu:2") as ctx:
     if sys.argv[1] == "static":
         net.hybridize(static_alloc=True, static_shape=True)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01}, bucket_bytes=2**20)
-    assert len(trainer._replicas._all) == 8
+    assert len(trainer._replicas._placement.buffers) == 8
     loss, X, y = mx.gluon.loss.L2Loss(), mx.nd.ones((256, 256)), mx.nd.ones((256, 256))
     for _ in range(2):
         mgpu.train_batch(net, loss, trainer, X, y)

@@ -16,8 +16,7 @@ from ..distributed.process import this_process
 from ..errors import StateError
 from ..runtime.c_api import values_of
 from ..schema import shown
-from ..trainer.parameters import devices_of, shape_fits
-from ..trainer.replicas import average_replicas
+from ..trainer.parameters import average_replicas, devices_of, shape_fits
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
 from .atomic_folder import commit, explained, new_folder

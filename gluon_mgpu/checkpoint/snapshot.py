@@ -23,8 +23,7 @@ from ..nested import Array, is_device_array, leaves
 from ..runtime.c_api import values_of
 from ..trainer import loss_scaler
 from ..trainer.optimizer_config import DESCRIPTION, describe, differences, failure, misfit, restore_optimizer, with_values
-from ..trainer.parameters import has_values
-from ..trainer.replicas import average_replicas
+from ..trainer.parameters import average_replicas, has_values
 from ..trainer.running_stats import SEEN, describe_seen, remember_equal, restore_seen, shares_of, weighted_mean
 from ..trainer.states import SHAPE, check_counts, check_same, states_on
 from ..trainer.trainer import Trainer

@@ -14,8 +14,7 @@ from mxnet.gluon.parameter import DeferredInitializationError
 
 from ..checks import explaining, instance, one_of, short
 from ..errors import StepError, TrainerError
-from ..trainer.parameters import blocks_of
-from ..trainer.replicas import average_replicas
+from ..trainer.parameters import average_replicas, blocks_of
 from ..trainer.running_stats import average_over_group, average_running_stats
 from .lockstep import defer, exchange, is_in_turns, run_in_turns
 

@@ -189,7 +189,7 @@ def settings(contexts: Sequence[Any] = ()) -> List[Setting]:
     found = [_threads_setting(device_id) for device_id in sorted(ids.union(threads.contexts_seen()))]
     found += [_allocator_setting(name) for name in ALLOCATOR]
     found += [_environment_setting(name, reason) for name, reason in _REASONS.items()]
-    return [*found, _aliases_setting()]
+    return [*found, _gradient_flags_setting(), _aliases_setting()]
 
 
 def _set_environment() -> None:
@@ -325,6 +325,16 @@ def _environment_setting(name: str, reason: str) -> Setting:
     if value:
         return Setting(name, value, "environment", reason)
     return Setting(name, own, "off" if is_off() and name in ENVIRONMENT else "MXNet's default", reason)
+
+
+def _gradient_flags_setting() -> Setting:
+    gradient_flags = importlib.import_module(f"{__package__}.gradient_flags")  # it imports MXNet, which this module sets up
+    why_not = gradient_flags.why_not_memory()
+    if not why_not:
+        reason = "Trainers read in one operation which gradients are fresh; a self-check agreed with MXNet's C interface."
+        return Setting("gradient flags", "memory", "gluon_mgpu", reason)
+    source = "environment" if gradient_flags.is_switched_off() else "gluon_mgpu"
+    return Setting("gradient flags", "C interface", source, why_not)
 
 
 def _aliases_setting() -> Setting:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 import math
 import os
@@ -12,6 +11,8 @@ import warnings
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, Callable, Dict, List, Sequence, Set
+
+from .engine_push import CPU, ON_WORKER, EngineContext, push
 
 logger = logging.getLogger("gluon_mgpu")
 
@@ -73,22 +74,13 @@ def read_lines(path: str) -> List[str]:
         return []
 
 
-class EngineContext(ctypes.Structure):
-    """The C++ `mxnet::Context` that the engine's C interface takes."""
-
-    _fields_ = [("dev_type", ctypes.c_int), ("dev_id", ctypes.c_int32)]
-
-
-_ENGINE_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _WAIT_S = 30.0
 SERIAL_ENGINE = "NaiveEngine"
-_CPU = 1  # mxnet.Context.devtype2mask: what MXNet's C interface calls a CPU
 _TASKS = "/proc/self/task"
 _seen: Set[int] = set()  # ids of the CPU contexts that were used through this package
 _threads: Dict[int, int] = {}  # CPU context id -> OpenMP threads of its engine workers, once settled
 _new: Set[int] = set()  # ids of those whose threads were set here: their workers were new
 _settling = threading.Lock()
-_alive: List[Any] = []  # functions that the engine has been given: a worker is still on its way out of one when that has told
 
 
 def settle(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
@@ -186,32 +178,27 @@ def _on_workers(device_id: int, number: int) -> int:
             file.write(f"mxnet cpu({device_id})")
         found.append(openmp.omp_get_max_threads())
 
-    _push(device_id, look)
+    _run_on_each(device_id, look)
     return max(found, default=0)
 
 
-def _push(device_id: int, look: Callable[[], None]) -> None:
-    """Run a function once on each engine worker of a CPU context, and wait for that."""
-    mxnet_base = importlib.import_module("mxnet.base")
+def _run_on_each(device_id: int, function: Callable[[], None]) -> None:
+    """Run a function once on each engine worker of a CPU context, and wait for it."""
     num_workers = num_engine_workers()
     together = threading.Barrier(num_workers)  # holds each worker until all are here, so that none runs twice
     done = threading.Semaphore(0)
 
-    def run(_run_context: int, _param: int) -> None:
+    def run() -> None:
         try:
-            look()
+            function()
             together.wait(timeout=_WAIT_S)
         except threading.BrokenBarrierError:
             logger.debug("not every engine worker of cpu(%d) was free to be asked for its threads", device_id)
         finally:
             done.release()
 
-    function = _ENGINE_FUNCTION(run)
-    _alive.append(function)
-    push = mxnet_base._LIB.MXEnginePushSync
     for _ in range(num_workers):
-        context = ctypes.byref(EngineContext(_CPU, device_id))
-        mxnet_base.check_call(push(function, None, None, context, None, 0, None, 0, None, 0, b"settle_threads"))
+        push(run, device=EngineContext(CPU, device_id), where=ON_WORKER, name=b"set_threads")
     for _ in range(num_workers):
         done.acquire(timeout=_WAIT_S)
 

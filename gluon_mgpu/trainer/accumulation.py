@@ -235,55 +235,6 @@ def is_made_to_add(param: gluon.Parameter) -> bool:
     return any(one.is_on and any(param is changed for changed in one._changed) for one in list(_all))
 
 
-class RunningSums:
-    """What each device has added up by itself, where the user lets gradients add up from step to step.
-
-    A sum over devices takes its place in the gradients, for one update.
-    """
-
-    def __init__(self) -> None:
-        self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
-        self._reduced: List[Tuple[Array, Array]] = []  # gradients that hold the device's own, each with a copy of the sum
-
-    def keep(self, gradients: Sequence[Array]) -> None:
-        """Keep a copy of gradients that are going to be summed over the devices."""
-        self._own += _copies(gradients)
-
-    def put_back(self) -> None:
-        """Give the devices what is their own."""
-        own, self._own, self._reduced = self._own, [], []
-        _write_back(own)
-
-    def step_in(self) -> None:
-        """Give the devices what is their own, but keep the sums: a backward pass comes before the update."""
-        if self._own:
-            reduced = _copies([gradient for gradient, _ in self._own])
-            self.put_back()
-            self._reduced = reduced
-
-    def step_aside(self) -> None:
-        """Put the sums in place again: the update comes, and the pass was another network's."""
-        if self._reduced:
-            reduced, self._reduced = self._reduced, []
-            self.keep([gradient for gradient, _ in reduced])
-            _write_back(reduced)
-
-    def forget(self) -> None:
-        """Leave what is in the gradients."""
-        self._own, self._reduced = [], []
-
-
-def _copies(arrays: Sequence[Array]) -> List[Tuple[Array, Array]]:
-    with autograd.pause():
-        return [(array, array.copy()) for array in arrays]
-
-
-def _write_back(copies: Sequence[Tuple[Array, Array]]) -> None:
-    with autograd.pause():
-        for array, copy in copies:
-            copy.copyto(array)
-
-
 def _mark(params: Sequence[gluon.Parameter], grad_req: str) -> None:
     """Say what backward passes do to gradients, in the arrays where they are, which stay as fresh as they were.
 

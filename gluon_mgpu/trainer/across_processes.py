@@ -12,7 +12,8 @@ from ..checks import is_number, short
 from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array
-from .replicas import Buffer, Replicas
+from .buffers import Buffer
+from .replicas import Replicas
 
 _COMPRESSIONS = {"2bit": {"type", "threshold"}, "fp16": {"type"}}
 

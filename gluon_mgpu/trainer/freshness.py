@@ -12,7 +12,8 @@ import numpy as np
 from mxnet import Context
 
 from ..errors import TrainerError
-from ..runtime.c_api import Flags, on_backward
+from ..runtime.c_api import on_backward
+from ..runtime.gradient_flags import Flags
 
 Device = Tuple[int, int]  # MXNet's numbers of a device's kind and of the device
 _MOST_CALLS = 4096  # that are remembered
@@ -138,14 +139,12 @@ class Writers:
 
 
 class Watcher:
-    """What looks at the flags of gradients before and after every backward call.
+    """Reads the flags of gradients before and after every backward call."""
 
-    Attributes
-    ----------
-    writers : Writers
-    """
-
-    writers: Writers
+    @property
+    def writers(self) -> Writers:
+        """The calls and passes that wrote its gradients."""
+        raise NotImplementedError
 
     def before_call(self) -> List[Flags]:
         """Return the flags that the call may set: those of the writers' parameters, in their order."""

@@ -10,8 +10,8 @@ from mxnet import autograd
 from ..checks import whole_number
 from ..distributed import group
 from ..errors import TrainerError
-from .parameters import Params
-from .replicas import Buffer, replica_difference
+from .buffers import Buffer
+from .parameters import Params, replica_difference
 from .trainer import Trainer
 
 

@@ -1,9 +1,10 @@
-"""What is passed as the parameters of a network: their names, devices, whether they have values; and its blocks."""
+"""The parameters of a network as a user passes them: names, devices, values, replicas; and its blocks."""
 
 from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence, Union
 
+import numpy as np
 from mxnet import Context, gluon
 
 from ..errors import TrainerError
@@ -114,6 +115,36 @@ def blocks_of(net: gluon.Block) -> List[gluon.Block]:
 
     visit(net)
     return list(found.values())
+
+
+def average_replicas(params: Params) -> None:
+    """Average the weights over the devices where a `LocalSGD` trains each device separately."""
+    trainers = [param._trainer for param in named_params(params).values()]  # as Gluon notes them
+    for trainer in {id(trainer): trainer for trainer in trainers if hasattr(trainer, "average_replicas")}.values():
+        trainer.average_replicas()
+
+
+def replica_difference(params: Params) -> float:
+    """Return the largest absolute difference between the weights of any two devices; 0.0 when replicas are identical.
+
+    It reads all weights. BatchNorm's running statistics are not compared: they differ by design.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> net = gluon.nn.Dense(2, in_units=3)
+    >>> net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> replica_difference(net)
+    0.0
+    """
+    largest = 0.0
+    for param in named_params(params).values():
+        if param._differentiable and param._data:
+            first, *others = [array.asnumpy() for array in param.list_data()]
+            for other in others:
+                if not np.array_equal(first, other):
+                    largest = max(largest, float(np.abs(first.astype(np.float64) - other).max()))
+    return largest
 
 
 def shape_fits(saved: Optional[Sequence[int]], wanted: Optional[Sequence[int]]) -> bool:

@@ -13,7 +13,7 @@ from ..distributed import Group, group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, num_bytes
 from ..runtime.c_api import PushPull
-from .replicas import Buffer
+from .buffers import Buffer
 
 # Gluon takes any other name, and None, for "local" or for no reduction at all, without a word.
 LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allreduce_cpu", "local_update_cpu")

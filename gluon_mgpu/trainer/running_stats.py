@@ -19,8 +19,7 @@ from mxnet import Context, gluon
 from .. import schema
 from ..distributed import group
 from ..nested import Array
-from .parameters import Params, blocks_of, named_params
-from .replicas import average_replicas
+from .parameters import Params, average_replicas, blocks_of, named_params
 
 _RECORD = "_seen_by_devices"  # attribute of a parameter, so that it goes into a copy of the network
 _INITIAL = {"running_mean": 0.0, "running_var": 1.0}

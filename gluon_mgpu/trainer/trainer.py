@@ -16,12 +16,13 @@ from ..errors import StateError, TrainerError
 from ..nested import Array
 from .across_processes import ProcessSync
 from .buckets import BUCKET_BYTES
+from .buffers import Buffer
 from .copies import make_copyable
 from .loss_scaler import LossScaler
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .reduction import Reduction, clip_values, global_norm, scale_to_norm
-from .replicas import Buffer, Replicas
+from .replicas import Replicas
 from .running_stats import claim_examples, is_running_stat, remember_equal
 from .states import Content, read_states, states_on, write_states
 from .update import Update

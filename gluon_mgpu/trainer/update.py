@@ -14,8 +14,8 @@ from ..nested import is_device_array, leaves, num_bytes
 from ..runtime.c_api import Operator
 from ..runtime.environment import logger
 from .buckets import Bucket, BucketSlice, place_of
+from .buffers import Buffer
 from .optimizers import AdamW
-from .replicas import Buffer
 
 # Element by element: many parameters are updated as if they were one. Of these, Adam's kind depends on the number of updates.
 _WHOLE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)

@@ -1,0 +1,58 @@
+"""Python functions in the queue of MXNet's engine."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import itertools
+from functools import lru_cache
+from typing import Any, Callable, Dict, Sequence
+
+# Where the engine runs a function; numbers of MXNet's FnProperty (include/mxnet/engine.h).
+ON_WORKER, ON_PRIORITY_WORKER, AT_ONCE = 0, 3, 4
+CPU = 1  # mxnet.Context.devtype2mask: the number of a CPU in MXNet's C interface
+
+_functions: Dict[int, Callable[[], None]] = {}  # queued, by number
+_numbers = itertools.count(1)
+
+
+class EngineContext(ctypes.Structure):
+    """The C++ `mxnet::Context` that the engine's C interface takes."""
+
+    _fields_ = [("dev_type", ctypes.c_int), ("dev_id", ctypes.c_int32)]
+
+
+def push(function: Callable[[], None], *, device: EngineContext, reads: Sequence[Any] = (), where: int, name: bytes) -> None:
+    """Queue a function in MXNet's engine. The engine calls it once, unless an operation that writes `reads` fails.
+
+    Parameters
+    ----------
+    function : callable ()
+        Short, and without calls of MXNet that wait.
+    device : EngineContext
+    reads : sequence of NDArray
+        The function runs after the pending operations that write them. Operations queued later that write them run after it.
+    where : int
+        `AT_ONCE`: in the calling thread if `reads` are ready, otherwise on the device's worker as soon as they are.
+        `ON_WORKER`: on the device's worker, behind its queue. `ON_PRIORITY_WORKER`: on a worker that belongs to no device.
+    name : bytes
+        What profilers show.
+    """
+    library, check_call = _mxnet()
+    number = next(_numbers)
+    _functions[number] = function
+    handles = (ctypes.c_void_p * max(1, len(reads)))(*(array.handle.value for array in reads))
+    queued = handles, len(reads), None, 0, ctypes.byref(ctypes.c_int(where)), 0, name
+    check_call(library.MXEnginePushSyncND(_CALL, ctypes.c_void_p(number), None, ctypes.byref(device), *queued))
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+def _CALL(_run_context: int, number: int) -> None:  # noqa: N802  one for all functions: it must outlive the engine's queue
+    _functions.pop(number)()
+
+
+@lru_cache(maxsize=None)
+def _mxnet() -> Any:
+    """Return MXNet's library and the check of its calls. Modules that set MXNet up import this one before MXNet."""
+    base = importlib.import_module("mxnet.base")
+    return base._LIB, base.check_call

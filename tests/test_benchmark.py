@@ -3,6 +3,7 @@
 import doctest
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -25,6 +26,7 @@ from compare import Row, compare
 from measure import inputs, run_round
 
 PROGRAM = Path(workloads.__file__).parent
+ROOT = PROGRAM.parent.parent
 PNG = b"\x89PNG\r\n\x1a\n"
 CASE = workloads.quick(workloads.STEP)
 
@@ -186,6 +188,16 @@ def test_help_describes_every_option(name):
     output = bench(name, "--help")
     for parameter in main.commands[name].params:
         assert parameter.help and all(flag in output for flag in parameter.opts)
+
+
+@pytest.mark.parametrize("path", [*sorted((ROOT / "docs").glob("*.md")), PROGRAM / "RESULTS.md"], ids=lambda path: path.name)
+def test_commands_on_pages_have_the_options(path):
+    for words in re.findall(r"python scripts/benchmarks ([^`#]*)", path.read_text(encoding="utf-8")):
+        name, *rest = words.split()
+        flags = {flag for parameter in main.params for flag in parameter.opts} | {"--help"}
+        if not name.startswith("-"):
+            flags |= {flag for parameter in main.commands[name].params for flag in parameter.opts + parameter.secondary_opts}
+        assert {word for word in [name, *rest] if word.startswith("--")} <= flags
 
 
 @pytest.mark.parametrize("module", [report, scaling_model], ids=lambda module: module.__name__)

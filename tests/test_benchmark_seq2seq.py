@@ -96,6 +96,7 @@ def test_the_text_is_that_of_train_seq2seq(tmp_path):
     assert lengths == sorted(len(one) + 1 for one in korean_numbers(text.case.num_sentences, 0).source)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("contender", [seq2seq_with_mxnet.Cells, seq2seq_with_mxnet.Post])
 def test_the_hand_written_loops_learn(text, contender):
     mgpu.resolve_devices("cpu:2")  # one thread each: OpenBLAS hangs when two contexts have several

@@ -92,7 +92,7 @@ def scaling_(
     marked as such.
     """
     if min(processes) < 2:
-        raise click.UsageError(f"got --processes {min(processes)}; expected 2 or more. One process is always measured as well.")
+        raise click.UsageError(f"got --processes {min(processes)}; expected 2 or more. One process is always measured.")
     rows = scaling.sum_rows(contenders, processes, sizes)
     case = replace(scaling.TRAIN, batch_size=batch_size, image_size=shape)
     trained = scaling.train_rows(contenders, processes, case) if train_rounds else []

@@ -103,7 +103,8 @@ class Horovod:
 
 DEFAULTS = {
     "HOROVOD_FUSION_THRESHOLD": "0",  # bytes
-    # Milliseconds. Processes ask each other so often whether all have something, also when they compute (scripts/RESULTS.md).
+    # Milliseconds. Processes ask each other this often whether all have something to sum, also while they compute: see
+    # scripts/benchmarks/RESULTS.md.
     "HOROVOD_CYCLE_TIME": "10",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",  # for which a process may be late; it is 30, and imports of many can take that
 }

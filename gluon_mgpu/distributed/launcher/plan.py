@@ -17,7 +17,7 @@ from .tokens import TOKEN
 
 STARTUP = str(Path(__file__).parent / "startup")
 # MXNet serves when it is imported with a role in the environment, and ends by itself. By way of us it has our settings: malloc
-# keeps the memory of messages (scripts/RESULTS.md).
+# keeps the memory of messages (scripts/benchmarks/RESULTS.md).
 _SERVER = (sys.executable, "-c", "import gluon_mgpu")
 _MEETING = str(Path(__file__).parent / "horovod_rendezvous.py")
 _STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK", TOKEN}  # no worker needs the launchers' secret

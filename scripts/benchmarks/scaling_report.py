@@ -1,16 +1,16 @@
-"""Tables, JSON and a picture of sums over processes, of training with them, and of what is projected."""
+"""Tables, JSON and plot of sums over processes, of training with them, and of the projection."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ..plots import figure
-from . import report
-from .compare import Row
-from .report import Spread, Table, ranged, ratio, spread, values
-from .scaling import OTHER, SINGLE, Job
-from .scaling_model import Fit, Projection
+import report
+from compare import Row
+from gluon_mgpu.plots import figure
+from report import Spread, Table, ranged, ratio, spread, values
+from scaling import OTHER, SINGLE, Job
+from scaling_model import Fit, Projection
 
 Fits = Dict[Tuple[str, int], Fit]
 Projections = Dict[str, List[Projection]]
@@ -18,7 +18,7 @@ PROJECTION = "PROJECTION, computed and not measured"
 
 
 def sum_table(rows: Sequence[Row]) -> Table:
-    """Return milliseconds of a sum of each size, and its ratio to PyTorch's of the same processes."""
+    """Return the table of milliseconds per sum, for each size, and its ratio to PyTorch with as many processes."""
     lines = [
         [
             str(row.case.num_devices),
@@ -30,12 +30,12 @@ def sum_table(rows: Sequence[Row]) -> Table:
         for row in report.measured(rows)
         for other in [_other_of(row, rows)]
     ]
-    columns = ["n", "bytes", "contender", "ms", "time, of torch's"]
-    return "a sum over n processes, each waited for: median (range)", columns, lines
+    columns = ["n", "bytes", "contender", "ms", "time / torch"]
+    return "a sum over n processes, waiting for each: median (range)", columns, lines
 
 
 def fit_table(fits: Fits) -> Table:
-    """Return the link that explains each contender's sums, and what each sum waits before."""
+    """Return the table of the link fitted to each contender's sums, and of the wait before each sum."""
     lines = [
         [
             contender,
@@ -47,13 +47,13 @@ def fit_table(fits: Fits) -> Table:
         ]
         for (contender, n), one in fits.items()
     ]
-    columns = ["contender", "n", "ms a sum", "µs a message", "GB/s", "largest error"]
-    title = "the link that explains these sums: least squares of the relative errors; ms a sum: known, of Horovod's cycle"
+    columns = ["contender", "n", "ms per sum", "µs per message", "GB/s", "largest error"]
+    title = "the link fitted to these sums: least squares of the relative errors; ms per sum: Horovod's cycle, which is known"
     return title, columns, lines
 
 
 def train_table(rows: Sequence[Row], fits: Fits, num_bytes: int) -> Table:
-    """Return images a second, how many times as fast as one process, the ratio to PyTorch, and what the fit says of a step."""
+    """Return the table of images per second, the ratios to one process and to PyTorch, and the fitted step time."""
     lines = [
         [
             str(row.case.num_devices),
@@ -66,12 +66,12 @@ def train_table(rows: Sequence[Row], fits: Fits, num_bytes: int) -> Table:
         ]
         for row in report.measured(rows)
     ]
-    columns = ["n", "contender", "images/s", "of one's", "of torch's", "ms", "fitted"]
+    columns = ["n", "contender", "images/s", "speed / 1 process", "speed / torch", "ms", "fitted"]
     return "training ResNet-18 in n processes of one thread each: median (range)", columns, lines
 
 
 def projection_table(projections: Projections, job: Job) -> Table:
-    """Return what a step would take on many processes, and what bounds it."""
+    """Return the table of projected step times, and of the part that dominates each."""
     lines = [
         [
             label,
@@ -87,13 +87,13 @@ def projection_table(projections: Projections, job: Job) -> Table:
         f"{PROJECTION}: ms of a step, one process a machine,\n{_milliseconds(job.compute_s)} ms to compute, then "
         f"{job.num_bytes:,} bytes to sum, links of {job.wire.bytes_per_s * 8e-9:g} Gbit/s and {job.wire.latency_s * 1e6:g} µs"
     )
-    return title, ["how", "n", "latency", "transfer", "step", "efficiency", "bound by"], lines
+    return title, ["sum by", "n", "latency", "transfer", "step", "efficiency", "bound by"], lines
 
 
 def results(
     rows: Sequence[Row], tables: Sequence[Table], *, rounds: int, fits: Fits, projections: Projections, job: Job
 ) -> Dict[str, Any]:
-    """Return what the JSON file holds: every round, the fits, and what is projected, marked as such."""
+    """Return the content of the JSON file: every round, the fits, and the projection, marked as not measured."""
     return {
         **report.results("scaling", rows, rounds=rounds, tables=tables),
         "reference": OTHER,
@@ -168,7 +168,7 @@ def _images_ratio(row: Row, rows: Sequence[Row]) -> Optional[Spread]:
 
 
 def _explained(row: Row, rows: Sequence[Row], fits: Fits, num_bytes: int) -> str:
-    """Return milliseconds of a step as one process takes them, and the sum of the gradients as fitted, one after the other."""
+    """Return milliseconds of a step: one process's measured step, then the sum of the gradients as fitted."""
     single, found = _single_of(row, rows), fits.get((row.contender, row.case.num_devices))
     alone = values(single, "whole_s") if single else None
     if alone is None or found is None:
@@ -181,7 +181,7 @@ def _median_ms(one: Optional[Spread]) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return milliseconds as a table shows them; from 100 s on, seconds, which are told as such."""
+    """Return milliseconds as a table shows them; from 100 s on, seconds with their unit."""
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds * 1e3:,.{0 if seconds >= 0.1 else 1}f}"
 
 

@@ -1,4 +1,4 @@
-"""The contenders that run on MXNet: ours, Gluon's own loop, d2l's functions, GluonCV's DataParallelModel."""
+"""The contenders on MXNet: ours, Gluon's own loop, d2l's functions, GluonCV's DataParallelModel."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
 import numpy as np
+from case import Case
+from measure import NUM_CLASSES, inputs
 from mxnet import autograd, gluon, init
 from mxnet.gluon import nn
-
-from .case import Case
-from .measure import NUM_CLASSES, inputs
 
 _OPTIMIZER = ("sgd", {"learning_rate": 0.01, "momentum": 0.9})
 _WARM_UP_STEPS = 3
 
 
 class Gluon:
-    """The loop as Gluon's tutorials write it: split_and_load, a backward pass a shard, gluon.Trainer with its defaults."""
+    """The loop of Gluon's tutorials: split_and_load, one backward pass per shard, gluon.Trainer with its defaults."""
 
     parts: Tuple[str, ...] = ("split", "forward", "backward", "update")
 
@@ -43,7 +42,7 @@ class Gluon:
 
     @classmethod
     def versions(cls) -> Dict[str, str]:
-        """Return the versions of what runs here."""
+        """Return the versions of the libraries of this contender."""
         return {"mxnet": mx.__version__, "numpy": np.__version__}
 
     def make_devices(self) -> List[mx.Context]:
@@ -126,16 +125,16 @@ class Ours(Gluon):
 
 
 class OursStatic(Ours):
-    """Ours, told that every step uses every parameter."""
+    """Ours with `static_graph=True`: every step uses every parameter."""
 
     def make_trainer(self) -> gluon.Trainer:
         return self.mgpu.Trainer(self.net, *_OPTIMIZER, static_graph=True)
 
 
 class D2L(Gluon):
-    """The functions of the book "Dive into Deep Learning", as they are published: train_batch_ch13, evaluate_accuracy_gpus."""
+    """The functions of the book "Dive into Deep Learning" as published: train_batch_ch13, evaluate_accuracy_gpus."""
 
-    parts = ("split",)  # its step is one function, which also reads loss and accuracy
+    parts = ("split",)  # the rest of its step is one function, which also reads loss and accuracy
 
     def __init__(self, case: Case) -> None:
         self.d2l: Any = importlib.import_module("d2l.mxnet")
@@ -150,7 +149,7 @@ class D2L(Gluon):
         return self.d2l.resnet18(NUM_CLASSES) if self.case.network == "resnet18" else super().make_net()
 
     def hybridize(self) -> None:
-        if self.case.network != "resnet18":  # the book's is made of Blocks, which cannot be compiled
+        if self.case.network != "resnet18":  # the book builds it from Blocks, which cannot be compiled
             super().hybridize()
 
     def array(self, values: np.ndarray) -> Any:
@@ -167,9 +166,9 @@ class D2L(Gluon):
 
 
 class GluonCV(Gluon):
-    """GluonCV's DataParallelModel and DataParallelCriterion, with their defaults; gluon.Trainer with its."""
+    """GluonCV's DataParallelModel and DataParallelCriterion, and gluon.Trainer, all with their defaults."""
 
-    parts = ("forward", "backward", "update")  # the split is inside of forward
+    parts = ("forward", "backward", "update")  # forward includes the split
     threads = False
 
     def __init__(self, case: Case) -> None:
@@ -197,13 +196,13 @@ class GluonCV(Gluon):
 
 
 class GluonCVThreads(GluonCV):
-    """The same with `sync=True`: a Python thread a device."""
+    """The same with `sync=True`: one Python thread per device."""
 
     threads = True
 
 
 class Many(nn.HybridBlock):
-    """Parameters of one total size, and no more work than gives each of them a gradient."""
+    """Parameters of a given total size, and just enough work to give each of them a gradient."""
 
     def __init__(self, num_params: int, total_size: int) -> None:
         super().__init__()
@@ -216,7 +215,7 @@ class Many(nn.HybridBlock):
 
 
 def mlp(num_layers: int, units: int) -> gluon.Block:
-    """Return Dense layers with ReLU between them: two parameters a layer."""
+    """Return Dense layers with ReLU between them: two parameters per layer."""
     net = nn.HybridSequential()
     for _ in range(num_layers - 1):
         net.add(nn.Dense(units, activation="relu"))

@@ -1,13 +1,13 @@
-"""What is compared: each workload's rows, with every contender's threads and environment."""
+"""The rows of each workload, with the threads and the environment of every contender."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Dict, List, Sequence, Tuple
 
-from ..runtime import environment
-from .case import Case
-from .compare import Row
+from case import Case
+from compare import Row
+from gluon_mgpu.runtime import environment
 
 _OTHERS = ("gluoncv", "gluoncv-threads", "d2l", "torch", "torch-compile", "torch-ddp")
 STEP_CONTENDERS = ("ours", "ours-static", "gluon", *_OTHERS)
@@ -29,7 +29,7 @@ _DDP_PROCESSES = 2
 
 
 def quick(case: Case) -> Case:
-    """Return a case so small that it only shows whether it runs."""
+    """Return a case so small that it only shows whether the benchmark works."""
     return replace(
         case,
         num_layers=3,
@@ -46,7 +46,7 @@ def quick(case: Case) -> Case:
 
 
 def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = STEP) -> List[Row]:
-    """Return the rows of a network of many small parameters: what a step costs the host, for each number of contexts."""
+    """Return the rows of a step's cost for the host: a network of many small parameters, for each number of contexts."""
     return [
         Row(contender, _contexts(k), replace(case, num_devices=k), _environment(contender, k if _is_torch(contender) else 0))
         for k in num_devices
@@ -56,7 +56,7 @@ def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case 
 
 
 def memory_rows(contenders: Sequence[str], num_devices: int, case: Case = MEMORY) -> List[Row]:
-    """Return the rows of the memory that a process holds after some steps and after many."""
+    """Return the rows of the process's memory after some steps and after many."""
     return [
         Row(contender, f"memory, {row.group}", replace(row.case, workload="memory"), row.environment)
         for contender in contenders
@@ -66,9 +66,8 @@ def memory_rows(contenders: Sequence[str], num_devices: int, case: Case = MEMORY
 
 
 def train_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = TRAIN) -> Tuple[List[Row], List[Row]]:
-    """Return the rows of training ResNet-18, in two parts that are measured one after the other, as a process takes a GiB.
-
-    One context with all cores; and several contexts with their share of the cores, beside one with one.
+    """Return the rows of training ResNet-18, in two parts: one context with all cores; several contexts that share the cores,
+    with one context of one thread to compare them with. The parts are measured one after the other: a process takes 1 GiB.
     """
     several = [k for k in num_devices if k > 1]
     singles = [c for c in contenders if c in ("ours", "gluon", "torch")] if several else []
@@ -78,7 +77,7 @@ def train_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case
 
 
 def single_thread_rows(contenders: Sequence[str], case: Case) -> List[Row]:
-    """Return the rows of one context with one thread; none on a machine with one core, where that is one with all."""
+    """Return the rows of one context with one thread; none on a machine with one core, where other rows have that."""
     singles = contenders if environment.num_cores() > 1 else ()
     return [Row(c, _contexts(1, 1), replace(case, num_devices=1), _environment(c, 1, threads=1)) for c in singles]
 
@@ -89,7 +88,7 @@ def evaluate_rows(contenders: Sequence[str], num_devices: Sequence[int], case: C
 
 
 def size_rows(contenders: Sequence[str], num_devices: Sequence[int], num_params: Sequence[int], case: Case = SIZE) -> List[Row]:
-    """Return the rows of an update of the same total size in few and many parameters."""
+    """Return the rows of an update of few and of many parameters, of the same total size."""
     return [
         Row(
             contender,
@@ -104,7 +103,7 @@ def size_rows(contenders: Sequence[str], num_devices: Sequence[int], num_params:
 
 
 def rows_with_threads(contenders: Sequence[str], num_devices: Sequence[int], case: Case) -> List[Row]:
-    """Return the rows of each number of contexts, which share the cores."""
+    """Return the rows of each number of contexts; the contexts share the cores."""
     return [
         Row(contender, _contexts(k, _threads(k)), replace(case, num_devices=k), _environment(contender, k))
         for k in num_devices
@@ -118,7 +117,7 @@ def _is_torch(contender: str) -> bool:
 
 
 def _runs_on(contender: str, num_devices: int) -> bool:
-    """Return whether there is such a row: PyTorch has no contexts, but one process, or several."""
+    """Return whether a contender runs on so many devices: PyTorch runs in one process, or with DDP in two."""
     if contender == "torch-ddp":
         return num_devices == _DDP_PROCESSES
     return not _is_torch(contender) or num_devices == 1
@@ -129,26 +128,26 @@ def _threads(num_devices: int) -> int:
 
 
 def _environment(contender: str, num_devices: int = 0, *, threads: int = 0) -> Dict[str, str]:
-    """Return what a contender's process is told. Without a number of devices, each context has one thread.
+    """Return the variables of a contender's process. Without a number of devices, each context has one thread.
 
-    The loops on MXNet are told what importing gluon_mgpu settles, so that their code makes the difference. d2l, gluon-defaults
-    and korean-post are run as published: without settings; ours, on one context with all cores, settles that itself.
+    The loops on MXNet get the settings that importing gluon_mgpu makes, so that only the code differs. d2l, gluon-defaults and
+    korean-post run as published, without settings. Ours chooses its own on one context with all cores.
     """
     ours = contender in ("ours", "ours-static", "ours-padded")
     if contender in ("d2l", "gluon-defaults", "korean-post") or (ours and num_devices == 1 and not threads):
         return {}
-    told = {"OMP_NUM_THREADS": str(threads or (_threads(num_devices) if num_devices else 1))}
+    variables = {"OMP_NUM_THREADS": str(threads or (_threads(num_devices) if num_devices else 1))}
     if ours:
-        return {**told, **environment.ENVIRONMENT}
+        return {**variables, **environment.ENVIRONMENT}
     if contender == "torch-ddp":
-        return {**told, "GLOO_SOCKET_IFNAME": "lo"}
-    if contender == "torch-compile":  # its processes for compiling would stay beside the measured one
-        return {**told, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    return told if _is_torch(contender) else {**told, **environment.ENVIRONMENT, **_allocator()}
+        return {**variables, "GLOO_SOCKET_IFNAME": "lo"}
+    if contender == "torch-compile":  # the compile workers would run next to the measured process
+        return {**variables, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return variables if _is_torch(contender) else {**variables, **environment.ENVIRONMENT, **_allocator()}
 
 
 def _allocator() -> Dict[str, str]:
-    """Return malloc's settings of `runtime`, as glibc reads them from the environment."""
+    """Return the malloc settings of `runtime`, as glibc reads them from the environment."""
     return {f"MALLOC_{name[2:]}_": str(value) for name, (_, value) in environment.ALLOCATOR.items()}
 
 

@@ -1,4 +1,4 @@
-"""Sums over processes and training with them, each contender's processes asked in turns; and what follows for many."""
+"""Sums over processes, training with them, each contender in turns, and a projection to more processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ..distributed import horovod
-from ..runtime import environment
-from .case import Case
-from .compare import ContenderError, Row, Tell
-from .report import values
-from .scaling_job import Crew
-from .scaling_model import Fit, Link, Projection, Traffic, between_machines, fit, project
+from case import Case
+from compare import ContenderError, OnMessage, Row
+from gluon_mgpu.distributed import horovod
+from gluon_mgpu.runtime import environment
+from report import values
+from scaling_job import Crew
+from scaling_model import Fit, Link, Projection, Traffic, between_machines, fit, project
 
-# What the launcher is told for each. With dist_sync it is left to choose the servers: two on one machine.
+# The launcher's options for each contender. With dist_sync the launcher chooses the servers: two on one machine.
 OPTIONS: Dict[str, Dict[str, Any]] = {
     "dist_sync": {},
     "dist_sync-1-server": {"servers": 1},
@@ -25,14 +25,14 @@ OPTIONS: Dict[str, Dict[str, Any]] = {
 }
 CONTENDERS = tuple(OPTIONS)
 OTHER = "torch"
-SINGLE = "ours"  # one process of ours: nothing joins it to others
+SINGLE = "ours"  # one process of ours, without a store
 SUM = Case("sum")
 TRAIN = Case("train", network="resnet18", num_steps=4)
 _MOST_REPEATS, _LEAST_REPEATS, _ROUND_BYTES = 30, 3, 2**25
 
 
 def sum_rows(contenders: Sequence[str], num_processes: Sequence[int], sizes: Sequence[int]) -> List[Row]:
-    """Return the rows of sums of arrays, float32, of each size in bytes, by each number of processes."""
+    """Return the rows of sums of float32 arrays, for each size in bytes and each number of processes."""
     return [
         Row(contender, _group(n, f"{size:,} bytes"), _sum_case(n, size), _environment(contender))
         for n in num_processes
@@ -42,15 +42,15 @@ def sum_rows(contenders: Sequence[str], num_processes: Sequence[int], sizes: Seq
 
 
 def train_rows(contenders: Sequence[str], num_processes: Sequence[int], case: Case = TRAIN) -> List[Row]:
-    """Return the rows of training: one process with one thread of ours and of PyTorch, then those of each contender.
+    """Return the rows of training: one process with one thread of ours and of PyTorch, then several of each contender.
 
     Parameters
     ----------
     contenders : sequence of str
-        Whoever sums with another number of servers only is left out.
+        Contenders that differ only in the number of servers are left out.
     num_processes : sequence of int
     case : Case
-        Its batch is that of each process.
+        Its `batch_size` is per process.
     """
     trained = [contender for contender in contenders if not contender.endswith("server")]
     singles = [SINGLE] * any(one != OTHER for one in trained) + [OTHER] * (OTHER in trained)
@@ -67,30 +67,30 @@ def measure(
     rounds: int,
     pythons: Optional[Dict[str, str]] = None,
     timeout_s: float = 120.0,
-    tell: Tell = lambda text: None,
+    on_message: OnMessage = lambda text: None,
 ) -> None:
-    """Fill the rows with what each round found, or with why there is nothing, as `compare` does.
+    """Fill the rows with the measurements of each round, or with the reason why there are none, as `compare` does.
 
-    Rows of a contender with as many processes share these. A contender that fails in one of them has failed in all: its
-    processes wait for each other.
+    Rows of a contender with the same number of processes share these processes. If one of them fails, all these rows fail:
+    the processes wait for each other.
     """
     crews: Dict[Tuple[str, int], Crew] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for row in rows:
                 if _crew_of(row) not in crews:
-                    tell(f"starting: {row.contender}, {_group(row.case.num_devices)}")
+                    on_message(f"starting: {row.contender}, {_group(row.case.num_devices)}")
                     python = (pythons or {}).get(row.contender, sys.executable)
                     place = os.path.join(folder, str(len(crews)))
                     options = OPTIONS.get(row.contender, {})
                     crews[_crew_of(row)] = Crew(row, options, python=python, folder=place, timeout_s=timeout_s)
             for number, row in enumerate(rows):
-                tell(f"{number + 1} of {len(rows)}: {row.contender} gets ready for {row.group}")
+                on_message(f"{number + 1} of {len(rows)}: {row.contender} prepares {row.group}")
                 _attempt(row, crews[_crew_of(row)].set_up)
             for number in range(rounds):
                 for i, row in enumerate(rows if number % 2 == 0 else list(rows)[::-1]):
                     if not row.reason:
-                        tell(f"round {number + 1} of {rounds}, {i + 1} of {len(rows)}: {row.contender}, {row.group}")
+                        on_message(f"round {number + 1} of {rounds}, {i + 1} of {len(rows)}: {row.contender}, {row.group}")
                         _attempt(row, crews[_crew_of(row)].run_round)
         finally:
             for crew in crews.values():
@@ -98,7 +98,7 @@ def measure(
 
 
 def sum_fits(rows: Sequence[Row]) -> Dict[Tuple[str, int], Fit]:
-    """Return the link that explains each contender's sums, for each number of processes, where two sizes were measured."""
+    """Return the link fitted to each contender's sums, for each number of processes, if two sizes were measured."""
     found: Dict[Tuple[str, int], Fit] = {}
     for key in dict.fromkeys(_crew_of(row) for row in rows):
         points = [point for row in rows if _crew_of(row) == key for point in _points(row)]
@@ -108,10 +108,11 @@ def sum_fits(rows: Sequence[Row]) -> Dict[Tuple[str, int], Fit]:
 
 
 def traffic_of(contender: str, num_processes: int, num_servers: int = 0) -> Traffic:
-    """Return how a contender sums: gloo and Horovod in a ring; MXNet's store through servers, of two processes one sum.
+    """Return how a contender sums: gloo and Horovod in a ring, MXNet's store through servers.
 
-    Three processes or more receive what each has sent, so that all add it up in the same order; see `gluon_mgpu.dist_sync`.
-    A sum of Horovod that follows one which was waited for has just missed a cycle, and begins with the next.
+    Two processes receive the sum from the store. Three or more receive every process's array, so that all add them up in the
+    same order; see `gluon_mgpu.distributed.dist_sync`. A sum of Horovod that follows a finished one has just missed a cycle
+    and begins with the next.
     """
     if contender in ("horovod", OTHER):
         return Traffic("ring", num_processes, wait_s=horovod.cycle_s() if contender == "horovod" else 0.0)
@@ -121,16 +122,16 @@ def traffic_of(contender: str, num_processes: int, num_servers: int = 0) -> Traf
 
 @dataclass(frozen=True)
 class Job:
-    """What is projected.
+    """A training step to project.
 
     Attributes
     ----------
     compute_s : float, seconds
-        Of a step of one process.
+        Time of a step of one process.
     num_bytes : int
-        Of the gradients.
+        Size of the gradients.
     wire : Link
-        Between machines of one process each.
+        The link between machines that run one process each.
     """
 
     compute_s: float
@@ -139,9 +140,9 @@ class Job:
 
 
 def projections(fits: Dict[Tuple[str, int], Fit], num_processes: Sequence[int], job: Job) -> Dict[str, List[Projection]]:
-    """Return what steps of many processes would take, by how they sum: each contender's way, with the link that was fitted.
+    """Return the projected steps of many processes, by contender, with its way of summing and its fitted link.
 
-    The store is projected with as many servers as were measured, and with one for each process.
+    The store is projected with the measured number of servers, and with one server per process.
     """
     found: Dict[str, List[Projection]] = {}
     for contender in dict.fromkeys(contender for contender, _ in fits):
@@ -154,7 +155,7 @@ def projections(fits: Dict[Tuple[str, int], Fit], num_processes: Sequence[int], 
 
 
 def compute_s_of(rows: Sequence[Row]) -> float:
-    """Return the seconds of a step of one process of ours, else of PyTorch's; 0.0 where none was measured."""
+    """Return the seconds per step of one process of ours, else of PyTorch; 0.0 if none was measured."""
     for contender in (SINGLE, OTHER):
         for row in rows:
             found = values(row, "whole_s")
@@ -164,12 +165,12 @@ def compute_s_of(rows: Sequence[Row]) -> float:
 
 
 def _server_choices(contender: str) -> List[Tuple[str, Optional[int]]]:
-    """Return labels and numbers of servers; None is one for each process."""
+    """Return labels and numbers of servers; None is one per process."""
     if contender in ("horovod", OTHER):
         return [(f"{contender}'s ring", 0)]
     servers = OPTIONS[contender].get("servers", 2)
     fixed: Tuple[str, Optional[int]] = ("1 server" if servers == 1 else f"{servers} servers", servers)
-    return [fixed, ("a server each", None)] if contender == "dist_sync" else [fixed]
+    return [fixed, ("one server per process", None)] if contender == "dist_sync" else [fixed]
 
 
 def _points(row: Row) -> List[Tuple[float, float]]:

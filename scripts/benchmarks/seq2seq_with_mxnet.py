@@ -1,4 +1,4 @@
-"""The contenders of the seq2seq benchmark on MXNet: ours, and programs with cells unrolled by hand."""
+"""The contenders of the seq2seq benchmark on MXNet: ours, and loops around cells unrolled by hand."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
 import numpy as np
+from case import Case
 from mxnet import autograd, gluon, init
 from mxnet.gluon import nn, rnn
-
-from .case import Case
-from .sentences import Sentences, read_batches
+from sentences import Sentences, read_batches
 
 _OPTIMIZER = ("adam", {"learning_rate": 0.001})
 _DROPOUT = 0.3
 
 
 class Ours:
-    """Seq2Seq and SequenceLoss with their defaults, compiled, and fit."""
+    """Seq2Seq and SequenceLoss with their defaults, compiled, trained by fit()."""
 
     way = "bucketed"
 
@@ -46,7 +45,7 @@ class Ours:
 
     @classmethod
     def versions(cls) -> Dict[str, str]:
-        """Return the versions of what runs here."""
+        """Return the versions of the libraries of this contender."""
         return {"gluon_mgpu": importlib.import_module("gluon_mgpu").__version__, "mxnet": mx.__version__}
 
     def train(self) -> None:
@@ -59,15 +58,15 @@ class Ours:
 
 
 class OursPadded(Ours):
-    """The same with every sentence padded to the longest of all."""
+    """The same with every sentence padded to the longest one of the text."""
 
     way = "padded"
 
 
 class Cells:
-    """Gluon's own loop, with GRU cells unrolled to a fixed length; each batch is waited for and its losses are read.
+    """Gluon's own loop, with GRU cells unrolled to a fixed length. It waits for each batch and reads its losses.
 
-    Attention weighs the positions of the source: a Dense layer says where to look, from the decoder's input and state.
+    Attention is over positions: a Dense layer computes their weights from the decoder's input and state.
     """
 
     def __init__(self, case: Case) -> None:
@@ -85,7 +84,7 @@ class Cells:
 
     @classmethod
     def versions(cls) -> Dict[str, str]:
-        """Return the versions of what runs here."""
+        """Return the versions of the libraries of this contender."""
         return {"mxnet": mx.__version__, "numpy": np.__version__}
 
     def make_net(self, case: Case) -> gluon.Block:
@@ -118,14 +117,14 @@ class Cells:
 
 
 class Post(Cells):
-    """The same around the network of the Korean post's program, which is larger for the same numbers of units and tokens."""
+    """The same loop around the network of the Korean post, which is larger for the same numbers of units and tokens."""
 
     def make_net(self, case: Case) -> gluon.Block:
         return PostSeq2Seq(case)
 
 
 class PositionSeq2Seq(nn.HybridBlock):  # type: ignore[misc]
-    """Cells of a fixed length, and the mean of what the encoder says at each position, weighted by a Dense layer."""
+    """Cells of a fixed length; attention is the mean of the encoder's outputs, weighted by a Dense layer."""
 
     def __init__(self, case: Case, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -151,13 +150,13 @@ class PositionSeq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
 
 class PostSeq2Seq(nn.HybridBlock):  # type: ignore[misc]
-    """The architecture of the Korean post's program.
+    """The architecture of the Korean post.
 
-    What the encoder says is weighted by position and not summed: all of it goes, flat, through a Dense layer as wide as the
-    vocabulary, whose output is the decoder's input at that step. One embedding is for both languages.
+    The encoder's outputs are weighted by position and not summed. Flattened, they pass through a Dense layer as wide as the
+    vocabulary, whose output is the decoder's input at that step. Both languages share one embedding.
 
-    Source: github.com/haven-jeon/ko_en_neural_machine_translation, model.py. Here, the outputs of the steps are joined once, not
-    at each step, and embeddings are float32.
+    Source: github.com/haven-jeon/ko_en_neural_machine_translation, model.py. Two differences: the outputs of the steps are
+    joined once, not at each step, and embeddings are float32.
     """
 
     def __init__(self, case: Case, **kwargs: Any) -> None:
@@ -188,7 +187,7 @@ class PostSeq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
 
 class LengthMean(nn.HybridBlock):  # type: ignore[misc]
-    """Cross-entropy, the mean over each sentence's true length."""
+    """Cross-entropy: the mean over each sentence's tokens without padding."""
 
     def hybrid_forward(self, F: Any, scores: Any, tokens: Any, lengths: Any) -> Any:
         """Return the losses, shape (B,)."""
@@ -198,7 +197,7 @@ class LengthMean(nn.HybridBlock):  # type: ignore[misc]
 
 
 def encode(F: Any, cell: rnn.GRUCell, embedded: Any, num_tokens: int, lengths: Any) -> Tuple[Any, List[Any]]:
-    """Return what a cell says at each true position, shape (B, T, units), with zeros after, and its state at the last of them."""
+    """Return a cell's outputs, shape (B, T, units), zero at padding, and its state after the last token of each sentence."""
     outputs, _ = cell.unroll(num_tokens, embedded, layout="NTC", merge_outputs=True)
     values = F.SequenceMask(outputs, lengths, use_sequence_length=True, axis=1)
     return values, [F.SequenceLast(outputs, lengths, use_sequence_length=True, axis=1)]

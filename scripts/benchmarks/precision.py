@@ -1,4 +1,4 @@
-"""Training in low precision beside float32, step against step in one process, and what it costs in accuracy."""
+"""Training in low precision compared with float32: speed, in turns in one process, and accuracy."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
+import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
+from gluon_mgpu.data import ArrayLoader, load_digits
 from mxnet import Context, gluon
-
-from ..data import ArrayLoader, load_digits
-from ..data_parallel.step import train_batch
-from ..devices.select import use_devices
-from ..loop.evaluate import evaluate_accuracy_gpus
-from ..models import resnet18
-from ..trainer.precision import set_precision
-from ..trainer.trainer import Trainer
 
 NETWORKS = ("resnet18", "mlp")
 NUM_CLASSES = 10
@@ -29,19 +23,19 @@ _BATCH_SIZES = {"resnet18": 64, "mlp": 256}
 _NUM_STEPS = {"resnet18": 2, "mlp": 20}
 
 Table = Tuple[str, List[str], List[List[str]]]
-Tell = Callable[[str], None]
+OnMessage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Round:
-    """Examples a second in either precision, measured one after the other.
+    """Examples per second in both precisions, measured one after the other.
 
     Attributes
     ----------
     network : str
         `resnet18`: images of 28 x 28, batch 64. `mlp`: 4 Dense layers of 1024, batch 256.
     group : str
-        Devices, and the threads of each.
+        Number and type of the devices.
     low : str
         `bf16` on CPUs, `fp16` on GPUs.
     full_per_s, low_per_s : float, examples/s
@@ -56,13 +50,13 @@ class Round:
 
     @property
     def gain(self) -> float:
-        """How many times as fast low precision is."""
+        """Speed in low precision divided by speed in float32."""
         return self.low_per_s / self.full_per_s
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The test accuracy after training on the digits with one seed, in either precision."""
+    """The test accuracy after training on the digits with one seed, in both precisions."""
 
     seed: int
     low: str
@@ -71,12 +65,12 @@ class Learned:
 
 
 def measure(
-    specs: Sequence[str], networks: Sequence[str] = NETWORKS, *, rounds: int = 7, tell: Tell = lambda text: None
+    specs: Sequence[str], networks: Sequence[str] = NETWORKS, *, rounds: int = 7, on_message: OnMessage = lambda text: None
 ) -> List[Round]:
-    """Return what training takes in either precision, for each network on each choice of devices.
+    """Return the speed of training in both precisions, for each network on each choice of devices.
 
-    Each choice has a process of its own, because its number of threads is settled once. Both precisions are in it, and take
-    turns; every other round begins with the other one.
+    Each choice gets a process of its own, because MXNet sets the number of threads once per process. Both precisions run in
+    this process, in turns; every other round begins with the other precision.
 
     Parameters
     ----------
@@ -85,34 +79,37 @@ def measure(
     networks : sequence of str
         Of `NETWORKS`.
     rounds : int
-    tell : callable (str)
+    on_message : callable (str)
+        Called with the current activity.
     """
     found: List[Round] = []
     for spec in specs:
         for network in networks:
-            tell(f"{network} on {spec}: {rounds} rounds")
+            on_message(f"{network} on {spec}: {rounds} rounds")
             found += _apart(_rounds, spec, network, rounds)
     return found
 
 
-def learn(spec: str, *, seeds: Sequence[int] = (0, 1, 2), epochs: int = 8, tell: Tell = lambda text: None) -> List[Learned]:
-    """Return the test accuracy of ResNet-18 on scikit-learn's digits, trained in either precision with the same seeds."""
+def learn(
+    spec: str, *, seeds: Sequence[int] = (0, 1, 2), epochs: int = 8, on_message: OnMessage = lambda text: None
+) -> List[Learned]:
+    """Return the test accuracy of ResNet-18 on scikit-learn's digits, trained in both precisions with the same seeds."""
     found = []
     for seed in seeds:
-        tell(f"digits on {spec}, seed {seed}")
+        on_message(f"digits on {spec}, seed {seed}")
         found.append(_apart(_learned, spec, seed, epochs))
     return found
 
 
 def speed_table(found: Sequence[Round]) -> Table:
-    """Return title, columns and rows: medians, and the median of the rounds' ratios with their range."""
+    """Return title, columns and rows: medians, and the median and range of the rounds' ratios."""
     rows = []
     for network, group in dict.fromkeys((one.network, one.group) for one in found):
         mine = [one for one in found if (one.network, one.group) == (network, group)]
         gains = [one.gain for one in mine]
         speeds = [f"{median(getattr(one, name) for one in mine):.1f}" for name in ("full_per_s", "low_per_s")]
         rows.append([network, group, mine[0].low, *speeds, f"{median(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})"])
-    return "training, examples/s: medians", ["network", "devices", "low", "fp32", "low", "times as fast (range)"], rows
+    return "training, examples/s: medians", ["network", "devices", "low", "fp32", "low", "low / fp32 (range)"], rows
 
 
 def accuracy_table(found: Sequence[Learned]) -> Table:
@@ -125,7 +122,7 @@ def accuracy_table(found: Sequence[Learned]) -> Table:
 
 
 def ranges(found: Sequence[Round]) -> Dict[str, Dict[str, Tuple[float, float, float]]]:
-    """Return how many times as fast low precision is, by network and devices: what `plots.plot_ranges` takes."""
+    """Return the speed in low precision divided by float32's, by network and devices, for `plot_ranges`."""
     bars: Dict[str, Dict[str, Tuple[float, float, float]]] = {}
     for one in found:
         gains = [other.gain for other in found if (other.network, other.group) == (one.network, one.group)]
@@ -134,13 +131,13 @@ def ranges(found: Sequence[Round]) -> Dict[str, Dict[str, Tuple[float, float, fl
 
 
 def _apart(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns in a new process, which has not yet settled anything."""
+    """Run a function in a new process, whose number of threads is not set yet, and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
 
 def _rounds(spec: str, network: str, rounds: int) -> List[Round]:
-    with use_devices(spec) as ctx:
+    with mgpu.use_devices(spec) as ctx:
         low = _low(ctx)
         steppers = {precision: _stepper(network, precision, ctx) for precision in ("fp32", low)}
         found = []
@@ -152,9 +149,9 @@ def _rounds(spec: str, network: str, rounds: int) -> List[Round]:
 
 
 def _stepper(network: str, precision: str, ctx: List[Context]) -> Callable[[int], float]:
-    """Return a function that trains for some steps, and returns the examples a second."""
+    """Return a function that trains for some steps and returns the examples per second."""
     size = _BATCH_SIZES[network]
-    net, shape = (resnet18(NUM_CLASSES), (1, 28, 28)) if network == "resnet18" else (_mlp(), (_UNITS,))
+    net, shape = (mgpu.models.resnet18(NUM_CLASSES), (1, 28, 28)) if network == "resnet18" else (_mlp(), (_UNITS,))
     trainer = _prepared(net, precision, ctx, seed=0)
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
     rng = np.random.RandomState(0)
@@ -164,7 +161,7 @@ def _stepper(network: str, precision: str, ctx: List[Context]) -> Callable[[int]
         mx.nd.waitall()
         started = time.perf_counter()
         for _ in range(num_steps):
-            train_batch(net, loss, trainer, X, y)
+            mgpu.train_batch(net, loss, trainer, X, y)
         mx.nd.waitall()
         return num_steps * size / (time.perf_counter() - started)
 
@@ -174,26 +171,26 @@ def _stepper(network: str, precision: str, ctx: List[Context]) -> Callable[[int]
 
 def _learned(spec: str, seed: int, epochs: int) -> Learned:
     digits = load_digits()
-    with use_devices(spec) as ctx:
+    with mgpu.use_devices(spec) as ctx:
         accuracy = {}
         for precision in ("fp32", _low(ctx)):
-            net, loss = resnet18(NUM_CLASSES), gluon.loss.SoftmaxCrossEntropyLoss()
+            net, loss = mgpu.models.resnet18(NUM_CLASSES), gluon.loss.SoftmaxCrossEntropyLoss()
             trainer = _prepared(net, precision, ctx, seed=seed)
             batches = ArrayLoader(digits.train_images, digits.train_labels, batch_size=64, shuffle=True)
             for _ in range(epochs):
                 for X, y in batches:
-                    train_batch(net, loss, trainer, X, y)
-            accuracy[precision] = evaluate_accuracy_gpus(net, [(digits.test_images, digits.test_labels)])
+                    mgpu.train_batch(net, loss, trainer, X, y)
+            accuracy[precision] = mgpu.evaluate_accuracy_gpus(net, [(digits.test_images, digits.test_labels)])
         return Learned(seed, _low(ctx), accuracy["fp32"], accuracy[_low(ctx)])
 
 
-def _prepared(net: gluon.Block, precision: str, ctx: List[Context], *, seed: int) -> Trainer:
+def _prepared(net: gluon.Block, precision: str, ctx: List[Context], *, seed: int) -> mgpu.Trainer:
     np.random.seed(seed)
     mx.random.seed(seed)
     net.initialize(mx.init.Xavier(), ctx=ctx)
     net.hybridize(static_alloc=True, static_shape=True)
-    set_precision(net, precision)
-    return Trainer(net, "sgd", {"learning_rate": 0.02})
+    mgpu.set_precision(net, precision)
+    return mgpu.Trainer(net, "sgd", {"learning_rate": 0.02})
 
 
 def _mlp() -> gluon.Block:

@@ -1,4 +1,4 @@
-"""From rounds to medians, ratios with their spread, tables, and what the JSON file and the picture show."""
+"""Medians and ratios of the rounds, with their spread, as tables, JSON and the data of plots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from math import comb
 from statistics import median
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from ..devices.select import describe_devices
-from ..runtime import environment
-from ..version import __version__
-from .compare import Row
+from compare import Row
+from gluon_mgpu.devices.select import describe_devices
+from gluon_mgpu.runtime import environment
+from gluon_mgpu.version import __version__
 
 REFERENCE = "ours"
 _NOTHING = "-"
@@ -27,7 +27,7 @@ Ranges = Dict[str, Dict[str, Tuple[float, float, float]]]  # group -> contender 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median over the rounds, and the lowest and highest of them."""
+    """The median, the lowest and the highest value over the rounds."""
 
     median: float
     low: float
@@ -35,7 +35,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Optional[Spread]:
-    """Return the median and the range of some values, None of none.
+    """Return the median and the range of values; None without values.
 
     Examples
     --------
@@ -46,16 +46,17 @@ def spread(values: Sequence[float]) -> Optional[Spread]:
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> Spread:
-    """Return the median, and an interval that holds the median of all such values so probably, whatever their distribution.
+    """Return the median, and a distribution-free confidence interval of the median.
 
-    Its ends are values that lie equally far from both ends of the sorted ones. Fewer than 6 values cannot tell so much: then it
-    is their range.
+    Its ends are sample values with the same distance from both ends of the sorted sample. Fewer than 6 values do not give an
+    interval of 95 %: then it is their range.
 
     Parameters
     ----------
     values : sequence of float
-        At least one, independent of each other.
+        At least one; independent of each other.
     level : float
+        The confidence level.
 
     Examples
     --------
@@ -67,7 +68,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> Spread:
     Source: Thompson, "On confidence ranges for the median and other expectation distributions for populations of unknown
     distribution form", 1936.
     """
-    ordered, place, ways = sorted(values), 0, 1  # `ways` in 2 ** n to have at most so many values below the median
+    ordered, place, ways = sorted(values), 0, 1  # `ways` of 2 ** n have at most `place` values below the median
     while 2 * ways / 2 ** len(ordered) <= 1 - level:
         place += 1
         ways += comb(len(ordered), place)
@@ -76,12 +77,12 @@ def interval(values: Sequence[float], level: float = 0.95) -> Spread:
 
 
 def values(row: Row, name: str) -> Optional[Spread]:
-    """Return what a row's rounds found under a name, None where they found nothing, or the row has failed."""
+    """Return the spread of one measurement over a row's rounds; None if there is none or the row failed."""
     return None if row.reason else spread([found[name] for found in row.rounds if name in found])
 
 
 def ratio(row: Row, other: Row, name: str) -> Optional[Spread]:
-    """Return how many times another row's value this one's is: the median of the rounds' ratios, and their range."""
+    """Return the ratio of a row's value to another row's: the median of the rounds' ratios, and their range."""
     if row.reason or other.reason:
         return None
     pairs = [(mine[name], theirs[name]) for mine, theirs in zip(row.rounds, other.rounds) if name in mine and name in theirs]
@@ -89,32 +90,32 @@ def ratio(row: Row, other: Row, name: str) -> Optional[Spread]:
 
 
 def reference_of(row: Row, rows: Sequence[Row]) -> Optional[Row]:
-    """Return the row of ours in the same group."""
+    """Return the row of `ours` in the same group."""
     return next((other for other in rows if other.group == row.group and other.contender == REFERENCE), None)
 
 
 def ratio_to_ours(row: Row, rows: Sequence[Row], name: str) -> Optional[Spread]:
-    """Return the ratio to the row of ours in the same group, None where there is none."""
+    """Return the ratio to the row of `ours` in the same group; None if there is no such row."""
     other = reference_of(row, rows)
     return ratio(row, other, name) if other else None
 
 
 def contender_table(rows: Sequence[Row]) -> Table:
-    """Return one line a contender: its processes' environment, and the versions in it, or why it was not measured."""
+    """Return the table of contenders: the environment and versions of each, or why it was not measured."""
     lines = []
     for contender in dict.fromkeys(row.contender for row in rows):
         mine = [row for row in rows if row.contender == contender]
         names = dict.fromkeys(name for row in mine for name in row.environment)
-        told = {name: dict.fromkeys(row.environment[name] for row in mine if name in row.environment) for name in names}
-        settings = "\n".join(f"{name}={' or '.join(found)}" for name, found in told.items())
+        found = {name: dict.fromkeys(row.environment[name] for row in mine if name in row.environment) for name in names}
+        settings = "\n".join(f"{name}={' or '.join(values)}" for name, values in found.items())
         versions = next((row.versions for row in mine if row.versions), {})
         there = [f"{name} {version}" for name, version in versions.items()]
-        lines.append([contender, settings or "its own", "\n".join([", ".join(there)] * bool(there) + _reasons(mine))])
-    return "contenders", ["contender", "environment", "with what, or why not"], lines
+        lines.append([contender, settings or "unchanged", "\n".join([", ".join(there)] * bool(there) + _reasons(mine))])
+    return "contenders", ["contender", "environment", "versions, or why not measured"], lines
 
 
 def _reasons(rows: Sequence[Row]) -> List[str]:
-    """Return why these rows of a contender were not measured: each reason once, with its groups where it is not for all."""
+    """Return why these rows of a contender were not measured: each reason once, with its groups unless it is that of all rows."""
     groups: Dict[str, List[str]] = {}
     for row in rows:
         if row.reason:
@@ -126,13 +127,13 @@ def _reasons(rows: Sequence[Row]) -> List[str]:
 
 
 def measured(rows: Sequence[Row]) -> List[Row]:
-    """Return the rows of contenders that were measured at all: the others are in the table of contenders."""
+    """Return the rows of contenders with at least one measured row. The table of contenders lists the others."""
     there = {row.contender for row in rows if not row.reason}
     return [row for row in rows if row.contender in there]
 
 
 def parts_table(rows: Sequence[Row]) -> Table:
-    """Return milliseconds of each part of a step, and the ratio of the update to ours."""
+    """Return the table of milliseconds of each part of a step, with the update divided by ours."""
     parts = ["split", "forward", "backward", "update"]
     lines = [
         [
@@ -144,12 +145,12 @@ def parts_table(rows: Sequence[Row]) -> Table:
         for row in measured(rows)
         if any(f"{part}_s" in found for part in parts for found in row.rounds)
     ]
-    columns = ["contexts", "contender", *parts, "update, of ours'"]
-    return "ms to dispatch each part of a step, the devices idle before: medians", columns, lines
+    columns = ["contexts", "contender", *parts, "update / ours"]
+    return "ms to dispatch each part of a step, with the devices idle before it: medians", columns, lines
 
 
 def whole_table(rows: Sequence[Row]) -> Table:
-    """Return milliseconds of a whole step, and its ratio to ours."""
+    """Return the table of milliseconds of a whole step, with its ratio to ours."""
     lines = [
         [
             str(row.case.num_devices),
@@ -159,29 +160,29 @@ def whole_table(rows: Sequence[Row]) -> Table:
         ]
         for row in measured(rows)
     ]
-    columns = ["contexts", "contender", "ms", "time, of ours'"]
+    columns = ["contexts", "contender", "ms", "time / ours"]
     return f"ms of a whole step, {_common(rows, 'num_steps')} before each wait: median (range)", columns, lines
 
 
 def _common(rows: Sequence[Row], name: str) -> str:
-    """Return what the rows' cases say, with commas."""
+    """Return the values of a field of the rows' cases, each once."""
     return " or ".join(dict.fromkeys(f"{getattr(row.case, name):,}" for row in rows))
 
 
 def memory_table(rows: Sequence[Row]) -> Table:
-    """Return the memory of a process after some steps and after many."""
+    """Return the table of the memory of a process after some steps and after many."""
     lines = []
     for row in measured(rows):
         first, last = values(row, "first_bytes"), values(row, "last_bytes")
         growth = f"{last.median / first.median:.3f}" if first and last else _NOTHING
         lines.append([row.group.replace("memory, ", ""), row.contender, _number(first, 2**-20), _number(last, 2**-20), growth])
     case = rows[0].case
-    names = [f"MiB after {case.first_steps:,} steps", f"after {case.last_steps:,}", "times"]
+    names = [f"MiB after {case.first_steps:,} steps", f"after {case.last_steps:,}", "ratio"]
     return "resident memory of the process", ["contexts", "contender", *names], lines
 
 
 def train_table(rows: Sequence[Row]) -> Table:
-    """Return images a second, and each step's time as a multiple of ours."""
+    """Return the table of images per second, with each step's time divided by ours."""
     lines = [
         [
             row.group,
@@ -191,17 +192,17 @@ def train_table(rows: Sequence[Row]) -> Table:
         ]
         for row in measured(rows)
     ]
-    return "images/s: median (range)", ["on", "contender", "images/s", "time, of ours'"], lines
+    return "images/s: median (range)", ["on", "contender", "images/s", "time / ours"], lines
 
 
 def scaling_table(rows: Sequence[Row], name: str = "whole_s") -> Table:
-    """Return how many times as fast several contexts are as one with one thread, for each contender that has both."""
+    """Return the table of the speed of several contexts divided by that of one, one thread each, if a contender has both."""
     lines = []
     for row in measured(rows):
         single = _single_thread_of(row, rows)
         if single is not None:
             lines.append([row.contender, row.group, single.group, ranged(ratio(single, row, name))])
-    return "scaling: one thread for each context", ["contender", "these", "against", "times as fast"], lines
+    return "scaling: one thread per context", ["contender", "contexts", "compared with", "speed-up"], lines
 
 
 def _single_thread_of(row: Row, rows: Sequence[Row]) -> Optional[Row]:
@@ -215,7 +216,7 @@ def _single_thread_of(row: Row, rows: Sequence[Row]) -> Optional[Row]:
 
 
 def evaluate_table(rows: Sequence[Row]) -> Table:
-    """Return batches a second, each pass's time as a multiple of ours, and the accuracy found."""
+    """Return the table of milliseconds per pass, with each pass's time divided by ours, and the accuracy."""
     lines = [
         [
             row.group,
@@ -226,11 +227,11 @@ def evaluate_table(rows: Sequence[Row]) -> Table:
         ]
         for row in measured(rows)
     ]
-    return "a pass over the batches: median (range)", ["on", "contender", "ms", "time, of ours'", "accuracy"], lines
+    return "a pass over the batches: median (range)", ["on", "contender", "ms", "time / ours", "accuracy"], lines
 
 
 def size_table(rows: Sequence[Row]) -> Table:
-    """Return milliseconds of an update until its call returns and until it is done, and its ratio to ours."""
+    """Return the table of milliseconds of an update until its call returns and until it has finished, and its ratio to ours."""
     lines = [
         [
             str(row.case.num_params),
@@ -242,16 +243,17 @@ def size_table(rows: Sequence[Row]) -> Table:
         ]
         for row in measured(rows)
     ]
-    columns = ["parameters", "contexts", "contender", "dispatched, ms", "of ours'", "done, ms"]
-    return f"an update of {_common(rows, 'total_size')} numbers in all, the devices idle before: median (range)", columns, lines
+    columns = ["parameters", "contexts", "contender", "dispatched, ms", "time / ours", "finished, ms"]
+    title = f"an update of {_common(rows, 'total_size')} numbers, with the devices idle before it: median (range)"
+    return title, columns, lines
 
 
 def results(name: str, rows: Sequence[Row], *, rounds: int, tables: Sequence[Table]) -> Dict[str, Any]:
-    """Return what the JSON file holds: where and how this was measured, every round, and the tables as they are printed."""
+    """Return the content of the JSON file: machine, command, every round, and the tables as printed."""
     cpu = describe_devices()[0]
     return {
         "benchmark": name,
-        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+        "command": ["python", "scripts/benchmarks", *sys.argv[1:]],
         "finished": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "machine": {
             "processor": cpu.description,
@@ -280,13 +282,13 @@ def _row(row: Row, rows: Sequence[Row]) -> Dict[str, Any]:
 
 
 def step_lines(rows: Sequence[Row]) -> Panels:
-    """Return what `plot_lines` draws of steps: milliseconds of the update and of the whole, over the number of contexts."""
+    """Return the lines of steps for `plot_lines`: milliseconds of the update and of the whole, by number of contexts."""
     panels = {"update, dispatched": "update_s", "whole step": "whole_s"}
     return {title: _lines(rows, name, lambda row: row.case.num_devices) for title, name in panels.items()}
 
 
 def size_lines(rows: Sequence[Row]) -> Panels:
-    """Return what `plot_lines` draws of updates: milliseconds over the number of parameters, a panel a number of contexts."""
+    """Return the lines of updates for `plot_lines`: milliseconds by number of parameters; one panel per number of contexts."""
     drawn: Panels = {}
     for k in sorted({row.case.num_devices for row in rows}):
         those = [row for row in rows if row.case.num_devices == k]
@@ -305,7 +307,7 @@ def _lines(rows: Sequence[Row], name: str, place: Callable[[Row], float]) -> Dic
 
 
 def bars_of(rows: Sequence[Row], name: str) -> Ranges:
-    """Return what `plot_ranges` draws: group -> contender -> (median, low, high). `images_per_s` is derived."""
+    """Return the bars for `plot_ranges`: group -> contender -> (median, low, high). `images_per_s` is derived."""
     drawn: Ranges = {}
     for row in rows:
         one = _images_per_s(row) if name == "images_per_s" else _scaled(values(row, name), 1e3)
@@ -340,5 +342,5 @@ def ranged(one: Optional[Spread], factor: float = 1.0) -> str:
 
 
 def _short(value: float, digits: int = 0) -> str:
-    """Return a number with three significant digits, as one reads it."""
+    """Return a number with about three significant digits."""
     return f"{value:.{digits or (0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3)}f}"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import Any, Dict
 
-from .case import Case
-from .sentences import read_batches
+from case import Case
+from sentences import read_batches
 
-_NONE = -100  # the label that PyTorch's cross-entropy leaves out
+_NONE = -100  # the label that PyTorch's cross-entropy ignores
 
 
 class Eager:
-    """Encoder in both directions, decoder without feeding, dot attention, cross-entropy of all true tokens at once."""
+    """Bidirectional encoder, decoder without input feeding, dot-product attention, cross-entropy of all tokens at once."""
 
     def __init__(self, case: Case) -> None:
         if case.device != "cpu":
-            raise NotImplementedError(f"it runs on the CPU only, not on {case.device}")
+            raise NotImplementedError(f"this contender runs on the CPU only, not on {case.device}")
         self.torch = torch = importlib.import_module("torch")
         torch.manual_seed(0)
         n, nn = case.units, torch.nn
@@ -40,7 +40,7 @@ class Eager:
 
     @classmethod
     def versions(cls) -> Dict[str, str]:
-        """Return the versions of what runs here."""
+        """Return the versions of the libraries of this contender."""
         return {"torch": importlib.import_module("torch").__version__}
 
     def train(self) -> None:
@@ -65,7 +65,7 @@ class Eager:
         return p["output"](torch.tanh(p["vector"](torch.cat([found, queries], dim=2))))
 
     def _encode(self, embedded: Any, lengths: Any) -> Any:
-        """Return values and last states; padding, where there is any, is packed away."""
+        """Return outputs and last states. Sequences with padding are packed."""
         encoder, num_tokens = self.parts["encoder"], embedded.shape[1]
         if bool((lengths == num_tokens).all()):
             return encoder(embedded)
@@ -78,4 +78,4 @@ class Eager:
         return self.torch.arange(tokens.shape[1])[None] < lengths[:, None]
 
     def wait(self) -> None:
-        """Nothing is queued."""
+        """Return at once: nothing is queued."""

@@ -1,4 +1,4 @@
-"""What checkpoints cost the training loop: steps after a checkpoint beside those before and after, within one run of fit()."""
+"""The cost of checkpoints for the training loop: steps with a checkpoint compared with their neighbours in one fit()."""
 
 from __future__ import annotations
 
@@ -9,44 +9,41 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+import gluon_mgpu as mgpu
 import mxnet as mx
+import report
+from case import Case
+from gluon_mgpu.checkpoint.rotation import CheckpointRotation, Write
+from gluon_mgpu.loop.callbacks import Callback, Checkpoint, FitState
+from measure import NUM_CLASSES, inputs
 from mxnet import Context, gluon, init
-
-from ..checkpoint.rotation import CheckpointRotation, Write
-from ..loop.callbacks import Callback, Checkpoint, FitState
-from ..loop.fit import fit
-from ..models.resnet import resnet18
-from ..trainer.trainer import Trainer
-from . import report
-from .case import Case
-from .measure import NUM_CLASSES, inputs
-from .report import Spread, Table, interval
-from .workloads import TRAIN
+from report import Spread, Table, interval
+from workloads import TRAIN
 
 NONE, BACKGROUND, IN_LOOP = WAYS = ("none", "background", "in the loop")
-ASK = 0.02  # of the time of training, at most
+TARGET_SHARE = 0.02  # of the time of training
 _MINUTE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a lap, some steps, took beyond the mean of the lap before and the lap after, which have no checkpoint.
+    """The extra time of a lap over the mean of the previous and the next lap, which have no checkpoint. A lap is some steps.
 
     Attributes
     ----------
     way : str
-        `none` is a lap without a checkpoint, too: what it adds is noise.
+        One of `WAYS`. `none` is a lap without a checkpoint: its extra time is noise.
     num_contexts : int
     step_s : float, seconds
-        Of a step of these two laps.
+        Time per step of the two neighbours.
     wall_s, cpu_s : float, seconds
-        What was added. Of processor time, that of all threads of this process.
+        The extra time. CPU time is that of all threads of this process.
     held_s : float, seconds
-        How long the loop's thread was held up in saving, the devices idle.
+        How long saving blocked the loop's thread, with the devices idle.
     writing_s, writing_cpu_s : float, seconds
-        Until the files were on the disk, and of processor time of the thread that wrote them.
+        Time until the files were on the disk, and CPU time of the thread that wrote them.
     is_late : bool
-        Whether they were still being written when the lap ended, which spoils it.
+        Whether the files were still being written when the lap ended, which spoils the measurement.
     """
 
     way: str
@@ -67,97 +64,99 @@ def measure(
     every: int = 5,
     case: Case = TRAIN,
     folder: Optional[Path] = None,
-    tell: Callable[[str], None] = lambda text: None,
+    on_message: Callable[[str], None] = lambda text: None,
 ) -> List[Cost]:
-    """Return what checkpoints add to steps of ResNet-18, each way in turns, within one run.
+    """Return the extra time that checkpoints add to steps of ResNet-18; all ways take turns within one run.
 
     ```
     warm up │ none │ background │ none │ none │ none │ in the loop │ none │ in the loop │ none │ none │ none │ background │ ...
-                   └─ a lap: `every` steps, and what comes before the first of them
+                   └─ a lap: `every` steps, and the checkpoint before the first of them
     ```
 
     Each lap is compared with its two neighbours, so that a machine that is slower for some seconds, or becomes slower, does
-    not spoil it. What `fit` saves at its end is not counted: it comes once a run.
+    not spoil it. The checkpoint at the end of `fit` does not count: there is one per run.
 
     Parameters
     ----------
     contexts : list of mxnet.Context
-        Those that have one thread each do not spin: processor time is work then.
+        Give each one thread: threads that spin would count as CPU time.
     rounds : int
-        Laps of each way; every other round goes through the ways backwards.
+        Laps of each way; every other round goes through the ways in reverse order.
     every : int
-        Steps of a lap, which must take longer than writing.
+        Steps of a lap. A lap must take longer than writing.
     case : Case
-        Its `batch_size` and `image_size`.
+        Only its `batch_size` and `image_size` are used.
     folder : pathlib.Path, optional
-        On the disk to write to; by default where temporary files go.
-    tell : callable (str)
+        A folder on the disk to write to; by default the one of temporary files.
+    on_message : callable (str)
+        Called with the current activity.
     """
-    net = resnet18(NUM_CLASSES)
+    net = mgpu.models.resnet18(NUM_CLASSES)
     net.initialize(init.Xavier(), ctx=list(contexts))
     net.hybridize(static_alloc=True, static_shape=True)
-    # Such a rate that nothing overflows, however small the batch.
-    trainer = Trainer(net, "sgd", {"learning_rate": 1e-5, "momentum": 0.9})
+    # A learning rate at which no batch, however small, overflows.
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1e-5, "momentum": 0.9})
     ways = [NONE, NONE]
     for number in range(rounds):
         ways += [lap for way in (WAYS[::-1] if number % 2 else WAYS) for lap in (way, NONE)]
     num_contexts, laps_of_round = len(contexts), 2 * len(WAYS)
 
-    def told(lap: int) -> None:
+    def on_lap(lap: int) -> None:
         if lap > 1 and (lap - 2) % laps_of_round == 0 and lap < len(ways):
-            tell(f"round {(lap - 2) // laps_of_round + 1} of {rounds} with {_counted(num_contexts)}")
+            on_message(f"round {(lap - 2) // laps_of_round + 1} of {rounds} with {_counted(num_contexts)}")
 
     with tempfile.TemporaryDirectory(dir=folder) as place:
         savings = {way: _Saving(Path(place, way), background=way == BACKGROUND) for way in (BACKGROUND, IN_LOOP)}
-        laps = _Laps(ways, every, savings, told)
+        laps = _Laps(ways, every, savings, on_lap)
         batches = inputs(case)[:1] * (every * len(ways))
-        fit(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, batches, epochs=1, metrics=(), callbacks=[laps])
+        mgpu.fit(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, batches, epochs=1, metrics=(), callbacks=[laps])
     return laps.costs(num_contexts)
 
 
 def tables(found: Sequence[Cost]) -> List[Table]:
-    """Return two tables for each number of contexts: what a checkpoint adds, and what of it other programs hardly touch."""
+    """Return two tables for each number of contexts: the time a checkpoint adds, and its parts."""
     groups = _groups(found)
     return [made for group, ways in groups.items() for made in (_cost_table(group, ways), _parts_table(group, ways))]
 
 
 def _cost_table(group: str, ways: Dict[str, List[Cost]]) -> Table:
-    """Return what a checkpoint adds, its share where there is one a minute, and how far apart they must be for what is asked."""
+    """Return the table of the added time, its share with one checkpoint per minute, and the interval for `TARGET_SHARE`."""
     lines = []
     for way, those in ways.items():
         added = _added(those)
-        apart = "-" if way == NONE else _told(added, 1 / ASK, 1, least=0.0)
-        lines.append([way, _told(added, 1e3), _told(added, 100 / _MINUTE_S, 2), apart])
+        apart = "-" if way == NONE else _format(added, 1 / TARGET_SHARE, 1, least=0.0)
+        lines.append([way, _format(added, 1e3), _format(added, 100 / _MINUTE_S, 2), apart])
     every = [one for those in ways.values() for one in those]
     num_laps = len(every) // len(WAYS)
+    step_ms = median(one.step_s for one in every) * 1e3
     title = (
-        f"{group}: what a checkpoint adds to steps of {median(one.step_s for one in every) * 1e3:.0f} ms, {num_laps} laps each:\n"
-        f"the median, and {'the interval that holds it with 95 %' if num_laps > 5 else 'the range: too few for an interval'}"
+        f"{group}: the time a checkpoint adds to steps of {step_ms:.0f} ms, {num_laps} laps each:\n"
+        f"the median, and {'its 95 % confidence interval' if num_laps > 5 else 'the range: too few for an interval'}"
     )
-    return title, ["checkpoints", "ms it adds", "% of a minute", f"s apart for {ASK:.0%}"], lines
+    return title, ["checkpoints", "ms added", "% of a minute", f"s apart for {TARGET_SHARE:.0%}"], lines
 
 
 def _parts_table(group: str, ways: Dict[str, List[Cost]]) -> Table:
-    """Return processor time, how long the loop is held up, and what writing takes."""
+    """Return the table of CPU time, of how long the loop is blocked, and of the time to write."""
     lines = []
     for way, those in ways.items():
         parts = [
             f"{median(times) * 1e3:.0f}" for times in zip(*((one.held_s, one.writing_s, one.writing_cpu_s) for one in those))
         ]
-        cpu = _told(interval([one.cpu_s for one in those]), 1e3)
+        cpu = _format(interval([one.cpu_s for one in those]), 1e3)
         lines.append([way, cpu, *(["-"] * len(parts) if way == NONE else parts), str(sum(one.is_late for one in those))])
-    title = f"{group}: ms of processor time it adds in all threads, and its parts: medians"
-    return title, ["checkpoints", "CPU", "loop held up", "writing", "its CPU", "late"], lines
+    title = f"{group}: ms of CPU time a checkpoint adds in all threads, and its parts: medians"
+    return title, ["checkpoints", "CPU", "loop blocked", "writing", "CPU of writing", "late"], lines
 
 
 def results(found: Sequence[Cost], made: Sequence[Table], *, rounds: int, every: int) -> Dict[str, Any]:
-    """Return what the JSON file holds."""
-    told = report.results("checkpoint", [], rounds=rounds, tables=made)
-    return {**told, "reference": NONE, "every": every, "costs": [asdict(one) for one in found]}
+    """Return the content of the JSON file."""
+    common = report.results("checkpoint", [], rounds=rounds, tables=made)
+    return {**common, "reference": NONE, "every": every, "costs": [asdict(one) for one in found]}
 
 
 def ranges(found: Sequence[Cost]) -> Dict[str, Dict[str, Tuple[float, float, float]]]:
-    """Return the median milliseconds that a checkpoint adds and their interval: what `plots.plot_ranges` takes."""
+    """Return the median milliseconds that a checkpoint adds and their interval, for `plot_ranges`."""
     bars: Dict[str, Dict[str, Tuple[float, float, float]]] = {}
     for group, ways in _groups(found).items():
         for way, those in ways.items():
@@ -182,14 +181,14 @@ def _added(costs: Sequence[Cost]) -> Spread:
     return interval([one.wall_s for one in costs])
 
 
-def _told(one: Spread, factor: float, digits: int = 0, *, least: float = float("-inf")) -> str:
+def _format(one: Spread, factor: float, digits: int = 0, *, least: float = float("-inf")) -> str:
     rounded = [round(max(least, value * factor), digits) + 0.0 for value in (one.median, one.low, one.high)]  # -0.0 + 0.0 is 0.0
     middle, low, high = (f"{value:.{digits}f}" for value in rounded)
     return f"{middle} ({low} to {high})"
 
 
 class _Mark(NamedTuple):
-    """The clocks between two laps, and whether a checkpoint is still being written there."""
+    """The clocks between two laps, and whether a checkpoint is still being written."""
 
     wall_s: float
     cpu_s: float
@@ -197,12 +196,12 @@ class _Mark(NamedTuple):
 
 
 class _Laps(Callback):
-    """Reads the clocks between two laps, and saves there what the next one is to begin with."""
+    """Reads the clocks between two laps, and saves the checkpoint with which the next lap begins."""
 
-    def __init__(self, ways: Sequence[str], every: int, savings: Dict[str, _Saving], tell: Callable[[int], None]) -> None:
-        self._ways, self._every, self._savings, self._tell = ways, every, savings, tell
-        self._marks: List[_Mark] = []  # where each lap ends
-        self._held: Dict[int, float] = {}  # seconds, by the lap that begins so
+    def __init__(self, ways: Sequence[str], every: int, savings: Dict[str, _Saving], on_lap: Callable[[int], None]) -> None:
+        self._ways, self._every, self._savings, self._on_lap = ways, every, savings, on_lap
+        self._marks: List[_Mark] = []  # at the end of each lap
+        self._held: Dict[int, float] = {}  # seconds, by the lap that begins with the checkpoint
 
     def on_fit_begin(self, state: FitState) -> None:
         for saving in self._savings.values():
@@ -212,12 +211,12 @@ class _Laps(Callback):
         lap, rest = divmod(state.step, self._every)
         if rest:
             return
-        is_late = any(saving.shelf.is_writing for saving in self._savings.values())
+        is_late = any(saving.rotation.is_writing for saving in self._savings.values())
         self._marks.append(_Mark(time.perf_counter(), time.process_time(), is_late))
-        self._tell(lap)
+        self._on_lap(lap)
         saving = self._savings.get(self._ways[lap]) if lap < len(self._ways) else None
         if saving is not None:
-            mx.nd.waitall()  # as saving does, for running statistics: what it holds up from here on are idle devices
+            mx.nd.waitall()  # as saving does for running statistics: from here on the devices are idle
             began = time.perf_counter()
             saving.on_batch_end(state)
             self._held[lap] = time.perf_counter() - began
@@ -227,8 +226,8 @@ class _Laps(Callback):
             saving.on_fit_end(state)
 
     def costs(self, num_contexts: int) -> List[Cost]:
-        """Return what each lap adds that lies between two without a checkpoint."""
-        writings = {way: iter(saving.shelf.writings) for way, saving in self._savings.items()}
+        """Return the extra time of each lap that lies between two laps without a checkpoint."""
+        writings = {way: iter(saving.rotation.writings) for way, saving in self._savings.items()}
         marks, found = self._marks, []
         for lap in range(2, len(self._ways) - 1, 2):
             way = self._ways[lap]
@@ -242,8 +241,8 @@ class _Laps(Callback):
                     way,
                     num_contexts,
                     step_s=(wall_s[0] + wall_s[2]) / 2 / self._every,
-                    wall_s=_beyond(wall_s),
-                    cpu_s=_beyond(cpu_s),
+                    wall_s=_extra(wall_s),
+                    cpu_s=_extra(cpu_s),
                     held_s=self._held.get(lap, 0.0),
                     writing_s=writing_s,
                     writing_cpu_s=writing_cpu_s,
@@ -253,28 +252,28 @@ class _Laps(Callback):
         return found
 
 
-def _beyond(three: Sequence[float]) -> float:
+def _extra(three: Sequence[float]) -> float:
     return three[1] - (three[0] + three[2]) / 2
 
 
 class _Saving(Checkpoint):
-    """Saves whenever it is asked in an epoch, and not at its end."""
+    """Saves when called within an epoch, and not at its end."""
 
     def __init__(self, folder: Path, *, background: bool) -> None:
         super().__init__(folder, None, every=1, background=background)
-        self._shelf = self.shelf = _TimedShelf(folder, background=background)
+        self._shelf = self.rotation = _TimedRotation(folder, background=background)
 
     def on_epoch_end(self, state: FitState) -> None:
         pass
 
 
-class _TimedShelf(CheckpointRotation):
-    """Notes what writing each folder took.
+class _TimedRotation(CheckpointRotation):
+    """Records the time to write each folder.
 
     Attributes
     ----------
     writings : list of (float, float), seconds
-        Until it was on the disk, and of processor time of the thread that wrote it.
+        Time until it was on the disk, and CPU time of the thread that wrote it.
     is_writing : bool
     """
 
@@ -284,7 +283,7 @@ class _TimedShelf(CheckpointRotation):
         self.is_writing = False
 
     def put(self, write: Write, step: int, *, is_best: bool = False, num_bytes: int = 0) -> None:
-        self.wait()  # what it is still writing, before it is said to begin anew
+        self.wait()  # for the previous checkpoint: its end resets `is_writing`
         self.is_writing = True
         super().put(write, step, is_best=is_best, num_bytes=num_bytes)
 

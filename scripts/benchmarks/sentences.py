@@ -1,4 +1,4 @@
-"""The batches that the contenders of the seq2seq benchmark read: the same sentences, in each one's way to pad them."""
+"""The batches of the seq2seq benchmark: the same sentences for all contenders, padded in several ways."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Sentences(NamedTuple):
 
 
 def write_batches(folder: str, way: str, batches: Iterable[Sentences]) -> None:
-    """Write the batches of one way to pad."""
+    """Write the batches of one way of padding to a file in the folder."""
     arrays = {f"{i} {name}": array for i, batch in enumerate(batches) for name, array in batch._asdict().items()}
     np.savez(Path(folder) / f"{way}.npz", **arrays)
 
 
 def read_batches(folder: str, way: str) -> List[Sentences]:
-    """Return what `write_batches` wrote."""
+    """Return the batches that `write_batches` wrote."""
     with np.load(Path(folder) / f"{way}.npz") as file:
         num_batches = len(file.files) // len(Sentences._fields)
         return [Sentences(*(file[f"{i} {name}"] for name in Sentences._fields)) for i in range(num_batches)]

@@ -1,4 +1,4 @@
-"""Contenders in turns: a process for each, asked round after round, so that a slow moment of the machine hits all."""
+"""Measures contenders in turns, one process each, round after round: a slow moment of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
-from ..runtime import environment
-from .case import Case
+from case import Case
+from gluon_mgpu.runtime import environment
 
-Tell = Callable[[str], None]
+OnMessage = Callable[[str], None]
 
 WORKER = Path(__file__).with_name("worker.py")
 _END_S = 10.0
 
 
 class ContenderError(RuntimeError):
-    """A contender cannot go on: it is not installed, has failed, crashed, or given no answer in time."""
+    """A contender cannot continue: it is not installed, failed, crashed, or did not answer in time."""
 
 
 @dataclass
 class Row:
-    """What one contender does in one group of rows that are compared with each other.
+    """The measurements of one contender in one group of rows that are compared with each other.
 
     Attributes
     ----------
@@ -39,12 +39,12 @@ class Row:
         `2 contexts, 1 thread each`.
     case : Case
     environment : dict of str to str
-        What its process gets beside the user's environment. Rows of a contender with the same share a process.
+        Variables that its process gets in addition to the user's. Rows of a contender with the same variables share a process.
     versions : dict of str to str
     rounds : list of dict of str to float
-        What each round found, in the order of the rounds.
+        The measurements of each round, in order.
     reason : str
-        Why there are no more of them; empty where all is well.
+        Why there are no more rounds; empty if all succeeded.
     """
 
     contender: str
@@ -62,39 +62,39 @@ def compare(
     rounds: int,
     pythons: Optional[Dict[str, str]] = None,
     timeout_s: float = 120.0,
-    tell: Tell = lambda text: None,
+    on_message: OnMessage = lambda text: None,
 ) -> None:
-    """Fill the rows with what each round found, or with why there is nothing.
+    """Fill the rows with the measurements of each round, or with the reason why there are none.
 
     Parameters
     ----------
     rows : sequence of Row
-        Those of a group stand together, so that they are measured one after another.
+        The rows of a group are adjacent, so that they are measured one after another.
     rounds : int
-        Every other one goes through the rows backwards.
+        Every other round goes through the rows in reverse order.
     pythons : dict of contender to path, optional
         Interpreters other than this one.
     timeout_s : float, seconds
-        Of every wait for a contender.
-    tell : callable (str)
-        Is told what is under way.
+        The longest wait for an answer of a contender.
+    on_message : callable (str)
+        Called with the current activity.
     """
     workers: Dict[Tuple[str, str], _Worker] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            tell("starting the contenders")
+            on_message("starting the contenders")
             for row in rows:
                 if _process_of(row) not in workers:
                     number = len(workers)
                     python = (pythons or {}).get(row.contender, sys.executable)
                     workers[_process_of(row)] = _Worker(row, python, os.path.join(folder, str(number)), timeout_s)
             for number, row in enumerate(rows):
-                tell(f"{number + 1} of {len(rows)}: {row.contender} gets ready for {row.group}")
+                on_message(f"{number + 1} of {len(rows)}: {row.contender} prepares {row.group}")
                 _attempt(row, workers[_process_of(row)].set_up, "")
             for number in range(rounds):
                 for i, row in enumerate(rows if number % 2 == 0 else list(rows)[::-1]):
                     if not row.reason:
-                        tell(f"round {number + 1} of {rounds}, {i + 1} of {len(rows)}: {row.contender}, {row.group}")
+                        on_message(f"round {number + 1} of {rounds}, {i + 1} of {len(rows)}: {row.contender}, {row.group}")
                         _attempt(row, workers[_process_of(row)].run_round, f"in round {number + 1}: ")
         finally:
             for worker in workers.values():
@@ -104,7 +104,7 @@ def compare(
 
 
 def _process_of(row: Row) -> Tuple[str, str]:
-    apart = row.group if row.contender == "torch-ddp" else ""  # its processes meet once
+    apart = row.group if row.contender == "torch-ddp" else ""  # its process group is set up once per process
     return row.contender, apart + json.dumps(row.environment, sort_keys=True)
 
 
@@ -116,7 +116,7 @@ def _attempt(row: Row, work: Callable[[Row], None], when: str) -> None:
 
 
 class _Worker:
-    """A contender's process, with its own group, so that what it has started ends with it."""
+    """The process of a contender, in a process group of its own, so that the processes it starts end with it."""
 
     def __init__(self, row: Row, python: str, folder: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -126,7 +126,7 @@ class _Worker:
         self._process: Optional[subprocess.Popen[bytes]] = None
         os.mkdir(folder)
         self._log = os.path.join(folder, "stderr")
-        inherited = {name: value for name, value in os.environ.items() if name not in _settled_names()}
+        inherited = {name: value for name, value in os.environ.items() if name not in settled_names()}
         try:
             with open(self._log, "wb") as log:
                 self._process = subprocess.Popen(
@@ -151,7 +151,7 @@ class _Worker:
         row.rounds.append(self._ask({"round": row.group})["found"])
 
     def kill(self) -> None:
-        """End the process and all that it has started, at once: nothing here is worth saving."""
+        """Kill the process and all processes it has started: there is nothing to save."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -169,7 +169,7 @@ class _Worker:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
         except BrokenPipeError:
-            self._break(self._epitaph())
+            self._break(self._describe_end())
         return self._answer()
 
     def _answer(self) -> Dict[str, Any]:
@@ -186,7 +186,7 @@ class _Worker:
         return answer
 
     def _line(self) -> bytes:
-        """Return the next line of the contender's, waiting no longer than the timeout for all of it."""
+        """Return the contender's next line; the timeout counts for the whole line."""
         end = time.monotonic() + self._timeout_s
         file = self._process.stdout.fileno()  # type: ignore[union-attr]
         while b"\n" not in self._pending:
@@ -195,7 +195,7 @@ class _Worker:
                 self._break(f"no answer within {self._timeout_s:g} s")
             found = os.read(file, 65536)
             if not found:
-                self._break(self._epitaph())
+                self._break(self._describe_end())
             self._pending += found
         line, self._pending = self._pending.split(b"\n", 1)
         return line
@@ -209,8 +209,8 @@ class _Worker:
         self.kill()
         raise ContenderError(why)
 
-    def _epitaph(self) -> str:
-        """Return how the process ended, and the last line that it wrote to its standard error."""
+    def _describe_end(self) -> str:
+        """Return how the process ended, and the last line of its standard error."""
         try:
             code = self._process.wait(_END_S)  # type: ignore[union-attr]
             how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
@@ -220,6 +220,6 @@ class _Worker:
         return f"{how}: {lines[-1].strip()}" if lines else how
 
 
-def _settled_names() -> List[str]:
-    """Return the names that importing gluon_mgpu may have set here, and that each row sets or leaves to its contender."""
+def settled_names() -> List[str]:
+    """Return the variables that importing gluon_mgpu may have set here: a row sets them, or its contender's process has none."""
     return [*environment.ENVIRONMENT, "OMP_NUM_THREADS"]

@@ -1,4 +1,4 @@
-"""One round of a workload: which calls are timed, and when the devices are waited for."""
+"""One round of a workload: which calls are timed, and where it waits for the devices."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from statistics import median
 from typing import Any, Callable, Dict, List, Tuple
 
 import numpy as np
-
-from .case import Case
+from case import Case
 
 NUM_CLASSES = 10
-_WAIT_EVERY = 50  # steps: a queue without end is not what memory is compared for
+_WAIT_EVERY = 50  # steps: the memory of an unbounded queue is not compared
 
 
 def inputs(case: Case) -> List[Tuple[np.ndarray, np.ndarray]]:
@@ -27,7 +26,7 @@ def inputs(case: Case) -> List[Tuple[np.ndarray, np.ndarray]]:
 
 
 def run_round(contender: Any, case: Case) -> Dict[str, float]:
-    """Return what one round of a contender cost: seconds by name (`..._s`), bytes, accuracy."""
+    """Return the measurements of one round of a contender: seconds (`..._s`), bytes, accuracy."""
     rounds: Dict[str, Callable[[Any, Case], Dict[str, float]]] = {
         "step": _step,
         "memory": _memory,
@@ -40,7 +39,7 @@ def run_round(contender: Any, case: Case) -> Dict[str, float]:
 
 
 def _step(contender: Any, case: Case) -> Dict[str, float]:
-    """Each part with the engine idle before, so that its time is the host's; then whole steps in a steady queue.
+    """Time each part with the engine idle before it, so that only the host's time counts; then whole steps in a steady queue.
 
     ```
     wait │split│ wait │forward│ wait │backward│ wait │update│   then   wait │step step step ... wait│
@@ -83,7 +82,7 @@ def _evaluate(contender: Any, _case: Case) -> Dict[str, float]:
 
 
 def _size(contender: Any, case: Case) -> Dict[str, float]:
-    """The update alone, until its call returns and until the devices are done."""
+    """Time the update alone: until its call returns, and until the devices have finished."""
     _warm_up(contender)
     dispatched, done = [], []
     for _ in range(case.repeats):
@@ -111,7 +110,7 @@ def _memory(contender: Any, case: Case) -> Dict[str, float]:
 
 
 def _warm_up(contender: Any) -> None:
-    """Take back the processor's caches from whoever ran before."""
+    """Refill the processor's caches: another contender ran before."""
     contender.step()
     contender.wait()
 

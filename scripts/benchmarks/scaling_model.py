@@ -1,4 +1,4 @@
-"""A model of training on many processes: what a step takes to compute, and what sending the gradients takes."""
+"""A model of training on many processes: the time to compute a step, and the time to send the gradients."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Dict, List, Sequence, Tuple
 import numpy as np
 
 PATTERNS: Dict[str, str] = {
-    "ring": "each sends to the next, and receives from the one before",
-    "servers": "each sends all to the servers, and receives the sum of all",
-    "rows": "each sends all to the servers, and receives what every process has sent",
+    "ring": "each process sends to the next one, and receives from the previous one",
+    "servers": "each process sends all to the servers, and receives the sum",
+    "rows": "each process sends all to the servers, and receives the arrays of every process",
 }
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a message takes: `latency_s`, and a second for each `bytes_per_s`.
+    """The time of a message: `latency_s`, plus its bytes divided by `bytes_per_s`.
 
     Attributes
     ----------
     latency_s : float, seconds
     bytes_per_s : float
-        Infinite where sending takes no longer for more.
+        Infinite if the time does not depend on the size.
     """
 
     latency_s: float
@@ -31,7 +31,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Traffic:
-    """How a sum over processes is sent.
+    """How processes exchange a sum.
 
     Attributes
     ----------
@@ -39,9 +39,9 @@ class Traffic:
         One of `PATTERNS`.
     num_processes : int
     num_servers : int
-        Of the patterns with servers.
+        For the patterns with servers.
     wait_s : float, seconds
-        Before a sum begins: once a sum, however many processes there are, such as a cycle of Horovod's.
+        Wait before each sum, independent of the number of processes, such as Horovod's cycle.
     """
 
     pattern: str
@@ -51,10 +51,10 @@ class Traffic:
 
     @property
     def num_messages(self) -> float:
-        """How many messages follow one another: each waits for the one before.
+        """The number of consecutive messages, each of which waits for the previous one.
 
-        Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005, for the ring;
-        to the servers and back otherwise.
+        Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005, for the ring.
+        Otherwise there are two: to the servers and back.
 
         Examples
         --------
@@ -67,10 +67,10 @@ class Traffic:
 
     @property
     def share(self) -> float:
-        """How often the array's bytes pass through the link that has the most to carry: a process's, or a server's.
+        """How often the array's bytes pass through the busiest link, of a process or of a server.
 
-        A ring: 2 (n - 1) / n. Servers, each of which holds 1 / s of the array: 2 max(1, n / s), to them and back; where every
-        process receives the n arrays, (1 + n) max(1, n / s).
+        A ring: 2 (n - 1) / n. Servers, each of which holds 1 / s of the array: 2 max(1, n / s), to them and back. If every
+        process receives the n arrays: (1 + n) max(1, n / s).
 
         Source: Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, for the ring.
 
@@ -88,11 +88,11 @@ class Traffic:
 
     @property
     def is_bound_by_servers(self) -> bool:
-        """Whether the servers have more to carry than the processes."""
+        """Whether the servers' links carry more than those of the processes."""
         return self.pattern != "ring" and self.num_servers < self.num_processes
 
     def seconds(self, num_bytes: float, link: Link) -> Tuple[float, float]:
-        """Return what waiting and the messages' latency take, and what their bytes take, in seconds; nothing with one process.
+        """Return the seconds of waiting and latency, and the seconds of transfer. Both are 0 with one process.
 
         Examples
         --------
@@ -105,14 +105,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Fit:
-    """A link that explains what was measured.
+    """A link fitted to measurements.
 
     Attributes
     ----------
     traffic : Traffic
     link : Link
     error : float
-        By how much the worst measurement is from the fit, relative to the measurement.
+        The largest difference between a measurement and the fit, relative to the measurement.
     """
 
     traffic: Traffic
@@ -121,14 +121,14 @@ class Fit:
 
 
 def fit(points: Sequence[Tuple[float, float]], traffic: Traffic) -> Fit:
-    """Return the link that explains the times of sums best: least squares of the relative errors, so that small sums count.
+    """Return the link that fits the times of sums best: least squares of the relative errors, so that small sums count.
 
     Parameters
     ----------
     points : sequence of (bytes, seconds)
-        Of at least two sizes.
+        At least two sizes.
     traffic : Traffic
-        How they were sent, by two processes or more. Its `wait_s` is known, and in the times: the link explains the rest.
+        How two or more processes exchanged them. The times contain the known `wait_s`; the link explains the rest.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def fit(points: Sequence[Tuple[float, float]], traffic: Traffic) -> Fit:
     terms = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
     rest = 1 - traffic.wait_s / times
     (begin, slope), *_ = np.linalg.lstsq(terms, rest, rcond=None)
-    if begin < 0 or slope < 0:  # neither is possible: the other alone explains the times
+    if begin < 0 or slope < 0:  # impossible: fit the other one alone
         kept = 1 if begin < 0 else 0
         alone = terms[:, kept]
         best = max(0.0, float(alone @ rest / (alone @ alone)))
@@ -158,13 +158,13 @@ def fit(points: Sequence[Tuple[float, float]], traffic: Traffic) -> Fit:
 
 @dataclass(frozen=True)
 class Projection:
-    """What a step of so many processes would take. It is computed, not measured.
+    """The computed, not measured, time of a step of many processes.
 
     Attributes
     ----------
     traffic : Traffic
     compute_s, latency_s, transfer_s : float, seconds
-        The parts of a step, one after the other. `latency_s` is that of all messages, and the wait before them.
+        The parts of a step, one after the other. `latency_s` is the latency of all messages and the wait before them.
     """
 
     traffic: Traffic
@@ -179,23 +179,23 @@ class Projection:
 
     @property
     def efficiency(self) -> float:
-        """How much of the time is spent computing: with n processes, n times this is how many times as fast they are as one."""
+        """The share of the time spent computing. With n processes, n times this is the speed-up over one process."""
         return self.compute_s / self.step_s
 
     @property
     def bound(self) -> str:
-        """What takes most of a step: `compute`, `latency`, `bandwidth` or `servers`."""
+        """The largest part of a step: `compute`, `latency`, `bandwidth` or `servers`."""
         busy = "servers" if self.traffic.is_bound_by_servers else "bandwidth"
         parts = {"compute": self.compute_s, "latency": self.latency_s, busy: self.transfer_s}
         return max(parts, key=lambda name: parts[name])
 
 
 def project(traffic: Traffic, link: Link, *, compute_s: float, num_bytes: float) -> Projection:
-    """Return what a step takes with this traffic over this link: computing, then sending the gradients, nothing at once.
+    """Return the time of a step with this traffic over this link: computing, then sending the gradients, without overlap.
 
-    Each process computes as much as one alone does, on a batch of its own. All gradients are one sum, which waits `wait_s` once.
-    Those of a step are ready at any moment of a cycle, and wait half of one on average. A whole one is counted, as of sums that
-    follow each other: no step waits longer, and the projection is not better than what comes.
+    Each process computes a batch of its own, as one process alone does. All gradients are one sum, which waits `wait_s` once.
+    The gradients are ready at any moment of a Horovod cycle and wait half a cycle on average. The projection counts a whole
+    cycle, the longest wait, so that it is not too optimistic.
 
     Examples
     --------
@@ -207,15 +207,15 @@ def project(traffic: Traffic, link: Link, *, compute_s: float, num_bytes: float)
 
 
 def between_machines(here: Link, wire: Link) -> Link:
-    """Return what processes on several machines get: the software's latency and the wire's, and what is slower of both.
+    """Return the link of processes on several machines: the latency of software and wire, and the slower bandwidth of both.
 
-    `here` is a link as it was measured in one machine, where the network is memory: it stands for what the software takes. Its
-    latency is counted for every message. What comes once a sum is known of Horovod alone (`Traffic.wait_s`); two processes
-    cannot tell the rest of it apart, so that a ring of many comes out slower than it need be.
+    `here` is a link measured within one machine, where the network is memory, so it stands for the software's share. Its
+    latency counts for every message. A wait per sum is known for Horovod alone (`Traffic.wait_s`). Measurements of two
+    processes cannot separate further waits per sum from latency, so the projection of a large ring is pessimistic.
     """
     return Link(here.latency_s + wire.latency_s, min(here.bytes_per_s, wire.bytes_per_s))
 
 
 def traffics(pattern: str, num_processes: Sequence[int], num_servers: int = 0) -> List[Traffic]:
-    """Return the traffic of each number of processes, with so many servers, or one for each process."""
+    """Return the traffic of each number of processes, with `num_servers` servers, or one per process."""
     return [Traffic(pattern, n, num_servers or n) for n in num_processes]

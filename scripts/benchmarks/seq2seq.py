@@ -1,4 +1,4 @@
-"""What the seq2seq benchmark compares: two sizes of text and network, on one context and on several."""
+"""The texts, rows and tables of the seq2seq benchmark: two sizes of text and network, on one context and on several."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
-
-from ..data import PairLoader, build_vocabulary, encode_pairs, korean_numbers
-from ..data.text.vocabulary import PAD, UNK
-from .case import Case
-from .compare import Row
-from .report import Ranges, Spread, Table, measured, ranged, ratio_to_ours, spread
-from .sentences import Sentences, write_batches
-from .workloads import rows_with_threads, single_thread_rows
+from case import Case
+from compare import Row
+from gluon_mgpu.data import PairLoader, build_vocabulary, encode_pairs, korean_numbers
+from gluon_mgpu.data.text.vocabulary import PAD, UNK
+from report import Ranges, Spread, Table, measured, ranged, ratio_to_ours, spread
+from sentences import Sentences, write_batches
+from workloads import rows_with_threads, single_thread_rows
 
 SIZES = ("large", "korean-numbers")
 WAYS = ("bucketed", "padded", "fixed")
 _LARGE = Case("seq2seq", units=300, embed_size=300, source_vocabulary=8000, target_vocabulary=8000, batch_size=60)
-_KOREAN_NUMBERS = Case("seq2seq", units=128, embed_size=64, batch_size=60)  # as `gluon-mgpu train seq2seq` does
+_KOREAN_NUMBERS = Case("seq2seq", units=128, embed_size=64, batch_size=60)  # as in `gluon-mgpu train seq2seq`
 _BATCH_TOKENS = 1200
 _NUM_PAIRS = 1800
 
@@ -28,18 +27,18 @@ Pairs = Tuple[List[List[int]], List[List[int]]]
 
 @dataclass(frozen=True)
 class Text:
-    """Sentences, and what is trained on them.
+    """The sentences of one size, and the case that trains on them.
 
     Attributes
     ----------
     size : str
-        `large`: random sentences of the full length, one batch of 60. `korean-numbers`: the embedded text of the training
-        program, with its lengths, network and batches.
+        `large`: random sentences of the full length, one batch of 60. `korean-numbers`: the generated text of
+        `gluon-mgpu train seq2seq`, with its lengths, network and batches.
     case : Case
     num_tokens : int
-        True ones, of both sides.
+        Tokens of both sides without padding.
     padding : dict of str to float
-        The share of padding, by the way to pad.
+        The share of padding for each of `WAYS`.
     """
 
     size: str
@@ -49,7 +48,7 @@ class Text:
 
 
 def make_text(size: str, folder: Path, *, quick: bool = False) -> Text:
-    """Return a text, having written its batches into a folder: so few and small, where `quick`, that it shows if it runs."""
+    """Write the batches of a text into a folder and return the text. `quick`: a text that only shows whether it works."""
     case, pairs, batch_tokens = _large(quick) if size == "large" else _korean_numbers(quick)
     corpus = folder / size
     corpus.mkdir()
@@ -67,8 +66,8 @@ def make_text(size: str, folder: Path, *, quick: bool = False) -> Text:
 
 
 def seq2seq_rows(contenders: Sequence[str], num_devices: Sequence[int], text: Text) -> Tuple[List[Row], List[Row]]:
-    """Return the rows of a text, in two parts that are measured one after the other: one context with all cores; and several
-    with their share of the cores, beside one with one.
+    """Return the rows of a text, in two parts that are measured one after the other: one context with all cores; several
+    contexts that share the cores, with one context of one thread to compare them with.
     """
     alone, several = ([k for k in num_devices if (k > 1) == many] for many in (False, True))
     parts = rows_with_threads(contenders, alone, text.case), rows_with_threads(contenders, several, text.case)
@@ -80,16 +79,16 @@ def seq2seq_rows(contenders: Sequence[str], num_devices: Sequence[int], text: Te
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
-    """Return sentences a second, and each contender's time as a multiple of ours."""
+    """Return the table of sentences per second, with each contender's time divided by ours."""
     lines = [
         [row.group, row.contender, ranged(sentences_per_s(row)), ranged(ratio_to_ours(row, rows, "pass_s"))]
         for row in measured(rows)
     ]
-    return "training, sentences/s: median (range)", ["on", "contender", "sentences/s", "time, of ours'"], lines
+    return "training, sentences/s: median (range)", ["on", "contender", "sentences/s", "time / ours"], lines
 
 
 def padding_table(rows: Sequence[Row], texts: Sequence[Text]) -> Table:
-    """Return what each way to pad computes in vain, and how many true tokens it trains on in a second."""
+    """Return the table of the share of padding, and of real tokens per second, for each way of padding."""
     lines = []
     for text in texts:
         for contender, way in (("ours", "bucketed"), ("ours-padded", "padded")):
@@ -97,11 +96,12 @@ def padding_table(rows: Sequence[Row], texts: Sequence[Text]) -> Table:
                 if row.contender == contender and row.case.corpus == text.case.corpus:
                     rates = spread([text.num_tokens / found["pass_s"] for found in row.rounds])
                     lines.append([row.group, way, f"{100 * text.padding[way]:.0f} %", ranged(rates)])
-    return "ours, batches of like lengths or all padded to the longest", ["on", "batches", "padding", "true tokens/s"], lines
+    title = "ours: batches of similar lengths, or all sentences padded to the longest"
+    return title, ["on", "batches", "padding", "real tokens/s"], lines
 
 
 def bars(rows: Sequence[Row]) -> Ranges:
-    """Return what `plot_ranges` draws: how many times as fast as ours each contender is, as sizes differ by tens of times."""
+    """Return the bars for `plot_ranges`: each contender's speed divided by ours, because absolute speeds differ tenfold."""
     drawn: Ranges = {}
     for row in rows:
         time = ratio_to_ours(row, rows, "pass_s")
@@ -111,7 +111,7 @@ def bars(rows: Sequence[Row]) -> Ranges:
 
 
 def sentences_per_s(row: Row) -> Optional[Spread]:
-    """Return a row's speed, None where it was not measured."""
+    """Return a row's speed; None if it was not measured."""
     return None if row.reason else spread([row.case.num_sentences / found["pass_s"] for found in row.rounds])
 
 
@@ -134,7 +134,7 @@ def _loaded(pairs: Pairs, batch_tokens: int, num_buckets: int) -> List[Sentences
 
 
 def _fixed(pairs: Pairs, case: Case) -> Iterator[Sentences]:
-    """Yield batches of so many sentences, each padded to the fixed length."""
+    """Yield batches of `case.batch_size` sentences, each padded to `case.num_tokens`."""
     for begin in range(0, len(pairs[0]), case.batch_size):
         some = [side[begin : begin + case.batch_size] for side in pairs]
         (batch,) = _loaded((some[0], some[1]), 2 * case.num_tokens * len(some[0]), 1)

@@ -1,4 +1,4 @@
-"""Case: what one contender is asked to build, then to run in every round."""
+"""Case: a workload with its sizes, the same for every contender."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """A workload with its sizes. It travels to the contender's process as JSON.
+    """A workload with its sizes. It is sent to the contender's process as JSON.
 
     Attributes
     ----------
     workload : str
-        `step`, `memory`, `train`, `evaluate`, `size` or `seq2seq`: what `measure.run_round` does in a round.
+        `step`, `memory`, `train`, `evaluate`, `size`, `seq2seq` or `sum`: selects what a round runs (`measure.run_round`,
+        `scaling_rank.sum_round`).
     network : str
         `mlp`: `num_layers` Dense layers of `units`. `resnet18`: images of `image_size`. `many`: `num_params` vectors that
         hold `total_size` numbers together.
     num_devices : int
-        Contexts, or processes of torch-ddp.
+        Contexts, or processes of torch-ddp and of the scaling benchmark.
     device : str
         `cpu` or `gpu`.
     hybridize : bool
-        Compile the network with its memory kept, where it can be compiled.
+        Compile the network with static memory, where it can be compiled.
     batch_size : int
         Over all devices.
     num_batches : int
-        Of a pass over the data.
+        Batches per pass over the data.
     repeats, num_steps : int
-        In each round: calls of each part of a step, and steps that are queued before one wait.
+        In each round: calls of each part of a step, and steps queued before each wait.
     first_steps, last_steps : int
-        When memory is read.
+        Steps after which memory is read.
     corpus : str
         Folder with the batches of `seq2seq`; see `sentences`.
     num_sentences, num_tokens : int
-        Of the corpus, and of a sentence at most.
+        Sentences in the corpus, and the most tokens in one.
     source_vocabulary, target_vocabulary, embed_size : int
-        Of the network of `seq2seq`.
+        Sizes of the network of `seq2seq`.
     """
 
     workload: str

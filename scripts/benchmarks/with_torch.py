@@ -1,4 +1,4 @@
-"""The contenders that run on PyTorch: eager, compiled, and two processes with DistributedDataParallel."""
+"""The contenders on PyTorch: eager, compiled, and two processes with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import os
 from datetime import timedelta
 from typing import Any, Dict, List
 
-from .case import Case
-from .measure import NUM_CLASSES, inputs
+from case import Case
+from measure import NUM_CLASSES, inputs
 
 _WARM_UP_STEPS = 3
 _TIMEOUT_S = 60.0
 
 
 class Eager:
-    """One process, the threads that it is given."""
+    """One process, with as many threads as its environment says."""
 
-    # Its calls return when the CPU has computed, MXNet's when the work is queued: only whole steps can be compared.
+    # PyTorch's calls return when the CPU has finished, MXNet's when the work is queued: only whole steps are comparable.
     parts = ()
 
     def __init__(self, case: Case) -> None:
         if case.device != "cpu":
-            raise NotImplementedError(f"it runs on the CPU only, not on {case.device}")
+            raise NotImplementedError(f"this contender runs on the CPU only, not on {case.device}")
         self.case = case
         self.torch = torch = importlib.import_module("torch")
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ class Eager:
 
     @classmethod
     def versions(cls) -> Dict[str, str]:
-        """Return the versions of what runs here."""
+        """Return the versions of the libraries of this contender."""
         return {"torch": importlib.import_module("torch").__version__}
 
     def wrap(self, net: Any) -> Any:
@@ -72,13 +72,13 @@ class Compiled(Eager):
         return self.torch.compile(net)
 
 
-class _Rank(Eager):
-    """One process of several, with its share of every batch."""
+class Rank(Eager):
+    """One of several processes, with its share of every batch."""
 
-    def __init__(self, case: Case, rank: int, meeting: str) -> None:
+    def __init__(self, case: Case, rank: int, rendezvous: str) -> None:
         self.rank = rank
         importlib.import_module("torch.distributed").init_process_group(
-            "gloo", f"file://{meeting}", timedelta(seconds=_TIMEOUT_S), case.num_devices, rank
+            "gloo", f"file://{rendezvous}", timedelta(seconds=_TIMEOUT_S), case.num_devices, rank
         )
         super().__init__(case)
 
@@ -91,20 +91,20 @@ class _Rank(Eager):
 
 
 class DDP:
-    """DistributedDataParallel with gloo over the loopback: this process and those that it starts, a share of the batch each."""
+    """DistributedDataParallel with gloo over the loopback: this process and those it starts, each with a share of the batch."""
 
     parts = ()
 
     def __init__(self, case: Case) -> None:
-        meeting = os.path.abspath(f"meeting-{os.getpid()}")  # the folder is this process's own, and goes away with it
-        context = multiprocessing.get_context("fork")  # nothing has been computed here, so that there is nothing to inherit
+        rendezvous = os.path.abspath(f"rendezvous-{os.getpid()}")  # `compare` removes the working directory
+        context = multiprocessing.get_context("fork")  # nothing has been computed yet, so no state is inherited
         self.others: List[Any] = []
         for rank in range(1, case.num_devices):
             here, there = context.Pipe()
-            context.Process(target=_follow, args=(case, rank, meeting, there, here), daemon=True).start()
+            context.Process(target=_follow, args=(case, rank, rendezvous, there, here), daemon=True).start()
             there.close()
             self.others.append(here)
-        self.first = _Rank(case, 0, meeting)
+        self.first = Rank(case, 0, rendezvous)
 
     versions = Eager.versions
 
@@ -117,10 +117,10 @@ class DDP:
         pass
 
 
-def _follow(case: Case, rank: int, meeting: str, requests: Any, other_end: Any) -> None:
-    """Make a step whenever rank 0 does, until it is gone."""
-    other_end.close()  # else the pipe would never end
-    follower = _Rank(case, rank, meeting)
+def _follow(case: Case, rank: int, rendezvous: str, requests: Any, other_end: Any) -> None:
+    """Make a step whenever rank 0 does, until rank 0 ends."""
+    other_end.close()  # else this process would keep the pipe open
+    follower = Rank(case, rank, rendezvous)
     while True:
         try:
             requests.recv()
@@ -130,7 +130,7 @@ def _follow(case: Case, rank: int, meeting: str, requests: Any, other_end: Any) 
 
 
 def mlp(torch: Any, case: Case) -> Any:
-    """Return the network of `with_mxnet.mlp`."""
+    """Return the same network as `with_mxnet.mlp`."""
     layers: List[Any] = []
     for _ in range(case.num_layers - 1):
         layers += [torch.nn.Linear(case.units, case.units), torch.nn.ReLU()]
@@ -138,7 +138,7 @@ def mlp(torch: Any, case: Case) -> Any:
 
 
 def resnet18(torch: Any) -> Any:
-    """Return the network of `gluon_mgpu.models.resnet18`, for images of one channel."""
+    """Return the same network as `gluon_mgpu.models.resnet18`, for images of one channel."""
     nn = torch.nn
 
     class Residual(nn.Module):  # type: ignore[name-defined]

@@ -34,13 +34,13 @@ def clock(monkeypatch):
 
 
 class Ranks:
-    """Processes in lockstep: each asks in its turn, and all get the numbers of all."""
+    """Processes in lockstep: each votes, and all receive the votes of all."""
 
     def __init__(self, steps_s):
         self.steps_s = steps_s
         self.num_asked = 0
 
-    def rows(self, numbers):
+    def all_gather(self, numbers):
         self.num_asked += 1
         return np.float32([[numbers[0], step_s] for step_s in self.steps_s])
 

@@ -14,7 +14,7 @@ import mxnet as mx
 from ..data_parallel.iterators import as_pair, batches_of
 from ..data_parallel.prefetch import NUM_HELD, Buffers
 from ..data_parallel.step import Batch
-from ..errors import NonFiniteLossError, StepError, TrainerError
+from ..errors import NonFiniteLossError, StepError, TrainerError, last_line
 from ..nested import Array, is_device_array, leaves, map_leaves
 from .metrics import DeviceSums
 from .stopping import StopVote
@@ -270,7 +270,7 @@ def _naming(operation: str, step: int, advice: str) -> Iterator[None]:
     try:
         yield
     except (StepError, mx.MXNetError) as error:
-        message = _last_line(error) + ("" if isinstance(error, StepError) else advice)
+        message = last_line(error) + ("" if isinstance(error, StepError) else advice)
         raise StepError(f"{operation}: got an error at step {step}: {message}") from (error.__cause__ or error)
 
 
@@ -297,14 +297,9 @@ def _device_error(operation: str, step: int, error: mx.MXNetError) -> StepError:
     if "Unknown type enum" in str(error):  # MXNet's number of a dtype that the operator does not support
         expected = "dtypes that every operator takes, which bool is not for most: cast it with astype('float32')"
     return StepError(
-        f"{operation}: got an error of a device around step {step}: {_last_line(error)}; expected {expected}. Weights may "
+        f"{operation}: got an error of a device around step {step}: {last_line(error)}; expected {expected}. Weights may "
         "be half updated: load the last checkpoint. MXNET_ENGINE_TYPE=NaiveEngine names the operation."
     )
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def _raise_non_finite(operation: str, losses: Sequence[Tuple[int, List[Array]]]) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.prefetch import Buffers, can_count_holders, num_holders, prefetch
 from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
-from gluon_mgpu.loop.epoch import run_epoch
+from gluon_mgpu.loop.epoch import EpochOptions, run_epoch
+from gluon_mgpu.loop.metrics import DeviceSums
 from gluon_mgpu.nested import leaves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -159,7 +160,7 @@ def test_a_pass_writes_into_memory_that_earlier_batches_left(created):
         mx.nd.waitall()
         return mgpu.Batch(losses, ys, losses, len(X))
 
-    run_epoch(numbered(40), run_batch, operation="fit")
+    run_epoch(numbered(40), run_batch, DeviceSums(), EpochOptions("fit"))
     assert 2 <= len(created) < 40  # 80 without; the engine lets go of an array a moment after it has used it
 
 

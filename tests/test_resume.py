@@ -271,7 +271,7 @@ def test_it_can_fail(tmp_path, monkeypatch):
         "gluon_mgpu.checkpoint.snapshot.restore_optimizer": lambda *arguments: None,
         "gluon_mgpu.trainer.update.Update.restore": lambda *arguments: None,
         run + "_restore_sums": lambda *arguments: None,
-        "gluon_mgpu.loop.run.rest_of": lambda train_iter, position: iter(train_iter),
+        "gluon_mgpu.loop.run.remaining_batches": lambda train_iter, position: iter(train_iter),
         "gluon_mgpu.loop.run.loader_epoch": lambda train_iter: None,
     }.items():
         shutil.rmtree(tmp_path, ignore_errors=True)

@@ -18,7 +18,7 @@ from .. import schema
 from ..data_parallel.batchnorm import average_over_processes, batch_norm_of, sync_running_stats
 from ..distributed import group
 from ..distributed.process import this_process
-from ..errors import StateError
+from ..errors import StateError, last_line
 from ..nested import Array, is_device_array, leaves
 from ..runtime.c_api import values_of
 from ..trainer import loss_scaler
@@ -456,10 +456,9 @@ def _read_params(opened: OpenFolder) -> Dict[str, Array]:
         check_params(opened.file(PARAMS))
         loaded = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(opened.location(PARAMS))
     except (mx.MXNetError, ValueError) as error:
-        told = str(error).strip().splitlines()[-1]
         raise StateError(
-            f"load_checkpoint: got {opened.path / PARAMS}, which is damaged ({told}); expected a file of save_checkpoint. Use "
-            "another one."
+            f"load_checkpoint: got {opened.path / PARAMS}, which is damaged ({last_line(error)}); expected a file of "
+            "save_checkpoint. Use another one."
         ) from error
     return loaded if isinstance(loaded, dict) else {}
 

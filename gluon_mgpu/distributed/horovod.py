@@ -10,7 +10,7 @@ from typing import Any, Dict, List
 import mxnet as mx
 import numpy as np
 
-from ..errors import MissingExtraError, ProcessError
+from ..errors import MissingExtraError, ProcessError, last_line
 from ..nested import Array
 from .process import Process
 
@@ -51,7 +51,7 @@ class Horovod:
             self._hvd.init()
         except Exception as error:  # whatever its C++ says: a RuntimeError, mostly of a connection
             raise ProcessError(
-                f"Trainer: got {_last_line(error)} from Horovod; expected all processes of the job. Start them with "
+                f"Trainer: got {last_line(error)} from Horovod; expected all processes of the job. Start them with "
                 "gluon-mgpu launch --backend horovod, or horovodrun."
             ) from error
         found = (self._hvd.rank(), self._hvd.size())
@@ -152,7 +152,3 @@ def _load() -> Any:
             f"Trainer: got no Horovod that works with MXNet ({error}); expected horovod 0.28.1, built for this MXNet. Run "
             "sh scripts/build_horovod.sh, or launch with --backend dist_sync."
         ) from error
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, List, Tuple, TypeVar
 
+from ..errors import first_line
+
 T = TypeVar("T")
 
 
@@ -52,11 +54,6 @@ class Examination:
         """Add what `judge(*arguments)` finds."""
         found: List[Problem] = []
         self.findings += self.look(check, found, judge, *arguments)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def describe_error(error: BaseException) -> Tuple[str, str]:

@@ -9,6 +9,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from ..runtime.fat_binary import Capability, version_text
 from ..runtime.nvidia.nvml import Driver, Gpu, try_driver
 from ..runtime.nvidia.visible import visible_gpus
+from ..runtime.units import format_bytes
 from .build import Build
 from .findings import Problem
 
@@ -172,7 +173,7 @@ def _crowded(gpu: Gpu, pid: int) -> List[Problem]:
     if gpu.processes and not others:
         return []
     who = ", ".join(process_text(one.pid, one.name, one.used_bytes) for one in others) or "processes that are hidden here"
-    what = f"{_name(gpu)} has {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} taken, by {who}."
+    what = f"{_name(gpu)} has {format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} taken, by {who}."
     return [Problem("GPUs", what, "Wait for them, end them, or train elsewhere: --devices gpu:1, for one.")]
 
 
@@ -202,16 +203,9 @@ def _doubted(reading: Reading) -> List[Problem]:
     return [Problem("GPUs", what, f"Set {to_do}")] if doubt else []
 
 
-def gib(num_bytes: Optional[int]) -> str:
-    """Return bytes as GiB, or MiB where that is little, and "?" where nobody tells."""
-    if num_bytes is None:
-        return "?"
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
-
-
 def process_text(pid: int, name: str, used_bytes: Optional[int]) -> str:
     """Return a process in words."""
-    return f"process {pid} ({name or 'name hidden'}, {gib(used_bytes)})"
+    return f"process {pid} ({name or 'name hidden'}, {format_bytes(used_bytes)})"
 
 
 def _counted(number: int, noun: str) -> str:

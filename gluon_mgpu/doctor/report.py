@@ -10,6 +10,7 @@ from ..runtime import environment
 from ..runtime.cuda_libraries import CudaLibrary, libraries
 from ..runtime.environment import Setting
 from ..runtime.fat_binary import version_text
+from ..runtime.units import format_bytes
 from .build import Build, check_build, look_at_build, look_at_code
 from .findings import Examination, Problem
 from .gpus import Reading, barred, check_driver, check_gpus, code_for, explains, read_gpus
@@ -107,7 +108,7 @@ class Report:
             found["system"] = one.system
             found["CPU"] = one.cpu
             found["cores"] = f"{cores}, {f'and a cgroup allows {one.quota:g}' if one.quota else 'without a quota'}"
-            found["memory"] = f"{one.memory_bytes / 2**30:.1f} GiB, {one.available_bytes / 2**30:.1f} GiB of it available"
+            found["memory"] = f"{format_bytes(one.memory_bytes)}, {format_bytes(one.available_bytes)} of it available"
         found.update(self.packages.versions)
         found["mxnet"] = self.build.version or found.get("mxnet", "?")
         found["mxnet's library"] = self.build.library or "not found"

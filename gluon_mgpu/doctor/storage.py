@@ -7,8 +7,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import List, Optional
 
+from ..runtime.units import format_bytes
 from .findings import Problem
-from .gpus import gib
 
 _FULL_BYTES = 100 * 2**20  # a checkpoint of ResNet-18 with momentum: 11.2 million weights, 8 bytes each
 _LITTLE_BYTES = 2 * 2**30
@@ -87,7 +87,8 @@ def check_checkpoints(place: StorageLocation) -> List[Problem]:
         what = f"The file system of {place.exists_at} holds no more files: it has no free inode."
         return [Problem("disk space", what, f"Delete small files there, or {choose}.", True)]
     if place.free_bytes < _LITTLE_BYTES:
-        what = f"{gib(place.free_bytes)} of {gib(place.total_bytes)} are free where checkpoints go, {place.exists_at}."
+        free = f"{format_bytes(place.free_bytes)} of {format_bytes(place.total_bytes)}"
+        what = f"{free} are free where checkpoints go, {place.exists_at}."
         to_do = f"Delete old runs, keep fewer checkpoints, or {choose}."
         return [Problem("disk space", what, to_do, place.free_bytes < _FULL_BYTES)]
     return []
@@ -99,7 +100,7 @@ def check_temporary(place: Optional[StorageLocation]) -> List[Problem]:
         what = "There is no folder in which a temporary file can be made."
         return [Problem("disk space", what, "Make room in /tmp, or set TMPDIR to a folder that can be written to.")]
     if place.free_bytes < _FULL_BYTES or place.free_files == 0:
-        what = f"The file system of temporary files, {place.folder}, is full: {gib(place.free_bytes)} are free."
+        what = f"The file system of temporary files, {place.folder}, is full: {format_bytes(place.free_bytes)} are free."
         return [Problem("disk space", what, f"Delete what is old in {place.folder}, or set TMPDIR to another folder.")]
     return []
 
@@ -115,11 +116,11 @@ def check_shared_memory(place: Optional[StorageLocation]) -> List[Problem]:
         return [Problem("shared memory", what, f"Run sudo chmod 1777 {SHARED_MEMORY}, {without}")]
     if place.total_bytes < _LITTLE_SHARED_BYTES:
         what = (
-            f"{SHARED_MEMORY} holds {gib(place.total_bytes)}: a DataLoader worker that finds no room for its batch there ends "
-            "with a bus error, and the loader waits for it until its timeout."
+            f"{SHARED_MEMORY} holds {format_bytes(place.total_bytes)}: a DataLoader worker that finds no room for its batch "
+            "there ends with a bus error, and the loader waits for it until its timeout."
         )
         return [Problem("shared memory", what, f"Start the container with --shm-size=8g or --ipc=host, {without}")]
     if place.free_bytes < _LITTLE_SHARED_BYTES / 4:
-        what = f"{SHARED_MEMORY} has {gib(place.free_bytes)} of {gib(place.total_bytes)} free."
+        what = f"{SHARED_MEMORY} has {format_bytes(place.free_bytes)} of {format_bytes(place.total_bytes)} free."
         return [Problem("shared memory", what, f"Delete what ended processes have left there (ls -l {SHARED_MEMORY}), {without}")]
     return []

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import List, Sequence, Tuple
 
-from .findings import Problem, first_line
+from ..errors import first_line
+from .findings import Problem
 
 # Source: MXNet 1.9.1, src/kvstore/kvstore.cc, KVStore::Create.
 _STORES = {

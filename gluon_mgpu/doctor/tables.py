@@ -8,7 +8,8 @@ from typing import Iterator, List, Sequence, Tuple
 
 from ..runtime.fat_binary import version_text
 from ..runtime.nvidia.nvml import Gpu, Link
-from .gpus import code_for, gib, names_in_mxnet, process_text
+from ..runtime.units import format_bytes
+from .gpus import code_for, names_in_mxnet, process_text
 from .report import Report
 
 Row = Sequence[str]
@@ -47,7 +48,7 @@ def _driver_tables(report: Report) -> Iterator[Table]:
     rows = [(str(gpu.index), names.get(gpu.index, "-"), *_titles(gpu), code_for(gpu, report.build)) for gpu in driver.gpus]
     yield Table("GPUs", heads, tuple(rows))
     yield Table("now on the GPUs", ("GPU", "free", "of", "busy", "heat", "processes"), tuple(map(_load_row, driver.gpus)))
-    parts = [(str(gpu.index), part.uuid, part.name, gib(part.total_bytes)) for gpu in driver.gpus for part in gpu.mig]
+    parts = [(str(gpu.index), part.uuid, part.name, format_bytes(part.total_bytes)) for gpu in driver.gpus for part in gpu.mig]
     if parts:
         yield Table("MIG devices", ("GPU", "uuid", "what it is", "memory"), tuple(parts))
     if driver.links:
@@ -71,7 +72,7 @@ def _setting_tables(report: Report) -> Iterator[Table]:
 
 def _place_rows(report: Report) -> Iterator[Row]:
     for place in report.places:
-        yield place.use, place.exists_at, gib(place.free_bytes), gib(place.total_bytes)
+        yield place.use, place.exists_at, format_bytes(place.free_bytes), format_bytes(place.total_bytes)
 
 
 def _store_rows(report: Report) -> Iterator[Row]:
@@ -92,7 +93,7 @@ def _load_row(gpu: Gpu) -> Row:
     running = [*(gpu.processes or ()), *(process for part in gpu.mig for process in part.processes or ())]
     who = ", ".join(process_text(one.pid, one.name, one.used_bytes) for one in running)
     nobody = "?" if gpu.processes is None else "none seen"
-    return str(gpu.index), gib(gpu.free_bytes), gib(gpu.total_bytes), busy, heat, who or nobody
+    return str(gpu.index), format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes), busy, heat, who or nobody
 
 
 def _link_row(link: Link) -> Row:

@@ -10,7 +10,7 @@ from mxnet import Context
 
 from ..devices.describe import DeviceInfo
 from ..devices.select import resolve_devices
-from ..errors import DeviceError
+from ..errors import DeviceError, last_line
 from .findings import Problem, describe_error
 
 _ELSEWHERE = "Train on other devices: --devices cpu."
@@ -35,7 +35,7 @@ def try_training(context: Context) -> List[Problem]:
         y.backward()
         found = x.grad.asnumpy().tolist()
     except mx.MXNetError as error:
-        what = f"{context} failed: {str(error).strip().splitlines()[-1]}"
+        what = f"{context} failed: {last_line(error)}"
         return [Problem("devices", what, _ELSEWHERE, True)]
     if found != [2.0, -4.0]:
         return [Problem("devices", f"{context} computed {found}, not [2.0, -4.0].", _ELSEWHERE, True)]

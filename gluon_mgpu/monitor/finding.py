@@ -28,17 +28,6 @@ class Finding:
     message: str
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Return bytes as people read them.
-
-    Examples
-    --------
-    >>> format_bytes(6 * 2**30), format_bytes(300 * 2**20)
-    ('6.0 GiB', '300 MiB')
-    """
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.0f} MiB"
-
-
 def format_number(value: Optional[float]) -> str:
     """Return a number without decimals, `?` where nobody tells it."""
     return "?" if value is None else f"{value:.0f}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Callable, Dict, List, Mapping, Sequence, Tuple
 
-from .finding import Finding, format_bytes
+from ..runtime.units import format_bytes
+from .finding import Finding
 from .sample import Device, GpuSample, LiveArrays, Sample, memory_of
 
 Kind = Tuple[str, str, Tuple[int, ...]]  # context, dtype, shape: as `leaks.live_arrays` counts

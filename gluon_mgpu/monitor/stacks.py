@@ -75,19 +75,19 @@ def _kind_in_epoch(frames: Sequence[Frame], waits: bool) -> str:
     if not inner:  # an iterator that is not written in Python, or the loop itself
         return "data" if linecache.getline(loop.file, loop.line).lstrip().startswith("for ") else "dispatch"
     names = {frame.function for frame in inner if frame.file == _RUN}
-    if "each" in names:
+    if "call_each" in names:
         return "sync" if waits else "callbacks"
     if inner[-1].file not in _STEP and not inner[-1].file.startswith(_OURS + "prefetch"):
         return "data"
     if not waits:
         return "dispatch"
     # fit waits for its oldest batch, and reads its sums, with later batches queued; a step of its own never waits
-    in_step = "train_one" in names or any(frame.function in ("eval_batch", "train_batch", "_naming") for frame in inner)
+    in_step = "_train_batch" in names or any(frame.function in ("eval_batch", "train_batch", "_naming") for frame in inner)
     return "sync" if in_step else "devices"
 
 
 def _kind_by_hand(frames: Sequence[Frame], waits: bool) -> str:
-    if any(frame.file == _RUN and frame.function == "each" for frame in frames) or _in_callback(frames):
+    if any(frame.file == _RUN and frame.function == "call_each" for frame in frames) or _in_callback(frames):
         return "callbacks"
     innermost = next((frame for frame in frames if frame.file.startswith((_OURS, _MXNET))), None)
     if any(frame.file.startswith(_DATA) for frame in frames) and not any(_is_split(frame) for frame in frames):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
+from ..runtime.units import format_bytes
 from .diagnosis import diagnose
 from .finding import Finding
 from .load import mean_loads, mean_spent
@@ -44,12 +45,12 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.seconds:.0f} s; the process and its children: {self.host_peak_bytes / 2**30:.2f} GiB at most, "
+            f"{self.seconds:.0f} s; the process and its children: {format_bytes(self.host_peak_bytes, digits=2)} at most, "
             f"{self.host_cores:.1f} cores"
         ]
         for name in dict.fromkeys([*self.load, *self.peak_bytes]):
             told = [f"computes {self.load[name]:.0%} of the time"] if name in self.load else []
-            told += [f"{self.peak_bytes[name] / 2**30:.2f} GiB at most"] if name in self.peak_bytes else []
+            told += [f"{format_bytes(self.peak_bytes[name], digits=2)} at most"] if name in self.peak_bytes else []
             lines.append(f"{name}: {', '.join(told)}")
         if len(self.peak_bytes) > 1:
             lines.append(f"the fullest device holds {self.imbalance:.2f} times what the emptiest does")

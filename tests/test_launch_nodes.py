@@ -132,7 +132,7 @@ def test_a_lost_node_is_noticed_and_may_come_back(hosts, mark, signum):
         assert again.wait(timeout=240) == 0
         assert hosts.log("again", 1, 1) == "place 1 0 1 2 2 1\n"
     output = first.stdout.read().decode()
-    assert ("node 1 has closed" in output) or ("node 1 has not been heard of" in output) or ("on node 1 got SIGTERM" in output)
+    assert ("node 1 closed" in output) or ("node 1 was silent for" in output) or ("on node 1 got SIGTERM" in output)
     assert marked(mark) == []
 
 
@@ -180,7 +180,7 @@ def test_without_node_0(hosts, mark):
     first.kill()
     assert second.wait(timeout=240) == 1
     output = second.stdout.read().decode()
-    assert "node 0 has closed the connection; ended this node's processes" in output
+    assert "node 0 closed the connection; stopped this node's processes" in output
     assert "launch: got no node 0 at 127.0.0.1:" in output
     assert marked(mark) == []
 
@@ -266,7 +266,7 @@ def test_a_refused_node_says_why(hosts):
     first = hosts.start(0, PLACE)
     assert hosts.start(1, PLACE, num_nodes=3).wait(timeout=240) == 1
     output = hosts.started[1].stdout.read().decode()
-    assert "launch: got --nodes 3; expected 2, as on node 0. Node 0 refused this one." in output
+    assert "launch: got --nodes 3; expected 2, as on node 0. Node 0 rejected this node." in output
     assert codes(hosts.start(1, PLACE), first) == [0, 0]
 
 
@@ -358,8 +358,8 @@ def test_hosts_train_lose_each_other_and_recover(network, hosts, mark, monkeypat
     launchers = [hosts.start(rank, DESCEND, prefix=enter[rank], **options) for rank in range(2)]
     assert until(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())[0] >= 10)
     network.plug(1, "down")
-    assert until(lambda: b"node 1 has not been heard of" in launcher_log(hosts, 0))
-    assert until(lambda: b"node 0 has not been heard of" in launcher_log(hosts, 1))
+    assert until(lambda: b"node 1 was silent for" in launcher_log(hosts, 0))
+    assert until(lambda: b"node 0 was silent for" in launcher_log(hosts, 1))
     assert until(lambda: len(marked(mark)) == 2)  # the launchers: both sides have ended their processes
     network.plug(1, "up")
     assert [launcher.wait(timeout=240) for launcher in launchers] == [0, 0]

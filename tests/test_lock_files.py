@@ -153,8 +153,8 @@ def test_a_job_that_is_started_again_waits_for_the_process_before(tmp_path, hold
 @pytest.mark.parametrize(
     "number, told",
     [
-        (errno.ENOSPC, r"No space left on device, 12 bytes needed, .* free.; expected room there. Make room"),
-        (errno.EDQUOT, r"Disk quota exceeded, 12 bytes needed, .* free.; expected room there. Make room"),
+        (errno.ENOSPC, r"No space left on device, 12 bytes needed, .* free.; expected enough disk space. Free disk space"),
+        (errno.EDQUOT, r"Disk quota exceeded, 12 bytes needed, .* free.; expected enough disk space. Free disk space"),
         (
             errno.EROFS,
             r"Read-only file system, 12 bytes needed.; expected a folder that this process may write to. Check its perm",
@@ -179,7 +179,7 @@ def test_a_disk_that_fails_is_told_with_the_folder_and_what_is_left(tmp_path, mo
         mgpu.fit(net, loss, trainer, data, epochs=2, callbacks=[saves, Fails()])
     monkeypatch.undo()
     assert_house_style(caught.value)
-    assert "\n" not in str(caught.value) and "Saved and kept: last of step 1; resume='auto' goes on" in str(caught.value)
+    assert "\n" not in str(caught.value) and "Saved and kept: last of step 1; resume='auto' resumes" in str(caught.value)
     assert caught.value.errno == number
     assert names(tmp_path) == ["last"]
     assert mgpu.load_checkpoint(tmp_path / "last", net, trainer)["epoch"] == 1

@@ -95,7 +95,7 @@ def test_places(monkeypatch):
     monkeypatch.setenv("DMLC_ROLE", "worker")
     plan = Plan(1, (2, 1), (0, 0), ("127.0.0.1", 9000), "horovod")
     meeting, *workers = Machine(("prog",)).tasks(plan, 0)
-    assert meeting.name == "meeting"
+    assert meeting.name == "rendezvous"
     assert meeting.command[-2:] == ("127.0.0.1", "9000")
     assert not meeting.is_worker
     assert "HOROVOD_RANK" not in meeting.environ

@@ -204,7 +204,7 @@ def test_summary():
     assert summary.peak_bytes == {"gpu(0)": 10 * GIB, "gpu(1)": 4 * GIB} and summary.imbalance == 2.5
     assert summary.load == {"gpu(0)": pytest.approx(0.9), "gpu(1)": pytest.approx(0.5)} and summary.seconds == 10
     assert [one.what for one in summary.findings] == ["memory imbalance", "uneven load"]
-    assert "fullest device holds 2.50 times" in str(summary) and "memory imbalance: gpu(0)" in str(summary)
+    assert "holds 2.50 times as much as" in str(summary) and "memory imbalance: gpu(0)" in str(summary)
 
 
 def test_a_picture_has_a_line_a_device():

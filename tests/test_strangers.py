@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from gluon_mgpu.distributed import LaunchError
 from gluon_mgpu.distributed.launcher import handshake, messages
-from gluon_mgpu.distributed.launcher.connection import Connection, LostError, wait_for_news
+from gluon_mgpu.distributed.launcher.connection import Connection, LostError, wait_for_events
 from gluon_mgpu.distributed.launcher.hosts import Host, SshHosts, parse_hosts
 from gluon_mgpu.distributed.launcher.messages import TO_FOLLOWER, TO_LEADER
 from gluon_mgpu.distributed.launcher.plan import Machine, Plan
@@ -74,9 +74,9 @@ def test_an_answer_fits_its_challenge_and_nothing_in_it_can_be_changed():
 def test_another_version_is_named():
     challenge = bytearray(handshake.make_challenge())
     challenge[11] += 1
-    with pytest.raises(handshake.HandshakeError, match=f"speaks version {handshake.VERSION + 1}"):
+    with pytest.raises(handshake.HandshakeError, match=f"uses version {handshake.VERSION + 1}"):
         handshake.answer_challenge(KEY, bytes(challenge), 1)
-    with pytest.raises(handshake.HandshakeError, match="is no launcher"):
+    with pytest.raises(handshake.HandshakeError, match="is not a launcher"):
         handshake.answer_challenge(KEY, b"HTTP/1.1 400 Bad Request".ljust(handshake.CHALLENGE_BYTES), 1)
 
 
@@ -270,7 +270,7 @@ class Ends:
     def receive(self, seconds=60.0):
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
-            wait_for_news(self.selector)
+            wait_for_events(self.selector)
             said = self.wire.receive()
             if said is not None:
                 return said
@@ -296,7 +296,7 @@ def test_messages_come_in_pieces_and_in_order(ends):
     data = ends.frame(STOP) + ends.frame(b'{"kind": "alive"}') + ends.frame(b'{"kind": "wait", "why": "no"}')
     for byte in data[:-1]:
         ends.far.send(bytes([byte]))
-        wait_for_news(ends.selector)
+        wait_for_events(ends.selector)
     assert ends.receive() == ("stop", {"signal": 15})
     ends.far.send(data[-1:])
     assert ends.receive() == ("wait", {"why": "no"})
@@ -312,19 +312,19 @@ def test_messages_that_are_not_the_peers_are_noticed(ends):
     ]:
         again = Ends()
         again.far.sendall(wrong)
-        with pytest.raises(LostError, match="not from the launcher"):
+        with pytest.raises(LostError, match="failed authentication"):
             again.receive()
         again.close()
     ends.far.sendall(first + first)
     assert ends.receive()[0] == "stop"
-    with pytest.raises(LostError, match="not from the launcher"):  # repeated
+    with pytest.raises(LostError, match="failed authentication"):  # repeated
         ends.receive()
 
 
 @pytest.mark.parametrize("length", [0, 2**18 + 1, 2**32 - 1])
 def test_a_message_has_a_limit(ends, length):
     ends.far.sendall(struct.pack("!I", length) + bytes(100))
-    with pytest.raises(LostError, match="sends what no launcher sends"):
+    with pytest.raises(LostError, match="sent an invalid message"):
         ends.receive()
 
 
@@ -337,18 +337,18 @@ def test_a_flood_of_messages_ends_the_connection(ends):
     thread = threading.Thread(target=flood)
     thread.start()
     while not ends.connection.lost:
-        wait_for_news(ends.selector)  # and receive nothing, as a node that ends its processes
+        wait_for_events(ends.selector)  # and receive nothing, as a node that ends its processes
     thread.join()
-    assert ends.connection.lost == "sends more than launchers send"
+    assert ends.connection.lost == "sent too many bytes"
 
 
 def test_a_drip_is_no_sign_of_life():
     ends = Ends(silence_s=0.3)
-    with pytest.raises(LostError, match="has not been heard of"):
+    with pytest.raises(LostError, match="was silent for"):
         for byte in ends.frame(STOP):
             ends.far.send(bytes([byte]))
             time.sleep(0.05)
-            wait_for_news(ends.selector)
+            wait_for_events(ends.selector)
             ends.wire.receive()
     ends.close()
 
@@ -357,7 +357,7 @@ def test_one_that_does_not_read_is_left():
     ends = Ends()
     for _ in range(3000):
         ends.wire.send("finish", code=1, cause="x" * 1000)
-    assert ends.connection.lost == "does not read what it is sent"
+    assert ends.connection.lost == "does not read its messages"
     ends.close()
 
 
@@ -371,15 +371,17 @@ class Leader:
         self.port, self.told, self.ended = port, [], threading.Event()
         self.selector = selectors.DefaultSelector()
         asked = {"servers": 0, "backend": "dist_sync", "token": TOKEN}
-        self.rendezvous = Rendezvous("127.0.0.1", port, 2, **asked, selector=self.selector, silence_s=60.0, tell=self.told.append)
+        self.rendezvous = Rendezvous(
+            "127.0.0.1", port, 2, **asked, selector=self.selector, silence_s=60.0, report=self.told.append
+        )
         self.over = False
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
     def run(self):
         while not self.over:
-            wait_for_news(self.selector)
-            self.rendezvous.look()
+            wait_for_events(self.selector)
+            self.rendezvous.poll()
         self.rendezvous.finish(0, "all \x1b[2Jwell")
 
     def end(self):
@@ -460,7 +462,7 @@ def closed(plug):
 def test_a_seat_is_for_those_that_know_the_token(leader):
     with pytest.raises(ConnectionError):
         Peer(leader.port, key=b"another token, as long")
-    assert until(lambda: leader.told == ["refused 127.0.0.1, which does not know this job's token"])
+    assert until(lambda: leader.told == ["rejected 127.0.0.1, which does not know this job's token"])
     for wrong, told in [
         ({"num_nodes": 3}, "got --nodes 3; expected 2, as on node 0"),
         ({"backend": "horovod"}, "got --backend horovod; expected dist_sync, as on node 0"),
@@ -471,7 +473,7 @@ def test_a_seat_is_for_those_that_know_the_token(leader):
         assert Peer(leader.port, node_rank).join()["kind"] == "refuse"
     first = Peer(leader.port)
     assert first.join() == {"kind": "welcome"}
-    assert Peer(leader.port).join() == {"kind": "wait", "why": "node 1 is here already"}
+    assert Peer(leader.port).join() == {"kind": "wait", "why": "node 1 has already joined"}
     first.close()
     assert until(lambda: not leader.rendezvous.members)
     assert Peer(leader.port).join() == {"kind": "welcome"}  # it has come again
@@ -499,7 +501,7 @@ def test_a_node_that_reports_what_cannot_be_is_lost(leader, wrong):
     peer.send("state", **{**STATE, **wrong})
     assert closed(peer.plug)
     assert until(lambda: member.lost)
-    assert member.failure.what == "sends what no launcher sends"
+    assert member.failure.what == "sent an invalid message"
 
 
 def test_idle_connections_keep_no_node_out(leader):

@@ -1,4 +1,4 @@
-"""Something that is wrong, and how numbers are told in it."""
+"""A problem, and the format of numbers in its message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Optional
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """A problem that the monitor has found.
 
     Attributes
     ----------
@@ -17,9 +17,9 @@ class Finding:
     device : str
         `gpu(0)`, `host`, or several.
     cause : str
-        A word for what it most likely comes from, such as `other process`.
+        The most likely cause in a few words, such as `other process`.
     message : str
-        What was measured, why, and what to do.
+        The measurement, its cause, and what to do.
     """
 
     what: str
@@ -29,5 +29,5 @@ class Finding:
 
 
 def format_number(value: Optional[float]) -> str:
-    """Return a number without decimals, `?` where nobody tells it."""
+    """Return a number without decimals, `?` if it is not available."""
     return "?" if value is None else f"{value:.0f}"

@@ -325,7 +325,7 @@ print("from step", step, flush=True)
 total = mx.nd.zeros((1,))
 if "HOROVOD_RANK" in os.environ:
     from gluon_mgpu.distributed import group
-    together = group().sum_of([total])
+    together = group().all_reduce([total])
 else:
     store = mx.kv.create("dist_sync")
     store.init(0, total)

@@ -14,19 +14,18 @@ from gluon_mgpu.runtime.nvidia.locks import choosing, claim, folder, is_ours, re
 
 # Takes GPU-1, and then what it is told on standard input. The package comes without MXNet, whose import takes seconds.
 OTHER = """
-import logging, os, sys, tempfile, time, types
-package, runtime = types.ModuleType("gluon_mgpu"), types.ModuleType("gluon_mgpu.runtime")
-package.__path__, tempfile.tempdir, runtime.logger = [sys.argv[1]], sys.argv[2], logging.getLogger()
-package.runtime = runtime
-sys.modules.update({"gluon_mgpu": package, "gluon_mgpu.runtime": runtime})
-from gluon_mgpu.runtime.nvidia import claims
+import os, sys, tempfile, time, types
+package = types.ModuleType("gluon_mgpu")
+package.__path__, tempfile.tempdir = [sys.argv[1]], sys.argv[2]
+sys.modules["gluon_mgpu"] = package
+from gluon_mgpu.runtime.nvidia import locks
 sys.argv[0] = "/somewhere/train.py"
-print(repr(claims.claim("GPU-1")), flush=True)
+print(repr(locks.claim("GPU-1")), flush=True)
 if sys.stdin.readline() == "fork and release\\n":
     child = os.fork()
     if not child:
         time.sleep(60)
-    claims.release("GPU-1")
+    locks.release("GPU-1")
     print(child, flush=True)
     sys.stdin.read()
 """
@@ -48,7 +47,7 @@ def other(own_folder):
     started = []
 
     def start():
-        command = [sys.executable, "-c", OTHER, str(Path(locks.__file__).parent), str(own_folder)]
+        command = [sys.executable, "-c", OTHER, str(Path(locks.__file__).parents[2]), str(own_folder)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         return process, process.stdout.readline().strip()

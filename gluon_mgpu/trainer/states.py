@@ -57,17 +57,17 @@ def write_states(
     }
     states = {rank[index]: _to_pickle(state) for index, state in update.states().items()}
     numbered = _numbered(optimizer, counts, rank)
-    beside = f"{fname}.{os.getpid()}.new"
+    temporary = f"{fname}.{os.getpid()}.new"
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             pickle.dump((dict(sorted(states.items())), numbered), file)
             pickle.dump(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, fname)
+        os.replace(temporary, fname)
     except BaseException:
-        if os.path.exists(beside):
-            os.unlink(beside)
+        if os.path.exists(temporary):
+            os.unlink(temporary)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Nested data: tuples, lists and dicts of arrays, walked leaf by leaf in one order."""
+"""Nested data: tuples, lists and dicts of arrays, visited array by array in one order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Array = Any  # an mx.nd.NDArray, an mx.np.ndarray or a numpy.ndarray
 
 
 def is_device_array(value: Any) -> bool:
-    """Return whether this is an array of MXNet's, legacy or np."""
+    """Return whether this is an MXNet array, legacy or np."""
     return isinstance(value, mx.nd.NDArray)  # mx.np.ndarray is a subclass
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether this is one array: MXNet's, NumPy's, or plain numbers that Gluon would make an array of."""
+    """Return whether this is one array: of MXNet, of NumPy, or plain numbers that Gluon would turn into an array."""
     if is_device_array(value) or isinstance(value, (np.ndarray, np.generic, numbers.Number)):
         return True
     return isinstance(value, (list, tuple)) and bool(value) and not _holds_array(value) and _is_numeric(value)
@@ -40,17 +40,17 @@ def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str 
         `None` stays `None`.
     others : nested data of the same form, or a value that stands for all leaves below it
     path : str
-        What the caller calls `data`, for errors.
+        The caller's name of `data`, for errors.
 
     Raises
     ------
     NestedError
-        Something in there is neither an array nor a container.
+        A value in the data is neither an array nor a container.
     """
     if data is None:
         return None
     if path.count("[") > MOST_LEVELS:
-        raise NestedError(f"{path[:60]}...: got data of more than {MOST_LEVELS} levels; expected fewer. Take it apart.")
+        raise NestedError(f"{path[:60]}...: got data of more than {MOST_LEVELS} levels; expected fewer. Pass the inner data.")
     if is_leaf(data):
         return function(path, data, *others)
     if isinstance(data, Mapping):
@@ -67,7 +67,7 @@ def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str 
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     raise NestedError(
         f"{path}: got {type(data).__name__}; expected an array, or a tuple, list or dict of arrays. "
-        "Take what is not an array out of the batch."
+        "Remove other values from the batch."
     )
 
 
@@ -79,22 +79,22 @@ def leaves(data: Any, path: str = "data") -> Iterator[Tuple[str, Array]]:
 
 
 def num_bytes(array: Array) -> int:
-    """Return what the elements of an MXNet array take; of a sparse one, at most."""
+    """Return the bytes of an MXNet array's elements; of a sparse one, an upper bound."""
     return int(np.prod(array.shape)) * int(np.dtype(array.dtype).itemsize)
 
 
 def _below(other: Any, key: Any, data: Any, path: str) -> Any:
-    """Return what `other` holds at `key`, or `other` itself where it is one value for everything below."""
+    """Return the value of `other` at `key`, or `other` itself where it is one value for everything below."""
     if not isinstance(other, (list, tuple, Mapping)) or is_device_array(other):
         return other
     if isinstance(other, Mapping) != isinstance(data, Mapping) or len(other) != len(data):
         raise ShardError(
-            f"{path}: got a {type(data).__name__} of {len(data)} beside a {type(other).__name__} of {len(other)}; "
-            "expected both of one form. Give one value for all, or one for each leaf."
+            f"{path}: got a {type(data).__name__} of {len(data)} and a {type(other).__name__} of {len(other)}; "
+            "expected both of one form. Pass one value for all, or one for each array."
         )
     if isinstance(other, Mapping) and key not in other:
         raise ShardError(
-            f"{path}: got a dict beside one that has no {key!r}; expected the same keys in both. Give one for each leaf."
+            f"{path}: got a dict and one that has no {key!r}; expected the same keys in both. Pass one value for each array."
         )
     return other[key]
 

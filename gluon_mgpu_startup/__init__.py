@@ -1,1 +1,1 @@
-"""What runs before the package itself: the import hook that Python starts with, and the command."""
+"""Code that runs before the package: the import hook that Python starts with, and the command."""

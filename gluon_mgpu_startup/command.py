@@ -1,4 +1,4 @@
-"""The command gluon-mgpu. Where MXNet cannot be imported, its one subcommand is doctor, which says why."""
+"""The command gluon-mgpu. If MXNet cannot be imported, its only subcommand is doctor, which reports why."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import select
 import sys
 from typing import Any
 
-_BY_SIGPIPE = 128 + 13  # a shell's status of a program that nobody reads any more, as of `yes | head -1`
+_BY_SIGPIPE = 128 + 13  # a shell's status of a program whose reader has ended, such as `yes | head -1`
 
 
 def main() -> None:
-    """Run the command, or the doctor alone; end without a word where nobody reads its output any more."""
+    """Run the command, or only the doctor; exit silently if the reader of its output has ended."""
     stdout, reader = sys.stdout, _reader()
     try:
         try:
             _run()
         finally:
             for stream in (sys.stdout, sys.stderr):
-                stream.flush()  # here, and not when Python ends, which would complain
+                stream.flush()  # now: at its end, Python would print an error
     except BrokenPipeError as error:
         if not _is_left(1) and not _is_left(2):
             sys.exit(f"Error: {error}")
         _write_nowhere()
-        done = error.__context__  # the command itself had ended
+        done = error.__context__  # the command has already ended
         sys.exit(done.code if isinstance(done, SystemExit) else _BY_SIGPIPE)
-    except SystemExit as done:  # click and rich exit with 1 where a pipe is broken, having replaced it
+    except SystemExit as done:  # click and rich replace a broken pipe and exit with 1
         if done.code == 1 and (sys.stdout is not stdout or _reader() != reader):
             _write_nowhere()
             sys.exit(_BY_SIGPIPE)
@@ -45,8 +45,8 @@ def _run() -> None:
 
 def _without_mxnet(error: ImportError) -> None:
     if sys.argv[1:2] != ["doctor"]:
-        sys.exit(f"Error: {error}\ngluon-mgpu doctor tells what is here, and what is missing.")
-    for name in ("gluon_mgpu", "gluon_mgpu.cli"):  # there for what is imported from them, but not run: they would import MXNet
+        sys.exit(f"Error: {error}\nRun gluon-mgpu doctor, which reports what is installed and what is missing.")
+    for name in ("gluon_mgpu", "gluon_mgpu.cli"):  # created for imports of their submodules, but not run: they would import MXNet
         spec = importlib.util.find_spec(name)
         if spec is None:
             raise error
@@ -55,7 +55,7 @@ def _without_mxnet(error: ImportError) -> None:
 
 
 def _reader() -> Any:
-    """Return what standard output is, to see whether it was replaced; None where it is closed."""
+    """Return the identity of standard output, to notice a replacement; None if it is closed."""
     try:
         return os.fstat(1)[:3]
     except OSError:
@@ -63,7 +63,7 @@ def _reader() -> Any:
 
 
 def _is_left(number: int) -> bool:
-    """Return whether nobody reads a pipe any more."""
+    """Return whether the reader of a pipe has ended."""
     poll = select.poll()
     poll.register(number, 0)
     return any(event & (select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))

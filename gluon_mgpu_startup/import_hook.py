@@ -1,4 +1,4 @@
-"""Make `import mxnet` work on today's machines: restore names that NumPy 1.24 removed, and load CUDA's libraries.
+"""Make `import mxnet` work on current machines: restore names that NumPy 1.24 removed, and load CUDA's libraries.
 
 `import mxnet` fails on NumPy >= 1.24 with `module 'numpy' has no attribute 'bool'`. Programs that import `gluon_mgpu` first need
 nothing else. For programs that import `mxnet` first, Python runs the line in `gluon_mgpu.pth` when it starts. That line imports
@@ -16,14 +16,14 @@ _RUNTIME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 
 
 def prepare_numpy() -> None:
-    """Give NumPy the removed names, without importing gluon_mgpu."""
+    """Add the names that NumPy removed, without importing gluon_mgpu."""
     _run("numpy_names", "add_aliases")
 
 
 def load_cuda() -> None:
     """Load the CUDA libraries that MXNet's GPU wheel needs, without importing gluon_mgpu, unless `GLUON_MGPU_RUNTIME=off`.
 
-    `import mxnet` reports what is missing: the program may only ask whether a package of that name exists.
+    It raises nothing: the program may only check whether a package mxnet exists. `import mxnet` reports missing libraries.
     """
     if os.environ.get("GLUON_MGPU_RUNTIME", "").lower() != "off":
         try:  # noqa: SIM105  (contextlib is not imported when Python starts)
@@ -39,7 +39,7 @@ def _run(name: str, function: str) -> None:
     own = importlib.util.spec_from_file_location(f"_gluon_mgpu_{name}", os.path.join(_RUNTIME, f"{name}.py"))
     if own is None or own.loader is None:
         return
-    module = sys.modules[own.name] = importlib.util.module_from_spec(own)  # dataclasses look for it there
+    module = sys.modules[own.name] = importlib.util.module_from_spec(own)  # dataclasses look the module up there
     try:
         own.loader.exec_module(module)
         getattr(module, function)()
@@ -48,7 +48,7 @@ def _run(name: str, function: str) -> None:
 
 
 class _BeforeMXNet:
-    """An import hook that finds nothing: when `mxnet` is asked for, it prepares the import and removes itself."""
+    """An import hook that finds no module. When `mxnet` is imported, it prepares the import and removes itself."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:

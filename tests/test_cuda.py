@@ -223,7 +223,7 @@ def test_all_that_is_missing_is_told_with_the_places_and_the_command(world, monk
     assert f"wheel {world.folder}/site/nvidia, system" in told
     assert f"system {world.folder}/home/lib64" in told
     assert "LD_LIBRARY_PATH=/some/where" in told
-    assert told.endswith("Run pip install 'gluon_mgpu[cu112]', which brings those of CUDA 11.")
+    assert told.endswith("Run pip install 'gluon_mgpu[cu112]', which installs those of CUDA 11.")
 
 
 def test_another_major_version_is_told(world):

@@ -84,9 +84,9 @@ def test_fit_tells_the_layer(arrays):
     batches[2][0][5, 0, 2, 2] = np.nan
     with debugging(net, CE()), pytest.raises(NonFiniteLossError) as caught:
         mgpu.fit(net, CE(), trainer, batches, epochs=1, callbacks=[])
-    told = "got 1 NaN in what comes into HybridSequential for shard 1 on cpu(1) at step 3, inputs of shapes (3, 1, 6, 6)"
+    told = "got 1 NaN in the inputs of HybridSequential for shard 1 on cpu(1) at step 3, inputs of shapes (3, 1, 6, 6)"
     assert told in str(caught.value)
-    assert "Look at the data" in str(caught.value)
+    assert "Check the data" in str(caught.value)
     assert_house_style(caught.value)
 
 
@@ -106,7 +106,7 @@ def test_the_cause_is_told_apart():
         with pytest.raises(NonFiniteLossError, match=r"layer 0 \(Dense\) .* Its weight held such numbers"):
             net(mx.nd.ones((2, 2)))
         net[0].weight.set_data(mx.nd.ones((2, 2)))
-        with pytest.raises(NonFiniteLossError, match=r"layer 0 \(Dense\) .* Such numbers came in: look at the data\.$"):
+        with pytest.raises(NonFiniteLossError, match=r"layer 0 \(Dense\) .* The inputs hold such numbers: check the data\.$"):
             net(mx.nd.array([[1, np.inf], [1, 1]]))
     with debugging(net, check_finite=False):
         net(mx.nd.array([[1, np.nan], [1, 1]]))
@@ -121,7 +121,7 @@ def test_a_layer_that_makes_numbers_of_nan_is_told(arrays, hides):
     X[7, 0] = np.nan
     x = arrays.array(X)
     assert np.isfinite(net(x).asnumpy()).all()  # nothing shows in what comes out
-    with debugging(net), pytest.raises(NonFiniteLossError, match="got 1 NaN in what comes into HybridSequential") as caught:
+    with debugging(net), pytest.raises(NonFiniteLossError, match="got 1 NaN in the inputs of HybridSequential") as caught:
         net(x)
     assert_house_style(caught.value)
     with debugging(net, check_finite=False):
@@ -138,7 +138,7 @@ def test_nan_between_layers_names_the_layer_that_it_comes_into():
             return self.inner(x / x)
 
     net = Hides()
-    with debugging(net), pytest.raises(NonFiniteLossError, match=r"got 1 NaN in what comes into layer inner \(Activation\)"):
+    with debugging(net), pytest.raises(NonFiniteLossError, match=r"got 1 NaN in the inputs of layer inner \(Activation\)"):
         net(mx.nd.array([[0, 1]]))
 
 
@@ -342,8 +342,8 @@ def test_run_serially_too_late():
         """
     told, state, second, second_state = in_a_process(program)
     assert_house_style(told)
-    assert "begun with ThreadedEnginePerDevice; expected NaiveEngine before the first operation" in told
-    assert "begun with ThreadedEngine;" in second
+    assert "started ThreadedEnginePerDevice; expected NaiveEngine before the first operation" in told
+    assert "started ThreadedEngine;" in second
     assert (state, second_state) == ("False None", "False ThreadedEngine")
 
 

@@ -174,7 +174,7 @@ def test_gpus_of_two_kinds_may_be_numbered_otherwise():
 
 
 def test_no_driver_matters_only_where_one_is_needed():
-    why = "nvml: got 'NVML Shared Library Not Found' from the NVIDIA driver; expected one that answers. Install NVIDIA's driver."
+    why = "nvml: got 'NVML Shared Library Not Found' from the NVIDIA driver; expected a working driver. Install NVIDIA's driver."
     without = Reading(None, why, False)
     assert check_driver(without, CPU_BUILD) == []
     one(check_driver(without, GPU_BUILD), "NVML Shared Library Not Found", "Expected one that answers. Install NVIDIA's driver.")

@@ -76,7 +76,7 @@ def test_memory_that_is_asked_for(nvml):
     assert why_not_free(second, shared) == "8.0 GiB of 16.0 GiB are free"
     assert why_not_free(third, shared) == ""
     assert "process 17" in why_not_free(third, free)
-    assert "does not tell" in why_not_free(fourth, shared)
+    assert "does not report" in why_not_free(fourth, shared)
 
 
 def test_mig_devices_are_free_one_by_one(monkeypatch):

@@ -115,7 +115,7 @@ def test_a_lock_file_that_is_something_else_is_left_alone(tmp_path, kind):
     {"link": path.symlink_to, "name": path.hardlink_to, "folder": lambda _: path.mkdir(), "pipe": lambda _: os.mkfifo(path)}[
         kind
     ](precious)
-    with pytest.raises(SaveError, match="which is not a file of this program's alone; expected") as caught:
+    with pytest.raises(SaveError, match="which is not a plain file; expected") as caught:
         Checkpoint(tmp_path).hold()
     assert_house_style(caught.value)
     assert precious.read_text() == "kept"

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 
 import mxnet as mx
 import pytest
-from gluon_mgpu.data_parallel.lockstep import defer, exchange, is_in_turns, run_in_turns
+from gluon_mgpu.data_parallel.lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 from gluon_mgpu.errors import MissingExtraError, StepError
 from mxnet import autograd
 
@@ -27,7 +27,7 @@ def test_one_runs_at_a_time_until_it_meets_the_others():
         seen.append(f"{i} has {second.values}, {second.result}")
         return i * i
 
-    assert run_in_turns([lambda i=i: task(i) for i in range(2)]) == [0, 1]
+    assert run_in_lockstep([lambda i=i: task(i) for i in range(2)]) == [0, 1]
     assert seen == [
         "0 begins",
         "1 begins",
@@ -39,8 +39,8 @@ def test_one_runs_at_a_time_until_it_meets_the_others():
 
 
 def test_alone_there_is_nobody_to_wait_for():
-    assert not is_in_turns() and exchange(PLACE, 3).values == [3]
-    assert run_in_turns([lambda: (is_in_turns(), exchange(PLACE, 4).values)]) == [(True, [4])]
+    assert not is_in_lockstep() and exchange(PLACE, 3).values == [3]
+    assert run_in_lockstep([lambda: (is_in_lockstep(), exchange(PLACE, 4).values)]) == [(True, [4])]
     called = []
     defer(lambda: called.append(1))
     assert called == [1]
@@ -57,7 +57,7 @@ def test_what_a_task_sets_is_its_own():
 
     variable.set(7)
     with autograd.record(), mx.cpu(5):
-        found = run_in_turns([lambda i=i: task(i) for i in range(3)])
+        found = run_in_lockstep([lambda i=i: task(i) for i in range(3)])
         assert autograd.is_recording() and autograd.is_training() and mx.current_context() == mx.cpu(5) and variable.get() == 7
     assert found == [(0, mx.cpu(0), False, False), (1, mx.cpu(1), False, True), (2, mx.cpu(2), False, True)]
 
@@ -76,12 +76,12 @@ def test_when_one_fails_all_are_ended(waits_for, error):
             ended.append(1)
 
     with pytest.raises(error) as raised:
-        run_in_turns([waits, waits_for, waits])
+        run_in_lockstep([waits, waits_for, waits])
     if error is StepError:
         assert_house_style(raised.value)
     assert ended == ([1, 1] if error is StepError else [1])  # the third had not begun where the second raised
-    assert deferred == [] and not is_in_turns()
-    assert run_in_turns([lambda: exchange(PLACE, 1).values] * 2) == [[1, 1]] * 2
+    assert deferred == [] and not is_in_lockstep()
+    assert run_in_lockstep([lambda: exchange(PLACE, 1).values] * 2) == [[1, 1]] * 2
 
 
 def test_deferred_calls_come_when_all_have_ended():
@@ -92,12 +92,12 @@ def test_deferred_calls_come_when_all_have_ended():
         exchange(PLACE, None)
         seen.append(f"{i} ends")
 
-    run_in_turns([lambda i=i: task(i) for i in range(2)])
+    run_in_lockstep([lambda i=i: task(i) for i in range(2)])
     assert seen == ["0 ends", "1 ends", "deferred by 0", "deferred by 1"]
 
 
 def test_without_greenlet_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "greenlet", None)
     with pytest.raises(MissingExtraError, match="sync") as raised:
-        run_in_turns([int])
+        run_in_lockstep([int])
     assert_house_style(raised.value)

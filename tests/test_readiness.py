@@ -1,4 +1,4 @@
-"""What the engine has not done yet."""
+"""runtime/engine.py and runtime/engine_push.py: what the engine has written, and functions in its queue."""
 
 import os
 import threading
@@ -8,12 +8,14 @@ import pytest
 from gluon_mgpu.runtime import engine_push
 from gluon_mgpu.runtime.engine import Marker, is_ready, is_serial
 
+EVENTS = []
 may_end = threading.Event()
 
 
 class Waiter(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):
         may_end.wait(240)
+        EVENTS.append("write")
         self.assign(out_data[0], req[0], in_data[0])
 
 
@@ -26,6 +28,7 @@ class WaiterProp(mx.operator.CustomOpProp):
 def test_an_array_is_ready_when_it_has_been_written():
     if is_serial():
         pytest.skip("the serial engine has no queue")
+    may_end.clear()
     x = mx.nd.ones((2,))
     x.wait_to_read()
     y = mx.nd.Custom(x, op_type="readiness_waiter")
@@ -38,6 +41,20 @@ def test_an_array_is_ready_when_it_has_been_written():
     assert not engine_push._functions
 
 
-def test_the_engine_is_told():
+@pytest.mark.parametrize("where", [engine_push.ON_WORKER, engine_push.ON_PRIORITY_WORKER, engine_push.AT_ONCE])
+def test_a_pushed_function_runs_once_and_after_pending_writes(where):
+    if is_serial():
+        pytest.skip("the serial engine has no queue")
+    EVENTS.clear()
+    may_end.clear()
+    y = mx.nd.Custom(mx.nd.ones((2,)), op_type="readiness_waiter")
+    device = engine_push.EngineContext(engine_push.CPU, 0)
+    engine_push.push(lambda: EVENTS.append("call"), device=device, reads=[y], where=where, name=b"test")
+    may_end.set()
+    mx.nd.waitall()
+    assert EVENTS == ["write", "call"] and not engine_push._functions
+
+
+def test_is_serial_follows_the_environment():
     engine = os.environ.get("MXNET_ENGINE_TYPE")
     assert is_serial() == (engine == "NaiveEngine")

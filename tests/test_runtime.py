@@ -318,7 +318,7 @@ def test_two_contexts_with_several_threads_are_warned_of_after_one_came_alone():
     *warned, ready = run_clean(ASK, program.format(number=2))
     assert ready == "ready"
     told = (
-        "RuntimeWarning: use_devices: got contexts that have run already, cpu(0) with 3 and cpu(1) with 2 threads; expected one"
+        "RuntimeWarning: use_devices: got contexts that have already run, cpu(0) with 3 and cpu(1) with 2 threads; expected one"
     )
     assert told in "\n".join(warned)
     assert run_clean(ASK, program.format(number=1)) == ["ready"]
@@ -459,10 +459,10 @@ def test_large_arrays_come_from_memory_that_malloc_keeps():
 @pytest.mark.parametrize(
     "environment, source, reason",
     [
-        ({"GLUON_MGPU_RUNTIME": "off"}, "off", "GLUON_MGPU_RUNTIME=off leaves it as it would be without gluon_mgpu."),
-        ({"MALLOC_TRIM_THRESHOLD_": "200000"}, "environment", "MALLOC_TRIM_THRESHOLD_ in the environment stands."),
-        ({"MALLOC_ARENA_MAX": "2"}, "environment", "MALLOC_ARENA_MAX in the environment stands."),
-        ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"}, "environment", "GLIBC_TUNABLES in the environment stands."),
+        ({"GLUON_MGPU_RUNTIME": "off"}, "off", "GLUON_MGPU_RUNTIME=off keeps the value that it has without gluon_mgpu."),
+        ({"MALLOC_TRIM_THRESHOLD_": "200000"}, "environment", "MALLOC_TRIM_THRESHOLD_ in the environment has priority."),
+        ({"MALLOC_ARENA_MAX": "2"}, "environment", "MALLOC_ARENA_MAX in the environment has priority."),
+        ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"}, "environment", "GLIBC_TUNABLES in the environment has priority."),
     ],
 )
 def test_a_choice_of_memory_stands(environment, source, reason):

@@ -236,5 +236,5 @@ def test_devices_must_be_different_contexts(ctx):
 def test_what_is_no_array_is_named_by_its_place():
     with pytest.raises(TypeError, match=r"data\['x'\]\[1\]: got str; expected an array"):
         mgpu.split_and_load({"x": [np.zeros(4), "label"]}, CTX[:2])
-    with pytest.raises(ValueError, match=r"got a tuple of 2 beside a tuple of 3"):
+    with pytest.raises(ValueError, match=r"got a tuple of 2 and a tuple of 3"):
         mgpu.split_and_load((np.zeros(4), np.zeros(4)), CTX[:2], batch_axis=(0, 0, 0))

@@ -24,7 +24,7 @@ from ..runtime.c_api import values_of
 from ..trainer import loss_scaler
 from ..trainer.optimizer_config import DESCRIPTION, describe, differences, failure, misfit, restore_optimizer, with_values
 from ..trainer.parameters import average_replicas, has_values
-from ..trainer.running_stats import SEEN, describe_seen, remember_equal, restore_seen, shares_of, weighted_mean
+from ..trainer.running_stats import SEEN, describe_seen, remember_equal, restore_seen, weighted_mean, weights_of
 from ..trainer.states import SHAPE, check_counts, check_same, states_on
 from ..trainer.trainer import Trainer
 from . import rng
@@ -413,8 +413,8 @@ def _copied_params(net: gluon.Block) -> Tuple[Dict[str, List[Array]], Dict[str, 
     """
     averaged = set() if batch_norm_of(net) == "local" else {id(param) for param in _running(net).values()}
     if not all(param._differentiable for param in net.collect_params().values()):
-        mx.nd.waitall()  # a static graph writes them without the engine's knowledge
-    shares = shares_of(net) if averaged else {}
+        mx.nd.waitall()  # a static graph writes them without telling the engine
+    shares = weights_of(net) if averaged else {}
     copied: Dict[int, List[Array]] = {}  # a shared parameter has several names
     found, weighted = {}, {}
     for name, param in net._collect_params_with_prefix().items():

@@ -1,4 +1,4 @@
-"""Balancer: splits a batch in proportion to how fast the devices are, measured while they train."""
+"""Balancer: splits a batch in proportion to the speed of the devices, measured while they train."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
 from .sharding import plan_shards, split_batch
 
-NUM_KEPT = 5  # measured steps of which all must speak for another split: one that is out of line, such as the first, has no say
-GAIN = 1.05  # by how much each must have become faster: other shapes cost memory, and compiled networks are compiled again
+NUM_KEPT = 5  # measured steps that must all favour another split: an outlier, such as the first step, changes nothing
+GAIN = 1.05  # the speed-up that each must show: new shapes cost memory, and compiled networks are compiled again
 
 
 class Balancer:
-    """Splits batches over unequal devices, such as a GPU beside a CPU, so that all are done at the same time.
+    """Splits batches over unequal devices, such as a GPU and a CPU, so that all finish at the same time.
 
     ```
-    weights of a device are there ─► forward ─► backward ─► its gradients are there ─► sum over devices ─► update
+    weights of a device are ready ─► forward ─► backward ─► its gradients are ready ─► sum over devices ─► update
                   └──────────────── seconds of this device ────────────┘
     ```
 
-    Both ends are noted by functions that MXNet's engine calls when it comes to them: nothing waits. What counts is what each
-    device takes while all of them work, since CPU contexts share cores. Shares are in proportion to examples a second, and are
-    set anew when each of the last five measured steps would have been 5 % faster with others. The first steps are measured, then
-    every `every`-th one, and the next ones too after one that would have been faster.
+    MXNet's engine calls a function at both ends, so nothing waits. Each device is measured while all of them work, because CPU
+    contexts share cores. The weights are proportional to examples per second. They change when each of the last five measured
+    steps would have been 5 % faster with other weights. The first steps are measured, then every `every`-th one. After a step
+    that would have been faster, the next steps are measured.
 
-    What is learnt does not depend on the split: the gradient is divided by the examples that were seen. With BatchNorm it does
-    slightly, as each device has the statistics of its own shard. One device gets everything, and nothing is measured.
+    The result of training does not depend on the split: the gradient is divided by the number of examples. BatchNorm changes it
+    slightly, because each device has the statistics of its own shard. A single device gets every batch without measurements.
 
-    It is a `split_f` for `train_batch` and `fit`, which tell it of each backward pass; a loop by hand calls `watch`. It splits
-    for the next step, so it does not go into `prefetch`, which splits for later ones.
+    It is a `split_f` for `train_batch` and `fit`, which call `watch` after each backward pass; a loop by hand calls it itself. It
+    splits for the next step. Do not pass it to `prefetch`, which splits for later ones.
 
     Parameters
     ----------
@@ -48,12 +48,12 @@ class Balancer:
     batch_axis : int, or a pair (for X, for y) of ints or nested ints
         As for `split_batch`.
     every : int, steps
-        Between two measurements, where nothing changes.
+        Steps between two measurements while the speeds do not change.
 
     Raises
     ------
     TrainerError
-        Not a Trainer, or not a number of steps.
+        `trainer` is not a Trainer, or `every` is not a number of steps.
 
     Examples
     --------
@@ -82,19 +82,19 @@ class Balancer:
         whole_number("Balancer", "every", every, advice="10 steps are usual.")
         self._trainer = trainer
         self._devices = trainer.contexts
-        self.keywords = {"batch_axis": batch_axis}  # as a functools.partial has: train_batch cuts along it for micro_steps
+        self.keywords = {"batch_axis": batch_axis}  # like a functools.partial: train_batch splits micro_steps along this axis
         self._split = partial(split_batch, batch_axis=batch_axis)
         self._every = int(every)
         self._weights = [1 / len(self._devices)] * len(self._devices)
-        self._kept: Deque[List[float]] = deque(maxlen=NUM_KEPT)  # seconds an example, on each device, in the last measured steps
-        self._begun: Optional[_Step] = None  # split, and not yet watched
+        self._kept: Deque[List[float]] = deque(maxlen=NUM_KEPT)  # seconds per example on each device, in the last measured steps
+        self._begun: Optional[_Step] = None  # split, and not watched yet
         self._queued: List[_Step] = []
         self._num_unmeasured = 0  # steps since the last measured one
         self._batch_size = 0
 
     @property
     def weights(self) -> List[float]:
-        """Each device's share of a batch; they add up to 1."""
+        """Each device's part of a batch; they add up to 1."""
         return list(self._weights)
 
     def __call__(self, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
@@ -103,7 +103,7 @@ class Balancer:
         Raises
         ------
         ShardError
-            The batch cannot be split so, or the devices are not the trainer's.
+            The batch cannot be split, or the devices are not the trainer's.
         """
         if not isinstance(devices, (list, tuple)) or list(devices) != self._devices:
             raise ShardError(
@@ -118,28 +118,28 @@ class Balancer:
         return shards
 
     def watch(self, losses: Sequence[Array]) -> None:
-        """Note when each device has its gradients. To be called after the backward pass, before the step; it does not wait.
+        """Note when each device has its gradients. Call it after the backward pass and before the step; it does not wait.
 
         Parameters
         ----------
         losses : sequence of NDArray, shapes (shard size, ...)
-            One a shard of the last split.
+            One per shard of the last split.
 
         Raises
         ------
         TrainerError
-            Not a list of arrays, or not each on a device of its own of the trainer's. Nothing was noted.
+            The losses are not a list of arrays, or not on different devices of the trainer. Nothing was noted.
         """
         if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(one) and one.shape for one in losses):
             raise TrainerError(
-                f"Balancer.watch: got {short(losses)}; expected a list of MXNet arrays, each with one number an example. "
-                "Pass the list that backward() got."
+                f"Balancer.watch: got {short(losses)}; expected a list of MXNet arrays, each with one number per example. "
+                "Pass the list that you passed to backward()."
             )
         contexts = [loss.context for loss in losses]
         if len(set(contexts)) < len(contexts) or not set(contexts) <= set(self._devices):
             raise TrainerError(
-                f"Balancer.watch: got losses on {contexts}; expected one a device, on {self._devices}. Pass the losses "
-                "where they were computed."
+                f"Balancer.watch: got losses on {contexts}; expected one per device, on {self._devices}. Pass the losses "
+                "on the devices that computed them."
             )
         step, self._begun = self._begun, None
         self._num_unmeasured += 1
@@ -154,22 +154,22 @@ class Balancer:
         self._queued.append(step)
 
     def _begin(self) -> Optional[_Step]:
-        """Let the moments be noted at which the devices have their weights, where the shapes are known already."""
+        """Let the engine note when each device has its weights, if the shapes are known."""
         param = self._first_trained()
         if param is None:
             return None
         step = _Step()
-        # the gradient, too: where several backward passes make one update, the weights are there long before
+        # and the gradient: if several backward passes make one update, the weights are ready long before
         for device, arrays in enumerate(zip(param._data, param._grad)):
             when_ready(arrays, partial(step.note_begin, device))
         return step
 
     def _first_trained(self) -> Any:
-        """Return the first parameter with gradients: the last that a backward pass comes to, and that the step updates."""
+        """Return the first parameter with gradients: the last that a backward pass writes and a step updates."""
         return next((param for param in self._trainer._params if param._grad), None)
 
     def _read(self) -> None:
-        """Take up the measurements that are complete."""
+        """Read the measurements that are complete."""
         complete = [step for step in self._queued if step.is_complete()]
         self._queued = [step for step in self._queued if step not in complete]
         for step in complete:
@@ -182,11 +182,11 @@ class Balancer:
             return
         self._weights = weights
         self._kept.clear()
-        told = ", ".join(f"{context} {weight:.3f}" for context, weight in zip(self._devices, weights))
-        logger.info("Balancer: the devices' shares of a batch are now %s", told)
+        parts = ", ".join(f"{context} {weight:.3f}" for context, weight in zip(self._devices, weights))
+        logger.info("Balancer: the devices' shares of a batch are now %s", parts)
 
     def _gain(self, weights: Sequence[float], costs: Sequence[float]) -> float:
-        """Return how many times as fast a step of such costs would have been with other weights."""
+        """Return how many times faster a step with these costs would have been with other weights."""
         return _seconds(self._weights, costs) / _seconds(weights, costs)
 
     def _is_due(self) -> bool:
@@ -195,7 +195,7 @@ class Balancer:
         return self._gain(_fastest(self._kept[-1]), self._kept[-1]) > GAIN
 
     def _all_busy(self) -> List[float]:
-        """Return weights by which a device of small weight gets an example, too: else nobody would see that it is faster now."""
+        """Return weights that give every device at least one example: otherwise a faster device could not be noticed."""
         if self._batch_size < len(self._devices):
             return self._weights
         sizes = plan_shards(self._batch_size, len(self._devices), self._weights)
@@ -207,7 +207,7 @@ class Balancer:
 
 @dataclass(eq=False)
 class _Step:
-    """When each device began and ended one step, in seconds, and how many examples it had."""
+    """The times, in seconds, at which each device began and ended one step, and its number of examples."""
 
     begun: Dict[int, float] = field(default_factory=dict)
     ended: Dict[int, float] = field(default_factory=dict)
@@ -223,16 +223,16 @@ class _Step:
         return self.sizes.keys() == self.ended.keys() <= self.begun.keys()
 
     def costs(self) -> List[float]:
-        """Return the seconds that an example took on each device."""
+        """Return the seconds per example on each device."""
         return [max(1e-9, self.ended[device] - self.begun[device]) / size for device, size in sorted(self.sizes.items())]
 
 
 def _fastest(costs: Sequence[float]) -> List[float]:
-    """Return the weights with which all devices are done at the same time."""
+    """Return the weights with which all devices finish at the same time."""
     speeds = [1 / cost for cost in costs]
     return [speed / sum(speeds) for speed in speeds]
 
 
 def _seconds(weights: Sequence[float], costs: Sequence[float]) -> float:
-    """Return when the last device is done, for one example."""
+    """Return when the last device finishes, for one example."""
     return max(weight * cost for weight, cost in zip(weights, costs))

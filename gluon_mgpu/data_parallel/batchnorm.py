@@ -1,4 +1,4 @@
-"""BatchNorm over several devices: a layer that normalises with the statistics of the whole batch."""
+"""BatchNorm over several devices: a layer that normalises with the statistics of the complete batch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..checks import explaining, instance, one_of, short
 from ..errors import StepError, TrainerError
 from ..trainer.parameters import average_replicas, blocks_of
 from ..trainer.running_stats import average_over_group, average_running_stats
-from .lockstep import defer, exchange, is_in_turns, run_in_turns
+from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 
-BATCH_NORMS = ("local", "average", "sync")  # whose statistics: each device's own; averaged, to predict; the whole batch's
+BATCH_NORMS = ("local", "average", "sync")  # statistics of each device; averaged for prediction; of the complete batch
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm that trains with the mean and variance of the whole batch, over all its shards.
+    """A BatchNorm that trains with the mean and variance of the complete batch, over all its shards.
 
-    `convert_sync_batchnorm` makes it. It predicts as any BatchNorm does.
+    `convert_sync_batchnorm` creates it. In prediction it is an ordinary BatchNorm.
 
     ```
     cpu(0)  x ─► count, mean, squares ─┐                                        ┌─► normalise ─► y
@@ -32,7 +32,7 @@ class SyncBatchNorm(_BatchNorm):
     cpu(1)  x ─► count, mean, squares ─┘                                        └─► normalise ─► y
     ```
 
-    All of it is recorded, so that the gradient flows back the same way.
+    All of it is recorded, so the gradient flows back the same way.
     """
 
     _plain: type
@@ -43,7 +43,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(x, *args)
         if not autograd.is_training():
             return super().forward(x, *args)
-        if not is_in_turns() and len(self.running_mean.list_ctx()) > 1:
+        if not is_in_lockstep() and len(self.running_mean.list_ctx()) > 1:
             raise TrainerError(
                 f"SyncBatchNorm: got a shard on {x.context} alone; expected all shards of a batch together. Use train_batch, or "
                 "forward_shards(net, Xs) for net(x) of each."
@@ -53,21 +53,21 @@ class SyncBatchNorm(_BatchNorm):
         return y.as_np_ndarray() if mx.util.is_np_array() else y
 
     def _normalise(self, x: Any, gamma: Any, beta: Any) -> Any:
-        met = exchange(self, _share(x.astype(gamma.dtype, copy=False), self._kwargs["axis"]))
-        if met.result is None:
-            met.result = _moments(met.values)
-            defer(partial(self._update, *(moment.detach() for moment in met.result)))
-        mean, variance = (moment.as_in_context(x.context) for moment in met.result)
+        joint = exchange(self, _shard_moments(x.astype(gamma.dtype, copy=False), self._kwargs["axis"]))
+        if joint.result is None:
+            joint.result = _moments(joint.values)
+            defer(partial(self._update, *(moment.detach() for moment in joint.result)))
+        mean, variance = (moment.as_in_context(x.context) for moment in joint.result)
         inverse = mx.nd.rsqrt(variance + self._kwargs["eps"])
         gamma = mx.nd.ones_like(gamma) if self._kwargs["fix_gamma"] else gamma
-        # MXNet's operator is fast, but knows no gradient of the moments. These two have it: 1, and 0, are all that they add.
+        # MXNet's operator is fast but computes no gradient of the moments. These two factors do: their values are 1 and 0.
         scale = gamma * (inverse / inverse.detach())
         offset = beta + gamma * inverse.detach() * (mean.detach() - mean)
         options = {"axis": self._kwargs["axis"], "eps": self._kwargs["eps"], "fix_gamma": False, "use_global_stats": True}
         return mx.nd.BatchNorm(x, scale, offset, mean.detach(), variance.detach(), **options)
 
     def _update(self, mean: Any, variance: Any) -> None:
-        """Move the running statistics, also of devices without data, towards those of the batch."""
+        """Move the running statistics towards those of the batch, also on devices without data."""
         momentum = self._kwargs["momentum"]
         with autograd.pause():
             for param, moment in ((self.running_mean, mean), (self.running_var, variance)):
@@ -85,34 +85,34 @@ class SyncBatchNorm(_BatchNorm):
             return self.gamma.data(x.context), self.beta.data(x.context)
 
     def _check_graph(self) -> None:
-        """Raise `TrainerError` where it is traced for a graph, which would run each shard for itself."""
+        """Raise `TrainerError` if it is traced for a graph, which would run each shard separately."""
         if self._active:
             raise TrainerError(
-                "SyncBatchNorm: got hybridize() of a network that was converted before; expected it the other way round. Call "
+                "SyncBatchNorm: got hybridize() after convert_sync_batchnorm(); expected hybridize() first. Call "
                 "convert_sync_batchnorm(net) again."
             )
 
 
 def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
-    """Choose whose statistics the BatchNorm layers of a network take on several devices, and return the network.
+    """Choose the statistics that a network's BatchNorm layers use on several devices, and return the network.
 
     | bn | trains with the statistics of | predicts with, and saves, the running statistics of |
     |---|---|---|
     | `local` | each shard | each device; a checkpoint holds those of the first one, `net.save_parameters` writes their mean |
     | `average` | each shard | all devices, averaged before |
-    | `sync` | the whole batch | any device: they are the same |
+    | `sync` | the complete batch | any device: they are the same |
 
     Parameters
     ----------
     net : gluon.Block
-        The whole network. Without a choice it is `average`.
+        The complete network. The default is `average`.
     bn : "local", "average" or "sync"
         For `sync` see `convert_sync_batchnorm`; the others undo it.
 
     Raises
     ------
     TrainerError
-        There is no such choice, or a layer cannot be synchronised. Nothing was changed.
+        `bn` is unknown, or a layer cannot be synchronised. Nothing was changed.
 
     Examples
     --------
@@ -120,25 +120,25 @@ def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
     >>> type(net).__name__, batch_norm_of(net)
     ('SyncBatchNorm', 'sync')
     """
-    one_of("set_batch_norm", "bn", bn, BATCH_NORMS, advice="'average' is usual; 'sync' is as one device.")
+    one_of("set_batch_norm", "bn", bn, BATCH_NORMS, advice="'average' is usual; 'sync' equals one device.")
     (convert_sync_batchnorm if bn == "sync" else revert_sync_batchnorm)(net)
     net._batch_norm = bn
     return net
 
 
 def batch_norm_of(net: Any) -> str:
-    """Return what `set_batch_norm` has chosen for a network, `average` where it was not asked."""
+    """Return the choice of `set_batch_norm` for a network, `average` by default."""
     return str(getattr(net, "_batch_norm", "average"))
 
 
 def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
-    """Let every BatchNorm of a network train with the statistics of the whole batch, and return the network.
+    """Let every BatchNorm of a network train with the statistics of the complete batch, and return the network.
 
-    k devices then train as one, also with uneven shards and with devices that get no data. The layers change their class, and
-    nothing else: parameters, running statistics and names in files stay. A layer with `use_global_stats=True` stays as it is.
+    k devices then train like one, also with uneven shards and with devices that get no data. Only the class of the layers
+    changes: parameters, running statistics and names in files stay. A layer with `use_global_stats=True` is not changed.
 
-    Blocks that hold such a layer run without a graph; those between, hybridized before, keep theirs. After `net.hybridize()`
-    convert again.
+    Blocks that contain such a layer run without a graph. Other hybridized blocks keep their graphs. Convert again after
+    `net.hybridize()`.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     Raises
     ------
     TrainerError
-        The network holds a BatchNorm that computes in a way of its own. Nothing was changed.
+        The network contains a BatchNorm with its own forward computation. Nothing was changed.
 
     Examples
     --------
@@ -175,9 +175,9 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
 
 
 def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
-    """Let every BatchNorm of a network be what it was before `convert_sync_batchnorm`, and return the network.
+    """Undo `convert_sync_batchnorm`, and return the network.
 
-    What was hybridized is so again. `net.export` needs that; `save_parameters` does not.
+    Blocks that were hybridized are hybridized again. `net.export` needs that; `save_parameters` does not.
     """
     for block in _blocks("revert_sync_batchnorm", net):
         if isinstance(block, SyncBatchNorm):
@@ -190,18 +190,18 @@ def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
 
 
 def is_synchronised(net: gluon.Block) -> bool:
-    """Return whether there is a layer in a network that trains with the whole batch's statistics."""
+    """Return whether a network has a layer that trains with the statistics of the complete batch."""
     return any(isinstance(block, SyncBatchNorm) for block in _blocks("is_synchronised", net))
 
 
 def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
-    """Return what a network makes of each shard of a batch: `[net(x) for x in Xs]`, for networks with `SyncBatchNorm`, too.
+    """Return the network's output for each shard: `[net(x) for x in Xs]`, also for networks with `SyncBatchNorm`.
 
     Parameters
     ----------
     net : gluon.Block
     Xs : list of array
-        One shard a device, such as `split_batch` returns. Devices without data need none.
+        One shard per device, as `split_batch` returns them. Devices without data have none.
 
     Raises
     ------
@@ -220,37 +220,37 @@ def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
     instance("forward_shards", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     if not isinstance(Xs, (list, tuple)):
         raise TrainerError(
-            f"forward_shards: got Xs={short(Xs)}; expected a list, one shard a device. Pass what split_batch gave."
+            f"forward_shards: got Xs={short(Xs)}; expected a list, one shard per device. Pass the result of split_batch."
         )
-    expected = "shards that the network takes"
+    expected = "shards that the network accepts"
     with explaining("forward_shards", "an error of the network", expected, advice="Try it with one example.", error=StepError):
         return run_shards(net, [partial(net, x) for x in Xs])
 
 
 def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:
-    """Return the results of tasks, each of which sends a shard through the network: together, if the network needs it."""
+    """Return the results of tasks that each send a shard through the network, in lockstep if the network is synchronised."""
     if autograd.is_training() and is_synchronised(net):
-        return run_in_turns(list(tasks))
+        return run_in_lockstep(list(tasks))
     return [task() for task in tasks]
 
 
 def sync_running_stats(net: Any) -> None:
-    """Make a network ready to predict or to be saved: average running statistics over the devices, but for "local"."""
+    """Average running statistics over the devices before predicting or saving, except for "local"."""
     (average_replicas if batch_norm_of(net) == "local" else average_running_stats)(net)
 
 
-def _share(x: Any, axis: int) -> Tuple[int, Any, Any]:
-    """Return of each channel of a shard: the count, the mean, and the sum of squared deviations."""
+def _shard_moments(x: Any, axis: int) -> Tuple[int, Any, Any]:
+    """Return, for each channel of a shard, the count, the mean, and the sum of squared deviations."""
     axis %= x.ndim
     count = x.size // x.shape[axis]
     mean = _sum(x, axis) / count
-    with autograd.pause():  # deviations sum to 0, so that through them the mean's gradient is nothing
+    with autograd.pause():  # deviations sum to 0, so the mean gets no gradient through them
         around = mx.nd.broadcast_to(mean.reshape([-1 if i == axis else 1 for i in range(x.ndim)]), x.shape)
     return count, mean, _sum(mx.nd.square(x - around), axis)
 
 
 def _sum(x: Any, axis: int) -> Any:
-    """Return the sum of each channel; a product with ones, where it can be, is much faster than MXNet's sum."""
+    """Return the sum of each channel. A product with ones is much faster than MXNet's sum, where it is possible."""
     before, channels, after = (int(np.prod(part)) for part in (x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]))
     if after > 1:
         ones = mx.nd.ones((1, after), ctx=x.context, dtype=x.dtype)
@@ -258,16 +258,16 @@ def _sum(x: Any, axis: int) -> Any:
     return mx.nd.sum(x.reshape((before, channels)), axis=0)
 
 
-def _moments(shares: Sequence[Tuple[int, Any, Any]]) -> Tuple[Any, Any]:
+def _moments(shards: Sequence[Tuple[int, Any, Any]]) -> Tuple[Any, Any]:
     """Return mean and variance of the batch, on the first device.
 
     Source: Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance" (1983): groups of any sizes.
     """
-    device = shares[0][1].context
-    total = sum(count for count, _, _ in shares)
-    counts = [count / total for count, _, _ in shares]
-    means = [mean.as_in_context(device) for _, mean, _ in shares]
-    squares = [square.as_in_context(device) for _, _, square in shares]
+    device = shards[0][1].context
+    total = sum(count for count, _, _ in shards)
+    counts = [count / total for count, _, _ in shards]
+    means = [mean.as_in_context(device) for _, mean, _ in shards]
+    squares = [square.as_in_context(device) for _, _, square in shards]
     mean = mx.nd.add_n(*(count * each for count, each in zip(counts, means)))
     between = mx.nd.add_n(*(count * mx.nd.square(each - mean) for count, each in zip(counts, means)))
     return mean, mx.nd.add_n(*squares) / total + between
@@ -289,12 +289,12 @@ def _check_convertible(block: gluon.Block) -> None:
     if isinstance(block, _BatchNorm):
         if kind.hybrid_forward is _BatchNorm.hybrid_forward and kind.forward is _BatchNorm.forward:
             return
-        told, todo = f"{kind.__module__}.{kind.__name__}, which computes in a way of its own", "Use nn.BatchNorm."
+        found, advice = f"{kind.__module__}.{kind.__name__}, which has its own forward computation", "Use nn.BatchNorm."
     elif isinstance(block, gluon.SymbolBlock) and _holds_batch_norm(block):
-        told, todo = f"{block.name}, a SymbolBlock with BatchNorm in its graph", "Build it in Gluon, then load_parameters."
+        found, advice = f"{block.name}, a SymbolBlock with BatchNorm in its graph", "Build it in Gluon, then load_parameters."
     else:
         return
-    raise TrainerError(f"convert_sync_batchnorm: got {told}; expected layers of nn.BatchNorm. {todo}")
+    raise TrainerError(f"convert_sync_batchnorm: got {found}; expected layers of nn.BatchNorm. {advice}")
 
 
 def _holds_batch_norm(block: gluon.SymbolBlock) -> bool:
@@ -303,6 +303,6 @@ def _holds_batch_norm(block: gluon.SymbolBlock) -> bool:
 
 
 def average_over_processes(net: gluon.Block) -> None:
-    """Average BatchNorm's running statistics over the processes of a job, but for "local". All of them are to call it."""
+    """Average BatchNorm's running statistics over the processes of a job, except for "local". All processes must call it."""
     if batch_norm_of(net) != "local":
         average_over_group(net)

@@ -1,4 +1,4 @@
-"""Serial debugging: one operation after another, every layer looked at."""
+"""Serial debugging: one operation after another, with checks of every layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _watched: WeakSet[gluon.Block] = WeakSet()  # networks and losses that are being
 def run_serially() -> None:
     """Let MXNet run each operation when it is called, in the thread that calls it: its NaiveEngine.
 
-    An error then comes from the line that causes it. MXNet chooses its engine when it runs its first operation, not when it is
-    imported, so that a program may still call this first.
+    An error then comes from the line that causes it. MXNet chooses its engine at its first operation, not when it is imported, so
+    a program may call this after `import mxnet`.
 
     Raises
     ------
     TrainerError
-        MXNet has begun with another engine. Nothing was changed.
+        MXNet has started another engine. Nothing was changed.
     """
     before = os.environ.get("MXNET_ENGINE_TYPE")
     os.environ["MXNET_ENGINE_TYPE"] = SERIAL_ENGINE
@@ -41,49 +41,49 @@ def run_serially() -> None:
         else:
             os.environ["MXNET_ENGINE_TYPE"] = before
         raise TrainerError(
-            f"run_serially: got an MXNet that has begun with {before or 'ThreadedEnginePerDevice'}; expected {SERIAL_ENGINE} "
+            f"run_serially: got an MXNet that has started {before or 'ThreadedEnginePerDevice'}; expected {SERIAL_ENGINE} "
             "before the first operation. Call it above everything that makes an array, or set GLUON_MGPU_DEBUG=1 or "
             f"MXNET_ENGINE_TYPE={SERIAL_ENGINE} in the shell."
         )
 
 
 def debugging_if_asked(net: gluon.Block, loss: Any = None) -> ContextManager[Any]:
-    """Return `debugging(net, loss)` if `GLUON_MGPU_DEBUG` asks for it, else a context in which nothing is different."""
+    """Return `debugging(net, loss)` if `GLUON_MGPU_DEBUG` asks for it, otherwise a context that does nothing."""
     return debugging(net, loss) if is_debug() else ExitStack()
 
 
 @contextmanager
 def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) -> Iterator[None]:
-    """Look at every layer as it runs: errors name the layer, the shard, the device and the step. Slow; changes no numbers.
+    """Check every layer as it runs: errors name the layer, the shard, the device and the step. Slow; changes no numbers.
 
     ```
     inputs ─► layer ─► wait ─► NaN? infinite? ─► next layer ─► ... ─► loss: are the labels classes?
                 └─ Embedding: are the indices in its table?
     ```
 
-    Each layer is waited for, so that an error is its own. Hybridized parts run layer by layer for as long as it lasts. MXNet
-    takes the nearest class for a label that is none, and the nearest row for an index that is none, without a word; here both
-    are errors. Steps are counted from here, each part of a batch (`micro_steps`) as one. With an engine that is not serial, an
-    error of a backward pass still comes late, and a log line says what to do.
+    It waits for each layer, so that an error belongs to its layer. Hybridized parts run layer by layer inside this context. MXNet
+    silently clips labels and indices that are out of range; here both raise. Steps are counted from the start of the context,
+    and each part of a batch (`micro_steps`) is one. If the engine is not serial, an error of a backward pass still comes late,
+    and a log line says what to do.
 
     Parameters
     ----------
     net : gluon.Block
-        On one device or several. A layer inside of `SymbolBlock` is not seen.
+        On one device or several. Layers inside a `SymbolBlock` are not checked.
     loss : gluon.loss.Loss, optional
-        Labels are looked at for `SoftmaxCrossEntropyLoss` with `sparse_label=True` and `CTCLoss`, and what derives from them.
-        Labels of weight 0 may be anything.
+        Labels are checked for `SoftmaxCrossEntropyLoss` with `sparse_label=True`, for `CTCLoss`, and for their subclasses.
+        Labels of weight 0 are not checked.
     check_finite : bool
         Whether NaN and infinity are errors. False for a network that masks with infinity.
 
     Raises
     ------
     TrainerError
-        No network.
+        `net` is not a network.
     DataError
-        A label is no class, or an index is not in the table.
+        A label is not a class, or an index is not in the table.
     NonFiniteLossError
-        A layer gets NaN, or gives NaN or infinity; the message says whether they came in, or were in its weights.
+        A layer's input is NaN, or its output is NaN or infinite; the message says whether they came from its input or weights.
     StepError
         A layer failed.
 
@@ -121,12 +121,12 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
 
 
 class _Place:
-    """Which shard of which step runs. When the network is called on a device where it has been, a step begins.
+    """The shard and step that run. A call of the network on a device that it has used in this step begins a new step.
 
     Attributes
     ----------
     error : Exception, optional
-        The one that has named its layer.
+        The error that names its layer.
     """
 
     def __init__(self) -> None:
@@ -143,12 +143,12 @@ class _Place:
         self._contexts.append(context)
         self.error = None
 
-    def told_by(self, error: Exception) -> Exception:
-        """Remember an error that names its layer: the layers around it let it pass."""
+    def remember(self, error: Exception) -> Exception:
+        """Remember an error that names its layer, so that the layers around it pass it on."""
         self.error = error
         return error
 
-    def told(self, arrays: Sequence[Array]) -> str:
+    def describe(self, arrays: Sequence[Array]) -> str:
         context = arrays[0].context if arrays else None
         shard = f"shard {self._contexts.index(context)} on " if context in self._contexts else ""
         number = self._counts[self._records]
@@ -156,21 +156,21 @@ class _Place:
 
 
 class _Layer:
-    """A layer, and what is looked at when it runs."""
+    """A layer with its checks."""
 
     def __init__(self, path: str, block: gluon.Block, place: _Place, check_finite: bool, *, begins: bool) -> None:
         self._path, self._block, self._place = path, block, place
         self._check_finite, self._begins = check_finite, begins
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the layer's `forward` that waits, and looks at what comes out."""
+        """Return the layer's `forward` that waits, and checks its inputs and outputs."""
 
         def run(*args: Any) -> Any:
             inputs = _arrays(args)
             if self._begins and inputs:
                 self._place.begin(inputs[0].context)
             if self._check_finite and self._path != "loss":
-                self._check_came_in(inputs)
+                self._check_inputs(inputs)
             try:
                 output = original(*args)
                 for array in _arrays(output):
@@ -178,10 +178,10 @@ class _Layer:
             except Exception as error:
                 if error is self._place.error:  # it names a layer inside of this one
                     raise
-                raise self._place.told_by(
+                raise self._place.remember(
                     StepError(
-                        f"debugging: got {type(error).__name__} ({last_line(error)}) in {self._told(inputs)}; expected "
-                        "inputs that it takes. The lines above show where in the layer it began."
+                        f"debugging: got {type(error).__name__} ({last_line(error)}) in {self._describe(inputs)}; expected "
+                        "inputs that it accepts. The lines above show where in the layer it failed."
                     )
                 ) from error
             if self._check_finite:
@@ -191,41 +191,41 @@ class _Layer:
         return run
 
     def hybrid_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the layer's `hybrid_forward` that looks at the indices that come in: here their meaning is known."""
-        look = next(look for kind, look in _INDICES.items() if isinstance(self._block, kind))
+        """Return the layer's `hybrid_forward` that checks its indices: here their meaning is known."""
+        range_of = next(range_of for kind, range_of in _INDICES.items() if isinstance(self._block, kind))
 
         def run(F: Any, *args: Any, **kwargs: Any) -> Any:
             if all(is_device_array(array) or array is None for array in args):
-                self._check_range(args, look(self._block, *args))
+                self._check_range(args, range_of(self._block, *args))
             return original(F, *args, **kwargs)
 
         return run
 
-    def _told(self, inputs: Sequence[Array]) -> str:
+    def _describe(self, inputs: Sequence[Array]) -> str:
         kind = type(self._block).__name__
         what = f"{self._path} ({kind})" if self._path == "loss" else f"layer {self._path} ({kind})" if self._path else kind
         shapes = ", ".join(str(array.shape) for array in inputs if array is not None)
-        return f"{what} for {self._place.told(inputs)}, inputs of shapes {shapes}"
+        return f"{what} for {self._place.describe(inputs)}, inputs of shapes {shapes}"
 
     def _check(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
         for array in outputs:
             if _num_bad(array):
                 size, cause = int(np.prod(array.shape)), self._cause(inputs, array.context)
-                raise self._place.told_by(
+                raise self._place.remember(
                     NonFiniteLossError(
-                        f"debugging: got {_num_bad(array)} of {size} numbers NaN or infinite from {self._told(inputs)}; expected "
-                        f"finite numbers. {cause}"
+                        f"debugging: got {_num_bad(array)} of {size} numbers NaN or infinite from {self._describe(inputs)}; "
+                        f"expected finite numbers. {cause}"
                     )
                 )
 
-    def _check_came_in(self, inputs: Sequence[Array]) -> None:
-        """Look at what comes in, too: relu and max pooling make numbers of NaN, and the gradient has them all the same."""
+    def _check_inputs(self, inputs: Sequence[Array]) -> None:
+        """Raise if inputs hold NaN: relu and max pooling turn NaN into numbers, but the gradient is NaN."""
         num_bad = sum(_num_nan(array) for array in inputs)
         if num_bad:
-            raise self._place.told_by(
+            raise self._place.remember(
                 NonFiniteLossError(
-                    f"debugging: got {num_bad} NaN in what comes into {self._told(inputs)}; expected numbers. Look at the "
-                    "data, and at the weights of the layer before."
+                    f"debugging: got {num_bad} NaN in the inputs of {self._describe(inputs)}; expected numbers. Check the "
+                    "data, and the weights of the layer before."
                 )
             )
 
@@ -239,22 +239,22 @@ class _Layer:
         listed = [f"{value:g}" for value in dict.fromkeys(values[wrong].tolist())]
         shown = ", ".join(listed[:_SHOWN]) + (", ..." if len(listed) > _SHOWN else "")
         first = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise self._place.told_by(
+        raise self._place.remember(
             DataError(
                 f"debugging: got {found.name} {shown} ({wrong.sum()} of {values.size}, the first at {first}) in "
-                f"{self._told(inputs)}; expected whole numbers {allowed.start} to {allowed.stop - 1}: {found.meaning}. "
-                "Correct the data: MXNet takes the nearest one, without a word."
+                f"{self._describe(inputs)}; expected whole numbers {allowed.start} to {allowed.stop - 1}: {found.meaning}. "
+                "Correct the data: MXNet silently takes the nearest one."
             )
         )
 
     def _cause(self, inputs: Sequence[Array], context: Context) -> str:
         if any(map(_num_bad, inputs)):
-            return "Such numbers came in: look at the data."
+            return "The inputs hold such numbers: check the data."
         own = getattr(self._block, "_reg_params", self._block.params)
         bad = [name for name, param in own.items() if param._data and _num_bad(param.data(context))]
         if bad:
             return f"Its {' and '.join(bad)} held such numbers: lower the learning rate, or clip the gradient (clip_norm)."
-        return "What came in was finite, and its weights are: it overflows, divides by 0 or takes a logarithm of 0."
+        return "Its inputs and weights are finite: it overflows, divides by 0 or takes a logarithm of 0."
 
 
 def _layers(roots: Sequence[Tuple[str, gluon.Block]]) -> Iterator[Tuple[str, gluon.Block]]:
@@ -270,24 +270,24 @@ def _layers(roots: Sequence[Tuple[str, gluon.Block]]) -> Iterator[Tuple[str, glu
 
 
 def _watch(stack: ExitStack, block: Any, layer: _Layer) -> None:
-    """Put a layer's looking functions in place of its own, until the stack is closed."""
+    """Replace a layer's functions with those that check, until the stack is closed."""
     _replace(stack, block, "forward", layer.forward(_own(block, "forward")))
     if any(isinstance(block, kind) for kind in _INDICES):
         _replace(stack, block, "hybrid_forward", layer.hybrid_forward(_own(block, "hybrid_forward")))
     if getattr(block, "_active", False) and not isinstance(block, gluon.SymbolBlock):
-        block._active = False  # its graph is kept, and used again afterwards
+        block._active = False  # its graph is kept for later
         stack.callback(_hybridize_again, block)
 
 
 def _own(block: gluon.Block, name: str) -> Callable[..., Any]:
-    """Return a function of a block: what its class has when it is called, as convert_sync_batchnorm changes the class."""
+    """Return a method of a block, looked up in its class at each call, because convert_sync_batchnorm changes the class."""
     if name in vars(block):
         return vars(block)[name]  # type: ignore[no-any-return]
     return lambda *args, **kwargs: getattr(type(block), name)(block, *args, **kwargs)
 
 
 def _hybridize_again(block: Any) -> None:
-    if is_synchronised(block):  # converted meanwhile: without a graph, until it is reverted
+    if is_synchronised(block):  # converted in the meantime: it has no graph until it is reverted
         block._was_active = True
         block._clear_cached_op()
     else:
@@ -299,7 +299,7 @@ def _replace(stack: ExitStack, block: gluon.Block, name: str, value: Any) -> Non
     was = {name: attributes[name]} if name in attributes else {}
 
     def put_back() -> None:
-        if attributes.get(name) is value:  # nobody has replaced it since
+        if attributes.get(name) is value:  # not replaced since
             del attributes[name]
             attributes.update(was)
 
@@ -309,7 +309,7 @@ def _replace(stack: ExitStack, block: gluon.Block, name: str, value: Any) -> Non
 
 @dataclass(frozen=True)
 class _Range:
-    """What whole numbers must lie in."""
+    """Integers and the range that they must lie in."""
 
     name: str
     values: Any
@@ -327,7 +327,7 @@ def _classes_of(block: Any, pred: Array, label: Array, weight: Any = None) -> Op
         return None
     values, classes = label.asnumpy(), pred.shape[block._axis]
     if weight is not None:
-        # Weights have the axis of the classes, with one place there; labels may go without.
+        # Weights have the axis of the classes, of size 1; labels may lack it.
         counts = weight.asnumpy()
         counts = counts.squeeze(block._axis) if counts.ndim == values.ndim + 1 else counts
         values = np.where(np.broadcast_to(counts, values.shape) == 0, 0, values)
@@ -335,7 +335,7 @@ def _classes_of(block: Any, pred: Array, label: Array, weight: Any = None) -> Op
 
 
 def _symbols_of(_block: Any, pred: Array, label: Array, *lengths: Any) -> Optional[_Range]:
-    if len(lengths) > 1 and lengths[1] is not None:  # what lies beyond a label's length may be anything
+    if len(lengths) > 1 and lengths[1] is not None:  # values beyond a label's length are not used
         return None
     symbols = pred.shape[2] - 1
     return _Range("labels", label.asnumpy(), range(-1, symbols), f"{symbols} symbols without the blank, and -1 to pad")
@@ -349,10 +349,10 @@ _INDICES: Dict[Any, Callable[..., Optional[_Range]]] = {
 
 
 def _arrays(value: Any) -> List[Array]:
-    """Return the device arrays of what a layer takes or gives; of anything but nested data, none."""
+    """Return the device arrays of a layer's inputs or outputs; [] if they are not nested data."""
     try:
         return [leaf for _, leaf in leaves(value) if is_device_array(leaf)]
-    except TypeError:  # symbols, say
+    except TypeError:  # symbols, for example
         return []
 
 

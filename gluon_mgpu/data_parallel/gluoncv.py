@@ -1,4 +1,4 @@
-"""DataParallelModel and DataParallelCriterion: a network and its loss over several devices, called as if over one."""
+"""DataParallelModel and DataParallelCriterion: a network and its loss on several devices, called as on one."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ Call = Tuple[Tuple[Any, ...], Any]  # positional arguments, and those by name
 
 
 class DataParallelModel:
-    """A network whose calls split their arguments over the devices and return one output a device.
+    """A network whose calls split their arguments over the devices and return one output per device.
 
     ```
     net(X):                split ──► X on device i ──► module ──► (output,) of device i ──┐   stays there
     criterion(outputs, y): split ──► y on device i ──────────────────────────────► loss of device i ──► autograd.backward
     ```
 
-    GluonCV's class, which a script can take instead of that: `outputs[i]` is a tuple, `sync` is its third argument. All
-    devices are served from the caller's thread, which MXNet's engine does not wait in, so that they work at once. Outputs
-    and losses stay where they are, so that no device holds more than its share.
+    It replaces GluonCV's class in a script: `outputs[i]` is a tuple, `sync` is its third argument. The caller's thread
+    dispatches to all devices without waiting, so they work in parallel. Outputs and losses stay on their devices, so no device
+    holds more than its part.
 
-    What it has not, it takes from the network: `net.collect_params()`, `net.hybridize()`, `net.save_parameters(...)`. What
-    wants a Block, such as `Trainer` and `evaluate`, takes `net.module`.
+    Other attributes are those of the network: `net.collect_params()`, `net.hybridize()`, `net.save_parameters(...)`. Pass
+    `net.module` to functions that expect a Block, such as `Trainer` and `evaluate`.
 
     Parameters
     ----------
     module : gluon.Block, or a callable with `collect_params`
-        Initialised. Its parameters are moved to the devices where they are on others: do it before a Trainer is made.
+        Initialised. Its parameters are moved to the devices if they are on others: create it before the Trainer.
     ctx_list : list of mxnet.Context, optional
-        Without it, calls go to the network as they are.
+        Without it, calls go to the network unchanged.
     sync : bool
-        The network has SyncBatchNorm: a batch that leaves a device without examples is refused when training, as the other
-        devices would wait for it for ever.
+        The network has SyncBatchNorm: in training, a batch that leaves a device without examples raises, because the other
+        devices would wait for it indefinitely.
     batch_axis : int
-        Where the examples are in what is passed.
+        The axis of the examples in the arguments.
     output_device : mxnet.Context, optional
-        Return the outputs put together on this device, as the network returned them, instead of one a device. Gradients flow
-        back through it. It holds the outputs of all, and the loss has to be computed there alone.
+        Gather the outputs on this device, as the network returned them, instead of one per device. Gradients flow back through
+        it. It holds the outputs of all devices, and the loss must be computed on it alone.
     output_axis : int, optional
-        Where the examples are in the outputs that are put together; `batch_axis` by default.
+        The axis of the examples in gathered outputs; `batch_axis` by default.
 
     Attributes
     ----------
     module, ctx_list, sync
-        As given.
+        The arguments.
 
     Raises
     ------
     TrainerError
-        No network, or one that is not initialised.
+        `module` is not a network, or not initialised.
     DeviceError
         The devices are not different contexts.
 
@@ -117,15 +117,15 @@ class DataParallelModel:
         Parameters
         ----------
         inputs, kwargs : array, or nested data
-            Shapes (B, ...). Arrays are split; what is no array goes to each device. With fewer examples than devices, only
-            those that got some are in the result.
+            Shapes (B, ...). Arrays are split; other values go to each device. With fewer examples than devices, the result
+            contains only devices that got examples.
 
         Raises
         ------
         ShardError
             The arguments cannot be split, or leave a device out where `sync` forbids it.
         StepError
-            The network does not take them; the message names the device.
+            The network does not accept them; the message names the device.
         """
         if self.ctx_list is None:
             return self.module(*inputs, **kwargs)
@@ -141,8 +141,8 @@ class DataParallelModel:
         return tuple(_as_tuple(output) for output in outputs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "module":  # not there yet, where this one is being copied
-            raise AttributeError(f"DataParallelModel: got {name!r}; expected an attribute of it. Take it from net.module.")
+        if name.startswith("_") or name == "module":  # not set yet while this object is being copied
+            raise AttributeError(f"DataParallelModel: got {name!r}; expected a public attribute. Use that of net.module.")
         return getattr(self.module, name)
 
     def __repr__(self) -> str:
@@ -155,18 +155,18 @@ class DataParallelCriterion:
     Parameters
     ----------
     module : callable (*outputs, *labels) -> NDArray
-        A loss of Gluon's, say.
+        For example a Gluon loss.
     ctx_list : list of mxnet.Context, optional
-        The model's. Without it, calls go to the loss as they are.
+        The model's. Without it, calls go to the loss unchanged.
     sync : bool
-        GluonCV's place for it; a loss has nothing to synchronise.
+        For compatibility with GluonCV; a loss has nothing to synchronise.
     batch_axis : int
-        Where the examples are in the labels.
+        The axis of the examples in the labels.
 
     Attributes
     ----------
     module, ctx_list, sync
-        As given.
+        The arguments.
 
     Raises
     ------
@@ -183,8 +183,7 @@ class DataParallelCriterion:
     ) -> None:
         if not callable(module):
             raise TrainerError(
-                f"DataParallelCriterion: got {type(module).__name__} as the loss; expected a callable. Pass "
-                "gluon.loss.L2Loss(), say."
+                f"DataParallelCriterion: got {type(module).__name__} as the loss; expected a callable. Pass gluon.loss.L2Loss()."
             )
         if ctx_list is not None:
             check_contexts(ctx_list, "DataParallelCriterion")
@@ -199,16 +198,16 @@ class DataParallelCriterion:
         Parameters
         ----------
         inputs : sequence
-            One item a device: what `DataParallelModel` returned. A tuple or list there is several arguments of the loss.
+            One item per device, as returned by `DataParallelModel`. A tuple or list becomes several arguments of the loss.
         targets, kwargs : array, or nested data
-            Shapes (B, ...). Arrays are split; what is no array goes to each device.
+            Shapes (B, ...). Arrays are split; other values go to each device.
 
         Raises
         ------
         ShardError
             The labels cannot be split, or are for other devices than the outputs.
         StepError
-            The loss does not take them; the message names the device.
+            The loss does not accept them; the message names the device.
         """
         if self.ctx_list is None:
             return self.module(inputs, *targets, **kwargs)
@@ -216,12 +215,12 @@ class DataParallelCriterion:
         if not isinstance(inputs, (list, tuple)) or len(inputs) != len(shards):
             found = f"{len(inputs)} outputs" if isinstance(inputs, (list, tuple)) else type(inputs).__name__
             raise ShardError(
-                f"DataParallelCriterion: got {found} and labels for {len(shards)} devices; expected as many, a list. "
-                "Pass what DataParallelModel returned for the same batch."
+                f"DataParallelCriterion: got {found} and labels for {len(shards)} devices; expected a list of as many. "
+                "Pass the result of DataParallelModel for the same batch."
             )
         calls = [((*_as_arguments(output), *args), named) for output, (args, named) in zip(inputs, shards)]
         losses = _on_each("DataParallelCriterion", self.module, calls, self.ctx_list)
-        # Where a loss returns several, GluonCV returns these on one device, and one tuple a device on more.
+        # If a loss returns several, GluonCV returns them on one device, and one tuple per device on more.
         return _as_tuple(losses[0]) if len(self.ctx_list) == 1 else tuple(losses)
 
     def __repr__(self) -> str:
@@ -229,7 +228,7 @@ class DataParallelCriterion:
 
 
 def _move(module: Any, contexts: List[Context]) -> None:
-    """Put a network's parameters on these devices, where they are on others."""
+    """Move a network's parameters to these devices if they are on others."""
     params = module.collect_params()
     for param in params.values():
         if param._data is None and not param._deferred_init:
@@ -239,16 +238,16 @@ def _move(module: Any, contexts: List[Context]) -> None:
     if all(param.list_ctx() == contexts for param in params.values()):
         return
     params.reset_ctx(contexts)
-    if isinstance(module, gluon.Block):  # a static graph would go on writing gradients into the arrays that were replaced
+    if isinstance(module, gluon.Block):  # a static graph would still write gradients into the old arrays
         module.apply(lambda block: block._clear_cached_op() if isinstance(block, gluon.HybridBlock) else None)
 
 
 def _split(operation: str, data: Call, contexts: Sequence[Context], batch_axis: int) -> List[Call]:
-    """Return one call a shard: its part of each array, and everything else as it is."""
+    """Return one call per shard: its part of each array, and all other values unchanged."""
     arrays: List[Any] = []
     _map_arrays(arrays.append, data)
     if not arrays:
-        raise ShardError(f"{operation}: got no array among the arguments; expected at least one, to split. Pass the batch.")
+        raise ShardError(f"{operation}: got no array among the arguments; expected at least one. Pass the batch.")
     shards = split_and_load(arrays, contexts, batch_axis, even_split=False)
     return [_with_arrays(data, shard) for shard in shards]
 
@@ -259,7 +258,7 @@ def _with_arrays(data: Any, arrays: Sequence[Any]) -> Any:
 
 
 def _map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return data with its arrays replaced. Numbers, also lists of them, are no arrays here: GluonCV passes them on."""
+    """Return data with its arrays replaced. Numbers and lists of numbers are not arrays here: GluonCV passes them on."""
     if is_device_array(data) or isinstance(data, np.ndarray):
         return function(data)
     if isinstance(data, dict):
@@ -285,7 +284,8 @@ def _on_each(operation: str, module: Any, shards: Sequence[Call], contexts: Sequ
             raise StepError(
                 f"{operation}: got an error of {type(module).__name__} for shard {shard} on {contexts[shard]}, "
                 f"shapes {short([tuple(array.shape) for array in arrays])}: "
-                f"{reason_of(error)}; expected data that it takes. Try it on one device, with one example."
+                f"{reason_of(error)}; expected data of a shape and dtype that it accepts. "
+                "Try it on one device, with one example."
             ) from error
 
     tasks = [partial(on, shard) for shard in range(len(shards))]
@@ -293,7 +293,7 @@ def _on_each(operation: str, module: Any, shards: Sequence[Call], contexts: Sequ
 
 
 def _as_tuple(output: Any) -> Any:
-    """Return what one device gave in GluonCV's form: an array or a list as a tuple, anything else as it is."""
+    """Return one device's output in GluonCV's form: an array or a list as a tuple, other values unchanged."""
     if is_device_array(output):
         return (output,)
     return tuple(output) if isinstance(output, list) else output
@@ -307,5 +307,5 @@ def _check_output_device(output_device: Context, contexts: Optional[Sequence[Con
     check_contexts([output_device], "DataParallelModel")
     if contexts is None:
         raise DeviceError(
-            f"DataParallelModel: got output_device={output_device} without devices; expected both. Pass ctx_list, too."
+            f"DataParallelModel: got output_device={output_device} without devices; expected both. Pass ctx_list as well."
         )

@@ -1,4 +1,4 @@
-"""What data iterators give: pairs, and the batches of MXNet's iterators without their padding."""
+"""Items of data iterators: as pairs, and batches of MXNet's iterators without their padding."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..nested import Array
 
 
 def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "", pairs: bool = True) -> None:
-    """Raise `TrainerError` unless this is an iterable of batches, and, as far as a list tells, of pairs.
+    """Raise `TrainerError` unless this is an iterable of batches. The items of a list must be pairs.
 
     Parameters
     ----------
     operation, name : str
-        What the error names.
+        Names for the error message.
     data_iter : iterable of (X, y)
     pairs : bool
-        Whether its items are to be pairs, or features alone.
+        Whether its items must be pairs, or only features.
     reader : str
-        The operation that takes the pairs. What a list or tuple holds is checked for it; a loader is not read.
+        The operation that takes the pairs. The items of a list or tuple are checked for it; a loader is not read.
     """
     is_data = isinstance(data_iter, (str, bytes, dict, np.ndarray, mx.nd.NDArray))
     if not isinstance(data_iter, Iterable) or isinstance(data_iter, type) or is_data:
@@ -35,7 +35,7 @@ def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "
         )
     if reader and isinstance(data_iter, (list, tuple)):
         if not data_iter:
-            raise TrainerError(f"{reader}: got no batch in {name}; expected one or more. Pass [(X, y)], for one.")
+            raise TrainerError(f"{reader}: got no batch in {name}; expected one or more. Pass [(X, y)].")
         for item in data_iter:
             as_pair(item, reader)
 
@@ -43,8 +43,8 @@ def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "
 def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator over one pass.
 
-    An iterator of `mx.io` is reset before, and gives its batches without the examples that fill up the last one. What iterators
-    written in C++ give is copied: they write the next batch into the same memory.
+    An iterator of `mx.io` is reset first, and yields its batches without the examples that pad the last one. Batches of
+    iterators written in C++ are copied, because these write the next batch into the same memory.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
 
 
 def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
-    """Return what a data iterator gave as (X, y). Several arrays of a `DataBatch` become a tuple.
+    """Return an item of a data iterator as (X, y). Several arrays of a `DataBatch` become a tuple.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
         batch = _own(item)
         if not batch.label:
             raise TrainerError(
-                f"{operation}: got a DataBatch without labels; expected data and labels. Give the iterator its label."
+                f"{operation}: got a DataBatch without labels; expected data and labels. Pass the iterator its label."
             )
         return features_of(batch), _one(batch.label)
     if not isinstance(item, (list, tuple)) or len(item) != 2:
@@ -84,7 +84,7 @@ def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
 
 
 def features_of(item: Any) -> Any:
-    """Return the features of what a data iterator gave without labels: of a `DataBatch` its data, else the item itself."""
+    """Return the features of an item without labels: the data of a `DataBatch`, otherwise the item itself."""
     return _one(_own(item).data) if isinstance(item, DataBatch) else item
 
 
@@ -93,13 +93,13 @@ def _one(arrays: Any) -> Any:
 
 
 def _rolls_over(data_iter: Any) -> bool:
-    """Return whether the examples that `pad` counts were not seen before: those that an epoch has left for the next."""
-    inner = getattr(data_iter, "data_iter", None) or next(iter(getattr(data_iter, "iters", None) or ()), None)  # in another
+    """Return whether `pad` counts new examples: those that one epoch leaves for the next."""
+    inner = getattr(data_iter, "data_iter", None) or next(iter(getattr(data_iter, "iters", None) or ()), None)  # it wraps another
     return getattr(data_iter, "last_batch_handle", "") == "roll_over" or (inner is not None and _rolls_over(inner))
 
 
 def _own(batch: DataBatch, axis: int = 0, rolls_over: bool = False, copies: bool = False) -> DataBatch:
-    """Return a batch of the examples that are its own, as arrays of the current mode."""
+    """Return a batch without its padding, as arrays of the current mode."""
     num_padded = 0 if rolls_over else batch.pad or 0
 
     def own(array: Optional[Array]) -> Any:

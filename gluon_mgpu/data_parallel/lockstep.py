@@ -1,4 +1,4 @@
-"""Tasks that take turns: each runs until it has to meet the others, and goes on when all have come."""
+"""Tasks in lockstep: each runs until it exchanges values with the others, and continues when all have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..runtime.environment import require
 
 @dataclass(eq=False)
 class Exchange:
-    """What all tasks have brought to one place.
+    """The values that all tasks passed at one place.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class Exchange:
     values : list
         In the order of the tasks.
     result : object
-        For the first task that goes on, to leave something for the others.
+        Set by the first task that continues, for the others.
     """
 
     place: Any
@@ -32,17 +32,17 @@ class Exchange:
     result: Any = None
 
 
-def run_in_turns(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
-    """Run tasks one at a time, each until it meets the others or ends, and return their results.
+def run_in_lockstep(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
+    """Run tasks one at a time, each until it exchanges values or ends, and return their results.
 
     ```
-    task 0  ──run──► meet ·············· ──run──► meet ············· ──run──► end
-    task 1  ·············· ──run──► meet ·············· ──run──► meet ············· ──run──► end
+    task 0  ──run──► exchange ·················· ──run──► exchange ················· ──run──► end
+    task 1  ·················· ──run──► exchange ·················· ──run──► exchange ················· ──run──► end
     ```
 
-    So all tasks dispatch what comes before a meeting before any dispatches what comes after. MXNet's engine hands out memory in
-    the order of dispatch, and never waits in a circle then. The tasks are greenlets, not threads: in a thread of its own MXNet
-    draws other random numbers, the same ones in each new thread.
+    All tasks dispatch their operations before an exchange, and only then operations after it. MXNet's engine allocates memory in
+    the order of dispatch, so it cannot deadlock. The tasks are greenlets, not threads: in a new thread MXNet draws other random
+    numbers, the same in each new thread.
 
     Parameters
     ----------
@@ -51,15 +51,15 @@ def run_in_turns(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
     Raises
     ------
     StepError
-        A task has ended, or is elsewhere, where another wants to meet it. All are stopped.
+        A task has ended or waits at another place while others exchange values. All are stopped.
     MissingExtraError
         The package greenlet is not installed.
     Exception
-        What a task raises. The others are stopped.
+        The exception of a task. The others are stopped.
 
     Examples
     --------
-    >>> run_in_turns([lambda i=i: sum(exchange("a sum", i).values) - i for i in range(3)])
+    >>> run_in_lockstep([lambda i=i: sum(exchange("a sum", i).values) - i for i in range(3)])
     [3, 2, 1]
     """
     greenlet = require("greenlet", "sync", "train_batch").greenlet
@@ -71,71 +71,71 @@ def run_in_turns(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
     arguments: Tuple[Any, ...] = ()
     try:
         while not all(worker.dead for worker in workers):
-            came = []
+            results = []
             for i, worker in enumerate(workers):
                 _set_state(states[i])
-                came.append(worker.switch(*arguments))
+                results.append(worker.switch(*arguments))
                 states[i] = _state()
-            arguments = (_meeting([None if worker.dead else arrival for worker, arrival in zip(workers, came)]),)
+            arguments = (_joint_exchange([None if worker.dead else found for worker, found in zip(workers, results)]),)
     finally:
         for worker in workers:
-            worker.throw()  # unwinds those that still wait
+            worker.throw()  # unwinds tasks that still wait
         _here.deferred = None
         _set_state(states[-1])
     for function in deferred:
         function()
-    return came
+    return results
 
 
 def exchange(place: Any, value: Any) -> Exchange:
-    """Wait at a place for the other tasks, and return what all have brought. Outside of tasks there are no others.
+    """Wait at a place for the other tasks, and return the values of all. Outside of `run_in_lockstep` there is one task.
 
     Raises
     ------
     StepError
-        The others have ended, or are elsewhere.
+        Other tasks have ended or wait at another place.
     """
-    if not is_in_turns():
+    if not is_in_lockstep():
         return Exchange(place, [value])
-    meeting: Exchange = require("greenlet", "sync", "train_batch").getcurrent().parent.switch((place, value))
-    return meeting
+    joint: Exchange = require("greenlet", "sync", "train_batch").getcurrent().parent.switch((place, value))
+    return joint
 
 
 def defer(function: Callable[[], Any]) -> None:
-    """Call a function when all tasks have ended well; now, outside of tasks."""
-    if is_in_turns():
+    """Call a function when all tasks have ended without an error; outside of tasks, call it now."""
+    if is_in_lockstep():
         _here.deferred.append(function)
     else:
         function()
 
 
-def is_in_turns() -> bool:
-    """Return whether a task calls this."""
+def is_in_lockstep() -> bool:
+    """Return whether a task of `run_in_lockstep` calls this."""
     return getattr(_here, "deferred", None) is not None
 
 
 _here = threading.local()  # .deferred: a list while tasks run
 
 
-def _meeting(arrivals: Sequence[Optional[Tuple[Any, Any]]]) -> Optional[Exchange]:
-    """Return the meeting of tasks that have come with (place, value), None if all have ended; raise if they cannot meet."""
-    if not any(arrivals):
+def _joint_exchange(found: Sequence[Optional[Tuple[Any, Any]]]) -> Optional[Exchange]:
+    """Return the exchange of tasks that wait with (place, value), None if all have ended; raise if their places differ."""
+    if not any(found):
         return None
-    places = ["the end" if arrival is None else arrival[0] for arrival in arrivals]
+    places = ["the end" if one is None else one[0] for one in found]
     if any(place is not places[0] for place in places):
-        told = ", ".join(str(getattr(place, "name", place)) for place in places)
+        names = ", ".join(str(getattr(place, "name", place)) for place in places)
         raise StepError(
-            f"train_batch: got shards that are at {told}; expected all at one layer, to take the whole batch's statistics. Send "
-            "every shard through the same layers, or call revert_sync_batchnorm(net)."
+            f"train_batch: got shards that are at {names}; expected all at one layer, to compute the statistics of the batch. "
+            "Send every shard through the same layers, or call revert_sync_batchnorm(net)."
         )
-    return Exchange(places[0], [arrival[1] for arrival in arrivals if arrival])
+    return Exchange(places[0], [one[1] for one in found if one])
 
 
 State = Tuple[bool, bool, mx.Context]
 
 
 def _state() -> State:
-    """Return what MXNet keeps for a thread, and a network may set for a while."""
+    """Return the state of MXNet that belongs to a thread and that a network may set temporarily."""
     return autograd.is_recording(), autograd.is_training(), mx.current_context()
 
 

@@ -1,4 +1,4 @@
-"""Shards that are on their devices before their step, in memory that is used again."""
+"""Loads shards onto their devices before their step, into reused memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .step import SplitFunction
 
 Shards = Tuple[List[Any], List[Any]]
 
-NUM_HELD = 4  # batches that a loop has in use beside those loaded ahead: the user's, and the steps that still run
+NUM_HELD = 4  # batches in use in addition to those loaded ahead: the user's, and those of steps that still run
 CLOSE_S = 10.0
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _END = object()
@@ -38,7 +38,7 @@ def prefetch(
     num_batches: int = 2,
     background: bool = False,
 ) -> Generator[Shards, None, None]:
-    """Yield the shards of every batch, each on its device, the next batches being loaded while the last step runs.
+    """Yield the shards of every batch, each on its device, and load the next batches while the last step runs.
 
     ```
     your loop      step 1 queued           step 2 queued        step 3 queued
@@ -47,26 +47,27 @@ def prefetch(
     devices             ├──── step 1 ───────────┼──── step 2 ────────┼──── step 3 ───
     ```
 
-    A loop that never waits, which MXNet's asynchronous engine allows, lets slicing and copying overlap with the step that it
-    queued before. A loop that reads a number in every step (`float(loss)`) leaves the devices idle until the next batch is
-    there; `background=True` draws from the iterator during that wait.
+    In a loop that never waits, slicing and copying overlap with the queued step. A loop that reads a number in every step
+    (`float(loss)`) leaves the devices idle until the next batch is loaded; `background=True` draws from the iterator during that
+    wait.
 
-    NumPy arrays are written into memory that earlier batches have left, on a GPU by way of pinned memory and a copy that is not
-    waited for. Memory is written again only when nothing holds it: no variable, view, recorded or queued operation. So shards
-    may be kept. What is yielded is what `split_f` returns, to the bit.
+    NumPy arrays are written into the memory of earlier batches; for a GPU, into pinned memory that is copied asynchronously.
+    Memory is reused only when no variable, view, recorded or queued operation holds it, so you may keep shards. The result is
+    bit-identical to that of `split_f`.
 
     Parameters
     ----------
     data_iter : iterable of (X, y)
-        Shapes (B, ...). While your step runs, `num_batches - 1` batches more have been drawn from it than were handed out, and
-        up to `num_batches` more with `background`: they are lost to others who read the same iterator.
+        Shapes (B, ...). While your step runs, `num_batches - 1` more batches have been drawn than yielded, and up to
+        `num_batches` more with `background`. Other readers of the same iterator do not see them.
     devices : list of mxnet.Context
     split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
     num_batches : int
-        Loaded ahead, the one that is handed out next among them. 1 loads each when it is asked for.
+        Batches loaded ahead, including the next one. 1 loads each batch when you ask for it.
     background : bool
-        Draw from `data_iter` in a thread, which pays where that waits: for a disk, a network, a decoder outside Python. It must
-        not share random numbers with the loop, or be read elsewhere meanwhile. Slicing and copying stay in your thread.
+        Draw from `data_iter` in a thread. This helps an iterator that waits for a disk, a network or a decoder outside of Python.
+        The iterator must not share random numbers with the loop, or have another reader. Slicing and copying stay in your
+        thread.
 
     Yields
     ------
@@ -75,9 +76,9 @@ def prefetch(
     Raises
     ------
     TrainerError
-        A wrong argument, at once; an item that is not a pair.
+        An argument is invalid (raised at once), or an item is not a pair.
     Exception
-        What the iterator or `split_f` raised, with its traceback, after the batches before it.
+        The exception of the iterator or of `split_f`, with its traceback, after the batches before it.
 
     Examples
     --------
@@ -102,7 +103,7 @@ def _load_ahead(
     loaded: Deque[Shards] = deque()
     failed: Optional[Exception] = None
     with _draw_in_background(data_iter, num_batches) if background else _draw(data_iter) as items:
-        wanted = 1  # the first step starts as soon as its batch is there
+        wanted = 1  # the first step starts as soon as its batch is loaded
         ended = False
         while True:
             while len(loaded) < wanted and not ended:
@@ -113,8 +114,8 @@ def _load_ahead(
                         X, y = as_pair(item, "prefetch")
                         with buffers.used():
                             loaded.append(split_f(X, y, list(devices)))
-                        del item, X, y  # a batch that the iterator made is not to outlive its shards
-                except Exception as error:  # comes up when the batches before it have been handed out
+                        del item, X, y  # the iterator's batch must not outlive its shards
+                except Exception as error:  # raised after the batches before it
                     failed, ended = error, True
             if not loaded:
                 break
@@ -131,10 +132,10 @@ def _draw(data_iter: Iterable[Any]) -> Iterator[Iterator[Any]]:
 
 @contextmanager
 def _draw_in_background(data_iter: Iterable[Any], num_batches: int) -> Iterator[Iterator[Any]]:
-    """Give an iterator over `data_iter` that a thread draws, at most `num_batches` in advance.
+    """Yield an iterator over `data_iter` that a thread draws from, at most `num_batches` items in advance.
 
-    The thread runs nothing but `next`, in the mode (np or legacy arrays) and on the device that are current here: MXNet keeps
-    both for each thread. It ends with the item that it is drawing when the block is left.
+    The thread runs only `next`, in the mode (np or legacy arrays) and on the device of this thread: MXNet keeps both per thread.
+    When the block is left, the thread ends after the current item.
     """
     source = batches_of(data_iter)
     drawn: queue.SimpleQueue = queue.SimpleQueue()
@@ -169,33 +170,33 @@ def _draw_in_background(data_iter: Iterable[Any], num_batches: int) -> Iterator[
     finally:
         closing.set()
         room.release()
-        thread.join(CLOSE_S)  # the iterator is not to be read by two; one that never answers is left behind
+        thread.join(CLOSE_S)  # one reader at a time; an iterator that blocks forever keeps its thread
 
 
 class Buffers:
-    """Arrays on the devices that are written again once nothing holds them, for batches of repeating shapes.
+    """Arrays on the devices that are reused when nothing holds them, for batches of repeating shapes.
 
     ```
-    CPU  NumPy ──written──► array that nobody holds any more, or a new one ──► handed out as another handle of its memory
-    GPU  NumPy ──written──► pinned array that no copy reads any more ──queued copy──► array of MXNet's own GPU memory pool
+    CPU  NumPy ──written──► free array, or a new one ──► returned as another handle of its memory
+    GPU  NumPy ──written──► free pinned array, which no copy reads ──queued copy──► array of MXNet's own GPU memory pool
     ```
 
     Parameters
     ----------
     num_batches : int
-        As many arrays are kept as this number of batches needs.
+        The number of batches for which arrays are kept.
     """
 
     def __init__(self, num_batches: int) -> None:
         self._num_batches = num_batches
         self._num_loaded = 0
-        self._is_ahead = False  # of the devices, by more batches than are kept
-        # Legacy arrays that only we know, each behind what it is asked for by; the last one written at the end.
+        self._is_ahead = False  # the loop is ahead of the devices by more batches than are kept
+        # Legacy arrays that only we know, each with (shape, device, dtype); the last one written at the end.
         self._arrays: Deque[Tuple[Any, Array]] = deque()
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Load one batch: the splits of `sharding` in this block take their memory here."""
+        """Load one batch: the splits of `sharding` in this block use this memory."""
         self._num_loaded = 0
         with loading(self.load):
             yield
@@ -211,14 +212,14 @@ class Buffers:
         pinned = _pinned(ctx)
         array = self._free(data.shape, pinned or ctx, dtype)
         if pinned or self._is_ahead or not data.size:
-            array._sync_copyfrom(data)  # waits for a worker thread: a loop that never waits is not to fill the memory
+            array._sync_copyfrom(data)  # waits for a worker thread: a loop that never waits must not fill the memory
         else:
             write_unheld(array, data)
-        given = array.copyto(ctx) if pinned else array.detach()
-        return given.as_np_ndarray() if mx.util.is_np_array() else given
+        loaded = array.copyto(ctx) if pinned else array.detach()
+        return loaded.as_np_ndarray() if mx.util.is_np_array() else loaded
 
     def _free(self, shape: Tuple[int, ...], ctx: Context, dtype: np.dtype) -> Array:
-        """Return an array that nobody but us holds."""
+        """Return an array that nothing else holds."""
         wanted = (shape, ctx, np.dtype(dtype))
         for i, (known, array) in enumerate(self._arrays):
             if known == wanted and num_holders(array) == 1:
@@ -232,16 +233,16 @@ class Buffers:
 
 
 def _pinned(ctx: Context) -> Optional[Context]:
-    """Return where an array waits for its copy to this device, None where it can be written in place."""
+    """Return the pinned memory from which arrays are copied to this device, None if the host can write its arrays."""
     return mx.cpu_pinned(ctx.device_id) if ctx.device_type == "gpu" else None
 
 
 def num_holders(array: Array) -> int:
     """Return how many of MXNet's objects share an array's memory: itself, views, and recorded or queued operations.
 
-    Python's count of references knows nothing of a slice, nor of what `autograd.record` keeps for a backward pass to come. MXNet
-    frees memory by a count of its own, and says it nowhere: it is read where it stands. An NDArray begins with a
-    `std::shared_ptr`, two pointers, of which the second leads to the counts: a pointer and an int32.
+    Python's reference count includes no slices, and nothing that `autograd.record` keeps for a later backward pass. MXNet has its
+    own count, without a function that returns it, so it is read in memory. An NDArray begins with a `std::shared_ptr`: two
+    pointers, of which the second leads to the counts, a pointer and an int32.
 
     Source: mxnet/ndarray.h, `NDArray::ptr_`; libstdc++'s bits/shared_ptr_base.h, `_Sp_counted_base`.
     """
@@ -251,7 +252,7 @@ def num_holders(array: Array) -> int:
 
 @functools.lru_cache(maxsize=None)
 def can_count_holders() -> bool:
-    """Return whether `num_holders` counts in this build of MXNet, tried on an array. Elsewhere no memory is used again."""
+    """Return whether `num_holders` works in this build of MXNet, tried on an array. Elsewhere no memory is reused."""
     array = mx.nd.empty((2,))
     found = [num_holders(array)]
     view = array[0:1]

@@ -1,4 +1,4 @@
-"""Plan, split and gather: how a batch is divided over the devices, and put together again."""
+"""Plan, split and gather: divide a batch over the devices, and put shards together again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.freshness import history
 from .transfer import on_device
 
-# What NumPy has and MXNet has not goes into the next larger one; float64, which networks do not take, into float32.
+# A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
 DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool")
-_MOST_SHARDS = 2**16  # more devices no machine has
+_MOST_SHARDS = 2**16  # no machine has more devices
 _MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
 
 Bounds = Tuple[int, int]  # [begin, end) along the batch axis
@@ -31,20 +31,20 @@ Bounds = Tuple[int, int]  # [begin, end) along the batch axis
 def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[float]] = None) -> List[int]:
     """Return how many examples each shard holds.
 
-    Without weights, sizes differ by at most one and the first ones are the larger, as in `numpy.array_split`. With weights,
-    each shard gets its share rounded down, and what is left goes to the largest remainders.
+    Without weights, sizes differ by at most one and the larger ones come first, as in `numpy.array_split`. With weights, each
+    shard gets its proportion rounded down, and the remaining examples go to the largest remainders.
 
     Parameters
     ----------
     num_examples : int
     num_shards : int
     weights : sequence of float, optional
-        One for each shard, not negative, in any unit: speeds, say.
+        One per shard, not negative, in any unit, such as speeds.
 
     Raises
     ------
     ShardError
-        A number that makes no sense.
+        A number is out of range.
 
     Examples
     --------
@@ -58,7 +58,7 @@ def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[f
     Source: largest remainders (Hamilton's method of apportionment).
     """
     advice = "Pass the batch size and the number of devices."
-    most = 2**53  # a float counts as far
+    most = 2**53  # floats count exactly up to here
     num_examples = whole_number("plan_shards", "num_examples", num_examples, low=0, high=most, advice=advice, error=ShardError)
     num_shards = whole_number("plan_shards", "num_shards", num_shards, high=_MOST_SHARDS, advice=advice, error=ShardError)
     if weights is None:
@@ -76,9 +76,9 @@ def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[f
             f"plan_shards: got weights {short(numbers)} for {num_shards} shards; expected one finite number of 0 or more "
             "for each, not all 0. Pass the devices' speeds."
         )
-    shares = [num_examples * number / total for number in numbers]
-    sizes = [math.floor(share) for share in shares]
-    by_remainder = sorted(range(num_shards), key=lambda i: sizes[i] - shares[i])  # stable: ties go to the first
+    quotas = [num_examples * number / total for number in numbers]
+    sizes = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(num_shards), key=lambda i: sizes[i] - quotas[i])  # stable: ties go to the first
     for i in by_remainder[: num_examples - sum(sizes)]:
         sizes[i] += 1
     return sizes
@@ -92,24 +92,24 @@ def split_data(
     *,
     weights: Optional[Sequence[float]] = None,
 ) -> List[Any]:
-    """Return slices of a batch, where it is.
+    """Return slices of a batch, without moving it to another device.
 
     Parameters
     ----------
     data : array, or tuple, list or dict of nested data
-        Shapes (B, ...), B being the same for all and at `batch_axis`.
+        Shapes (B, ...), with the same B at `batch_axis` of each.
     num_slice : int
-        With fewer examples than slices, only those that hold something are returned.
+        With fewer examples than slices, only slices that hold examples are returned.
     batch_axis : int, or nested ints of the data's form
     even_split : bool
-        Refuse a batch that is not a multiple of `num_slice`. Not used with `weights`.
+        Raise if the batch is not a multiple of `num_slice`. Not used with `weights`.
     weights : sequence of float, optional
         Split in these proportions; see `plan_shards`.
 
     Raises
     ------
     ShardError
-        The batch cannot be split so.
+        The batch cannot be split like this.
 
     Examples
     --------
@@ -122,7 +122,7 @@ def split_data(
     flag("split_data", "even_split", even_split, error=ShardError)
     found = _leaves(data, batch_axis)
     if weights is None and not even_split:
-        num_slice = min(num_slice, _batch_size("split_data", found))  # the others would hold nothing
+        num_slice = min(num_slice, _batch_size("split_data", found))  # the others would be empty
     bounds = _plan("split_data", found, num_slice, batch_axis, even_split, weights)
     return [_like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) for begin, end in bounds if end > begin]
 
@@ -138,21 +138,21 @@ def split_and_load(
 ) -> List[Any]:
     """Return the shards of a batch, each on its device.
 
-    NumPy arrays are sliced on the host, and each slice is sent once; plain lists of numbers count as NumPy arrays. They become
-    np or legacy arrays, whichever mode is on, and keep their dtype, but for float64, which becomes float32, the dtype of
-    networks, and for int16, uint16 (int32) and uint32 (int64), which MXNet has not. MXNet's arrays keep theirs. A shard that is
-    on its device already may share the batch's memory.
+    NumPy arrays are sliced on the host, and each slice is sent once. Plain lists of numbers count as NumPy arrays. They become
+    np or legacy arrays, depending on the mode. They keep their dtype, except that float64 becomes float32, int16 and uint16
+    become int32, and uint32 becomes int64. MXNet's arrays keep their dtype. A shard that is already on its device may share the
+    batch's memory.
 
     Parameters
     ----------
     data : array, or tuple, list or dict of nested data
-        Shapes (B, ...), B being the same for all and at `batch_axis`.
+        Shapes (B, ...), with the same B at `batch_axis` of each.
     ctx_list : list of mxnet.Context
-        With fewer examples than devices, only the shards that hold something are returned.
+        With fewer examples than devices, only shards that hold examples are returned.
     batch_axis : int, or nested ints of the data's form
-        Where the examples are: 0, or 1 for the TNC layout of recurrent networks. `(1, 0)` for `(tokens, label)`.
+        The axis of the examples: 0, or 1 for the TNC layout of recurrent networks. `(1, 0)` for `(tokens, label)`.
     even_split : bool
-        Refuse a batch that is not a multiple of the devices, as Gluon. Not used with `weights`.
+        Raise if the batch is not a multiple of the devices, like Gluon. Not used with `weights`.
     weights : sequence of float, optional
         Split in these proportions; see `plan_shards`. A device of weight 0 gets no shard.
     dtype : str, optional
@@ -161,12 +161,12 @@ def split_and_load(
     Returns
     -------
     list
-        One item a device, of the data's form.
+        One item per device, of the data's form.
 
     Raises
     ------
     ShardError
-        The batch cannot be split so.
+        The batch cannot be split like this.
     DeviceError
         The devices are not different contexts.
 
@@ -193,7 +193,7 @@ def split_batch(
 ) -> Tuple[List[Any], List[Any]]:
     """Return the shards of features and labels, each on its device.
 
-    As d2l's function, and it also splits a batch that is not a multiple of the devices. See `split_and_load`.
+    Like d2l's function, but it also splits a batch that is not a multiple of the devices. See `split_and_load`.
 
     Parameters
     ----------
@@ -217,7 +217,7 @@ def split_batch(
 def split_batch_multi_inputs(
     X: Sequence[Any], y: Any, devices: Sequence[Context], *, batch_axis: Any = 0, dtype: Optional[str] = None
 ) -> Tuple[List[Any], List[Any]]:
-    """Return the shards of several features, a tuple a device, and of their label.
+    """Return the shards of several features, one tuple per device, and of their label.
 
     Parameters
     ----------
@@ -234,7 +234,7 @@ def split_batch_multi_inputs(
 
     Source: the signature is that of d2l, chapter "Natural Language Inference: Using Attention".
     """
-    advice = "Pass [X1, X2], for one."
+    advice = "Pass [X1, X2], for example."
     instance("split_batch_multi_inputs", "X", X, (list, tuple), "a list of arrays", advice=advice, error=ShardError)
     shards = _split("split_batch_multi_inputs", (tuple(X), y), devices, batch_axis, False, None, dtype)
     return [shard[0] for shard in shards], [shard[1] for shard in shards]
@@ -248,7 +248,7 @@ def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any
     shards : sequence of nested data of one form
         Shapes (B_i, ...).
     ctx : mxnet.Context, optional
-        Where to; the first shard's context by default. NumPy arrays stay NumPy arrays where it is not given.
+        The target device, by default the first shard's. Without it, NumPy arrays stay NumPy arrays.
     batch_axis : int, or nested ints of the data's form
 
     Raises
@@ -305,7 +305,7 @@ def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
 
 
 def part_of_process(data: Any, num_devices: int, batch_axis: Any = 0, weights: Optional[Sequence[float]] = None) -> Any:
-    """Return what a split of a batch gives to all devices of this process together, where it is; None if that is nothing."""
+    """Return this process's part of a batch, on the batch's own device; None if a split gives this process no examples."""
     found = _leaves(data, batch_axis)
     bounds = _bounds_here("split_batch", found, num_devices, batch_axis, False, weights)
     begin, end = bounds[0][0], bounds[-1][1]
@@ -337,7 +337,7 @@ def _leaves(data: Any, batch_axis: Any) -> List[Tuple[str, Array, Any]]:
 def _like(data: Any, parts: Sequence[Array]) -> Any:
     """Return data of this form with these leaves."""
     if type(data) is tuple and all(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in data):
-        return tuple(parts)  # as below, at once for the usual (X, y)
+        return tuple(parts)  # as below, but faster, for the usual (X, y)
     rest = iter(parts)
     return map_leaves(lambda path, leaf: next(rest), data)
 
@@ -369,7 +369,7 @@ def _batch_size(operation: str, found: Sequence[Tuple[str, Array, Any]]) -> int:
         if length != num_examples:
             raise ShardError(
                 f"{operation}: got {num_examples} examples in {path} and {length} in {other}; expected as many in each. "
-                "Say where the examples are with batch_axis, one number for each array."
+                "Pass batch_axis, one number for each array."
             )
     if num_examples == 0:
         raise ShardError(f"{operation}: got a batch of 0 examples in {path}; expected 1 or more. Leave empty batches out.")
@@ -404,7 +404,7 @@ def _check_dtype(operation: str, dtype: Any) -> None:
         known = False
     if not known:
         raise ShardError(
-            f"{operation}: got dtype={short(dtype)}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Pass 'float32', say."
+            f"{operation}: got dtype={short(dtype)}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Pass 'float32'."
         )
 
 
@@ -414,7 +414,7 @@ def _slice_leaf(leaf: Array, begin: int, end: int, axis: int) -> Array:
     if (begin, end) == (0, shape[axis]):
         return array
     if axis % len(shape) == 0:
-        # what array[begin:end] comes to, in half of the time; sparse (CSR) and np arrays have their own
+        # the same as array[begin:end] in half of the time; sparse (CSR) and np arrays have their own
         return array._slice(begin, end) if type(array) is mx.nd.NDArray else array[begin:end]
     return array[(slice(None),) * (axis % len(shape)) + (slice(begin, end),)]
 
@@ -431,7 +431,7 @@ def _load(operation: str, path: str, leaf: Array, ctx: Context, dtype: Optional[
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
             f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Pass "
-            "dtype='float32', say."
+            "dtype='float32'."
         ) from error
 
 
@@ -441,13 +441,14 @@ def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
     return array(data, ctx=ctx, dtype=dtype)
 
 
-# What arrays of floating point become in a split: a network's float64. "": MXNet's stay, NumPy's float64 becomes float32.
+# The dtype that a split gives to floating point: a network's float64. "": MXNet's arrays keep theirs, NumPy's float64 becomes
+# float32.
 _floats: ContextVar[str] = ContextVar("_floats", default="")
 
 
 @contextmanager
 def floats_as(dtype: str) -> Iterator[None]:
-    """Let the splits in this block make arrays of this dtype of those of floating point; "" is as ever."""
+    """Let the splits in this block cast floating point to this dtype; "" is the default behaviour."""
     token = _floats.set(dtype)
     try:
         yield
@@ -461,7 +462,7 @@ _loader: ContextVar[Loader] = ContextVar("_loader", default=new_array)
 
 @contextmanager
 def loading(loader: Loader) -> Iterator[None]:
-    """Let the splits in this block make their arrays with `loader`, which must give what `new_array` gives."""
+    """Let the splits in this block make their arrays with `loader`, which must return the same as `new_array`."""
     token = _loader.set(loader)
     try:
         yield
@@ -476,8 +477,8 @@ def _concatenate(path: str, parts: Sequence[Array], ctx: Optional[Context], axis
     around = [shape[:axis] + shape[axis:][1:] for shape in shapes]
     if any(shape != around[0] for shape in around):
         raise ShardError(
-            f"gather: got shapes {short(shapes)} for {path} along batch_axis {axis}; expected arrays equal but for that axis. "
-            "Say where the examples are with batch_axis."
+            f"gather: got shapes {short(shapes)} for {path} along batch_axis {axis}; expected equal shapes except for that axis. "
+            "Pass the axis of the examples as batch_axis."
         )
     if not any(is_device_array(part) for part in parts):
         joined = np.concatenate(parts, axis=axis)

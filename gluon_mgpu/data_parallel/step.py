@@ -29,19 +29,19 @@ SplitFunction = Callable[[Any, Any, Sequence[Context]], Tuple[List[Any], List[An
 
 @dataclass(frozen=True)
 class Batch:
-    """What came of a batch; its arrays are still on their devices, and may still be being computed.
+    """The outputs and losses of a batch. The arrays are on their devices, which may still be computing them.
 
     Attributes
     ----------
     outputs, labels : list
-        One item a shard, of each micro-step, as the network and the split returned them. A label may share the memory of the
-        batch that it is of.
+        One item per shard of each micro-step, as the network and the split returned them. A label may share the memory of its
+        batch.
     losses : list of NDArray, shapes (shard size, ...)
         Empty after `eval_batch` without a loss.
     num_examples : int
         Over all devices, of all processes that share the batch.
     num_units : int, optional
-        What a loss with `num_units` counts instead, such as target tokens, in this process's part of the batch.
+        The units that a loss with `num_units` counts instead, such as target tokens, in this process's part of the batch.
     """
 
     outputs: List[Any]
@@ -54,32 +54,30 @@ class Batch:
 def backward(losses: Sequence[Array]) -> None:
     """Compute the gradients of all shards' losses in one backward pass.
 
-    Separate passes fail where two shards went through one BatchNorm, and give the engine less to run at once.
+    Separate passes fail if two shards went through one BatchNorm, and they give the engine less to run in parallel.
 
     Parameters
     ----------
     losses : sequence of NDArray, any shapes
-        Recorded, one a shard.
+        Recorded, one per shard.
 
     Raises
     ------
     TrainerError
-        Not a list of arrays.
+        The losses are not a list of arrays.
     """
-    if (
-        isinstance(losses, list) and not losses and process_shard()[1] > 1
-    ):  # a small batch left nothing for the devices of this process
+    if isinstance(losses, list) and not losses and process_shard()[1] > 1:  # a small batch has no examples for this process
         history.note_empty()
         return
     if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
-            f"backward: got {_kinds(losses)}; expected a list of one or more MXNet arrays, one loss a shard. "
+            f"backward: got {_kinds(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
         )
     note_examples(losses)
     expected = "losses that were recorded, each once"
     advice = "Compute them inside autograd.record(), and call backward() once."
-    with explaining("backward", "an error", expected, advice=advice), history.whole_pass():
+    with explaining("backward", "an error", expected, advice=advice), history.single_call():
         autograd.backward(list(losses))
 
 
@@ -94,41 +92,41 @@ def train_batch(
     ignore_stale_grad: bool = False,
     micro_steps: int = 1,
 ) -> Batch:
-    """Train on one batch over the trainer's devices, and return what came of it. It does not wait.
+    """Train on one batch over the trainer's devices, and return its outputs and losses. It does not wait.
 
     ```
     micro_steps=2:  batch ─┬─ first half ─► shards ─► forward, backward ─┐ gradients add up on each device
                            └─ second half ─► shards ─► forward, backward ┴─► reduced once, one update
     ```
 
-    The gradient is divided by the number of examples that were seen, which is counted: the last batch of an epoch may hold
-    fewer than the others, and shards may be uneven. A loss with a method `num_units(y)` is asked what to divide by instead, for
-    the whole batch before it is split: `models.SequenceLoss` counts target tokens.
+    The gradient is divided by the number of examples, which is counted: the last batch of an epoch may be smaller, and shards
+    may be uneven. If the loss has a method `num_units(y)`, the gradient is divided by its result for the complete batch instead:
+    `models.SequenceLoss` counts target tokens.
 
     Parameters
     ----------
     net : gluon.Block
-        Called once a shard, with the shard of `X` as its one argument.
+        Called once per shard, with the shard of `X` as its one argument.
     loss : callable (output, label) -> NDArray, shape (shard size,)
-        One number an example, not their mean: Gluon's losses.
+        One number per example, not their mean, like Gluon's losses.
     trainer : Trainer
     X, y : array, or nested data
         A batch, shapes (B, ...).
     split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
-        `split_batch`, d2l's functions, or a `functools.partial` with another `batch_axis`. Of a function of your own, nobody
-        knows the axis where there is one device: pass the `partial` if it is not 0.
+        `split_batch`, d2l's functions, or a `functools.partial` with another `batch_axis`. On one device the axis of your own
+        function is unknown: pass such a `partial` if it is not 0.
     ignore_stale_grad : bool
         Allow parameters that no shard used.
     micro_steps : int
-        Do it in so many parts, one after the other, so that each device holds the activations of one part only. Each part is
-        spread over all devices; sizes differ by at most one example, and there are no more parts than examples. The update is
-        that of the whole batch, but that BatchNorm normalises each shard of each part by itself (synchronised, each part). The
-        batch is cut along the `batch_axis` of a `functools.partial` that splits, and else along axis 0.
+        The number of parts that run one after the other, so that each device holds the activations of one part only. Each part
+        is split over all devices; sizes differ by at most one example, and there are at most as many parts as examples. The
+        update equals that of the complete batch, except that BatchNorm normalises each shard of each part separately
+        (synchronised: each part). The batch is split along the `batch_axis` of a `functools.partial`, or along axis 0.
 
     Raises
     ------
     TrainerError
-        The loss has not one number an example. Nothing was updated.
+        The loss does not hold one number per example. Nothing was updated.
     """
     if not isinstance(trainer, Trainer):
         raise TrainerError(
@@ -159,9 +157,9 @@ def _train_all(
     try:
         with trainer.accumulate():
             batches = [_train_one(net, loss, trainer, Xp, yp, split_f, ignore_stale_grad) for Xp, yp in parts]
-        Trainer.flush(trainer, ignore_stale_grad)  # not LocalSGD's, which averages the devices, too
+        Trainer.flush(trainer, ignore_stale_grad)  # not LocalSGD's, which also averages the devices
     except BaseException:
-        trainer.discard()  # a part of a batch is not to count in the next
+        trainer.discard()  # a part of a batch must not count in the next
         raise
     return Batch(
         [output for batch in batches for output in batch.outputs],
@@ -206,7 +204,7 @@ def eval_batch(
     loss: Any = None,
     split_f: SplitFunction = split_batch,
 ) -> Batch:
-    """Run one batch forward over the devices, in prediction mode, and return what came of it. It does not wait.
+    """Run one batch forward over the devices, in prediction mode, and return its outputs. It does not wait.
 
     Parameters
     ----------
@@ -231,7 +229,7 @@ def eval_batch(
 
 @contextmanager
 def checking_outputs(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
-    """Let `train_batch` call `check(outputs, labels)`, one item a shard, before anything is updated: it may raise."""
+    """Let `train_batch` call `check(outputs, labels)`, one item per shard, before any update. The check may raise."""
     token = _check_outputs.set(check)
     try:
         yield
@@ -247,12 +245,12 @@ _check_outputs: ContextVar[Callable[[Sequence[Any], Sequence[Any]], None]] = Con
 def _split(
     net: Any, loss: Any, split_f: SplitFunction, X: Any, y: Any, devices: Sequence[Context]
 ) -> Tuple[List[Any], List[Any]]:
-    """Return the shards of a batch: of float64 for a network of float64, and bool labels as numbers for Gluon's losses."""
+    """Return the shards of a batch: float64 for a network of float64, and bool labels as float32 for Gluon's losses."""
     several = process_shard()[1] > 1
     if several and getattr(split_f, "func", split_f) is not split_batch:
         raise TrainerError(
             f"train_batch: got split_f={split_f!r} in a job of {process_shard()[1]} processes; expected split_batch, which gives "
-            "each its part of the batch. Pass it, or a functools.partial of it."
+            "each process its part of the batch. Pass it, or a functools.partial of it."
         )
     with floats_as("float64" if dtype_of(net) == "float64" else ""):
         shards = split_f(X, y, list(devices))
@@ -263,7 +261,7 @@ def _split(
             f"split_f: got {found}; expected as many of each, 1 or more. Return (list of X shards, list of y shards)."
         )
     ys = list(shards[1])
-    if isinstance(loss, gluon.loss.Loss):  # none of which takes bool
+    if isinstance(loss, gluon.loss.Loss):  # they do not take bool
         ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
     return list(shards[0]), ys
 
@@ -283,7 +281,7 @@ def check_network(operation: str, net: Any) -> None:
 
 
 def dtype_of(net: Any) -> str:
-    """Return the dtype of a network's first parameter, "" where it has none."""
+    """Return the dtype of a network's first parameter, "" if it has no parameter."""
     if not isinstance(net, gluon.Block):
         return ""
     for param in net._reg_params.values():
@@ -292,7 +290,7 @@ def dtype_of(net: Any) -> str:
 
 
 def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
-    """Return every shard's output, and its losses where there is a loss function."""
+    """Return every shard's output, and its losses if there is a loss function."""
 
     def through(shard: int) -> Any:
         with _naming(operation, "network", shard, Xs[shard], ys[shard], net):
@@ -309,7 +307,7 @@ def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys:
 
 @contextmanager
 def _naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> Iterator[None]:
-    """Name the shard, its device, shapes and dtypes in what MXNet raises."""
+    """Name the shard, its device, shapes and dtypes in MXNet's errors."""
     try:
         yield
     except (MXNetError, *OF_WRONG_DATA) as error:
@@ -320,12 +318,12 @@ def _naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> 
         shapes = short([tuple(leaf.shape) for leaf in found])
         raise StepError(
             f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; "
-            f"expected data that it takes. {_advice(found, net)}"
+            f"expected data of a shape and dtype that it accepts. {_advice(found, net)}"
         ) from error
 
 
 def _advice(found: Sequence[Array], net: Any) -> str:
-    """Return what to do about data that a network or a loss does not take."""
+    """Return advice for data that a network or a loss does not accept."""
     dtypes, own = {np.dtype(leaf.dtype).name for leaf in found}, dtype_of(net)
     if "bool" in dtypes:
         return "Few operators take bool: cast it with astype('float32'), or 'int32'."
@@ -342,7 +340,7 @@ def _count_all(
     labels: Sequence[Any],
     devices: Sequence[Context],
 ) -> int:
-    """Return the examples of a batch over all processes, having checked the losses of this one."""
+    """Return the number of examples of a batch over all processes; check the losses of this one."""
     if process_shard()[1] == 1:
         return _count(operation, split_f, losses, label, labels)
     if losses:
@@ -351,7 +349,7 @@ def _count_all(
 
 
 def _count(operation: str, split_f: SplitFunction, losses: Sequence[Array], label: Any, labels: Sequence[Any]) -> int:
-    """Return the examples that these losses are of, having checked that each holds one number for each of its shard."""
+    """Return the number of examples of these losses; check that each loss holds one number per example of its shard."""
     for shard, (loss, sizes) in enumerate(zip(losses, _shard_sizes(split_f, label, labels))):
         if not is_device_array(loss):
             raise TrainerError(
@@ -361,13 +359,13 @@ def _count(operation: str, split_f: SplitFunction, losses: Sequence[Array], labe
             raise TrainerError(
                 f"{operation}: got a loss of shape {loss.shape} for shard {shard} on {loss.context}, which holds "
                 f"{' or '.join(map(str, sorted(sizes)))} examples; expected one number for each example, so that uneven "
-                "shards count right. Leave the mean out of the loss, and tell it where the examples are (batch_axis)."
+                "shards count correctly. Leave the mean out of the loss, and pass it the axis of the examples (batch_axis)."
             )
     return sum(int(loss.shape[0]) for loss in losses)
 
 
 def _own_units(operation: str, loss: Any, label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Optional[int]:
-    """Return what a loss with `num_units` counts in this process's part of a batch; None of other losses."""
+    """Return the units that a loss with `num_units` counts in this process's part of a batch; None for other losses."""
     if process_shard()[1] == 1 or not callable(getattr(loss, "num_units", None)):
         return _num_units(operation, loss, label)
     part = _own_part(label, split_f, devices)
@@ -375,20 +373,20 @@ def _own_units(operation: str, loss: Any, label: Any, split_f: SplitFunction, de
 
 
 def _own_part(label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Any:
-    """Return what of a batch's label is this process's, None where that is nothing."""
+    """Return this process's part of a batch's label, None if it has no part."""
     weights = getattr(split_f, "keywords", {}).get("weights")
     return part_of_process(label, len(devices), _label_axis(split_f), weights)
 
 
 def _has_axis(split_f: SplitFunction) -> bool:
-    """Return whether it is known along which axis a function splits."""
+    """Return whether the axis along which a function splits is known."""
     return getattr(split_f, "func", split_f) is split_batch or "batch_axis" in getattr(split_f, "keywords", {})
 
 
 def _check_loss(operation: str, loss: Any, label: Any, split_f: SplitFunction) -> None:
-    """Raise `TrainerError` where one of MXNet's losses would average over other axes than those of one example.
+    """Raise `TrainerError` if one of MXNet's losses would average over other axes than those of one example.
 
-    On one device, or where a shard has as many examples as steps of time, the shape of the result does not show it.
+    On one device, or if a shard has as many examples as time steps, the shape of the result does not show it.
     """
     axis: Any = getattr(loss, "_batch_axis", 0) if isinstance(loss, gluon.loss.Loss) else 0
     name, wanted = type(loss).__name__, _label_axis(split_f)
@@ -404,8 +402,8 @@ def _check_loss(operation: str, loss: Any, label: Any, split_f: SplitFunction) -
     known = is_mxnets and _has_axis(split_f) and isinstance(wanted, int) and ndim > max(axis, 0, wanted)
     if known and axis % ndim != wanted % ndim:
         raise TrainerError(
-            f"{operation}: got {name} with batch_axis={axis} and labels that are split along axis {wanted}; expected one "
-            f"axis for both, on which the examples are. Pass batch_axis={wanted} to the loss, or to the split."
+            f"{operation}: got {name} with batch_axis={axis} and labels that are split along axis {wanted}; expected the "
+            f"axis of the examples for both. Pass batch_axis={wanted} to the loss, or to the split."
         )
 
 
@@ -422,7 +420,7 @@ def _label_axis(split_f: SplitFunction) -> Any:
 
 
 def _num_units(operation: str, loss: Any, label: Any) -> Optional[int]:
-    """Return what a loss with `num_units` counts in the label of a whole batch; None of other losses."""
+    """Return the units that a loss with `num_units` counts in the label of a complete batch; None for other losses."""
     if not callable(getattr(loss, "num_units", None)):
         return None
     num_units = loss.num_units(label)
@@ -430,19 +428,19 @@ def _num_units(operation: str, loss: Any, label: Any) -> Optional[int]:
 
 
 def _shard_sizes(split_f: SplitFunction, label: Any, labels: Sequence[Any]) -> List[Set[int]]:
-    """Return what each shard's number of examples can be; an empty set where its labels do not tell.
+    """Return the possible numbers of examples of each shard; an empty set if its labels do not show it.
 
-    `split_batch`, and a function that was given a `batch_axis`, split along that. Any other function's batch axis is one along
-    which the shards add up to the batch: on one device, that is any.
+    `split_batch`, and functions with a `batch_axis`, split along that axis. The batch axis of another function is an axis along
+    which the shards add up to the batch. On one device, every axis is.
     """
     if _has_axis(split_f) and all(any(is_device_array(leaf) for _, leaf in leaves(one)) for one in labels):
         return [{count_examples("split_f", one, _label_axis(split_f))} for one in labels]
     sizes: List[Set[int]] = [set() for _ in labels]
-    whole = [leaf.shape if is_device_array(leaf) else np.shape(leaf) for _, leaf in leaves(label)]
+    batch_shapes = [leaf.shape if is_device_array(leaf) else np.shape(leaf) for _, leaf in leaves(label)]
     parts = [[leaf.shape for _, leaf in leaves(one) if is_device_array(leaf)] for one in labels]
-    if any([len(shape) for shape in part] != [len(shape) for shape in whole] for part in parts):
+    if any([len(shape) for shape in part] != [len(shape) for shape in batch_shapes] for part in parts):
         return sizes
-    for i, shape in enumerate(whole):
+    for i, shape in enumerate(batch_shapes):
         for axis in range(len(shape)):
             along = [part[i][axis] for part in parts]
             if sum(along) == shape[axis]:

@@ -1,4 +1,4 @@
-"""copyto and as_in_context over nested data, and what a transfer costs."""
+"""copyto and as_in_context for nested data, and the cost of a transfer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from ..nested import Array, is_device_array, map_leaves
 
 
 def copyto(data: Any, target: Any) -> Any:
-    """Return a copy of nested data on another context, or write it into arrays that are there.
+    """Return a copy of nested data on another context, or write it into existing arrays.
 
-    It always copies, as `NDArray.copyto`, also where the data is on that context already. The copy is queued: it has
-    happened when somebody waits for it.
+    Like `NDArray.copyto`, it always copies, even if the data is already on that context. The copy is queued; it does not wait.
 
     Parameters
     ----------
     data : array, or tuple, list or dict of nested data
-        MXNet arrays, legacy or np, any shape and dtype; NumPy arrays become MXNet arrays of the current mode, dtype kept.
+        MXNet arrays, legacy or np, any shape and dtype; NumPy arrays become MXNet arrays of the current mode, with their dtype.
     target : mxnet.Context, or nested arrays of the same form as `data`
-        Where to copy to. Arrays are overwritten and must have the shapes of the data's.
+        The target. Arrays are overwritten and must have the same shapes as the data.
 
     Returns
     -------
     nested data
-        The copy; `target` itself where that holds arrays.
+        The copy; `target` itself if it holds arrays.
 
     Raises
     ------
@@ -57,12 +56,12 @@ def copyto(data: Any, target: Any) -> Any:
 
 
 def as_in_context(data: Any, ctx: Context) -> Any:
-    """Return nested data on a context, the same arrays where they are there already.
+    """Return nested data on a context; arrays that are already there stay the same objects.
 
     Parameters
     ----------
     data : array, or tuple, list or dict of nested data
-        As for `copyto`. A NumPy array is never shared: MXNet makes an array of its own.
+        As for `copyto`. A NumPy array is always copied into a new MXNet array.
     ctx : mxnet.Context
 
     Raises
@@ -88,7 +87,7 @@ def as_in_context(data: Any, ctx: Context) -> Any:
 
 @contextmanager
 def _explaining(operation: str, target: Any) -> Iterator[None]:
-    expected = "a device that is there, and arrays of numbers"
+    expected = "an existing device, and arrays of numbers"
     with explaining(
         operation, f"an error for {short(target)}", expected, advice="describe_devices() lists them.", error=DeviceError
     ):
@@ -96,7 +95,7 @@ def _explaining(operation: str, target: Any) -> Iterator[None]:
 
 
 def on_device(leaf: Array, ctx: Context) -> Array:
-    """Return one array on a context: the array itself where it is there, of which np's `as_in_context` makes a new one."""
+    """Return one array on a context: the same object if it is already there (np's `as_in_context` would make a new one)."""
     array = _as_device_array(leaf, ctx)
     return array if array.context == ctx else array.as_in_context(ctx)
 
@@ -108,12 +107,12 @@ def _copy(leaf: Array, ctx: Context) -> Array:
 def _check_target(path: str, leaf: Array, target: Any) -> None:
     if not is_device_array(target):
         raise DeviceError(
-            f"copyto: got {short(target)} as the target of {path}; expected a context or an MXNet array. Pass mx.cpu(0), say."
+            f"copyto: got {short(target)} as the target of {path}; expected a context or an MXNet array. Pass mx.cpu(0)."
         )
     if target.shape != np.shape(leaf):
         raise DeviceError(
             f"copyto: got a target of shape {target.shape} for {path} of shape {np.shape(leaf)}; expected equal shapes. "
-            "Pass a context to have the copy made for you."
+            "Pass a context to make a new copy."
         )
 
 
@@ -126,17 +125,17 @@ def _as_device_array(leaf: Array, ctx: Context) -> Array:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What copying arrays of one size from one device to another costs.
+    """The cost of copying arrays of one size from one device to another.
 
     Attributes
     ----------
     source, target : str
-        The devices, as `cpu(0)`.
+        The devices, such as `cpu(0)`.
     num_bytes : int
     seconds : float
-        The median over the repeats, of one copy into an array that was there before.
+        The median over the repeats, for one copy into an existing array.
     gb_per_s : float
-        10**9 bytes a second.
+        10**9 bytes per second.
     """
 
     source: str
@@ -147,10 +146,10 @@ class Bandwidth:
 
 
 def measure_bandwidth(contexts: Sequence[Context], sizes_bytes: Sequence[int], *, repeats: int = 5) -> List[Bandwidth]:
-    """Return what copying costs between every pair of devices, for each size.
+    """Return the cost of copying between every pair of devices, for each size.
 
-    The target array exists before the clock starts and is written once to warm it up, so that what is measured is the
-    copy and not the allocation. Small copies are repeated inside one measurement, up to about 16 MB.
+    The target array is allocated and written once before the clock starts, so the measurement does not include the
+    allocation. Small copies are repeated inside one measurement, up to about 16 MB.
 
     Parameters
     ----------
@@ -158,7 +157,7 @@ def measure_bandwidth(contexts: Sequence[Context], sizes_bytes: Sequence[int], *
     sizes_bytes : sequence of int, bytes
         At least 4 each: arrays of float32.
     repeats : int
-        Measurements of which the median is taken.
+        The number of measurements for the median.
     """
     found = []
     for num_bytes in sizes_bytes:

@@ -43,7 +43,7 @@ def acquire(demand: Demand, wait_s: float = 0.0, tell: Optional[Callable[[str], 
             return wait_for(look, demand, runs=mxnet_gpus.why_not, wait_s=wait_s, tell=tell or _log)
     except (MissingExtraError, DriverError) as error:
         raise DeviceError(
-            f"use_devices: got {demand.said!r}; expected the driver's word on its GPUs, which it does not give: {error}"
+            f"use_devices: got {demand.spec!r}; expected the driver's word on its GPUs, which it does not give: {error}"
         ) from error
 
 
@@ -181,7 +181,7 @@ def _taken(found: Sequence[CudaDevice], reasons: Dict[int, str], demand: Demand)
         memory = f", {format_bytes(device.free_bytes)} free" if device.free_bytes is not None else ""
         each.append(f"gpu({device.number}) ({device.name}, {device.uuid}, {device.gpu.pci_bus_id}{memory})")
     rest = f"; not {describe(reasons)}" if reasons else ""
-    return f"{demand.said} takes {', '.join(each) or 'the CPU'}{rest}"
+    return f"{demand.spec} takes {', '.join(each) or 'the CPU'}{rest}"
 
 
 def _too_few(demand: Demand, reasons: Dict[int, str], waited: float, wait_s: float) -> str:
@@ -189,4 +189,4 @@ def _too_few(demand: Demand, reasons: Dict[int, str], waited: float, wait_s: flo
     to_do = "Wait longer," if wait_s else "Wait for it with wait_s=600 (--wait-for-gpu 600),"
     lacks = describe(reasons) or "MXNet sees none"
     advice = f"{to_do} or name GPUs that you may use all the same"
-    return f"use_devices: got {demand.said!r}{after}; expected {demand}: {lacks}. {advice}."
+    return f"use_devices: got {demand.spec!r}{after}; expected {demand}: {lacks}. {advice}."

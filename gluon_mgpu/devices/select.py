@@ -187,7 +187,7 @@ def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) 
         return [mx.gpu(device.number) for device in free_gpus.acquire(demand, wait_s, tell)] or [mx.cpu(0)]
     if demand.may_be_none:
         return [mx.cpu(0)]
-    raise DeviceError(f"use_devices: got {demand.said!r}; expected a GPU that MXNet can see. {_why_no_gpu()}")
+    raise DeviceError(f"use_devices: got {demand.spec!r}; expected a GPU that MXNet can see. {_why_no_gpu()}")
 
 
 def check_contexts(contexts: Sequence[Context], operation: str) -> None:
@@ -208,7 +208,7 @@ def check_contexts(contexts: Sequence[Context], operation: str) -> None:
         if context.device_type == "gpu":
             _check_seen(context, operation)
     _few_enough(operation, len(contexts))
-    environment.settle_threads(contexts)
+    environment.set_threads(contexts)
 
 
 def try_gpu(i: int = 0) -> Context:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Tuple
 
 Version = Callable[[Any], str]
 
-_LOCAL = "/usr/local"  # where NVIDIA's installer puts cuda-11.2, cuda-11.8, ...
+_LOCAL = "/usr/local"  # NVIDIA's installer creates cuda-11.2, cuda-11.8, ... here
 _CUDNN_PARTS = ("ops_infer", "ops_train", "cnn_infer", "cnn_train", "adv_infer", "adv_train")
 _HINTS = {"libz.so.1": "libz.so.1 is Debian's and Ubuntu's package zlib1g."}
 _DRIVER = "libcuda"
@@ -29,16 +29,16 @@ class CudaLibrary:
     Attributes
     ----------
     name : str
-        What it is: `CUDA runtime`, `cuDNN`.
+        Its product name: `CUDA runtime`, `cuDNN`.
     soname : str
-        What MXNet calls it: `libcudnn.so.8`.
+        MXNet's name for it: `libcudnn.so.8`.
     path : str
-        The file; "" where it is missing.
+        The file; "" if it is missing.
     version : str
-        As the library itself says; where it has nothing to say, as its wheel or its file name does. "" where nobody tells.
+        The version that the library reports, otherwise that of its wheel or file name; "" if unknown.
     source : str
-        Whose file it is: `wheel` (a package nvidia-*-cu11), `conda`, `system` (a folder of CUDA), `linker` (`LD_LIBRARY_PATH`, or
-        another place that the dynamic linker knows), or `missing`.
+        The origin of the file: `wheel` (a package nvidia-*-cu11), `conda`, `system` (a folder of CUDA), `linker`
+        (`LD_LIBRARY_PATH`, or another path of the dynamic linker), or `missing`.
     """
 
     name: str
@@ -49,27 +49,26 @@ class CudaLibrary:
 
 
 def load() -> None:
-    """Load the CUDA libraries that MXNet is about to need, where the dynamic linker would not find them by itself.
+    """Load the CUDA libraries of MXNet that the dynamic linker does not find.
 
     ```
     loaded already, LD_LIBRARY_PATH, ldconfig  ─►  wheels nvidia-*-cu11  ─►  conda  ─►  CUDA_HOME, CUDA_PATH, /usr/local/cuda-11*
     ```
 
-    The first that has a library gives it. MXNet's own CPU wheel names none: then nothing is done.
+    The first place with a library is used. MXNet's CPU wheel needs no such library: then nothing is loaded.
 
     Raises
     ------
     ImportError
-        A library is missing, there in another major version only, or cannot be loaded.
+        A library is missing, exists only in another major version, or cannot be loaded.
     """
     found = {soname: _open(soname) for soname in _wanted()}
     missing = [soname for soname, (library, _) in found.items() if library is None]
     if missing and missing[0].startswith(f"{_DRIVER}.so"):
         raise ImportError(
-            f"import mxnet: got no {missing[0]}; expected the NVIDIA driver: MXNet's GPU wheel is linked to it, also where "
-            "it trains "
-            "on the CPU. Install the driver (in a container: docker run --gpus all), or take the CPU wheel: run pip uninstall "
-            "mxnet-cu112, then pip install 'gluon_mgpu[cpu]'."
+            f"import mxnet: got no {missing[0]}; expected the NVIDIA driver: MXNet's GPU wheel needs it, also on the CPU. "
+            "Install the driver (in a container: docker run --gpus all), or use the CPU wheel: run pip uninstall mxnet-cu112, "
+            "then pip install 'gluon_mgpu[cpu]'."
         )
     if missing:
         _refuse([found[soname][1] for soname in missing])
@@ -81,9 +80,9 @@ def load() -> None:
 
 
 def libraries() -> List[CudaLibrary]:
-    """Return what MXNet's library needs of CUDA, whence it comes and in which version; [] for the CPU wheel.
+    """Return the CUDA libraries that MXNet's library needs, with origins and versions; [] for the CPU wheel.
 
-    No GPU is asked: a library tells its version without one.
+    It needs no GPU: libraries report their versions without one.
 
     Examples
     --------
@@ -94,7 +93,7 @@ def libraries() -> List[CudaLibrary]:
 
 
 def needed(path: str) -> List[str]:
-    """Return the libraries that a shared library says it needs (its DT_NEEDED entries), [] where this is no 64-bit ELF file.
+    """Return the libraries that a shared library needs (its DT_NEEDED entries), [] if it is not a 64-bit ELF file.
 
     Source: System V ABI, chapters "Object Files" and "Program Loading and Dynamic Linking"; elf(5).
     """
@@ -133,7 +132,7 @@ def _read_string(file: BinaryIO, offset: int) -> str:
 
 
 def _mxnet_library() -> str:
-    """Return the file that `import mxnet` will load, "" where there is none.
+    """Return the file that `import mxnet` will load, "" if there is none.
 
     Source: mxnet 1.9.1, libinfo.py, `find_lib_path`.
     """
@@ -146,17 +145,17 @@ def _mxnet_library() -> str:
 
 
 def _wanted() -> List[str]:
-    """Return the sonames of the CUDA libraries that MXNet's library needs, each after those that it needs itself."""
+    """Return the sonames of the CUDA libraries that MXNet's library needs, each after its own dependencies."""
     sonames = {soname.partition(".so")[0]: soname for soname in needed(_mxnet_library())}
-    if "libcublas" in sonames:  # which needs this, and finds it by itself only in its own folder
+    if "libcublas" in sonames:  # it needs cublasLt, and finds it only in its own folder
         sonames["libcublasLt"] = sonames["libcublas"].replace("libcublas", "libcublasLt")
     return [sonames[stem] for stem in _KNOWN if stem in sonames]
 
 
 def _open(soname: str) -> Tuple[Any, str]:
-    """Return a library, loaded for all that come after it, and ""; or None, and what there is in its place."""
+    """Return a library, loaded for later ones, and ""; or None and the reason, with other versions that exist."""
     try:
-        return _dlopen(soname), ""  # what is loaded already has this name, too
+        return _dlopen(soname), ""  # this also finds a library that is already loaded
     except OSError as error:
         why = "" if "No such file" in str(error) else f" ({error})"
     for folder in [folder for _, folder in _folders()] if not soname.startswith(f"{_DRIVER}.so") else []:
@@ -175,7 +174,7 @@ def _dlopen(name: str) -> Any:
 
 
 def _in_its_place(soname: str) -> str:
-    """Return which other versions of a library there are, as part of a sentence."""
+    """Return the other versions of a library that exist, as part of a sentence."""
     pattern = re.escape(soname.partition(".so")[0]) + r"\.so\.\d+[\d.]*"
     names = (os.path.join(folder, name) for _, folder in _folders() for name in sorted(_names_in(folder)))
     others = [name for name in names if re.fullmatch(pattern, os.path.basename(name))]
@@ -190,13 +189,13 @@ def _names_in(folder: str) -> List[str]:
 
 
 def _missing_parts(cudnn: str) -> List[str]:
-    """Return what cuDNN 8 will not find when it loads its parts, with the first convolution; and what those lack."""
+    """Return the parts that cuDNN 8 will not find at the first convolution, and the missing dependencies of its parts."""
     found = []
     folders = {os.path.dirname(cudnn), os.path.dirname(os.path.realpath(cudnn))}
     for part in _CUDNN_PARTS:
         soname = f"libcudnn_{part}.so.8"
-        beside = [path for path in (os.path.join(folder, soname) for folder in folders) if os.path.isfile(path)]
-        names = [name for name in needed(beside[0]) if not name.startswith("libcudnn")] if beside else [soname]
+        present = [path for path in (os.path.join(folder, soname) for folder in folders) if os.path.isfile(path)]
+        names = [name for name in needed(present[0]) if not name.startswith("libcudnn")] if present else [soname]
         found += [f"no {name}, which cuDNN needs" for name in names if not _can_open(name)]
     return sorted(set(found))
 
@@ -213,14 +212,14 @@ def _refuse(found: List[str]) -> None:
     places = ", ".join(dict.fromkeys(f"{source} {folder}" for source, folder in shown)) or "nothing else"
     hints = [hint for name, hint in _HINTS.items() if any(f" {name}" in line for line in found)]
     raise ImportError(
-        f"import mxnet: got {'; '.join(found)}; expected the CUDA libraries that MXNet's GPU wheel is linked to. Looked for "
+        f"import mxnet: got {'; '.join(found)}; expected the CUDA libraries that MXNet's GPU wheel is linked to. Searched "
         f"by the dynamic linker (LD_LIBRARY_PATH={os.environ.get('LD_LIBRARY_PATH', '')}), and in: {places}. "
-        + " ".join([*hints, "Run pip install 'gluon_mgpu[cu112]', which brings those of CUDA 11."])
+        + " ".join([*hints, "Run pip install 'gluon_mgpu[cu112]', which installs those of CUDA 11."])
     )
 
 
 def _folders() -> Iterator[Tuple[str, str]]:
-    """Yield where CUDA's libraries may be, beside the places that the dynamic linker knows: whose it is, and the folder."""
+    """Yield (origin, folder) of places of CUDA's libraries, in addition to those of the dynamic linker."""
     yield from (("wheel", folder) for folder in _wheel_folders())
     prefixes = [os.environ.get("CONDA_PREFIX", ""), sys.prefix if os.path.isdir(os.path.join(sys.prefix, "conda-meta")) else ""]
     yield from (("conda", os.path.join(prefix, "lib")) for prefix in dict.fromkeys(prefixes) if prefix)
@@ -232,14 +231,14 @@ def _folders() -> Iterator[Tuple[str, str]]:
 def _wheel_folders() -> List[str]:
     try:
         spec = importlib.util.find_spec("nvidia")
-    except (ImportError, ValueError):  # somebody's module of that name
+    except (ImportError, ValueError):  # another module of that name
         spec = None
     packages = list(spec.submodule_search_locations or []) if spec else []
     return [folder for package in packages for folder in sorted(glob.glob(os.path.join(glob.escape(package), "*", "lib")))]
 
 
 def _installed() -> List[str]:
-    """Return the folders of CUDA 11 of NVIDIA's installer, the newest first."""
+    """Return the folders of CUDA 11 from NVIDIA's installer, the newest first."""
     roots = glob.glob(os.path.join(glob.escape(_LOCAL), "cuda-11*"))
     return sorted(roots, key=lambda root: [int(number) for number in re.findall(r"\d+", os.path.basename(root))], reverse=True)
 
@@ -258,13 +257,13 @@ def _describe(soname: str) -> CudaLibrary:
 
 
 class _LinkMap(ctypes.Structure):
-    """The beginning of what `dlinfo` tells of a loaded library."""
+    """The beginning of the result of `dlinfo` for a loaded library."""
 
     _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]
 
 
 def _path_of(library: Any) -> str:
-    """Return the file that a loaded library comes from.
+    """Return the file of a loaded library.
 
     Source: dlinfo(3).
     """
@@ -283,7 +282,7 @@ def _source_of(path: str) -> str:
 
 
 def _version_of_file(path: str) -> str:
-    """Return the version of the wheel that a file came with, else that in the name of the file, else ""."""
+    """Return the version of a file's wheel, otherwise the version in its name, otherwise ""."""
     package = os.path.basename(os.path.dirname(os.path.dirname(path))).replace("_", "-")
     try:
         return metadata.version(f"nvidia-{package}-cu11") if _source_of(path) == "wheel" else _version_in_name(path)
@@ -304,7 +303,7 @@ def _ask(library: Any, function: str, *arguments: Any) -> int:
 
 
 def _number(function: str) -> Version:
-    """Tell CUDA's versions: 11080 is 11.8."""
+    """Return a reader of CUDA's versions: 11080 is 11.8."""
 
     def version(library: Any) -> str:
         number = _ask(library, function)
@@ -314,7 +313,7 @@ def _number(function: str) -> Version:
 
 
 def _properties(prefix: str) -> Version:
-    """Tell the versions of CUDA's mathematical libraries: 11, 11 and 3 are 11.11.3.
+    """Return a reader of the versions of CUDA's mathematical libraries: 11, 11 and 3 are 11.11.3.
 
     Source: library_types.h, `libraryPropertyType`: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL are 0, 1, 2.
     """
@@ -322,7 +321,7 @@ def _properties(prefix: str) -> Version:
 
 
 def _nccl(library: Any) -> str:
-    """Tell NCCL's version: 22105 is 2.21.5, and before 2.9, 2804 was 2.8.4.
+    """Return NCCL's version: 22105 is 2.21.5, and before 2.9, 2804 was 2.8.4.
 
     Source: nccl.h, `NCCL_VERSION`.
     """
@@ -343,7 +342,7 @@ class _Known:
     version: Version
 
 
-# By the beginning of their sonames, each after those that it needs.
+# By the beginning of their sonames, each after its dependencies.
 _KNOWN: Dict[str, _Known] = {
     _DRIVER: _Known("NVIDIA driver", _number("cuDriverGetVersion")),
     "libcudart": _Known("CUDA runtime", _number("cudaRuntimeGetVersion")),

@@ -1,4 +1,4 @@
-"""What must be settled before MXNet runs, as defaults: CUDA's libraries, NumPy names, engine resource copies, memory, threads."""
+"""Defaults that must be set before MXNet runs: CUDA libraries, NumPy names, engine resource copies, memory, threads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .threads import threads_of as threads_of
 
 logger = logging.getLogger("gluon_mgpu")
 
-# Defaults, never overrides: what the environment already says stands.
+# Defaults, never overrides: values that the environment sets are kept.
 ENVIRONMENT = {
     # CPU contexts share MXNET_CPU_TEMP_COPY temporary buffers, in turn; with MXNet's 4, or 32, the
     # engine makes the contexts of a ResNet-18 wait for each other (scripts/benchmarks/RESULTS.md).
-    # It is read at the first operator, so setting it here works after `import mxnet`, too.
+    # It is read at the first operator, so setting it here also works after `import mxnet`.
     "MXNET_CPU_TEMP_COPY": "128",
     # gpu(i) is then GPU i of nvidia-smi. CUDA reads it when a program first asks for its devices (CUDA Programming Guide).
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -36,26 +36,25 @@ _MXNETS_OWN = {
     "MXNET_CPU_WORKER_NTHREADS": "1",
 }
 
-# glibc returns the large arrays of each operator to the kernel and takes new pages for the next ones: see
-# scripts/benchmarks/RESULTS.md.
-# Numbers from malloc.h. A threshold for mmap can be raised to 32 MiB only, which the scores of a vocabulary exceed: so no array
-# has a mapping of its own, and trimming is "never", -1.
+# glibc returns the large arrays of each operator to the kernel, and takes new pages for the next (scripts/benchmarks/RESULTS.md).
+# Numbers from malloc.h. The threshold for mmap can be raised to 32 MiB only, and the scores of a vocabulary are larger. So no
+# array gets its own mapping, and trimming is "never", -1.
 ALLOCATOR = {
     "M_MMAP_MAX": (-4, 0),
     "M_TRIM_THRESHOLD": (-1, -1),
 }
 
 _REASONS = {
-    "MXNET_CPU_TEMP_COPY": "CPU contexts share that many temporary buffers in turn, and wait for each other where they are few.",
-    "CUDA_DEVICE_ORDER": "gpu(i) is GPU i of nvidia-smi. By itself CUDA numbers the fastest kind of GPU first.",
-    "MXNET_CPU_PARALLEL_RAND_COPY": "CPU contexts take turns in Dropout; 64 was no faster, took 300 MB, and draws other numbers.",
-    "MXNET_CPU_WORKER_NTHREADS": "Engine threads of a context, read by import mxnet; two were no faster, and may hang in dot.",
+    "MXNET_CPU_TEMP_COPY": "CPU contexts share this number of temporary buffers, and wait for each other if there are few.",
+    "CUDA_DEVICE_ORDER": "gpu(i) is GPU i of nvidia-smi. By default CUDA numbers the fastest kind of GPU first.",
+    "MXNET_CPU_PARALLEL_RAND_COPY": "CPU contexts share it in Dropout; 64 was not faster, took 300 MB and draws other numbers.",
+    "MXNET_CPU_WORKER_NTHREADS": "Engine threads of a context, read by import mxnet; two were not faster, and may hang in dot.",
 }
 TOO_LATE = "MXNet had run operators before gluon_mgpu was imported. Write import gluon_mgpu above import mxnet."
-_OFF = "GLUON_MGPU_RUNTIME=off leaves it as it would be without gluon_mgpu."
+_OFF = "GLUON_MGPU_RUNTIME=off keeps the value that it has without gluon_mgpu."
 
-# MXNet makes its temporary buffers when an operator first asks for one, its engine with the first array; these bytes of the
-# wheel's library say whether it has. The second is of an engine with workers: the serial one has no pool of such operations.
+# MXNet creates its temporary buffers when an operator first needs one, and its engine with the first array. These bytes of the
+# wheel's library show whether they exist. The second is of an engine with workers: the serial one has no such pool.
 _BUFFERS_MADE = "_ZGVZN4dmlc16ThreadLocalStoreIN5mxnet8resource19ResourceManagerImplEE9SingletonEvE4inst"
 _ENGINE_MADE = "_ZGVZN5mxnet6common10ObjectPoolINS_6engine11ThreadedOprEE13_GetSharedRefEvE8inst_ptr"
 
@@ -65,18 +64,18 @@ _too_late: Set[str] = set()  # names in ENVIRONMENT that MXNet had read before
 
 @dataclass(frozen=True)
 class Setting:
-    """A runtime setting as it is.
+    """The current state of a runtime setting.
 
     Attributes
     ----------
     name : str
     value : str
-        What is in effect.
+        The value in effect.
     source : str
-        Who set it: `environment`, `gluon_mgpu`, `MXNet's default`, `glibc's default`, or `off`, which is
-        `GLUON_MGPU_RUNTIME=off`: whatever would be there without this package.
+        Where it comes from: `environment`, `gluon_mgpu`, `MXNet's default`, `glibc's default`, or `off`: with
+        `GLUON_MGPU_RUNTIME=off` it has the value that it would have without this package.
     reason : str
-        Why it is so, in a sentence.
+        The reason for the value, in a sentence.
     """
 
     name: str
@@ -86,24 +85,24 @@ class Setting:
 
 
 def is_off() -> bool:
-    """Return whether `GLUON_MGPU_RUNTIME=off` asks to leave all runtime settings alone."""
+    """Return whether `GLUON_MGPU_RUNTIME=off` asks to change no runtime setting."""
     return os.environ.get("GLUON_MGPU_RUNTIME", "").lower() == "off"
 
 
 def is_debug() -> bool:
-    """Return whether `GLUON_MGPU_DEBUG` asks for serial debugging: anything but nothing, `0` and `off`."""
+    """Return whether `GLUON_MGPU_DEBUG` asks for serial debugging: any value except for "", `0` and `off`."""
     return os.environ.get("GLUON_MGPU_DEBUG", "").lower() not in ("", "0", "off")
 
 
 def load_mxnet() -> ModuleType:
-    """Return the `mxnet` module, imported with what it needs on today's machines.
+    """Import `mxnet` with the libraries and names that it needs on current machines, and return it.
 
     Raises
     ------
     MissingExtraError
-        MXNet is not installed; the message names the extras that bring it.
+        MXNet is not installed; the message names the extras that install it.
     ImportError
-        MXNet, NumPy or a system library is there, but in a version that cannot work together; or a CUDA library is missing.
+        Versions of MXNet, NumPy or a system library are incompatible, or a CUDA library is missing.
     """
     if importlib.util.find_spec("mxnet") is None:
         raise MissingExtraError(
@@ -121,7 +120,7 @@ def load_mxnet() -> ModuleType:
         _set_environment()
         _set_allocator()
         cuda_libraries.load()
-    if is_debug():  # asked for by name, so that GLUON_MGPU_RUNTIME=off does not stop it
+    if is_debug():  # an explicit request, so GLUON_MGPU_RUNTIME=off does not disable it
         _set_engine()
     try:
         mxnet = importlib.import_module("mxnet")
@@ -136,7 +135,7 @@ def load_mxnet() -> ModuleType:
             raise
         raise ImportError(
             "import gluon_mgpu: got a Python without distutils, which MXNet 1.9.1 imports; expected setuptools, "
-            "which carries it from "
+            "which contains it from "
             "Python 3.12 on. Run pip install setuptools."
         ) from error
     if not mxnet.__version__.startswith(("1.8.", "1.9.")):
@@ -164,22 +163,22 @@ def require(module: str, extra: str, operation: str) -> Any:
         ) from error
 
 
-def settle_threads(contexts: Sequence[Any]) -> None:
-    """Give CPU contexts their threads before they run their first operation: one each, or all cores to one alone.
+def set_threads(contexts: Sequence[Any]) -> None:
+    """Set the threads of CPU contexts before their first operation: one each, or all cores for a single context.
 
-    See `threads.settle`. The environment's own number stands for one context alone. It does not for several: `dot` may hang.
+    See `threads.set_threads`. A number in the environment is kept for a single context. For several it is not: `dot` may hang.
     """
     if not is_off():
-        threads.settle(contexts, alone=lambda: 0 if _why_not_all_cores() else num_cores())
+        threads.set_threads(contexts, alone=lambda: 0 if _why_not_all_cores() else num_cores())
 
 
 def settings(contexts: Sequence[Any] = ()) -> List[Setting]:
-    """Return the runtime settings in effect, who set each, and why.
+    """Return the runtime settings in effect, their sources and reasons.
 
     Parameters
     ----------
     contexts : sequence of mxnet.Context
-        Beside those that were used before, whose threads are asked for. That starts their engine workers.
+        Contexts to include, in addition to those used before. It reads their threads, which starts their engine workers.
 
     Examples
     --------
@@ -194,7 +193,7 @@ def settings(contexts: Sequence[Any] = ()) -> List[Setting]:
 
 
 def _set_environment() -> None:
-    """Set what the environment does not say, where MXNet has not read it yet; say so where it has."""
+    """Set variables that the environment lacks, unless MXNet has already read them; then log a warning."""
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing and _is_made(_BUFFERS_MADE):
         _too_late.update(missing)
@@ -210,10 +209,10 @@ def _set_environment() -> None:
 
 
 def _set_engine() -> None:
-    """Let MXNet run each operation in the line that calls it, which an error then names, unless the environment says how."""
+    """Choose MXNet's serial engine, so that errors come from the line of their operation, unless the environment chooses one."""
     if "MXNET_ENGINE_TYPE" in os.environ:
         return
-    if _is_made(_ENGINE_MADE):  # MXNet has chosen, and threads.py must not read here what is not so
+    if _is_made(_ENGINE_MADE):  # MXNet has chosen, and threads.py must not read another value
         logger.warning(
             "import gluon_mgpu: got an mxnet that has run operations before; expected gluon_mgpu first, so that GLUON_MGPU_DEBUG "
             "takes effect: errors of a backward pass come late. Write import gluon_mgpu above import mxnet."
@@ -223,7 +222,7 @@ def _set_engine() -> None:
 
 
 def _is_made(what: str) -> bool:
-    """Return whether MXNet was imported and has made this; False where its library does not tell."""
+    """Return whether MXNet was imported and has created this; False if its library does not show it."""
     mxnet_base = sys.modules.get("mxnet.base")
     try:
         return mxnet_base is not None and bool(ctypes.c_ubyte.in_dll(mxnet_base._LIB, what).value)
@@ -232,7 +231,7 @@ def _is_made(what: str) -> bool:
 
 
 def _set_allocator() -> None:
-    """Let malloc keep the memory of large arrays for the next ones, unless somebody has chosen otherwise."""
+    """Let malloc keep the memory of large arrays for the next ones, unless the environment chooses otherwise."""
     if _why_not_allocator():
         return
     libc = ctypes.CDLL(None)
@@ -243,12 +242,12 @@ def _set_allocator() -> None:
 
 
 def _why_not_allocator() -> str:
-    """Return why malloc is left alone, "" where it is not."""
-    said = [name for name in sorted(os.environ) if name.startswith("MALLOC_")]
+    """Return why malloc's settings are not changed, "" if they are."""
+    variables = [name for name in sorted(os.environ) if name.startswith("MALLOC_")]
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
-        said.append("GLIBC_TUNABLES")
-    if said:
-        return f"{' and '.join(said)} in the environment stands."
+        variables.append("GLIBC_TUNABLES")
+    if variables:
+        return f"{' and '.join(variables)} in the environment has priority."
     libc = ctypes.CDLL(None)
     try:
         if _library_of(libc.malloc) != _library_of(libc.gnu_get_libc_version):
@@ -259,7 +258,7 @@ def _why_not_allocator() -> str:
 
 
 class _DlInfo(ctypes.Structure):
-    """What `dladdr` fills in."""
+    """The result of `dladdr`."""
 
     _fields_ = [
         ("file", ctypes.c_char_p),
@@ -270,19 +269,19 @@ class _DlInfo(ctypes.Structure):
 
 
 def _library_of(function: Any) -> str:
-    """Return the file that a C function stands in."""
+    """Return the file that contains a C function."""
     info = _DlInfo()
     ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
     return os.fsdecode(info.file or b"")
 
 
 def _why_not_all_cores() -> str:
-    """Return why one CPU context alone is left the threads that it has, "" where it gets all cores."""
+    """Return why a single CPU context keeps its threads, "" if it gets all cores."""
     for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
         if os.environ.get(name):
-            return f"{name}={os.environ[name]} stands for one context."
+            return f"{name}={os.environ[name]} has priority for one context."
     if not threads.has_own_workers():
-        return "MXNET_ENGINE_TYPE is not the usual engine, whose contexts have workers of their own."
+        return "MXNET_ENGINE_TYPE is not the default engine, whose contexts have their own workers."
     if threads.num_engine_workers() > 1:
         return "With MXNET_CPU_WORKER_NTHREADS above 1 two workers could hang inside OpenBLAS."
     return ""
@@ -297,12 +296,12 @@ def _threads_setting(device_id: int) -> Setting:
             return Setting(
                 name, value, "gluon_mgpu", "Two CPU contexts with several threads each can hang in OpenBLAS: one each."
             )
-        return Setting(name, value, "gluon_mgpu", "It came alone, and got every core of this process; MXNet takes half of them.")
-    given = [name for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS") if os.environ.get(name)]
-    reason = "It had run before use_devices saw it; other threads now would give wrong gradients. Call use_devices earlier."
+        return Setting(name, value, "gluon_mgpu", "A single context gets every core of this process; MXNet takes half of them.")
+    variables = [name for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS") if os.environ.get(name)]
+    reason = "It ran operations before use_devices; other threads now would give wrong gradients. Call use_devices earlier."
     if not threads.threads_of(device_id):
-        reason = _why_not_all_cores() or "gluon_mgpu was not told of it: name it to use_devices."
-    return Setting(name, value, "environment" if given else "MXNet's default", reason)
+        reason = _why_not_all_cores() or "gluon_mgpu does not know it: pass it to use_devices."
+    return Setting(name, value, "environment" if variables else "MXNet's default", reason)
 
 
 def _allocator_setting(name: str) -> Setting:
@@ -342,5 +341,5 @@ def _aliases_setting() -> Setting:
     numpy = importlib.import_module("numpy")
     if tuple(int(part) for part in numpy.__version__.split(".")[:2]) < (1, 24):
         return Setting("NumPy names", "not needed", "-", f"NumPy {numpy.__version__} has the names that MXNet 1.9.1 uses.")
-    reason = "NumPy 1.24 dropped names that MXNet 1.9.1 uses; without them import mxnet fails, so that off leaves them, too."
+    reason = "NumPy 1.24 removed names that MXNet 1.9.1 uses; import mxnet fails without them, so they are added even with off."
     return Setting("NumPy names", f"{sum(name in vars(numpy) for name in ALIASES)} put back", "gluon_mgpu", reason)

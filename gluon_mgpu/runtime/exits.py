@@ -1,10 +1,10 @@
-"""The end of a process: its devices first do what is queued, and an operation that failed makes the process fail.
+"""The end of a process: devices finish their queues, and a failed operation makes the process fail.
 
-    end of the program ──► exit handlers that were registered later ──► ours: wait ──► MXNet's own, which drops what is queued
+    end of the program ──► exit handlers registered later ──► ours: wait ──► MXNet's own, which drops queued operations
                                                                            └── an operation failed: report it, exit with 1
 
-By itself, MXNet drops queued operations when a process ends, and with them the errors that nobody has read: a program whose last
-operation failed would exit with 0.
+By default, MXNet drops queued operations when a process ends, and with them their errors: a program whose last operation failed
+would exit with 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Callable
 class _Fail:
     """Ends the process with status 1 when the interpreter clears `sys`: after all exit handlers, with all output written.
 
-    The interpreter has decided on status 0 before exit handlers run; ending in one would skip those that come after.
+    The interpreter chooses status 0 before exit handlers run; exiting in a handler would skip the later ones.
     """
 
     def __del__(self, end: Callable[[int], Any] = os._exit, num: Callable[[], int] = os.getpid, pid: int = os.getpid()) -> None:
@@ -32,8 +32,8 @@ class _Fail:
 def wait_at_exit(mxnet: Any) -> None:
     """Let this process wait for its devices when it ends, unless an exception ends it.
 
-    The launcher's workers do so by themselves (`distributed/startup`). A process that horovodrun started does not: it would
-    not know that it has failed, and wait for others that wait for it.
+    The launcher's workers wait anyway (`distributed/launcher/startup`). A process of horovodrun does not wait: it would not know
+    that it has failed, and could deadlock with the others.
     """
     if not hasattr(sys, "gluon_mgpu_waits") and "HOROVOD_RANK" not in os.environ:
         atexit.register(_wait, mxnet, os.getpid())
@@ -43,7 +43,7 @@ def _wait(mxnet: Any, pid: int) -> None:
     if os.getpid() != pid or hasattr(sys, "last_type"):  # a forked child, or a program that an exception has ended
         return
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would run after the wait only
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would run only after the wait
     try:
         mxnet.nd.waitall()
     except mxnet.MXNetError:

@@ -1,4 +1,4 @@
-"""Which GPUs a compiled library holds code for, read from the fat binaries in the library itself."""
+"""The GPUs for which a compiled library contains code, read from its fat binaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Iterator, List, Set, Tuple
 
 Capability = Tuple[int, int]
 
-SECTION = ".nv_fatbin"  # where nvcc puts them
+SECTION = ".nv_fatbin"  # nvcc's section for fat binaries
 _MAGIC = 0xBA55ED50
 _PTX, _CUBIN = 1, 2
 _KINDS = {_PTX, _CUBIN}
@@ -19,7 +19,7 @@ _HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes 
 _ENTRY = struct.Struct("<HHIQIIHHI")  # kind, version, bytes of header and code; compressed, names, minor, major; architecture
 _ELF = struct.Struct("<4sBB10xHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
-_NO_BITS = 8  # SHT_NOBITS: a section without a place in the file
+_NO_BITS = 8  # SHT_NOBITS: a section without bytes in the file
 
 
 class FatBinaryError(ValueError):
@@ -28,16 +28,16 @@ class FatBinaryError(ValueError):
 
 @dataclass(frozen=True)
 class FatBinaries:
-    """Which GPUs a library holds code for.
+    """The GPUs for which a library contains code.
 
     Attributes
     ----------
     machine_code : tuple of (int, int)
-        Compute capabilities, in ascending order, of the code that a GPU runs as it is.
+        Compute capabilities of machine code, in ascending order.
     ptx : tuple of (int, int)
-        Those of the code that the driver compiles for newer GPUs.
+        Compute capabilities of PTX, which the driver compiles for newer GPUs.
     num_binaries : int
-        How many fat binaries there are: 0 in a library without GPU code.
+        The number of fat binaries: 0 in a library without GPU code.
     """
 
     machine_code: Tuple[Capability, ...]
@@ -45,9 +45,9 @@ class FatBinaries:
     num_binaries: int
 
     def code_for(self, capability: Capability) -> str:
-        """Return which code a GPU of this compute capability runs: `8.6`, `PTX 7.0`, or "" where there is none.
+        """Return the code that a GPU of this compute capability runs: `8.6`, `PTX 7.0`, or "" if there is none.
 
-        Machine code runs on GPUs of its own major version, from its minor version on; PTX on every later one.
+        Machine code runs on GPUs of its major version, from its minor version on; PTX runs on every later GPU.
 
         Examples
         --------
@@ -72,9 +72,9 @@ def version_text(capability: Capability) -> str:
 
 
 def read_fat_binaries(path: str) -> FatBinaries:
-    """Return which GPUs a library holds code for. A file that has not changed is read once a process.
+    """Return the GPUs for which a library contains code. A file that does not change is read once per process.
 
-    Only headers are touched: of the ELF file, its sections, each fat binary and each entry in it.
+    It reads only headers: of the ELF file, its sections, each fat binary and each entry.
 
     ```
     libmxnet.so:  ELF header │ ... │ .nv_fatbin │ ... │ section headers
@@ -90,12 +90,12 @@ def read_fat_binaries(path: str) -> FatBinaries:
     Raises
     ------
     FatBinaryError
-        It is another kind of file, cut short, or damaged.
+        It is another kind of file, truncated, or damaged.
     OSError
         It cannot be read.
 
-    Source: fatbinary_section.h of the CUDA toolkit for the section; NVIDIA documents no headers, which are as found in libraries
-    of CUDA 10.2 to 11.8.
+    Source: fatbinary_section.h of the CUDA toolkit for the section. NVIDIA does not document the headers; they are as found in
+    libraries of CUDA 10.2 to 11.8.
     """
     status = os.stat(path)
     return _read(path, status.st_size, status.st_mtime_ns)
@@ -109,12 +109,12 @@ def _read(path: str, size: int, _mtime_ns: int) -> FatBinaries:
         )
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if hasattr(mmap, "MADV_RANDOM"):
-            data.madvise(mmap.MADV_RANDOM)  # headers lie far apart: what stands between them is not to be read ahead
+            data.madvise(mmap.MADV_RANDOM)  # headers are far apart: do not read ahead between them
         try:
             return _collect(data)
         except (struct.error, IndexError) as error:
             raise FatBinaryError(
-                f"read_fat_binaries: got {path}, which ends in the middle of a header; expected a whole "
+                f"read_fat_binaries: got {path}, which ends in the middle of a header; expected a complete "
                 "library. Install its package again."
             ) from error
         except FatBinaryError as error:
@@ -136,7 +136,7 @@ def _collect(data: mmap.mmap) -> FatBinaries:
 
 
 def _sections(data: mmap.mmap) -> List[Tuple[int, int]]:
-    """Return where the sections of fat binaries begin and end in the file."""
+    """Return the begin and end in the file of the sections of fat binaries."""
     magic, width, order, *_ = _ELF.unpack_from(data, 0)
     if magic != b"\x7fELF" or (width, order) != (2, 1):
         raise FatBinaryError("another kind of file")
@@ -157,7 +157,7 @@ def _sections(data: mmap.mmap) -> List[Tuple[int, int]]:
 
 
 def _binaries(data: mmap.mmap, start: int, end: int) -> Iterator[Tuple[int, int]]:
-    """Yield where the entries of each fat binary begin and end."""
+    """Yield the begin and end of the entries of each fat binary."""
     at = start
     while at + _HEADER.size <= end:
         magic, _version, header_bytes, num_bytes = _HEADER.unpack_from(data, at)
@@ -166,13 +166,13 @@ def _binaries(data: mmap.mmap, start: int, end: int) -> Iterator[Tuple[int, int]
             continue
         first = at + header_bytes
         if magic != _MAGIC or header_bytes < _HEADER.size or first + num_bytes > end:
-            raise FatBinaryError(f"which holds no fat binary at byte {at}")
+            raise FatBinaryError(f"which has no fat binary at byte {at}")
         yield first, first + num_bytes
         at = -(-(first + num_bytes) // 8) * 8
 
 
 def _entries(data: mmap.mmap, first: int, last: int) -> Iterator[Tuple[int, Capability]]:
-    """Yield kind and compute capability of each entry; others than machine code and PTX are passed over."""
+    """Yield kind and compute capability of each entry that is machine code or PTX."""
     at = first
     while at + _ENTRY.size <= last:
         kind, _version, header_bytes, num_bytes, *_, architecture = _ENTRY.unpack_from(data, at)

@@ -1,4 +1,4 @@
-"""Locks on files, which the kernel releases when the process that holds them ends, however it ends."""
+"""Locks on files. The kernel releases them when the process that holds them ends, also after a crash."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _POLL_S = 0.05
 
 
 def open_lock(path: Path) -> int:
-    """Return a lock file that is open, and made if it is not there. Nothing in it is changed.
+    """Open a lock file and return it; create it if it does not exist. Its content is not changed.
 
-    It may be another user's; Linux forbids O_CREAT on those in a shared folder (protected_regular).
+    It may belong to another user; Linux forbids O_CREAT for such files in a shared folder (protected_regular).
 
     Raises
     ------
     OSError
-        It cannot be opened; or it is a link, no file, or has another name, too, under which it may be anything.
+        It cannot be opened; or it is a link, not a file, or has a second name (hard link).
     """
     for _ in range(2):
         try:
@@ -38,9 +38,9 @@ def open_lock(path: Path) -> int:
             pass
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        except FileExistsError:  # another process was faster
+        except FileExistsError:  # another process has created it
             continue
-    raise FileNotFoundError(errno.ENOENT, "comes and goes", str(path))
+    raise FileNotFoundError(errno.ENOENT, "is created and removed repeatedly", str(path))
 
 
 def _checked(file: int, path: Path) -> int:
@@ -48,11 +48,11 @@ def _checked(file: int, path: Path) -> int:
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
         return file
     os.close(file)
-    raise FileExistsError(errno.EEXIST, "not a lock file, or one with another name", str(path))
+    raise FileExistsError(errno.EEXIST, "not a lock file, or a hard link", str(path))
 
 
 def take(file: int) -> bool:
-    """Lock an open file for this process, and return whether that was possible: False if another process holds it.
+    """Lock an open file for this process, and return whether it worked: False if another process holds the lock.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def take(file: int) -> bool:
 
 
 def sign(file: int, text: str) -> None:
-    """Write who holds a lock into its file."""
+    """Write the holder of a lock into its file."""
     try:
         os.ftruncate(file, 0)
         os.pwrite(file, text.encode(errors="replace"), 0)
@@ -78,7 +78,7 @@ def sign(file: int, text: str) -> None:
 
 
 def signature(file: int) -> str:
-    """Return who holds a lock, as `sign` wrote it; nothing where it cannot be read."""
+    """Return the holder of a lock, as written by `sign`; "" if it cannot be read."""
     try:
         text = os.pread(file, 400, 0).decode(errors="replace")
     except OSError:
@@ -92,9 +92,9 @@ class FolderLock:
     Parameters
     ----------
     folder : pathlib.Path
-        There.
+        An existing folder.
     operation : str
-        What errors call it.
+        Its name in errors.
     """
 
     def __init__(self, folder: Path, operation: str) -> None:
@@ -103,17 +103,17 @@ class FolderLock:
         _locks.add(self)
 
     def acquire(self, patience_s: float = 0.0) -> None:
-        """Take the folder; where its file system has no locks, log a warning and go on without.
+        """Lock the folder. If its file system has no locks, log a warning and continue without.
 
         Parameters
         ----------
         patience_s : float, seconds
-            How long to wait for another process to end.
+            The time to wait for another process to end.
 
         Raises
         ------
         SaveError
-            Another process uses it; the message says which. Or the folder's lock file is something else.
+            Another process uses it; the message names it. Or the folder's lock file is not a plain file.
         OSError
             The folder cannot be written to.
         """
@@ -122,7 +122,7 @@ class FolderLock:
             time.sleep(_POLL_S)
 
     def release(self) -> None:
-        """Let go of the folder, and remove the lock file. One that is not held is left alone."""
+        """Release the folder, and remove the lock file. It does nothing if the lock is not held."""
         file, self._file = self._file, None
         if file is None:
             return
@@ -131,11 +131,11 @@ class FolderLock:
                 self._path.unlink()
         except OSError as error:
             logger.debug("%s: %s", self._operation, error)
-        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a child process has the file, too
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough if a child process has the file as well
         os.close(file)
 
     def _try(self, *, is_last: bool) -> bool:
-        """Return whether the folder is taken, or can have no lock."""
+        """Return whether the folder is locked, or cannot be locked."""
         file = self._opened()
         try:
             if take(file):
@@ -154,7 +154,7 @@ class FolderLock:
             raise
         except OSError as error:
             logger.warning(
-                "%s: cannot lock %s (%s): two runs there would damage each other's files. Give each a folder of its own.",
+                "%s: cannot lock %s (%s): two runs there would damage each other's files. Use a separate folder for each run.",
                 self._operation,
                 self._path.parent,
                 error.strerror,
@@ -172,14 +172,14 @@ class FolderLock:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EEXIST, errno.EISDIR, errno.ENXIO):
                 raise SaveError(
-                    f"{self._operation}: got {self._path}, which is not a file of this program's alone; expected one that it may "
-                    "lock. Remove it: it may be a link.",
+                    f"{self._operation}: got {self._path}, which is not a plain file; expected one that this program "
+                    "may lock. Remove it: it may be a link.",
                     error.errno,
                 ) from error
             raise
 
     def _forget(self) -> None:
-        """Let a forked process have no part in the lock, which would outlive the holder in it."""
+        """Drop the lock in a forked process, which would otherwise keep it after the holder has ended."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -6,7 +6,7 @@ ALIASES = {"bool": bool, "int": int, "float": float, "complex": complex, "object
 
 
 def add_aliases() -> None:
-    """Give NumPy the removed names that it lacks; names that it has stay as they are."""
+    """Add the removed names that NumPy lacks; existing names stay."""
     import numpy
 
     version = tuple(int(part) for part in numpy.__version__.split(".")[:2])

@@ -1,4 +1,4 @@
-"""How many cores there are, and how many OpenMP threads each CPU context works with."""
+"""The number of cores, and of OpenMP threads of each CPU context."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _CGROUPS = "/sys/fs/cgroup"
 
 
 def num_cores() -> int:
-    """Return how many CPU cores this process may use: those it is bound to, or fewer where a quota says so, at least 1."""
+    """Return the number of CPU cores that this process may use: those it is bound to, or fewer with a quota; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, math.ceil(quota))) if quota else cores
 
 
 def cpu_quota() -> float:
-    """Return the processor time that this process's cgroups allow, in cores (`docker --cpus`), 0.0 where there is no limit.
+    """Return the processor time that this process's cgroups allow, in cores (`docker --cpus`), 0.0 without a limit.
 
-    A limit of any group above counts, too. In a container the path may be that of the host, which is not there: then the
-    container's own group stands at the root.
+    Limits of parent groups count as well. In a container the path may be that of the host and not exist: then the container's own
+    group is at the root.
 
     Source: the kernel's `Documentation/admin-guide/cgroup-v2.rst` (`cpu.max`) and `Documentation/scheduler/sched-bwc.rst`.
     """
@@ -66,7 +66,7 @@ def _ratio(parts: Sequence[str]) -> float:
 
 
 def read_lines(path: str) -> List[str]:
-    """Return the lines of a file of the kernel's, none where it cannot be read."""
+    """Return the lines of a file of the kernel, [] if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().splitlines()
@@ -78,45 +78,45 @@ _WAIT_S = 30.0
 SERIAL_ENGINE = "NaiveEngine"
 _TASKS = "/proc/self/task"
 _seen: Set[int] = set()  # ids of the CPU contexts that were used through this package
-_threads: Dict[int, int] = {}  # CPU context id -> OpenMP threads of its engine workers, once settled
+_threads: Dict[int, int] = {}  # CPU context id -> OpenMP threads of its engine workers, once they are set
 _new: Set[int] = set()  # ids of those whose threads were set here: their workers were new
-_settling = threading.Lock()
+_lock = threading.Lock()
 
 
-def settle(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
-    """Give each of several CPU contexts one OpenMP thread, and a single one `alone()` threads, before its first operation.
+def set_threads(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
+    """Set one OpenMP thread for each of several CPU contexts, and `alone()` threads for a single one, before its first operation.
 
-    Two contexts inside `dot` at once, each with two threads or more, wait for each other for ever in the OpenBLAS of MXNet's
-    wheel. OpenBLAS asks OpenMP, in the thread that calls it, how many threads to use: `OPENBLAS_NUM_THREADS` and threadpoolctl
-    change nothing. MXNet reads `OMP_NUM_THREADS` only when it is loaded. So the number is set from inside: a function is pushed
-    through the engine onto the context's own worker.
+    Two contexts inside `dot` at the same time, each with two threads or more, deadlock in the OpenBLAS of MXNet's wheel. OpenBLAS
+    asks OpenMP for the number of threads in the calling thread: `OPENBLAS_NUM_THREADS` and threadpoolctl have no effect. MXNet
+    reads `OMP_NUM_THREADS` only when it is loaded. So a function that sets the number is pushed through the engine onto the
+    context's own worker.
 
     ```
-    settle([cpu(0), cpu(1)])  ─push─►  new worker of cpu(0): omp_set_num_threads(1)
-                              ─push─►  new worker of cpu(1): omp_set_num_threads(1)
+    set_threads([cpu(0), cpu(1)])  ─push─►  new worker of cpu(0): omp_set_num_threads(1)
+                                   ─push─►  new worker of cpu(1): omp_set_num_threads(1)
     ```
 
-    A worker that has run something is left as it is: MXNet keeps oneDNN's primitives for each worker, made for its number
-    of threads. Run with fewer they give wrong gradients, with more they write beyond their memory. Where that leaves two
-    contexts with several threads, a warning says so. For the same reason a context that was alone, and got several threads,
-    keeps them when others join it; those get one each. The serial engine has no workers, and is left alone.
+    A worker that has run an operation is not changed: MXNet keeps oneDNN's primitives per worker, made for its number of threads.
+    With fewer threads they give wrong gradients, with more they write outside of their memory. If two contexts keep several
+    threads, a warning is issued. For the same reason a context that started alone with several threads keeps them when others
+    join; the others get one each. The serial engine has no workers, so nothing is set.
 
     Parameters
     ----------
     contexts : sequence of mxnet.Context
-        The devices that are about to work together, or beside those of earlier calls. GPUs are not touched.
+        The devices that will work together, and with those of earlier calls. GPUs are ignored.
     alone : callable () -> int
-        Threads of a CPU context that has no others beside it; 0 leaves it the number that MXNet gives it. Asked when one is new.
+        The number of threads of a single CPU context; 0 keeps MXNet's number. Called only for a new context.
 
     Warns
     -----
     RuntimeWarning
-        Two contexts have run with several threads already, so that `dot` may hang.
+        Two contexts have already run with several threads, so `dot` may hang.
     """
     ids = {context.device_id for context in contexts if context.device_type == "cpu"}
-    if ids <= _seen:  # every split asks
+    if ids <= _seen:  # every split calls this
         return
-    with _settling:
+    with _lock:
         if ids <= _seen:
             return
         _seen.update(ids)
@@ -126,11 +126,11 @@ def settle(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
         for device_id in sorted(_seen - set(_threads)):
             _threads[device_id] = _on_workers(device_id, number)
             if device_id not in _new:
-                logger.info("cpu(%d) had run before use_devices saw it, and keeps its %d threads", device_id, _threads[device_id])
+                logger.info("cpu(%d) ran operations before use_devices, and keeps its %d threads", device_id, _threads[device_id])
         several = [f"cpu({device_id}) with {number}" for device_id, number in sorted(_threads.items()) if number > 1]
         if len(several) > 1:
             warnings.warn(
-                f"use_devices: got contexts that have run already, {' and '.join(several)} threads; expected one thread "
+                f"use_devices: got contexts that have already run, {' and '.join(several)} threads; expected one thread "
                 "each, or dot may hang in OpenBLAS. Call use_devices before the first operation, or set OMP_NUM_THREADS=1.",
                 RuntimeWarning,
                 stacklevel=5,
@@ -138,38 +138,38 @@ def settle(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
 
 
 def threads_of(device_id: int) -> int:
-    """Return the OpenMP threads that `settle` found or set for this CPU context, 0 where it has not looked at it."""
+    """Return the number of OpenMP threads that `set_threads` found or set for this CPU context, 0 if it has not checked it."""
     return _threads.get(device_id, 0)
 
 
 def were_set(device_id: int) -> bool:
-    """Return whether `settle` set this CPU context's threads; False where it left them as they were."""
+    """Return whether `set_threads` has set this CPU context's threads; False if it has kept them."""
     return device_id in _new
 
 
 def contexts_seen() -> List[int]:
-    """Return the ids of the CPU contexts that `settle` has been told of."""
+    """Return the ids of the CPU contexts that were passed to `set_threads`."""
     return sorted(_seen)
 
 
 def ask_threads(device_id: int) -> int:
-    """Return the OpenMP threads that this CPU context works with, as its worker says; 0 where it cannot be asked.
+    """Return the number of OpenMP threads in this CPU context's worker; 0 if it is unknown.
 
     It starts the context's workers if they are new.
     """
-    with _settling:
+    with _lock:
         return _on_workers(device_id, 0)
 
 
 def _on_workers(device_id: int, number: int) -> int:
-    """Set the threads of a context's engine workers if they are new and `number` is not 0; return how many they have."""
+    """Set the threads of a context's engine workers if they are new and `number` is not 0; return their number."""
     openmp = _openmp()
     if openmp is None or not os.path.isdir(_TASKS):
         return 0
-    before = set(os.listdir(_TASKS))  # ids of the threads that exist: the engine starts a context's workers when it is first used
+    before = set(os.listdir(_TASKS))  # existing threads: the engine starts a context's workers at its first use
     found: List[int] = []
 
-    def look() -> None:
+    def set_and_read() -> None:
         if number and str(threading.get_native_id()) not in before:
             openmp.omp_set_num_threads(number)
             _new.add(device_id)
@@ -178,14 +178,14 @@ def _on_workers(device_id: int, number: int) -> int:
             file.write(f"mxnet cpu({device_id})")
         found.append(openmp.omp_get_max_threads())
 
-    _run_on_each(device_id, look)
+    _run_on_each(device_id, set_and_read)
     return max(found, default=0)
 
 
 def _run_on_each(device_id: int, function: Callable[[], None]) -> None:
     """Run a function once on each engine worker of a CPU context, and wait for it."""
     num_workers = num_engine_workers()
-    together = threading.Barrier(num_workers)  # holds each worker until all are here, so that none runs twice
+    together = threading.Barrier(num_workers)  # holds each worker until all have arrived, so that none runs it twice
     done = threading.Semaphore(0)
 
     def run() -> None:
@@ -193,7 +193,7 @@ def _run_on_each(device_id: int, function: Callable[[], None]) -> None:
             function()
             together.wait(timeout=_WAIT_S)
         except threading.BrokenBarrierError:
-            logger.debug("not every engine worker of cpu(%d) was free to be asked for its threads", device_id)
+            logger.debug("some engine workers of cpu(%d) were too busy to report their threads", device_id)
         finally:
             done.release()
 
@@ -204,7 +204,7 @@ def _run_on_each(device_id: int, function: Callable[[], None]) -> None:
 
 
 def has_own_workers() -> bool:
-    """Return whether MXNet's engine is the usual one, in which each context has workers of its own."""
+    """Return whether MXNet's engine is the default, in which each context has its own workers."""
     return os.environ.get("MXNET_ENGINE_TYPE") in (None, "", "ThreadedEnginePerDevice")
 
 
@@ -214,13 +214,13 @@ def runs_serially() -> bool:
 
 
 def num_engine_workers() -> int:
-    """Return how many engine workers each CPU context has."""
+    """Return the number of engine workers of each CPU context."""
     number = os.environ.get("MXNET_CPU_WORKER_NTHREADS", "")
     return max(1, int(number)) if number.isascii() and number.isdigit() and has_own_workers() else 1
 
 
 def _openmp() -> Any:
-    """Return the OpenMP library that MXNet is linked to, None where it is another one."""
+    """Return the OpenMP library that MXNet is linked to, None if it is another one."""
     try:
         return ctypes.CDLL("libgomp.so.1")
     except OSError:

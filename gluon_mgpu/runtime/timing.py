@@ -1,4 +1,4 @@
-"""Timers that are right for an asynchronous engine: both ends wait until all devices are done."""
+"""Timers that are correct for an asynchronous engine: start and stop wait for all devices."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import mxnet as mx
 
 
 class Timer:
-    """Measures seconds, as d2l's `Timer`, from devices idle to devices idle.
+    """Measures seconds, like d2l's `Timer`, from idle devices to idle devices.
 
-    MXNet returns from an operation before the device has run it. A timer that does not wait measures how fast work is
-    queued; this one calls `waitall` when it starts and when it stops.
+    MXNet returns from an operation before the device has run it. A timer that does not wait measures only the time to queue
+    operations; this one calls `waitall` when it starts and when it stops.
 
     Attributes
     ----------
     times : list of float, seconds
-        One entry a `stop`.
+        One entry per `stop`.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class Timer:
         Raises
         ------
         ValueError
-            Nothing was recorded yet.
+            No time was recorded.
         """
         if not self.times:
             raise ValueError("Timer.avg: got no recorded time; expected at least one. Call stop() first.")
@@ -81,5 +81,5 @@ class Timer:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        if error is None:  # an error on its way must not be hidden by another one from waitall
+        if error is None:  # an error from waitall must not hide this one
             self.stop()

@@ -1,4 +1,4 @@
-"""Gradients that add up over several backward passes before they are used."""
+"""Gradients that add up over several backward passes before a step uses them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Accumulation:
     stop()       "add" becomes "write" again, for those that start() changed
     ```
 
-    Sparse gradients, which MXNet can only write, are added up beside, by `note`.
+    MXNet can only replace sparse gradients, so `note` adds them up separately.
 
     Parameters
     ----------
@@ -33,11 +33,11 @@ class Accumulation:
     ----------
     is_on : bool
     is_open : bool
-        More passes are to come: an `accumulate` context is open.
+        An `accumulate` context is open, so more passes may follow.
     has_earlier : bool
-        The gradients are those of a pass before all this. They count if a step comes next, and not if another pass does.
+        The gradients are of a pass before the accumulation. They count if a step comes next, and not if another pass does.
     num_marked : int
-        How often parameters of these were marked anew: flags that were found before are no longer theirs.
+        How often these parameters were marked as variables again: flags found before are outdated.
     """
 
     def __init__(self, params: Sequence[gluon.Parameter], num_replicas: int) -> None:
@@ -45,42 +45,43 @@ class Accumulation:
         self.num_marked = 0
         self._params = list(params)
         self._num_replicas = num_replicas
-        self._changed: List[gluon.Parameter] = []  # those that wrote before
-        self._sparse: Dict[Tuple[int, int], Array] = {}  # sums, by parameter and replica
-        self._is_taken_over = self._is_spoilt = False
-        self._added: Any = None  # which gradients calls have added to that no step has counted
-        self._outside: Tuple[Optional[Pass], Any] = (None, None)  # the latest such outside of contexts; which parameters
+        self._changed: List[gluon.Parameter] = []  # parameters whose gradients were replaced before
+        self._sparse: Dict[Tuple[int, int], Array] = {}  # sums by parameter and replica
+        self._is_taken_over = self._is_invalid = False
+        self._added: Any = None  # gradients to which calls have added that no step has counted
+        self._outside: Tuple[Optional[Pass], Any] = (None, None)  # the latest such pass outside of contexts; its parameters
         self._forget()
         _all.add(self)
-        finalize(self, _left_behind.update, self._changed).atexit = False  # the list stays the same one
+        finalize(self, _orphans.update, self._changed).atexit = False  # the list stays the same one
 
     def start(self) -> List[gluon.Parameter]:
-        """Let the coming backward passes add to what is there, and return for which parameters. What is stale is to be zero."""
+        """Let backward passes add to gradients, and return the changed parameters. Stale gradients must be zero before."""
         self.is_on = True
         return self.extend()
 
     def check_alone(self, operation: str) -> None:
-        """Raise `TrainerError` where another trainer adds up gradients of these parameters, or this one was taken over.
+        """Raise `TrainerError` if another trainer adds up gradients of these parameters, or has ended this accumulation.
 
-        Where it has added none, it need not go on. What a trainer that is gone has added cannot be told from what came after.
+        An accumulation without gradients so far is simply stopped. The sum of a trainer that no longer exists cannot be separated
+        from later gradients.
         """
         self.check_own(operation)
         for other in _sharing(self):
             name = next(param.name for param in other._params if id(param) in self._own())
-            if other.is_open or other._reached.any() or other._is_spoilt:
+            if other.is_open or other._reached.any() or other._is_invalid:
                 raise TrainerError(
                     f"{operation}: got {name!r}, of which another trainer accumulates gradients; expected one at a time. "
-                    "Call that one's flush() or discard() before."
+                    "Call flush() or discard() of that trainer first."
                 )
             other.stop(keeps_fresh=True)
-        if _left_behind and self._take_left_behind():
+        if _orphans and self._reset_orphans():
             raise TrainerError(
-                f"{operation}: got gradients that were added to those of a trainer that is gone; expected those of the "
-                "passes since. Run the backward pass again."
+                f"{operation}: got gradients that were added to those of a trainer that no longer exists; expected those of "
+                "later passes. Run the backward pass again."
             )
 
     def check_own(self, operation: str) -> None:
-        """Raise `TrainerError` where a trainer that was made since has ended what this one has added up."""
+        """Raise `TrainerError` if a trainer that was made later has ended this accumulation."""
         if self._is_taken_over:
             raise TrainerError(
                 f"{operation}: got gradients that were accumulated until another trainer of these parameters was made; "
@@ -88,49 +89,49 @@ class Accumulation:
             )
 
     def give_up(self) -> None:
-        """Go on without what another trainer has ended."""
+        """Continue without the sum that another trainer has ended."""
         self._is_taken_over = False
 
     def take_over(self) -> None:
-        """End what other trainers add up of these parameters: this one has taken their place."""
+        """End the accumulations of other trainers of these parameters."""
         for other in _sharing(self):
             other._is_taken_over = bool(other._reached.any() or other.is_open)
             other.stop()
-        self._take_left_behind()
+        self._reset_orphans()
 
     def extend(self) -> List[gluon.Parameter]:
-        """Take those in, too, that write: they were thawed or given a shape since."""
+        """Let parameters add that were unfrozen, or got a shape, since the start; return them."""
         writing = [param for param in self._params if param.grad_req == "write" and param._grad_stype == "default"]
         for param in writing:
-            param._grad_req = "add"  # its setter would make new arrays; without arrays yet, they will be made so
+            param._grad_req = "add"  # its setter would make new arrays
         self._changed += writing
         self._mark(writing, "add")
         return writing
 
     def adds_by_itself(self, param: gluon.Parameter) -> bool:
-        """Return whether the user lets a parameter's gradients add up, and no trainer does."""
+        """Return whether the user, and not a trainer, lets a parameter's gradients add up."""
         return param.grad_req == "add" and not any(param is one for other in _all for one in other._changed)
 
     def note_call(self, which: Any, replaced: Any, current: Optional[Pass]) -> None:
         """Note a backward call that has added to gradients, or replaced some: sparse ones, and those of an earlier graph.
 
-        A step counts the passes since the last one where they were made inside of a context. Outside it counts one: others were
-        another loss's, or left out, and are in the sum all the same.
+        A step counts all passes since the last one that were made inside of a context. Outside it counts one: further passes
+        were of another loss, or skipped, but are in the sum.
         """
         rows = which.any(axis=1)
         if self._added is None or self._added.shape != which.shape:
             self._added, self._outside = np.zeros_like(which), (None, np.zeros_like(rows))
-        self._is_spoilt |= bool((replaced & self._added).any())
+        self._is_invalid |= bool((replaced & self._added).any())
         self._added |= which
-        before, loose = self._outside
+        before, outside = self._outside
         if before is not current:
-            self._is_spoilt |= bool((rows & loose).any())
+            self._is_invalid |= bool((rows & outside).any())
         if not self.is_open:
-            self._outside = current, loose | rows
+            self._outside = current, outside | rows
 
     def check_sum(self) -> None:
-        """Raise `TrainerError` where passes are in the sum that no step is to count, or were replaced in it."""
-        if self._is_spoilt:
+        """Raise `TrainerError` if the sum contains passes that no step counts, or lacks passes that were replaced."""
+        if self._is_invalid:
             raise TrainerError(
                 "Trainer.step: got a backward pass between those of one update that no step has counted, or one that has "
                 "replaced gradients; expected one for each step. Make other losses' passes outside of accumulate(), count "
@@ -138,7 +139,7 @@ class Accumulation:
             )
 
     def stop(self, *, keeps_fresh: bool = False) -> List[gluon.Parameter]:
-        """Let backward passes replace gradients again, and return of which parameters; those that are there are stale."""
+        """Let backward passes replace gradients again; present gradients become stale. Return the changed parameters."""
         self.is_on = self.is_open = self.has_earlier = False
         adding = [param for param in self._changed if param.grad_req == "add"]
         for param in adding:
@@ -152,12 +153,12 @@ class Accumulation:
         return adding
 
     def note(self, indices: Sequence[int], fresh: np.ndarray) -> None:
-        """Remember which gradients a pass has added to.
+        """Count a pass: remember the gradients to which it has added.
 
         Parameters
         ----------
         indices : sequence of int
-            Parameters.
+            The parameters of the rows of `fresh`.
         fresh : numpy.ndarray of bool, shape (parameters, replicas)
         """
         self._reached[np.array(indices, dtype=int)] |= fresh
@@ -168,11 +169,11 @@ class Accumulation:
                     self._add_sparse(index, int(replica))
 
     def reached(self, indices: Sequence[int]) -> np.ndarray:
-        """Return which gradients any noted pass has added to, shape (parameters, replicas)."""
+        """Return the gradients to which counted passes have added, a mask of shape (parameters, replicas)."""
         return self._reached[np.array(indices, dtype=int)]
 
     def put_back(self) -> None:
-        """Write the sums of sparse gradients where the last pass has left its own."""
+        """Write the sums of sparse gradients over those of the last pass."""
         for (index, replica), total in self._sparse.items():
             total.copyto(self._params[index].list_grad()[replica])
 
@@ -192,9 +193,9 @@ class Accumulation:
         for one in _all:
             one.num_marked += not marked.isdisjoint(map(id, one._params))
 
-    def _take_left_behind(self) -> bool:
-        """Let parameters write again that a trainer, gone since, has let add up; return whether there was a pass since."""
-        params = [param for param in self._params if param in _left_behind]
+    def _reset_orphans(self) -> bool:
+        """Reset parameters that a deleted trainer has left adding up; return whether a pass has come since."""
+        params = [param for param in self._params if param in _orphans]
         weights = [weight for param in params for weight in (param._data or []) if param._grad]
         was_fresh = any(weight._fresh_grad for weight in weights)
         for param in params:
@@ -202,7 +203,7 @@ class Accumulation:
         self._mark([param for param in params if param.grad_req == "write"], "write")
         for weight in weights:
             weight._fresh_grad = False
-        _left_behind.difference_update(params)
+        _orphans.difference_update(params)
         return was_fresh
 
     def _add_sparse(self, index: int, replica: int) -> None:
@@ -212,33 +213,33 @@ class Accumulation:
     def _forget(self) -> None:
         self._reached = np.zeros((len(self._params), self._num_replicas), dtype=bool)
         self._sparse.clear()
-        self._is_spoilt = False
+        self._is_invalid = False
         self._forget_calls()
 
     def _forget_calls(self) -> None:
         self._added, self._outside = None, (None, None)
 
 
-_all: WeakSet[Accumulation] = WeakSet()  # of several trainers, that may share parameters
-_left_behind: WeakSet[gluon.Parameter] = WeakSet()  # whose gradients add up, for a trainer that is gone
+_all: WeakSet[Accumulation] = WeakSet()  # of all trainers, which may share parameters
+_orphans: WeakSet[gluon.Parameter] = WeakSet()  # parameters that a deleted trainer has left adding up
 
 
 def _sharing(one: Accumulation) -> List[Accumulation]:
-    """Return those of other trainers that add up gradients of the same parameters."""
+    """Return the accumulations of other trainers with the same parameters."""
     on = [other for other in _all if other.is_on and other is not one]
     own = one._own() if on else set()
     return [other for other in on if not own.isdisjoint(other._own())]
 
 
 def is_made_to_add(param: gluon.Parameter) -> bool:
-    """Return whether `grad_req` of a parameter is "add" only for the group of steps that is under way."""
+    """Return whether `grad_req` of a parameter is "add" only for the accumulation in progress."""
     return any(one.is_on and any(param is changed for changed in one._changed) for one in list(_all))
 
 
 def _mark(params: Sequence[gluon.Parameter], grad_req: str) -> None:
-    """Say what backward passes do to gradients, in the arrays where they are, which stay as fresh as they were.
+    """Set whether backward passes replace gradients or add to them. Arrays and fresh flags stay.
 
-    MXNet compiles static graphs anew when this has changed: `tests/test_accumulation.py`.
+    MXNet compiles static graphs again after this change: `tests/test_accumulation.py`.
     """
     weights = [weight for param in params for weight in param._data]
     if weights:

@@ -1,4 +1,4 @@
-"""One trainer in several processes: the same first weights, one number of examples to divide by, gradients in fewer bits."""
+"""One trainer in several processes: the same first weights, a common divisor, compressed gradients."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _COMPRESSIONS = {"2bit": {"type", "threshold"}, "fp16": {"type"}}
 
 
 class ProcessSync:
-    """What a trainer has in common with those of the other processes; nothing where there is one process.
+    """Synchronises a trainer with those of the other processes. In a job of one process it does nothing.
 
     Parameters
     ----------
     replicas : Replicas
     compression : dict or None
-        How gradients are sent; see `Trainer`.
+        The compression of gradients; see `Trainer`.
     sharded_data : bool
-        Whether every process reads batches of its own.
+        Whether every process reads its own batches.
 
     Raises
     ------
     TrainerError
-        The compression is not one, or there is one process, or shapes are not known.
+        The compression is invalid, there is one process, or shapes are unknown.
     """
 
     def __init__(self, replicas: Replicas, compression: Optional[Dict[str, Any]], *, sharded_data: bool) -> None:
@@ -40,7 +40,7 @@ class ProcessSync:
         self.sharded_data = sharded_data and self.is_joint
         self._replicas, self._compression = replicas, compression
         self._has_begun = False
-        self._count_sum: Any = None  # over the processes, of the examples of a step, with one number a device
+        self._count_sum: Any = None  # of the examples of a step over the processes, with one number per device
         self._counts: List[Array] = []
         if compression:
             _check_compression(compression, several=self.is_joint, sharded=self.sharded_data)
@@ -52,7 +52,7 @@ class ProcessSync:
         return self._processes is not None
 
     def begin(self) -> None:
-        """Begin with the weights of process 0, on every device of every process. Only the first call does something."""
+        """Copy the weights of process 0 to every device of every process. Only the first call has an effect."""
         if self._processes is None or self._has_begun:
             return
         self._has_begun = True
@@ -64,18 +64,18 @@ class ProcessSync:
                 first.copyto(other)
 
     def compress(self, *, has_shapes: bool) -> None:
-        """Send gradients in fewer bits from now on, where that was asked for."""
+        """Compress gradients between processes from now on, if the user asked for it."""
         if not self._compression or self._processes is None:
             return
         if not has_shapes:
             raise TrainerError(
-                "Trainer: got compression_params and parameters without shapes; expected them known, as weights are not to be "
-                "compressed. Pass one batch through the network before."
+                "Trainer: got compression_params and parameters without shapes; expected known shapes, as weights must not be "
+                "compressed. Pass one batch through the network first."
             )
         self._processes.compress(self._compression)
 
     def divide(self, buffers: Sequence[Buffer], contexts: Sequence[Context], num_examples: float) -> None:
-        """Divide these gradients by the examples of all processes, which nobody here knows or waits for."""
+        """Divide these gradients by the number of examples of all processes, without waiting for it."""
         assert self._processes is not None
         if self._count_sum is None:
             self._counts = [mx.nd.zeros((1,), ctx=context) for context in contexts]
@@ -97,15 +97,15 @@ def _check_compression(compression: Any, *, several: bool, sharded: bool) -> Non
     if not known or not is_number(threshold) or not 0 < threshold < float("inf"):
         raise TrainerError(
             f"Trainer: got compression_params {short(compression)}; expected a dict with type '2bit' and a threshold above 0, or "
-            "with type 'fp16'. Pass {'type': '2bit', 'threshold': 0.5}, say."
+            "with type 'fp16'. Pass {'type': '2bit', 'threshold': 0.5}."
         )
     if not several:
         raise TrainerError(
-            "Trainer: got compression_params for one process; expected several, which send each other gradients. Leave it "
+            "Trainer: got compression_params for one process; expected several, which exchange gradients. Leave it "
             "out, or start the program with gluon-mgpu launch."
         )
     if sharded and kind == "2bit":
         raise TrainerError(
-            "Trainer: got compression_params of type '2bit' and sharded_data; expected the number of examples sent whole, "
-            "and the store compresses all or nothing. Leave one of them out, or launch with --backend horovod and type 'fp16'."
+            "Trainer: got compression_params of type '2bit' and sharded_data; expected the number of examples uncompressed, "
+            "but the store compresses all or nothing. Leave one of them out, or launch with --backend horovod and type 'fp16'."
         )

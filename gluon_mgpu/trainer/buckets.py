@@ -1,4 +1,4 @@
-"""Contiguous memory for parameters and gradients: one array of each a device, of which the network's own are views."""
+"""Contiguous memory: one array of weights and one of gradients per device; the network's own arrays are views of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 from ..nested import Array
 
 BUCKET_BYTES = 25 * 2**20
-_ALIGNMENT = 64  # bytes: where oneDNN and cuDNN want an array to begin
+_ALIGNMENT = 64  # bytes: the alignment that oneDNN and cuDNN prefer
 _DTYPES = ("float16", "float32", "float64")
 
 
@@ -30,7 +30,7 @@ class Bucket:
     Attributes
     ----------
     weights, gradients : list of NDArray, shapes (size,)
-        One a device.
+        One per device.
     """
 
     weights: List[Array]
@@ -39,41 +39,41 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class BucketSlice:
-    """Where a parameter lies in its bucket: elements [begin, end), of which the first `size` are its own."""
+    """The place of a parameter in its bucket: elements [begin, end), of which the first `size` are its values."""
 
     bucket: Bucket
     begin: int
     end: int
     size: int
-    gradients: List[Array]  # Gluon's list at that time: whenever it makes new arrays, it makes a new list
+    gradients: List[Array]  # Gluon's list at that time: with new arrays it makes a new list
 
 
 _places: MutableMapping[gluon.Parameter, BucketSlice] = WeakKeyDictionary()
 
 
 def place_of(param: gluon.Parameter) -> Optional[BucketSlice]:
-    """Return where a parameter lies, None where it keeps arrays of its own."""
+    """Return the place of a parameter, None if it has its own arrays."""
     place = _places.get(param)
     return place if place is not None and place.gradients is param._grad else None
 
 
 def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> List[Array]:
-    """Move the weights and gradients of parameters into buckets, all of them on the same devices.
+    """Move the weights and gradients of parameters into buckets. All parameters are on the same devices.
 
-    The arrays that `param.data()` and `param.grad()` gave before are the same objects after, now with other memory. Parameters
-    that have a place keep it, be it another trainer's; those without values, frozen, sparse, empty or of whole numbers get none.
+    The arrays of `param.data()` and `param.grad()` stay the same objects, with other memory. Parameters that have a place keep
+    it, also in another trainer's bucket. Parameters without values, and frozen, sparse, empty or integer ones, get no place.
 
     Parameters
     ----------
     params : sequence of gluon.Parameter
         In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
     bucket_bytes : int
-        A bucket is closed when the next parameter would make it larger.
+        A bucket is closed if the next parameter would make it larger than this.
 
     Returns
     -------
     list of NDArray
-        The weights as they were: a graph that was recorded before writes its gradients beside them, and marks them as fresh.
+        The former weights: a graph that was recorded before writes into their gradients, and marks those as fresh.
     """
     before: List[Array] = []
     open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
@@ -106,11 +106,11 @@ def _fits(param: gluon.Parameter) -> bool:
 
 
 def _is_laid_out(param: gluon.Parameter) -> bool:
-    """Return whether oneDNN may write this parameter's memory in a layout of its own.
+    """Return whether oneDNN may write this parameter's memory in its own layout.
 
-    On the CPU, a convolution that predicts rewrites its weight so, from where the memory begins that the array is a view of, and
-    a transposed convolution writes its gradient there: with a view, that is among somebody else's numbers. Weights of
-    convolutions are those with three axes or more; fully connected layers keep the plain layout.
+    On the CPU, a convolution in prediction rewrites its weight like this, from the beginning of the memory that the array is a
+    view of. A transposed convolution writes its gradient there. With a view, both overwrite other parameters. Weights of
+    convolutions have three axes or more; fully connected layers keep the plain layout.
 
     Source: MXNet 1.9.1, src/operator/nn/mkldnn/mkldnn_convolution.cc and mkldnn_deconvolution.cc,
     NDArray::MKLDNNDataReorderAsync; `tests/test_regressions.py`.
@@ -149,7 +149,7 @@ def _fill(params: Sequence[gluon.Parameter]) -> List[Array]:
 
 
 def _adopt(array: Array, memory: Array, begin: int) -> Array:
-    """Let an array, which others may hold, be a view of memory, with the values that it has; return what it was."""
+    """Turn an array, which others may hold, into a view of memory with the same values; return the former array."""
     view = memory[begin : begin + array.size].reshape(array.shape)
     array.as_nd_ndarray().copyto(view)
     array.handle, view.handle = view.handle, array.handle
@@ -157,21 +157,21 @@ def _adopt(array: Array, memory: Array, begin: int) -> Array:
 
 
 def _forget_graphs(placed: Set[int]) -> None:
-    """Drop the graphs that hybridized blocks keep of these parameters: they are made again by the next forward pass.
+    """Drop the graphs of hybridized blocks with these parameters: the next forward pass makes new ones.
 
-    A graph with `static_alloc` and `static_shape` would go on writing gradients into the arrays that it knew. It may belong to
-    another block than the parameters do, such as one that wraps it.
+    A graph with `static_alloc` and `static_shape` would still write gradients into the former arrays. It may belong to another
+    block than the parameters, such as one that wraps theirs.
     """
     kinds = set(_subclasses(gluon.HybridBlock))
     was_frozen = gc.get_freeze_count() > 0
     if was_frozen:
-        gc.unfreeze()  # what is frozen is not listed
+        gc.unfreeze()  # get_objects() does not list frozen objects
     blocks = [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "_cached_op", None) is not None]
     if was_frozen:
         gc.freeze()
     stale = [block for block in blocks if any(not is_input and id(value) in placed for is_input, value in block._cached_op_args)]
     if stale:
-        mx.nd.waitall()  # once: their operations are not to be deleted while they run
+        mx.nd.waitall()  # once: their operations must not be deleted while they run
     for block in stale:
         block._clear_cached_op()
 

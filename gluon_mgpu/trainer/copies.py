@@ -1,4 +1,4 @@
-"""Copies and pickles of networks: they can be trained, in memory of their own, on the devices of the original."""
+"""Copies and pickles of networks: they can be trained, in their own memory, on the devices of the original."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .accumulation import is_made_to_add
 
 
 def make_copyable(kinds: Iterable[Any]) -> None:
-    """Let parameters of these classes be copied and pickled so, unless a class has a way of its own."""
+    """Let parameters of these classes be copied and pickled with this module, unless a class defines its own way."""
     for kind in kinds:
         has_way = hasattr(kind, "__deepcopy__") or hasattr(kind, "__copy__")
         if not has_way and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
@@ -22,7 +22,7 @@ def make_copyable(kinds: Iterable[Any]) -> None:
 
 
 class _Original:
-    """The attributes of the parameter that is copied. Only `copy.copy`, which shares them, passes this on."""
+    """The attributes of the copied parameter. Only `copy.copy`, which shares them, keeps this object."""
 
     def __init__(self, attributes: Dict[str, Any]) -> None:
         self.attributes = attributes
@@ -35,16 +35,16 @@ class _Original:
 
 
 def _reduced(param: gluon.Parameter) -> Tuple[Any, ...]:
-    """Return what `copy` and `pickle` make another parameter of.
+    """Return the reduced form of a parameter for `copy` and `pickle`.
 
-    Without this, MXNet copies the trainer along, puts what lies on cpu(1) on cpu(0), and marks no weight of the copy as a
-    variable, so that a backward pass fails.
+    Without this, MXNet copies the trainer as well, moves arrays of cpu(1) to cpu(0), and marks no weight of the copy as a
+    variable, so a backward pass fails.
     """
     state = {**vars(param), "_trainer": None, "_grad": None}
     if is_made_to_add(param):
-        state["_grad_req"] = "write"  # the group of steps is the original's
+        state["_grad_req"] = "write"  # the accumulation belongs to the original
     if param._data is not None and not param._differentiable:
-        mx.nd.waitall()  # a static graph writes running statistics without telling the engine
+        mx.nd.waitall()  # a static graph writes running statistics without notifying the engine
     return _copied, (type(param), state, _Original(vars(param)))
 
 
@@ -63,12 +63,12 @@ def _copied(kind: Any, state: Dict[str, Any], original: Optional[_Original]) -> 
 
 
 def _no_graph(operation: CachedOp) -> Tuple[Any, ...]:
-    """Return what a compiled graph is copied as: nothing, as the next forward pass compiles one."""
+    """Reduce a compiled graph to None: the next forward pass compiles a new one."""
     return type(None), ()
 
 
 def _reduced_symbol(symbol: NumpySymbol) -> Tuple[Any, ...]:
-    """Return what a symbol of np arrays is pickled as; MXNet makes one of legacy arrays of it."""
+    """Return the reduced form of a symbol of np arrays; MXNet's own form restores one of legacy arrays."""
     return _numpy_symbol, (symbol.tojson(),)
 
 

@@ -15,8 +15,8 @@ from ..errors import TrainerError
 from ..runtime.c_api import on_backward
 from ..runtime.gradient_flags import Flags
 
-Device = Tuple[int, int]  # MXNet's numbers of a device's kind and of the device
-_MOST_CALLS = 4096  # that are remembered
+Device = Tuple[int, int]  # MXNet's numbers of the device's kind and of the device
+_MOST_CALLS = 4096  # remembered
 
 
 @dataclass(eq=False)
@@ -26,35 +26,35 @@ class Pass:
     Attributes
     ----------
     number : int
-        That of its first call.
+        The number of its first call.
     era : int
-        How many steps of trainers came before.
-    is_whole : bool
+        The number of trainers' steps before it.
+    is_one_call : bool
         It is one call of `mgpu.backward`.
     devices : list of (int, int)
-        Those that it has reached, the latest last.
+        The devices that it has reached, the latest last.
     replaced_by : Pass or None
-        The next pass, which began when a call replaced gradients of this one. Which of the two the calls before that belong to
-        is a guess, until the next pass has come to their devices, too.
+        The next pass, which began when a call replaced gradients of this one. The calls before that may belong to either pass,
+        until the next pass has reached their devices.
     """
 
     number: int
     era: int
-    is_whole: bool
+    is_one_call: bool
     devices: List[Device] = field(default_factory=list)
     replaced_by: Optional[Pass] = None
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of autograd's `backward`, with the devices that it has reached."""
+    """One call of autograd's `backward`, and the devices that it has reached."""
 
     of: Pass
     devices: FrozenSet[Device]
 
 
 class Writers:
-    """Of the gradients of some parameters: which backward call and which pass wrote each; 0 where none was seen.
+    """The backward call and the pass that wrote each gradient of some parameters; 0 if none was seen.
 
     Parameters
     ----------
@@ -75,35 +75,36 @@ class Writers:
         self.devices: List[Device] = [(context.device_typeid, context.device_id) for context in contexts]
 
     def is_one_each(self) -> bool:
-        """Return whether all gradients of each parameter are of one pass, without a doubt."""
+        """Return whether all gradients of each parameter are certainly of one pass."""
         passes = self.passes
         return not passes.size or bool((passes == passes[:, :1]).all() and passes.min() > history.latest_doubtful)
 
     def forget(self, which: Any = None) -> None:
-        """Forget who wrote the gradients of these parameters, by default of all: they have been used."""
+        """Forget the passes of these parameters, by default of all: their gradients have been used."""
         for numbers in (self.calls, self.passes):
             numbers[slice(None) if which is None else np.array(which, dtype=bool)] = 0
 
     def take(self, other: Writers, rows: Sequence[Tuple[int, int]]) -> None:
-        """Take over what another one knows, by pairs of rows here and there."""
+        """Copy rows of other writers, by pairs of rows here and there."""
         for here, there in rows:
             self.calls[here], self.passes[here] = other.calls[there], other.passes[there]
 
     def of_latest(self, fresh: Any, names: Sequence[str]) -> Any:
         """Return which fresh gradients are of the latest pass that wrote their parameter, on any device.
 
-        Gluon on one device uses what the last pass wrote of each parameter; that of another parameter may be an earlier one.
+        Gluon on one device uses, for each parameter, the gradient of the last pass that wrote it. Passes of different parameters
+        may differ.
 
         Parameters
         ----------
         fresh : numpy.ndarray of bool, shape (parameters, replicas)
         names : sequence of str
-            Of the parameters, for the error.
+            Names of the parameters, for the error.
 
         Raises
         ------
         TrainerError
-            It cannot be known which gradients belong together. Nothing was changed.
+            The passes of the gradients are ambiguous. Nothing was changed.
         """
         calls = np.where(fresh, self.calls, 0)
         latest = np.broadcast_to(calls.max(axis=1, initial=0)[:, None], calls.shape)
@@ -120,14 +121,14 @@ class Writers:
         return fresh & ~foreign
 
     def since_empty(self, fresh: Any, names: Sequence[str], *, may_be_of_others: bool) -> Any:
-        """Return which fresh gradients are newer than a pass for which this process of several had no data.
+        """Return which fresh gradients are newer than a pass without data in this process of several.
 
         Arguments and errors as for `of_latest`.
 
         Parameters
         ----------
         may_be_of_others : bool
-            That pass may have been one through other trainers' parameters.
+            That pass may have gone through other trainers' parameters.
         """
         older = fresh & (self.calls > 0) & (self.calls < history.empty)
         for number in set(self.calls[older].tolist()):
@@ -147,51 +148,50 @@ class Watcher:
         raise NotImplementedError
 
     def before_call(self) -> List[Flags]:
-        """Return the flags that the call may set: those of the writers' parameters, in their order."""
+        """Return the flags that the call may set, first those of the writers' parameters in their order."""
         raise NotImplementedError
 
     def after_call(self, written: Any, late: List[Any]) -> None:
-        """Take note of what a call wrote.
+        """Note the gradients that a call wrote.
 
         Parameters
         ----------
         written : numpy.ndarray of bool, shape (parameters, replicas)
         late : list of the same
-            What each of the flags but the first has shown of it.
+            The same for each of the flags except for the first.
         """
         raise NotImplementedError
 
 
 class History:
-    """The backward calls of this process, and the passes that they make.
+    """The backward calls of this process, and the passes that they form.
 
     ```
     mgpu.backward([l0, l1])                          one call, one pass
     l0.backward()   l1.backward()                    two calls on different devices: one pass
-    l0.backward()   l1.backward()   m0.backward()    m0 comes back to l0's device, and begins another pass
+    l0.backward()   l1.backward()   m0.backward()    m0 is on l0's device, so it begins another pass
     ```
 
-    Every backward pass of MXNet's Python calls one function of the C interface. Here another one takes its place, which also
-    looks at the flags of all trainers before and after: a generator's pass, or a batch without a step, leaves fresh gradients
-    on devices that the next batch does not reach, and the flags alone do not tell them from those of that batch. To look at
-    them only in our own functions would not do for loops that call MXNet's `backward`: between two steps there may be several
-    passes, and nothing of ours is called. MXNet looks the function up at each call, and is retired, so that this stays so. A
-    fresh gradient of a pass that was not seen counts, as it does in Gluon.
+    A generator's pass, or a batch without a step, leaves fresh gradients on devices that the next batch does not reach. The flags
+    alone do not distinguish them from gradients of that batch. So the flags of all trainers are read before and after each
+    backward pass. Loops may call MXNet's `backward` several times between two steps, without any function of ours. Therefore the
+    function of the C interface that every backward pass of MXNet's Python calls is replaced. MXNet looks it up at each call, and
+    its development has ended, so this does not change. A fresh gradient of a pass that was not seen counts, as in Gluon.
 
     Attributes
     ----------
     number : int
-        Of the latest call.
+        The number of the latest call.
     current : Pass or None
         The pass that the next call may belong to.
-    is_whole : bool
-        The next call is a pass.
+    is_one_call : bool
+        The next call is a complete pass.
     latest_doubtful : int
-        The number of the latest pass that came to a device twice, was empty, or of which gradients were replaced.
+        The number of the latest pass that reached a device twice, was empty, or had gradients replaced.
     empty, empty_era : int
-        The number that the latest pass without any data in this process would have had, and its era.
+        The number reserved for the latest pass without data in this process, and its era.
     is_empty_pass : bool
-        That there was such a pass is known, and not guessed.
+        That pass is certain, not inferred.
     """
 
     def __init__(self) -> None:
@@ -199,41 +199,41 @@ class History:
         self._calls: Dict[int, Call] = {}
         self.current: Optional[Pass] = None
         self.latest_doubtful = 0
-        self.is_whole = False
+        self.is_one_call = False
         self.is_empty_pass = True
 
     @contextmanager
-    def whole_pass(self) -> Iterator[None]:
-        """Take the call inside for a pass of its own, with the losses of all devices."""
-        self.is_whole = True
+    def single_call(self) -> Iterator[None]:
+        """Let the call inside be a complete pass, with the losses of all devices."""
+        self.is_one_call = True
         try:
             yield
         finally:
-            self.is_whole = False
+            self.is_one_call = False
 
     def begin_era(self) -> None:
-        """Let the next call begin another pass: a trainer has made a step, or dropped what was there."""
+        """Let the next call begin another pass: a trainer has made a step, or dropped gradients."""
         self._era += 1
         self.current = None
 
     def note_empty(self, *, is_pass: bool = True) -> None:
-        """Note a pass for which this process of several had no data.
+        """Note a pass without data in this process of several.
 
         Parameters
         ----------
         is_pass : bool
-            False for a batch of which this process has no part: a loop over its losses, of which there are none, calls nothing.
-            Loops that call `mgpu.backward` do so for such a batch, too.
+            False for a batch without a part for this process: a loop over its losses calls nothing. Loops with `mgpu.backward`
+            call it also for such a batch.
         """
         latest = self.latest_pass()
-        if is_pass or (threading.current_thread() is threading.main_thread() and latest and not latest.is_whole):
+        if is_pass or (threading.current_thread() is threading.main_thread() and latest and not latest.is_one_call):
             self.number += 1
             self.empty, self.empty_era, self.current = self.number, self._era, None
             self.latest_doubtful = self.number
             self.is_empty_pass = is_pass
 
     def call(self, number: int) -> Optional[Call]:
-        """Return what is known of a call; None of one that is long gone, or was before its trainer."""
+        """Return a call, None if it is too old, or came before its trainer."""
         return self._calls.get(number)
 
     def latest_pass(self) -> Optional[Pass]:
@@ -242,7 +242,7 @@ class History:
         return None if call is None else call.of
 
     def note_unseen(self, writers: Writers, fresh: Any) -> None:
-        """Note gradients that were fresh before anything watched them: all of an earlier pass."""
+        """Note gradients that were fresh before they were watched, as those of an earlier pass."""
         unseen = fresh & (writers.calls == 0)
         if unseen.any():
             self.number += 1
@@ -255,19 +255,19 @@ class History:
         Parameters
         ----------
         written : sequence of (Writers, numpy.ndarray of bool, shape (parameters, replicas))
-            Each with one that is true, or more.
+            Each with at least one true element.
         """
         reached: Set[Device] = set()
         for writers, which in written:
             reached.update(device for device, has in zip(writers.devices, which.any(axis=0)) if has)
         current, is_next = self.current, True
         replaces = current is not None and any((writers.passes[which] == current.number).any() for writers, which in written)
-        if current is not None and not self.is_whole:
-            # several losses may follow each other on one device, where they have no parameters in common
+        if current is not None and not self.is_one_call:
+            # several losses may follow each other on one device if they share no parameters
             is_next = replaces or not (reached.isdisjoint(current.devices) or reached == {current.devices[-1]})
         self.number += 1
         if current is None or is_next:
-            self.current = Pass(self.number, self._era, self.is_whole)
+            self.current = Pass(self.number, self._era, self.is_one_call)
             if current is not None and replaces:
                 current.replaced_by, self.latest_doubtful = self.current, current.number
             current = self.current
@@ -279,7 +279,7 @@ class History:
         for writers, which in written:
             writers.calls[which] = self.number
             writers.passes[which] = current.number
-        if self.is_whole:
+        if self.is_one_call:
             self.current = None
 
 
@@ -288,19 +288,19 @@ _watching: MutableSet[Watcher] = WeakSet()
 
 
 def watch(watcher: Watcher) -> None:
-    """Show a watcher every backward call from now on, as long as it lives."""
+    """Let a watcher see every backward call from now on, as long as it exists."""
     _watching.add(watcher)
 
 
 def watchers() -> List[Watcher]:
-    """Return all that are being shown backward calls."""
+    """Return all watchers of backward calls."""
     return list(_watching)
 
 
 def _is_foreign(number: int, last_number: int) -> Optional[bool]:
-    """Return whether a call belongs to another pass than a later one, None if it cannot be known.
+    """Return whether a call belongs to another pass than a later one, None if that is ambiguous.
 
-    A pass comes to a device once, except where it has several losses on each: then its calls may stand in any order.
+    A pass reaches a device once, unless it has several losses on each device: then its calls may have any order.
     """
     call, last = history.call(number), history.call(last_number)
     if call is None or last is None:
@@ -309,16 +309,16 @@ def _is_foreign(number: int, last_number: int) -> Optional[bool]:
     if one is other:
         after = one.replaced_by.devices if one.replaced_by else []
         is_sure = call.devices.isdisjoint(after) == last.devices.isdisjoint(after)
-        return False if is_sure and _comes_once(one, number, last_number) else None
-    if not call.devices.isdisjoint(last.devices) or one.is_whole != other.is_whole:
+        return False if is_sure and _reaches_once(one, number, last_number) else None
+    if not call.devices.isdisjoint(last.devices) or one.is_one_call != other.is_one_call:
         return True
-    if one.era < other.era and (one.is_whole or not set(one.devices).isdisjoint(other.devices)):
+    if one.era < other.era and (one.is_one_call or not set(one.devices).isdisjoint(other.devices)):
         return True
     return None
 
 
-def _comes_once(one: Pass, number: int, last_number: int) -> bool:
-    """Return whether a pass comes to no device twice from one of its calls to another, or to all as often."""
+def _reaches_once(one: Pass, number: int, last_number: int) -> bool:
+    """Return whether a pass reaches no device twice between two of its calls, or reaches all devices equally often."""
     calls = [history.call(between) for between in range(number, last_number + 1)]
     devices = [device for call in calls if call is not None and call.of is one for device in call.devices]
     return len(set(devices)) == len(devices) or len({one.devices.count(device) for device in one.devices}) == 1
@@ -329,7 +329,7 @@ def _undecided(name: str, device: Device) -> TrainerError:
     return TrainerError(
         f"Trainer.step: got gradients of {name} from several backward passes, an earlier one on {where}; expected those of "
         "one pass. "
-        "Call mgpu.backward([...]) once with the losses of all devices, and discard() after a pass that no step is to use."
+        "Call mgpu.backward([...]) once with the losses of all devices, and discard() after a pass that no step must use."
     )
 
 
@@ -337,7 +337,7 @@ Seen = List[Tuple[Watcher, List[Flags], List[Any]]]
 
 
 def _before_call() -> Seen:
-    """Return the flags that are set, which are cleared, so that those show which the call sets."""
+    """Clear the flags that are set, and return them, so that new flags show which gradients the call writes."""
     seen: Seen = []
     for watcher in list(_watching):
         flags = watcher.before_call()
@@ -350,7 +350,7 @@ def _before_call() -> Seen:
 
 
 def _after_call(seen: Seen) -> None:
-    """Note what the call wrote, and set the flags again that were set before."""
+    """Note the gradients that the call wrote, and set the former flags again."""
     written = []
     for watcher, flags, _ in seen:
         shown = [one.read() for one in flags]

@@ -1,4 +1,4 @@
-"""LocalSGD: devices that train apart for some steps, and are then averaged."""
+"""LocalSGD: devices train separately for some steps, and are then averaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .trainer import Trainer
 
 
 class LocalSGD(Trainer):
-    """A `Trainer` that reduces weights every few steps instead of gradients at each.
+    """A `Trainer` that averages weights every few steps instead of summing gradients in each.
 
     ```
     device 0:  step ─► step ─► ... ─► step ─┐            ┌─► step ─► ...
@@ -24,29 +24,30 @@ class LocalSGD(Trainer):
     device 1:  step ─► step ─► ... ─► step ─┘            └─► step ─► ...  and saving, and when flush() is called
     ```
 
-    For devices between which copies are slow. Each device follows its own shards, so that this is another algorithm than a
-    `Trainer`'s, but for `every=1` with plain SGD, whose weights are the same. It is used in its place: in loops by hand, in
-    `train_batch` and in `fit`, which averages at the end of each epoch.
+    Use it if copies between the devices are slow. Each device follows its own shards, so this is another algorithm than a
+    `Trainer`'s. Only `every=1` with plain SGD gives the same weights. It replaces a `Trainer` in loops by hand, in `train_batch`
+    and in `fit`, which averages at the end of each epoch.
 
-    Every example counts alike: a device's gradient is its sum over the shard divided by the mean shard, `batch_size` / devices,
-    and the average is a plain one. So a device with fewer examples goes less far, and one without data takes part with zeros.
+    All examples have equal weight: a device's gradient is the sum over its shard divided by the mean shard size, `batch_size` /
+    devices, and the average is unweighted. So a device with fewer examples makes a smaller step, and one without data takes part
+    with zeros.
 
-    The optimizer's states, such as momentum, are averaged together with the weights: what SGD with momentum does is linear in
-    both, so that the average goes on as one network would; and all devices are the same after it, so that what is saved is all
-    there is, for any number of devices. Stich averages the weights of SGD without momentum; Yu et al. average momentum, too.
+    The optimizer's states, such as momentum, are averaged together with the weights. SGD with momentum is linear in both, so the
+    average continues like one network. All devices are equal after it, so saved states are complete for any number of devices.
+    Stich averages the weights of SGD without momentum; Yu et al. also average momentum.
 
     Parameters
     ----------
     params, optimizer, optimizer_params, options
-        As for `Trainer`. Optimizers that keep something beside weights, states and counts (nadam, sgld, one's own) are refused.
+        As for `Trainer`. Optimizers with values other than weights, states and counts (nadam, sgld, your own classes) raise.
         `clip_norm` and `clip_value` clip each device's own gradient; `grad_norm` is that of the first device.
     every : int, steps
-        It can be set during training: to 1 first and more later (Lin et al., "post-local SGD").
+        It can be set during training: first to 1, later to more (Lin et al., "post-local SGD").
 
     Raises
     ------
     TrainerError
-        The options cannot be trained with.
+        The options are invalid.
 
     Examples
     --------
@@ -73,20 +74,20 @@ class LocalSGD(Trainer):
         self.every = every
         if group() is not None:
             raise TrainerError(
-                "LocalSGD: got a job of several processes; expected one, whose devices are averaged. Use a Trainer."
+                "LocalSGD: got a job of several processes; expected one process, whose devices are averaged. Use a Trainer."
             )
         super().__init__(params, optimizer, optimizer_params, **options)
         if not self._update.is_alike:
             raise TrainerError(
                 f"LocalSGD: got {type(self._optimizer).__name__}; expected an optimizer that each device can run by itself, from "
-                "weights, states and counts alone. Use sgd or adam, say, or a Trainer."
+                "weights, states and counts alone. Use sgd or adam, or a Trainer."
             )
-        self._scale *= len(self.contexts)  # divides by the mean shard, where a Trainer divides by the batch
-        self._num_apart = 0  # steps since the devices were the same
+        self._scale *= len(self.contexts)  # divides by the mean shard size instead of the batch size
+        self._num_local_steps = 0  # since the last average
 
     @property
     def every(self) -> int:
-        """After how many steps the devices are averaged."""
+        """The number of steps between two averages."""
         return self._every
 
     @every.setter
@@ -94,54 +95,55 @@ class LocalSGD(Trainer):
         self._every = whole_number("LocalSGD", "every", steps, advice="16 is usual.")
 
     def average_replicas(self) -> None:
-        """Set weights and states on every device to their mean over the devices, if they have trained apart. It does not wait."""
-        if self._num_apart and len(self.contexts) > 1:
+        """Set weights and states to their mean over the devices after local steps. It does not wait."""
+        if self._num_local_steps and len(self.contexts) > 1:
             states = [Buffer((-1 - i,), [], arrays) for i, arrays in enumerate(self._update.arrays())]
             buffers = [replace(one, gradients=one.weights) for one in self._replicas.weight_buffers()] + states
             with autograd.pause():
                 self._reduction.sum(buffers)
                 for array in (array.as_nd_ndarray() for buffer in buffers for array in buffer.gradients):
                     array /= len(self.contexts)
-        self._num_apart = 0
+        self._num_local_steps = 0
 
     def flush(self, ignore_stale_grad: bool = False) -> None:
-        """Update with what was accumulated, and average the devices. Inside `accumulate` it does nothing."""
+        """Update with accumulated gradients, and average the devices. Inside `accumulate` it does nothing."""
         super().flush(ignore_stale_grad)
         if not self._num_open:
             self.average_replicas()
 
     def allreduce_grads(self) -> None:
-        """Refuse: gradients are not summed here."""
+        """Raise: LocalSGD does not sum gradients."""
         raise TrainerError(
             "LocalSGD.allreduce_grads: got a call; expected step(): each device has its own update. Use a Trainer."
         )
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Refuse: see `allreduce_grads`."""
+        """Raise: see `allreduce_grads`."""
         raise TrainerError("LocalSGD.update: got a call; expected step(): each device has its own update. Use a Trainer.")
 
     def save_states(self, fname: str) -> None:
-        """Average the devices, and write what `Trainer.save_states` does."""
+        """Average the devices, and write the file of `Trainer.save_states`."""
         self._check_applied()
         self.average_replicas()
         super().save_states(fname)
 
     def load_states(self, fname: str) -> None:
-        """Read what `save_states` wrote. Weights that are apart, and were not loaded before, are averaged."""
+        """Read a file of `save_states`. If the devices differ after local steps, average them first."""
         self.check_states(fname)
         if not replica_difference(self._params):
-            self._num_apart = 0
+            self._num_local_steps = 0
         self.average_replicas()
         super().load_states(fname)
 
     def _reduce(self, buffers: List[Buffer]) -> None:
         if getattr(self, "_amp_loss_scaler", None) is not None or self.loss_scaler is not None:
             raise TrainerError(
-                "LocalSGD.step: got a loss scaler; expected gradients that no device skips alone. Train in float32 or bfloat16."
+                "LocalSGD.step: got a loss scaler; expected none, as a device must not skip a step alone. "
+                "Train in float32 or bfloat16."
             )
 
     def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
         super()._apply(buffers, batch_size)
-        self._num_apart += 1
-        if self._num_apart >= self._every:
+        self._num_local_steps += 1
+        if self._num_local_steps >= self._every:
             self.average_replicas()

@@ -18,45 +18,45 @@ STATE = record({"scale": number(_SMALLEST, _LARGEST), "num_good": steps()})
 
 
 class LossScaler:
-    """Multiplies losses so that float16 gradients do not vanish, and leaves out steps whose gradients overflow.
+    """Multiplies losses so that float16 gradients do not vanish, and skips steps whose gradients overflow.
 
     ```
     losses ─► scale() ─► backward ─► sum over devices ─► settle(): finite? ── yes ─► update with gradient / scale
                                                                  └─ no ──► no update, and a smaller scale
     ```
 
-    Every device's gradients are looked at before anything is updated: a sum over devices is finite only if each of its parts is.
-    That takes one read of one number a step, for which the host waits.
+    The gradients are checked before any update: a sum over devices is finite only if all its parts are. The host waits for one
+    number per step.
 
     Parameters
     ----------
     scale : float
-        What losses are multiplied by at first.
+        The initial factor of losses.
     factor : float
-        The scale is divided by it when a gradient overflows, though not below 1, and multiplied by it after `every` good steps in
-        a row, though not above 2**24.
+        The scale is divided by it when a gradient overflows, down to 1. It is multiplied by it after `every` consecutive good
+        steps, up to 2**24.
     every : int, steps
 
     Attributes
     ----------
     scale : float
-        What losses are multiplied by now.
+        The current factor of losses.
     num_good : int
-        Good steps in a row.
+        Consecutive good steps.
 
     Raises
     ------
     TrainerError
-        A number that cannot be one of these.
+        An argument is out of range.
 
     Examples
     --------
     >>> import mxnet as mx
     >>> scaler = LossScaler(scale=8.0)
     >>> losses = scaler.scale_losses([mx.nd.array([0.5])])
-    >>> losses[0].asscalar(), scaler.settle([mx.nd.array([4.0])])  # what the gradients were multiplied by
+    >>> losses[0].asscalar(), scaler.settle([mx.nd.array([4.0])])  # the factor of these gradients
     (4.0, 8.0)
-    >>> scaler.settle([mx.nd.array([float("inf")])])  # None: leave this step out
+    >>> scaler.settle([mx.nd.array([float("inf")])])  # None: skip this step
     >>> scaler.state()
     {'scale': 4.0, 'num_good': 0}
 
@@ -68,21 +68,21 @@ class LossScaler:
         self.scale, self.num_good = _checked_scale("LossScaler", scale), 0
         self._factor = real_number("LossScaler", "factor", factor, low=1.0, high=_LARGEST, above=True, advice="2 is usual.")
         self._every = whole_number("LossScaler", "every", every, advice="2000 steps are usual.")
-        self._is_scaled = False  # whether the gradients under way are of losses that were scaled
+        self._is_scaled = False  # whether the current gradients are of scaled losses
 
     def scale_losses(self, losses: Sequence[Array]) -> List[Array]:
-        """Return the losses multiplied by the scale, to be given to `backward`, inside of `autograd.record` or after it."""
+        """Return the losses multiplied by the scale, for `backward`. Call it inside `autograd.record` or after it."""
         if not isinstance(losses, (list, tuple)) or not all(is_device_array(loss) for loss in losses):
             raise TrainerError(
-                f"LossScaler: got losses={short(losses)}; expected a list of MXNet arrays, one a shard. Pass what "
-                "backward() gets."
+                f"LossScaler: got losses={short(losses)}; expected a list of MXNet arrays, one per shard. Pass "
+                "the argument of backward()."
             )
         self._is_scaled = True
         with autograd.record(train_mode=autograd.is_training()):
             return [loss * self.scale for loss in losses]
 
     def check(self, operation: str) -> None:
-        """Refuse gradients of losses that were not scaled: divided by the scale, they would be nothing.
+        """Raise for gradients of losses that were not scaled: divided by the scale, they would vanish.
 
         Raises
         ------
@@ -96,25 +96,25 @@ class LossScaler:
             )
 
     def settle(self, gradients: Sequence[Array]) -> Optional[float]:
-        """Return what the gradients were multiplied by, or None where they overflowed; and choose the scale of the next step.
+        """Return the scale of the gradients, or None if they overflowed; and choose the scale of the next step.
 
         Parameters
         ----------
         gradients : sequence of NDArray, any shapes
-            Those of one device, where they were summed over all devices; else those of all devices. The host waits for them, and
-            reads one number a device.
+            Those of one device if they were summed over all devices, otherwise those of all devices. The host waits for them,
+            and reads one number per device.
 
         Raises
         ------
         NonFiniteLossError
-            They are not finite with the smallest scale: nothing would ever be learned. Nothing was updated.
+            They are not finite even with the smallest scale, so no step would succeed. Nothing was updated.
         """
         self._is_scaled = False
         scale = self.scale
         by_device: Dict[Any, List[Array]] = {}
         for gradient in gradients:
             by_device.setdefault(gradient.context, []).append(gradient if gradient.stype == "default" else gradient.data)
-        # A list, and not a generator: all devices are asked before the first answer is waited for.
+        # A list, not a generator: all checks are queued before the first result is read.
         if all(finite.asscalar() for finite in [all_finite(own) for own in by_device.values()]):
             self.num_good += 1
             if self.num_good == self._every:
@@ -123,25 +123,25 @@ class LossScaler:
         if scale == _SMALLEST:
             raise NonFiniteLossError(
                 f"LossScaler: got gradients that are not finite with a scale of {scale:g}; expected finite ones. Lower the "
-                "learning rate, look at the data, or train in fp32."
+                "learning rate, check the data, or train in fp32."
             )
         self.scale, self.num_good = max(_SMALLEST, scale / self._factor), 0
         logger.info(
-            "LossScaler: a gradient overflowed; the step is left out, and the scale goes from %g to %g", scale, self.scale
+            "LossScaler: a gradient overflowed; the step is skipped, and the scale changes from %g to %g", scale, self.scale
         )
         return None
 
     def state(self) -> Dict[str, float]:
-        """Return what `restore` takes."""
+        """Return the scale and the number of good steps, for `restore`."""
         return {"scale": self.scale, "num_good": self.num_good}
 
     def restore(self, state: Any) -> None:
-        """Go on from what `state` returned.
+        """Continue from a result of `state`.
 
         Raises
         ------
         StateError
-            It is something else. Nothing was changed.
+            It is not such a result. Nothing was changed.
         """
         try:
             scale = _checked_scale("load_states", state["scale"])

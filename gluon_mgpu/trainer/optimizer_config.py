@@ -1,4 +1,4 @@
-"""An optimizer and its schedule as plain values: described, compared with another's, and set again."""
+"""An optimizer and its schedule as plain values: described, compared and restored."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..errors import StateError
 from ..moved import current_class
 
 _SHOWN = 60  # characters of an option in an error
-_MOST_CAUGHT_UP = 10**6  # steps of a schedule that counts them one by one, which takes it about a second
-# What Trainer and Update set, or what names things of this run: counts are kept with the states, by the parameters' names.
+_MOST_CAUGHT_UP = 10**6  # steps that a schedule counts one by one, in about a second
+# Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
-_MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # in MXNet's own; all else is what they were made with
+_MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
 
 Description = Dict[str, Any]
 
 
 def describe(optimizer: opt.Optimizer) -> Description:
-    """Return an optimizer's hyper-parameters and counts, and its schedule's, in a form that JSON holds.
+    """Return an optimizer's hyper-parameters and counts, and its schedule's, as values for JSON.
 
     Raises
     ------
     StateError
-        One of them is no number, text, or list of such.
+        A value is not a number, a text, or a list of them.
 
     Examples
     --------
@@ -43,11 +43,11 @@ def describe(optimizer: opt.Optimizer) -> Description:
     return {**_described(optimizer, _NOT_KEPT), "schedule": _described(optimizer.lr_scheduler, set())}
 
 
-def differences(told: Description, optimizer: opt.Optimizer) -> List[str]:
-    """Return in words where an optimizer is made otherwise than the described one; [] where training can go on with it.
+def differences(saved: Description, optimizer: opt.Optimizer) -> List[str]:
+    """Return, in words, how an optimizer differs from a described one; [] if training can continue with it.
 
-    What moves while training may differ: the learning rate, counts, and where a schedule is. Of classes that are neither MXNet's
-    nor ours, nothing but the class is compared.
+    Values that change in training may differ: the learning rate, counts, and the position of a schedule. For classes that are
+    neither MXNet's nor ours, only the class is compared.
 
     Examples
     --------
@@ -55,31 +55,31 @@ def differences(told: Description, optimizer: opt.Optimizer) -> List[str]:
     ['momentum 0.9 where this one has 0.5']
     """
     here, found = describe(optimizer), []
-    pairs = [(told, here, _options(optimizer), "")]
-    if (told["schedule"] is None) != (here["schedule"] is None):
-        found.append(f"{_class_name(told['schedule'])} as its schedule where this one has {_class_name(here['schedule'])}")
-    elif told["schedule"] is not None:
-        pairs.append((told["schedule"], here["schedule"], _options(optimizer.lr_scheduler), "schedule's "))
+    pairs = [(saved, here, _options(optimizer), "")]
+    if (saved["schedule"] is None) != (here["schedule"] is None):
+        found.append(f"{_class_name(saved['schedule'])} as its schedule where this one has {_class_name(here['schedule'])}")
+    elif saved["schedule"] is not None:
+        pairs.append((saved["schedule"], here["schedule"], _options(optimizer.lr_scheduler), "schedule's "))
     for theirs, mine, options, of in pairs:
         if current_class(theirs["class"]) != mine["class"]:
             found.append(f"{of}{_class_name(theirs)} where this one has {_class_name(mine)}")
             continue
         values = [(name, theirs["values"].get(name), mine["values"][name]) for name in mine["values"] if name in options]
-        found += [f"{of}{name} {_told(one)} where this one has {_told(other)}" for name, one, other in values if one != other]
+        found += [f"{of}{name} {_shown(one)} where this one has {_shown(other)}" for name, one, other in values if one != other]
     return found
 
 
 def misfit(mine: Mapping[str, Any], theirs: Mapping[str, Any], thing: Any, *, exact: bool = False) -> Optional[schema.Wrong]:
-    """Return the first of another's plain values that this optimizer or schedule cannot take in place of its own; None if it can.
+    """Return the first plain value of another that cannot replace that of this optimizer or schedule; None if all can.
 
     Parameters
     ----------
     mine, theirs : mapping
-        Attributes by name, as `describe` gives them.
+        Attributes by name, as `describe` returns them.
     thing : mxnet.optimizer.Optimizer or schedule
-        What they are to be set on. Of classes that are neither MXNet's nor ours, more is accepted.
+        Their target. For classes that are neither MXNet's nor ours, more is accepted.
     exact : bool
-        Refuse names that this one has not.
+        Reject names that this one does not have.
     """
     known, defaults = is_known(thing), _mxnets_defaults(thing)
     for name in mine:
@@ -100,7 +100,7 @@ def misfit(mine: Mapping[str, Any], theirs: Mapping[str, Any], thing: Any, *, ex
 
 
 def plain_attributes(thing: Any) -> Dict[str, Any]:
-    """Return the attributes of an optimizer, as `describe` gives them, and a text of the class of those that it does not give.
+    """Return the attributes of an optimizer as `describe` returns them; of other attributes, the name of their class.
 
     Examples
     --------
@@ -118,14 +118,14 @@ def plain_attributes(thing: Any) -> Dict[str, Any]:
 
 
 def failure(optimizer: opt.Optimizer, counts: Mapping[int, int]) -> str:
-    """Return in words why an optimizer cannot train; nothing where it can. A copy of it updates an array of one element.
+    """Return, in words, why an optimizer cannot train; "" if it can. A copy of it updates an array of one element.
 
     Parameters
     ----------
     optimizer : mxnet.optimizer.Optimizer
-        Not changed. Of classes that are neither MXNet's nor ours, only the schedule is tried.
+        Not changed. For classes that are neither MXNet's nor ours, only the schedule is tried.
     counts : mapping of int to int
-        Updates of each parameter that it is to update.
+        The number of updates of each parameter.
 
     Examples
     --------
@@ -139,13 +139,13 @@ def failure(optimizer: opt.Optimizer, counts: Mapping[int, int]) -> str:
     try:
         schedule = optimizer.lr_scheduler
         if schedule is not None and not callable(schedule):
-            return "its schedule is no function"
+            return "its schedule is not a function"
         if isinstance(schedule, lr_scheduler.FactorScheduler):
             behind = (optimizer.num_update - schedule.count) / schedule.step
             if not (schedule.step >= 1 and behind <= _MOST_CAUGHT_UP):
                 return f"its schedule is {behind:.3g} steps behind"
         if isinstance(schedule, lr_scheduler.LRScheduler) and not schema.is_finite(copy.deepcopy(schedule)(optimizer.num_update)):
-            return "its schedule gives no finite number"
+            return "its schedule returns no finite number"
         # SGLD draws random numbers, and LBSGD adds up whole gradients.
         if is_known(optimizer) and not isinstance(optimizer, (opt.SGLD, opt.LBSGD)):
             tried = copy.deepcopy(optimizer)
@@ -155,25 +155,25 @@ def failure(optimizer: opt.Optimizer, counts: Mapping[int, int]) -> str:
                 weight, gradient = mx.nd.zeros((1,)), mx.nd.zeros((1,))
                 tried.update_multi_precision(index, weight, gradient, tried.create_state_multi_precision(index, weight))
                 weight.wait_to_read()
-    except Exception as error:  # whatever its arithmetic, or MXNet's operators, say of its values
+    except Exception as error:  # its arithmetic, or MXNet's operators, may raise any exception
         return type(error).__name__
     return ""
 
 
-def with_values(told: Description, optimizer: opt.Optimizer) -> opt.Optimizer:
-    """Return a copy of an optimizer, and of its schedule, with the values that were described."""
+def with_values(saved: Description, optimizer: opt.Optimizer) -> opt.Optimizer:
+    """Return a copy of an optimizer, and of its schedule, with the described values."""
     other = copy.copy(optimizer)
     if isinstance(other.lr_scheduler, lr_scheduler.LRScheduler):
         other.lr_scheduler = copy.copy(optimizer.lr_scheduler)
-        restore_optimizer(told, other)
+        restore_optimizer(saved, other)
     else:
-        restore_optimizer({**told, "schedule": None}, other)  # a function is no copy
+        restore_optimizer({**saved, "schedule": None}, other)  # a function is not copied
     return other
 
 
-def restore_optimizer(told: Description, optimizer: opt.Optimizer) -> None:
-    """Set an optimizer's values, and its schedule's, to those that were described. Both stay the objects that they are."""
-    for values, thing in ((told["values"], optimizer), ((told["schedule"] or {}).get("values", {}), optimizer.lr_scheduler)):
+def restore_optimizer(saved: Description, optimizer: opt.Optimizer) -> None:
+    """Set an optimizer's values, and its schedule's, to the described ones. Both stay the same objects."""
+    for values, thing in ((saved["values"], optimizer), ((saved["schedule"] or {}).get("values", {}), optimizer.lr_scheduler)):
         for name, value in values.items():
             if re.fullmatch(r"(?!__)\w+", name) and not callable(getattr(type(thing), name, None)):
                 setattr(thing, name, _value(value))
@@ -190,9 +190,9 @@ def _described(thing: Any, left_out: Set[str]) -> Any:
             except TypeError:
                 raise StateError(
                     f"save_checkpoint: got {name} of type {type(value).__name__} in {type(thing).__name__}; expected "
-                    "numbers, texts, "
-                    "and lists of them, which files can hold without executing anything. Train with another optimizer or "
-                    "schedule, or save the network alone."
+                    "numbers, texts "
+                    "and lists of them, which can be read without executing code. Train with another optimizer or "
+                    "schedule, or save only the network."
                 ) from None
     return {"class": f"{type(thing).__module__}.{type(thing).__qualname__}", "values": values}
 
@@ -220,7 +220,7 @@ def _value(plain: Any) -> Any:
 
 
 def _options(thing: Any) -> Set[str]:
-    """Return the attributes that say how something was made: of MXNet's classes and ours, whose ways are known."""
+    """Return the attributes that hold the arguments of an optimizer or schedule of MXNet or of this package."""
     kinds = type(thing).__mro__
     if not is_known(thing):
         return set()
@@ -230,18 +230,18 @@ def _options(thing: Any) -> Set[str]:
 
 
 def is_known(thing: Any) -> bool:
-    """Return whether this is an optimizer or a schedule of MXNet's or ours, whose ways are known."""
+    """Return whether this is an optimizer or a schedule of MXNet or of this package."""
     is_one = isinstance(thing, (opt.Optimizer, lr_scheduler.LRScheduler))
     return is_one and type(thing).__module__.split(".")[0] in ("mxnet", "gluon_mgpu")
 
 
 def _is_free(thing: Any, name: str) -> bool:
-    """Return whether a name of an attribute that this thing has not yet is one that it may get while it trains."""
+    """Return whether a missing attribute of this name may appear while it trains."""
     return bool(re.fullmatch(r"(?!__)\w+", name)) and name not in _NOT_KEPT and not hasattr(type(thing), name)
 
 
 def _unlike(mine: Any, theirs: Any, known: bool) -> Optional[schema.Wrong]:
-    """Return what is wrong with a value in the place of another one: they must be of one kind."""
+    """Return what is wrong with a value that replaces another: they must be of one kind."""
     if mine is None or theirs is None:
         fits = not known or theirs is None or schema.is_finite(theirs)
         return None if fits else schema.Wrong(theirs, "null or a finite number")
@@ -268,13 +268,13 @@ def _class_name(described: Any) -> str:
     return name if re.fullmatch(r"\w{1,60}", name) else schema.shown(name)
 
 
-def _told(value: Any) -> str:
-    told = repr(_value(value))
-    return told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
+def _shown(value: Any) -> str:
+    text = repr(_value(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _mxnets_defaults(thing: Any) -> Dict[str, Any]:
-    """Return the options that an optimizer has from MXNet's classes and ours, with their defaults: a user's class may derive."""
+    """Return an optimizer's options from classes of MXNet and of this package, with defaults: a user may subclass them."""
     kinds = [kind for kind in type(thing).__mro__ if kind.__module__.split(".")[0] in ("mxnet", "gluon_mgpu")]
     made = [inspect.signature(vars(kind)["__init__"]).parameters for kind in reversed(kinds) if "__init__" in vars(kind)]
     return {name: one.default for found in made for name, one in found.items() if one.default is not one.empty}

@@ -1,4 +1,4 @@
-"""AdamW, which MXNet has the operator of but registers no optimizer for."""
+"""AdamW: MXNet has its operator but no optimizer."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..nested import Array
 
 @opt.register
 class AdamW(opt.Optimizer):  # type: ignore[misc]
-    """Adam with decoupled weight decay: the decay is taken from the weight, and does not pass through the moments.
+    """Adam with decoupled weight decay: the decay is subtracted from the weight, and does not enter the moments.
 
     ```
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g²
     w = w - lr ( m / (1 - beta1^t) / (√(v / (1 - beta2^t)) + epsilon) + wd w )
     ```
 
-    Known as `"adamw"` to `Trainer`, and to `gluon.Trainer` once this package is imported.
+    `Trainer` knows it as `"adamw"`, and so does `gluon.Trainer` after `import gluon_mgpu`.
 
     Parameters
     ----------
     learning_rate : float
     beta1, beta2 : float
-        How fast the averages of gradients and of their squares forget.
+        Decay rates of the averages of gradients and of their squares.
     epsilon : float
-        Against division by zero.
+        Avoids division by zero.
     wd : float
         The decay, multiplied by the learning rate and by each parameter's `wd_mult`.
     **kwargs
-        Those of `mxnet.optimizer.Optimizer`.
+        Arguments of `mxnet.optimizer.Optimizer`.
 
     Examples
     --------
@@ -61,14 +61,14 @@ class AdamW(opt.Optimizer):  # type: ignore[misc]
         self.epsilon = epsilon
 
     def create_state(self, index: int, weight: Array) -> Tuple[Array, Array]:
-        """Return the averages of the gradient and of its square, zeros in the form of the weight."""
+        """Return the averages of the gradient and of its square, zeros of the weight's shape."""
         return mx.nd.zeros_like(weight), mx.nd.zeros_like(weight)
 
     def update(self, index: int, weight: Array, grad: Array, state: Tuple[Array, Array]) -> None:
         """Apply one step to a weight in place."""
         self._update_count(index)
         count, rate = self._index_update_count[index], self._get_lr(index)
-        # MXNet's operator knows no bias correction: both corrections go into its rate, and the second into its epsilon.
+        # MXNet's operator has no bias correction: both corrections go into its rate, and the second into its epsilon.
         root = math.sqrt(1 - self.beta2**count)
         mx.nd.contrib.adamw_update(
             weight,

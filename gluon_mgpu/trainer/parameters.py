@@ -18,10 +18,10 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
     Raises
     ------
     TrainerError
-        They are not parameters, or two have one name.
+        They are not parameters, or two have the same name.
     """
     if isinstance(params, gluon.Block):
-        first_names: Dict[int, str] = {}  # a tied parameter has several structural names; the first one stands
+        first_names: Dict[int, str] = {}  # a tied parameter has several structural names; the first one counts
         for name, param in params._collect_params_with_prefix().items():
             first_names.setdefault(id(param), name)
         return {first_names.get(id(param), param.name): param for param in params.collect_params().values()}
@@ -31,8 +31,8 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
         named = {getattr(param, "name", str(i)): param for i, param in enumerate(params)}
         if len(named) < len(params):
             raise TrainerError(
-                f"Trainer: got {len(params)} parameters with {len(named)} names; expected different ones. Pass each once, and "
-                "give networks different prefixes."
+                f"Trainer: got {len(params)} parameters with {len(named)} names; expected different names. Pass each one "
+                "once, and give networks different prefixes."
             )
     else:
         raise TrainerError(
@@ -48,7 +48,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
 
 
 def gluon_order(params: Params) -> List[int]:
-    """Return the places of parameters in the order in which a `gluon.Trainer` numbers and updates them.
+    """Return the positions of parameters in the order in which a `gluon.Trainer` numbers and updates them.
 
     It sorts the names of a dict as strings (`dense10_weight` before `dense9_weight`), and keeps the order of a list.
 
@@ -66,7 +66,7 @@ def gluon_order(params: Params) -> List[int]:
 
 
 def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
-    """Return the devices that all of these parameters are on.
+    """Return the common devices of these parameters.
 
     Raises
     ------
@@ -91,12 +91,12 @@ def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
 
 
 def has_values(params: Params) -> bool:
-    """Return whether every parameter has values: one whose shape the first batch decides has none before it."""
+    """Return whether every parameter has values. A parameter whose shape the first batch decides has none before."""
     return all(param._data is not None for param in named_params(params).values())
 
 
 def blocks_of(net: gluon.Block) -> List[gluon.Block]:
-    """Return a network and all blocks in it, each once, a block before those that it holds.
+    """Return a network and all blocks in it, each once, a block before its children.
 
     Examples
     --------
@@ -148,14 +148,14 @@ def replica_difference(params: Params) -> float:
 
 
 def shape_fits(saved: Optional[Sequence[int]], wanted: Optional[Sequence[int]]) -> bool:
-    """Return whether two shapes are equal, but for what is not known yet: 0 or -1, or no shape at all."""
+    """Return whether two shapes are equal, except for unknown sizes (0 or -1) or an unknown shape."""
     if not saved or not wanted:
         return True
     return len(saved) == len(wanted) and all(a == b or a in (0, -1) or b in (0, -1) for a, b in zip(saved, wanted))
 
 
 def devices_of(net: gluon.Block) -> List[Context]:
-    """Return the devices that a network is initialised on.
+    """Return the devices of a network.
 
     Raises
     ------
@@ -165,6 +165,7 @@ def devices_of(net: gluon.Block) -> List[Context]:
     params = list(net.collect_params().values())
     if not params or (params[0]._data is None and not params[0]._deferred_init):
         raise TrainerError(
-            "evaluate: got a network that is on no device; expected initialised parameters. Call net.initialize(ctx=ctx) first."
+            "evaluate: got a network without initialised parameters; expected values on devices. "
+            "Call net.initialize(ctx=ctx) first."
         )
     return list(params[0].list_ctx())

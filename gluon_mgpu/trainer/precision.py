@@ -30,38 +30,38 @@ _WHY = {
 }
 _OTHER = {"bf16": "fp16", "fp16": "bf16"}
 
-# What MXNet's lists leave out, or get wrong. Its lists were made before np arrays.
+# Operators that MXNet's lists miss or get wrong. The lists are older than np arrays.
 _NP_EITHER = ("_npx_relu",)
 _NP_WIDEST = ("_npi_add", "_npi_subtract", "_npi_multiply", "_npi_concatenate", "_npi_stack")
-_JOINING = ("Concat", "concat")  # among those that take either type for bfloat16: of two types, they fail
-# For bfloat16, those of MXNet's widest list that a CPU can compute in it, and that it pays for; `dot`, say, fails.
+_JOINING = ("Concat", "concat")  # MXNet lists them as taking either type with bfloat16, but they fail on mixed types
+# For bfloat16: operators of MXNet's widest list that a CPU can compute in it, with a gain. `dot`, for example, fails.
 _SIGNS = ("add", "plus", "sub", "minus", "mul")
 _ARITHMETIC = {f"{kind}_{sign}" for kind in ("", "elemwise", "broadcast") for sign in _SIGNS} | {"add_n", "stack"}
-# Activations that MXNet's conditions do not name: softsign knows no bfloat16, and prelu's slope is a float32 parameter.
+# Activations missing in MXNet's conditions: softsign does not support bfloat16, and prelu's slope is a float32 parameter.
 _MORE_VALUES = {"Activation": ["softsign"], "LeakyReLU": ["prelu", "rrelu"]}
 
 
 def set_precision(net: gluon.Block, precision: str) -> None:
-    """Let a network compute in another precision from now on, be it training, evaluating or predicting.
+    """Let a network compute in another precision from now on, in training, evaluation and prediction.
 
     ```
     float32 ─► cast │ convolution ─► BatchNorm ─► relu ─► add │ cast ─► mean, softmax, loss ...    each graph of the network
     weights ─► cast │         bfloat16 or float16             │                 float32
     ```
 
-    Parameters, gradients, BatchNorm's statistics and the network's output stay float32: what is reduced, clipped, updated and
-    saved is what it was. Which operators take part is decided by the lists of `mxnet.contrib.amp`; an operator that they do not
-    know computes in float32, as do those of bfloat16 that a CPU cannot compute. Nothing is changed in MXNet itself: another
-    network keeps its precision.
+    Parameters, gradients, BatchNorm's statistics and the network's output stay float32, so reducing, clipping, updating and
+    saving do not change. The lists of `mxnet.contrib.amp` choose the operators in low precision. Operators that the lists do not
+    contain, or that a CPU cannot compute in bfloat16, compute in float32. MXNet itself is not changed: other networks keep their
+    precision.
 
-    Each hybridized part of the network is such a graph. In what is not hybridized, each layer with parameters of its own is one,
-    and what lies between layers is float32.
+    Each hybridized part of the network is such a graph. In other parts, each layer with its own parameters is one, and values
+    between layers are float32.
 
     Parameters
     ----------
     net : gluon.Block
-        The whole network, initialised; hybridized or not, now or later. Blocks that are added later need another call. What a
-        plain `Block.forward` computes itself is float32.
+        The complete network, initialised; hybridized or not, now or later. Call this again after adding blocks. Operations in the
+        `forward` of a plain `Block` compute in float32.
     precision : str
         `"fp32"`, `"bf16"` on CPUs, `"fp16"` on GPUs. fp16 needs a `LossScaler`, which a `Trainer` brings.
 
@@ -70,13 +70,13 @@ def set_precision(net: gluon.Block, precision: str) -> None:
     DeviceError
         The network's devices cannot compute in it.
     TrainerError
-        The precision is unknown, or the network is not one of initialised float32 parameters. Nothing was changed.
+        The precision is unknown, or the network has no initialised float32 parameters. Nothing was changed.
 
     Examples
     --------
     >>> net = gluon.nn.Dense(1, in_units=2, use_bias=False)
     >>> net.initialize(mx.init.One(), ctx=mx.cpu())
-    >>> x = mx.nd.array([[1.0, 1.00390625]])  # 1 + 2**-8, of which bfloat16 drops the last bit
+    >>> x = mx.nd.array([[1.0, 1.00390625]])  # 1 + 2**-8: bfloat16 drops the last bit
     >>> net(x).asnumpy().tolist()
     [[2.00390625]]
     >>> set_precision(net, "bf16")
@@ -88,7 +88,7 @@ def set_precision(net: gluon.Block, precision: str) -> None:
     _check(net, precision)
     changing = [block for block in _compiled_of(net) if vars(block).get("_precision", "fp32") != precision]
     if changing:
-        mx.nd.waitall()  # what runs in a graph is not to be deleted with it
+        mx.nd.waitall()  # a graph must not be deleted while it runs
     for block in changing:
         _set(block, precision)
 
@@ -99,7 +99,7 @@ def precision_of(net: Any) -> str:
     Parameters
     ----------
     net : gluon.Block
-        Anything else, such as a dict of parameters, is `"fp32"`.
+        For other values, such as a dict of parameters, the result is `"fp32"`.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def _check(net: Any, precision: Any) -> None:
     one_of("set_precision", "precision", precision, list(PRECISIONS), advice="fp32 is MXNet's own.")
     if not isinstance(net, gluon.Block):
         raise TrainerError(
-            f"set_precision: got {type(net).__name__}; expected the network itself: precision is a matter of its operators. "
+            f"set_precision: got {type(net).__name__}; expected the network, whose operators have the precision. "
             "Pass the Block, not its parameters."
         )
     if precision == "fp32":
@@ -128,13 +128,13 @@ def _check(net: Any, precision: Any) -> None:
     for name, param in params.items():
         if param._data is None and not param._deferred_init:
             raise TrainerError(
-                f"set_precision: got {name}, which is on no device; expected initialised parameters: devices differ in what "
-                "they can compute. Call net.initialize(ctx=ctx) first."
+                f"set_precision: got {name} without values; expected initialised parameters, as devices differ in the "
+                "precisions that they support. Call net.initialize(ctx=ctx) first."
             )
         if np.dtype(param.dtype) in (np.float16, np.float64):
             raise TrainerError(
-                f"set_precision: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, which are cast on "
-                "their way into an operator. Call net.cast('float32')."
+                f"set_precision: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, which operators "
+                "cast. Call net.cast('float32')."
             )
         unfit = [str(context) for context in param.list_ctx() if context.device_type != _DEVICES[precision]]
         if unfit:
@@ -144,14 +144,14 @@ def _check(net: Any, precision: Any) -> None:
             )
     if precision == "bf16" and params and not can_compute_bf16():
         raise DeviceError(
-            "set_precision: got bf16 for a processor on which MXNet's oneDNN refuses it; expected one with AVX-512, or "
+            "set_precision: got bf16 for a processor on which MXNet's oneDNN does not support it; expected one with AVX-512, or "
             "DNNL_MAX_CPU_ISA left alone. Pass 'fp32'."
         )
 
 
 @lru_cache(maxsize=None)
 def can_compute_bf16() -> bool:
-    """Return whether MXNet can compute in bfloat16 on this machine's CPU: it tries, and waits for it, once."""
+    """Return whether MXNet can compute in bfloat16 on this machine's CPU. The first call tries it and waits."""
     with autograd.pause():
         one = mx.nd.amp_cast(mx.nd.ones((1, 1), ctx=mx.cpu()), dtype=amp.bfloat16)
         try:
@@ -163,7 +163,7 @@ def can_compute_bf16() -> bool:
 
 def _set(block: gluon.HybridBlock, precision: str) -> None:
     for name in ("_precision", "_get_graph", "hybrid_forward"):
-        vars(block).pop(name, None)  # those of the class are used again
+        vars(block).pop(name, None)  # the class's own apply again
     block._clear_cached_op()
     if precision == "fp32":
         return
@@ -174,7 +174,7 @@ def _set(block: gluon.HybridBlock, precision: str) -> None:
 
 
 def _graph_of(block: gluon.HybridBlock, *args: Any) -> Tuple[Any, Any]:
-    """Stand for `HybridBlock._get_graph`, which is asked for what is compiled; the graph that is exported stays as it was."""
+    """Replace `HybridBlock._get_graph`, which returns the graph to compile. The exported graph does not change."""
     inputs, graph = type(block)._get_graph(block, *args)
     arrays = [one.as_nd_ndarray() for one in _flatten(args, "input")[0] if one is not None]
     codes = {symbol.name: _DTYPE_NP_TO_MX[one.dtype] for symbol, one in zip(inputs, arrays)}
@@ -182,34 +182,34 @@ def _graph_of(block: gluon.HybridBlock, *args: Any) -> Tuple[Any, Any]:
 
 
 def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:
-    """Stand for `hybrid_forward`: a layer that is called with arrays is run as a graph, because only graphs are reduced."""
+    """Replace `hybrid_forward`: run a layer that is called with arrays as a graph, because only graphs are reduced."""
     if F is mx.nd:
         return block._call_cached_op(*args)
     return type(block).hybrid_forward(block, F, *args, **params)
 
 
 def _reduced(graph: Any, precision: str, codes: Dict[str, int]) -> Any:
-    """Return a graph with casts around its operators, whose outputs are of the types that they were.
+    """Return a graph with casts around its operators; its outputs keep their types.
 
     Parameters
     ----------
     codes : dict of str to int
         MXNet's numbers of the types of its inputs; parameters are float32.
 
-    Source: the call is that of MXNet 1.9.1, python/mxnet/contrib/amp/amp.py, convert_symbol, which takes no other operators than
-    those of its lists.
+    Source: the call is that of MXNet 1.9.1, python/mxnet/contrib/amp/amp.py, convert_symbol, which accepts only the operators of
+    its lists.
     """
     low, full, widest, conditions = _operators(precision)
     values = [value for _, _, some in conditions for value in some]
     ends = list(np.cumsum([0] + [len(some) for _, _, some in conditions]))
-    told = {**dict.fromkeys(graph.list_inputs(), _DTYPE_NP_TO_MX[np.float32]), **codes}
+    types = {**dict.fromkeys(graph.list_inputs(), _DTYPE_NP_TO_MX[np.float32]), **codes}
     handle = SymbolHandle()
     check_call(
         _LIB.MXReducePrecisionSymbol(
             graph.handle,
             ctypes.byref(handle),
-            mx_uint(len(told)),
-            c_array_buf(ctypes.c_int, array("i", told.values())),
+            mx_uint(len(types)),
+            c_array_buf(ctypes.c_int, array("i", types.values())),
             mx_uint(len(ends)),
             c_array_buf(ctypes.c_int, array("i", ends)),
             ctypes.byref(ctypes.c_int(_DTYPE_NP_TO_MX[_DTYPES[precision]])),
@@ -219,7 +219,7 @@ def _reduced(graph: Any, precision: str, codes: Dict[str, int]) -> Any:
             c_str_array([attribute for _, attribute, _ in conditions]),
             c_str_array(values),
             c_str_array([]),
-            c_str_array(list(told)),
+            c_str_array(list(types)),
         )
     )
     reduced = mx.sym.Symbol(handle)
@@ -227,9 +227,9 @@ def _reduced(graph: Any, precision: str, codes: Dict[str, int]) -> Any:
 
 
 def _addable(graph: Any, data: Set[str]) -> Any:
-    """Return a graph with a copy between each parameter and its cast, whose gradients can be added up (`grad_req="add"`).
+    """Return a graph with a copy between each parameter and its cast, so that gradients can add up (`grad_req="add"`).
 
-    The backward pass of a cast, where oneDNN does it, drops what it is to add: the gradient would stay 0. That of a copy adds.
+    In oneDNN, the backward pass of a cast ignores "add", and the gradient stays 0. The backward pass of a copy adds.
     """
     nodes = json.loads(graph.tojson(remove_amp_cast=False))["nodes"]
     read = {nodes[node["inputs"][0][0]]["name"]: nodes[node["inputs"][0][0]]["op"] for node in nodes if node["op"] == "amp_cast"}
@@ -242,9 +242,9 @@ def _addable(graph: Any, data: Set[str]) -> Any:
 
 @lru_cache(maxsize=None)
 def _operators(precision: str) -> Tuple[List[str], List[str], List[str], List[Tuple[str, str, List[str]]]]:
-    """Return the operators that compute in low precision, in float32, in the widest type of their arguments; and conditions.
+    """Return the operators in low precision, in float32, and in the widest type of their arguments; and conditions.
 
-    A condition is (operator, attribute, values with which it computes in float32). All others take what they are given.
+    A condition is (operator, attribute, values for which it computes in float32). Other operators keep the types of their inputs.
     """
     dtype = _DTYPES[precision]
     low, widest = amp.list_lp16_ops(dtype), amp.list_widest_type_cast(dtype)
@@ -258,7 +258,7 @@ def _operators(precision: str) -> Tuple[List[str], List[str], List[str], List[Tu
 
 
 def _names() -> List[str]:
-    """Return the names of all operators of MXNet's."""
+    """Return the names of all operators of MXNet."""
     names, size = ctypes.POINTER(ctypes.c_char_p)(), mx_uint()
     check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(names)))
     return [py_str(names[i]) for i in range(size.value)]

@@ -1,4 +1,4 @@
-"""Sum gradients over devices and processes, and clip what was summed."""
+"""Sums gradients over devices and processes, and clips the sums."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from ..nested import Array, is_device_array, num_bytes
 from ..runtime.c_api import PushPull
 from .buffers import Buffer
 
-# Gluon takes any other name, and None, for "local" or for no reduction at all, without a word.
+# Gluon silently treats any other name, and None, as "local" or as no reduction.
 LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allreduce_cpu", "local_update_cpu")
-_MIN_SLICE = 2**15  # elements: a smaller slice costs more to queue than to add
-_MULTIPLE = 16  # elements: slices begin where a cache line does
-_MOST_PAIRS = 16  # (key, array) in one call: the store sorts more of them by key so that devices change places, and sums bits
+_MIN_SLICE = 2**15  # elements: queueing a smaller slice costs more than adding it
+_MULTIPLE = 16  # elements: slices begin at cache lines
+# (key, array) per call: the store sorts more pairs by key, which changes the order of devices, and so the bits of sums
+_MOST_PAIRS = 16
 _LARGEST = 3.4028234e38  # float32
 _FLOATS = (np.float16, np.float32, np.float64)
-_MOST_ARRAYS = 200  # that MXNet's finite check takes at once
-Part = Tuple[List[int], List[List[Array]]]  # keys; for each, one array a device
+_MOST_ARRAYS = 200  # of one call of MXNet's finite check
+Part = Tuple[List[int], List[List[Array]]]  # keys, each with one array per device
 Sum = Union[PushPull, "SparsePushPull"]
 
 
@@ -33,14 +34,14 @@ class Reduction:
     Parameters
     ----------
     kvstore : str, mxnet.kvstore.KVStore or None
-        `"device"` sums on the devices, `"local"` on the CPU. A store object stands for its type. None is `"device"`: several
-        devices that are not reduced would each train a network of their own.
+        `"device"` sums on the devices, `"local"` on the CPU. Of a store object, only the type is used. None is `"device"`:
+        without a reduction each device would train its own network.
     contexts : list of mxnet.Context
 
     Raises
     ------
     TrainerError
-        The store is unknown, or one of several processes: the launcher says how many there are, not the store's name.
+        The store is unknown, or is for several processes: the launcher sets their number, not the store's name.
     """
 
     def __init__(self, kvstore: Any, contexts: Sequence[Context]) -> None:
@@ -48,24 +49,24 @@ class Reduction:
         if not isinstance(name, str) or name not in LOCAL_STORES:
             raise TrainerError(
                 f"Trainer: got kvstore {short(name)}; expected one of {', '.join(LOCAL_STORES)}. Over several processes, "
-                "started by gluon-mgpu launch, gradients are summed without being asked for."
+                "started by gluon-mgpu launch, gradients are always summed."
             )
         if len({context.device_type for context in contexts}) > 1:
-            name = "local"  # "device" sums on the devices themselves, and they must be of one kind
+            name = "local"  # "device" sums on the devices, which must be of one kind
         self._name = name
         self._num_devices = len(contexts)
         self._keys: Dict[Tuple[Any, ...], List[int]] = {}
         self._slice_bytes: List[int] = []
         self._group = group()
-        self._sums: Dict[Tuple[Any, ...], Any] = {}  # over processes, by what they are of
+        self._sums: Dict[Tuple[Any, ...], Any] = {}  # over processes, by their buffer
         self._latest: List[Buffer] = []
         self._calls: List[List[Any]] = []  # of the latest buffers
 
     def sum(self, buffers: List[Buffer]) -> None:
-        """Replace every device's gradients by their sum over the devices, the same bits on each.
+        """Replace every device's gradients by their sum over the devices, bit-identical on each.
 
-        A sum is queued behind the operations that write its buffer, and no others: it runs while the backward pass still fills
-        the next one.
+        A sum waits in the queue only for the operations that write its buffer: it runs while the backward pass fills the next
+        buffer.
         """
         if self._num_devices == 1 and self._group is None:
             return
@@ -80,10 +81,10 @@ class Reduction:
                 call.run(-place)
 
     def _over_processes(self, processes: Group, buffer: Buffer) -> Any:
-        """Return what sums a buffer over all devices of all processes, made once for each set of parameters."""
+        """Return the sum of a buffer over all devices of all processes, prepared once for each set of parameters."""
         if buffer.gradients[0].stype != "default":
             raise TrainerError(
-                "Trainer: got a sparse gradient in a job of several processes; expected dense ones. Leave sparse_grad out of "
+                "Trainer: got a sparse gradient in a job of several processes; expected a dense one. Leave sparse_grad out of "
                 "Embedding."
             )
         known = (buffer.indices, *(id(gradient) for gradient in buffer.gradients))
@@ -96,9 +97,9 @@ class Reduction:
         return kind(self._store, keys, gradients)
 
     def bytes_held(self) -> List[int]:
-        """Return the bytes that the store takes on each device for its sums: as many copies of a slice as there are devices.
+        """Return the bytes of the store's sums on each device: one copy of a slice per device.
 
-        It gives each slice, the largest first, to the device that has the least so far.
+        The store assigns each slice, the largest first, to the device with the fewest bytes so far.
 
         Source: MXNet 1.9.1, src/kvstore/comm.h, CommDevice::InitMergeBuffer.
         """
@@ -108,10 +109,10 @@ class Reduction:
         return held
 
     def _divided(self, buffer: Buffer) -> List[Part]:
-        """Return what the store is asked to sum: a buffer as one slice a device, so that each adds up as much as the others.
+        """Return the sums of a buffer for the store: one slice per device, so that all devices add equally much.
 
         ```
-        device 0: │ slice 0 │ slice 1 │    slice 0 of both devices is added up on device 0 and copied back,
+        device 0: │ slice 0 │ slice 1 │    slice 0 of both devices is summed on device 0 and copied back,
         device 1: │ slice 0 │ slice 1 │    slice 1 on device 1
         ```
         """
@@ -125,7 +126,7 @@ class Reduction:
         known = (buffer.bucket is not None, buffer.indices, gradients[0].shape, gradients[0].dtype)
         if known not in self._keys:
             if buffer.bucket is not None and any(one[0] and set(one[1]).intersection(buffer.indices) for one in self._keys):
-                self._keys, self._slice_bytes = {}, []  # grouped anew: another store, so that the memory of the old sums goes
+                self._keys, self._slice_bytes = {}, []  # new groups: another store frees the memory of the old sums
             if not self._keys:
                 self._store = mx.kv.create(self._name)
             first = sum(map(len, self._keys.values()))
@@ -138,7 +139,7 @@ class Reduction:
 
 
 class SparsePushPull:
-    """Sums of sparse gradients, which the store does in two calls. Arguments as for `PushPull`."""
+    """Sums of sparse gradients, which take two calls of the store. Arguments as for `PushPull`."""
 
     def __init__(self, store: Any, keys: List[int], arrays: List[List[Array]]) -> None:
         self._store, self._keys, self._arrays = store, keys, arrays
@@ -201,7 +202,7 @@ def global_norm(gradients: Sequence[Array]) -> Array:
 
 
 def clip_values(gradients: Sequence[Array], most: float) -> None:
-    """Cut the elements of one device's gradients to -most .. most, in place, without waiting. NaN stays NaN.
+    """Clip the elements of one device's gradients to -most .. most, in place, without waiting. NaN stays NaN.
 
     Examples
     --------
@@ -217,8 +218,8 @@ def clip_values(gradients: Sequence[Array], most: float) -> None:
 def clip_global_norm(gradients: Sequence[Array], max_norm: float) -> Array:
     """Scale one device's gradients so that their common 2-norm is at most `max_norm`, without waiting.
 
-    Reduced gradients are the same on every device, so that each device can do it alone and all get the same. Gradients that
-    are NaN or infinite stay so.
+    Reduced gradients are the same on every device, so each device computes the same result alone. NaN and infinite gradients are
+    not changed.
 
     Parameters
     ----------
@@ -240,15 +241,15 @@ def clip_global_norm(gradients: Sequence[Array], max_norm: float) -> Array:
     Raises
     ------
     TrainerError
-        The norm is not a number above 0, or these are not arrays. Nothing was changed.
+        `max_norm` is not a number above 0, or `gradients` are not arrays. Nothing was changed.
 
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
     """
-    real_number("clip_global_norm", "max_norm", max_norm, above=True, advice="Leave it out not to clip.")
+    real_number("clip_global_norm", "max_norm", max_norm, above=True, advice="Do not call it if you do not want to clip.")
     arrays = list(gradients) if isinstance(gradients, (list, tuple)) else []
     if not arrays or not all(is_device_array(one) and one.dtype in _FLOATS for one in arrays):
         raise TrainerError(
-            f"clip_global_norm: got gradients={short(gradients)}; expected a list of MXNet arrays of floating point, all on one "
+            f"clip_global_norm: got gradients={short(gradients)}; expected a list of MXNet arrays of floating point on one "
             "device. Pass [param.grad(ctx) for param in net.collect_params().values()]."
         )
     expected = "dense gradients on one device"
@@ -257,11 +258,11 @@ def clip_global_norm(gradients: Sequence[Array], max_norm: float) -> Array:
 
 
 def scale_to_norm(gradients: Sequence[Array], max_norm: float) -> Array:
-    """Do what `clip_global_norm` does with arguments that were checked before."""
+    """Do the same as `clip_global_norm`, without checks of the arguments."""
     norm = global_norm(gradients)
     # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero
     scale = max_norm / mx.nd.maximum(norm, max_norm)
-    # by 1 where the norm is not finite: what lies between parameters in a bucket is 0, and must not become NaN for good
+    # by 1 if the norm is not finite: the padding between parameters in a bucket is 0, and must not become NaN forever
     scale = mx.nd.where(norm <= _LARGEST, scale, mx.nd.ones_like(scale))
     for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
         factor = scale.astype(gradient.dtype, copy=False).reshape((1,) * len(gradient.shape))

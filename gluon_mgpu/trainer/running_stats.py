@@ -1,8 +1,8 @@
-"""BatchNorm's running statistics over devices and processes: averaged by the examples that are behind them.
+"""BatchNorm's running statistics over devices and processes, averaged by the number of their examples.
 
 ```
 cpu(0)  0, 1 ─► batches of 6 ─► mean 0.8 ── weight 12 ─┐
-cpu(1)  0, 1 ─► batches of 3 ─► mean 1.1 ── weight 6  ─┼─► 0.9 on every device, from where examples count anew
+cpu(1)  0, 1 ─► batches of 3 ─► mean 1.1 ── weight 6  ─┼─► 0.9 on every device; examples are counted from 0 again
 cpu(2)  0, 1 ─► no data      ─► mean 0.0 ── weight 0  ─┘
 ```
 """
@@ -21,24 +21,24 @@ from ..distributed import group
 from ..nested import Array
 from .parameters import Params, average_replicas, blocks_of, named_params
 
-_RECORD = "_seen_by_devices"  # attribute of a parameter, so that it goes into a copy of the network
+_RECORD = "_seen_by_devices"  # attribute of a parameter, so that copies of the network contain it
 _INITIAL = {"running_mean": 0.0, "running_var": 1.0}
 
 
 @dataclass(eq=False)
 class _Record:
-    """What is known of one running statistic since all devices had the same values of it.
+    """The history of one running statistic since all devices had the same values of it.
 
     Attributes
     ----------
     contexts : list of mxnet.Context
-        Gluon's list, which it makes anew with the arrays.
+        Gluon's list, which is a new one if Gluon makes new arrays.
     equal : numpy.ndarray, optional
         The values that all devices had.
     examples : dict of Context to number
-        How many examples each device has seen since then.
+        The number of examples of each device since then.
     behind : (number, number)
-        Examples and devices with data behind the values that all devices have: since all processes had the same ones.
+        The examples, and the devices with data, of the common values since all processes had the same ones.
     """
 
     contexts: Any
@@ -47,17 +47,17 @@ class _Record:
     behind: Tuple[float, float] = (0.0, 0.0)
 
 
-_unclaimed: Dict[Context, float] = {}  # examples of backward passes that no step has followed yet
+_unclaimed: Dict[Context, float] = {}  # examples of backward passes before the next step
 
 
 def note_examples(losses: Sequence[Array]) -> None:
-    """Remember how many examples each device has just passed back: of each loss, the size of its first axis."""
+    """Note the number of examples in each device's backward pass: the size of each loss's first axis."""
     for loss in losses:
         _unclaimed[loss.context] = _unclaimed.get(loss.context, 0) + (loss.shape[0] if loss.shape else 1)
 
 
 def claim_examples(stats: Iterable[gluon.Parameter]) -> None:
-    """Count the examples of the latest backward passes for these running statistics, which they went through."""
+    """Count the examples of the latest backward passes for these running statistics."""
     if _unclaimed:
         for param in stats:
             examples = _record(param).examples
@@ -67,38 +67,38 @@ def claim_examples(stats: Iterable[gluon.Parameter]) -> None:
 
 
 def is_running_stat(param: gluon.Parameter) -> bool:
-    """Return whether a parameter is a running mean or variance, or another number that a layer moves without a gradient."""
-    # Not differentiable is how Gluon marks them; a frozen weight has grad_req "null" but is differentiable.
-    # Counters and masks, of whole numbers, are none of BatchNorm's.
+    """Return whether a parameter is a running mean or variance, or another value that a layer updates without a gradient."""
+    # Gluon marks them as not differentiable; a frozen weight has grad_req "null" but is differentiable.
+    # Integers are counters or masks, not BatchNorm's statistics.
     return not param._differentiable and np.issubdtype(np.dtype(param.dtype), np.floating)
 
 
 def running_stats(params: Params) -> List[gluon.Parameter]:
-    """Return BatchNorm's running means and variances, where they have values."""
+    """Return BatchNorm's running means and variances that have values."""
     return [param for param in named_params(params).values() if param._data and is_running_stat(param)]
 
 
 def average_running_stats(params: Params) -> None:
-    """Set BatchNorm's running means and variances, on every device, to their mean over the devices, by the examples behind them.
+    """Set BatchNorm's running means and variances, on every device, to their mean over the devices, weighted by examples.
 
-    And the weights, where a `LocalSGD` has let the devices train apart.
+    It also averages the weights if a `LocalSGD` trains the devices separately.
 
-    Each device sees its own shards, so each has its own statistics; Gluon evaluates with those of one device and saves
-    their mean. A device counts by the examples that it has seen since all devices had the same values; one that has seen none
-    does not count, and where none has, nothing changes. Averaging is linear, as the running update is, so that doing it now does
-    not change what it gives later.
+    Each device has its own statistics, because it sees its own shards; Gluon evaluates with those of one device and saves their
+    mean. The weight of a device is the number of its examples since all devices had the same values. A device without examples
+    has no weight; if no device has examples, nothing changes. Averaging is linear, like the running update, so an average now
+    does not change a later one.
 
-    The result is exactly the running statistic of one device that would take, for each batch, the mean of the shards'
-    statistics, each by its size, if every device had the same part of each batch: equal shards, fixed `weights`, idle devices.
-    It is near to that where the parts change from batch to batch, such as in the last batch of an epoch: a device that was left
-    out of some batches still holds more of what came before.
+    If every device has the same part of each batch (equal shards, fixed `weights`, idle devices), the result equals the running
+    statistic of one device that takes, for each batch, the mean of the shards' statistics weighted by their sizes. It is close to
+    that if the parts change from batch to batch, as in the last batch of an epoch: a device that missed some batches still holds
+    more of the earlier values.
 
-    `train_batch` counts the examples, also in `fit`; `backward` followed by the trainer's step does, by the first axis of each
-    loss. In loops with `autograd.backward` nothing is counted: a device whose values are still those of the beginning does not
-    count, and all others count alike.
+    `train_batch` counts the examples, also in `fit`. So does `backward` followed by the trainer's step, by the first axis of each
+    loss. Loops with `autograd.backward` count nothing: a device that still has the initial values has no weight, and all others
+    have equal weights.
 
-    It waits for the devices: a network hybridized with `static_alloc` and `static_shape` writes these arrays without
-    telling the engine.
+    It waits for the devices: a network hybridized with `static_alloc` and `static_shape` writes these arrays without notifying
+    the engine.
     """
     average_replicas(params)
     several = group() is not None
@@ -107,12 +107,12 @@ def average_running_stats(params: Params) -> None:
         mx.nd.waitall()
     for layer in _layers(stats):
         values = _values(layer)
-        shares, behind = _shares(layer, values)
+        weights, behind = _weights(layer, values)
         for param, found in zip(layer, values):
             record = _record(param)
             result = found[0]
             if not _all_same(found):
-                result = weighted_mean(found, shares)
+                result = weighted_mean(found, weights)
                 for array in param.list_data():
                     array.as_nd_ndarray()[:] = mx.nd.array(result, ctx=array.context, dtype=array.dtype)
             record.behind = (record.behind[0] + behind[0], record.behind[1] + behind[1])
@@ -121,7 +121,7 @@ def average_running_stats(params: Params) -> None:
 
 
 def average_over_group(params: Params) -> None:
-    """Do the same over the devices of all processes of a job. All of them are to call it."""
+    """Do the same over the devices of all processes of a job. All processes must call it."""
     processes = group()
     stats = running_stats(params) if processes is not None else []
     if processes is None or not stats:
@@ -136,7 +136,7 @@ def average_over_group(params: Params) -> None:
 
 
 def remember_equal(params: Params) -> None:
-    """Let examples count from here where all devices have the same values: a new trainer or run, or after values were loaded."""
+    """Count examples from 0 if all devices have the same values: for a new trainer or run, or after values were loaded."""
     several = group() is not None
     stats = [param for param in running_stats(params) if several or len(param._data) > 1]
     if stats:
@@ -147,64 +147,64 @@ def remember_equal(params: Params) -> None:
             setattr(param, _RECORD, _Record(param._ctx_list, found[0], behind=behind))
 
 
-def shares_of(params: Params) -> Dict[int, List[float]]:
-    """Return by the id of each running statistic what `average_running_stats` would weigh its devices by.
+def weights_of(params: Params) -> Dict[int, List[float]]:
+    """Return, by the id of each running statistic, the weights of its devices in `average_running_stats`.
 
-    The devices are to have been waited for.
+    Wait for the devices before.
     """
     found: Dict[int, List[float]] = {}
     for layer in _layers([param for param in running_stats(params) if len(param._data) > 1]):
-        shares, _ = _shares(layer, _values(layer))
-        found.update({id(param): shares for param in layer})
+        weights, _ = _weights(layer, _values(layer))
+        found.update({id(param): weights for param in layer})
     return found
 
 
 def stats_of(net: gluon.Block) -> Iterator[gluon.Parameter]:
-    """Yield the running statistics of a network; without sorting or naming them, as this is done in each step."""
+    """Yield the running statistics of a network; not sorted or named, as each step does this."""
     for block in blocks_of(net):
         for param in block.params.values():
             if not param._differentiable and is_running_stat(param):
                 yield param
 
 
-def weighted_mean(values: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
-    """Return the mean of arrays by their shares, in the first one's type; of one array alone, its bits."""
-    parts = [(one.astype("float64"), share) for one, share in zip(values, shares) if share]
-    total = sum((one * share for one, share in parts[1:]), parts[0][0] * parts[0][1])
-    result: np.ndarray = (total / sum(share for _, share in parts)).astype(values[0].dtype)
+def weighted_mean(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """Return the weighted mean of arrays in the first one's dtype. The mean of a single array is bit-identical to it."""
+    parts = [(one.astype("float64"), weight) for one, weight in zip(values, weights) if weight]
+    total = sum((one * weight for one, weight in parts[1:]), parts[0][0] * parts[0][1])
+    result: np.ndarray = (total / sum(weight for _, weight in parts)).astype(values[0].dtype)
     return result
 
 
 def describe_seen(params: Dict[str, gluon.Parameter]) -> Dict[str, Any]:
-    """Return what is known of running statistics in what JSON holds, by name: examples by device, and which is as it was."""
-    told = {}
+    """Return the history of running statistics for JSON, by name: examples, and unchanged values, of each device."""
+    content = {}
     for name, param in params.items():
         record, (values,) = _record(param), _values([param])
         examples = [record.examples.get(context, 0) for context in param.list_ctx()]
-        told[name] = {"examples": examples, "as_before": [_same(one, record.equal) for one in values]}
-    return told
+        content[name] = {"examples": examples, "as_before": [_same(one, record.equal) for one in values]}
+    return content
 
 
-def restore_seen(params: Dict[str, gluon.Parameter], told: Dict[str, Any]) -> None:
-    """Take over what `describe_seen` has returned, for as many devices as then, which have the values of then."""
+def restore_seen(params: Dict[str, gluon.Parameter], content: Dict[str, Any]) -> None:
+    """Restore a result of `describe_seen`, on the same number of devices, which have the values of that time."""
     for name, param in params.items():
-        if name in told:
+        if name in content:
             (values,) = _values([param])
-            equal = next((one for one, as_before in zip(values, told[name]["as_before"]) if as_before), None)
-            examples = {context: number for context, number in zip(param.list_ctx(), told[name]["examples"]) if number}
+            equal = next((one for one, as_before in zip(values, content[name]["as_before"]) if as_before), None)
+            examples = {context: number for context, number in zip(param.list_ctx(), content[name]["examples"]) if number}
             setattr(param, _RECORD, _Record(param._ctx_list, equal, examples))
 
 
 def _record(param: gluon.Parameter) -> _Record:
     record = getattr(param, _RECORD, None)
-    if record is None or record.contexts is not param._ctx_list:  # Gluon has made other arrays since
+    if record is None or record.contexts is not param._ctx_list:  # Gluon has made new arrays
         record = _Record(param._ctx_list)
         setattr(param, _RECORD, record)
     return record
 
 
 def _layers(stats: Iterable[gluon.Parameter]) -> List[List[gluon.Parameter]]:
-    """Return the statistics of each layer together: a device either has sent data through it or not."""
+    """Return the statistics grouped by layer: a device has sent data through all of a layer or none."""
     layers: Dict[str, List[gluon.Parameter]] = {}
     for param in stats:
         layers.setdefault(param.name.rpartition("running_")[0] or param.name, []).append(param)
@@ -215,19 +215,19 @@ def _values(stats: Sequence[gluon.Parameter]) -> List[List[np.ndarray]]:
     return [[array.asnumpy() for array in param.list_data()] for param in stats]
 
 
-def _shares(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.ndarray]]) -> Tuple[List[float], Tuple[float, float]]:
-    """Return the weight of each device in the mean, and the examples and the devices with data behind them."""
+def _weights(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.ndarray]]) -> Tuple[List[float], Tuple[float, float]]:
+    """Return the weight of each device in the mean, and the numbers of examples and of devices with data."""
     contexts = layer[0].list_ctx()
     counted = [max(_record(param).examples.get(context, 0) for param in layer) for context in contexts]
     untouched = _untouched(layer, values, any(counted))
     examples = [0.0 if idle else float(number) for number, idle in zip(counted, untouched)]
     touched = [0.0 if idle else 1.0 for idle in untouched]
-    shares = examples if any(examples) else touched if any(touched) else [1.0] * len(contexts)
-    return shares, (sum(examples), sum(touched))
+    weights = examples if any(examples) else touched if any(touched) else [1.0] * len(contexts)
+    return weights, (sum(examples), sum(touched))
 
 
 def _untouched(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.ndarray]], is_counted: bool) -> List[bool]:
-    """Return which devices still have the values that all had: training moves every statistic of a layer, or none."""
+    """Return which devices still have the common values: training changes every statistic of a layer, or none."""
     devices = range(len(values[0]))
     known = [_record(param).equal for param in layer]
     if all(equal is not None for equal in known):
@@ -237,7 +237,7 @@ def _untouched(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.nd
         return [one[0] for one in initial]
     if is_counted:
         return [False for _ in devices]
-    # Two devices with data have not the same statistics.
+    # Two devices with data have different statistics.
     return [any(all(_same(found[at], found[i]) for found in values) for i in devices if i != at) for at in devices]
 
 

@@ -15,12 +15,12 @@ _RULES: Dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqr
 
 
 def scaled_learning_rate(learning_rate: float, *, base_batch_size: int, batch_size: int, rule: str = "linear") -> float:
-    """Return the learning rate for a batch of another size.
+    """Return the learning rate for another batch size.
 
     Parameters
     ----------
     learning_rate : float
-        The one that is right for `base_batch_size`.
+        The learning rate for `base_batch_size`.
     base_batch_size, batch_size : int
         Examples of a batch, over all devices.
     rule : "linear" or "sqrt"
@@ -30,7 +30,7 @@ def scaled_learning_rate(learning_rate: float, *, base_batch_size: int, batch_si
     Raises
     ------
     TrainerError
-        A number that is not positive, or another rule.
+        A number is not positive, or the rule is unknown.
 
     Examples
     --------
@@ -40,10 +40,10 @@ def scaled_learning_rate(learning_rate: float, *, base_batch_size: int, batch_si
     0.002
 
     Source: linear: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, section 2.1. Square root:
-    Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022, which scales Adam's betas, too.
+    Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022, which also scales Adam's betas.
     """
     _check_positive(learning_rate=learning_rate, base_batch_size=base_batch_size, batch_size=batch_size)
-    one_of("scaled_learning_rate", "rule", rule, list(_RULES), advice="Take linear for sgd, sqrt for adam and its kin.")
+    one_of("scaled_learning_rate", "rule", rule, list(_RULES), advice="Use linear for sgd, sqrt for adam and similar optimizers.")
     return learning_rate * _RULES[rule](batch_size / base_batch_size)
 
 
@@ -57,7 +57,7 @@ def scaled_params(
     epochs: Optional[float] = None,
     rule: str = "linear",
 ) -> Dict[str, Any]:
-    """Return optimizer parameters for a batch of another size: the scaled learning rate, and its schedule.
+    """Return optimizer parameters for another batch size: the scaled learning rate and its schedule.
 
     ```
     scaled rate          ╭───────────  or, with `epochs`, along a cosine to 0
@@ -66,15 +66,15 @@ def scaled_params(
                   │warmup_epochs│
     ```
 
-    The warm-up grows by the same amount each step, from the rate of the base batch: the weights change fast in the beginning,
-    and the rule holds only where they do not. A batch that is smaller than the base has nothing to warm up.
+    The warm-up is linear and starts at the rate of the base batch: weights change fast in the beginning, and the rule holds only
+    if they change slowly. A batch smaller than the base needs no warm-up.
 
-    Both go to the Trainer together. MXNet lets a `learning_rate` that differs from the schedule's take its place.
+    Pass both to the Trainer. In MXNet, a `learning_rate` that differs from the schedule's replaces it.
 
     Parameters
     ----------
     learning_rate : float
-        The one that is right for `base_batch_size`.
+        The learning rate for `base_batch_size`.
     base_batch_size, batch_size : int
         Examples of a batch, over all devices.
     steps_per_epoch : int
@@ -82,7 +82,7 @@ def scaled_params(
     warmup_epochs : float
         May be 0.
     epochs : float, optional
-        Over how many, with the warm-up, the rate falls to 0. None: it stays.
+        The rate falls to 0 over this number of epochs, including the warm-up. None: it stays constant.
     rule : "linear" or "sqrt"
         See `scaled_learning_rate`.
 
@@ -94,7 +94,7 @@ def scaled_params(
     Raises
     ------
     TrainerError
-        A number that makes no sense, or another rule.
+        A number is out of range, or the rule is unknown.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def scaled_params(
     if not finite or not 0 <= warmup_epochs < last:
         raise TrainerError(
             f"scaled_params: got warmup_epochs={short(warmup_epochs)} of epochs={short(epochs)}; expected finite numbers, 0 "
-            "or more to warm up, and fewer than all. 5 are usual in a run of 30 or more."
+            "or more for the warm-up, and fewer than epochs. 5 are usual in a run of 30 or more."
         )
     warm_up: Dict[str, Any] = {
         "base_lr": rate,
@@ -128,7 +128,9 @@ def scaled_params(
 
 def _check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
-        real_number("scaled_learning_rate", name, number, above=True, advice="Pass what trains well, and the sizes.")
+        real_number(
+            "scaled_learning_rate", name, number, above=True, advice="Pass a learning rate that trains well, and both sizes."
+        )
 
 
 def _is_finite(number: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Files of optimizer states that Gluon's loader reads, with the parameters' names and shapes, for any number of devices.
+"""Files of optimizer states for any number of devices, with names and shapes of the parameters. Gluon also reads them.
 
 ```
-1st pickle   (states, optimizer), as gluon.Trainer.save_states writes them: by place in Gluon's order; it reads nothing else
-2nd pickle   names, shapes, order, counts, loss scale: what gluon.Trainer does not know
+1st pickle   (states, optimizer), as gluon.Trainer.save_states writes them, by position in Gluon's order; it reads only this one
+2nd pickle   names, shapes, order, counts, loss scale
 ```
 """
 
@@ -30,7 +30,7 @@ from .replicas import Replicas
 from .update import Update, filled
 
 _FORMAT = "gluon_mgpu.Trainer"
-_NUM_DEVICES = 16  # Gluon counts updates by device number: on a number that the file does not name, it would begin with 0
+_NUM_DEVICES = 16  # Gluon counts updates by device number: for a number that the file lacks, it starts at 0
 _ADVICE = "Use another file, or save it again"
 _SHOWN = 120  # characters of another library's error
 
@@ -42,7 +42,7 @@ def write_states(
 ) -> None:
     """Write an optimizer, its states and update counts.
 
-    The file is written beside and renamed, so that a file of this name is always whole. It waits for the devices.
+    A temporary file next to the target is renamed, so the target is always complete. It waits for the devices.
     """
     counts, rank = update.counts(), {index: place for place, index in enumerate(update.order)}
     content = {
@@ -57,17 +57,17 @@ def write_states(
     }
     states = {rank[index]: _to_pickle(state) for index, state in update.states().items()}
     numbered = _numbered(optimizer, counts, rank)
-    beside = f"{fname}.{os.getpid()}.new"
+    temporary = f"{fname}.{os.getpid()}.new"
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             pickle.dump((dict(sorted(states.items())), numbered), file)
             pickle.dump(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, fname)
+        os.replace(temporary, fname)
     except BaseException:
-        if os.path.exists(beside):
-            os.unlink(beside)
+        if os.path.exists(temporary):
+            os.unlink(temporary)
         raise
 
 
@@ -100,7 +100,7 @@ def states_on(
     fname: str,
     shapes: Optional[Mapping[int, Sequence[int]]] = None,
 ) -> List[Dict[int, Any]]:
-    """Return the states of a file on each device: made afresh, with the values of the file.
+    """Return newly created states on each device, with the values of a file.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def states_on(
     Raises
     ------
     StateError
-        They do not fit the parameters.
+        The states do not fit the parameters.
     """
     on_devices: List[Dict[int, Any]] = [{} for _ in replicas.contexts]
     for index, value in states.items():
@@ -141,11 +141,11 @@ def _read(fname: str, replicas: Replicas, order: Sequence[int]) -> Content:
         return _numbered_states(fname, first, order)
     if not _is_ours(content):
         raise StateError(
-            f"load_states: got {fname}, which holds no trainer states; expected a file of save_states. Save it again."
+            f"load_states: got {fname}, which contains no trainer states; expected a file of save_states. Save it again."
         )
     if schema.is_whole(content.get("version")) and content["version"] > 2:
-        told = f"{fname} of version {content['version']}; expected version 1 or 2"
-        raise StateError(f"load_states: got {told}. Install a newer gluon_mgpu.")
+        found = f"{fname} of version {content['version']}; expected version 1 or 2"
+        raise StateError(f"load_states: got {found}. Install a newer gluon_mgpu.")
     schema.check(CONTENT_1 if content is first else CONTENT, content, operation="load_states", file=fname, advice=_ADVICE)
     if content is first:
         first = content["states"], _unpickled(fname, lambda: pickle.loads(content["optimizer"]))
@@ -166,18 +166,18 @@ def _is_ours(content: Any) -> bool:
 def _unpickled(fname: str, load: Callable[[], Any]) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what damaged bytes call may warn
+            warnings.simplefilter("ignore")  # damaged bytes may call code that warns
             return load()
-    except Exception as error:  # pickle raises whatever the damaged bytes happen to call
-        told = " ".join(str(error).split())[:_SHOWN]
+    except Exception as error:  # damaged bytes may raise any exception
+        reason = " ".join(str(error).split())[:_SHOWN]
         raise StateError(
-            f"load_states: got {fname}, which is damaged ({type(error).__name__}: {told}); expected a file of save_states. "
+            f"load_states: got {fname}, which is damaged ({type(error).__name__}: {reason}); expected a file of save_states. "
             f"{_ADVICE}."
         ) from error
 
 
 def _check_optimizer(fname: str, found: opt.Optimizer, optimizer: opt.Optimizer, counts: Dict[int, int]) -> None:
-    """Raise `StateError` unless an optimizer that was read has what its class has, of the same kinds, and can train."""
+    """Raise `StateError` unless the optimizer of a file has the attributes of its class, of the same kinds, and can train."""
     mine, theirs = plain_attributes(optimizer), plain_attributes(found)
     wrong = misfit(mine, theirs, optimizer)
     if wrong is not None:
@@ -185,7 +185,7 @@ def _check_optimizer(fname: str, found: opt.Optimizer, optimizer: opt.Optimizer,
     broken = failure(found, counts)
     if broken:
         raise StateError(
-            f"load_states: got {fname} of an optimizer that cannot train ({broken}); expected one as it was saved. {_ADVICE}."
+            f"load_states: got {fname} of an optimizer that cannot train ({broken}); expected an undamaged one. {_ADVICE}."
         )
 
 
@@ -197,49 +197,49 @@ def check_counts(
     optimizer: opt.Optimizer,
     operation: str = "load_states",
 ) -> None:
-    """Raise `StateError` unless states and counts are of parameters that there are, and of the same ones."""
+    """Raise `StateError` unless states and counts belong to existing parameters, and to the same ones."""
     known = set(range(len(replicas.params)))
     strange, alone = sorted({*states, *counts} - known), sorted({*states} ^ {*counts})
     if strange:
-        told, expected = f"parameter {schema.shown(strange[0])}", f"parameters of 0 to {len(known) - 1}"
-    elif counts and alone and is_known(optimizer):  # others count what they like
-        told, expected = f"a state or a count of {replicas.names[alone[0]]}, and not both", "both for the same parameters"
+        found, expected = f"parameter {schema.shown(strange[0])}", f"parameters of 0 to {len(known) - 1}"
+    elif counts and alone and is_known(optimizer):  # other classes may count differently
+        found, expected = f"a state or a count of {replicas.names[alone[0]]}, and not both", "both for the same parameters"
     else:
         return
-    raise StateError(f"{operation}: got {fname} with {told}; expected {expected}. {_ADVICE}.")
+    raise StateError(f"{operation}: got {fname} with {found}; expected {expected}. {_ADVICE}.")
 
 
 def check_same(fname: str, content: Content, replicas: Replicas, operation: str = "load_states") -> None:
-    """Raise `StateError` unless the names and shapes of a file's parameters are those of this network, in its order."""
-    # A parameter's own name counts the layers that were made before it: dense7_weight. Its last word does not.
+    """Raise `StateError` unless a file's parameters have the names and shapes of this network, in its order."""
+    # A parameter's own name counts the layers before it: dense7_weight. Its last word does not.
     exact = replicas.structural and content["structural"]
-    here = _described(replicas.names, [param.shape for param in replicas.params], exact)
-    there = _described(content["names"], content["shapes"], exact)
+    here = _names_and_shapes(replicas.names, [param.shape for param in replicas.params], exact)
+    there = _names_and_shapes(content["names"], content["shapes"], exact)
     differing = [
-        f"{_worded(theirs)} where this one has {_worded(mine)}"
+        f"{_in_words(theirs)} where this one has {_in_words(mine)}"
         for mine, theirs in zip_longest(here, there)
         if not mine or not theirs or mine[0] != theirs[0] or not shape_fits(theirs[1], mine[1])
     ]
     if differing:
         raise StateError(
             f"{operation}: got {fname} of another network: {'; '.join(differing[:3])}; expected the same parameters in the same "
-            "order. Build the network as it was when it was saved."
+            "order. Build the same network as when the file was saved."
         )
 
 
 def _numbered_states(fname: str, content: Any, order: Sequence[int], counts: Optional[Dict[int, int]] = None) -> Content:
-    """Return what a `gluon.Trainer` writes, by place in the network; `order` holds the place of each number in the file."""
+    """Return the content of a `gluon.Trainer`'s file by position in the network; `order` holds the position of each number."""
     states, optimizer = content if isinstance(content, tuple) and len(content) == 2 else (content, None)
     known = isinstance(states, dict) and all(schema.is_whole(key) and 0 <= key < len(order) for key in states)
     if not known or not (optimizer is None or isinstance(optimizer, opt.Optimizer)):
         raise StateError(
-            f"load_states: got {fname}, which holds no trainer states; expected a file of save_states. Save it again."
+            f"load_states: got {fname}, which contains no trainer states; expected a file of save_states. Save it again."
         )
     if optimizer is not None:
-        told = getattr(optimizer, "_all_index_update_counts", None)
+        by_device = getattr(optimizer, "_all_index_update_counts", None)
         numbers = schema.mapping(schema.anything, schema.mapping(_number_below(len(order)), schema.steps()))
-        schema.check(numbers, told, operation="load_states", file=f"{fname}, the optimizer's counts", advice=_ADVICE)
-        latest: Dict[int, int] = max(told.values(), key=lambda one: max(one.values(), default=0), default={})  # type: ignore[union-attr]
+        schema.check(numbers, by_device, operation="load_states", file=f"{fname}, the optimizer's counts", advice=_ADVICE)
+        latest: Dict[int, int] = max(by_device.values(), key=lambda one: max(one.values(), default=0), default={})  # type: ignore[union-attr]
         numbered = dict(enumerate(order))
         found = optimizer
         optimizer = _unpickled(fname, lambda: _numbered(found, latest, numbered))
@@ -254,19 +254,19 @@ def _numbered_states(fname: str, content: Any, order: Sequence[int], counts: Opt
 
 
 def _numbered(optimizer: opt.Optimizer, counts: Mapping[int, int], numbers: Mapping[int, int]) -> opt.Optimizer:
-    """Return a copy of an optimizer that numbers the parameters otherwise: in its counts, and in what LBSGD adds up."""
+    """Return a copy of an optimizer with other numbers of the parameters, in its counts and in the sums of LBSGD."""
     copied = pickle.loads(pickle.dumps(optimizer))
     counts = {numbers[index]: count for index, count in sorted(counts.items())}
     copied._all_index_update_counts = {device: dict(counts) for device in range(_NUM_DEVICES)}
     copied._index_update_count = copied._all_index_update_counts[0]
-    vars(copied).pop("allow_np_array", None)  # Gluon then asks the mode of the program that reads
+    vars(copied).pop("allow_np_array", None)  # Gluon then uses the mode of the reading program
     if isinstance(getattr(copied, "cumgrads", None), dict):
         copied.cumgrads = {numbers[index]: sums for index, sums in copied.cumgrads.items()}
     return copied
 
 
 class _Pickled:
-    """An array that is read as MXNet's by programs with legacy and with np arrays, whichever wrote it, and without GPUs."""
+    """An array that unpickles as an MXNet array in the mode of the reading program, also without GPUs."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -281,12 +281,12 @@ def _to_pickle(state: Any) -> Any:
     return type(state)(_to_pickle(item) for item in state) if isinstance(state, (list, tuple)) else state
 
 
-def _described(names: List[str], shapes: List[Any], exact: bool) -> List[Tuple[str, Tuple[int, ...]]]:
-    told = names if exact else [re.split(r"[._]", name)[-1] for name in names]
-    return [(name, tuple(shape or ())) for name, shape in zip(told, shapes)]
+def _names_and_shapes(names: List[str], shapes: List[Any], exact: bool) -> List[Tuple[str, Tuple[int, ...]]]:
+    compared = names if exact else [re.split(r"[._]", name)[-1] for name in names]
+    return [(name, tuple(shape or ())) for name, shape in zip(compared, shapes)]
 
 
-def _worded(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
+def _in_words(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
     if not described:
         return "nothing"
     name, shape = described
@@ -320,7 +320,7 @@ CONTENT_1 = schema.record(
         **_BOTH,
         "version": schema.constant(1),
         "optimizer": schema.that("a pickled optimizer", lambda value: isinstance(value, bytes) and len(value) > 0),
-        "states": schema.mapping(_INDEX, schema.anything),  # compared with fresh ones
+        "states": schema.mapping(_INDEX, schema.anything),  # checked against newly created states
     },
     closed=False,
 )

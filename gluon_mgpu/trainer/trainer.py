@@ -1,4 +1,4 @@
-"""Trainer: a gluon.Trainer whose steps are right on any number of devices."""
+"""Trainer: a gluon.Trainer whose steps are correct on any number of devices."""
 
 from __future__ import annotations
 
@@ -32,64 +32,63 @@ class Trainer(gluon.Trainer):
     """Applies an optimizer to a network on several devices. A drop-in `gluon.Trainer`.
 
     ```
-    step(batch_size):  idle devices' gradients := 0  ─►  sum over devices  ─►  clip  ─►  update, on each device alike
+    step(batch_size):  idle devices' gradients := 0  ─►  sum over devices  ─►  clip  ─►  the same update on each device
     ```
 
-    What it does that Gluon's does not: a device that got no data takes part with zeros, instead of its gradient of an earlier
-    step; several devices, and the processes of a job, are always reduced; parameters are taken in structural order, and states
-    are loaded only into the network that they belong to, on any number of devices; BatchNorm's running statistics are left
-    alone; several batches can make one step (`accumulate`); and gradients are clipped after they were summed, averaged and
-    accumulated.
+    In addition to Gluon's Trainer: a device without data takes part with zeros instead of a stale gradient; gradients are always
+    reduced over all devices and over the processes of a job; parameters are in structural order, and states are loaded only into
+    the network that they belong to, on any number of devices; BatchNorm's running statistics are not touched; several batches
+    can make one step (`accumulate`); gradients are clipped after they were summed, averaged and accumulated.
 
-    In a job of several processes, all begin with the weights of process 0. A parameter that gets no gradient in one process may
-    get one in another: none is looked for, and one that gets none anywhere is updated with zero.
+    In a job of several processes, all start with the weights of process 0. A parameter without a gradient in one process may have
+    one in another. So unused parameters are not detected there: they are updated with zero.
 
     Parameters
     ----------
     params : gluon.Block, ParameterDict, dict or list of gluon.Parameter
-        Initialised on the devices. Prefer the Block: it knows the structural names.
+        Initialised on the devices. Prefer the Block, which has structural names.
     optimizer : str or mxnet.optimizer.Optimizer
     optimizer_params : dict, optional
-        For an optimizer given by name: `{"learning_rate": 0.1}`.
+        Options of an optimizer that is passed by name: `{"learning_rate": 0.1}`.
     kvstore : str, KVStore or None
-        How devices are reduced: `"device"` or `"local"`; see `Reduction`.
+        How gradients are reduced over devices: `"device"` or `"local"`; see `Reduction`.
     compression_params : dict, optional
-        `{"type": "2bit", "threshold": 0.5}` over MXNet's store, `{"type": "fp16"}` over Horovod: what processes send each
-        other; see `DistSync.compress` and `Horovod.compress`. Both mean sums over examples, before these are divided by their
-        number.
+        `{"type": "2bit", "threshold": 0.5}` over MXNet's store, `{"type": "fp16"}` over Horovod: the compression of gradients
+        between processes; see `DistSync.compress` and `Horovod.compress`. Both apply to sums over examples, before these are
+        divided by their number.
     update_on_kvstore : None or False
-        Gluon's place for it; the update is always done on the devices.
+        For compatibility with Gluon; the update always runs on the devices.
     clip_norm : float, optional
         Scale the averaged gradient (the sum over all devices and micro-steps, divided by their examples), so that its 2-norm
         over all parameters is at most this.
     clip_value : float, optional
-        Then cut each of its elements to -clip_value .. clip_value. Gluon's optimizer option `clip_gradient` does so, too; in the
-        optimizers that add weight decay to the gradient, it cuts their sum.
+        Then clip each of its elements to -clip_value .. clip_value. Gluon's optimizer option `clip_gradient` does this as well;
+        optimizers that add weight decay to the gradient clip the sum.
     measure_grad_norm : bool
-        Compute `grad_norm`, also when nothing is clipped.
+        Compute `grad_norm` even if nothing is clipped.
     static_graph : bool
-        Promise that every step trains the same parameters on each device that gets data, and that nobody freezes them, makes
-        them anew or sets their multipliers. After the first step that trains all, one parameter a device is asked whether it
-        has a new gradient, instead of every one: for networks of many hundreds of parameters. A device without data is noticed
-        as ever; a parameter that a later step leaves out is not, and would be updated with its old gradient.
+        Promise that every step trains the same parameters on each device that gets data, and that they are not frozen, replaced
+        or given other multipliers. After the first step that trains all, the trainer checks one parameter per device for a new
+        gradient instead of all. This helps networks of many hundreds of parameters. A device without data is still noticed; a
+        parameter that a later step leaves out is not, and would be updated with a stale gradient.
     find_unused_parameters : bool
-        In each step, leave parameters alone that got no gradient on any device, and log their names, each once. A step without
-        any gradient is still refused. Steps that leave parameters out are slower: see `ignore_stale_grad`.
+        In each step, do not update parameters that got no gradient on any device, and log their names once. A step without any
+        gradient still raises. Steps that leave parameters out are slower: see `ignore_stale_grad`.
     precision : str, optional
-        `"bf16"` on CPUs, `"fp16"` on GPUs, or `"fp32"`: what the network computes in from now on; see `set_precision`. `params`
-        must be the Block. By default the network keeps its own.
+        The precision in which the network computes: `"bf16"` on CPUs, `"fp16"` on GPUs, or `"fp32"`; see `set_precision`.
+        `params` must be the Block. By default the network keeps its precision.
     sharded_data : bool
-        In a job of several processes, each reads batches of its own, by a `ShardedSampler`, say. `step` then takes the examples
-        of this process, 0 or more, and divides by those of all. By default all read the same batches, of which `split_batch`
-        gives each process its part, and `step` takes the examples of the whole.
+        In a job of several processes, each reads its own batches, for example through a `ShardedSampler`. `step` then takes the
+        number of examples of this process, 0 or more, and divides by that of all processes. By default all processes read the
+        same batches, `split_batch` gives each its part, and `step` takes the number of examples of the complete batch.
     bucket_bytes : int, bytes
-        Parameters and gradients lie in buckets of this size, in reverse order, so that the last ones are reduced while the
-        backward pass still computes the first.
+        The size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced while
+        the backward pass still computes the first.
 
     Raises
     ------
     TrainerError
-        The parameters or options cannot be trained with.
+        The parameters or options are invalid.
 
     Examples
     --------
@@ -145,7 +144,7 @@ class Trainer(gluon.Trainer):
         self._grad_norm: Optional[Array] = None
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
-        self._summed: Optional[List[Buffer]] = None  # what allreduce_grads() has summed and update() has not applied
+        self._summed: Optional[List[Buffer]] = None  # summed by allreduce_grads(), not applied by update() yet
         self._use(self._optimizer)
         if precision is not None:
             set_precision(params, precision)
@@ -159,7 +158,7 @@ class Trainer(gluon.Trainer):
 
     @property
     def sharded_data(self) -> bool:
-        """Whether every process of a job reads batches of its own."""
+        """Whether every process of a job reads its own batches."""
         return self._joint.sharded_data
 
     @property
@@ -169,18 +168,18 @@ class Trainer(gluon.Trainer):
 
     @property
     def grad_norm(self) -> Optional[Array]:
-        """The 2-norm over all parameters of the gradient that was last applied: averaged, and not clipped yet.
+        """The 2-norm over all parameters of the last applied gradient, averaged, before clipping.
 
         An mxnet.np.ndarray, shape (1,), on the first device; `float()` waits for it and reads it. None before the first update,
-        and where neither `clip_norm` nor `measure_grad_norm` asks for it.
+        and without `clip_norm` and `measure_grad_norm`.
         """
         return self._grad_norm
 
     def resolve_shapes(self) -> bool:
-        """Return whether the shapes of all parameters are known; the first batch decides those that the layers were not told.
+        """Return whether the shapes of all parameters are known; the first batch decides shapes that layers do not specify.
 
-        Asked between the first forward pass, in prediction mode, and the first recorded one, it lets the parameters move before
-        a graph holds them.
+        Call it between the first forward pass, in prediction mode, and the first recorded one: the parameters can then move into
+        buckets before a graph holds them.
         """
         known = self._replicas.resolve_shapes()
         if has_values(self._replicas.params):
@@ -188,9 +187,9 @@ class Trainer(gluon.Trainer):
         return known
 
     def scale(self, losses: Sequence[Array]) -> Sequence[Array]:
-        """Return the losses as they are to be given to `backward`: multiplied by the loss scale with fp16, else as they are.
+        """Return the losses for `backward`: multiplied by the loss scale with fp16, otherwise unchanged.
 
-        A loop by hand is right in every precision with `mgpu.backward(trainer.scale(losses))`.
+        A loop by hand is correct in every precision with `mgpu.backward(trainer.scale(losses))`.
         """
         return losses if self.loss_scaler is None else self.loss_scaler.scale_losses(losses)
 
@@ -202,9 +201,9 @@ class Trainer(gluon.Trainer):
         Parameters
         ----------
         batch_size : number
-            Examples over all devices: gradients are divided by it. 1 where the loss was averaged by hand.
+            Examples over all devices: gradients are divided by it. 1 if you have averaged the loss.
         ignore_stale_grad : bool
-            Leave parameters alone that got no gradient on any device, instead of raising.
+            Do not update parameters that got no gradient on any device, instead of raising.
 
         Raises
         ------
@@ -218,13 +217,13 @@ class Trainer(gluon.Trainer):
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
         claim_examples(self._running)
-        if batch_size == 0:  # what is there is not of these data
+        if batch_size == 0:  # the gradients so far are of other data
             self._replicas.drop_earlier()
         if self._replicas.is_adding:
             try:
                 self._replicas.note_pass(ignore_stale_grad or self._num_open > 0)
             except TrainerError:
-                self.discard()  # what was added up is spoilt
+                self.discard()  # the sum is invalid
                 raise
             self._num_counted += batch_size
             if self._num_open:
@@ -234,7 +233,7 @@ class Trainer(gluon.Trainer):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Let several batches make one update: inside, backward passes add up, and `step(n)` only counts n.
+        """Make one update of several batches: inside, gradients of backward passes add up, and `step(n)` only counts n.
 
         ```
         with trainer.accumulate():    backward, step(4)    backward, step(4)    gradients add up on each device
@@ -242,12 +241,12 @@ class Trainer(gluon.Trainer):
                                       or flush()                                the same without another batch
         ```
 
-        The update is that of one batch of all these examples, also where they are not split evenly, and where a device had none
-        of some. It takes no memory, but for sparse gradients, which are added up beside when `step` is called: these need a step
-        after each backward pass. BatchNorm normalises each micro-batch by itself.
+        The update is that of one batch of all these examples, also with uneven splits and idle devices. It takes no memory,
+        except for sparse gradients, which `step` sums separately: they need a step after each backward pass. BatchNorm
+        normalises each micro-batch separately.
 
-        Contexts may be opened again before the update, and inside each other. An exception inside drops all that was
-        accumulated: the weights are those of the last update, and the next step begins anew.
+        You may open contexts again before the update, and nest them. An exception inside drops everything that was accumulated:
+        the weights are those of the last update, and the next step starts a new sum.
 
         Raises
         ------
@@ -275,8 +274,8 @@ class Trainer(gluon.Trainer):
         """
         if self._summed is not None:
             raise TrainerError(
-                "Trainer.accumulate: got gradients that were summed and not applied; expected an update before. Call update() to "
-                "apply them, or discard() to drop them, as after an update that was skipped."
+                "Trainer.accumulate: got gradients that were summed and not applied; expected an update first. Call update() to "
+                "apply them, or discard() to drop them."
             )
         self._replicas.start_adding()
         self._num_open += 1
@@ -291,9 +290,9 @@ class Trainer(gluon.Trainer):
             self._replicas.close()
 
     def flush(self, ignore_stale_grad: bool = False) -> None:
-        """Update with what was accumulated, if anything. Inside `accumulate` it does nothing: the update comes after it.
+        """Update with accumulated gradients, if there are any. Inside `accumulate` it does nothing: the update comes later.
 
-        For the end of the data, when a group of micro-steps is not complete. Arguments and errors as for `step`.
+        Use it at the end of the data, when a group of micro-steps is incomplete. Arguments and errors as for `step`.
 
         Raises
         ------
@@ -314,9 +313,9 @@ class Trainer(gluon.Trainer):
             self.discard()
 
     def discard(self) -> None:
-        """Drop all gradients that no step has used, and what was accumulated: the next step begins with those of the next pass.
+        """Drop all gradients that no step has used, and accumulated ones: the next step uses only later backward passes.
 
-        Call it after a backward pass that no step is to use: of a batch that is left out, or of another network's loss.
+        Call it after a backward pass that no step must use: of a batch that you skip, or of another network's loss.
         """
         self._replicas.drop()
         self._num_counted, self._summed = 0, None
@@ -324,19 +323,20 @@ class Trainer(gluon.Trainer):
             self._replicas.start_adding()
 
     def allreduce_grads(self) -> None:
-        """Sum the gradients over the devices, before `update`: for those who change the sum in between.
+        """Sum the gradients over the devices, for programs that change the sum before `update`.
 
         Raises
         ------
         TrainerError
-            They have been summed: a second sum would multiply them by the number of devices. Or it is inside `accumulate`.
+            They have already been summed: a second sum would multiply them by the number of devices. Or the call is inside
+            `accumulate`.
         """
         self._complete("Trainer.allreduce_grads")
         claim_examples(self._running)
         buffers = self._replicas.collect(ignore_stale_grad=True)
         if self._summed and not buffers:
             raise TrainerError(
-                "Trainer.allreduce_grads: got gradients that it has summed before; expected a backward pass in "
+                "Trainer.allreduce_grads: got gradients that it has already summed; expected a backward pass in "
                 "between. Call update()."
             )
         self._reduction.sum(buffers)
@@ -346,12 +346,12 @@ class Trainer(gluon.Trainer):
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the weights with gradients that `allreduce_grads` has summed. Arguments and errors as for `step`.
 
-        To the batch size, the examples of steps inside `accumulate` are added.
+        The examples of steps inside `accumulate` are added to the batch size.
 
         Raises
         ------
         TrainerError
-            Several devices were not reduced: each would go its own way.
+            The gradients of several devices were not summed: their weights would diverge.
         """
         _check_batch_size("Trainer.update", batch_size)
         if self.loss_scaler is not None:
@@ -371,13 +371,13 @@ class Trainer(gluon.Trainer):
         self._apply(buffers, batch_size)
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
-        """Return what training holds on each device, in bytes, beside the network's own activations.
+        """Return the bytes that training holds on each device, in addition to the network's activations.
 
         Returns
         -------
         dict
-            By device, such as `cpu(0)`: `weights`, `gradients`, `states` of the optimizer, and `sums`: what adding up over the
-            devices takes, by the rule of MXNet's store. States and sums are there after the first step.
+            By device, such as `cpu(0)`: `weights`, `gradients`, `states` of the optimizer, and `sums`, the memory of MXNet's
+            store for sums over devices, computed by its rule. States and sums exist after the first step.
 
         Examples
         --------
@@ -394,16 +394,16 @@ class Trainer(gluon.Trainer):
         }
 
     def save_states(self, fname: str) -> None:
-        """Write optimizer, its states and update counts, with the parameters' names and shapes, for any number of devices.
+        """Write the optimizer, its states and update counts, with the parameters' names and shapes, for any number of devices.
 
-        `gluon.Trainer(net.collect_params(), ...).load_states` reads it, too, in a program that gives the layers the same names.
+        `gluon.Trainer(net.collect_params(), ...).load_states` also reads the file, in a program whose layers have the same names.
 
-        The file is written beside and renamed, so that a file of this name is always whole. It waits for the devices.
+        A temporary file next to the target is renamed, so the target is always complete. It waits for the devices.
 
         Raises
         ------
         TrainerError
-            Gradients were accumulated and not applied: the file would not hold them.
+            Gradients were accumulated and not applied: the file would not contain them.
         """
         path_of("save_states", "fname", fname)
         self._check_applied()
@@ -411,7 +411,7 @@ class Trainer(gluon.Trainer):
         write_states(fname, self._replicas, self._optimizer, self._update, scale)
 
     def load_states(self, fname: str) -> None:
-        """Read what `save_states` wrote, on these devices, be they as many as then or not. What was accumulated is dropped.
+        """Read a file of `save_states`, on any number of devices. Accumulated gradients are dropped.
 
         A file of `gluon.Trainer` is read in Gluon's order (names sorted as strings); only its shapes can be checked. The
         file is a pickle: load only files that you trust.
@@ -419,7 +419,7 @@ class Trainer(gluon.Trainer):
         Raises
         ------
         StateError
-            The file is something else, or belongs to another network or optimizer. Nothing was changed.
+            The file has another format, or belongs to another network or optimizer. Nothing was changed.
         """
         path_of("load_states", "fname", fname, error=StateError)
         content, optimizer = self.check_states(fname)
@@ -432,7 +432,7 @@ class Trainer(gluon.Trainer):
         self._update.restore(states, content["counts"], content.get("order"))
 
     def check_states(self, fname: str) -> Tuple[Content, opt.Optimizer]:
-        """Return the content of a file of states and its optimizer, having checked that they belong to this trainer.
+        """Return the content of a file of states and its optimizer; check that they belong to this trainer.
 
         Raises
         ------
@@ -442,7 +442,7 @@ class Trainer(gluon.Trainer):
         return read_states(fname, self._replicas, self._optimizer, self._order)
 
     def _complete(self, operation: str) -> None:
-        """Add the last pass to what was accumulated, and refuse to use it while more is to come."""
+        """Count the last pass of an accumulation; raise inside `accumulate`, where more passes follow."""
         if self._num_open:
             raise TrainerError(
                 f"{operation}: got a call inside accumulate(); expected gradients that are complete. Call it after."
@@ -454,14 +454,14 @@ class Trainer(gluon.Trainer):
         if self._num_counted:
             raise TrainerError(
                 f"Trainer.save_states: got gradients of {self._num_counted} examples that were not applied; expected an update "
-                "before. Call flush() outside of accumulate()."
+                "first. Call flush() outside of accumulate()."
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         self._joint.begin()
         buffers = self._replicas.collect(ignore_stale_grad)
         self._reduce(buffers)
-        # From here on these gradients are sums: should the optimizer raise, another step must not sum them again.
+        # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
         self._replicas.mark_used(buffers)
         self._summed = buffers
         self._apply(buffers, batch_size)
@@ -483,16 +483,16 @@ class Trainer(gluon.Trainer):
         self._summed = None
 
     def _multiplied_by(self, buffers: List[Buffer]) -> Optional[float]:
-        """Return what these gradients were multiplied by, beside `_scale`, or None: they overflowed, and are to be left out."""
+        """Return the loss scale of these gradients, in addition to `_scale`; None if they overflowed and must be skipped."""
         if self.loss_scaler is not None:
             return self.loss_scaler.settle([buffer.gradients[0] for buffer in buffers])
         scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
-        # It asks whatever has gradients: a buffer stands for all its parameters.
+        # It checks objects with gradients: a buffer stands for all its parameters.
         gradients = [SimpleNamespace(_grad=buffer.gradients) for buffer in buffers]
         return None if scaler is not None and gradients and scaler.has_overflow(gradients) else 1.0
 
     def __reduce__(self) -> Any:
-        """Refuse `copy` and `pickle`; those of the network leave its trainer out."""
+        """Raise for `copy` and `pickle`. Copies and pickles of the network do not contain its trainer."""
         raise TrainerError(
             f"{type(self).__name__}: got a copy or a pickle of a trainer; expected one of its network, whose memory it shares. "
             "Call save_states(fname), copy the network, make a new trainer of the copy, and call its load_states(fname)."
@@ -508,14 +508,14 @@ class Trainer(gluon.Trainer):
             elif self._measures and not replica:
                 norm = global_norm(gradients)
             if norm is not None and not replica:
-                self._grad_norm = (norm * rescale).as_np_ndarray()  # a legacy array knows no float()
+                self._grad_norm = (norm * rescale).as_np_ndarray()  # a legacy array has no float()
             if self._clip_value is not None:
                 clip_values(gradients, self._clip_value / rescale)
 
     def _use(self, optimizer: opt.Optimizer) -> None:
         self._optimizer = optimizer
         self._update = Update(optimizer, self._params, self.contexts, self._order)
-        self._updaters = self._update.updaters  # gluon.Trainer's name, which others look for
+        self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
 
 
 def _check_optimizer(optimizer: Any, params: Any) -> None:
@@ -526,11 +526,11 @@ def _check_optimizer(optimizer: Any, params: Any) -> None:
         )
     if not isinstance(optimizer, (str, opt.Optimizer)):
         raise TrainerError(
-            f"Trainer: got {short(optimizer)} as the optimizer; expected a name or an mxnet.optimizer.Optimizer. 'sgd', say."
+            f"Trainer: got {short(optimizer)} as the optimizer; expected a name or an mxnet.optimizer.Optimizer. Pass 'sgd'."
         )
     if params is not None and (not isinstance(params, dict) or not all(isinstance(name, str) for name in params)):
         raise TrainerError(
-            f"Trainer: got optimizer_params={short(params)}; expected a dict of options. Pass {{'learning_rate': 0.1}}, say."
+            f"Trainer: got optimizer_params={short(params)}; expected a dict of options. Pass {{'learning_rate': 0.1}}."
         )
     schedule = optimizer.lr_scheduler if isinstance(optimizer, opt.Optimizer) else (params or {}).get("lr_scheduler")
     if schedule is not None and not isinstance(schedule, lr_scheduler.LRScheduler):
@@ -540,7 +540,7 @@ def _check_optimizer(optimizer: Any, params: Any) -> None:
         )
     if isinstance(optimizer, str) and params:
         explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
-        with explained, warnings.catch_warnings():  # it warns again when it is made to be used
+        with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
             warnings.simplefilter("ignore")
             opt.create(optimizer, **params)
 
@@ -549,13 +549,13 @@ def _check_options(replicas: Replicas, update_on_kvstore: Any) -> None:
     if update_on_kvstore is not None and update_on_kvstore is not False:
         raise TrainerError(
             f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; expected None or False. The weights are updated on the "
-            "devices: only so are clipping, schedules and idle devices right."
+            "devices, so that clipping, schedules and idle devices are correct. Leave it out."
         )
     for name, param in zip(replicas.names, replicas.params):
         if param._stype != "default":
             raise TrainerError(
-                f"Trainer: got {name} stored as {param._stype}; expected dense weights. gluon.Trainer takes sparse "
-                "ones, on one device."
+                f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer for sparse "
+                "weights, on one device."
             )
 
 

@@ -1,4 +1,4 @@
-"""The update of the weights: one operation a buffer and device where it can, one a parameter elsewhere."""
+"""The update of the weights: one operation per buffer and device where possible, otherwise one per parameter."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .buckets import Bucket, BucketSlice, place_of
 from .buffers import Buffer
 from .optimizers import AdamW
 
-# Element by element: many parameters are updated as if they were one. Of these, Adam's kind depends on the number of updates.
-_WHOLE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)
+# They work element by element, so many parameters are updated as one. Adam and AdamW also depend on the number of updates.
+_ELEMENTWISE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)
 _COUNTING = (opt.Adam, AdamW)
-# LAMB computes norms of each parameter: MXNet's operator for it takes up to 45. Its states lie side by side, too.
-_SIDE_BY_SIDE = (*_WHOLE, opt.LAMB)
-# Their update depends on weight, gradient, state, count and rate alone, so that every replica can do it for itself. Others
-# (nadam keeps a schedule on the side, sgld draws noise, a user's own may do anything) update one replica, exactly as
-# gluon.Trainer does on one device, and the result is copied.
-_ALIKE = (*_SIDE_BY_SIDE, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt.Adamax, opt.FTML, opt.Signum)
+# LAMB computes a norm per parameter; MXNet's operator for it takes up to 45. Its states are contiguous as well.
+_CONTIGUOUS = (*_ELEMENTWISE, opt.LAMB)
+# Their update depends only on weight, gradient, state, count and rate, so every replica computes its own. Others (nadam has a
+# shared schedule, sgld draws noise, a user's class may do anything) update one replica, exactly as gluon.Trainer does on one
+# device, and the result is copied.
+_REPLICABLE = (*_CONTIGUOUS, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt.Adamax, opt.FTML, opt.Signum)
 
 _CONTAINERS = (list, tuple, dict, np.ndarray)
-State = Any  # whatever an optimizer keeps for a parameter: None, an array, or nested tuples of arrays
+State = Any  # an optimizer's state of a parameter: None, an array, or nested tuples of arrays
 
 
 class Update:
@@ -40,14 +40,14 @@ class Update:
     params : list of gluon.Parameter
     contexts : list of mxnet.Context
     order : list of int
-        The places of the parameters in Gluon's order; see `gluon_order`. On one device the weights are then Gluon's to the bit,
-        also where an optimizer carries something from one parameter to the next: nadam its schedule, LARS the last rate,
+        The positions of the parameters in Gluon's order; see `gluon_order`. On one device the weights are then bit-identical to
+        Gluon's, also for optimizers that pass values from one parameter to the next: nadam its schedule, LARS the last rate,
         LBSGD the first one.
 
     Attributes
     ----------
     updaters : list of mxnet.optimizer.Updater
-        One a replica. Their states are the parameters' own, by index; for some optimizers they are views of one array a bucket.
+        One per replica. Their states are per parameter, by index; for some optimizers they are views of one array per bucket.
     """
 
     def __init__(
@@ -59,18 +59,17 @@ class Update:
         self._contexts = list(contexts)
         self._order = list(order)
         self._counts: List[Dict[int, int]] = [{} for _ in contexts]  # updates of each parameter, by replica
-        self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a whole bucket, by replica
-        self._laid: Dict[Tuple[int, int], BucketSlice] = {}  # which parameters' states are views of it, by replica
+        self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a bucket, by replica
+        self._views: Dict[Tuple[int, int], BucketSlice] = {}  # parameters whose states are views of it, by replica
         self._buffers: List[Buffer] = []
-        # Of these buffers, those that are updated as one, each with its states by replica, and the operators that do it where
-        # they are prepared.
-        self._whole: List[Tuple[Buffer, List[State], List[Operator]]] = []
-        self._early: List[int] = []  # parameters that Gluon updates before the schedule's clock moves
+        # The buffers that are updated as one, each with its states by replica, and its operators where they are prepared.
+        self._joint: List[Tuple[Buffer, List[State], List[Operator]]] = []
+        self._early: List[int] = []  # parameters that Gluon updates before the schedule advances
         self._single: List[int] = []  # other parameters that are updated one by one
-        self._most_updates = 0  # of any parameter that takes part, when these buffers were prepared
+        self._most_updates = 0  # of all parameters that take part, when these buffers were prepared
         self._has_schedule = False  # when they were prepared
-        self._num_uncounted = 0  # updates since, which of each whole buffer only the first parameter has counted
-        self._is_known = type(optimizer) in _ALIKE
+        self._num_uncounted = 0  # updates since, counted only for the first parameter of each joint buffer
+        self._is_known = type(optimizer) in _REPLICABLE
         self._num_updated = len(self._contexts) if self._is_known else 1
 
     def apply(self, buffers: List[Buffer]) -> None:
@@ -84,11 +83,11 @@ class Update:
                 self._start(replica)
                 self._run_single(self._early, replica)
         if self._is_known:
-            # The schedule's clock, before the first update asks for a rate: each replica gets the rate that the first one gets.
+            # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
             optimizer.num_update = max(optimizer.num_update, self._most_updates + self._num_uncounted)
         for replica in range(self._num_updated):
             self._start(replica)
-            for buffer, states, operators in self._whole:
+            for buffer, states, operators in self._joint:
                 if operators:
                     self._run_sgd(buffer.indices[0], operators[replica])
                     continue
@@ -115,19 +114,19 @@ class Update:
 
     @property
     def order(self) -> List[int]:
-        """The places of the parameters in Gluon's order, when the training of these states began."""
+        """The positions of the parameters in Gluon's order, when the training of these states began."""
         return list(self._order)
 
     @property
     def is_alike(self) -> bool:
-        """Whether every replica computes its own update; else one is updated, and copied to the others."""
+        """Whether every replica computes its own update; otherwise one replica is updated and copied to the others."""
         return self._num_updated == len(self._contexts)
 
     def arrays(self) -> List[List[Any]]:
-        """Return the arrays of the optimizer's states: of each, one a replica."""
+        """Return the arrays of the optimizer's states, one list per state with one array per replica."""
         held: List[List[Any]] = []
         for replica, updater in enumerate(self.updaters):
-            alone = [state for index, state in sorted(updater.states.items()) if (index, replica) not in self._laid]
+            alone = [state for index, state in sorted(updater.states.items()) if (index, replica) not in self._views]
             together = [memory for (_, where), memory in self._memory.items() if where == replica]
             held.append([array for _, array in leaves([alone, together]) if is_device_array(array)])
         return [list(arrays) for arrays in zip(*held)]
@@ -137,7 +136,7 @@ class Update:
         return dict(self.updaters[0].states)
 
     def counts(self) -> Dict[int, int]:
-        """Return how often each parameter was updated."""
+        """Return the number of updates of each parameter."""
         self._count()
         return dict(self._counts[0])
 
@@ -145,36 +144,36 @@ class Update:
         """Return the bytes of the optimizer's states on each device."""
         held = []
         for replica, updater in enumerate(self.updaters):
-            alone = [state for index, state in updater.states.items() if (index, replica) not in self._laid]
+            alone = [state for index, state in updater.states.items() if (index, replica) not in self._views]
             together = [memory for (_, where), memory in self._memory.items() if where == replica]
             held.append(_num_bytes([alone, together]))
         return held
 
     def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
-        """Take over states, one dict a replica, counts, and the order if it is known, as names may sort differently now."""
+        """Set states, one dict per replica, counts, and the order if it is known: names may sort differently now."""
         self._order = self._order if order is None else list(order)
         for updater, known in zip(self.updaters, states):
             updater.states = dict(known)
             updater.states_synced = dict.fromkeys(known, True)
-        begun = dict.fromkeys(states[0], self._optimizer.begin_num_update)  # of a file without counts
+        begun = dict.fromkeys(states[0], self._optimizer.begin_num_update)  # for files without counts
         self._counts = [{**begun, **counts} for _ in self._contexts]
         self._memory.clear()
-        self._laid.clear()
-        self._buffers, self._whole, self._num_uncounted = [], [], 0
+        self._views.clear()
+        self._buffers, self._joint, self._num_uncounted = [], [], 0
 
     def _prepare(self, buffers: List[Buffer]) -> None:
-        """Decide what is updated as one, and lay its states side by side."""
+        """Choose the buffers that are updated as one, and put their states into contiguous arrays."""
         self._count()
         taking_part = {index for buffer in buffers for index in buffer.indices}
         in_order = [index for index in self._order if index in taking_part]
-        early = self._before_the_clock(in_order)
+        early = self._before_schedule(in_order)
         single: Set[int] = set()
-        self._whole = []
+        self._joint = []
         for buffer in buffers:
-            if early.isdisjoint(buffer.indices) and buffer.weights and type(self._optimizer) in _SIDE_BY_SIDE:
-                states = [self._lay(buffer, replica) for replica in range(self._num_updated)]
-                if self._is_whole(buffer):
-                    self._whole.append((buffer, states, self._sgd(buffer, states)))
+            if early.isdisjoint(buffer.indices) and buffer.weights and type(self._optimizer) in _CONTIGUOUS:
+                states = [self._contiguous_states(buffer, replica) for replica in range(self._num_updated)]
+                if self._is_joint(buffer):
+                    self._joint.append((buffer, states, self._sgd(buffer, states)))
                     continue
             single.update(buffer.indices)
         self._early = [index for index in in_order if index in early]
@@ -182,23 +181,23 @@ class Update:
         self._most_updates = max(map(self._num_updates, in_order), default=0)
         self._has_schedule = self._optimizer.lr_scheduler is not None
         self._buffers = buffers
-        current = {place.bucket for place in self._laid.values()}
+        current = {place.bucket for place in self._views.values()}
         self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
         if single:
             logger.debug("Trainer: %s updates %d parameters one by one", type(self._optimizer).__name__, len(single))
 
-    def _before_the_clock(self, in_order: Sequence[int]) -> Set[int]:
-        """Return the parameters that Gluon updates at the rate of the step before, in an optimizer that is the same everywhere.
+    def _before_schedule(self, in_order: Sequence[int]) -> Set[int]:
+        """Return the parameters that Gluon updates at the rate of the previous step.
 
-        Gluon's schedule follows the count of the parameter that was updated most often. Until its turn comes, parameters with
-        fewer updates, which some steps have left out, get the rate before. MXNet's SGD counts for several parameters at once.
+        Gluon's schedule follows the count of the parameter with the most updates. Parameters with fewer updates, because some
+        steps left them out, get the previous rate if they come before it. MXNet's SGD counts for several parameters at once.
         """
         if self._optimizer.lr_scheduler is None or not self._is_known or len(set(map(self._num_updates, in_order))) <= 1:
             return set()
         found: Set[int] = set()
         most = max(map(self._num_updates, in_order))
         size = max(1, self._optimizer.aggregate_num) if isinstance(self._optimizer, opt.SGD) else 1
-        by_dtype: Dict[Any, List[int]] = {}  # MXNet's Updater sorts so where it takes several
+        by_dtype: Dict[Any, List[int]] = {}  # MXNet's Updater sorts them like this if it takes several
         for index in in_order:
             by_dtype.setdefault(np.dtype(self._params[index].dtype) if size > 1 else None, []).append(index)
         for same in by_dtype.values():
@@ -213,9 +212,9 @@ class Update:
         return self._counts[0].get(index, self._optimizer.begin_num_update)
 
     def _sgd(self, buffer: Buffer, states: List[State]) -> List[Operator]:
-        """Return SGD's operator for each replica, the one that MXNet's SGD calls; [] for other optimizers and dtypes.
+        """Return MXNet's operator of SGD for each replica; [] for other optimizers and dtypes.
 
-        Calling it through `mxnet.optimizer.SGD` takes the host three times as long.
+        A call through `mxnet.optimizer.SGD` takes the host three times as long.
         """
         half = buffer.weights[0].dtype == np.float16 and self._optimizer.multi_precision
         if type(self._optimizer) is not opt.SGD or half or (states[0] is None) != (self._optimizer.momentum <= 0):
@@ -234,31 +233,31 @@ class Update:
             attributes.append(("clip_gradient", optimizer.clip_gradient))
         operator.run(*attributes)
 
-    def _is_whole(self, buffer: Buffer) -> bool:
+    def _is_joint(self, buffer: Buffer) -> bool:
         counts = {self._counts[0].get(index, 0) for index in buffer.indices}
-        return isinstance(self._optimizer, _WHOLE) and (len(counts) == 1 or not isinstance(self._optimizer, _COUNTING))
+        return isinstance(self._optimizer, _ELEMENTWISE) and (len(counts) == 1 or not isinstance(self._optimizer, _COUNTING))
 
-    def _lay(self, buffer: Buffer, replica: int) -> State:
-        """Return the part of the bucket's states that belongs to a buffer, having made those of its parameters views of it."""
+    def _contiguous_states(self, buffer: Buffer, replica: int) -> State:
+        """Return a buffer's part of the states of its bucket; make the states of its parameters views of it."""
         bucket, states = buffer.bucket, self.updaters[replica].states
-        assert bucket is not None, "only what lies in a bucket has flat weights"
+        assert bucket is not None, "only buffers in a bucket have flat weights"
         if (bucket, replica) not in self._memory:
             weights = bucket.weights[replica]
             self._memory[bucket, replica] = self._optimizer.create_state_multi_precision(buffer.indices[0], weights)
         memory = self._memory[bucket, replica]
         for index in buffer.indices:
             place = place_of(self._params[index])
-            assert place is not None and place.bucket is bucket, "a buffer is grouped anew when a parameter has moved"
-            if self._laid.get((index, replica)) is not place:
+            assert place is not None and place.bucket is bucket, "buffers are grouped again when a parameter has moved"
+            if self._views.get((index, replica)) is not place:
                 view = _part(memory, place.begin, place.begin + place.size, self._params[index].shape)
                 states[index] = filled(view, states[index], f"parameter {index}") if index in states else view
                 self.updaters[replica].states_synced[index] = True
-                self._laid[index, replica] = place
+                self._views[index, replica] = place
         return _part(memory, buffer.begin, buffer.end, (buffer.end - buffer.begin,))
 
     def _count(self) -> None:
-        """Count the latest updates for every parameter of a buffer that was updated as one."""
-        for buffer, _, _ in self._whole:
+        """Count the latest updates for every parameter of the joint buffers."""
+        for buffer, _, _ in self._joint:
             for counts in self._counts[: self._num_updated]:
                 for index in buffer.indices[1:]:
                     counts[index] = counts.get(index, self._optimizer.begin_num_update) + self._num_uncounted
@@ -266,12 +265,12 @@ class Update:
 
 
 def filled(state: State, value: State, where: str) -> State:
-    """Return an optimizer state of which every array has the values of another one's: MXNet's arrays or NumPy's.
+    """Return an optimizer state after copying the values of another into its arrays. The values are MXNet's or NumPy's.
 
     Raises
     ------
     StateError
-        They differ in form.
+        The two differ in form.
     """
     if is_device_array(state):
         if getattr(value, "shape", None) != state.shape:

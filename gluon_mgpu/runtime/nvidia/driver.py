@@ -1,4 +1,4 @@
-"""The NVIDIA driver, its GPUs and how they are linked, as plain values of one moment."""
+"""The NVIDIA driver, its GPUs and their links, as plain values at one moment."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class GpuProcess:
     Attributes
     ----------
     pid : int
-        Inside a container it may be the machine's number for it, and name another process here or none.
+        Inside a container it may be the host's number, which belongs to another process or none here.
     name : str
-        Its program; empty where the process has gone, is hidden, or may not be looked at.
+        Its program; "" if the process has ended, is hidden, or may not be read.
     used_bytes : int or None
         Its memory on the GPU.
     """
@@ -63,34 +63,34 @@ class MigDevice:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU at one moment. What the card or the driver does not tell is None.
+    """A GPU at one moment. Values that the card or the driver does not report are None.
 
     Attributes
     ----------
     index : int
-        Its place in the order of PCI addresses, which is that of `nvidia-smi`.
+        Its position in the order of PCI addresses, as in `nvidia-smi`.
     uuid : str
-        `GPU-...`; empty, as the name is, where `trouble` kept it from telling.
+        `GPU-...`; "", like the name, if `trouble` prevented reading it.
     name : str
     pci_bus_id : str
         `00000000:3B:00.0`
     total_bytes, used_bytes, free_bytes : int or None
-        Used is what programs have taken; what the driver keeps is neither used nor free.
+        Used memory belongs to programs; memory of the driver is neither used nor free.
     utilization : int or None
-        Percent of the last moments, a sixth of a second to one second, in which a kernel ran.
+        Percent of the last sampling period, a sixth of a second to one second, in which a kernel ran.
     temperature_c : int or None
     power_w, power_limit_w : float or None
         The limit is the one in force.
     throttle_reasons : tuple of str, or None
-        Why its clocks are below what they could be, of `THROTTLE_REASONS`.
+        Why its clocks are below their maximum, from `THROTTLE_REASONS`.
     compute_capability : tuple of (int, int), or None
     processes : tuple of GpuProcess, or None
-        Those that compute. A container may hide those outside it: an empty tuple then does not say that nobody computes.
+        Processes that compute. A container may hide those outside it, so an empty tuple does not mean that the GPU is idle.
     mig : tuple of MigDevice
-        Empty where MIG mode is off.
+        Empty if MIG mode is off.
     mig_enabled : bool
     trouble : str
-        NVML's words where the GPU itself failed: `GPU is lost`.
+        NVML's error if the GPU failed: `GPU is lost`.
     """
 
     index: int
@@ -114,7 +114,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """The way between two GPUs.
+    """The link between two GPUs.
 
     Attributes
     ----------
@@ -123,13 +123,13 @@ class Link:
     kind : str
         `NVLink` or `PCIe`.
     path : str
-        What they have in common on the PCIe side: `through one PCIe switch`; empty where nobody tells.
+        Their PCIe connection: `through one PCIe switch`; "" if unknown.
     num_links : int or None
-        NVLinks between them; where they meet in an NVSwitch, those of the GPU that has fewer.
+        NVLinks between them; with an NVSwitch, those of the GPU that has fewer.
     bytes_per_s : float or None
-        What the link is made for, each way, which no transfer reaches.
+        The nominal bandwidth per direction; transfers are slower.
     peer_access : bool or None
-        Whether one can read the other's memory without a detour through the host's.
+        Whether one can read the other's memory without copying through the host.
     """
 
     a: int
@@ -153,7 +153,7 @@ class Driver:
         The newest CUDA that it can run: `12.2`.
     gpus : tuple of Gpu
     links : tuple of Link
-        One of each pair.
+        One per pair.
     """
 
     version: str

@@ -1,4 +1,4 @@
-"""Which GPUs the processes of this machine have taken for themselves: a lock on a file a GPU, until the process ends."""
+"""GPUs that processes of this machine have reserved: one locked file per GPU, until the process ends."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ _held: Dict[str, int] = {}  # uuid -> open file
 
 
 def claim(uuid: str) -> str:
-    """Take a GPU for this process, and return "", or who has taken it before.
+    """Reserve a GPU for this process, and return "", or the process that has already reserved it.
 
-    A GPU that was chosen is seen as busy by the driver only when MXNet first computes there: until then, two jobs that choose at
-    the same time would choose the same. The kernel lets go of the lock when the process ends, however it ends. It binds programs
-    that ask for it alone, on machines and in containers that share the folder of `folder()`. Where no file can be made, nothing
-    is claimed, and a debug log line says so.
+    The driver reports a GPU as busy only when MXNet first computes on it: until then, two jobs could choose the same GPU. The
+    kernel releases the lock when the process ends, also after a crash. The lock only affects programs that check it, on machines
+    and in containers that share `folder()`. If no file can be created, nothing is reserved, and a debug line is logged.
 
     Parameters
     ----------
     uuid : str
-        As the driver names it.
+        The driver's name for it.
     """
     if uuid in _held:
         return ""
@@ -54,18 +53,18 @@ def claim(uuid: str) -> str:
 
 
 def release(uuid: str) -> None:
-    """Let go of a GPU. One that this process has not taken is left alone."""
+    """Release a GPU. It does nothing if this process has not reserved it."""
     file = _held.pop(uuid, None)
     if file is not None:
-        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a child process has the file, too
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough if a child process has the file as well
         os.close(file)
 
 
 @contextmanager
 def choosing() -> Iterator[None]:
-    """Let one process after the other choose inside, so that two do not take half each of what one of them needs.
+    """Let one process at a time choose GPUs, so that two processes do not each take half of the GPUs that one needs.
 
-    Choosing takes milliseconds: after some seconds the other is taken to be stopped, and is not waited for.
+    Choosing takes milliseconds: after some seconds, the other process counts as stopped, and this one continues.
     """
     try:
         file = _open(folder() / "choosing.lock")
@@ -83,18 +82,18 @@ def choosing() -> Iterator[None]:
 
 
 def is_ours(uuid: str) -> bool:
-    """Return whether this process has taken a GPU."""
+    """Return whether this process has reserved a GPU."""
     return uuid in _held
 
 
 def folder() -> Path:
-    """Return where the locks are: a folder of the machine's temporary one, which all users may write to."""
+    """Return the folder of the locks, inside the machine's temporary folder. All users may write to it."""
     path = Path(tempfile.gettempdir()) / "gluon_mgpu_gpus"
     try:
         path.mkdir()
         path.chmod(0o1777)
     except FileExistsError:
-        if path.is_symlink():  # somebody else's, to have files written elsewhere
+        if path.is_symlink():  # another user's link, to redirect our files
             raise
     return path
 
@@ -103,7 +102,7 @@ def _open(path: Path) -> int:
     """Open a lock file, which all users may lock."""
     file = open_lock(path)
     if os.fstat(file).st_uid == os.getuid():
-        os.fchmod(file, 0o666)  # whatever the umask says
+        os.fchmod(file, 0o666)  # regardless of the umask
     return file
 
 

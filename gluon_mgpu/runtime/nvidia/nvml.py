@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of its GPUs: memory, load, heat, processes, MIG devices, and how they are linked."""
+"""Reads the NVIDIA driver's GPUs through NVML: memory, load, temperature, processes, MIG devices, and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .driver import GpuProcess as GpuProcess
 from .driver import Link as Link
 from .driver import MigDevice as MigDevice
 
-# nvmlDeviceGetTopologyCommonAncestor: what two GPUs have in common. Source: nvml.h, nvmlGpuTopologyLevel_t.
+# nvmlDeviceGetTopologyCommonAncestor: the connection of two GPUs. Source: nvml.h, nvmlGpuTopologyLevel_t.
 _PATHS = {
     0: "on one board",
     10: "through one PCIe switch",
@@ -25,25 +25,25 @@ _PATHS = {
 _LANE_BYTES_PER_S = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}  # after encoding, each way. PCI-SIG.
 
 _P2P_READ, _P2P_NVLINK = 0, 2  # nvmlGpuP2PCapsIndex_t; the module's own NVML_P2P_CAPS_INDEX_READ is a tuple
-_MEMORY_V2 = 0x02000028  # nvmlMemory_v2: used is what programs have taken
+_MEMORY_V2 = 0x02000028  # nvmlMemory_v2: used memory belongs to programs
 _FIELD_NVLINK_MBYTES_PER_S = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
 
 
 class DriverError(RuntimeError):
-    """The NVIDIA driver, or its library NVML, is not there or refuses to answer."""
+    """The NVIDIA driver, or its library NVML, is missing or reports an error."""
 
 
 class Nvml:
-    """NVML, opened once and asked many times.
+    """NVML, opened once and read many times.
 
-    What does not change is asked for when it is opened: a `read()` asks for the rest, some ten calls a GPU.
+    Constant values are read when it is opened; `read()` reads the others, with about ten calls per GPU.
 
     Raises
     ------
     MissingExtraError
         The package nvidia-ml-py is not installed.
     DriverError
-        There is no NVIDIA driver, or it refuses.
+        There is no NVIDIA driver, or it reports an error.
 
     Examples
     --------
@@ -76,38 +76,38 @@ class Nvml:
         self.close()
 
     def close(self) -> None:
-        """Let the library go. A second call does nothing."""
+        """Close the library. A second call does nothing."""
         nvml, self._nvml = self._nvml, None
         if nvml is not None:
             try:
                 nvml.nvmlShutdown()
             except nvml.NVMLError as error:
-                environment.logger.debug("nvml: %s at its end", error)
+                environment.logger.debug("nvml: %s while closing it", error)
 
     def read(self, *, links: bool = True) -> Driver:
-        """Return what the driver says now.
+        """Return the driver's current values.
 
         Parameters
         ----------
         links : bool
-            Whether to say how the GPUs are linked, which is asked for once.
+            Whether to include the links between GPUs, which are read once.
 
         Raises
         ------
         DriverError
-            It was closed before.
+            It was closed.
         """
         if self._nvml is None:
             raise DriverError("nvml: got a library that was closed; expected an open one. Make a new Nvml().")
         if links and self._links is None:
             self._links = tuple(self._find_links())
-        gpus = tuple(self._look_at(known, handle) for known, handle in zip(self._known, self._handles))
+        gpus = tuple(self._read_gpu(known, handle) for known, handle in zip(self._known, self._handles))
         return Driver(self._version, self._cuda_version, gpus, self._links if links and self._links else ())
 
     def _ask(self, function: str, *arguments: Any, or_else: str = "") -> Any:
-        """Return what a function of NVML returns, None where it refuses or is not there; `or_else` is its older name.
+        """Return the result of a function of NVML, None if it fails or does not exist; `or_else` is its older name.
 
-        A lost GPU is not a refusal: its error goes on.
+        The error of a lost GPU is raised.
         """
         ask = getattr(self._nvml, function, None)
         if ask is not None:
@@ -134,9 +134,9 @@ class Nvml:
         return [handle for *_, handle in sorted(found, key=lambda one: one[:3])]
 
     def _identify(self, index: int, handle: Any) -> Gpu:
-        """Return what does not change of a GPU."""
+        """Return the constant values of a GPU."""
         if handle is None:
-            return Gpu(index, trouble="The driver counts it, but does not open it.")
+            return Gpu(index, trouble="The driver lists it, but cannot open it.")
         try:
             pci = self._ask("nvmlDeviceGetPciInfo", handle)
             return Gpu(
@@ -149,8 +149,8 @@ class Nvml:
         except self._nvml.NVMLError as error:
             return Gpu(index, trouble=str(error))
 
-    def _look_at(self, known: Gpu, handle: Any) -> Gpu:
-        """Return a GPU as it is now."""
+    def _read_gpu(self, known: Gpu, handle: Any) -> Gpu:
+        """Return the current values of a GPU."""
         if handle is None:
             return known
         try:
@@ -182,7 +182,7 @@ class Nvml:
 
     def _memory(self, handle: Any) -> Tuple[Optional[int], Optional[int], Optional[int]]:
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2)
-        if memory is None:  # drivers before 510, which count what the driver keeps as used
+        if memory is None:  # drivers before 510, which count their own memory as used
             memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         return (memory.total, memory.used, memory.free) if memory is not None else (None, None, None)
 
@@ -241,13 +241,13 @@ class Nvml:
         if self._ask("nvmlDeviceGetP2PStatus", *ends, _P2P_NVLINK) == 0:
             num_links = self._num_nvlinks(a, b)
             speeds = [self._nvlink_bytes_per_s(end) for end in ends]
-            told = [speed for speed in speeds if speed]
-            return Link(a, b, "NVLink", path, num_links, min(told) * num_links if told and num_links else None, peer_access)
+            known = [speed for speed in speeds if speed]
+            return Link(a, b, "NVLink", path, num_links, min(known) * num_links if known and num_links else None, peer_access)
         slower = min(self._pcie_bytes_per_s(end) for end in ends)
         return Link(a, b, "PCIe", path, None, slower or None, peer_access)
 
     def _num_nvlinks(self, a: int, b: int) -> Optional[int]:
-        """Return how many NVLinks join two GPUs: those that end at the other one, else, at a switch, all that are active."""
+        """Return the number of NVLinks between two GPUs: those that end at the other one; with a switch, all active ones."""
         ends = [self._nvlink_ends(self._handles[i]) for i in (a, b)]
         direct = ends[0].count(self._known[b].pci_bus_id.lower())
         return direct or min(map(len, ends)) or None
@@ -274,26 +274,26 @@ class Nvml:
 
 
 def read_driver(*, links: bool = True) -> Driver:
-    """Return what the NVIDIA driver says now of itself and its GPUs. `Nvml` is for who asks again and again.
+    """Return the current values of the NVIDIA driver and its GPUs. Use `Nvml` to read them repeatedly.
 
     Parameters
     ----------
     links : bool
-        Whether to ask how the GPUs are linked.
+        Whether to read the links between GPUs.
 
     Raises
     ------
     MissingExtraError
         The package nvidia-ml-py is not installed.
     DriverError
-        There is no NVIDIA driver, or it refuses.
+        There is no NVIDIA driver, or it reports an error.
     """
     with Nvml() as nvml:
         return nvml.read(links=links)
 
 
 def try_driver(*, links: bool = True) -> Tuple[Optional[Driver], str]:
-    """Return what `read_driver` returns and "", or None and the reason why there is nothing to read."""
+    """Return the result of `read_driver` and "", or None and the reason why it failed."""
     try:
         return read_driver(links=links), ""
     except (MissingExtraError, DriverError) as error:
@@ -305,12 +305,12 @@ def _driver_error(nvml: Any, error: Exception) -> DriverError:
         nvml.NVMLError_LibraryNotFound: "Install NVIDIA's driver, which brings libnvidia-ml.so.1; a container gets it with "
         "--gpus all.",
         nvml.NVMLError_DriverNotLoaded: "Load NVIDIA's kernel module: sudo modprobe nvidia; after installing the driver, reboot.",
-        nvml.NVMLError_NoPermission: "Ask for the right to read /dev/nvidiactl and /dev/nvidia0.",
-        nvml.NVMLError_LibRmVersionMismatch: "The driver was renewed while it was loaded: reboot.",
+        nvml.NVMLError_NoPermission: "Get permission to read /dev/nvidiactl and /dev/nvidia0.",
+        nvml.NVMLError_LibRmVersionMismatch: "The driver was updated while it was loaded: reboot.",
     }
     return DriverError(
-        f"nvml: got {str(error)!r} from the NVIDIA driver; expected one that answers. "
-        f"{to_do.get(type(error), 'See what nvidia-smi says.')}"
+        f"nvml: got {str(error)!r} from the NVIDIA driver; expected a working driver. "
+        f"{to_do.get(type(error), 'Check the output of nvidia-smi.')}"
     )
 
 

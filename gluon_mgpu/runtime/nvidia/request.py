@@ -1,4 +1,4 @@
-"""What is asked of GPUs: to be free, and how much memory; and why one does not meet it."""
+"""A request for GPUs (free, with a minimum of memory), and why a GPU does not satisfy it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from . import locks
 from .visible import CudaDevice
 
 LEAST_UTILIZATION = 10  # percent: a desktop's windows stay below it
-_IDLE_BYTES = 512 * 2**20  # a desktop's windows, and what the driver keeps; a CUDA context and its first arrays are more
+_IDLE_BYTES = 512 * 2**20  # a desktop's windows and the driver use less; a CUDA context with its first arrays uses more
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is asked of GPUs.
+    """A request for GPUs.
 
     Attributes
     ----------
-    said : str
-        How it was asked for, for messages: `'gpu:free:2'`.
+    spec : str
+        The specification, for messages: `'gpu:free:2'`.
     numbers : tuple of int, or None
-        Those that come into question; all where None.
+        The candidates; None for all GPUs.
     count : int or None
-        How many are to be taken, the most free first; None takes all that meet the demand.
+        The number of GPUs, the most free first; None takes all that satisfy the request.
     free : bool
-        Whether nobody else may use them.
+        Whether no other process may use them.
     min_free_bytes : int
-        Of memory, on each.
+        The least free memory on each.
     every : bool
-        Whether each of `numbers` has to meet it, in the order given: they were named one by one.
+        Whether each of `numbers` must satisfy it, in this order: they were listed one by one.
     may_be_none : bool
-        Whether it is met by no GPU, too.
+        Whether no GPU also satisfies it.
     """
 
-    said: str
+    spec: str
     numbers: Optional[Tuple[int, ...]] = None
     count: Optional[int] = None
     free: bool = True
@@ -50,7 +50,7 @@ class Demand:
 
     @property
     def fewest(self) -> int:
-        """How many GPUs must meet it."""
+        """The least number of GPUs that must satisfy it."""
         if self.may_be_none:
             return 0
         return len(self.numbers or ()) if self.every else self.count or 1
@@ -62,11 +62,11 @@ class Demand:
 
 
 def why_not_free(device: CudaDevice, demand: Demand) -> str:
-    """Return why a GPU does not meet a demand, "" where it does.
+    """Return why a GPU does not satisfy a request, "" if it does.
 
-    Free is a GPU on which no other process computes, whose utilization is below 10 %, and which nobody using this package has
-    taken. Some containers hide the processes of others, so that memory in use counts, too: half a GiB at most; or, where
-    `min_free_bytes` says what is needed, any that leaves so much. What else the driver does not tell hinders nothing.
+    A GPU is free if no other process computes on it, its utilization is below 10 %, and no process has reserved it through this
+    package. Some containers hide processes of others, so used memory counts as well: at most half a GiB, or, with
+    `min_free_bytes`, any amount that leaves this much free. Other values that the driver does not report are ignored.
 
     Examples
     --------
@@ -88,14 +88,14 @@ def why_not_free(device: CudaDevice, demand: Demand) -> str:
             return f"it is {device.utilization} % busy"
     total, left = device.total_bytes, device.free_bytes
     if left is None:
-        return "the driver does not tell how much memory is free" if demand.min_free_bytes else ""
-    told = f"{format_bytes(left)}{f' of {format_bytes(total)}' if total else ''} are free"
+        return "the driver does not report its free memory" if demand.min_free_bytes else ""
+    memory = f"{format_bytes(left)}{f' of {format_bytes(total)}' if total else ''} are free"
     if demand.min_free_bytes:
-        return told if left < demand.min_free_bytes else ""
+        return memory if left < demand.min_free_bytes else ""
     mine = sum(one.used_bytes or 0 for one in device.processes or () if one.pid == os.getpid())
     used = device.mig is None and device.gpu.used_bytes
     if demand.free and not ours and used and used - mine > _IDLE_BYTES:
-        return f"{format_bytes(used)} are in use, {told}"
+        return f"{format_bytes(used)} are in use, {memory}"
     return ""
 
 
@@ -105,7 +105,7 @@ def _program(name: str) -> str:
 
 
 def num_bytes(size: Union[None, int, str]) -> int:
-    """Return a size such as 2**33 or "8GiB" in bytes, 0 where there is none."""
+    """Return a size such as 2**33 or "8GiB" in bytes, 0 for None."""
     if size is None:
         return 0
     if is_whole(size) and 0 < size < 2**63:
@@ -120,7 +120,7 @@ def num_bytes(size: Union[None, int, str]) -> int:
 
 
 def seconds(wait_s: Optional[float]) -> Optional[float]:
-    """Return a time to wait, checked."""
+    """Check a time to wait, and return it."""
     if wait_s is None:
         return None
     return real_number("use_devices", "wait_s", wait_s, advice="Leave it out to take GPUs as they are.", error=DeviceError)

@@ -1,4 +1,4 @@
-"""Which GPU of the driver's list is MXNet's gpu(i): CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER, and CUDA's own word."""
+"""Which GPU of the driver's list is MXNet's gpu(i), from CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER, or CUDA itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CudaDevice:
     number : int
     gpu : Gpu
     mig : MigDevice or None
-        The part of the GPU that it is, in MIG mode.
+        Its part of the GPU, in MIG mode.
     """
 
     number: int
@@ -35,7 +35,7 @@ class CudaDevice:
 
     @property
     def name(self) -> str:
-        """The maker's name for it."""
+        """The manufacturer's name."""
         return self.mig.name if self.mig else self.gpu.name
 
     @property
@@ -45,30 +45,30 @@ class CudaDevice:
 
     @property
     def free_bytes(self) -> Optional[int]:
-        """The memory that nobody has taken."""
+        """Its free memory."""
         return self.mig.free_bytes if self.mig else self.gpu.free_bytes
 
     @property
     def utilization(self) -> Optional[int]:
-        """Percent of the last moments in which a kernel ran; None for a part of a GPU."""
+        """Percent of the last sampling period in which a kernel ran; None for a part of a GPU."""
         return None if self.mig else self.gpu.utilization
 
     @property
     def processes(self) -> Optional[Tuple[GpuProcess, ...]]:
-        """Those that compute on it, None where the driver does not say."""
+        """The processes that compute on it, None if the driver does not report them."""
         return self.mig.processes if self.mig else self.gpu.processes
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What CUDA sees of the driver's GPUs.
+    """The driver's GPUs that CUDA sees.
 
     Attributes
     ----------
     devices : tuple of CudaDevice
         In the order of their numbers.
     doubt : str
-        Why the numbers may be others, and what to do; empty where they are certain.
+        Why the numbers may differ, and what to do; "" if they are certain.
     """
 
     devices: Tuple[CudaDevice, ...]
@@ -78,7 +78,7 @@ class Visible:
 def visible_gpus(
     driver: Driver, environ: Optional[Mapping[str, str]] = None, *, cuda_uuids: Optional[Sequence[str]] = None
 ) -> Visible:
-    """Return the devices that CUDA sees, with the numbers that it gives them.
+    """Return the devices that CUDA sees, with its numbers.
 
     ```
     driver, by PCI address    CUDA_VISIBLE_DEVICES=3,GPU-.. or 3,1    MXNet
@@ -89,16 +89,16 @@ def visible_gpus(
     ----------
     driver : Driver
     environ : mapping of str to str, optional
-        Where to read `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`; this process's environment by default.
+        The source of `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`; this process's environment by default.
     cuda_uuids : sequence of str, optional
-        What CUDA itself has said, of `ask_cuda`; the environment is then not asked.
+        The result of `ask_cuda`; the environment is then not used.
 
     Source: CUDA Programming Guide, "CUDA Environment Variables".
     """
     environ = os.environ if environ is None else environ
-    said = None if cuda_uuids is None else _by_uuid(driver, cuda_uuids)
-    if said is not None:
-        return Visible(tuple(CudaDevice(i, gpu, mig) for i, (gpu, mig) in enumerate(said)))
+    by_cuda = None if cuda_uuids is None else _by_uuid(driver, cuda_uuids)
+    if by_cuda is not None:
+        return Visible(tuple(CudaDevice(i, gpu, mig) for i, (gpu, mig) in enumerate(by_cuda)))
     variable = environ.get("CUDA_VISIBLE_DEVICES")
     pairs = _only_one_mig(parse_visible(variable, driver.gpus))
     by_number = variable is None or not variable.lstrip().startswith(("GPU-", "MIG-"))
@@ -109,16 +109,16 @@ def visible_gpus(
 
 
 def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Tuple[Gpu, Optional[MigDevice]]]:
-    """Return what `CUDA_VISIBLE_DEVICES` names among GPUs that stand in CUDA's order.
+    """Return the devices that `CUDA_VISIBLE_DEVICES` names among GPUs in CUDA's order.
 
-    The first entry decides whether all are numbers, or names that begin with `GPU-` or `MIG-`. An entry that is no such thing, or
-    names nothing that is there, ends the list: -1 is the usual one. What follows a number's digits does not count. A UUID may be
-    cut short as long as only one GPU begins so. CUDA sees no device at all if one is named twice, and one MIG device at most.
+    The first entry decides whether all are numbers, or names that begin with `GPU-` or `MIG-`. An entry of another kind, or
+    without a device, ends the list: usually -1. Characters after a number's digits are ignored. A UUID may be abbreviated if only
+    one GPU begins with it. CUDA sees no device at all if one is named twice, and at most one MIG device.
 
     Parameters
     ----------
     variable : str or None
-        Its value; None where it is not set, which shows all.
+        Its value; None if it is not set, which shows all devices.
     gpus : sequence of Gpu
 
     Examples
@@ -149,9 +149,9 @@ def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Tuple[Gp
 
 
 def ask_cuda(library: Any = None) -> Optional[List[str]]:
-    """Return the UUIDs of CUDA's devices in the order of their numbers, None where CUDA does not say.
+    """Return the UUIDs of CUDA's devices in the order of their numbers, None if CUDA does not report them.
 
-    It starts CUDA in this process, which fixes both variables, but takes no memory on a GPU.
+    It starts CUDA in this process, which fixes both variables, but uses no memory on a GPU.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def ask_cuda(library: Any = None) -> Optional[List[str]]:
     """
     try:
         cuda = library or ctypes.CDLL("libcuda.so.1")
-        uuid_of = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid  # the first tells MIG devices apart
+        uuid_of = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid  # the first distinguishes MIG devices
         count, device, found = ctypes.c_int(), ctypes.c_int(), []
         if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
             return None
@@ -177,7 +177,7 @@ def ask_cuda(library: Any = None) -> Optional[List[str]]:
 
 
 def _by_uuid(driver: Driver, uuids: Sequence[str]) -> Optional[List[Tuple[Gpu, Optional[MigDevice]]]]:
-    """Return the driver's devices with these UUIDs, None unless all are there and whole."""
+    """Return the driver's devices with these UUIDs, None unless all of them exist."""
     there = {gpu.uuid.partition("-")[2]: (gpu, None) for gpu in driver.gpus if not gpu.mig_enabled}
     parts = {part.uuid.partition("-")[2]: (gpu, part) for gpu in driver.gpus for part in gpu.mig}
     known = {**there, **parts}
@@ -209,18 +209,18 @@ def _find_mig(entry: str, gpus: Sequence[Gpu]) -> Optional[Tuple[Gpu, Optional[M
 
 
 def _only_one_mig(pairs: Sequence[Tuple[Gpu, Optional[MigDevice]]]) -> List[Tuple[Gpu, Optional[MigDevice]]]:
-    """Return what CUDA takes of these: where one is in MIG mode, its first device alone, and no other GPU.
+    """Return the devices of these that CUDA uses: if one is in MIG mode, only its first device, and no other GPU.
 
     Source: NVIDIA Multi-Instance GPU User Guide, "CUDA Device Enumeration".
     """
     for gpu, part in pairs:
         if part or gpu.mig:
             return [(gpu, part or gpu.mig[0])]
-    return [(gpu, None) for gpu, _ in pairs if not gpu.mig_enabled]  # in MIG mode, and not cut into devices yet
+    return [(gpu, None) for gpu, _ in pairs if not gpu.mig_enabled]  # in MIG mode without devices yet
 
 
 def _doubt(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
-    """Return why numbers in this environment may mean other GPUs than those of `nvidia-smi`."""
+    """Return why numbers in this environment may mean other GPUs than in `nvidia-smi`, "" if they do not."""
     kinds = sorted({gpu.name for gpu in gpus})
     if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(kinds) < 2:
         return ""

@@ -200,7 +200,7 @@ def test_ctrl_c_saves_and_ends_with_130(tsv, tmp_path, monkeypatch):
     result = invoke("train", "--tsv", tsv, *SMALL, *WORDS, "--devices", "cpu:2", "--epochs", "3", "--output", out)
     assert result.exit_code == 130
     assert "Interrupted. fit: stopped in epoch 2 after step " in result.output
-    assert result.output.strip().endswith(f"what was saved is in {out}")
+    assert result.output.strip().endswith(f"checkpoints are in {out}; resume with --resume auto")
     assert load_translator(out / "last").translate(["one"])
     progress = json.loads((out / "last" / "checkpoint" / "progress.json").read_text())
     assert (progress["epoch"], progress["epochs_completed"]) == (2, 1)

@@ -84,7 +84,7 @@ def find_batch_size_(
         max_batch_size=max_batch_size,
         multiple_of=multiple_of,
         timeout_s=timeout,
-        tell=lambda probe: click.echo(str(probe)),
+        on_message=lambda probe: click.echo(str(probe)),
     )
     _show(found)
     write_results(output, "batch_size", asdict(found), _figure(found))

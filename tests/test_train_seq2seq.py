@@ -87,7 +87,7 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 too short, 0 too long, 0 of unlike lengths"
     assert lines[1] == "numbers.tsv: 41 pairs to train on, 5 to validate, 4 to test"
     assert lines[2] == "14 words to 14 words, on cpu(0), cpu(1)"
-    assert lines[3] == "BLEU and chrF expected sacrebleu, which is not installed (extra seq2seq): exact match only"
+    assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
     epochs = [line for line in lines if line.startswith("epoch ") and "batch" not in line]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("test exact match" in line and "tokens/s" in line for line in epochs)
@@ -211,7 +211,7 @@ def test_korean_numbers_are_the_default(tmp_path, monkeypatch):
     def no_fit(*arguments, **kwargs):
         raise KeyboardInterrupt("enough")
 
-    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.fit", no_fit)
+    monkeypatch.setattr("gluon_mgpu.cli._training.fit", no_fit)
     result = invoke("train", "--num-examples", "700", "--devices", "cpu:1", "--output", tmp_path / "out")
     first, second, *_ = result.stdout.splitlines()
     assert first.startswith("Korean numbers: 700 pairs to train on, ")

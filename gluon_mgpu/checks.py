@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 import sys
+import warnings
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -166,6 +167,25 @@ def instance(
     """
     if not isinstance(value, kind):
         raise error(f"{operation}: got {_named(name, value)}; expected {what}. {advice}")
+
+
+def renamed_argument(operation: str, old: str, value: Any, new: str, new_value: Any) -> Any:
+    """Return the value of an argument that has a new name; None if neither was passed. The old name is deprecated.
+
+    Call it from the public function itself, so that the warning names the caller's line.
+
+    Raises
+    ------
+    TrainerError
+        Both names were passed.
+    """
+    if value is None:
+        return new_value
+    if new_value is not None:
+        raise TrainerError(f"{operation}: got {old}= and {new}=; expected one of them. Pass {new}=, the new name.")
+    message = f"{operation}: {old}= is deprecated, and will be removed in the next release. Pass {new}= instead."
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return value
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def test_memory_decides():
     """100 MiB an example in 770 MiB, of which the process itself takes more than 170 and less than 270: 5 fit, 6 do not."""
     told = []
     found = find_batch_size(
-        hold_100_mib_an_example, devices="cpu", memory_limit_bytes=770 * MIB, first=5, max_batch_size=6, tell=told.append
+        hold_100_mib_an_example, devices="cpu", memory_limit_bytes=770 * MIB, first=5, max_batch_size=6, on_message=told.append
     )
     assert tuple(told) == found.probes
     assert [(probe.batch_size, probe.fits) for probe in told] == [(5, True), (6, False)]
@@ -420,9 +420,21 @@ def test_a_package_that_the_workload_misses_is_not_the_workload(tmp_path, monkey
 def test_a_device_that_is_not_there_is_told_before_a_batch_is_tried():
     tried = []
     with pytest.raises(DeviceError, match="got 'tpu'") as caught:
-        find_batch_size(small_mlp, devices="tpu", tell=tried.append)
+        find_batch_size(small_mlp, devices="tpu", on_message=tried.append)
     assert_house_style(caught.value)
     assert tried == []
+
+
+def test_the_former_name_of_on_message_is_deprecated():
+    tried = []
+    with pytest.warns(DeprecationWarning, match="tell= is deprecated.* Pass on_message= instead") as caught, pytest.raises(
+        DeviceError
+    ):
+        find_batch_size(small_mlp, devices="tpu", tell=tried.append)
+    assert caught[0].filename == __file__
+    with pytest.raises(TrainerError, match="got tell= and on_message=; expected one of them") as refused:
+        find_batch_size(small_mlp, devices="tpu", tell=tried.append, on_message=tried.append)
+    assert_house_style(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -458,10 +470,10 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, monkeypatch):
     probes = (Probe(16, True, 2**29, (90.0, 98.0, 99.0)), Probe(32, True, 2**30, (100.0,)), Probe(64, False, 2**31, (), "[no]"))
     given = {}
 
-    def found(workload, *, tell, **options):
+    def found(workload, *, on_message, **options):
         given.update(options, workload=workload)
         for probe in probes:
-            tell(probe)
+            on_message(probe)
         return BatchSizes(("cpu(0)",), 2**31, probes, 32, recommend(probes))
 
     monkeypatch.setattr("gluon_mgpu.cli.find_batch_size.find_batch_size", found)

@@ -307,7 +307,7 @@ def test_the_seed_decides_the_split_and_the_order(tiny, data_dir, tmp_path, monk
         loaders.append((train_iter, test_iter))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gluon_mgpu.cli.train.fit", fit)
+    monkeypatch.setattr("gluon_mgpu.cli._training.fit", fit)
     for seed in (5, 6):
         assert invoke(*TRAIN, "--data-dir", data_dir, "--output", tmp_path, "--seed", seed, "--devices", "cpu:1").exit_code == 130
     (first, first_test), (second, second_test) = loaders
@@ -491,7 +491,7 @@ def test_the_folder_of_a_run_stands_for_its_best_checkpoint(tmp_path, capsys, th
         (tmp_path / name / "net.params").write_bytes(b"")
     assert best_of(tmp_path, ["net.params", "manifest.json"]) == tmp_path / taken
     said = capsys.readouterr().err
-    assert (f"{tmp_path / taken} is read" in said) if taken else said == ""
+    assert (f"reading {tmp_path / taken}." in said) if taken else said == ""
 
 
 def test_predict_and_translate_read_the_best_of_a_run(tmp_path):
@@ -500,7 +500,7 @@ def test_predict_and_translate_read_the_best_of_a_run(tmp_path):
     (tmp_path / "best" / "model.json").write_text("damaged")
     for command in (["predict", "resnet18", "--checkpoint"], ["translate", "--model"]):
         result = invoke(*command, tmp_path, "--devices", "cpu")
-        assert result.exit_code == 1 and f"{tmp_path / 'best'} is read." in result.output
+        assert result.exit_code == 1 and f"reading {tmp_path / 'best'}." in result.output
         assert str(tmp_path / "best") in result.output.splitlines()[-1]
 
 

@@ -186,8 +186,8 @@ def test_metrics_are_named(metrics, names):
         ([5], "got 5 for 5"),
         ({"mine": "accuracy"}, "got 'accuracy' for mine"),
         ([mgpu.accuracy, None], "got None for None"),
-        ([wrong, wrong], "got 2 of which some have one name"),
-        ([lambda output, label: None, lambda output, label: None], "got 2 of which some have one name"),
+        ([wrong, wrong], "got 2 of which some share a name"),
+        ([lambda output, label: None, lambda output, label: None], "got 2 of which some share a name"),
     ],
 )
 def test_what_is_no_metric_is_told(metrics, told):

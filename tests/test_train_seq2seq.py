@@ -87,7 +87,7 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 too short, 0 too long, 0 of unlike lengths"
     assert lines[1] == "numbers.tsv: 41 pairs to train on, 5 to validate, 4 to test"
     assert lines[2] == "14 words to 14 words, on cpu(0), cpu(1)"
-    assert lines[3] == "BLEU and chrF expected sacrebleu, which is not installed (extra seq2seq): exact match only"
+    assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
     epochs = [line for line in lines if line.startswith("epoch ") and "batch" not in line]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("test exact match" in line and "tokens/s" in line for line in epochs)
@@ -200,7 +200,7 @@ def test_ctrl_c_saves_and_ends_with_130(tsv, tmp_path, monkeypatch):
     result = invoke("train", "--tsv", tsv, *SMALL, *WORDS, "--devices", "cpu:2", "--epochs", "3", "--output", out)
     assert result.exit_code == 130
     assert "Interrupted. fit: stopped in epoch 2 after step " in result.output
-    assert result.output.strip().endswith(f"what was saved is in {out}")
+    assert result.output.strip().endswith(f"checkpoints are in {out}; resume with --resume auto")
     assert load_translator(out / "last").translate(["one"])
     progress = json.loads((out / "last" / "checkpoint" / "progress.json").read_text())
     assert (progress["epoch"], progress["epochs_completed"]) == (2, 1)
@@ -211,7 +211,7 @@ def test_korean_numbers_are_the_default(tmp_path, monkeypatch):
     def no_fit(*arguments, **kwargs):
         raise KeyboardInterrupt("enough")
 
-    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.fit", no_fit)
+    monkeypatch.setattr("gluon_mgpu.cli._training.fit", no_fit)
     result = invoke("train", "--num-examples", "700", "--devices", "cpu:1", "--output", tmp_path / "out")
     first, second, *_ = result.stdout.splitlines()
     assert first.startswith("Korean numbers: 700 pairs to train on, ")

@@ -1,17 +1,141 @@
-"""Options that several subcommands share."""
+"""Options and progress lines that several subcommands share."""
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
-from typing import List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 import click
 
 from ..checkpoint.atomic_folder import recover_path
+from ._gpus import choosing_gpus
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
+    "off": None,
+    "on": {},
+    "static": {"static_alloc": True, "static_shape": True},
+}
+
+
+def all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator that applies all of these; `--help` shows them in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def finite(_context: click.Context, _parameter: click.Parameter, number: Optional[float]) -> Optional[float]:
+    """Return the number of an option; raise if it is infinite or NaN."""
+    if number is not None and not math.isfinite(number):
+        raise click.BadParameter(f"got {number}; expected a finite number.")
+    return number
+
+
+def shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Union[None, str, List[float]]:
+    """Return "auto", or a number for each device."""
+    if text is None or text == "auto":
+        return text
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"got {text!r}; expected auto, or a number for each device, separated by commas.") from None
+
+
+count = partial(click.option, type=click.IntRange(1), show_default=True)
+positive = partial(click.option, callback=finite, type=click.FloatRange(0, min_open=True))
+share = partial(click.option, callback=finite, type=click.FloatRange(0, 1, max_open=True), show_default=True)
+
+devices_option = all_of(
+    click.option(
+        "--devices",
+        default="auto",
+        show_default=True,
+        help="auto, gpu, gpu:0,2, gpu:4-7, gpu:free (unused GPUs), gpu:free:2, cpu:2 (two CPU contexts), or a count.",
+    ),
+    choosing_gpus,
+)
+
+
+def output_option(default: str, content: str) -> Callable[[Any], Any]:
+    """Return `--output`, the folder of a training program."""
+    return click.option("--output", type=FOLDER, default=Path(default), show_default=True, help=f"Folder for {content}.")
+
+
+def seed_option(purpose: str) -> Callable[[Any], Any]:
+    """Return `--seed`."""
+    return click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help=purpose)
+
+
+def training_options(*, hybridize: str, clip_norm: Optional[float], precise_layers: str) -> Callable[[Any], Any]:
+    """Return the options that the training programs share, from `--hybridize` on: how to train, save and check.
+
+    Parameters
+    ----------
+    hybridize : str
+        The default of `--hybridize`.
+    clip_norm : float, optional
+        The default of `--clip-norm`.
+    precise_layers : str
+        The layers to which `--precision` applies.
+    """
+    no_limit = "" if clip_norm is not None else "; no limit by default"
+    return all_of(
+        click.option(
+            "--hybridize",
+            type=click.Choice(list(HYBRIDIZE)),
+            default=hybridize,
+            show_default=True,
+            help="Compile the network: off, on, or with memory that is kept between steps (static).",
+        ),
+        count("--micro-steps", default=1, help="Compute each batch in this many parts, one after the other, to save memory."),
+        positive("--clip-norm", default=clip_norm, show_default=True, help=f"Largest norm of the gradient{no_limit}."),
+        positive("--clip-value", help="Largest absolute value of an element of the gradient; no limit by default."),
+        click.option(
+            "--average-every",
+            type=click.IntRange(1),
+            help="Train each device separately, and average their weights every so many steps (local SGD). By default gradients "
+            "are summed at each step.",
+        ),
+        click.option(
+            "--precision",
+            type=click.Choice(["fp32", "bf16", "fp16"]),
+            default="fp32",
+            show_default=True,
+            help=f"Number format of {precise_layers}: bf16 on CPUs with AVX-512, fp16 on GPUs.",
+        ),
+        click.option(
+            "--weights",
+            callback=shares,
+            help="How to split batches over devices: auto, by measured speed; or numbers, such as 3,1. By default evenly.",
+        ),
+        click.option(
+            "--checkpoint-every",
+            type=click.IntRange(1),
+            help="Also save every so many batches. By default after each epoch, and when Ctrl-C stops training.",
+        ),
+        count("--keep", default=1, help="How many of the last checkpoints to keep."),
+        click.option(
+            "--resume",
+            metavar="auto|FOLDER",
+            help="Resume from a checkpoint, with the other options unchanged: auto, the latest good one in --output, or the "
+            "beginning if there is none; or its folder.",
+        ),
+        click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
+        positive("--watchdog", help="Seconds without a step after which the stacks of all threads are printed."),
+        click.option("--leak-check", is_flag=True, help="Report at the end whether memory grows with the steps."),
+    )
 
 
 def numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> List[int]:
-    """Return whole numbers of 1 or more from a text with commas, as click calls it back."""
+    """Return whole numbers of 1 or more from a text with commas; a callback of click."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
@@ -22,14 +146,14 @@ def numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> 
 
 
 def best_of(folder: Path, holds: Sequence[str]) -> Path:
-    """Return the folder to read: this one where it holds one of these files, else its `best`, else its `last`.
+    """Return the folder to read: this one if it holds one of these files, else its `best`, else its `last`.
 
-    Which one it took of a run's folder is printed to standard error.
+    It prints to standard error which folder of a run it took.
     """
     if any((folder / name).exists() for name in holds):
         return folder
     for name in ("best", "last"):
         if any((recover_path(folder / name) / file).exists() for file in holds):
-            click.echo(f"{folder} is the folder of a run: {folder / name} is read.", err=True)
+            click.echo(f"{folder} is the folder of a run: reading {folder / name}.", err=True)
             return folder / name
     return folder

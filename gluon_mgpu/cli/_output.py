@@ -11,14 +11,14 @@ from ..plots import save
 from ._table import print_table as print_table
 
 
-def tell(text: str) -> None:
-    """Print a line; in a job of several processes, only the first does."""
+def print_once(text: str) -> None:
+    """Print a line; in a job of several processes, only the first one prints."""
     if not this_process().rank:
         print(text, flush=True)
 
 
 def write_results(folder: Path, name: str, results: Any, figure: Any) -> None:
-    """Write `name.json` and `name.png` into a folder, and say so."""
+    """Write `name.json` and `name.png` into a folder, and print their names."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     save(figure, folder / f"{name}.png")

@@ -1,4 +1,4 @@
-"""gluon-mgpu agree: trains on one device and on several, and says whether they agree."""
+"""gluon-mgpu agree: trains on one device and on several, and reports whether the results agree."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": re
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--devices", "spec", default="cpu:2", show_default=True, help="Devices, as use_devices takes them; the first one is alone."
+    "--devices", "spec", default="cpu:2", show_default=True, help="Devices, as for use_devices; the first one also trains alone."
 )
 @click.option("--network", type=click.Choice(list(NETWORKS)), default="mlp", show_default=True, help="resnet18 takes minutes.")
 @click.option("--epochs", type=click.IntRange(1), default=10, show_default=True, help="Passes over the digits.")
-@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Images of a batch, over all devices.")
+@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Images per batch, over all devices.")
 @click.option(
     "--lr", type=click.FloatRange(0, min_open=True), default=0.05, show_default=True, help="Learning rate for this batch."
 )
-@click.option("--optimizer", default="sgd", show_default=True, help="Any optimizer of MXNet's; sgd gets momentum 0.9.")
+@click.option("--optimizer", default="sgd", show_default=True, help="Any optimizer of MXNet; sgd gets momentum 0.9.")
 @click.option(
     "--scaling",
     type=click.Choice(["linear", "sqrt", "none"]),
     default="linear",
     show_default=True,
-    help="How the learning rate grows with the batch: sqrt for adam and its kin.",
+    help="How the learning rate grows with the batch: sqrt for adam and similar optimizers.",
 )
-@click.option("--seeds", "num_seeds", type=click.IntRange(2), default=5, show_default=True, help="Runs of each batch size.")
+@click.option("--seeds", "num_seeds", type=click.IntRange(2), default=5, show_default=True, help="Number of runs per batch size.")
 @click.option(
     "--margin",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=0.01,
     show_default=True,
-    help="By how much the mean accuracies may differ.",
+    help="Largest allowed difference of the mean accuracies.",
 )
 @click.option("--larger/--no-larger", default=True, show_default=True, help="Also train with the larger batch, over the seeds.")
 @click.option(
@@ -74,12 +74,12 @@ def agree(
     larger: bool,
     output: Path,
 ) -> None:
-    """Train on one device and on several, and say whether they agree.
+    """Train on one device and on several, and report whether the results agree.
 
-    First with the same batches: but for rounding, losses and weights must be the same. Then with as many times the batch as there
-    are devices, and a learning rate to match: accuracies must be, in the mean over the seeds.
+    First with the same batches: losses and weights must be equal except for rounding. Then with the batch times the number of
+    devices, and a scaled learning rate: mean accuracies over the seeds must agree.
 
-    Exits with 1 unless all agree.
+    The exit code is 1 unless all agree.
     """
     params: Dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
     recipe = Recipe(NETWORKS[network], load_digits(), batch_size, epochs, lr, optimizer, params, rule=scaling)

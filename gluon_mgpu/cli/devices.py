@@ -1,4 +1,4 @@
-"""gluon-mgpu devices: what there is to train on."""
+"""gluon-mgpu devices: the devices of this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ._output import print_table
     metavar="[COUNT]",
     help="Print only the names of the free GPUs, or of the COUNT most free, as CUDA_VISIBLE_DEVICES takes them.",
 )
-@click.option("--min-free-memory", metavar="SIZE", help="With --free: 8GiB, for one, that must be free on each.")
+@click.option("--min-free-memory", metavar="SIZE", help="With --free: memory that must be free on each, such as 8GiB.")
 def devices(as_json: bool, free: Optional[int], min_free_memory: Optional[str]) -> None:
     """Show the CPU and every GPU: memory, names, and why one cannot be used."""
     if free is not None:
@@ -68,12 +68,12 @@ def free_gpus(count: int, min_free_bytes: int) -> List[str]:
     Raises
     ------
     DeviceError
-        There are fewer, or none, or the driver does not say.
+        There are fewer, or none, or the driver does not report them.
     """
     demand = Demand("--free", None, count or None, True, min_free_bytes)
     driver, why = try_driver(links=False)
     if driver is None:
-        raise DeviceError(f"devices: got --free; expected the driver's word on its GPUs, which it does not give: {why}")
+        raise DeviceError(f"devices: got --free; expected a driver that reports its GPUs: {why}")
     visible = visible_gpus(driver)
     if visible.doubt and "CUDA_VISIBLE_DEVICES" in os.environ:
         raise DeviceError(f"devices: got numbers in CUDA_VISIBLE_DEVICES; expected to know which GPUs they are. {visible.doubt}")

@@ -1,4 +1,4 @@
-"""gluon-mgpu doctor: what is here, which runtime settings are in effect and why, and what is wrong."""
+"""gluon-mgpu doctor: the machine, the runtime settings in effect with their reasons, and problems."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ._table import print_table
     "spec",
     default="auto",
     show_default=True,
-    help="Devices to look at, as use_devices takes them: auto, gpu, cpu:2, 2.",
+    help="Devices to check, as for use_devices: auto, gpu, cpu:2, 2.",
 )
-@click.option("--output", default="runs", show_default=True, help="Folder that checkpoints will go to.")
+@click.option("--output", default="runs", show_default=True, help="Folder for checkpoints.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def doctor(spec: str, output: str, as_json: bool) -> None:
-    """Show the machine, GPUs, libraries and settings, and what is wrong, with what to do.
+    """Show the machine, GPUs, libraries, settings, and problems with their solutions.
 
-    Exits with 1 if something is wrong that stops training on the devices.
+    The exit code is 1 if a problem prevents training on the devices.
     """
     report = examine(spec, output=output)
     if as_json:

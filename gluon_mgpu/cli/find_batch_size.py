@@ -1,4 +1,4 @@
-"""gluon-mgpu find-batch-size: the largest batch that fits, and the one to take."""
+"""gluon-mgpu find-batch-size: the largest batch that fits, and the recommended one."""
 
 from __future__ import annotations
 
@@ -32,21 +32,24 @@ def _bytes(_context: click.Context, _parameter: click.Parameter, text: Optional[
 @click.option(
     "--workload",
     metavar="FILE.py:FUNCTION",
-    help="What is trained, FILE.py:FUNCTION or MODULE:FUNCTION: takes batch_size and ctx, and returns a step without "
+    help="What to train, FILE.py:FUNCTION or MODULE:FUNCTION: takes batch_size and ctx, and returns a step without "
     "arguments, or (net, loss, trainer, X, y). By default ResNet-18.",
 )
-@click.option("--image-size", type=click.IntRange(8), help="Of ResNet-18's images: 28 where not given.")
-@click.option("--optimizer", help="Of ResNet-18: sgd where not given. adam takes more memory.")
+@click.option("--image-size", type=click.IntRange(8), help="Size of ResNet-18's images; 28 by default.")
+@click.option("--optimizer", help="Optimizer of ResNet-18; sgd by default. adam takes more memory.")
 @click.option(
     "--devices", default="auto", show_default=True, help="auto, gpu, gpu:0,2, gpu:4-7, cpu:2 (two CPU contexts), or a count."
 )
 @click.option(
-    "--memory-limit", callback=_bytes, metavar="SIZE", help="4GiB, for one. By default a GPU's memory, or 90% of what is free."
+    "--memory-limit",
+    callback=_bytes,
+    metavar="SIZE",
+    help="Memory limit, such as 4GiB. By default a GPU's memory, or 90% of the free host memory.",
 )
 @click.option("--first", type=click.IntRange(1), default=16, show_default=True, help="The first batch size.")
-@click.option("--max-batch-size", type=click.IntRange(1), default=65536, show_default=True, help="Try none that is larger.")
-@click.option("--multiple-of", type=click.IntRange(1), help="Try only multiples of it; by default of the number of devices.")
-@click.option("--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds for each batch size.")
+@click.option("--max-batch-size", type=click.IntRange(1), default=65536, show_default=True, help="Largest batch size to try.")
+@click.option("--multiple-of", type=click.IntRange(1), help="Try only multiples of this; by default of the number of devices.")
+@click.option("--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds per batch size.")
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -68,13 +71,13 @@ def find_batch_size_(
 ) -> None:
     """Find the largest batch that fits in memory, and the fastest sensible one.
 
-    Every size is trained for some steps in a process of its own. What is larger than a batch that does not fit is not tried.
+    Each size trains for some steps in its own process. Sizes above one that does not fit are not tried.
     """
-    given: Dict[str, Any] = {"image_size": image_size, "optimizer": optimizer}
-    options = {name: value for name, value in given.items() if value is not None}
+    resnet18_options: Dict[str, Any] = {"image_size": image_size, "optimizer": optimizer}
+    options = {name: value for name, value in resnet18_options.items() if value is not None}
     if workload and options:
-        raise click.UsageError("--image-size and --optimizer are ResNet-18's; got them with --workload.")
-    figure()  # if matplotlib is missing, it is told now, and not when all is done
+        raise click.UsageError("got --workload with --image-size or --optimizer; expected these with ResNet-18 only.")
+    figure()  # raises now, not at the end, if matplotlib is missing
     found = find_batch_size(
         workload or resnet18_workload,
         devices=devices,
@@ -84,7 +87,7 @@ def find_batch_size_(
         max_batch_size=max_batch_size,
         multiple_of=multiple_of,
         timeout_s=timeout,
-        tell=lambda probe: click.echo(str(probe)),
+        on_message=lambda probe: click.echo(str(probe)),
     )
     _show(found)
     write_results(output, "batch_size", asdict(found), _figure(found))

@@ -31,10 +31,10 @@ _LOCAL = {
     "end_with_input",
     "program",
     "module",
-}  # what each host is told otherwise
+}  # options that each host gets in another way, or not at all
 
 
-_TO_COME = "to-be-made-when-the-job-is-checked"  # a token
+_PLACEHOLDER = "to-be-made-when-the-job-is-checked"  # for the token
 
 
 def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Optional[Tuple[int, int]]:
@@ -57,19 +57,20 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
 @click.option(
     "--servers",
     type=click.IntRange(1),
-    help="Parameter servers of MXNet's store, in all. By default two on one machine, one each on several, none for one process.",
+    help="Number of parameter servers of MXNet's store. By default two on one machine, one per machine on several; none for one "
+    "process.",
 )
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
     default="dist_sync",
     show_default=True,
-    help="What joins the processes: MXNet's own store with parameter servers, or Horovod, where it is installed.",
+    help="How the processes communicate: MXNet's own store with parameter servers, or Horovod, if it is installed.",
 )
 @click.option(
     "--devices-per-process",
     type=click.IntRange(1),
-    help="GPUs of each process (CUDA_VISIBLE_DEVICES). By default those of the machine are shared out evenly.",
+    help="GPUs of each process (CUDA_VISIBLE_DEVICES). By default the machine's GPUs are divided evenly.",
 )
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a Python module, as after python -m.")
 @click.option(
@@ -77,91 +78,92 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="After a failure, end all processes and start all again, so many times. The program goes on from its checkpoint.",
+    help="After a failure, stop all processes and start them again, at most this many times. The program resumes from its "
+    "checkpoint.",
 )
 @click.option(
     "--elastic",
     callback=_elastic,
     metavar="MIN:MAX",
-    help="Restart with one process fewer when the same one fails twice in a row, and without a machine that does not come back.",
+    help="Restart with one process fewer if the same one fails twice in a row, and without a machine that does not return.",
 )
-@click.option("--nodes", type=click.IntRange(1), help="Machines. Run the same command on each, with its --node-rank.")
+@click.option("--nodes", type=click.IntRange(1), help="Number of machines. Run the same command on each, with its --node-rank.")
 @click.option("--node-rank", type=click.IntRange(0), help="Number of this machine, from 0.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Address of node 0, and a port that is free there.")
 @click.option(
     "--hostfile",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Start on these machines by ssh: one a line, such as node1 slots=4. The folder and the Python must be the same there.",
+    help="Start on these machines by ssh: one per line, such as node1 slots=4. Folder and Python must be the same there.",
 )
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File with the secret that the machines share, readable by you alone. Node 0 writes a new one if it is missing. Else "
-    "GLUON_MGPU_TOKEN is read, and node 0 shows a new one where there is none.",
+    help="File with the secret that the machines share, readable only by you. Node 0 writes a new one if it is missing. Without it, "
+    "GLUON_MGPU_TOKEN is read; if that is not set, node 0 prints a new token.",
 )
 @click.option(
     "--end-with-input", is_flag=True, hidden=True, help="End when standard input does, as --hostfile asks of each host."
 )
 @click.option(
     "--interface",
-    help="Network interface, or address, to bind to. By default loopback on one machine, on several where the rendezvous is.",
+    help="Network interface, or address, to bind to. By default loopback on one machine, and that of the rendezvous on several.",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(0),
     default=300.0,
     show_default=True,
-    help="Seconds for which a process may be stopped, and for which all may compute nothing (a tenth of it once one has ended "
-    "well), before they count as hung. 0: ever.",
+    help="Seconds for which a process may be stopped, and for which all may be idle (a tenth of it once one has finished), "
+    "before they count as hung. 0: no limit.",
 )
 @click.option(
     "--grace",
     type=click.FloatRange(0, min_open=True),
     default=60.0,
     show_default=True,
-    help="After Ctrl-C or SIGTERM: seconds for which processes may compute nothing (a tenth of it once one has ended) before "
-    "they are killed. They may take ten times as long in all, to end their batch and save. A second signal kills at once.",
+    help="After Ctrl-C or SIGTERM: seconds for which processes may be idle (a tenth of it once one has finished) before they are "
+    "killed. They may take ten times as long in total, to finish their batch and save. A second signal kills immediately.",
 )
 @click.option(
     "--node-timeout",
     type=click.FloatRange(0, min_open=True),
     default=10.0,
     show_default=True,
-    help="Seconds after which a machine that is silent is lost.",
+    help="Seconds without a message after which a machine counts as lost.",
 )
 @click.option(
     "--join-timeout",
     type=click.FloatRange(0, min_open=True),
     default=300.0,
     show_default=True,
-    help="Seconds for which machines wait for each other.",
+    help="Seconds that machines wait for each other at the start.",
 )
 @click.option(
     "--bind/--no-bind",
     default=True,
     show_default=True,
-    help="Give each process cores of its own, where there are at least as many as processes.",
+    help="Bind each process to its own cores, if there are at least as many cores as processes.",
 )
-@click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the logs, one a process.")
+@click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the logs, one per process.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def launch(context: click.Context, /, program: Tuple[str, ...], **options: Any) -> None:
     """Run PROGRAM in several processes that train one network together.
 
     PROGRAM is a script that ends in .py, a module after -m, or a command such as gluon-mgpu train resnet18, and its arguments.
-    Each line of output begins with the process's rank. The first process that fails ends all others, and its exit
-    code is the launcher's. Ctrl-C and SIGTERM are passed on: fit ends its batch, saves, and the launcher exits with 130 or 143.
+    Each line of output begins with the process's rank. When a process fails, the launcher stops the others and returns its
+    exit code. Ctrl-C and SIGTERM are forwarded: fit finishes its batch and saves, and the launcher exits with 130 or 143.
     """
     if options["hostfile"]:
         sys.exit(run_over_ssh(*_over_ssh(context, program, options)))
     job, invitation = _job(context, program, options)
     if invitation:
-        click.echo(invitation, err=True)  # to the user alone: a token does not belong into logs
+        click.echo(invitation, err=True)  # to the user only: a token does not belong in logs
     sys.exit(run_job(job))
 
 
 def _job(context: click.Context, program: Tuple[str, ...], options: Dict[str, Any]) -> Tuple[Job, str]:
-    """Return the job, and what its user needs to know to start the other machines' part of it."""
+    """Return the job, and the message that explains how to start it on the other machines."""
     nodes, node_rank = options["nodes"], options["node_rank"]
     rendezvous = parse_rendezvous(options["rendezvous"]) if options["rendezvous"] else None
     slurm = slurm_nodes(os.environ) if nodes is None and node_rank is None else None
@@ -180,7 +182,7 @@ def _job(context: click.Context, program: Tuple[str, ...], options: Dict[str, An
         node_rank=node_rank or 0,
         rendezvous=rendezvous,
         interface=options["interface"],
-        token=_TO_COME,
+        token=_PLACEHOLDER,
         end_with_input=options["end_with_input"],
         silence_s=options["node_timeout"],
         bind=options["bind"],
@@ -196,7 +198,7 @@ def _job(context: click.Context, program: Tuple[str, ...], options: Dict[str, An
 
 
 def _token(path: Optional[Path], *, leads: bool, in_slurm: bool) -> Tuple[str, str]:
-    """Return the secret of the machines, "" where there is none, and where it comes from if it is new: a file, or here."""
+    """Return the secret of the machines, "" if there is none, and its source if it is new: "file", or "here"."""
     if path is not None:
         made = leads and not in_slurm and make_token_file(path)
         return read_token(path), "file" if made else ""
@@ -210,7 +212,7 @@ def _token(path: Optional[Path], *, leads: bool, in_slurm: bool) -> Tuple[str, s
 
 
 def _invitation(context: click.Context, job: Job, token: str, source: str) -> str:
-    """Return the command that makes the other machines join."""
+    """Return the message with the command that starts the other machines."""
     path = context.params["token_file"]
     ranks = "1" if job.num_nodes == 2 else f"1 to {job.num_nodes - 1}"
     where = job.rendezvous or ("", 0)
@@ -218,7 +220,7 @@ def _invitation(context: click.Context, job: Job, token: str, source: str) -> st
     counted = ["-n", str(context.params["num_processes"])] if context.params["num_processes"] else []
     secret = ["--token-file", str(path)] if source == "file" else []
     module = ["-m"] if context.params["module"] else []
-    words = [*placed, *secret, *counted, *_said(context), *module, *context.params["program"]]
+    words = [*placed, *secret, *counted, *_options_passed(context), *module, *context.params["program"]]
     command = "gluon-mgpu launch " + " ".join(map(shlex.quote, words))
     if source == "file":
         return (
@@ -237,7 +239,7 @@ def _over_ssh(context: click.Context, program: Tuple[str, ...], options: Dict[st
         raise click.UsageError("got --hostfile with --nodes or --node-rank; expected one or the other.")
     hosts = parse_hosts(options["hostfile"].read_text(encoding="utf-8"), slots=options["num_processes"] or 1)
     rendezvous = parse_rendezvous(options["rendezvous"]) if options["rendezvous"] else (hosts[0].name.rpartition("@")[2], PORT)
-    arguments = [*_said(context), *(["-m"] if options["module"] else []), *program]
+    arguments = [*_options_passed(context), *(["-m"] if options["module"] else []), *program]
     grace_s = options["grace"] + options["node_timeout"]  # the launchers there end their processes first
     job = Job(
         program,
@@ -250,8 +252,8 @@ def _over_ssh(context: click.Context, program: Tuple[str, ...], options: Dict[st
     return job, SshHosts(tuple(hosts), rendezvous, tuple(arguments), token)
 
 
-def _said(context: click.Context) -> List[str]:
-    """Return the options that were said, for the launchers of other hosts."""
+def _options_passed(context: click.Context) -> List[str]:
+    """Return the options of the command line, for the launchers of other hosts."""
     words: List[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -271,9 +273,9 @@ def _limits(options: Dict[str, Any]) -> Limits:
 
 
 def _gpus() -> Tuple[str, ...]:
-    """Return the GPUs here as `CUDA_VISIBLE_DEVICES` names them."""
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if said is not None:
-        names = (name.strip() for name in said.split(","))
+    """Return the names of this machine's GPUs, as in `CUDA_VISIBLE_DEVICES`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = (name.strip() for name in visible.split(","))
         return tuple(takewhile(lambda name: name != "-1", filter(None, names)))  # CUDA sees none from there on
     return tuple(map(str, range(mx.context.num_gpus())))

@@ -1,4 +1,4 @@
-"""gluon-mgpu: its subcommands, and how errors, Ctrl-C and SIGTERM end it."""
+"""gluon-mgpu: its subcommands, and its exit on errors, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .train import train
 from .train_seq2seq import train_seq2seq
 from .translate import translate
 
-_TOLD = (
+_SHORT_ERRORS = (
     errors.DeviceError,
     errors.ShardError,
     errors.TrainerError,
@@ -43,14 +43,14 @@ _TOLD = (
 
 
 class CommandGroup(click.Group):
-    """A group whose errors are told in a line, and whose Ctrl-C exits with 130, SIGTERM with 143."""
+    """A group that prints errors in one line, and exits with 130 on Ctrl-C and with 143 on SIGTERM."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # nobody reads the output any more: see gluon_mgpu_startup/command.py
+        except BrokenPipeError:  # no process reads the output any more: see gluon_mgpu_startup/command.py
             raise
-        except _TOLD as error:
+        except _SHORT_ERRORS as error:
             raise click.ClickException(errors.one_line(str(error))) from error
         except KeyboardInterrupt as interrupt:
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
@@ -65,7 +65,7 @@ class CommandGroup(click.Group):
 def main() -> None:
     """Train Gluon networks on several devices.
 
-    gluon-mgpu devices shows what there is to train on; gluon-mgpu train resnet18 trains a network on it.
+    gluon-mgpu devices lists the devices; gluon-mgpu train resnet18 trains a network on them.
     """
 
 

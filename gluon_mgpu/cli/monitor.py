@@ -1,4 +1,4 @@
-"""gluon-mgpu monitor: what GPUs, CPU contexts and the host do, once a second."""
+"""gluon-mgpu monitor: the state of GPUs, CPU contexts and the host, once a second."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from ..monitor import Finding, Reader, Sample, diagnose
 from ..monitor.sample import to_json
 from ..monitor.view import view
 
-_RECENT = 10  # samples that are judged
+_RECENT = 10  # samples that the diagnosis uses
 
 Show = Callable[[Sample, List[Finding]], None]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between two samples.")
-@click.option("--count", type=click.IntRange(1), help="End after so many samples.")
-@click.option("--duration", type=click.FloatRange(0, min_open=True), help="End after so many seconds.")
-@click.option("--pid", type=click.IntRange(1), help="A training process, or its launcher: look at it and its children, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print lines of JSON on a terminal, too.")
+@click.option("--count", type=click.IntRange(1), help="End after this many samples.")
+@click.option("--duration", type=click.FloatRange(0, min_open=True), help="End after this many seconds.")
+@click.option("--pid", type=click.IntRange(1), help="A training process, or its launcher: also show it and its children.")
+@click.option("--json", "as_json", is_flag=True, help="Print lines of JSON, also on a terminal.")
 def monitor(interval: float, count: Optional[int], duration: Optional[float], pid: Optional[int], as_json: bool) -> None:
-    """Show what GPUs, CPU contexts and the host do, until Ctrl-C.
+    """Show the state of GPUs, CPU contexts and the host, until Ctrl-C.
 
-    On a terminal it is a table that is renewed; elsewhere, a line of JSON a sample. It needs no GPU, and none that MXNet can run
-    on. What is wrong stands below the table, with its likely cause: a GPU that is fuller than the others, slowed down, or idle.
+    On a terminal it shows a table that is updated; elsewhere, one line of JSON per sample. It works without a GPU, and with GPUs
+    that MXNet does not support. Problems appear below the table with their likely cause, such as a GPU that is slowed down or
+    idle, or whose memory is fuller than that of the others.
 
-    The callback Monitor, in a training program, knows more: gluon_mgpu.monitor, docs/monitoring.md.
+    The callback Monitor reports more from within a training program: gluon_mgpu.monitor, docs/monitoring.md.
 
     \b
     gluon-mgpu monitor
@@ -60,8 +61,8 @@ def monitor(interval: float, count: Optional[int], duration: Optional[float], pi
                 if time.monotonic() >= ends:
                     break
     except KeyboardInterrupt:
-        return  # how a monitor is left
-    except BrokenPipeError:  # who reads the lines has enough; Python would complain at exit
+        return  # the usual way to end a monitor
+    except BrokenPipeError:  # the reader has ended; Python would print an error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         reader.close()

@@ -1,4 +1,4 @@
-"""gluon-mgpu predict: what a saved network makes of images."""
+"""gluon-mgpu predict: classes of images, by a saved network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 @click.group()
 def predict() -> None:
-    """Predict with a network that was trained."""
+    """Predict with a trained network."""
 
 
 @predict.command("resnet18")
@@ -33,17 +33,17 @@ def predict() -> None:
     type=_FOLDER,
     default=Path("runs/resnet18/best"),
     show_default=True,
-    help="Folder of train resnet18, of which best is taken, or best or last itself.",
+    help="Folder of train resnet18, whose best is used; or best or last itself.",
 )
 @click.option("--devices", default="auto", show_default=True, help="As for train.")
 @choosing_gpus
-@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Images of a batch.")
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Images per batch.")
 @click.option(
     "--data",
     type=click.Choice(["digits", "mnist", "fashion-mnist"]),
     default="digits",
     show_default=True,
-    help="Predict its test images.",
+    help="Data set, whose test images are predicted.",
 )
 @click.option("--data-dir", type=_FOLDER, help="Folder with idx files instead: its test images.")
 @click.option(
@@ -51,14 +51,14 @@ def predict() -> None:
     type=click.IntRange(0, 2**31 - 1),
     default=0,
     show_default=True,
-    help="That of train: it chose the test images, where --data-dir has one pair of files.",
+    help="The seed of train: it selects the test images if --data-dir has one pair of files.",
 )
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("predictions.csv"),
     show_default=True,
-    help="A line an image: its number, the class, its probability, and the label.",
+    help="File with one line per image: its number, class, probability and label.",
 )
 def predict_resnet18(
     checkpoint: Path,
@@ -70,9 +70,9 @@ def predict_resnet18(
     seed: int,
     output: Path,
 ) -> None:
-    """Write the classes of images into a file, in their order."""
+    """Write the classes of images to a file, in their order."""
     images = load_images(data, data_dir, seed)
-    output.parent.mkdir(parents=True, exist_ok=True)  # before it computes
+    output.parent.mkdir(parents=True, exist_ok=True)  # raises before the prediction if it cannot be created
     with use_devices(devices, **choice) as ctx:
         net = resnet18(images.num_classes)
         net.initialize(ctx=ctx)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any, Callable, Dict, Iterable, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import click
 import mxnet as mx
-import numpy as np
-from mxnet import init
 
 from ..data import (
     PairLoader,
@@ -27,15 +23,12 @@ from ..data import (
     split_pairs,
 )
 from ..data_parallel.balancer import Balancer
-from ..data_parallel.debug import run_serially
 from ..data_parallel.sharding import split_batch
 from ..data_parallel.step import SplitFunction
-from ..devices.select import use_devices
 from ..distributed.process import this_process
 from ..errors import DataError
 from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
-from ..loop.fit import fit
-from ..loop.stopping import Terminated
+from ..loop.history import History
 from ..models import SequenceLoss
 from ..models.seq2seq.attention import ATTENTIONS
 from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
@@ -43,23 +36,26 @@ from ..models.seq2seq.loss import LAYOUTS
 from ..models.seq2seq.recurrence import NUM_GATES
 from ..models.seq2seq.scores import has_sacrebleu, translation_scores
 from ..models.seq2seq.translator import Translator, load_translator
-from ..monitor.leaks import LeakCheck
-from ..monitor.watchdog import Watchdog
-from ..trainer.local_sgd import LocalSGD
 from ..trainer.trainer import Trainer
-from ._gpus import choosing_gpus
-from ._output import tell
-from .train import HYBRIDIZE, check_shares, finite, saving, shares
+from ._options import FILE, all_of, count, devices_option, output_option, positive, seed_option, share, training_options
+from ._output import print_once
+from ._training import (
+    TrainingOptions,
+    create_trainer,
+    enable_debugging,
+    prepare_network,
+    prepared_devices,
+    run_fit,
+    split_options,
+)
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _KINDS = ("subwords", "words", "characters")
 _WARM_UP_STEPS = 100
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is translated, in three parts that share no sentence."""
+    """Sentence pairs in three parts that share no sentence."""
 
     name: str
     train: SentencePairs
@@ -74,277 +70,195 @@ class Corpus:
         return Corpus(self.name, self.train.swapped(), self.valid.swapped(), self.test.swapped())
 
 
-def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that is all of these, the first one outermost."""
-
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-_count = partial(click.option, type=click.IntRange(1), show_default=True)
-_positive = partial(click.option, callback=finite, type=click.FloatRange(0, min_open=True))
-_share = partial(click.option, callback=finite, type=click.FloatRange(0, 1, max_open=True), show_default=True)
-
-_of_data = _options(
-    click.option("--source", type=_FILE, help="Text file, a sentence a line; --target has its translations."),
-    click.option("--target", type=_FILE, help="Text file with the translations of --source, line by line."),
-    click.option("--tsv", type=_FILE, help="One file instead: source, tab, target."),
-    _count("--num-examples", default=20000, help="Pairs of the embedded Korean numbers, which are the default."),
+_data_options = all_of(
+    click.option("--source", type=FILE, help="Text file, one sentence per line; --target has its translations."),
+    click.option("--target", type=FILE, help="Text file with the translations of --source, line by line."),
+    click.option("--tsv", type=FILE, help="One file instead: source, tab, target."),
+    count("--num-examples", default=20000, help="Number of generated Korean-English pairs, the default data."),
     click.option("--reverse", is_flag=True, help="Translate from the target to the source: English to Korean numbers."),
-    _count("--num-validation", default=200, help="Pairs of the files to validate with after each epoch."),
-    _count("--num-test", default=200, help="Pairs of the files to test with at the end."),
-    _count("--max-length", default=1000, help="Characters of a side; longer pairs of the files are left out."),
-    click.option("--source-vocabulary", type=click.Choice(_KINDS), help="By default subwords; of Korean numbers, characters."),
-    click.option("--target-vocabulary", type=click.Choice(_KINDS), help="By default subwords; of Korean numbers, words."),
+    count("--num-validation", default=200, help="Pairs of the files for validation after each epoch."),
+    count("--num-test", default=200, help="Pairs of the files for the test at the end."),
+    count("--max-length", default=1000, help="Characters per side; longer pairs of the files are left out."),
+    click.option("--source-vocabulary", type=click.Choice(_KINDS), help="By default subwords; for Korean numbers, characters."),
+    click.option("--target-vocabulary", type=click.Choice(_KINDS), help="By default subwords; for Korean numbers, words."),
     click.option(
-        "--vocabulary-size", type=click.IntRange(5), default=8000, show_default=True, help="Tokens of each side, at most."
+        "--vocabulary-size", type=click.IntRange(5), default=8000, show_default=True, help="Largest number of tokens per side."
     ),
 )
-_of_network = _options(
-    _count("--embed-size", default=64, help="Of the vectors of tokens."),
-    _count("--hidden-size", default=128, help="Of the recurrent layers, in each direction."),
-    _count("--num-layers", default=1, help="Recurrent layers of encoder and decoder."),
-    click.option("--cell", type=click.Choice(list(NUM_GATES)), default="gru", show_default=True, help="Of the recurrent layers."),
-    click.option("--attention", type=click.Choice(ATTENTIONS), default="dot", show_default=True, help="Luong's or Bahdanau's."),
-    click.option("--input-feeding", is_flag=True, help="Give each step where the last one looked. Slower."),
-    click.option("--tied", is_flag=True, help="One array is target embedding and output layer; needs equal sizes."),
-    _share("--dropout", default=0.0, help="Of embeddings and between layers."),
-    _share("--label-smoothing", default=0.0, help="The share of each target that is spread over the vocabulary."),
+_network_options = all_of(
+    count("--embed-size", default=64, help="Size of the token embeddings."),
+    count("--hidden-size", default=128, help="Size of the recurrent layers, per direction."),
+    count("--num-layers", default=1, help="Number of recurrent layers of encoder and decoder."),
+    click.option(
+        "--cell", type=click.Choice(list(NUM_GATES)), default="gru", show_default=True, help="Cell of the recurrent layers."
+    ),
+    click.option(
+        "--attention", type=click.Choice(ATTENTIONS), default="dot", show_default=True, help="Luong's (dot) or Bahdanau's."
+    ),
+    click.option("--input-feeding", is_flag=True, help="Feed each step's attention result to the next step. Slower."),
+    click.option("--tied", is_flag=True, help="Share target embedding and output layer; requires equal sizes."),
+    share("--dropout", default=0.0, help="Dropout of embeddings and between layers."),
+    share("--label-smoothing", default=0.0, help="Share of each target that is spread over the vocabulary."),
     click.option("--layout", type=click.Choice(LAYOUTS), default="NTC", show_default=True, help="Batch first, or time first."),
 )
-_of_training = _options(
-    click.option(
-        "--devices",
-        default="auto",
-        show_default=True,
-        help="auto, gpu, gpu:0,2, gpu:4-7, gpu:free (those that nobody uses), gpu:free:2, cpu:2 (two CPU contexts), or a count.",
-    ),
-    choosing_gpus,
-    _count("--epochs", default=8, help="Passes over the training pairs, at most."),
-    _count("--batch-tokens", default=1200, help="Source and target tokens of a batch, over all devices together."),
-    _positive("--lr", default=0.003, show_default=True, help="Highest learning rate, reached after a warm-up."),
+_training_options = all_of(
+    devices_option,
+    count("--epochs", default=8, help="Largest number of passes over the training pairs."),
+    count("--batch-tokens", default=1200, help="Source and target tokens per batch, over all devices together."),
+    positive("--lr", default=0.003, show_default=True, help="Highest learning rate, reached after a warm-up."),
     click.option(
         "--schedule",
         type=click.Choice(["cosine", "plateau"]),
         default="cosine",
         show_default=True,
-        help="How the rate falls: along a cosine, or by half after each epoch whose validation loss is no better.",
+        help="How the rate falls: along a cosine, or by half after each epoch whose validation loss did not improve.",
     ),
-    _count("--patience", default=5, help="Epochs without a better validation after which training stops."),
-    click.option("--optimizer", default="adam", show_default=True, help="Any optimizer of MXNet's: adam, sgd, ..."),
-    click.option(
-        "--output",
-        type=_FOLDER,
-        default=Path("runs/seq2seq"),
-        show_default=True,
-        help="Folder for curves.png, history.csv, history.json, and the models best and last.",
-    ),
-    click.option(
-        "--seed",
-        type=click.IntRange(0, 2**31 - 1),
-        default=0,
-        show_default=True,
-        help="Of the weights, of the parts, and of the order of the pairs.",
-    ),
-    click.option(
-        "--hybridize", type=click.Choice(list(HYBRIDIZE)), default="on", show_default=True, help="Compile the network, or not."
-    ),
-    _count("--micro-steps", default=1, help="Parts that a batch is done in, one after the other, for less memory."),
-    _positive("--clip-norm", default=5.0, show_default=True, help="Largest norm of the gradient."),
-    _positive("--clip-value", help="Largest absolute value of an element of the gradient; none by default."),
-    click.option(
-        "--average-every",
-        type=click.IntRange(1),
-        help="Train the devices apart, and average their weights after so many steps (local SGD).",
-    ),
-    click.option(
-        "--precision",
-        type=click.Choice(["fp32", "bf16", "fp16"]),
-        default="fp32",
-        show_default=True,
-        help="What Dense layers compute in: bf16 on CPUs with AVX-512, fp16 on GPUs.",
-    ),
-    click.option(
-        "--weights",
-        callback=shares,
-        help="How batches are shared out: auto, as fast as each device is; or numbers, 3,1. By default evenly.",
-    ),
-    saving,
-    click.option("--debug", is_flag=True, help="One operation after another; every layer and index looked at. Slow."),
-    _positive("--watchdog", help="Seconds without a step after which every thread is shown."),
-    click.option("--leak-check", is_flag=True, help="Say at the end whether memory grows with the steps."),
+    count("--patience", default=5, help="Stop after this many epochs without a better validation."),
+    click.option("--optimizer", default="adam", show_default=True, help="Any optimizer of MXNet: adam, sgd, ..."),
+    output_option("runs/seq2seq", "curves.png, history.csv, history.json, and the models best and last"),
+    seed_option("Seed of the weights, of the split of the data, and of the order of the pairs."),
+    training_options(hybridize="on", clip_norm=5.0, precise_layers="Dense layers"),
 )
 
 
 @click.command("seq2seq")
-@_of_data
-@_of_network
-@_of_training
-def train_seq2seq(**given: Any) -> None:
+@_data_options
+@_network_options
+@_training_options
+def train_seq2seq(**options: Any) -> None:
     """Train a translator with attention, on several devices.
 
-    The defaults train on Korean numbers, dates, times and counts written out, with their English. Give --source and --target, or
-    --tsv, to train on text of your own. Ctrl-C and SIGTERM stop after the batch under way, and save; --resume auto goes on.
+    The defaults train on Korean numbers, dates, times and counts written out, with their English. Pass --source and --target, or
+    --tsv, to train on your own text. Ctrl-C and SIGTERM stop after the current batch and save; --resume auto resumes.
     """
-    if given["debug"]:
-        os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit asks
-        run_serially()
-    corpus, vocabularies = _load_corpus(given)
-    with use_devices(given["devices"], **given["choice"]) as ctx:  # before anything runs on a device: it settles their threads
-        check_shares(given["weights"], len(ctx))
-        mx.random.seed(given["seed"])
-        np.random.seed(given["seed"])
+    shared, _ = split_options(options)
+    if shared.debug:
+        enable_debugging()
+    corpus, vocabularies = _load_corpus(options)
+    with prepared_devices(shared) as ctx:
         names = ", ".join(map(str, ctx))
-        tell(f"{corpus.name}: {corpus}")
-        translator = _translator(vocabularies, given)
-        tell(f"{_told(vocabularies[0])} to {_told(vocabularies[1])}, on {names}")
-        history = _train(translator, corpus, ctx, given)
-        best = load_translator(given["output"] / "best", ctx)
+        print_once(f"{corpus.name}: {corpus}")
+        translator = _translator(vocabularies, options)
+        source, target = (f"{len(vocabulary)} {vocabulary.kind}" for vocabulary in vocabularies)
+        print_once(f"{source} to {target}, on {names}")
+        history = _train(translator, corpus, ctx, shared, options)
+        best = load_translator(shared.output / "best", ctx)
         scores = translation_scores(best.best(corpus.test.source, beam_size=5), corpus.test.target)
-    tell(f"saved curves.png, history.csv, history.json, best and last in {given['output']}")
+    print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
-    tell(f"test of best, 5 beams: {'  '.join(f'{name} {score:.2f}' for name, score in scores.items())}; {rates}")
+    print_once(f"test of best, 5 beams: {'  '.join(f'{name} {score:.2f}' for name, score in scores.items())}; {rates}")
 
 
-def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], given: Dict[str, Any]) -> Any:
+def _train(
+    translator: Translator, corpus: Corpus, ctx: List[mx.Context], shared: TrainingOptions, options: Dict[str, Any]
+) -> History:
     """Train on the devices, and return the history."""
-    options: Dict[str, Any] = {
-        "seed": given["seed"],
-        "num_shards": len(ctx) * this_process().num_processes,
-        "batch_axis": LAYOUTS.index(given["layout"]),
-    }
     train_iter, valid_iter = (
-        PairLoader(
-            *encode_pairs(pairs, translator.source_vocabulary, translator.target_vocabulary),
-            given["batch_tokens"],
-            shuffle=pairs is corpus.train,
-            **options,
-        )
-        for pairs in (corpus.train, corpus.valid)
+        _loader(pairs, translator, len(ctx), options, shuffle=pairs is corpus.train) for pairs in (corpus.train, corpus.valid)
     )
-    net = translator.net
-    net.initialize(init.Xavier(), ctx=ctx)
-    how = HYBRIDIZE[given["hybridize"]]
-    if how is not None:
-        net.hybridize(**how)
-    schedule = _schedule(given, len(train_iter))
-    params = {"learning_rate": given["lr"], "lr_scheduler": schedule}
-    more = {name: given[name] for name in ("clip_norm", "clip_value", "precision")}
-    if given["average_every"] is None:
-        trainer = Trainer(net, given["optimizer"], params, **more)
-    else:
-        trainer = LocalSGD(net, given["optimizer"], params, every=given["average_every"], **more)
-    callbacks = _callbacks(translator, corpus, train_iter, schedule, given)
-    check = LeakCheck() if given["leak_check"] else None
-    callbacks += [check] if check else []
-    tests: Iterable[Any] = valid_iter
-    if given["watchdog"] is not None:
-        dog = Watchdog(given["watchdog"])
-        callbacks.append(dog)
-        tests = dog.watch(valid_iter)
-    loss = SequenceLoss(given["label_smoothing"], layout=given["layout"])
-    split_f = _split_function(given["weights"], trainer, train_iter.split_axes)
-    try:
-        history = fit(
-            net,
-            loss,
-            trainer,
-            train_iter,
-            tests,
-            epochs=given["epochs"],
-            metrics=(),
-            callbacks=callbacks,
-            split_f=split_f,
-            micro_steps=given["micro_steps"],
-            resume=given["resume"],
-        )
-    except (KeyboardInterrupt, Terminated) as interrupt:
-        raise type(interrupt)(f"{interrupt}; --resume auto goes on; what was saved is in {given['output']}") from None
-    if history.stopped:
-        tell(f"stopped: {history.stopped}")
-    if check is not None:
-        tell(check.report())
-    return history
+    prepare_network(translator.net, ctx, shared)
+    schedule = _schedule(options, len(train_iter))
+    trainer = create_trainer(translator.net, schedule, shared)
+    return run_fit(
+        translator.net,
+        SequenceLoss(options["label_smoothing"], layout=options["layout"]),
+        trainer,
+        train_iter,
+        valid_iter,
+        metrics=(),
+        callbacks=_callbacks(translator, corpus, train_iter, schedule, shared, options),
+        split_f=_split_function(shared.weights, trainer, train_iter.split_axes),
+        options=shared,
+    )
+
+
+def _loader(
+    pairs: SentencePairs, translator: Translator, num_devices: int, options: Dict[str, Any], *, shuffle: bool
+) -> PairLoader:
+    return PairLoader(
+        *encode_pairs(pairs, translator.source_vocabulary, translator.target_vocabulary),
+        options["batch_tokens"],
+        shuffle=shuffle,
+        seed=options["seed"],
+        num_shards=num_devices * this_process().num_processes,
+        batch_axis=LAYOUTS.index(options["layout"]),
+    )
 
 
 def _callbacks(
-    translator: Translator, corpus: Corpus, train_iter: PairLoader, schedule: Any, given: Dict[str, Any]
+    translator: Translator,
+    corpus: Corpus,
+    train_iter: PairLoader,
+    schedule: Any,
+    shared: TrainingOptions,
+    options: Dict[str, Any],
 ) -> List[Callback]:
-    """Return the callbacks; those that write columns come before those that read them."""
-    monitor = "test_exact_match" if _is_embedded(given) else "test_chrf"
+    """Return the callbacks; those that add columns come before those that read them."""
+    monitor = "test_exact_match" if _is_embedded(options) else "test_chrf"
     if not has_sacrebleu():
-        monitor = "test_exact_match" if _is_embedded(given) else "test_loss"
-        tell("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
+        monitor = "test_exact_match" if _is_embedded(options) else "test_loss"
+        print_once("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
     callbacks: List[Callback] = [ValidateTranslations(translator, corpus.valid), TokenProgress(train_iter)]
     callbacks += [Plateau(schedule)] if isinstance(schedule, PlateauSchedule) else []
-    kept = {"every": given["checkpoint_every"], "keep": given["keep"], "background": True}
-    callbacks += [SaveTranslator(given["output"], translator, monitor, **kept), SaveHistory(given["output"])]
-    return [*callbacks, EarlyStopping(monitor, given["patience"])]
+    callbacks += [SaveTranslator(shared.output, translator, monitor, **shared.saving), SaveHistory(shared.output)]
+    return [*callbacks, EarlyStopping(monitor, options["patience"])]
 
 
-def _load_corpus(given: Dict[str, Any]) -> Tuple[Corpus, Tuple[Vocabulary, Vocabulary]]:
-    """Return the sentence pairs that the options ask for, and the vocabularies of those to train on."""
-    corpus = _korean_numbers(given) if _is_embedded(given) else _from_files(given)
-    usual = ["characters", "words"] if _is_embedded(given) else ["subwords", "subwords"]
-    if given["reverse"]:
+def _load_corpus(options: Dict[str, Any]) -> Tuple[Corpus, Tuple[Vocabulary, Vocabulary]]:
+    """Return the sentence pairs of the options, and the vocabularies of the training pairs."""
+    corpus = _korean_numbers(options) if _is_embedded(options) else _from_files(options)
+    usual = ["characters", "words"] if _is_embedded(options) else ["subwords", "subwords"]
+    if options["reverse"]:
         corpus, usual = corpus.swapped(), usual[::-1]
-    source = build_vocabulary(corpus.train.source, given["source_vocabulary"] or usual[0], size=given["vocabulary_size"])
-    target = build_vocabulary(corpus.train.target, given["target_vocabulary"] or usual[1], size=given["vocabulary_size"])
+    source = build_vocabulary(corpus.train.source, options["source_vocabulary"] or usual[0], size=options["vocabulary_size"])
+    target = build_vocabulary(corpus.train.target, options["target_vocabulary"] or usual[1], size=options["vocabulary_size"])
     return corpus, (source, target)
 
 
-def _is_embedded(given: Dict[str, Any]) -> bool:
-    return not (given["source"] or given["target"] or given["tsv"])
+def _is_embedded(options: Dict[str, Any]) -> bool:
+    return not (options["source"] or options["target"] or options["tsv"])
 
 
-def _korean_numbers(given: Dict[str, Any]) -> Corpus:
-    """Return the embedded pairs: short ones come again in a long set, but none twice among those held out."""
-    held_out = SentencePairs(*zip(*dict.fromkeys(korean_numbers(2000, given["seed"], held_out=True))))
+def _korean_numbers(options: Dict[str, Any]) -> Corpus:
+    """Return the generated pairs. Short ones repeat in a large training set, but each held-out pair is unique."""
+    held_out = SentencePairs(*zip(*dict.fromkeys(korean_numbers(2000, options["seed"], held_out=True))))
     half = len(held_out) // 2
     valid, test = held_out.take(range(half)), held_out.take(range(half, len(held_out)))
-    return Corpus("Korean numbers", korean_numbers(given["num_examples"], given["seed"]), valid, test)
+    return Corpus("Korean numbers", korean_numbers(options["num_examples"], options["seed"]), valid, test)
 
 
-def _from_files(given: Dict[str, Any]) -> Corpus:
-    source, target, tsv = given["source"], given["target"], given["tsv"]
+def _from_files(options: Dict[str, Any]) -> Corpus:
+    source, target, tsv = options["source"], options["target"], options["tsv"]
     if bool(source) != bool(target) or bool(source) == bool(tsv):
         raise click.UsageError("got one file of two, or files and --tsv; expected --source and --target, or --tsv alone.")
     pairs = read_tsv(tsv, skip_empty=True) if tsv else read_pairs(source, target)
-    filtered = filter_pairs(pairs, max_length=given["max_length"])
-    tell(f"{tsv or f'{source} and {target}'}: {filtered}")
-    num_train = len(filtered.pairs) - given["num_validation"] - given["num_test"]
+    filtered = filter_pairs(pairs, max_length=options["max_length"])
+    print_once(f"{tsv or f'{source} and {target}'}: {filtered}")
+    num_train = len(filtered.pairs) - options["num_validation"] - options["num_test"]
     if num_train < 1:
         raise DataError(
-            f"train seq2seq: got {len(filtered.pairs)} pairs; expected more than --num-validation {given['num_validation']} and "
-            f"--num-test {given['num_test']} together. Ask for fewer."
+            f"train seq2seq: got {len(filtered.pairs)} pairs; expected more than --num-validation {options['num_validation']} "
+            f"and --num-test {options['num_test']} together. Ask for fewer."
         )
-    parts = split_pairs(filtered.pairs, [num_train, given["num_validation"], given["num_test"]], seed=given["seed"])
+    parts = split_pairs(filtered.pairs, [num_train, options["num_validation"], options["num_test"]], seed=options["seed"])
     return Corpus((tsv or source).name, *parts)
 
 
-def _translator(vocabularies: Tuple[Vocabulary, Vocabulary], given: Dict[str, Any]) -> Translator:
+def _translator(vocabularies: Tuple[Vocabulary, Vocabulary], options: Dict[str, Any]) -> Translator:
     names = ("embed_size", "hidden_size", "num_layers", "cell", "attention", "input_feeding", "tied", "dropout", "layout")
-    return Translator(*vocabularies, **{name: given[name] for name in names})
+    return Translator(*vocabularies, **{name: options[name] for name in names})
 
 
-def _schedule(given: Dict[str, Any], steps_per_epoch: int) -> Any:
-    steps = steps_per_epoch * given["epochs"]
+def _schedule(options: Dict[str, Any], steps_per_epoch: int) -> Any:
+    steps = steps_per_epoch * options["epochs"]
     warm_up = min(_WARM_UP_STEPS, steps // 10)
-    if given["schedule"] == "plateau":
-        return PlateauSchedule(given["lr"], warm_up)
-    begin = {"warmup_steps": warm_up, "warmup_begin_lr": given["lr"] / 10}
-    return mx.lr_scheduler.CosineScheduler(max_update=steps, base_lr=given["lr"], final_lr=0.0, **begin)
+    if options["schedule"] == "plateau":
+        return PlateauSchedule(options["lr"], warm_up)
+    begin = {"warmup_steps": warm_up, "warmup_begin_lr": options["lr"] / 10}
+    return mx.lr_scheduler.CosineScheduler(max_update=steps, base_lr=options["lr"], final_lr=0.0, **begin)
 
 
 def _split_function(weights: Any, trainer: Trainer, axes: Any) -> SplitFunction:
     if weights == "auto":
         return Balancer(trainer, batch_axis=axes)
     return partial(split_batch, batch_axis=axes, weights=weights)
-
-
-def _told(vocabulary: Vocabulary) -> str:
-    return f"{len(vocabulary)} {vocabulary.kind}"

@@ -1,4 +1,4 @@
-"""gluon-mgpu translate: what a trained translator makes of text."""
+"""gluon-mgpu translate: text, by a trained translator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._gpus import choosing_gpus
 from ._options import best_of
 
 _AT_ONCE = 1024  # lines of a long input that are translated together
-_JOINED = "\uffed"  # the sign of words for no space, which few fonts have
+_JOINED = "\uffed"  # marks tokens without a space between them; few fonts have it
 
 
 @click.command()
@@ -29,20 +29,22 @@ _JOINED = "\uffed"  # the sign of words for no space, which few fonts have
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/seq2seq/best"),
     show_default=True,
-    help="Folder of train seq2seq, of which best is taken, or best or last itself.",
+    help="Folder of train seq2seq, whose best is used; or best or last itself.",
 )
 @click.option("--devices", default="auto", show_default=True, help="As for train.")
 @choosing_gpus
-@click.option("--beam", type=click.IntRange(1), default=5, show_default=True, help="Hypotheses a sentence; 1 is greedy.")
-@click.option("--n-best", type=click.IntRange(1), default=1, show_default=True, help="Translations a sentence, best first.")
+@click.option("--beam", type=click.IntRange(1), default=5, show_default=True, help="Hypotheses per sentence; 1 is greedy.")
+@click.option("--n-best", type=click.IntRange(1), default=1, show_default=True, help="Translations per sentence, best first.")
 @click.option("--scores", is_flag=True, help="Print each translation's score and a tab before it.")
 @click.option(
     "--attention",
     "picture",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Picture of where each token of the first sentence's translation looked (PNG).",
+    help="Figure of the attention of the first sentence's translation (PNG).",
 )
-@click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Sentences at once, over all devices.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Sentences per batch, over all devices."
+)
 def translate(
     file: Optional[Path],
     model: Path,
@@ -54,15 +56,15 @@ def translate(
     picture: Optional[Path],
     batch_size: int,
 ) -> None:
-    """Translate the sentences of FILE, a line each; without it those of standard input, or as you type them.
+    """Translate the sentences of FILE, one per line; without it those of standard input, or as you type them.
 
-    Prints the translations in the order of the sentences, a line each. With --n-best, lines begin with the sentence's number,
+    It prints the translations in the order of the sentences, one per line. With --n-best, lines begin with the sentence's number,
     counted from 1, and a tab.
     """
     if n_best > beam:
         raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; expected as many or fewer. Widen the beam.")
     if picture is not None:
-        figure()  # if matplotlib is missing, it is told now
+        figure()  # raises now if matplotlib is missing
     with use_devices(devices, **choice) as ctx:
         translator = load_translator(best_of(model, [CONFIG_FILE]), ctx)
         number = 0
@@ -76,7 +78,7 @@ def translate(
 
 
 def _texts(file: Optional[Path]) -> Iterator[List[str]]:
-    """Yield lists of sentences: as they are typed at a terminal, else many at once."""
+    """Yield lists of sentences: one at a time from a terminal, else many at once."""
     if file is None and sys.stdin.isatty():
         yield from _typed()
         return
@@ -113,16 +115,16 @@ def _print(number: Optional[int], best: Sequence[TranslatedText], scores: bool) 
 
 
 def _draw(found: Sequence[Sequence[TranslatedText]], picture: Optional[Path]) -> Optional[Path]:
-    """Draw the first sentence that has one; return the picture that is still to be drawn."""
+    """Save the first attention that was found; return the path if there was none yet."""
     first = next((best[0] for best in found if best[0].attention is not None), None)
     if picture is None or first is None or first.attention is None:
         return picture
     picture.parent.mkdir(parents=True, exist_ok=True)
     source, target = ([token.strip(_JOINED) for token in tokens] for tokens in (first.source_tokens, first.target_tokens))
-    with warnings.catch_warnings(record=True) as told:  # matplotlib warns of each letter that no font has, plot_attention once
+    with warnings.catch_warnings(record=True) as caught:  # matplotlib warns of each letter that no font has, plot_attention once
         warnings.simplefilter("always")
         save(plot_attention(first.attention, source, target), picture)
-    for warning in told[:1]:
+    for warning in caught[:1]:
         print(warning.message, file=sys.stderr)
     print(f"saved {picture}", file=sys.stderr)
     return None

@@ -1,4 +1,4 @@
-"""What fit() calls as it goes: progress, early stopping, checkpoints; and the history of a run."""
+"""Callbacks of fit(): progress, early stopping, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ from .epoch import EpochProgress
 from .history import History
 from .resume import Row, progress_of
 
-_PATIENCE_S = 10.0  # of a job that was started again, for the process before to end
+_PATIENCE_S = 10.0  # how long a restarted job waits for its previous process to end
 
 
 @dataclass
 class FitState:
-    """Where fit() is; what callbacks see.
+    """The state of fit() that callbacks receive.
 
     Attributes
     ----------
     net : gluon.Block
     trainer : Trainer
     epochs : int
-        How many were asked for.
+        The number of epochs to train.
     num_batches : int
-        Of an epoch; 0 where the data iterator does not tell.
+        Batches of an epoch; 0 if the data iterator has no length.
     epoch : int
-        From 1.
+        The current epoch, from 1.
     history : History
         A row is added before `on_epoch_end`.
     stop : str
-        A callback sets it to the reason to stop after this epoch.
+        The reason to stop after this epoch; a callback sets it.
     error : BaseException, optional
-        What ended the run, in `on_fit_end`.
+        The error that ended the run, in `on_fit_end`.
     interrupted : bool
-        Whether Ctrl-C ended it between two batches, so that all devices hold the same weights.
+        Whether Ctrl-C or SIGTERM stopped the run between two batches, so that all devices hold the same weights.
     tests : bool
         Whether there is a test set.
     batches, step : int
-        How many were trained on in this epoch, and since the run began.
+        Batches trained on in this epoch, and since the run began.
     pending : int
-        Of these, how many no update has been made with yet; see `accumulate_grad_batches`.
+        Batches since the last update; see `accumulate_grad_batches`.
     resumed : Content, optional
-        Of the checkpoint that the run goes on from: its rows are in the history.
+        The content of the checkpoint that the run resumed from. Its rows are in the history.
     where : callable () -> (dict, dict of NDArray), optional
-        What a checkpoint keeps to go on from here; it does not wait.
+        Returns what a checkpoint needs to resume here. It does not wait.
     """
 
     net: gluon.Block
@@ -87,7 +87,7 @@ class FitState:
 
 
 class Callback:
-    """Does nothing: override what you need. Methods are called in the order of the callbacks."""
+    """Base class, whose methods do nothing: override those you need. `fit` calls callbacks in their order."""
 
     def on_fit_begin(self, state: FitState) -> None:
         """Before the first epoch."""
@@ -96,10 +96,10 @@ class Callback:
         """Before the first batch of an epoch."""
 
     def on_batch_end(self, state: FitState) -> None:
-        """After each batch of training: it is queued on the devices, and nobody should wait for it here."""
+        """After each batch of training has been queued on the devices. Do not wait for it here."""
 
     def on_phase(self, state: FitState, phase: str) -> None:
-        """Several times a batch, when another part of it begins: see `run_epoch`. To be as short as possible."""
+        """Several times per batch, when a phase begins: see `EpochOptions`. Keep it as short as possible."""
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         """About twice a second while training, when the sums have been read."""
@@ -112,18 +112,18 @@ class Callback:
 
 
 class Progress(Callback):
-    """A bar with loss, metrics, examples a second and time left; plain lines where the output is no terminal.
+    """Shows loss, metrics, examples per second and time left: a bar on a terminal, lines elsewhere.
 
     Parameters
     ----------
     unit : str
-        What an example is called: `images`.
+        The plural of an example: `images`.
     every_s : float, seconds
-        Between two lines of an epoch, where there is no terminal.
+        Time between two lines of an epoch, without a terminal.
     """
 
     def __init__(self, unit: str = "examples", *, every_s: float = 5.0) -> None:
-        instance("Progress", "unit", unit, str, "a text", advice="Pass 'images', for one.")
+        instance("Progress", "unit", unit, str, "a text", advice="For example, pass 'images'.")
         self._unit = unit
         self._every_s = real_number("Progress", "every_s", every_s, advice="5 seconds are usual.")
         self._bar: Any = None
@@ -132,28 +132,28 @@ class Progress(Callback):
         self._began = self._printed = time.perf_counter()
         self._done_before = len(state.history.rows) + (state.batches / state.num_batches if state.num_batches else 0.0)
         if state.resumed is not None:
-            self._print(f"goes on from {state.resumed.folder}, after step {state.step}")
+            self._print(f"resumes from {state.resumed.folder}, after step {state.step}")
         if sys.stdout.isatty() and not this_process().rank:
             from rich import progress  # only here: importing it takes longer than most batches
 
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
                 progress.BarColumn(bar_width=10),
-                progress.TextColumn("{task.fields[told]}"),
+                progress.TextColumn("{task.fields[text]}"),
             )
             self._bar.start()
 
     def on_epoch_begin(self, state: FitState) -> None:
         if self._bar is not None:
             total = state.num_batches or None
-            self._task = self._bar.add_task(f"epoch {state.epoch}/{state.epochs}", total=total, told="")
+            self._task = self._bar.add_task(f"epoch {state.epoch}/{state.epochs}", total=total, text="")
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
-        told = f"{_listed(progress.means)}  {progress.examples_per_s:.0f} {self._unit}/s{self._left(state, progress)}"
+        text = f"{_listed(progress.means)}  {progress.examples_per_s:.0f} {self._unit}/s{self._left(state, progress)}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=progress.num_batches, told=told)
+            self._bar.update(self._task, completed=progress.num_batches, text=text)
         elif time.perf_counter() - self._printed > self._every_s:
-            self._print(f"epoch {state.epoch}/{state.epochs}  batch {progress.num_batches}/{state.num_batches or '?'}  {told}")
+            self._print(f"epoch {state.epoch}/{state.epochs}  batch {progress.num_batches}/{state.num_batches or '?'}  {text}")
 
     def on_epoch_end(self, state: FitState) -> None:
         row = state.history.rows[-1]
@@ -161,7 +161,7 @@ class Progress(Callback):
         tested = {name: value for name, value in row.items() if name.startswith("test_")}
         trained = {name: value for name, value in row.items() if name.startswith("train_")}
         if self._bar is not None:
-            self._bar.update(self._task, told=f"{_listed(tested or trained)}  {rate}")  # within 80 columns
+            self._bar.update(self._task, text=f"{_listed(tested or trained)}  {rate}")  # within 80 columns
         else:
             self._print(f"epoch {state.epoch}/{state.epochs}  {_listed({**trained, **tested})}  {rate}")
 
@@ -184,7 +184,7 @@ class Progress(Callback):
 
 
 class SaveHistory(Callback):
-    """Writes the history's table and picture after each epoch, and at the end: see `History.save`. In a job, process 0 does.
+    """Writes the history's table and figure after each epoch, and at the end: see `History.save`. In a job, process 0 writes.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ class SaveHistory(Callback):
         self.folder = path_of("SaveHistory", "folder", folder)
 
     def on_fit_begin(self, state: FitState) -> None:
-        figure()  # tells before the first epoch that the extra is missing
+        figure()  # raises before the first epoch if matplotlib is missing
 
     def on_epoch_end(self, state: FitState) -> None:
         if not this_process().rank:
@@ -203,22 +203,22 @@ class SaveHistory(Callback):
 
     def on_fit_end(self, state: FitState) -> None:
         if state.history.rows and not this_process().rank:
-            state.history.save(self.folder)  # now it says why it stopped
+            state.history.save(self.folder)  # with the reason why it stopped
 
 
 class EarlyStopping(Callback):
-    """Stops when a metric has not become better for some epochs.
+    """Stops when a metric has not improved for some epochs.
 
     Parameters
     ----------
     monitor : str
         A column of the history: `test_loss`, `test_accuracy`.
     patience : int
-        Epochs without a better value that are allowed.
+        Number of epochs without improvement that are allowed.
     min_delta : float
-        By how much better it must be to count.
+        The smallest improvement that counts.
     mode : "min", "max" or None
-        Whether smaller or larger is better; None: smaller for a name that ends in `loss`, else larger.
+        Whether smaller or larger is better. None: smaller if the name ends in `loss`, else larger.
     """
 
     def __init__(
@@ -227,13 +227,15 @@ class EarlyStopping(Callback):
         real_number("EarlyStopping", "patience", patience, advice="3 epochs are usual.")
         real_number("EarlyStopping", "min_delta", min_delta, advice="0 is usual.")
         if monitor is None:
-            raise TrainerError("EarlyStopping: got monitor=None; expected a column of the history. Pass 'test_loss', for one.")
+            raise TrainerError(
+                "EarlyStopping: got monitor=None; expected a column of the history. For example, pass 'test_loss'."
+            )
         self._best = Best(monitor, mode, min_delta)
         self._patience = patience
 
     def on_fit_begin(self, state: FitState) -> None:
         self._best.begin(state)
-        if state.history.rows:  # the run that is gone on with may have been stopped
+        if state.history.rows:  # the resumed run may have been stopped
             self._stop(state)
 
     def on_epoch_end(self, state: FitState) -> None:
@@ -247,34 +249,34 @@ class EarlyStopping(Callback):
 
 
 class Checkpoint(Callback):
-    """Saves the network and its trainer: `best` when a metric is better than before, `last` after each epoch and at the end.
+    """Saves the network and its trainer: `best` when a metric improves, `last` after each epoch and at the end.
 
-    What an error has spoilt is not saved; what Ctrl-C ends is. `fit(..., resume="auto")` goes on from the latest, and makes
-    `best` again where a kill has left none, or one of an earlier epoch. One run at a time uses a folder.
+    It saves when Ctrl-C or SIGTERM stops the run, but not after an error. `fit(..., resume="auto")` resumes from the latest
+    checkpoint. It restores `best` if a killed run left none, or one of an earlier epoch. One run at a time uses a folder.
 
     Parameters
     ----------
     folder : str or pathlib.Path
-        Where the folders `best` and `last` go; see `save_checkpoint`.
+        The folder that receives the folders `best` and `last`; see `save_checkpoint`.
     monitor : str, optional
         A column of the history, for `best`. None: only `last`.
     mode : "min", "max" or None
         As for `EarlyStopping`.
     every : int, optional
-        Save in an epoch, too: after so many batches, or with the update that follows.
+        Also save within an epoch: every so many batches, or with the update that follows.
     keep : int
-        How many of the last to keep: `last`, and those before it, which are called `step-00000200` by their batches.
+        How many of the last checkpoints to keep: `last`, and earlier ones, named by their batches: `step-00000200`.
     background : bool
-        Write in a thread, while training goes on: what is saved is copied on the devices first. An error shows at the next save,
-        or at the end; the end of `fit` waits for the thread.
+        Write in a thread while training continues: the values are copied on the devices first. An error is raised at the next
+        save, or at the end. The end of `fit` waits for the thread.
 
     Raises
     ------
     TrainerError
-        A number that makes no sense.
+        A number is out of range.
     """
 
-    _parts: Sequence[str] = (MANIFEST,)  # what a folder holds
+    _parts: Sequence[str] = (MANIFEST,)  # files of a complete folder
 
     def __init__(
         self,
@@ -287,7 +289,7 @@ class Checkpoint(Callback):
         background: bool = False,
     ) -> None:
         for name, number in (("every", 1 if every is None else every), ("keep", keep)):
-            whole_number(type(self).__name__, name, number, advice="every=500 and keep=3, say.")
+            whole_number(type(self).__name__, name, number, advice="For example, pass every=500 and keep=3.")
         flag(type(self).__name__, "background", background)
         self.folder = path_of(type(self).__name__, "folder", folder)
         best = Best("test_accuracy" if monitor is None else monitor, mode)
@@ -297,7 +299,7 @@ class Checkpoint(Callback):
         self._lock: Optional[FolderLock] = None
 
     def hold(self) -> None:
-        """Take the folder for this run, unless it is taken already; in a job, process 0 does. `on_fit_end` lets go of it.
+        """Lock the folder for this run, unless it already has; in a job, process 0 does. `on_fit_end` releases it.
 
         Raises
         ------
@@ -314,7 +316,7 @@ class Checkpoint(Callback):
         self._lock = lock
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Release the lock on the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -324,7 +326,7 @@ class Checkpoint(Callback):
             self._best.begin(state)
         for name in ("best", "last"):
             self._check_replaceable(self.folder / name)
-        describe(state.trainer.optimizer)  # what cannot be saved is told before the first epoch
+        describe(state.trainer.optimizer)  # raises before the first epoch if the optimizer cannot be saved
         self._base: Optional[int] = None
         self._saved: Any = None
         self._reached = state.step
@@ -332,14 +334,14 @@ class Checkpoint(Callback):
             self._base = state.resumed.training["random"]["base"]
         processes = group()
         if processes is not None:
-            processes.barrier()  # each has read what it goes on from, before the first one tidies up
+            processes.barrier()  # each has read its checkpoint before the first one deletes old ones
         self.hold()
         if not this_process().rank:
             self._shelf.begin(None if state.resumed is None else state.resumed.folder)
             self._restore_best(state)
 
     def on_batch_end(self, state: FitState) -> None:
-        # The end of an epoch is saved when it has been evaluated.
+        # on_epoch_end saves the last batch of an epoch, after the evaluation.
         if self._every is None or state.pending or state.batches == state.num_batches:
             return
         if state.step // self._every > self._reached // self._every:
@@ -365,7 +367,7 @@ class Checkpoint(Callback):
                 self.release()
 
     def _restore_best(self, state: FitState) -> None:
-        """Let `best` be of the best epoch of the run that is resumed, if a checkpoint of it is left."""
+        """Restore `best` from the best epoch of the resumed run, if a checkpoint of that epoch is left."""
         if state.resumed is None or self._best is None or not self._best.epoch:
             return
         epoch, rows = self._best.epoch, state.history.rows
@@ -373,7 +375,7 @@ class Checkpoint(Callback):
         others = [resumed, *(outer_of(path) for path in find_checkpoints(resumed.parent))]
         if not self._shelf.restore_best(lambda folder: self._is_of(folder, epoch, rows[:epoch]), others):
             logger.warning(
-                "%s: %s is not of epoch %d, the best one by %s, and no whole checkpoint of that is left",
+                "%s: %s is not of epoch %d, the best one by %s, and no complete checkpoint of that epoch is left",
                 type(self).__name__,
                 self.folder / "best",
                 epoch,
@@ -381,15 +383,15 @@ class Checkpoint(Callback):
             )
 
     def _is_of(self, folder: Path, epoch: int, rows: List[Row]) -> bool:
-        """Return whether a folder is whole, and was saved at the end of this epoch, with this history."""
+        """Return whether a folder is complete, and was saved at the end of this epoch, with this history."""
         try:
             if any(not (folder / name).exists() for name in self._parts):
                 return False
             with open_folder(checkpoint_in(folder) or folder, FILES, type(self).__name__) as opened:
                 if MANIFEST not in opened or PROGRESS not in opened:
                     return False
-                told = json.loads(opened.read(PROGRESS).decode())
-                if told.get("epoch") != epoch or json.dumps(told.get("history")) != json.dumps(rows):
+                progress = json.loads(opened.read(PROGRESS).decode())
+                if progress.get("epoch") != epoch or json.dumps(progress.get("history")) != json.dumps(rows):
                     return False
                 return bool(opened.check(type(self).__name__))
         except (StateError, ValueError, AttributeError):
@@ -399,7 +401,7 @@ class Checkpoint(Callback):
         place, arrays = state.where() if state.where is not None else ({}, {})
         here = [place.get(name) for name in ("epoch", "batches", "step", "row")]
         if place and self._saved == here:
-            return  # Ctrl-C came when all was saved
+            return  # Ctrl-C came when everything was saved
         self._reached = state.step
         if self._base is None or not place:
             self._base = draw_base(state.trainer.contexts[0])
@@ -410,7 +412,7 @@ class Checkpoint(Callback):
         self._saved = here
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
-        """Return what fills a folder with the snapshot: in any thread, and without looking at the network."""
+        """Return a function that writes the snapshot into a folder, in any thread and without reading the network."""
         return snapshot.write
 
     def _check_replaceable(self, folder: Path) -> None:
@@ -424,7 +426,7 @@ class Best:
         one_of("callbacks", "mode", mode, (None, "min", "max"), advice="None decides by the name.")
         if not isinstance(monitor, str) or not monitor:
             raise TrainerError(
-                f"callbacks: got monitor={short(monitor)}; expected a column of the history. Pass 'test_loss', for one."
+                f"callbacks: got monitor={short(monitor)}; expected a column of the history. For example, pass 'test_loss'."
             )
         self.monitor = monitor
         self._sign = 1 if (mode or ("min" if monitor.endswith("loss") else "max")) == "min" else -1
@@ -432,7 +434,7 @@ class Best:
         self.value, self.epoch = math.nan, 0
 
     def begin(self, state: FitState) -> None:
-        """Begin anew, or with what the history of a run that is gone on with tells.
+        """Start again, with the history of the resumed run if there is one.
 
         Raises
         ------
@@ -443,8 +445,7 @@ class Best:
         if self.monitor.startswith("test_") and not state.tests:
             raise TrainerError(
                 f"callbacks: got monitor {self.monitor!r} without a test set; expected a column of the history. Pass "
-                "test_iter to fit, "
-                "or another monitor: 'train_loss', or None for a Checkpoint."
+                "test_iter to fit, or another monitor: 'train_loss', or None for a Checkpoint."
             )
         for epoch, row in enumerate(state.history.rows, 1):
             self._note(row.get(self.monitor, math.nan), epoch)
@@ -466,7 +467,7 @@ class Best:
         return self._note(row[self.monitor], state.epoch)
 
     def _note(self, value: float, epoch: int) -> bool:
-        # NaN is never better, and anything is better than NaN; so it is with a text that a callback has added.
+        # NaN, or a text that a callback has added, is never better, and any number is better than NaN.
         better = isinstance(value, (int, float)) and value == value and not self._sign * (self.value - value) <= self._min_delta
         if better:
             self.value, self.epoch = value, epoch

@@ -16,22 +16,22 @@ from .resume import Row
 
 @dataclass
 class History:
-    """What each epoch gave.
+    """The results of each epoch.
 
     Attributes
     ----------
     rows : list of dict
-        One an epoch: `epoch`, `train_loss`, `train_accuracy`, `test_...`, `seconds` of training, `examples_per_s`,
+        One per epoch: `epoch`, `train_loss`, `train_accuracy`, `test_...`, `seconds` of training, `examples_per_s`,
         and the `learning_rate` of its last step.
     stopped : str
-        Why training ended before the last epoch; empty where it did not.
+        Why training ended before the last epoch; empty if it did not.
     """
 
     rows: List[Row] = field(default_factory=list)
     stopped: str = ""
 
     def column(self, name: str) -> List[float]:
-        """Return one value an epoch, NaN where an epoch has none."""
+        """Return one value per epoch, NaN for an epoch without one."""
         return [row.get(name, math.nan) for row in self.rows]
 
     def table(self) -> str:
@@ -50,12 +50,12 @@ class History:
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
 
     def save(self, folder: Union[str, Path]) -> None:
-        """Write `history.csv`, `history.json` and the picture `curves.png` into a folder, each replaced when it is whole.
+        """Write `history.csv`, `history.json` and the figure `curves.png` into a folder, replacing each file once it is complete.
 
         Raises
         ------
         SaveError
-            They cannot be written. The files before stay.
+            The files cannot be written. Earlier files stay.
         """
         folder = Path(folder)
         with explained("History.save", folder):

@@ -18,12 +18,12 @@ from ..nested import Array, is_device_array
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
 Metric = Callable[[Any, Any], Tuple[Array, int]]
 _MOST_SHARDS = 64
-_MOST_BYTES = 2**23  # of a device's memory that shards take until they are joined
+_MOST_BYTES = 2**23  # device memory of shards that wait to be joined
 Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
 
 
 def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
-    """Return how many predictions are right, and of how many.
+    """Return the number of correct predictions, and the number of predictions.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
     return _total(right), label.size
 
 
-accuracy.joins_shards = True  # type: ignore[attr-defined]  # of many shards at once it is the sum over them
+accuracy.joins_shards = True  # type: ignore[attr-defined]  # for joined shards it returns the sum over them
 
 
 def top_k_accuracy(k: int) -> Metric:
@@ -102,14 +102,14 @@ def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
 
 
 def check_metrics(metrics: Metrics, output: Any, label: Any) -> None:
-    """Raise `TrainerError` if this package's metrics do not take a shard. Others, which may count their calls, are not called."""
+    """Raise `TrainerError` if this package's metrics reject a shard. Others, which may count calls, are not called."""
     for metric in named_metrics(metrics).values():
         if getattr(metric, "joins_shards", False):
             metric(output, label)
 
 
 def mean_loss(losses: Array) -> Tuple[Array, int]:
-    """Return the sum of a shard's losses, and of how many; in float64, so that hardly a bit tells how they were put together.
+    """Return the sum of a shard's losses, and their number; in float64, so that rounding hardly depends on how they were joined.
 
     Parameters
     ----------
@@ -121,8 +121,8 @@ def mean_loss(losses: Array) -> Tuple[Array, int]:
 class DeviceSums:
     """Adds up metrics, each on the device where its shards are, and reads them once.
 
-    Sums are kept in float64, so that neither the number of devices nor of examples shows in them. What was added is put together
-    for many shards before anything is computed from it: a few operations for every 64 shards instead of ten for each.
+    Sums are in float64, so that rounding depends neither on the number of devices nor on the number of examples. Up to 64 shards
+    are joined before a metric is computed: a few operations per 64 shards instead of ten per shard.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class DeviceSums:
         self._counts: Dict[str, int] = {}
 
     def add_shard(self, output: Any, label: Any) -> None:
-        """Add what every metric says of one shard. Its arrays may be overwritten afterwards."""
+        """Add every metric of one shard. Its arrays may be overwritten afterwards."""
         if self._joined and is_device_array(label) and is_device_array(output):
             output, label = output.copy(), label.copy()
         expected = "an output and a label that the metrics take"
@@ -158,21 +158,21 @@ class DeviceSums:
     def _add_shard(self, output: Any, label: Any) -> None:
         form = _form(output, label) if self._joined else None
         if form is None:
-            self._say(self._metrics, output, label)
+            self._apply(self._metrics, output, label)
             return
         held = self._pairs.setdefault(form, Shards())
         if held.add(output, label):
-            self._say(self._joined, *held.take())
+            self._apply(self._joined, *held.take())
         elif len(self._pairs) > 1 and sum(one.num_bytes for one in self._pairs.values()) >= _MOST_BYTES:
             self._take_pairs()
         if self._alone:
-            self._say(self._alone, output, label)
+            self._apply(self._alone, output, label)
 
     def add_batch(self, batch: Batch) -> None:
-        """Add what every metric says of a batch, and its losses, where it has some, as `loss`."""
+        """Add every metric of a batch, and its losses, if any, as `loss`."""
         for output, label in zip(batch.outputs, batch.labels):
             self._add_shard(output, label)
-        if batch.losses and batch.num_units is not None:  # the mean is over what the loss counts, not over its numbers
+        if batch.losses and batch.num_units is not None:  # the mean is over the units that the loss counts, not over its elements
             more = batch.num_units - sum(losses.size for losses in batch.losses)
             self._counts["loss"] = self._counts.get("loss", 0) + more
         for losses in batch.losses:
@@ -196,25 +196,25 @@ class DeviceSums:
     def read(self) -> Dict[str, float]:
         """Return each metric's mean over everything that was added, waiting once for each device.
 
-        The sums stay, and what is held until it is added up together is held on: no bit tells when they were read.
+        Neither the sums nor the shards that wait to be joined change, so reading does not affect later results, bit for bit.
 
-        In a job of several processes, it is over what was added in this one: see `read_all`.
+        In a job of several processes, it covers this process only: see `read_all`.
         """
         now = self._copy()
         return _means(now._totals(), now._counts)
 
     def read_all(self) -> Dict[str, float]:
-        """Return each metric's mean over everything that was added in any process: the same numbers in each, which all wait."""
+        """Return each metric's mean over everything that was added in any process. All processes wait and return the same."""
         processes = group()
         if processes is None:
             return self.read()
         return _means(*self._copy()._all_totals(processes))
 
     def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Array]]:
-        """Return what `restore` goes on from: counts by metric, and sums by metric and device, on it.
+        """Return what `restore` takes: counts by metric, and sums by metric and device, on that device.
 
-        It does not wait; but in a job of several processes all of them wait for each other, and from then on the first one holds
-        what all have added.
+        It does not wait for the devices. In a job, all processes wait for each other, and from then on the first one holds the
+        sums of all.
         """
         processes = group()
         if processes is None:
@@ -229,20 +229,21 @@ class DeviceSums:
         return dict(self._counts), sums
 
     def restore(self, counts: Mapping[str, int], sums: Sequence[Tuple[str, Context, Any]]) -> None:
-        """Go on from what `state` returned: counts, and triples of metric, device and sum."""
+        """Continue from the result of `state`: counts, and triples of metric, device and sum."""
         self._counts = dict(counts)
         for name, context, value in sums:
             self._sum(name, mx.nd.array(value, ctx=context, dtype="float64"))
 
     def _all_totals(self, processes: Group) -> Tuple[Dict[str, float], Dict[str, int]]:
         """Return the sums and counts over all processes, the same in each."""
-        said = [json.loads(one) for one in processes.all_gather_bytes(json.dumps([self._totals(), self._counts]).encode())]
-        names = dict.fromkeys(name for totals, _ in said for name in totals)
-        totals = {name: sum(totals.get(name, 0.0) for totals, _ in said) for name in names}
-        return totals, {name: sum(counts.get(name, 0) for _, counts in said) for name in names}
+        own = json.dumps([self._totals(), self._counts]).encode()
+        pairs = [json.loads(content) for content in processes.all_gather_bytes(own)]
+        names = dict.fromkeys(name for totals, _ in pairs for name in totals)
+        totals = {name: sum(totals.get(name, 0.0) for totals, _ in pairs) for name in names}
+        return totals, {name: sum(counts.get(name, 0) for _, counts in pairs) for name in names}
 
     def _copy(self) -> DeviceSums:
-        """Return sums of the same, which adding up changes without changing these."""
+        """Return a copy, which can be added up without changing this object."""
         other = DeviceSums(self._metrics)
         for name in ("_pairs", "_losses", "_values"):
             setattr(other, name, {key: held.copy() for key, held in getattr(self, name).items()})
@@ -259,7 +260,7 @@ class DeviceSums:
         return totals
 
     def _add_up(self) -> None:
-        """Add up what is held."""
+        """Compute the metrics of all shards that wait to be joined."""
         self._take_pairs()
         for held in self._losses.values():
             if held:
@@ -267,21 +268,21 @@ class DeviceSums:
         for (name, _, _), held in self._values.items():
             if held:
                 self._sum(name, *held.take())
-        self._pairs, self._losses, self._values = {}, {}, {}  # their order is that of what comes next
+        self._pairs, self._losses, self._values = {}, {}, {}  # the next shards decide their order
 
     def _take_pairs(self) -> None:
         for held in self._pairs.values():
             if held:
-                self._say(self._joined, *held.take())
+                self._apply(self._joined, *held.take())
 
-    def _say(self, metrics: Mapping[str, Metric], output: Any, label: Any) -> None:
+    def _apply(self, metrics: Mapping[str, Metric], output: Any, label: Any) -> None:
         for name, metric in metrics.items():
-            said = metric(output, label)
-            if not isinstance(said, tuple) or len(said) != 2:
+            result = metric(output, label)
+            if not isinstance(result, tuple) or len(result) != 2:
                 raise TrainerError(
-                    f"metrics: got {type(said).__name__} from {name}; expected a pair (sum, count). See gluon_mgpu.accuracy."
+                    f"metrics: got {type(result).__name__} from {name}; expected a pair (sum, count). See gluon_mgpu.accuracy."
                 )
-            self.add(name, *said)
+            self.add(name, *result)
 
     def _sum(self, name: str, values: Array) -> None:
         total = mx.nd.sum(values.astype("float64")).reshape((1,))
@@ -294,7 +295,7 @@ def _means(totals: Mapping[str, float], counts: Mapping[str, int]) -> Dict[str, 
 
 
 class Shards:
-    """Arrays of some shards, of one form and on one device, until there are enough to compute with them."""
+    """Arrays of several shards, of one form and on one device, that wait to be joined."""
 
     def __init__(self) -> None:
         self._held: List[Tuple[Array, ...]] = []
@@ -304,28 +305,28 @@ class Shards:
         return bool(self._held)
 
     def add(self, *arrays: Array) -> bool:
-        """Hold the arrays of a shard, and return whether it is time to take all."""
-        self._held.append(tuple(array.detach() for array in arrays))  # without the graph that they came from
+        """Hold the arrays of a shard, and return whether it is time to join them."""
+        self._held.append(tuple(array.detach() for array in arrays))  # without the recorded graph
         self.num_bytes += max(array.size for array in arrays) * 8
         return len(self._held) >= _MOST_SHARDS or self.num_bytes >= _MOST_BYTES
 
     def copy(self) -> Shards:
-        """Return the same, to be taken without taking these."""
+        """Return a copy that can be emptied separately."""
         other = Shards()
         other._held, other.num_bytes = list(self._held), self.num_bytes
         return other
 
     def take(self) -> List[Array]:
-        """Return the arrays, each kind joined along its first axis, as legacy arrays, and hold them no longer."""
+        """Return the arrays, each kind joined along its first axis, as legacy arrays, and release them."""
         kinds = [[array.as_nd_ndarray() for array in arrays] for arrays in zip(*self._held)]
         self._held, self.num_bytes = [], 0
         return [arrays[0] if len(arrays) == 1 else mx.nd.concat(*arrays, dim=0) for arrays in kinds]
 
 
 def _form(output: Any, label: Any) -> Optional[Hashable]:
-    """Return what shards have in common that can be joined along their first axis: one array of scores, one label for each.
+    """Return what shards must have in common to be joined along their first axis: one array of scores, one label for each.
 
-    None where this one cannot.
+    None if this shard cannot be joined.
     """
     if not is_device_array(output) or not is_device_array(label):
         return None
@@ -344,25 +345,25 @@ def read_together(arrays: List[Array]) -> List[float]:
 
 
 def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
-    """Return metrics by name: a function's own name where none is given.
+    """Return metrics by name; a function without one gets its own name.
 
     Raises
     ------
     TrainerError
-        Something is no function, or two have one name.
+        Something is not a function, or two metrics have the same name.
     """
     if isinstance(metrics, Mapping):
         named = dict(metrics)
     else:
         if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
             raise TrainerError(
-                f"metrics: got {short(metrics)}; expected a list of functions, or a dict name -> function. Pass [accuracy], say."
+                f"metrics: got {short(metrics)}; expected a list of functions, or a dict name -> function. Pass [accuracy]."
             )
         listed = [metrics] if callable(metrics) else list(metrics or ())
         named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
         if len(named) < len(listed):
             raise TrainerError(
-                f"metrics: got {len(listed)} of which some have one name; expected different ones. Pass a dict name -> metric."
+                f"metrics: got {len(listed)} of which some share a name; expected different names. Pass a dict name -> metric."
             )
     if "loss" in named:
         raise TrainerError(
@@ -372,7 +373,7 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
         if not callable(metric):
             raise TrainerError(
                 f"metrics: got {short(metric)} for {str(name)[:60]}; expected a function (output, label) -> (sum, count). Use "
-                "gluon_mgpu.accuracy, say."
+                "gluon_mgpu.accuracy, for example."
             )
     return named
 

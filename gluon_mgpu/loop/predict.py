@@ -1,4 +1,4 @@
-"""Predict: what a network makes of every example, computed on all its devices, in the order of the examples."""
+"""Predict: a network's output for every example, computed on all its devices, in the order of the examples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .evaluate import MAX_INFLIGHT
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
 
 SHOW_AFTER_S = 2.0
-SHOW_EVERY_S = 5.0  # where there is no terminal
+SHOW_EVERY_S = 5.0  # without a terminal
 
 
 def predict(
@@ -43,10 +43,10 @@ def predict(
     ctx: Optional[Context] = None,
     progress: bool = False,
 ) -> Any:
-    """Return what a network makes of every example of a data set, in their order, computed on all its devices.
+    """Return a network's output for every example of a data set, in their order, computed on all its devices.
 
-    The result is as large as the data set, so it is put together in the host's memory, as NumPy arrays; for a moment that
-    holds it twice. Read a data set whose outputs do not fit there with `predict_batches`.
+    The result is assembled in the host's memory as NumPy arrays, which takes twice its size for a moment. If the outputs do not
+    fit, use `predict_batches`.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def predict(
     ctx : mxnet.Context, optional
         Return MXNet arrays of the current mode on this device instead.
     progress : bool
-        Where it takes longer than two seconds, show how far it is: a bar in a terminal, a line every five seconds elsewhere.
+        Show the progress after two seconds: a bar on a terminal, a line every five seconds elsewhere.
 
     Returns
     -------
@@ -96,8 +96,8 @@ def predict(
         return gather(batches, ctx, _output_axis(batch_axis, output_axis))
     except ShardError as error:
         raise ShardError(
-            f"predict: got outputs of batches that do not fit together ({error}); expected equal shapes but for the number of "
-            "examples. Take them one by one, with predict_batches."
+            f"predict: got outputs of batches that do not fit together ({error}); expected equal shapes except for the number "
+            "of examples. Use predict_batches."
         ) from error
 
 
@@ -111,29 +111,29 @@ def predict_batches(
     weights: Optional[Sequence[float]] = None,
     max_inflight: int = MAX_INFLIGHT,
 ) -> Generator[Any, None, None]:
-    """Yield what a network makes of each batch, as NumPy arrays, in order, while its devices compute the next ones.
+    """Yield a network's output for each batch, as NumPy arrays, in order, while its devices compute the next ones.
 
     ```
     batch ─► split ─► forward on each device: queued, not waited for ─► with more than `max_inflight` queued,
              your loop ◄── shards put together, in their order ◄── the oldest one's are read ◄──┘
     ```
 
-    It records nothing, also inside of `autograd.record`, and keeps no activations: a device holds the inputs and outputs of the
-    batches that are queued, the host the outputs of one. BatchNorm's running statistics are averaged over the devices first, as
-    `evaluate` does, so that each predicts alike.
+    It records nothing, even inside `autograd.record`, and keeps no activations. A device holds the inputs and outputs of the
+    queued batches, the host the outputs of one. BatchNorm's running statistics are first averaged over the devices, as in
+    `evaluate`, so that all devices predict the same.
 
     Parameters
     ----------
     net : gluon.Block
-        Initialised on one or more devices. Called once a shard, with the shard of `X` as its one argument.
+        Initialised on one or more devices. Called once per shard, with the shard of `X` as its only argument.
     data_iter : iterable of X
-        Arrays, or nested data, shapes (B, ...); a batch may have fewer examples than there are devices. Up to `max_inflight`
-        batches more have been drawn from it than were handed out.
+        Arrays, or nested data, shapes (B, ...); a batch may have fewer examples than there are devices. It is read up to
+        `max_inflight` batches ahead.
     pairs : bool
-        The items are (X, y), of which y is left alone.
+        The items are (X, y); y is ignored.
     batch_axis : int, or nested ints of the form of X
     output_axis : int, or nested ints of the form of the output, optional
-        Where the examples are in the outputs; `batch_axis` by default, 0 where that is not one number.
+        The axis of the examples in the outputs; `batch_axis` by default, or 0 if that is not a single number.
     weights : sequence of float, optional
         Split in these proportions; see `plan_shards`.
     max_inflight : int
@@ -146,11 +146,11 @@ def predict_batches(
     Raises
     ------
     TrainerError
-        There is no batch, a wrong argument, a network that is on no device, or one that returns something else than arrays.
+        There is no batch, an argument is invalid, or the network is not initialised or returns something other than arrays.
     ShardError
-        A batch cannot be split so, or the outputs do not hold one item an example.
+        A batch cannot be split this way, or the outputs do not hold one item per example.
     StepError
-        The network does not take a batch, or a device failed; the message names the batch, from 1, and the device.
+        The network rejects a batch, or a device failed; the message names the batch, from 1, and the device.
 
     Examples
     --------
@@ -167,7 +167,7 @@ def predict_batches(
     max_inflight = whole_number("predict", "max_inflight", max_inflight, advice="8 is usual.")
     check_iterable("predict", "data_iter", data_iter, pairs=False)
     devices = _devices(net)
-    plan_shards(1, len(devices), weights)  # refuses weights for other devices
+    plan_shards(1, len(devices), weights)  # raises on weights for other devices
     forward = _Forward(net, devices, batch_axis, _output_axis(batch_axis, output_axis), weights)
     return _run(forward, data_iter, pairs, max_inflight)
 
@@ -183,8 +183,8 @@ class _Forward:
     weights: Optional[Sequence[float]]
 
     def queue(self, X: Any, number: int) -> List[Output]:
-        """Return one batch's outputs, one item a shard, where nobody writes before they are read."""
-        # An iterator may write its next batch into the arrays of this one, and a network return what it was given.
+        """Return one batch's outputs, one item per shard, in memory that is not overwritten before they are read."""
+        # An iterator may write its next batch into the arrays of this one, and a network may return its input.
         shared = any(is_device_array(leaf) for leaf in _leaves(X, number))
         held: List[Tuple[Context, int]] = []
 
@@ -214,7 +214,7 @@ class _Forward:
             if not isinstance(axis, int) or not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size:
                 raise ShardError(
                     f"predict: got {path} of shape {leaf.shape} at batch {number}, for {size} examples along axis {axis}; "
-                    "expected one item an example. Say where they are with output_axis."
+                    "expected one item per example. Pass the axis of the examples as output_axis."
                 )
 
         map_leaves(check, output, self.output_axis, path="output")
@@ -230,7 +230,7 @@ def _run(forward: _Forward, data_iter: Iterable[Any], pairs: bool, max_inflight:
             queued.append((number, forward.queue(X, number)))
         if len(queued) > max_inflight:
             yield _read(*queued.popleft(), forward.output_axis)
-    if not queued:  # which keeps one at least, once there was one
+    if not queued:  # after a batch, at least one stays in the queue
         raise TrainerError(
             "predict: got no batch; expected one or more. A generator is empty when it is read a second time: "
             "pass a list or a loader."
@@ -241,10 +241,10 @@ def _run(forward: _Forward, data_iter: Iterable[Any], pairs: bool, max_inflight:
 
 @contextmanager
 def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
-    """Ask for `pairs` where a network does not take what may be one."""
+    """Advise `pairs=True` if a network rejects a batch that may be a pair."""
     try:
         yield
-    except (StepError, AssertionError, AttributeError) as error:  # what Gluon's layers say to a tuple
+    except (StepError, AssertionError, AttributeError) as error:  # what Gluon's layers raise for a tuple
         cause = error.__cause__ if isinstance(error, StepError) else error
         if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not isinstance(cause, (AssertionError, AttributeError)):
             raise
@@ -259,14 +259,14 @@ def _leaves(X: Any, number: int) -> List[Array]:
         return [leaf for _, leaf in leaves(X)]
     except TypeError as error:
         raise TrainerError(
-            f"predict: got something that is no array at batch {number} ({str(error).split(';')[0]}); expected an array, or "
+            f"predict: got something that is not an array at batch {number} ({str(error).split(';')[0]}); expected an array, or "
             "nested data. Take it out of the batch."
         ) from None
 
 
 def _kept(leaf: Array, shared: bool) -> Array:
     if leaf.context.device_type == "gpu":
-        return leaf.as_in_context(mx.cpu())  # queued behind the forward pass: the host finds it when it asks
+        return leaf.as_in_context(mx.cpu())  # queued behind the forward pass, so that the host can read it later
     return leaf.copy() if shared else leaf
 
 
@@ -280,7 +280,7 @@ def _to_numpy(number: int, context: Context, output: Any) -> Any:
     try:
         return map_leaves(lambda _, leaf: leaf.asnumpy(), output)
     except mx.MXNetError as error:
-        with suppress(mx.MXNetError):  # the engine keeps an error for each array that it has spoilt
+        with suppress(mx.MXNetError):  # the engine keeps an error for each array that depends on the failed operation
             mx.nd.waitall()
         raise StepError(
             f"predict: got an error of {context} at batch {number}: {last_line(error)}; expected devices that work. "
@@ -289,7 +289,7 @@ def _to_numpy(number: int, context: Context, output: Any) -> Any:
 
 
 def _held(shard: Any, batch_axis: Any) -> Tuple[Context, int]:
-    """Return where a shard is, and how many examples it holds."""
+    """Return the device of a shard, and its number of examples."""
     found: List[Tuple[Context, int]] = []
     map_leaves(lambda _, leaf, axis: found.append((leaf.context, leaf.shape[axis])), shard, batch_axis)
     return found[0]
@@ -311,7 +311,7 @@ def _devices(net: gluon.Block) -> List[Context]:
 
 
 def _shown(batches: Iterable[Any], total: Optional[int]) -> Iterator[Any]:
-    """Yield the batches, and tell how far they are, once that takes long."""
+    """Yield the batches, and show the progress once that takes long."""
     began = time.perf_counter()
     show_at = began + SHOW_AFTER_S
     bar: Any = None

@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon, init
 
-from ...checks import is_whole, real_number, short, whole_number
+from ...checks import is_whole, real_number, renamed_argument, short, whole_number
 from ...devices.select import DeviceSpec
 from ...errors import DeviceError, StepError, TrainerError
 from ...models import resnet18
@@ -54,10 +54,10 @@ class Probe:
         return median(self.examples_per_s) if self.examples_per_s else 0.0
 
     def __str__(self) -> str:
-        told = f"batch {self.batch_size}: {format_bytes(self.memory_bytes, digits=2)}"
+        size = f"batch {self.batch_size}: {format_bytes(self.memory_bytes, digits=2)}"
         if not self.fits:
-            return f"{told}, does not fit ({self.reason})"
-        return f"{told}, {self.rate:.4g} ({min(self.examples_per_s):.4g} to {max(self.examples_per_s):.4g}) examples/s, fits"
+            return f"{size}, does not fit ({self.reason})"
+        return f"{size}, {self.rate:.4g} ({min(self.examples_per_s):.4g} to {max(self.examples_per_s):.4g}) examples/s, fits"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def find_batch_size(
     max_batch_size: int = 65536,
     multiple_of: Optional[int] = None,
     timeout_s: float = 300.0,
-    tell: Callable[[Probe], None] = lambda probe: None,
+    on_message: Optional[Callable[[Probe], None]] = None,
+    tell: Optional[Callable[[Probe], None]] = None,
 ) -> BatchSizes:
     """Try batch sizes, each in a process of its own, and return the largest that fits and the one to take.
 
@@ -124,8 +125,10 @@ def find_batch_size(
         Try only multiples of it: by default of the number of devices. It is also how fine the gap is halved.
     timeout_s : float, seconds
         For each probe. When one gives no answer in time, the search ends with what was found before.
-    tell : callable (Probe)
-        Is told each probe when it is done.
+    on_message : callable (Probe), optional
+        Called with each probe when it is done.
+    tell : callable (Probe), optional
+        Deprecated: the former name of `on_message`.
 
     Raises
     ------
@@ -138,12 +141,13 @@ def find_batch_size(
 
     Examples
     --------
-    >>> found = find_batch_size("train.py:make", devices="cpu:2", memory_limit_bytes=4 * 2**30, tell=print)  # doctest: +SKIP
+    >>> found = find_batch_size("train.py:make", devices="cpu:2", on_message=print)  # doctest: +SKIP
     batch 16: 0.55 GiB, 181 (178 to 184) examples/s, fits
     ...
     >>> found.recommended  # doctest: +SKIP
     64
     """
+    on_message = renamed_argument("find_batch_size", "tell", tell, "on_message", on_message)
     question = Question(reference_of(workload), _checked_options(options), _spec_of(devices), np=bool(mx.util.is_np_array()))
     _check_numbers(memory_limit_bytes, first, max_batch_size, multiple_of, timeout_s)
     _check_not_inside()
@@ -155,7 +159,8 @@ def find_batch_size(
 
     def fits(batch_size: int) -> bool:
         probes.append(_probe(replace(question, batch_size=batch_size), there, limit, timeout_s))
-        tell(probes[-1])
+        if on_message is not None:
+            on_message(probes[-1])
         return probes[-1].fits
 
     ended_by = ""

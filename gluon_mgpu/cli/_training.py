@@ -1,0 +1,146 @@
+"""The parts that the training programs share: devices, network, trainer, callbacks, and the call of `fit`."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+
+import click
+import mxnet as mx
+import numpy as np
+from mxnet import gluon, init
+
+from ..data_parallel.debug import run_serially
+from ..devices.select import use_devices
+from ..loop.callbacks import Callback
+from ..loop.fit import fit
+from ..loop.history import History
+from ..loop.stopping import Terminated
+from ..monitor.leaks import LeakCheck
+from ..monitor.watchdog import Watchdog
+from ..trainer.local_sgd import LocalSGD
+from ..trainer.trainer import Trainer
+from ._options import HYBRIDIZE
+from ._output import print_once
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The command-line options that the training programs share; see `training_options`."""
+
+    devices: str
+    choice: Dict[str, Any]
+    epochs: int
+    lr: float
+    optimizer: str
+    output: Path
+    seed: int
+    hybridize: str
+    micro_steps: int
+    clip_norm: Optional[float]
+    clip_value: Optional[float]
+    average_every: Optional[int]
+    precision: str
+    weights: Union[None, str, List[float]]
+    checkpoint_every: Optional[int]
+    keep: int
+    resume: Optional[str]
+    debug: bool
+    watchdog: Optional[float]
+    leak_check: bool
+
+    @property
+    def saving(self) -> Dict[str, Any]:
+        """Options of a `Checkpoint`."""
+        return {"every": self.checkpoint_every, "keep": self.keep, "background": True}
+
+
+def split_options(options: Dict[str, Any]) -> Tuple[TrainingOptions, Dict[str, Any]]:
+    """Return the shared options, and those of one program."""
+    shared = {field.name: options[field.name] for field in fields(TrainingOptions)}
+    return TrainingOptions(**shared), {name: value for name, value in options.items() if name not in shared}
+
+
+def enable_debugging() -> None:
+    """Let `fit` check everything: for `--debug`, before anything runs on a device."""
+    os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit reads it
+    run_serially()
+
+
+@contextmanager
+def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
+    """Yield the devices that the options select, and seed MXNet and NumPy."""
+    with use_devices(options.devices, **options.choice) as ctx:  # before anything runs on a device: it sets their threads
+        _check_weights(options.weights, len(ctx))
+        mx.random.seed(options.seed)
+        np.random.seed(options.seed)
+        yield ctx
+
+
+def prepare_network(net: gluon.Block, ctx: Sequence[mx.Context], options: TrainingOptions) -> None:
+    """Initialise a network on the devices, and compile it as `--hybridize` says."""
+    net.initialize(init.Xavier(), ctx=list(ctx))
+    flags = HYBRIDIZE[options.hybridize]
+    if flags is not None:
+        net.hybridize(**flags)
+
+
+def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) -> Trainer:
+    """Return the trainer: `LocalSGD` with `--average-every`."""
+    params = {"learning_rate": options.lr, "lr_scheduler": schedule}
+    more: Dict[str, Any] = {
+        "clip_norm": options.clip_norm,
+        "clip_value": options.clip_value,
+        "precision": options.precision,
+    }
+    if options.average_every is None:
+        return Trainer(net, options.optimizer, params, **more)
+    return LocalSGD(net, options.optimizer, params, every=options.average_every, **more)
+
+
+def run_fit(
+    net: gluon.Block,
+    loss: Any,
+    trainer: Trainer,
+    train_iter: Iterable[Any],
+    test_iter: Iterable[Any],
+    *,
+    callbacks: Sequence[Callback],
+    options: TrainingOptions,
+    **more: Any,
+) -> History:
+    """Call `fit` with these callbacks and those of `--watchdog` and `--leak-check`, and return the history."""
+    callbacks = list(callbacks)
+    leak_check = LeakCheck() if options.leak_check else None
+    if leak_check is not None:
+        callbacks.append(leak_check)
+    if options.watchdog is not None:
+        watchdog = Watchdog(options.watchdog)
+        callbacks.append(watchdog)
+        test_iter = watchdog.watch(test_iter)
+    common: Dict[str, Any] = {"epochs": options.epochs, "micro_steps": options.micro_steps, "resume": options.resume}
+    try:
+        history = fit(net, loss, trainer, train_iter, test_iter, callbacks=callbacks, **common, **more)
+    except (KeyboardInterrupt, Terminated) as interrupt:
+        raise type(interrupt)(f"{interrupt}; checkpoints are in {options.output}; resume with --resume auto") from None
+    if history.stopped:
+        print_once(f"stopped: {history.stopped}")
+    if leak_check is not None:
+        print_once(leak_check.report())
+    return history
+
+
+def _check_weights(weights: Union[None, str, List[float]], num_devices: int) -> None:
+    """Raise unless the numbers of `--weights` are valid, one for each device."""
+    if isinstance(weights, list):
+        if len(weights) != num_devices:
+            found = f"{len(weights)} numbers for {num_devices} devices; expected one for each."
+        elif not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
+            found = f"{', '.join(f'{weight:g}' for weight in weights)}; expected finite numbers of 0 or more, not all 0."
+        else:
+            return
+        raise click.BadParameter(f"got {found}", param_hint="--weights")

@@ -1,4 +1,4 @@
-"""Checks that many arguments need, and what errors show of the values that they refuse: one line, never a whole array."""
+"""Checks of arguments, and how errors show a value: on one line, never as a printed array."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .errors import TrainerError
 if TYPE_CHECKING:
     from typing_extensions import TypeGuard
 
-MOST = 2**31 - 1  # of what is counted: MXNet keeps sizes of one axis in 32 bits
-MOST_SEED = 2**32 - 1  # that NumPy's RandomState takes
+MOST = 2**31 - 1  # the largest count: MXNet keeps the size of an axis in 32 bits
+MOST_SEED = 2**32 - 1  # the largest seed of NumPy's RandomState
 _LENGTH = 120  # characters of a value in an error
-_LINE = 200  # of what MXNet says
-# What MXNet's Python code raises of arguments that it does not take.
+_LINE = 200  # characters of MXNet's message
+# The errors that MXNet's Python code raises for arguments that it does not accept.
 OF_WRONG_DATA = (ValueError, TypeError, AttributeError, AssertionError, IndexError, KeyError, RuntimeError)
 
 
@@ -38,18 +38,18 @@ def whole_number(
     Parameters
     ----------
     operation, name : str
-        What the error names.
+        The operation and the argument, for the error.
     value : int or numpy integer
     low, high : int
     advice : str
-        What to do, the error's last sentence.
+        The error's last sentence, which says what to do.
     error : type
         The class of the error.
 
     Raises
     ------
     TrainerError, or `error`
-        It is something else.
+        The value is not a whole number, or out of range.
 
     Examples
     --------
@@ -77,7 +77,7 @@ def real_number(
     advice: str,
     error: Type[Exception] = TrainerError,
 ) -> float:
-    """Return a finite number from `low` to `high` as a float; with `above` and `below`, it must not be these themselves.
+    """Return a finite number from `low` to `high` as a float; `above` and `below` exclude these bounds.
 
     Arguments and errors are those of `whole_number`.
 
@@ -135,12 +135,12 @@ def path_of(operation: str, name: str, value: Any, *, error: Type[Exception] = T
         if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
             raise ValueError
         return Path(value)
-    except (TypeError, ValueError):  # of a PathLike that gives bytes; of letters that no file name holds
+    except (TypeError, ValueError):  # a PathLike of bytes, or characters that file names cannot hold
         raise error(f"{operation}: got {_named(name, value)}; expected a path. Pass a str or a pathlib.Path.") from None
 
 
 def flag(operation: str, name: str, value: Any, *, error: Type[Exception] = TrainerError) -> bool:
-    """Return a switch as a bool: True and False, also NumPy's, and 1 and 0.
+    """Return a flag as a bool. It may be Python's or NumPy's bool, or an integer.
 
     Examples
     --------
@@ -160,9 +160,9 @@ def instance(
 
     Examples
     --------
-    >>> instance("Progress", "unit", 5, str, "a text", advice="Pass 'images', for one.")
+    >>> instance("Progress", "unit", 5, str, "a text", advice="Pass for example 'images'.")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: Progress: got unit=5; expected a text. Pass 'images', for one.
+    gluon_mgpu.errors.TrainerError: Progress: got unit=5; expected a text. Pass for example 'images'.
     """
     if not isinstance(value, kind):
         raise error(f"{operation}: got {_named(name, value)}; expected {what}. {advice}")
@@ -170,17 +170,17 @@ def instance(
 
 @contextmanager
 def explaining(operation: str, what: str, expected: str, *, advice: str, error: Type[Exception] = TrainerError) -> Iterator[None]:
-    """Raise what MXNet says of wrong data in one line, with what is needed."""
+    """Raise MXNet's error about wrong data as an error of this package: one line, with the expected condition."""
     try:
         yield
-    except Exception as said:
-        if not is_of_mxnet(said):
+    except Exception as cause:
+        if not is_of_mxnet(cause):
             raise
-        raise error(f"{operation}: got {what}: {last_line(said)}; expected {expected}. {advice}") from said
+        raise error(f"{operation}: got {what}: {last_line(cause)}; expected {expected}. {advice}") from cause
 
 
 def is_of_mxnet(error: Exception) -> bool:
-    """Return whether MXNet says this of its data: its own error, or a builtin one that its Python code raised."""
+    """Return whether MXNet raised this error: its own class, or a builtin error raised in its Python code."""
     if any(kind.__module__.split(".")[0] == "mxnet" for kind in type(error).__mro__):
         return True
     place = error.__traceback__
@@ -191,10 +191,10 @@ def is_of_mxnet(error: Exception) -> bool:
 
 
 def last_line(error: BaseException) -> str:
-    """Return what MXNet says, in one line: it ends with it, but where it goes on with the array that it got."""
+    """Return MXNet's message in one line: the last line of an MXNetError, the first of others, which may print an array."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    told = lines[-1] if type(error).__name__ == "MXNetError" else lines[0]
-    return told.rstrip(" (,:;") if len(told) <= _LINE else f"{told[:_LINE]}..."
+    message = lines[-1] if type(error).__name__ == "MXNetError" else lines[0]
+    return message.rstrip(" (,:;") if len(message) <= _LINE else f"{message[:_LINE]}..."
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -212,7 +212,7 @@ def _named(name: str, value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """Return what an error shows of a value: one line of at most about 120 characters. Arrays are described, not printed.
+    """Return a value as errors show it: one line of at most about 120 characters. Arrays are described, not printed.
 
     Examples
     --------
@@ -224,7 +224,7 @@ def short(value: Any) -> str:
 
 
 class _Short(reprlib.Repr):
-    """What reprlib shows, but for arrays, functions, and objects that describe themselves in several lines."""
+    """Short forms as reprlib makes them, except for arrays, functions, and objects with a repr of several lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class _Short(reprlib.Repr):
         return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}..."
 
     def repr1(self, x: Any, level: int) -> str:
-        """Return the short form of a value inside of others."""
+        """Return the short form of a value inside another."""
         kind = type(x).__name__
         try:
             if isinstance(x, type):
@@ -249,7 +249,7 @@ class _Short(reprlib.Repr):
             if isinstance(x, int) and abs(x) >= 10**60:  # Python refuses to print thousands of digits
                 return f"a number of {x.bit_length()} bits"
             text = super().repr1(x, level)
-        except Exception:  # whatever the value's own code raises
+        except Exception:  # any error of the value's own code
             return f"an object of type {kind}"
         own = "\n" in text or (text.startswith("<") and " at 0x" in text)
         return f"an object of type {kind}" if own else text

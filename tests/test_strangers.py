@@ -371,7 +371,8 @@ class Leader:
         self.port, self.told, self.ended = port, [], threading.Event()
         self.selector = selectors.DefaultSelector()
         asked = {"servers": 0, "backend": "dist_sync", "token": TOKEN}
-        self.rendezvous = Rendezvous("127.0.0.1", port, 2, **asked, selector=self.selector, silence_s=5.0, report=self.told.append)
+        options = {**asked, "selector": self.selector, "silence_s": 5.0, "report": self.told.append}
+        self.rendezvous = Rendezvous("127.0.0.1", port, 2, **options)
         self.over, self.took_s = False, 0.0
         self.thread = threading.Thread(target=self.run)
         self.thread.start()

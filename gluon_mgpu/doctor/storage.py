@@ -116,8 +116,8 @@ def check_shared_memory(place: Optional[StorageLocation]) -> List[Problem]:
         return [Problem("shared memory", what, f"Run sudo chmod 1777 {SHARED_MEMORY}, {without}")]
     if place.total_bytes < _LITTLE_SHARED_BYTES:
         what = (
-            f"{SHARED_MEMORY} holds {gib(place.total_bytes)}: a DataLoader worker whose batch does not fit ends with a bus error, "
-            "and the loader waits for it until its timeout."
+            f"{SHARED_MEMORY} holds {gib(place.total_bytes)}: a DataLoader worker whose batch does not fit ends with a bus "
+            "error, and the loader waits for it until its timeout."
         )
         return [Problem("shared memory", what, f"Start the container with --shm-size=8g or --ipc=host, {without}")]
     if place.free_bytes < _LITTLE_SHARED_BYTES / 4:

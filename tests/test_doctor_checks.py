@@ -210,7 +210,8 @@ def library(soname, path="there"):
 
 def test_missing_cudnn_stops_training():
     found = one(
-        check_libraries([library("libcudart.so.11.0"), library("libcudnn.so.8", "")], BROKEN), "libcudnn (libcudnn.so.8), which is missing"
+        check_libraries([library("libcudart.so.11.0"), library("libcudnn.so.8", "")], BROKEN),
+        "libcudnn (libcudnn.so.8), which is missing",
     )
     assert found.stops_training
     assert "gluon_mgpu[cu112]" in found.to_do
@@ -225,7 +226,8 @@ def test_a_missing_driver_is_told_apart_from_missing_libraries():
     ]
     driver, others = check_libraries(without, BROKEN)
     assert "libcuda.so.1" in driver.what and "--gpus all" in driver.to_do
-    assert "libcudnn (libcudnn.so.8) and libcufft (libcufft.so.10), which are missing" in others.what  # and MXNet itself names the other
+    # MXNet itself names the other
+    assert "libcudnn (libcudnn.so.8) and libcufft (libcufft.so.10), which are missing" in others.what
 
 
 def test_libraries_that_are_there_are_fine_and_none_are_needed_without_gpus():

@@ -28,7 +28,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 from gluon_mgpu.distributed.process import this_process
-from gluon_mgpu.distributed import apart, group
+from gluon_mgpu.distributed import group, without_group
 from mxnet import autograd, gluon, init
 me = this_process()
 folder, num_devices = sys.argv[1], int(sys.argv[2])
@@ -62,13 +62,13 @@ def launched(tmp_path, program, num_processes, num_devices=1, backend="dist_sync
 
 SAY = """
     g, n = group(), me.num_processes
-    said = [one.decode() for one in g.say(f"{me.rank}".encode() * (1 + 500 * me.rank))]
-    empty = [len(one) for one in g.say(b"")]
+    said = [one.decode() for one in g.all_gather_bytes(f"{me.rank}".encode() * (1 + 500 * me.rank))]
+    empty = [len(one) for one in g.all_gather_bytes(b"")]
     first = [mx.nd.full((2, 2), me.rank + 0.1), mx.nd.full((3,), me.rank + 7, dtype="float16")]
-    g.share_first(first)
+    g.broadcast(first)
     numbers = np.float32([[1e8, 1, 3], [-1e8, 2, 5], [1, 4, 7]])[me.rank]  # the first come to 1, 0 or 2, as they are ordered
     arrays = [mx.nd.array(numbers), mx.nd.zeros((3,), ctx=mx.cpu(1))]
-    total = g.sum_of(arrays)
+    total = g.all_reduce(arrays)
     sums = []
     for _ in range(3):
         arrays[0][:], arrays[1][:] = mx.nd.array(numbers), 0
@@ -78,10 +78,10 @@ SAY = """
     g.average([mean])
     weighted = [mx.nd.array([me.rank, 2.0]) for _ in range(3)]
     g.average(weighted, [(me.rank, 1), (0, me.rank == 1), (0, 0)])  # by examples, by devices with data, all alike
-    with apart():
+    with without_group():
         alone = group() is None and len(mgpu.split_batch(np.zeros((4, 1)), np.zeros(4), ctx)[0][0])
     part = [x.asnumpy().tolist() for x in mgpu.split_batch(np.arange(7.0), np.arange(7), ctx)[0]]
-    g.wait()
+    g.barrier()
     tell(said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums, mean=mean.asnumpy().tolist(),
          weighted=[array.asnumpy().tolist() for array in weighted],
          alone=alone, part=part)
@@ -113,13 +113,13 @@ COMPRESS = """
     g = group()
     g.compress({"type": "2bit", "threshold": 0.5})
     gradient = mx.nd.zeros((9,))
-    total = g.sum_of([gradient])
+    total = g.all_reduce([gradient])
     sums = []
     for step in range(4):
         gradient[:] = mx.nd.array(np.random.RandomState(10 * me.rank + step).normal(0, 0.5, 9).astype("float32"))
         total.run(0)
         sums.append(gradient.asnumpy().tolist())
-    tell(sums=sums, said=[one.decode() for one in g.say(b"plain")])
+    tell(sums=sums, said=[one.decode() for one in g.all_gather_bytes(b"plain")])
 """
 
 
@@ -281,10 +281,10 @@ HALF = """
     g = group()
     g.compress({"type": "fp16"})
     gradients = [mx.nd.array([1 + 2.0**-12, 3e4, 1e-9]), mx.nd.zeros((3,), ctx=mx.cpu(1))]
-    total, counts = g.sum_of(gradients), mx.nd.array([2049.0])
-    exact = g.sum_of([counts], exact=True)
+    total, counts = g.all_reduce(gradients), mx.nd.array([2049.0])
+    exact = g.all_reduce([counts], exact=True)
     total.run(0), exact.run(0)
-    said = [len(one) for one in g.say(b"x" * 3000)]
+    said = [len(one) for one in g.all_gather_bytes(b"x" * 3000)]
     tell(sums=[one.asnumpy().tolist() for one in gradients], count=float(counts.asscalar()), said=said)
 """
 
@@ -304,7 +304,7 @@ def test_horovods_own_launcher(tmp_path):
     script.write_text(
         BEGIN
         + textwrap.dedent("""
-        tell(place=vars(me), said=[one.decode() for one in group().say(str(me.rank).encode())])
+        tell(place=vars(me), said=[one.decode() for one in group().all_gather_bytes(str(me.rank).encode())])
     """)
     )
     command = ["horovodrun", "--gloo", "-np", 2, "-H", "localhost:2", sys.executable, script, tmp_path, 1]
@@ -319,7 +319,7 @@ def test_horovods_own_launcher(tmp_path):
 
 
 FAIL = """
-    total = group().sum_of([mx.nd.ones((1000,))])
+    total = group().all_reduce([mx.nd.ones((1000,))])
     for step in range(100):
         total.run(0)
         mx.nd.waitall()

@@ -171,7 +171,7 @@ def test_an_error_of_the_thread_is_raised_once(tmp_path, where):
     shelf.put(failing, 2)
     with pytest.raises(
         OSError,
-        match="Checkpoint: got .*last, which cannot be written .disk full.; expected .* kept: last of step 1; resume=.auto. resum",
+        match="Checkpoint: got .*last, which cannot be written .disk full.; expected .* kept: last of step 1; resume=.auto. resu",
     ):
         shelf.wait() if where == "wait" else shelf.put(snapshot_at(3).write, 3)
     assert names(tmp_path) == ["last"] and value_in(tmp_path / "last") == 1

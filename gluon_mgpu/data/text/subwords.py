@@ -12,17 +12,17 @@ from .vocabulary import BOS, EOS, PAD, SPECIAL, UNK, UNKNOWN, Vocabulary, checke
 
 
 class SubwordVocabulary(Vocabulary):
-    """A vocabulary of subwords, which is a model of sentencepiece's.
+    """A vocabulary of subwords, stored as a sentencepiece model.
 
     Parameters
     ----------
     model : bytes
-        What sentencepiece writes into a `.model` file, trained with the numbers of `SPECIAL`.
+        The content of sentencepiece's `.model` file, trained with the numbers of `SPECIAL`.
 
     Raises
     ------
     DataError
-        It is no such model.
+        The bytes are not such a model.
     MissingExtraError
         sentencepiece is not installed.
     """
@@ -37,8 +37,8 @@ class SubwordVocabulary(Vocabulary):
             self._processor.load_from_serialized_proto(self._model)
         except RuntimeError as error:
             raise DataError(
-                f"SubwordVocabulary: got {len(model)} bytes that sentencepiece does not read; expected a model of "
-                "sentencepiece's. Make it with build_vocabulary."
+                f"SubwordVocabulary: got {len(model)} bytes that sentencepiece cannot read; expected a sentencepiece "
+                "model. Make it with build_vocabulary."
             ) from error
         named = self._processor
         if (named.pad_id(), named.bos_id(), named.eos_id(), named.unk_id()) != (PAD, BOS, EOS, UNK):
@@ -65,12 +65,12 @@ class SubwordVocabulary(Vocabulary):
 
 
 def train_subwords(lines: List[str], size: int, character_coverage: float) -> bytes:
-    """Return a model of sentencepiece's, learnt from normalised text, with the numbers of `SPECIAL`.
+    """Return a sentencepiece model, learnt from normalised text, with the numbers of `SPECIAL`.
 
     Raises
     ------
     DataError
-        There is no model of this size for this text.
+        A model of this size cannot be learnt from this text.
     MissingExtraError
         sentencepiece is not installed.
     """

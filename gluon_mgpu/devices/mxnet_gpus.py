@@ -60,7 +60,7 @@ def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:
     Raises
     ------
     DeviceError
-        It cannot be told which is which.
+        MXNet's numbers cannot be matched to the driver's GPUs.
     """
     visible = visible_gpus(driver, cuda_uuids=cuda_uuids())
     if visible.doubt:

@@ -130,7 +130,7 @@ def resolve_devices(
     if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit() and len(spec) < 100:
         spec = int(spec)
     demand = _demand(spec, num_bytes(min_free_memory), seconds(wait_s))
-    contexts = _named(spec) if demand is None else _meet(demand, wait_s or 0.0, tell)
+    contexts = _named(spec) if demand is None else _contexts_for(demand, wait_s or 0.0, tell)
     check_contexts(contexts, "use_devices")
     for context in contexts:
         _check_present(context)
@@ -181,7 +181,7 @@ def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> O
     return Demand(text, tuple(context.device_id for context in contexts), None, free, min_free_bytes, every=True)
 
 
-def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
+def _contexts_for(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
     """Return the GPUs that satisfy a demand; the CPU if there are none and the demand allows it."""
     if mxnet_gpus.num_gpus():
         return [mx.gpu(device.number) for device in free_gpus.acquire(demand, wait_s, tell)] or [mx.cpu(0)]

@@ -83,7 +83,7 @@ def train_subwords(lines: List[str], size: int, character_coverage: float) -> by
             vocab_size=size,
             hard_vocab_limit=False,  # a small corpus has fewer
             character_coverage=character_coverage,
-            normalization_rule_name="identity",  # NFC is ours; NFKC would change what is translated
+            normalization_rule_name="identity",  # this package applies NFC; NFKC would change the text
             max_sentence_length=2**20,  # bytes; longer ones are left out
             pad_id=PAD,
             bos_id=BOS,
@@ -99,8 +99,8 @@ def train_subwords(lines: List[str], size: int, character_coverage: float) -> by
     except (RuntimeError, OSError) as error:
         cause = str(error).rpartition("] ")[2].strip()  # without the line of sentencepiece's source
         raise DataError(
-            f"build_vocabulary: got {len(lines)} sentences for {size} subwords with character_coverage {character_coverage}, of "
-            f"which sentencepiece says: {cause}; expected more subwords than characters. Raise size, lower "
+            f"build_vocabulary: got {len(lines)} sentences for {size} subwords with character_coverage {character_coverage} "
+            f"(sentencepiece: {cause}); expected more subwords than characters. Raise size, lower "
             "character_coverage, or add text."
         ) from error
     return model.getvalue()

@@ -39,7 +39,7 @@ def whole_number(
     Parameters
     ----------
     operation, name : str
-        What the error names.
+        The operation and the argument, for the error.
     value : int or numpy integer
     low, high : int
     advice : str
@@ -78,7 +78,7 @@ def real_number(
     advice: str,
     error: Type[Exception] = TrainerError,
 ) -> float:
-    """Return a finite number from `low` to `high` as a float; with `above` and `below`, it must not be these themselves.
+    """Return a finite number from `low` to `high` as a float; `above` and `below` exclude these bounds.
 
     Arguments and errors are those of `whole_number`.
 
@@ -136,12 +136,12 @@ def path_of(operation: str, name: str, value: Any, *, error: Type[Exception] = T
         if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
             raise ValueError
         return Path(value)
-    except (TypeError, ValueError):  # of a PathLike that gives bytes; of letters that no file name holds
+    except (TypeError, ValueError):  # a PathLike of bytes, or characters that file names cannot hold
         raise error(f"{operation}: got {_named(name, value)}; expected a path. Pass a str or a pathlib.Path.") from None
 
 
 def flag(operation: str, name: str, value: Any, *, error: Type[Exception] = TrainerError) -> bool:
-    """Return a switch as a bool: True and False, also NumPy's, and 1 and 0.
+    """Return a flag as a bool. It may be Python's or NumPy's bool, or an integer.
 
     Examples
     --------
@@ -161,9 +161,9 @@ def instance(
 
     Examples
     --------
-    >>> instance("Progress", "unit", 5, str, "a text", advice="Pass 'images', for one.")
+    >>> instance("Progress", "unit", 5, str, "a text", advice="Pass for example 'images'.")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: Progress: got unit=5; expected a text. Pass 'images', for one.
+    gluon_mgpu.errors.TrainerError: Progress: got unit=5; expected a text. Pass for example 'images'.
     """
     if not isinstance(value, kind):
         raise error(f"{operation}: got {_named(name, value)}; expected {what}. {advice}")
@@ -259,7 +259,7 @@ class _Short(reprlib.Repr):
         return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}..."
 
     def repr1(self, x: Any, level: int) -> str:
-        """Return the short form of a value inside of others."""
+        """Return the short form of a value inside another."""
         kind = type(x).__name__
         try:
             if isinstance(x, type):
@@ -271,7 +271,7 @@ class _Short(reprlib.Repr):
             if isinstance(x, int) and abs(x) >= 10**60:  # Python refuses to print thousands of digits
                 return f"a number of {x.bit_length()} bits"
             text = super().repr1(x, level)
-        except Exception:  # whatever the value's own code raises
+        except Exception:  # any error of the value's own code
             return f"an object of type {kind}"
         own = "\n" in text or (text.startswith("<") and " at 0x" in text)
         return f"an object of type {kind}" if own else text

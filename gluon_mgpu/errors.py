@@ -1,14 +1,14 @@
-"""What can go wrong: each error subclasses the builtin that a caller would expect to catch."""
+"""The exceptions: each subclasses the builtin that a caller would expect to catch."""
 
 from __future__ import annotations
 
 from typing import Any, List, Optional
 
-_LONGEST = 600  # characters of a message: what is longer loses its middle
+_LONGEST = 600  # characters of a message: a longer one loses its middle
 
 
 class _OneLineError(Exception):
-    """An error whose message is one line of at most 600 characters, whatever a value in it looks like when it is printed."""
+    """An error whose message is one line of at most 600 characters, whatever values it shows."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*(one_line(arg) if isinstance(arg, str) else arg for arg in args), **options)
@@ -35,11 +35,11 @@ def _lines(error: BaseException) -> List[str]:
 
 
 class DeviceError(_OneLineError, ValueError):
-    """A device was asked for that is malformed, repeated, or not there."""
+    """A requested device is malformed, repeated, or does not exist."""
 
 
 class ShardError(_OneLineError, ValueError):
-    """A batch cannot be split, or shards cannot be put together, as asked."""
+    """A batch cannot be split, or shards cannot be gathered, as requested."""
 
 
 class NestedError(ShardError, TypeError):
@@ -47,31 +47,31 @@ class NestedError(ShardError, TypeError):
 
 
 class TrainerError(_OneLineError, ValueError):
-    """A Trainer was given something it cannot train with, or called out of order."""
+    """A Trainer got an argument that it cannot train with, or its methods were called in the wrong order."""
 
 
 class StaleGradientError(_OneLineError, UserWarning):
-    """A parameter got no gradient on any device since the last step. Gluon raises a bare `UserWarning` there."""
+    """A parameter got no gradient on any device since the last step. Gluon raises a plain `UserWarning` for this."""
 
 
 class StateError(_OneLineError, ValueError):
-    """A file of trainer states does not belong to this network, or is not one."""
+    """A file of trainer states is invalid, or belongs to another network."""
 
 
 class SaveError(_OneLineError, OSError):
-    """A checkpoint or another file of a run cannot be written: no room, no permission, or another run uses the folder."""
+    """A checkpoint or another file of a run cannot be written: full disk, no permission, or another run uses the folder."""
 
     def __init__(self, message: str, number: Optional[int] = None) -> None:
-        super().__init__(message)  # with the number, OSError would say it in front
+        super().__init__(message)  # with the number, OSError would put it in front of the message
         self.errno = number
 
 
 class DataError(_OneLineError, ValueError):
-    """A data file or array is damaged, foreign, or does not fit its partner."""
+    """A data file or array is damaged, has another format, or does not match its partner."""
 
 
 class StepError(_OneLineError, RuntimeError):
-    """A device failed while a batch was on its way; the message names the step."""
+    """A device failed while it computed a batch; the message names the step."""
 
 
 class NonFiniteLossError(_OneLineError, FloatingPointError):
@@ -79,7 +79,7 @@ class NonFiniteLossError(_OneLineError, FloatingPointError):
 
 
 class MissingExtraError(_OneLineError, ImportError):
-    """An optional package is needed; the message names the extra that installs it."""
+    """An optional package is missing; the message names the extra that installs it."""
 
 
 class ProcessError(_OneLineError, RuntimeError):

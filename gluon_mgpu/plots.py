@@ -1,4 +1,4 @@
-"""Pictures of what was measured, drawn without a display; in a notebook they show after `%matplotlib inline`."""
+"""Figures of measurements, drawn without a display; a notebook shows them after `%matplotlib inline`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .runtime.environment import require
 
 
 def figure(width: float = 10, height: float = 4) -> Any:
-    """Return an empty matplotlib figure, in inches, that needs no display and no backend.
+    """Return an empty matplotlib figure, sizes in inches, that requires no display and no backend.
 
     Raises
     ------
@@ -22,7 +22,7 @@ def figure(width: float = 10, height: float = 4) -> Any:
 
 
 def save(made: Any, path: Union[str, Path]) -> None:
-    """Write a figure as a PNG, 120 dots an inch."""
+    """Write a figure as a PNG with 120 dots per inch."""
     made.savefig(str(path), dpi=120)
 
 
@@ -32,7 +32,7 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
     Parameters
     ----------
     rows : sequence of dict
-        One an epoch, with `epoch`, and `train_...` and `test_...` columns.
+        One per epoch, with `epoch`, and `train_...` and `test_...` columns.
     """
     made = figure()
     losses, others = made.subplots(1, 2)
@@ -53,13 +53,13 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
 
 
 def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> Any:
-    """Return a figure of bars, one chart a group.
+    """Return a figure of bars, one chart per group.
 
     Parameters
     ----------
     groups : dict of title -> dict of label -> value
     ylabels : sequence of str
-        One a group: what its values are, with their unit.
+        One per group: the quantity and its unit.
     """
     made = figure(3.4 * len(groups), 4)
     charts = zip(made.subplots(1, len(groups), squeeze=False)[0], groups.items(), ylabels)
@@ -86,11 +86,11 @@ def plot_batch_sizes(
     Parameters
     ----------
     rates : sequence of (batch size, median, low, high)
-        Of the batches that fit.
+        For the batches that fit.
     memory : sequence of (batch size, GiB, whether it fits)
     limit_gib : float
     recommended : float
-        The batch size that is marked.
+        The batch size to mark.
     """
     made = figure(10, 4)
     left, right = made.subplots(1, 2)

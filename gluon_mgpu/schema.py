@@ -1,4 +1,4 @@
-"""Schemas of plain values that files hold: all of a file is checked before anything is made of it."""
+"""Schemas for the plain values in files: a file is checked completely before its content is used."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SHOWN = 40  # characters of a value in an error
 
 @dataclass(frozen=True)
 class Wrong:
-    """A value that a schema refuses.
+    """A value that a schema rejects.
 
     Attributes
     ----------
     value : object
-    need : str
-        What the schema accepts, in words.
+    expected : str
+        A description of the values that the schema accepts.
     path : tuple of str and int
         The keys and indices that lead to the value.
     is_missing : bool
-        There is no value at this path.
+        Whether there is no value at this path.
     """
 
     value: Any
@@ -40,11 +40,11 @@ class Wrong:
     is_missing: bool = False
 
     def below(self, key: Union[str, int]) -> Wrong:
-        """Return the same, as the container sees it that holds the value under this key."""
+        """Return the same for the container that holds the value under this key."""
         return replace(self, path=(key, *self.path))
 
     def message(self) -> str:
-        """Return where the value is and what it is, in words: `with place.step = "7"`."""
+        """Return the path and the value as text: `with place.step = "7"`."""
         where = "".join(_step(key) for key in self.path).lstrip(".")
         if self.is_missing:
             return f"without {where}"
@@ -55,7 +55,7 @@ Schema = Callable[[Any], Optional[Wrong]]
 
 
 def check(schema: Schema, value: Any, *, operation: str, file: object, advice: str = "Use another checkpoint") -> None:
-    """Do nothing if a file's content is as its schema says.
+    """Raise unless a file's content satisfies its schema.
 
     Parameters
     ----------
@@ -63,14 +63,14 @@ def check(schema: Schema, value: Any, *, operation: str, file: object, advice: s
     value : object
     operation : str
     file : object
-        What errors call the file.
+        The name of the file in errors.
     advice : str
-        What the user can do, for errors.
+        The advice in errors.
 
     Raises
     ------
     StateError
-        It is not. The message names the value and the path that leads to it.
+        It does not. The message names the value and its path.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def parse_json(content: bytes, *, operation: str, file: Path, advice: str = "Use
     Raises
     ------
     StateError
-        It is no JSON, or an object has a key twice.
+        The content is not JSON, or an object has a key twice.
     """
     try:
         return json.loads(content.decode(), object_pairs_hook=_without_repeats)
@@ -102,7 +102,7 @@ def parse_json(content: bytes, *, operation: str, file: Path, advice: str = "Use
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error, on one line and cut short; of a container, how much it holds."""
+    """Return a value as errors show it: on one line and shortened; for a container, its size."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)} keys"
     if isinstance(value, (list, tuple)):
@@ -118,7 +118,7 @@ def shown(value: Any) -> str:
 
 
 def that(expected: str, fits: Callable[[Any], bool]) -> Schema:
-    """Return the schema of values that a function accepts. A ValueError, TypeError or the like of it counts as False."""
+    """Return the schema of values that a function accepts. If the function raises, the value is rejected."""
 
     def schema(value: Any) -> Optional[Wrong]:
         try:
@@ -158,17 +158,17 @@ def number(least: float = -math.inf, most: float = math.inf, *, below: float = m
 
 
 def constant(*values: Any) -> Schema:
-    """Return the schema of a few values: these."""
+    """Return the schema of these values only."""
     return that(_listed(values), lambda value: any(type(value) is type(one) and value == one for one in values))
 
 
 def text(most: int = 10_000) -> Schema:
-    """Return the schema of texts, of so many characters at most."""
+    """Return the schema of texts with at most this many characters."""
     return that(f"a text of at most {most} characters", lambda value: isinstance(value, str) and len(value) <= most)
 
 
 def nullable(schema: Schema) -> Schema:
-    """Return the schema of what another one accepts, and None."""
+    """Return the schema of None and of the values that another schema accepts."""
 
     def either(value: Any) -> Optional[Wrong]:
         wrong = None if value is None else schema(value)
@@ -178,7 +178,7 @@ def nullable(schema: Schema) -> Schema:
 
 
 def list_of(one: Schema, *, length: Optional[int] = None) -> Schema:
-    """Return the schema of lists of one kind of values."""
+    """Return the schema of lists whose items all have one schema."""
     expected = "a list" if length is None else f"a list of {length}"
 
     def schema(value: Any) -> Optional[Wrong]:
@@ -190,7 +190,7 @@ def list_of(one: Schema, *, length: Optional[int] = None) -> Schema:
 
 
 def items(*each: Schema) -> Schema:
-    """Return the schema of a list that has a schema for each of its places."""
+    """Return the schema of a list with one schema for each of its items."""
 
     def schema(value: Any) -> Optional[Wrong]:
         if not isinstance(value, (list, tuple)) or len(value) != len(each):
@@ -202,7 +202,7 @@ def items(*each: Schema) -> Schema:
 
 
 def record(required: Mapping[str, Schema], optional: Optional[Mapping[str, Schema]] = None, *, closed: bool = True) -> Schema:
-    """Return the schema of objects with these keys; an open one may have others of any kind."""
+    """Return the schema of objects with these keys; an open one may have any others."""
     known = {**required, **(optional or {})}
 
     def schema(value: Any) -> Optional[Wrong]:
@@ -224,7 +224,7 @@ def record(required: Mapping[str, Schema], optional: Optional[Mapping[str, Schem
 
 
 def mapping(key: Schema, item: Schema) -> Schema:
-    """Return the schema of objects whose keys have one schema, and whose values another."""
+    """Return the schema of objects with one schema for all keys and one for all values."""
 
     def schema(value: Any) -> Optional[Wrong]:
         if not isinstance(value, dict):
@@ -242,7 +242,7 @@ def mapping(key: Schema, item: Schema) -> Schema:
 
 
 def also(first: Schema, *more: Schema) -> Schema:
-    """Return the schema of what several accept. The later ones see only what the earlier ones have accepted."""
+    """Return the schema of values that several schemas accept, checked in order."""
 
     def schema(value: Any) -> Optional[Wrong]:
         return next((wrong for wrong in (one(value) for one in (first, *more)) if wrong is not None), None)
@@ -251,12 +251,12 @@ def also(first: Schema, *more: Schema) -> Schema:
 
 
 def index_as_text() -> Schema:
-    """Return the schema of the keys of an object that stand for indices: "0", "1" and so on."""
+    """Return the schema of object keys that are indices: "0", "1" and so on."""
     return that("an index", lambda key: isinstance(key, str) and key.isdigit() and len(key) < 10 and str(int(key)) == key)
 
 
 def anything(value: Any) -> Optional[Wrong]:
-    """Accept any value: where nothing in this package makes use of it."""
+    """Accept any value that this package does not use."""
     return None
 
 
@@ -275,7 +275,7 @@ def _without_repeats(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} is there twice")
+        raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} appears twice")
     return found
 
 
@@ -286,5 +286,5 @@ def _step(key: Union[str, int]) -> str:
 
 
 def _listed(values: Any) -> str:
-    told = [shown(value) if not isinstance(value, str) else value for value in values]
-    return f"{', '.join(told[:-1])} or {told[-1]}" if len(told) > 1 else "".join(told)
+    texts = [shown(value) if not isinstance(value, str) else value for value in values]
+    return f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else "".join(texts)

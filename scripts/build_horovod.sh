@@ -1,14 +1,14 @@
 #!/bin/sh
-# Build Horovod 0.28.1 for the MXNet that is installed here: sh scripts/build_horovod.sh [PYTHON]
+# Build Horovod 0.28.1 for the installed MXNet: sh scripts/build_horovod.sh [PYTHON]
 #
-# PYTHON is that of the environment which holds MXNet and this project, .venv/bin/python by default. It needs a C++ compiler; takes
-# some minutes. On a machine of NVIDIA GPUs with nvcc and NCCL, HOROVOD_GPU_OPERATIONS=NCCL in the environment lets it sum on them.
-# Where Horovod is used: gluon-mgpu launch -n 2 --backend horovod train.py
+# PYTHON belongs to the environment with MXNet and this project, .venv/bin/python by default. The build requires a C++ compiler and
+# takes some minutes. With NVIDIA GPUs, nvcc and NCCL, set HOROVOD_GPU_OPERATIONS=NCCL in the environment to sum on the GPUs.
+# Use Horovod with: gluon-mgpu launch -n 2 --backend horovod train.py
 #
-# Horovod looks for MXNet when it is built, so that pip must not build it in an environment apart; its setup.py was written for
-# setuptools below 70, its CMakeLists.txt for CMake below 4. One line is mended before: Horovod connects its processes twice, and
-# the second time forgets the network interface that it was told (HOROVOD_GLOO_IFACE), and takes the address of the machine's
-# name, which often is a loopback address that other machines cannot reach.
+# Horovod's build imports MXNet, so pip must not build it in an isolated environment. Its setup.py was written for setuptools below
+# 70, its CMakeLists.txt for CMake below 4. The script fixes one line first: Horovod connects its processes twice, and the second
+# time ignores the network interface in HOROVOD_GLOO_IFACE. It then uses the address of the machine's name, which is often a
+# loopback address that other machines cannot reach.
 
 set -eu
 python=${1:-"$(dirname "$0")/../.venv/bin/python"}
@@ -42,15 +42,15 @@ path = sys.argv[1]
 with open(path, encoding="utf-8") as file:
     text = file.read()
 begin = text.index("void GlooContext::InitializeForProcessSet(")
-told, forgotten = "  gloo_iface_ = global_context.gloo_iface_;\n", "  device_attr.iface = gloo_iface_;\n"
+setting, forgotten = "  gloo_iface_ = global_context.gloo_iface_;\n", "  device_attr.iface = gloo_iface_;\n"
 place = text.index(forgotten, begin)
 with open(path, "w", encoding="utf-8") as file:
-    file.write(text[:place] + told + text[place:])
+    file.write(text[:place] + setting + text[place:])
 MEND
 if ! "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-cache-dir --no-deps --verbose \
     --force-reinstall "$folder/horovod-0.28.1" >"$folder/log" 2>&1; then
     tail -40 "$folder/log" >&2
-    fail "the build failed; its whole output is in $folder/log"
+    fail "the build failed; its complete output is in $folder/log"
 fi
 rm -rf "$folder"
 [ -z "$setuptools" ] || "$python" -m pip install --quiet --disable-pip-version-check "$setuptools"
@@ -58,7 +58,7 @@ rm -rf "$folder"
 "$python" - <<'CHECK' || fail "got a Horovod that does not work with this MXNet; expected one that was built for it. Build it again."
 import os, subprocess, sys, tempfile
 
-program = "from gluon_mgpu.distributed import group; assert group().say(b'here') == [b'here', b'here']"
+program = "from gluon_mgpu.distributed import group; assert group().all_gather_bytes(b'here') == [b'here', b'here']"
 with tempfile.TemporaryDirectory() as folder:
     with open(os.path.join(folder, "two.py"), "w") as file:
         file.write(program)

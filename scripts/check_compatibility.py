@@ -1,10 +1,10 @@
-"""Install this project with every Python that it allows, with the oldest and the newest NumPy, and try it there.
+"""Install this project with every supported Python, with the oldest and the newest NumPy, and test it there.
 
 python scripts/check_compatibility.py
 
 Every combination gets a clean environment: virtual environment, `pip install`, `pip check`, `gluon-mgpu doctor`, one epoch of
-`gluon-mgpu train resnet18`, tests. Which versions there are is asked of the registry with each Python's own pip. A failure is
-told, and the next combination is tried. Exits with 0 if all passed, with 1 if one did not.
+`gluon-mgpu train resnet18`, tests. Each Python's own pip asks the registry for the available versions. After a failure, the
+script reports it and tries the next combination. It exits with 0 if all passed, with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-# Devices agree, a right loop is matched, nothing waits, wrong arguments are told, what is saved can be read: they are quick.
+# The quick contracts: devices agree, hand-written loops are matched, no step waits, invalid arguments raise, files can be read.
 CONTRACT = tuple(
     f"tests/test_{name}.py" for name in ("transparency", "parity", "no_sync", "bad_input", "sharding", "params_file", "precision")
 )
 _TESTS = {"contract": CONTRACT, "all": ("tests", "--pyargs", "gluon_mgpu")}
-_TESTERS = ("pytest", "pytest-timeout", "hypothesis", "greenlet")  # what the contract tests need of the extra dev
+_TESTERS = ("pytest", "pytest-timeout", "hypothesis", "greenlet")  # packages of the extra dev that the contract tests use
 _NOT_COPIED = (".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
-# What somebody has set for other programs would not be a clean environment.
+# Variables that are set for other programs would not be a clean environment.
 _NOT_PASSED_ON = ("PYTHON", "PYTEST", "MXNET_", "GLUON_MGPU_", "OMP_", "MALLOC_", "DMLC_", "VIRTUAL_ENV")
 _LISTED = ("numpy", "mxnet", "click", "rich", "scipy", "scikit-learn", "matplotlib", "pytest")
 
 
 class CheckError(RuntimeError):
-    """A step of a combination failed; `step` says which, the message why."""
+    """A step of a combination failed; `step` is its name, the message the reason."""
 
     def __init__(self, step: str, why: str) -> None:
         super().__init__(why)
@@ -56,7 +56,7 @@ class CheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ran:
-    """A command that has ended: its exit code, and what it printed on both streams."""
+    """A command that has ended: its exit code, and its output on both streams."""
 
     code: int
     output: str
@@ -64,7 +64,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Project:
-    """What setup.cfg says of a project: its Pythons, what it needs, and what its extra `dev` needs."""
+    """A project's setup.cfg: its Pythons, its requirements, and those of its extra `dev`."""
 
     version: str
     pythons: Tuple[str, ...]
@@ -74,7 +74,7 @@ class Project:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python, `3.8` for one, and the program that it is; None where it was not found."""
+    """A Python such as `3.8`, and its program; None if it was not found."""
 
     python: str
     path: Optional[Path]
@@ -82,22 +82,22 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one combination.
+    """The result of one combination.
 
     Attributes
     ----------
     python : str
         The full version, or as much of it as is known.
     choice : str
-        `oldest`, `newest`, or the version of NumPy that was asked for.
+        `oldest`, `newest`, or the requested version of NumPy.
     packages : dict of str to str
-        What was installed, name to version.
+        The installed packages, name to version.
     tests : str
         pytest's count, such as `161 passed, 2 skipped`.
     failed : str
         The step that failed: interpreter, environment, versions, install, commands, tests; or interrupted. "" if none did.
     why : str
-        What that step said last.
+        The last lines of that step's output.
     seconds : float
     """
 
@@ -139,19 +139,19 @@ def run(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Ran:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started."""
+    """Kill a process and the processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def read_project(root: Path) -> Project:
-    """Return what a project's setup.cfg says."""
+    """Read a project's setup.cfg."""
     config = configparser.ConfigParser()
     config.read(root / "setup.cfg", encoding="utf-8")
-    told = config["metadata"].get("classifiers", "")
-    pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)", told)
+    classifiers = config["metadata"].get("classifiers", "")
+    pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)", classifiers)
     allowed = SpecifierSet(config["options"]["python_requires"])
-    version = re.search(r'__version__ = "(.+)"', (root / "gluon_mgpu" / "__init__.py").read_text(encoding="utf-8"))
+    version = re.search(r'__version__ = "(.+)"', (root / "gluon_mgpu" / "version.py").read_text(encoding="utf-8"))
     return Project(
         version=version.group(1) if version else "",
         pythons=tuple(python for python in pythons if allowed.contains(f"{python}.0")),
@@ -166,9 +166,9 @@ def _requirements(text: str) -> Tuple[Requirement, ...]:
 
 
 def find_interpreter(python: str, *, run: Run = run) -> Interpreter:
-    """Return the program of a Python, `3.8` for one or a path: on the path, else the newest of pyenv's.
+    """Return the program of a Python, such as `3.8` or a path: on the PATH, else the newest one of pyenv.
 
-    A name that is on the path and does not run, a version manager's placeholder for one, is passed over.
+    A program on the PATH that does not run, such as a version manager's placeholder, is skipped.
     """
     if os.sep in python:
         return Interpreter(_version_of(Path(python), run=run) or python, Path(python))
@@ -187,7 +187,7 @@ def _patch(path: Path) -> Tuple[int, ...]:
 
 
 def _version_of(path: Path, *, run: Run) -> str:
-    """Return the version of a Python, "" where it does not run."""
+    """Return the version of a Python, "" if it does not run."""
     try:
         ran = run([path, "-c", "import platform; print(platform.python_version())"], cwd=Path.cwd(), timeout_s=60)
     except OSError:
@@ -198,19 +198,19 @@ def _version_of(path: Path, *, run: Run) -> str:
 def available(name: str, python: Path, *, run: Run = run) -> List[Version]:
     """Return the versions of a package that have a wheel for a Python, oldest first, as its pip finds them.
 
-    pip is asked for a version that cannot be, and says which there are; `pip index` lists those without a wheel, too.
+    pip gets a request for a version that does not exist, and lists the others; `pip index` also lists those without a wheel.
     """
     with tempfile.TemporaryDirectory() as nothing:
         command = [python, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", nothing, f"{name}==0"]
-        said = run(command, cwd=Path(nothing), timeout_s=120).output
-    found = re.search(r"from versions: (.+)\)", said)
+        output = run(command, cwd=Path(nothing), timeout_s=120).output
+    found = re.search(r"from versions: (.+)\)", output)
     if not found or found.group(1) == "none":
-        raise CheckError("versions", f"The registry has no wheel of {name} for {python}: {_last_lines(said)}")
+        raise CheckError("versions", f"The registry has no wheel of {name} for {python}: {_last_lines(output)}")
     return sorted(Version(version) for version in found.group(1).split(", "))
 
 
 def choose(versions: Iterable[Version], allowed: SpecifierSet, which: str) -> str:
-    """Return the `oldest` or `newest` release that is allowed; another `which` is a version, and stands.
+    """Return the `oldest` or `newest` allowed release; another `which` is a version, and is returned.
 
     Examples
     --------
@@ -226,18 +226,18 @@ def choose(versions: Iterable[Version], allowed: SpecifierSet, which: str) -> st
 
 
 def pins(project: Project, python: Path, short: str, choice: str, oldest_dependencies: bool, *, run: Run = run) -> List[str]:
-    """Return `numpy==...`, and the oldest versions of whatever else is needed where that is asked for."""
+    """Return `numpy==...`, and on request the oldest versions of the other requirements."""
     found = []
-    for need in project.needs:
-        which = choice if need.name == "numpy" else "oldest" if oldest_dependencies else ""
-        if which and (need.marker is None or need.marker.evaluate({"python_version": short})):
-            known = available(need.name, python, run=run) if which in ("oldest", "newest") else []
-            found.append(f"{need.name}=={choose(known, need.specifier, which)}")
+    for requirement in project.needs:
+        which = choice if requirement.name == "numpy" else "oldest" if oldest_dependencies else ""
+        if which and (requirement.marker is None or requirement.marker.evaluate({"python_version": short})):
+            known = available(requirement.name, python, run=run) if which in ("oldest", "newest") else []
+            found.append(f"{requirement.name}=={choose(known, requirement.specifier, which)}")
     return found
 
 
 def copy_project(source: Path, folder: Path) -> Path:
-    """Return a copy of the project in a folder: building leaves files behind, and work on the project may go on meanwhile."""
+    """Copy the project into a folder and return the copy: building leaves files, and the project may change meanwhile."""
     to = folder / "project"
     shutil.copytree(source, to, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     return to
@@ -256,7 +256,7 @@ def check(
     tell: Callable[[str], None] = lambda line: None,
     run: Run = run,
 ) -> Result:
-    """Return what became of one combination: install, commands and tests in a new environment, which is removed again.
+    """Return the result of one combination: install, commands and tests in a new environment, which is then removed.
 
     Parameters
     ----------
@@ -267,15 +267,15 @@ def check(
     source : Path
         A copy of the project, in which pip builds and pytest runs.
     folder : Path
-        For the environment, and for the log, which stays.
+        For the environment, and for the log, which is kept.
     tests : str
         `contract` or `all`.
     oldest_dependencies : bool
-        Whether what else is needed, click and rich, is as old as setup.cfg allows, too.
+        Whether to use the oldest allowed versions of the other requirements, click and rich.
     timeout_s : float, seconds
         For each step.
     tell : callable
-        Takes a line of progress.
+        Gets a line of progress.
     run : callable
         As `run`.
     """
@@ -307,7 +307,7 @@ def check(
         output = folder / f"{name}-run"
         words = ["train", "resnet18", "--devices", "cpu:2", "--epochs", "1", "--output", str(output)]
         step("commands", environment / "bin" / "gluon-mgpu", *words)
-        # Appended to the path, the copy does not hide what was installed.
+        # Appended to the path, the copy does not hide the installed package.
         quiet = ["-q", "-p", "no:cacheprovider", "--import-mode=append", "--durations=0", "--durations-min=5"]
         result = replace(result, tests=_count(step("tests", environment / "bin" / "pytest", *quiet, *_TESTS[tests])))
     except CheckError as error:
@@ -340,7 +340,7 @@ def _short(command: Sequence[object]) -> str:
 
 
 def _testers(project: Project) -> List[str]:
-    return [str(need) for need in project.dev if need.name in _TESTERS]
+    return [str(requirement) for requirement in project.dev if requirement.name in _TESTERS]
 
 
 def _count(output: str) -> str:
@@ -350,14 +350,14 @@ def _count(output: str) -> str:
 
 
 def _last_lines(output: str, num_lines: int = 4) -> str:
-    """Return the lines that say what went wrong: pytest's, pip's and of exceptions where there are any, else the last ones."""
+    """Return the lines that report an error (of pytest, pip or an exception) if there are any, else the last lines."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if re.match(r"(FAILED|ERROR|Error)\b|[\w.]+(Error|Exception): ", line)]
-    return " / ".join((telling or lines)[-num_lines:]) or "It said nothing."
+    return " / ".join((telling or lines)[-num_lines:]) or "It printed nothing."
 
 
 def report(results: Sequence[Result], project: Project, tests: str) -> Dict[str, object]:
-    """Return what `--json` prints: what was run, where and when, and the results."""
+    """Return the content of `--json`: the project, the system, the date, and the results."""
     return {
         "project": project.version,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -374,18 +374,18 @@ def rows(results: Sequence[Mapping[str, object]]) -> List[List[str]]:
         packages: Mapping[str, str] = dict(one["packages"])  # type: ignore[call-overload]
         numpy = packages.get("numpy", "-") + (f" ({one['choice']})" if one["choice"] in ("oldest", "newest") else "")
         cells = [str(one["python"]), numpy, *(packages.get(name, "-") for name in ("click", "rich", "scipy", "scikit-learn"))]
-        said = f"failed: {one['failed']}" if one["failed"] else str(one["tests"])
-        found.append([*cells, said, f"{one['seconds']:.0f}"])
+        outcome = f"failed: {one['failed']}" if one["failed"] else str(one["tests"])
+        found.append([*cells, outcome, f"{one['seconds']:.0f}"])
     return found
 
 
 COLUMNS = ["Python", "NumPy", "click", "rich", "SciPy", "scikit-learn", "result", "seconds"]
 
 
-def as_markdown(told: Mapping[str, object]) -> str:
-    """Return a report as a Markdown table, with a line that says what was run, and when."""
-    results: Sequence[Mapping[str, object]] = told["results"]  # type: ignore[assignment]
-    lines = [f"gluon_mgpu {told['project']} on {told['system']}, {told['date']}:", ""]
+def as_markdown(content: Mapping[str, object]) -> str:
+    """Return a report as a Markdown table, with a line about the project, the system and the date."""
+    results: Sequence[Mapping[str, object]] = content["results"]  # type: ignore[assignment]
+    lines = [f"gluon_mgpu {content['project']} on {content['system']}, {content['date']}:", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows(results)]
     why = [f"- Python {one['python']}, NumPy {one['choice']}, {one['failed']}: {one['why']}" for one in results if one["failed"]]
@@ -394,21 +394,21 @@ def as_markdown(told: Mapping[str, object]) -> str:
 
 def read_reports(files: Sequence[Path]) -> Dict[str, object]:
     """Return the reports in several files as one, in the order of their Pythons."""
-    told = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    results = [result for one in told for result in one["results"]]
+    content = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    results = [result for one in content for result in one["results"]]
     results.sort(key=lambda one: (Version(one["python"]), one["choice"] != "oldest"))
-    return {**told[-1], "results": results}
+    return {**content[-1], "results": results}
 
 
-def print_report(told: Mapping[str, object], *, markdown: bool, as_json: bool) -> None:
+def print_report(content: Mapping[str, object], *, markdown: bool, as_json: bool) -> None:
     """Print a report as a table, as Markdown or as JSON."""
     if as_json:
-        click.echo(json.dumps(told, indent=1))
+        click.echo(json.dumps(content, indent=1))
     elif markdown:
-        click.echo(as_markdown(told))
+        click.echo(as_markdown(content))
     else:
         table = Table(*COLUMNS)
-        results: Sequence[Mapping[str, object]] = told["results"]  # type: ignore[assignment]
+        results: Sequence[Mapping[str, object]] = content["results"]  # type: ignore[assignment]
         for row in rows(results):
             table.add_row(*row)
         Console(width=None if sys.stdout.isatty() else 130).print(table)
@@ -428,9 +428,9 @@ def print_report(told: Mapping[str, object], *, markdown: bool, as_json: bool) -
     metavar="oldest|newest|VERSION",
     help="Of those with a wheel for the Python that setup.cfg allows.",
 )
-@click.option("--oldest-dependencies", is_flag=True, help="The oldest click and rich that setup.cfg allows, too.")
+@click.option("--oldest-dependencies", is_flag=True, help="Also use the oldest click and rich that setup.cfg allows.")
 @click.option(
-    "--tests", type=click.Choice(sorted(_TESTS)), default="contract", show_default=True, help="The contracts, or the whole suite."
+    "--tests", type=click.Choice(sorted(_TESTS)), default="contract", show_default=True, help="The contracts, or the full suite."
 )
 @click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for each step.")
 @click.option(
@@ -465,7 +465,7 @@ def main(
     Needs those Pythons, on the path or in pyenv's folder, and a network. Progress goes to standard error.
     """
     if files:
-        told = read_reports(files)
+        content = read_reports(files)
     else:
         project = read_project(ROOT)
         found = _check_all(
@@ -477,9 +477,9 @@ def main(
             timeout_s=timeout_s,
             logs=logs,
         )
-        told = report(found, project, tests)
-    print_report(told, markdown=markdown, as_json=as_json)
-    results: Sequence[Mapping[str, object]] = told["results"]  # type: ignore[assignment]
+        content = report(found, project, tests)
+    print_report(content, markdown=markdown, as_json=as_json)
+    results: Sequence[Mapping[str, object]] = content["results"]  # type: ignore[assignment]
     sys.exit(1 if any(one["failed"] for one in results) else 0)
 
 
@@ -520,8 +520,8 @@ def _check_all(
                 for log in Path(folder).glob("*.log"):
                     shutil.copy(log, logs)
             results.append(result)
-            said = f"FAILED in {result.failed}: {result.why}" if result.failed else f"passed: {result.tests}"
-            click.echo(f"{head}: {said} ({result.seconds:.0f} s)", err=True)
+            outcome = f"FAILED in {result.failed}: {result.why}" if result.failed else f"passed: {result.tests}"
+            click.echo(f"{head}: {outcome} ({result.seconds:.0f} s)", err=True)
     return results
 
 

@@ -1,10 +1,10 @@
-"""Install the extra cu112 into an environment of its own, and show that MXNet's GPU wheel runs there without CUDA or a GPU.
+"""Install the extra cu112 into a new environment, and show that MXNet's GPU wheel runs there without CUDA or a GPU.
 
     python scripts/check_cuda_wheels.py
-    python scripts/check_cuda_wheels.py --python python3.9 --keep --folder check-cu112    # a second call uses what is there
+    python scripts/check_cuda_wheels.py --python python3.9 --keep --folder check-cu112    # a second call reuses the folder
 
-A library of a few lines stands for the NVIDIA driver: it says that there is no GPU. Everything else is the real thing: about 2 GB
-from the package index. What this cannot show is that anything runs on a GPU: scripts/gpu_report.py does.
+A library of a few lines replaces the NVIDIA driver: it reports that there is no GPU. Everything else is genuine: about 2 GB from
+the package index. This script cannot show that anything runs on a GPU: use scripts/gpu_report.py for that.
 """
 
 from __future__ import annotations
@@ -87,21 +87,20 @@ except OSError:
 
 
 class CheckError(RuntimeError):
-    """The check could not be made, or did not go well."""
+    """The check could not run, or failed."""
 
 
 def main() -> int:
-    """Make the check; return 0 where all went well."""
+    """Run the check; return 0 if it passed."""
     options = parse()
     folder = Path(options.folder or tempfile.mkdtemp(prefix="check_cuda_wheels_")).resolve()
     if folder.exists() and any(folder.iterdir()) and not (folder / "driver" / "libcuda.so.1").exists():
-        told = f"check: got {folder}, in which there is something; expected an empty folder. Name one: --folder."
-        print(told, file=sys.stderr)
+        print(f"check: got {folder}, which is not empty; expected an empty folder. Pass another --folder.", file=sys.stderr)
         return 1
     began = time.perf_counter()
     try:
         check(folder, options)
-        print(f"\nall is well, {time.perf_counter() - began:.0f} s")
+        print(f"\npassed, {time.perf_counter() - began:.0f} s")
         return 0
     except CheckError as error:
         print(f"\n{error}", file=sys.stderr)
@@ -116,8 +115,8 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(
-        description="Install the extra cu112 into an environment of its own, behind a driver that says that there is no GPU; "
-        "show the import and the CUDA libraries, and run the contract tests on CPU contexts. About 2 GB are downloaded.",
+        description="Install the extra cu112 into a new environment, with a driver that reports no GPU; "
+        "show the import and the CUDA libraries, and run the contract tests on CPU contexts. Downloads about 2 GB.",
     )
     parser.add_argument("--python", default=sys.executable, help="the Python of the environment: 3.8 to 3.12 (default: this one)")
     parser.add_argument("--folder", help="an empty folder for everything (default: a temporary one)")
@@ -159,7 +158,7 @@ def clean(folder: Path) -> None:
 
 
 def make_driver(folder: Path, compiler: str) -> Path:
-    """Return the folder of a libcuda.so.1 that says that there is no GPU."""
+    """Return the folder of a libcuda.so.1 that reports no GPU."""
     driver = folder / "driver"
     if (driver / "libcuda.so.1").exists():
         return driver
@@ -199,7 +198,7 @@ def install(folder: Path, python: str) -> None:
 def run(
     what: str, command: List[str], where: Path, environment: Dict[str, str], *, limit_s: int = 3600, log: Optional[str] = None
 ) -> None:
-    """Run a command to its end; what it prints goes to the terminal, or to a file beside a line of progress every 20 seconds."""
+    """Run a command to its end. Its output goes to the terminal, or to a file, with a line of progress every 20 seconds."""
     taken = ("PYTHONPATH", "PYTHONHOME", "GLUON_MGPU_RUNTIME", "MXNET_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
     full = {**{name: value for name, value in os.environ.items() if name not in taken}, **environment}
     path = where / log if log else None
@@ -225,8 +224,8 @@ def run(
         if output:
             output.close()
     if code:
-        told = "".join(f"\n  {line}" for line in path.read_text(errors="replace").splitlines()[-15:]) if path else ""
-        raise CheckError(f"check: got exit status {code} of {what!r}; expected 0. See what it said above.{told}")
+        end = "".join(f"\n  {line}" for line in path.read_text(errors="replace").splitlines()[-15:]) if path else ""
+        raise CheckError(f"check: got exit status {code} of {what!r}; expected 0. Check its output above.{end}")
 
 
 def last_line(path: Path) -> str:

@@ -1,5 +1,5 @@
-# Find a Python, make .venv with it, install this project there. Read by quickstart.sh and test.sh: . scripts/environment.sh
-# A second call finds .venv as it was left and takes no time. PYTHON=/path/to/python chooses; .venv can be deleted at will.
+# Find a Python, make .venv with it, and install this project there. quickstart.sh and test.sh read this file.
+# A second call reuses .venv. PYTHON=/path/to/python chooses the Python; .venv can be deleted at any time.
 
 set -eu
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ sys.exit(0 if (3, 8) <= v <= (3, 12) and platform.python_implementation() == "CP
 find_python() {
     if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- python3.11 python3.10 python3.9 python3.12 python3.8 python3 python; fi
     for name in "$@"; do
-        # A name may be on the path and not run: a version manager's placeholder, say.
+        # A program on the PATH may not run, such as a version manager's placeholder.
         if command -v "$name" >/dev/null 2>&1 && "$name" -c "$suits" >/dev/null 2>&1; then
             echo "$name"
             return 0
@@ -24,7 +24,7 @@ find_python() {
                 echo "  $name: $("$name" -c 'import platform; print(platform.python_implementation(), platform.python_version())' 2>/dev/null || echo "does not run")"
             fi
         done
-        echo "Install one (Debian, Ubuntu: apt install python3 python3-venv), or say where it is: PYTHON=/path/to/python3.11 sh $0"
+        echo "Install one (Debian, Ubuntu: apt install python3 python3-venv), or pass its path: PYTHON=/path/to/python3.11 sh $0"
     } >&2
     return 1
 }

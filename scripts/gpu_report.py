@@ -1,12 +1,12 @@
-"""Try gluon_mgpu on the GPUs of this machine, and write what happened into one file, to be sent back.
+"""Test gluon_mgpu on the GPUs of this machine, and write the results into one file to send back.
 
     pip install '.[cu112,train,dev]'
     python scripts/gpu_report.py
 
-It takes some minutes, needs two NVIDIA GPUs of compute capability 5.0 to 8.9 to show everything, and says what it could not show.
-The file, gpu_report.json, is text that can be read before it is sent. Names of users and of this computer, and paths of home
-folders are taken out of it. Of the environment it holds a list of variables that matter to MXNet, CUDA and NCCL; variables whose
-names sound like keys or passwords are not given to the programs that it runs.
+It takes some minutes. A complete report requires two NVIDIA GPUs of compute capability 5.0 to 8.9; the report lists the parts
+that were not tested. The file, gpu_report.json, is text that you can read before you send it. Names of users and of this
+computer, and paths of home folders are removed. It holds the environment variables of MXNet, CUDA and NCCL only. Variables whose
+names suggest keys or passwords are not passed to the programs that it runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "4096,1048576,67108864"
-# The variables that go into the report, and no others: what else begins with NVIDIA_ or GLUON_MGPU_ may be a key.
+# Only these variables go into the report: others that begin with NVIDIA_ or GLUON_MGPU_ may be keys.
 ENVIRONMENT = frozenset(
     [
         "CUDA_CACHE_DISABLE",
@@ -111,7 +111,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended: `code` is None where it took too long. `files` holds the JSON that it wrote."""
+    """The result of a command: `code` is None if it took too long. `files` holds the JSON that it wrote."""
 
     code: Any
     seconds: float
@@ -120,14 +120,14 @@ class Done:
     files: Dict[str, Any]
 
     def facts(self) -> Dict[str, Any]:
-        """Return it as a part of the report."""
+        """Return the result as a part of the report."""
         ended = "took too long" if self.code is None else "well" if self.code == 0 else f"exit status {self.code}"
-        told = {} if self.code == 0 else {"output": self.output[-4000:], "errors": self.errors[-8000:]}
-        return {"ended": ended, "seconds": round(self.seconds, 1), **told, **self.files}
+        output = {} if self.code == 0 else {"output": self.output[-4000:], "errors": self.errors[-8000:]}
+        return {"ended": ended, "seconds": round(self.seconds, 1), **output, **self.files}
 
 
 def main() -> int:
-    """Make the report; return 0 where everything that could be tried went well."""
+    """Make the report; return 0 if every part that could run succeeded."""
     options = parse()
     began = time.time()
     with tempfile.TemporaryDirectory(prefix="gpu_report_") as folder:
@@ -152,8 +152,8 @@ def parse() -> argparse.Namespace:
 
 
 def make(folder: Path, parts: Sequence[str], limit_s: float) -> Dict[str, Any]:
-    """Return the report: facts, each part, what was not tested, and whether all went well."""
-    print("looking at this machine", flush=True)
+    """Return the report: facts, each part, a list of untested parts, and whether all succeeded."""
+    print("inspecting this machine", flush=True)
     facts, gpus = look(folder, limit_s)
     report: Dict[str, Any] = {"format": 1, "machine": machine(), "facts": facts}
     for part in parts:
@@ -161,31 +161,31 @@ def make(folder: Path, parts: Sequence[str], limit_s: float) -> Dict[str, Any]:
         report[part] = PARTS[part](folder, gpus, limit_s)
         print(f"  {report[part]['ended']}, {report[part]['seconds']} s", flush=True)
     report["not_tested"] = not_tested(gpus, report, parts)
-    # The doctor's exit status says that something is wrong here; that is a finding, not a failure of the report.
+    # The doctor's exit status reports a problem of this machine; that is a finding, not a failure of the report.
     report["went_well"] = all(report[part]["ended"] == "well" for part in ("facts", *parts) if part != "doctor")
     return report
 
 
 def look(folder: Path, limit_s: float) -> Tuple[Dict[str, Any], List[str]]:
-    """Return versions, devices and CUDA's libraries, and the GPUs that MXNet can run on; none where it cannot be imported."""
+    """Return versions, devices and CUDA's libraries, and the GPUs that MXNet can run on; [] if it cannot be imported."""
     done = run([sys.executable, "-c", FACTS], folder, limit_s)
     found = last_json(done.output) if done.code == 0 else {}
     return {**done.facts(), **found}, list(found.get("usable_gpus", []))
 
 
 def machine() -> Dict[str, Any]:
-    """Return what this machine is, and the variables that matter."""
+    """Return a description of this machine, and the environment variables for the report."""
     chosen = {name: value for name, value in sorted(os.environ.items()) if name in ENVIRONMENT}
     system = {"system": platform.system(), "kernel": platform.release(), "C library": " ".join(platform.libc_ver())}
     return {**system, "Python": platform.python_version(), "cores": os.cpu_count(), "environment": chosen}
 
 
 def doctor(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
-    """Return what `gluon-mgpu doctor --json` says."""
+    """Return the output of `gluon-mgpu doctor --json`."""
     done = run([sys.executable, "-m", "gluon_mgpu", "doctor", "--json"], folder, limit_s)
-    told = last_json(done.output)
-    programs = {str(one["name"]) for gpu in told.get("gpus", []) for one in gpu.get("processes") or () if one.get("name")}
-    return {**done.facts(), "told": scrub(told, [(name, "<program>") for name in sorted(programs, key=len, reverse=True)])}
+    found = last_json(done.output)
+    programs = {str(one["name"]) for gpu in found.get("gpus", []) for one in gpu.get("processes") or () if one.get("name")}
+    return {**done.facts(), "told": scrub(found, [(name, "<program>") for name in sorted(programs, key=len, reverse=True)])}
 
 
 def tests(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
@@ -238,13 +238,13 @@ def spec(context: str) -> str:
 
 
 def bench(name: str, arguments: Sequence[str], folder: Path, limit_s: float) -> Dict[str, Any]:
-    """Run `gluon-mgpu bench`, and return what it wrote."""
+    """Run `gluon-mgpu bench`, and return its results."""
     command = [sys.executable, "-m", "gluon_mgpu", "bench", name, *arguments, "--output", str(folder)]
     return {"arguments": list(arguments), **run(command, folder, limit_s, files=[f"{name}.json"]).facts()}
 
 
 def run(command: Sequence[str], where: Path, limit_s: float, *, files: Sequence[str] = ()) -> Done:
-    """Run a command to its end, or until it has taken too long; a crash of it is a finding, not the end of the report."""
+    """Run a command to its end or its time limit; a crash is a finding, and the report continues."""
     began = time.perf_counter()
     known = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or not SECRET.search(name)}
     environment = {**known, "PYTHONWARNINGS": "ignore", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
@@ -259,19 +259,19 @@ def run(command: Sequence[str], where: Path, limit_s: float, *, files: Sequence[
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        told = [read_all(file) for file in (out, errors)]
+        printed = [read_all(file) for file in (out, errors)]
     written = {Path(name).stem: json.loads((where / name).read_text()) for name in files if (where / name).exists()}
-    return Done(code, time.perf_counter() - began, told[0], told[1], written)
+    return Done(code, time.perf_counter() - began, printed[0], printed[1], written)
 
 
 def read_all(file: Any) -> str:
-    """Return what was written to a file."""
+    """Return the content of a file."""
     file.seek(0)
     return str(file.read().decode(errors="replace"))
 
 
 def last_json(text: str) -> Any:
-    """Return the JSON object that ends a text, {} where there is none: libraries may print lines before it."""
+    """Return the JSON object at the end of a text, {} if there is none: libraries may print lines before it."""
     for start in [match.start() for match in re.finditer(r"^\{", text, re.MULTILINE)]:
         try:
             return json.loads(text[start:])
@@ -281,16 +281,17 @@ def last_json(text: str) -> Any:
 
 
 def read_cases(results: Path) -> List[Dict[str, Any]]:
-    """Return each test's name, outcome, seconds, and why it was skipped or how it failed; none where pytest wrote nothing."""
+    """Return each test's name, outcome, seconds, and why it was skipped or how it failed; [] if pytest wrote nothing."""
     if not results.exists():
         return []
     found = []
     for case in ElementTree.parse(str(results)).getroot().iter("testcase"):
-        told = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        outcome = {"failure": "failed", "error": "failed", "skipped": "skipped"}[told[0].tag] if told else "passed"
+        reasons = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        outcome = {"failure": "failed", "error": "failed", "skipped": "skipped"}[reasons[0].tag] if reasons else "passed"
         one = {"test": case.get("name", ""), "outcome": outcome, "seconds": round(float(case.get("time", 0)), 2)}
-        if told:
-            one["why"] = told[0].get("message", "") if outcome == "skipped" else "\n".join(child.text or "" for child in told)
+        if reasons:
+            texts = (child.text or "" for child in reasons)
+            one["why"] = reasons[0].get("message", "") if outcome == "skipped" else "\n".join(texts)
         found.append(one)
     return found
 
@@ -301,22 +302,22 @@ def is_on_gpu(test: str) -> bool:
 
 
 def not_tested(gpus: Sequence[str], report: Dict[str, Any], parts: Sequence[str]) -> List[str]:
-    """Return in sentences what this report does not show."""
+    """Return sentences about the parts that were not tested."""
     found = []
     if not gpus:
         reasons = sorted({device["reason"] for device in report["facts"].get("devices", []) if not device["usable"]})
         found.append(" ".join(["No GPU that MXNet can run on: nothing was tried on a GPU.", *reasons]))
     if len(gpus) == 1:
         found.append(f"Only one GPU: {NEEDS_TWO} were not tried.")
-    found += [f"{part} was not asked for." for part in PARTS if part not in parts]
-    found += [f"{part} did not end well: {report[part]['ended']}." for part in parts if report[part]["ended"] != "well"]
+    found += [f"{part} was not requested." for part in PARTS if part not in parts]
+    found += [f"{part} failed: {report[part]['ended']}." for part in parts if report[part]["ended"] != "well"]
     if gpus and "tests" in parts and not report["tests"]["on_gpus"]:
-        found.append("No test ran on a GPU: see why each was skipped.")
+        found.append("No test ran on a GPU: each has its reason for skipping.")
     return found
 
 
 def secrets() -> List[Tuple[str, str]]:
-    """Return what is not to be sent, and what stands for it; the longest first."""
+    """Return private texts and their replacements, the longest first."""
     folders = {str(ROOT): "<project>", sys.prefix: "<environment>", sys.base_prefix: "<python>", str(Path.home()): "~"}
     folders[tempfile.gettempdir()] = "<tmp>"
     names = dict.fromkeys((socket.gethostname(), platform.node(), socket.gethostname().split(".")[0]), "<host>")
@@ -331,7 +332,7 @@ def secrets() -> List[Tuple[str, str]]:
 
 
 def scrub(value: Any, hidden: Sequence[Tuple[str, str]]) -> Any:
-    """Return nested data in which no text names a user, this computer, or a home folder."""
+    """Return nested data without names of users, of this computer, or of home folders."""
     if isinstance(value, dict):
         return {scrub(key, hidden): scrub(one, hidden) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -347,7 +348,7 @@ def scrub(value: Any, hidden: Sequence[Tuple[str, str]]) -> Any:
 
 
 def tell(report: Dict[str, Any], path: str, num_bytes: int) -> None:
-    """Print what was found, in a few lines."""
+    """Print a summary of the report."""
     if "tests" in report:
         counts, on_gpus = report["tests"]["counts"], report["tests"]["on_gpus"]
         print(f"\ntests: {', '.join(f'{number} {outcome}' for outcome, number in counts.items())}; {on_gpus} ran on GPUs")

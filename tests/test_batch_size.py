@@ -176,7 +176,7 @@ def test_a_network_trains_on_two_devices():
     assert [probe.batch_size for probe in found.probes] == [2, 4]
     assert (found.largest, found.devices) == (4, ("cpu(0)", "cpu(3)"))
     assert found.recommended in (2, 4)
-    assert found.ended_by == "the largest batch that was allowed, 5"
+    assert found.ended_by == "the largest batch allowed, 5"
     assert all(100 * MIB < probe.memory_bytes < found.memory_limit_bytes for probe in found.probes)
     assert all(rate > 0 for probe in found.probes for rate in probe.examples_per_s)
 
@@ -229,7 +229,7 @@ def test_another_failure_is_told_as_what_it_is():
 @pytest.mark.parametrize(
     "code, log, kind, told",
     [
-        (-signal.SIGKILL, "", NoMemoryError, "was ended by SIGKILL: it said nothing"),
+        (-signal.SIGKILL, "", NoMemoryError, "was ended by SIGKILL: without output"),
         (-signal.SIGABRT, "terminate called without an active exception", NoMemoryError, "was ended by SIGABRT"),
         (1, "OSError: [Errno 12] Cannot allocate memory", NoMemoryError, "Cannot allocate memory"),
         (-signal.SIGSEGV, "", StepError, "was ended by SIGSEGV"),
@@ -281,7 +281,7 @@ def test_where_nothing_fits_there_is_no_answer(fake):
 
 def test_where_not_even_the_libraries_fit_it_is_told(monkeypatch):
     def killed(question, **options):
-        raise NoMemoryError("was ended by SIGKILL: it said nothing", 0)
+        raise NoMemoryError("was ended by SIGKILL: without output", 0)
 
     monkeypatch.setattr("gluon_mgpu.tuning.batch_size.find.ask", killed)
     with pytest.raises(StepError, match="before the first batch") as caught:
@@ -351,7 +351,7 @@ def test_a_script_that_is_not_guarded_is_told(tmp_path):
     script.write_text(f"{start}find_batch_size(make, devices='cpu')\n")
     done = subprocess.run([sys.executable, str(script)], cwd="/", capture_output=True, timeout=240)
     assert done.returncode == 1
-    assert "TrainerError: find_batch_size: got a call from inside of a probe" in done.stderr.decode().splitlines()[-1]
+    assert "TrainerError: find_batch_size: got a call from a probe" in done.stderr.decode().splitlines()[-1]
 
 
 def test_a_function_that_no_other_process_finds_is_refused(monkeypatch):

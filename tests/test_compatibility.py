@@ -92,7 +92,7 @@ def test_the_project_s_own_configuration_is_read(script):
 
 def test_a_python_outside_of_the_range_is_not_tried(script, tmp_path):
     (tmp_path / "gluon_mgpu").mkdir()
-    (tmp_path / "gluon_mgpu" / "__init__.py").write_text('__version__ = "7.8"\n')
+    (tmp_path / "gluon_mgpu" / "version.py").write_text('__version__ = "7.8"\n')
     (tmp_path / "setup.cfg").write_text(
         "[metadata]\nclassifiers =\n    Programming Language :: Python :: 3.7\n    Programming Language :: Python :: 3.9\n"
         "[options]\npython_requires = >=3.8\ninstall_requires =\n    # why\n    numpy<2\n"
@@ -193,7 +193,7 @@ def test_the_contract_tests_are_there(script):
             "tests",
             "FAILED tests/test_a.py::b - assert 1",
         ),
-        ({"pytest": (5, "")}, "tests", "It said nothing."),
+        ({"pytest": (5, "")}, "tests", "It printed nothing."),
     ],
     ids=["venv", "versions", "install", "conflict", "doctor", "train", "tests", "silent"],
 )

@@ -24,16 +24,8 @@ ROOT = Path(__file__).parent.parent
 
 KEYS = ["here", "features", "gpu_code", "driver", "gpus", "links", "libraries", "devices", "settings", "thread_pools"]
 KEYS += ["places", "stores", "horovod", "problems"]
-TITLES = [
-    "machine and packages",
-    "devices",
-    "NVIDIA driver",
-    "CUDA libraries",
-    "runtime settings",
-    "why",
-    "thread pools in this process",
-]
-TITLES += ["storage", "gradient stores", "problems"]
+TITLES = ["machine and packages", "devices", "NVIDIA driver", "CUDA libraries", "runtime settings", "why"]
+TITLES += ["thread pools in this process", "storage", "gradient stores", "problems"]
 CPU = DeviceInfo("cpu(0)", "A processor, 8 cores", 3 * 2**30, True, "")
 
 

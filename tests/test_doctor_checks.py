@@ -91,7 +91,7 @@ def test_an_a100_with_the_gpu_build_is_fine():
 
 
 def test_an_a100_with_the_cpu_wheel_names_the_wheel_for_gpus():
-    one(check_gpus(reading(A100), CPU_BUILD), "build for CPUs", "idle GPU 1 (NVIDIA A100-SXM4-40GB)", "gluon_mgpu[cu112]")
+    one(check_gpus(reading(A100), CPU_BUILD), "build for CPUs", "cannot use GPU 1 (NVIDIA A100-SXM4-40GB)", "gluon_mgpu[cu112]")
     assert explains(reading(A100), CPU_BUILD)
 
 
@@ -118,7 +118,7 @@ def test_a_library_that_could_not_be_read_accuses_no_gpu():
 
 def test_a_capability_that_is_not_told_accuses_no_gpu():
     assert check_gpus(reading(Gpu(0)), GPU_BUILD) == []
-    assert "idle GPU 0" in one(check_gpus(reading(Gpu(0)), CPU_BUILD)).what
+    assert "cannot use GPU 0" in one(check_gpus(reading(Gpu(0)), CPU_BUILD)).what
 
 
 def test_a_lost_gpu_is_told():
@@ -210,7 +210,8 @@ def library(soname, path="there"):
 
 def test_missing_cudnn_stops_training():
     found = one(
-        check_libraries([library("libcudart.so.11.0"), library("libcudnn.so.8", "")], BROKEN), "libcudnn (libcudnn.so.8) is"
+        check_libraries([library("libcudart.so.11.0"), library("libcudnn.so.8", "")], BROKEN),
+        "libcudnn (libcudnn.so.8), which is missing",
     )
     assert found.stops_training
     assert "gluon_mgpu[cu112]" in found.to_do
@@ -225,7 +226,8 @@ def test_a_missing_driver_is_told_apart_from_missing_libraries():
     ]
     driver, others = check_libraries(without, BROKEN)
     assert "libcuda.so.1" in driver.what and "--gpus all" in driver.to_do
-    assert "libcudnn (libcudnn.so.8) and libcufft (libcufft.so.10) are missing" in others.what  # and MXNet itself names the other
+    # MXNet itself names the other
+    assert "libcudnn (libcudnn.so.8) and libcufft (libcufft.so.10), which are missing" in others.what
 
 
 def test_libraries_that_are_there_are_fine_and_none_are_needed_without_gpus():
@@ -331,7 +333,7 @@ def test_room_for_checkpoints_is_fine():
 
 def test_temporary_files_need_a_folder_with_room():
     assert check_temporary(ROOM) == []
-    one(check_temporary(None), "no folder", "TMPDIR")
+    one(check_temporary(None), "No folder", "TMPDIR")
     one(check_temporary(replace(ROOM, free_bytes=0)), "is full", "TMPDIR")
     one(check_temporary(replace(ROOM, free_files=0)), "is full")
 
@@ -342,7 +344,7 @@ def test_shared_memory_that_is_small_full_closed_or_missing():
     assert not one(check_shared_memory(docker), "64 MiB", "bus error", "--shm-size", "num_workers=0").stops_training
     one(check_shared_memory(replace(SHARED, free_bytes=2**20)), "1 MiB of 8.0 GiB free", "ls -l /dev/shm")
     one(check_shared_memory(replace(SHARED, writable=False)), "chmod 1777")
-    one(check_shared_memory(None), "There is no /dev/shm", "mount -t tmpfs")
+    one(check_shared_memory(None), "/dev/shm does not exist", "mount -t tmpfs")
 
 
 def test_places_are_looked_at_where_they_would_be_made(tmp_path):

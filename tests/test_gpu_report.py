@@ -42,7 +42,7 @@ def test_a_report_is_made_without_gpus(tmp_path, program):
     assert done.returncode == 0, done.stdout
     assert "transfer on CPU contexts: there is no usable GPU" in done.stdout
     assert "No GPU that MXNet can run on: nothing was tried on a GPU." in done.stdout
-    assert "doctor was not asked for." in done.stdout
+    assert "doctor was not requested." in done.stdout
     text = (home / "report.json").read_text()
     report = json.loads(text)
     assert report["facts"]["usable_gpus"] == []
@@ -208,7 +208,7 @@ def test_what_was_not_tested_is_said(program, gpus, expected):
     told = program.not_tested(gpus, report, list(program.PARTS))
     assert (told[0].startswith(expected) and len(told) == 1) if expected else told == []
     report["step"] = {"ended": "took too long"}
-    assert program.not_tested(gpus, report, list(program.PARTS))[-1] == "step did not end well: took too long."
+    assert program.not_tested(gpus, report, list(program.PARTS))[-1] == "step failed: took too long."
 
 
 def test_two_gpus_are_compared_with_one(program):

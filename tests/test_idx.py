@@ -169,7 +169,7 @@ def test_a_split_that_leaves_a_part_empty_is_refused(tmp_path, test_fraction):
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_text("")], ids=["nothing", "a file"])
 def test_what_is_no_folder_is_refused(tmp_path, make):
     make(tmp_path / "data")
-    assert "which is no folder" in told(DataError, mgpu.data.load_idx_folder, tmp_path / "data")
+    assert "which is not a folder" in told(DataError, mgpu.data.load_idx_folder, tmp_path / "data")
 
 
 def test_a_folder_without_idx_files_is_refused(tmp_path):

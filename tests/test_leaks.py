@@ -103,9 +103,9 @@ def test_leak_and_queue_are_told_apart(series, verdict):
 
 
 def test_what_is_said():
-    assert str(judge(waves(leak=1000))) == "leak of 1000 bytes a step (95%: 1000 to 1000; 22 samples)"
-    assert str(judge(waves())) == "flat: 0 bytes a step (95%: 0 to 0; 22 samples)"
-    assert str(judge(waves(queue=10))) == "flat: 0 bytes a step (95%: 0 to 0; 22 samples)"
+    assert str(judge(waves(leak=1000))) == "leak of 1000 bytes per step (95%: 1000 to 1000; 22 samples)"
+    assert str(judge(waves())) == "flat: 0 bytes per step (95%: 0 to 0; 22 samples)"
+    assert str(judge(waves(queue=10))) == "flat: 0 bytes per step (95%: 0 to 0; 22 samples)"
     assert "100000 bytes per queued step, up to 15 queued" in str(judge(waves(queue=10**5)))
     assert str(Growth("unknown", num_samples=3)).startswith("unknown: 3 samples")
 

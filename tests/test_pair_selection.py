@@ -16,7 +16,7 @@ def test_a_filter_keeps_what_fits_and_counts_the_rest():
     filtered = filter_pairs(pairs, min_length=1, max_length=5, max_ratio=2)
     assert list(filtered.pairs) == [("aa", "bb"), ("aaaa", "bb")]
     assert (filtered.num_too_short, filtered.num_too_long, filtered.num_out_of_ratio) == (1, 1, 2)
-    assert str(filtered) == "2 of 6 pairs kept; 1 too short, 1 too long, 2 of unlike lengths"
+    assert str(filtered) == "2 of 6 pairs kept; 1 too short, 1 too long, 2 with too different lengths"
     assert list(filter_pairs(pairs, min_length=0).pairs) == list(pairs)
 
 

@@ -107,7 +107,7 @@ SAY = """
     with without_group():
         alone = group() is None and len(mgpu.split_batch(np.zeros((4, 1)), np.zeros(4), ctx)[0][0])
     part = [x.asnumpy().tolist() for x in mgpu.split_batch(np.arange(7.0), np.arange(7), ctx)[0]]
-    g.wait()
+    g.barrier()
     tell("say", said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums,
          mean=mean.asnumpy().tolist(), weighted=[array.asnumpy().tolist() for array in weighted],
          alone=alone, part=part)

@@ -206,7 +206,7 @@ def test_an_altered_history_is_refused_before_anything_changes(saved, run, tmp_p
 
 
 TEXTS = {
-    "a key twice": (lambda text: text.replace('"devices":', '"devices": 1, "devices":'), 'the key "devices" is there twice'),
+    "a key twice": (lambda text: text.replace('"devices":', '"devices": 1, "devices":'), 'the key "devices" appears twice'),
     "a thousand levels": (lambda text: "[" * 100_000 + "]" * 100_000, "RecursionError"),
     "1e999": (lambda text: re.sub(r'"base": \d+', '"base": 1e999', text), "random.base = Infinity; expected a whole number"),
     "a number of 5000 digits": (

@@ -84,7 +84,7 @@ def model(tsv, tmp_path):
 def test_training_tells_and_writes(tsv, tmp_path):
     out = tmp_path / "new" / "run"
     lines, rows = train(tsv, out, "--epochs", "2")
-    assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 too short, 0 too long, 0 of unlike lengths"
+    assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 too short, 0 too long, 0 with too different lengths"
     assert lines[1] == "numbers.tsv: 41 pairs to train on, 5 to validate, 4 to test"
     assert lines[2] == "14 words to 14 words, on cpu(0), cpu(1)"
     assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"

@@ -158,7 +158,7 @@ def test_another_vocabulary_is_refused_by_its_file(tmp_path):
     """Of the same size: the network would take its numbers, and say other words."""
     made().save(tmp_path / "model")
     build_vocabulary(["a b c d"], "words").save(tmp_path / "model" / "target.vocab")
-    with pytest.raises(DataError, match=r"target.vocab with fingerprint \w+; expected fingerprint \w+, as the checkpoint says"):
+    with pytest.raises(DataError, match=r"target.vocab with fingerprint \w+; expected fingerprint \w+, as in the checkpoint"):
         load_translator(tmp_path / "model")
 
 

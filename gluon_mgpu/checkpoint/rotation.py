@@ -48,7 +48,7 @@ class CheckpointRotation:
         self._background = background
         self._thread: Optional[threading.Thread] = None
         self._error: Optional[BaseException] = None
-        self._num_bytes = 0  # of what is being written
+        self._num_bytes = 0  # of the folder being written
 
     def begin(self, resumed: Optional[Path]) -> None:
         """Make the folder, or clean up after a killed program.

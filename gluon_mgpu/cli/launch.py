@@ -98,8 +98,8 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File with the secret that the machines share, readable only by you. Node 0 writes a new one if it is missing. Without it, "
-    "GLUON_MGPU_TOKEN is read; if that is not set, node 0 prints a new token.",
+    help="File with the secret that the machines share, readable only by you. Node 0 writes a new one if it is missing. Without "
+    "it, GLUON_MGPU_TOKEN is read; if that is not set, node 0 prints a new token.",
 )
 @click.option(
     "--end-with-input", is_flag=True, hidden=True, help="End when standard input does, as --hostfile asks of each host."

@@ -1,4 +1,4 @@
-"""Data that the training programs use, and batches of arrays at the speed of memory."""
+"""Data sets of the training programs, and batches of arrays in memory."""
 
 from .array_loader import ArrayLoader
 from .idx import load_idx_folder, read_idx

@@ -1,4 +1,4 @@
-"""Batches of arrays in memory, by plain slicing: for these it is faster than a DataLoader with or without workers."""
+"""Batches of arrays in memory, by slicing: faster than a DataLoader with or without workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..nested import is_device_array
 class ArrayLoader:
     """Iterates over batches (X, y) of host arrays.
 
-    Each pass is an epoch; shuffling depends on the seed and the epoch's number alone, not on NumPy's global state.
+    Each pass is an epoch. Shuffling depends only on the seed and the epoch's number, not on NumPy's global state.
 
     Parameters
     ----------
@@ -25,17 +25,17 @@ class ArrayLoader:
     shuffle : bool
     seed : int
     last_batch : "keep" or "discard"
-        What to do with a last batch of fewer examples.
+        Whether a last batch with fewer examples is used.
 
     Attributes
     ----------
     epoch : int
-        How many passes have begun. Set it to go on where another run stopped.
+        The number of passes begun. Set it to resume another run.
 
     Raises
     ------
     DataError
-        The arrays are empty or not of one length, or an option is not one.
+        The arrays are empty or of different lengths, or an option is invalid.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class ArrayLoader:
             )
         advice = "Pass the examples of a batch over all devices."
         whole_number("ArrayLoader", "batch_size", batch_size, advice=advice, error=DataError)
-        whole_number("ArrayLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+        whole_number("ArrayLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
         one_of("ArrayLoader", "last_batch", last_batch, ("keep", "discard"), advice="'keep' uses every example.", error=DataError)
         if last_batch == "discard" and len(X) < batch_size:
             raise DataError(

@@ -43,14 +43,14 @@ def read_idx(path: Union[str, Path], num_dimensions: int) -> np.ndarray:
     Raises
     ------
     DataError
-        The file is damaged, truncated, longer than it says, or holds something else.
+        The file is damaged, truncated, longer than its header says, or has another format.
     OSError
-        It cannot be read.
+        The file cannot be read.
 
     Source: LeCun, Cortes, Burges, "The MNIST database", section "File formats".
     """
     path = path_of("read_idx", "path", path, error=DataError)
-    advice = "3 are of images, 1 of labels."
+    advice = "Pass 3 for images, 1 for labels."
     num_dimensions = whole_number("read_idx", "num_dimensions", num_dimensions, high=255, advice=advice, error=DataError)
     content = _read(path)
     if len(content) < 4:
@@ -89,26 +89,26 @@ def load_idx_folder(folder: Union[str, Path], *, seed: int = 0, test_fraction: f
     t10k-images-idx3-ubyte[.gz]     t10k-labels-idx1-ubyte[.gz]
     ```
 
-    Where only one of the two pairs is there, it is split: shuffled by `seed`, then the last part is for testing.
+    If only one of the two pairs exists, it is shuffled by `seed` and split; the last part becomes the test set.
 
     Parameters
     ----------
     folder : str or pathlib.Path
     seed : int
     test_fraction : float, 0 to 1
-        What is taken for testing where only one pair is there.
+        The size of the test set if only one pair exists.
 
     Raises
     ------
     DataError
-        No pair of files is there, a file is damaged, or images and labels are not as many.
+        Both pairs are missing, a file is damaged, or the numbers of images and labels differ.
     """
     folder = path_of("load_idx_folder", "folder", folder, error=DataError)
-    whole_number("load_idx_folder", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+    whole_number("load_idx_folder", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
     advice = "0.2 is usual."
     real_number("load_idx_folder", "test_fraction", test_fraction, low=-1e9, high=1e9, advice=advice, error=DataError)
     if not folder.is_dir():
-        raise DataError(f"load_idx_folder: got {folder}, which is no folder; expected one with idx files. Check --data-dir.")
+        raise DataError(f"load_idx_folder: got {folder}, which is not a folder; expected one with idx files. Check --data-dir.")
     train, test = _read_pair(folder, "train"), _read_pair(folder, "t10k")
     if train is None and test is None:
         raise DataError(
@@ -133,7 +133,9 @@ def _read(path: Path) -> bytes:
     try:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"read_idx: got a damaged gzip file {path} ({error}); expected a whole one. Fetch it again.") from error
+        raise DataError(
+            f"read_idx: got a damaged gzip file {path} ({error}); expected a complete one. Fetch it again."
+        ) from error
 
 
 def _read_pair(folder: Path, part: str) -> Optional[Pair]:
@@ -144,7 +146,7 @@ def _read_pair(folder: Path, part: str) -> Optional[Pair]:
     if images_path is None or labels_path is None:
         found, missing = (images_path, "labels") if images_path else (labels_path, "images")
         raise DataError(
-            f"load_idx_folder: got {found} without its {missing}; expected both. Put {part}-{missing}-idx*-ubyte beside it."
+            f"load_idx_folder: got {found} without its {missing}; expected both. Put {part}-{missing}-idx*-ubyte next to it."
         )
     images, labels = read_idx(images_path, _IMAGES), read_idx(labels_path, _LABELS)
     if len(images) != len(labels):

@@ -1,4 +1,4 @@
-"""Images and labels for classification: the embedded digits, and the sets that Gluon downloads."""
+"""Images and labels for classification: scikit-learn's digits, and the data sets that Gluon downloads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ImageData:
 def load_digits() -> ImageData:
     """Return scikit-learn's handwritten digits: 1,438 training and 359 test images of 8x8, 10 classes.
 
-    They are in scikit-learn's wheel, so that nothing is downloaded. Every fifth image is for testing.
+    scikit-learn's wheel contains them, so nothing is downloaded. Every fifth image is a test image.
 
     Raises
     ------
@@ -55,12 +55,12 @@ def load_digits() -> ImageData:
 
 
 def load_mnist(root: str) -> ImageData:
-    """Return MNIST, downloaded by Gluon into `root` unless it is there: 60,000 and 10,000 images of 28x28."""
+    """Return MNIST, which Gluon downloads into `root` if it is missing: 60,000 and 10,000 images of 28x28."""
     return _load_vision("mnist", mx.gluon.data.vision.MNIST, root)
 
 
 def load_fashion_mnist(root: str) -> ImageData:
-    """Return Fashion-MNIST, downloaded by Gluon into `root` unless it is there: 60,000 and 10,000 images of 28x28."""
+    """Return Fashion-MNIST, which Gluon downloads into `root` if it is missing: 60,000 and 10,000 images of 28x28."""
     return _load_vision("fashion-mnist", mx.gluon.data.vision.FashionMNIST, root)
 
 
@@ -83,7 +83,7 @@ def _scaled(pixels: np.ndarray) -> np.ndarray:
 def _load_vision(name: str, dataset: Type[Any], root: str) -> ImageData:
     try:
         train, test = dataset(root=root, train=True), dataset(root=root, train=False)
-    except Exception as error:  # requests', the operating system's, or Gluon's own
+    except Exception as error:  # of requests, the operating system or Gluon
         raise DataError(
             f"load {name}: got {type(error).__name__} ({error}); expected the files in {root}, or the network to download them. "
             "Put the four idx files into a folder and pass it as --data-dir (load_idx_folder)."

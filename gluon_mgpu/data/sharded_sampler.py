@@ -1,4 +1,4 @@
-"""Which examples are this process's: every batch divided over the processes of a job."""
+"""The examples of this process: every batch is divided over the processes of a job."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ShardedSampler:
                                                 process 1   2 3 │ 6 7 │ 9
     ```
 
-    Every example comes once in a pass, in one process. All processes have as many batches, each with one example at least: a last
-    batch that is too small for that is joined to the one before. But for that, the batches are those of one process with the
-    same seed. Make the trainer with `sharded_data=True`, which divides by the examples of all.
+    Each pass yields every example once, in one process. All processes get the same number of batches, each with at least one
+    example. A last batch that is too small for this is joined to the previous one. Otherwise the batches equal those of one
+    process with the same seed. Make the trainer with `sharded_data=True`, which divides by the examples of all processes.
 
     Parameters
     ----------
@@ -34,14 +34,14 @@ class ShardedSampler:
         Over all processes.
     shuffle : bool
     seed : int
-        The order depends on it and the epoch's number alone.
+        The order depends only on it and the epoch's number.
     process : Process, optional
         `this_process()` by default.
 
     Attributes
     ----------
     epoch : int
-        How many passes have begun. Set it to go on where another run stopped.
+        The number of passes begun. Set it to resume another run.
 
     Raises
     ------
@@ -65,7 +65,7 @@ class ShardedSampler:
         least = self._process.num_processes
         sizes = (("num_examples", num_examples, least), ("batch_size", batch_size, least), ("seed", seed, 0))
         for name, number, smallest in sizes:
-            advice = f"Give each of {least} processes one example of each batch at least."
+            advice = f"Give each of {least} processes at least one example of each batch."
             most = MOST_SEED if name == "seed" else MOST
             whole_number("ShardedSampler", name, number, low=smallest, high=most, advice=advice, error=DataError)
         self.num_examples, self.batch_size, self.shuffle, self.seed = int(num_examples), int(batch_size), shuffle, int(seed)
@@ -89,9 +89,9 @@ class ShardedSampler:
 
 
 def skip_first_batches(loader: Iterable[Item], num_batches: int) -> LaterBatches[Item]:
-    """Return an iterable that leaves out the first batches of its first pass, and of no later one: to go on in mid-epoch.
+    """Return an iterable that skips the first batches of its first pass only, to resume within an epoch.
 
-    What Gluon's DataLoader would read for them is not read; of other iterators, they are drawn and dropped.
+    Gluon's DataLoader does not read the skipped examples; other iterators read and drop them.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def skip_first_batches(loader: Iterable[Item], num_batches: int) -> LaterBatches
     Raises
     ------
     DataError
-        The number is not one.
+        The number is not a whole number of 0 or more.
 
     Examples
     --------
@@ -122,7 +122,7 @@ def skip_first_batches(loader: Iterable[Item], num_batches: int) -> LaterBatches
 
 
 class LaterBatches(Iterable[Item]):
-    """What `skip_first_batches` returns."""
+    """The iterable that `skip_first_batches` returns."""
 
     def __init__(self, loader: Iterable[Item], num_batches: int) -> None:
         self._loader, self._num_batches = loader, num_batches
@@ -140,11 +140,11 @@ class LaterBatches(Iterable[Item]):
 
 
 def _without_reading(loader: gluon.data.DataLoader, num_batches: int) -> Iterator[Any]:
-    """Yield a loader's batches from one on: its sampler is drawn from, its data set not asked, before that."""
+    """Yield a loader's batches after the first `num_batches`: these are drawn from its sampler, but not read."""
     sampler = loader._batch_sampler
     loader._batch_sampler = skip_first_batches(sampler, num_batches)
     try:
-        loader.refresh()  # workers are given the first batches of a pass before it begins
+        loader.refresh()  # workers get the first batches of a pass before it begins
         batches = iter(loader)
         first = list(islice(batches, 1))
     finally:

@@ -1,4 +1,4 @@
-"""What there is to train on: the CPU and every GPU, what each is, and why one cannot be used."""
+"""Describes the CPU and every GPU, and why one cannot be used."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ..runtime.nvidia.nvml import try_driver
 from ..runtime.nvidia.visible import CudaDevice, visible_gpus
 from . import mxnet_gpus
 
-_ONE_MIG = "In MIG mode, CUDA shows a process one part of a GPU, and no other GPU. CUDA_VISIBLE_DEVICES names another one."
+_ONE_MIG = "In MIG mode, CUDA shows a process one part of a GPU and no other GPU. Choose another with CUDA_VISIBLE_DEVICES."
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a device is, and whether MXNet can run on it.
+    """The description of a device, and whether MXNet can run on it.
 
     Attributes
     ----------
     name : str
         `cpu(0)`, `gpu(1)`.
     description : str
-        The maker's name for it.
+        The manufacturer's name for it.
     memory_bytes : int
-        Its memory; 0 where nobody tells.
+        Its memory; 0 if unknown.
     usable : bool
     reason : str
-        Why it cannot be used, and what to do; empty where it can.
+        Why it cannot be used, and what to do; "" if it can.
     note : str
-        What to mind although it can be used.
+        A caution for a usable device.
     free_bytes : int or None
-        Of its memory; None where nobody tells. For GPUs this, and all that follows, needs the package nvidia-ml-py.
+        Its free memory; None if unknown. For GPUs, this and all following attributes require the package nvidia-ml-py.
     index : int or None
         Its GPU's number in `nvidia-smi`, by PCI address, which need not be MXNet's.
     uuid : str or None
@@ -53,9 +53,9 @@ class DeviceInfo:
 
 
 def describe_devices() -> List[DeviceInfo]:
-    """Return what is there: the CPU, then every GPU that MXNet or the NVIDIA driver knows of.
+    """Return the devices: the CPU, then every GPU that MXNet or the NVIDIA driver lists.
 
-    With the package nvidia-ml-py, which the extra `gpu` brings, each GPU has its free memory and its names, too.
+    With the package nvidia-ml-py (extra `gpu`), each GPU also has its free memory and its identifiers.
     """
     driver, _ = try_driver(links=False)
     gpus = _listed_by_program() if driver is None else _listed_by_driver(driver)
@@ -64,7 +64,7 @@ def describe_devices() -> List[DeviceInfo]:
 
 
 def _listed_by_program() -> List[DeviceInfo]:
-    """Return the GPUs of MXNet and of nvidia-smi, where there is one."""
+    """Return the GPUs of MXNet, and of nvidia-smi if it is installed."""
     by_driver = mxnet_gpus.nvidia_smi()
     num_gpus = mxnet_gpus.num_gpus()
     found: List[DeviceInfo] = []
@@ -85,7 +85,7 @@ def _listed_by_program() -> List[DeviceInfo]:
 
 
 def _listed_by_driver(driver: Driver) -> List[DeviceInfo]:
-    """Return the GPUs of MXNet with what the driver says of them, then those that MXNet does not see."""
+    """Return the GPUs of MXNet with the driver's descriptions, then the GPUs that MXNet does not see."""
     visible = visible_gpus(driver, cuda_uuids=mxnet_gpus.cuda_uuids())
     num_gpus = mxnet_gpus.num_gpus()
     found: List[DeviceInfo] = []

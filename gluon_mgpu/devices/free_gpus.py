@@ -1,4 +1,4 @@
-"""Which GPUs to take of those that are free, and waiting until there are enough."""
+"""Free GPUs: choose, reserve, and wait until there are enough."""
 
 from __future__ import annotations
 
@@ -20,64 +20,64 @@ _TELL_EVERY_S = 60.0
 
 
 def acquire(demand: Demand, wait_s: float = 0.0, tell: Optional[Callable[[str], None]] = None) -> List[CudaDevice]:
-    """Return the GPUs of this machine that meet a demand, none only if it allows that.
+    """Return the GPUs of this machine that satisfy a demand; [] only if the demand allows it.
 
     Parameters
     ----------
     demand : Demand
     wait_s : float, seconds
     tell : callable, optional
-        Gets lines about what is waited for and what was taken; by default they are logged.
+        Gets messages about waiting and about the reserved GPUs; by default they are logged.
 
     Raises
     ------
     DeviceError
-        There are too few, or the driver does not say.
+        Too few GPUs satisfy it, or the driver cannot be read.
     """
     try:
         with Nvml() as nvml:
 
-            def look() -> Sequence[CudaDevice]:
+            def read() -> Sequence[CudaDevice]:
                 return mxnet_gpus.seen_by_cuda(nvml.read(links=False))
 
-            return wait_for(look, demand, runs=mxnet_gpus.why_not, wait_s=wait_s, tell=tell or _log)
+            return wait_for(read, demand, runs=mxnet_gpus.why_not, wait_s=wait_s, tell=tell or _log)
     except (MissingExtraError, DriverError) as error:
         raise DeviceError(
-            f"use_devices: got {demand.spec!r}; expected the driver's word on its GPUs, which it does not give: {error}"
+            f"use_devices: got {demand.spec!r}; expected an NVIDIA driver that reports its GPUs: {error}"
         ) from error
 
 
 def _log(line: str) -> None:
-    """Log that somebody waits, or gets no GPU, so that it is seen, and what was taken for those who look."""
+    """Log waiting, or a lack of GPUs, as a warning, and reserved GPUs as information."""
     level = logging.INFO if " takes gpu" in line else logging.WARNING
     environment.logger.log(level, "use_devices: %s", line)
 
 
 def most_free_first(devices: Sequence[CudaDevice]) -> List[CudaDevice]:
-    """Return devices by the memory that is free on them, the largest first, and by number where it is the same."""
+    """Return devices sorted by free memory, the largest first, then by number."""
     return sorted(devices, key=lambda device: (-(device.free_bytes or 0), device.number))
 
 
 def select(
     devices: Sequence[CudaDevice], demand: Demand, *, runs: Callable[[int], str]
 ) -> Tuple[List[CudaDevice], Dict[int, str]]:
-    """Return the GPUs that meet a demand, taken for this process if they are to be free, and why the others do not.
+    """Return the GPUs that satisfy a demand, reserved for this process if they must be free, and why the others do not.
 
     Parameters
     ----------
     devices : sequence of CudaDevice
-        What CUDA sees, as the driver has just described it.
+        The GPUs that CUDA sees, as the driver has just described them.
     demand : Demand
     runs : callable
-        Takes a GPU's number, and returns why MXNet cannot run there, "" where it can. Asking takes memory there that a process
-        never gives back: so it is called only when there are enough GPUs, and only for these.
+        Takes a GPU's number, and returns why MXNet cannot run there, "" if it can. The call takes GPU memory that the process
+        never releases. So it is made only when there are enough GPUs, and only for these.
 
     Returns
     -------
     list of CudaDevice
-        As many as the demand says; none, and none is taken, where there are fewer.
+        The requested number of GPUs; [], without reservations, if there are fewer.
     dict of int to str
-        The reason of each that was looked at and left.
+        The reason for each GPU that was checked and rejected.
     """
     broken: Dict[int, str] = {}
     while True:
@@ -92,7 +92,7 @@ def select(
 
 
 def _take_enough(devices: Sequence[CudaDevice], demand: Demand) -> Tuple[List[CudaDevice], Dict[int, str], List[str]]:
-    """Return the GPUs that meet a demand, why the others do not, and the UUIDs that were claimed here."""
+    """Return the GPUs that satisfy a demand, why the others do not, and the UUIDs that were claimed here."""
     known = {device.number: device for device in devices}
     numbers = tuple(known) if demand.numbers is None else demand.numbers
     reasons = {number: "CUDA does not see it" for number in numbers if number not in known}
@@ -113,13 +113,13 @@ def _take_enough(devices: Sequence[CudaDevice], demand: Demand) -> Tuple[List[Cu
             found.append(device)
     if len(found) >= demand.fewest:
         return found, reasons, fresh
-    for uuid in fresh:  # somebody else may want it while this process waits
+    for uuid in fresh:  # another process may want it while this one waits
         locks.release(uuid)
     return [], {**reasons, **{device.number: "it would do" for device in found}}, []
 
 
 def wait_for(
-    look: Callable[[], Sequence[CudaDevice]],
+    read: Callable[[], Sequence[CudaDevice]],
     demand: Demand,
     *,
     runs: Callable[[int], str],
@@ -128,28 +128,28 @@ def wait_for(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
 ) -> List[CudaDevice]:
-    """Return the GPUs that meet a demand, which this process has taken; wait for them, asking every few seconds.
+    """Return the GPUs that satisfy a demand, reserved for this process; wait for them, and check every few seconds.
 
     Parameters
     ----------
-    look : callable
-        Returns what CUDA sees, as the driver describes it now.
+    read : callable
+        Returns the GPUs that CUDA sees, with the driver's current description.
     demand : Demand
     runs : callable
         As for `select`.
     wait_s : float, seconds
-        0 asks once.
+        0 checks once.
     tell : callable
-        Gets a line when the waiting begins and when what it waits for changes, each minute at most, and one about what was taken.
+        Gets a message when waiting begins, when its reason changes (at most once a minute), and when GPUs are reserved.
 
     Raises
     ------
     DeviceError
-        They did not come in time. It says what each GPU lacks.
+        Too few GPUs became free in time. The error names the reason for each GPU.
     """
-    begin, told_at, told = now(), -_TELL_EVERY_S, ""
+    begin, reported_at, reported = now(), -_TELL_EVERY_S, ""
     while True:
-        devices = look()
+        devices = read()
         found, reasons = select(devices, demand, runs=runs)
         if found or demand.may_be_none:
             tell(_taken(found, reasons, demand))
@@ -158,9 +158,9 @@ def wait_for(
         lacks = describe(reasons)
         if waited >= wait_s or not devices:
             raise DeviceError(_too_few(demand, reasons, waited, wait_s))
-        if lacks != told and waited - told_at >= _TELL_EVERY_S:
+        if lacks != reported and waited - reported_at >= _TELL_EVERY_S:
             tell(f"waiting for {demand}, {waited:.0f} s of {wait_s:g}: {lacks}. Ctrl-C ends it.")
-            told_at, told = waited, lacks
+            reported_at, reported = waited, lacks
         sleep(min(_EVERY_S, max(0.0, wait_s - waited)))
 
 
@@ -188,5 +188,5 @@ def _too_few(demand: Demand, reasons: Dict[int, str], waited: float, wait_s: flo
     after = f" after {waited:.0f} s" if wait_s else ""
     to_do = "Wait longer," if wait_s else "Wait for it with wait_s=600 (--wait-for-gpu 600),"
     lacks = describe(reasons) or "MXNet sees none"
-    advice = f"{to_do} or name GPUs that you may use all the same"
+    advice = f"{to_do} or name GPUs to use them even if they are not free"
     return f"use_devices: got {demand.spec!r}{after}; expected {demand}: {lacks}. {advice}."

@@ -1,4 +1,4 @@
-"""The GPUs that MXNet sees, whether it can run on them, and which they are in the driver's list."""
+"""The GPUs that MXNet sees, whether it can run on them, and their numbers in the driver's list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..runtime.nvidia.visible import CudaDevice, ask_cuda, visible_gpus
 
 @lru_cache(maxsize=None)
 def num_gpus() -> int:
-    """Return how many GPUs MXNet sees. Asked once a process."""
+    """Return the number of GPUs that MXNet sees. Determined once per process."""
     try:
         return int(mx.context.num_gpus())
     except mx.MXNetError:  # a CUDA build without a working driver
@@ -27,7 +27,7 @@ def num_gpus() -> int:
 
 @lru_cache(maxsize=None)
 def why_not(device_id: int) -> str:
-    """Return why MXNet cannot run on this GPU, "" where it can. Asked once a process: it runs an operation there."""
+    """Return why MXNet cannot run on this GPU, "" if it can. Determined once per process by running an operation on it."""
     try:
         if (mx.nd.ones((2,), ctx=mx.gpu(device_id)) * 2).asnumpy().tolist() == [2.0, 2.0]:
             return ""
@@ -37,12 +37,12 @@ def why_not(device_id: int) -> str:
 
 
 def usable_gpus() -> List[Context]:
-    """Return the GPUs on which MXNet has just run, or ran before in this process, a small operation."""
+    """Return the GPUs on which MXNet has run a small operation, now or earlier in this process."""
     return [mx.gpu(i) for i in range(num_gpus()) if not why_not(i)]
 
 
 def why_hidden(num_seen: int, num_there: int) -> str:
-    """Return why MXNet sees fewer GPUs than there are."""
+    """Return why MXNet sees fewer GPUs than the machine has."""
     if not mx.runtime.Features().is_enabled("CUDA"):
         return (
             f"The installed mxnet {mx.__version__} holds no GPU code. "
@@ -51,7 +51,7 @@ def why_hidden(num_seen: int, num_there: int) -> str:
         )
     if num_there > num_seen and "CUDA_VISIBLE_DEVICES" in os.environ:
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} lets MXNet see {num_seen} of {num_there}."
-    return "gluon-mgpu devices lists what is there."
+    return "List the devices with gluon-mgpu devices."
 
 
 def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:
@@ -60,7 +60,7 @@ def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:
     Raises
     ------
     DeviceError
-        It cannot be told which is which.
+        MXNet's numbers cannot be matched to the driver's GPUs.
     """
     visible = visible_gpus(driver, cuda_uuids=cuda_uuids())
     if visible.doubt:
@@ -71,27 +71,27 @@ def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:
         variable = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")
         raise DeviceError(
             f"use_devices: got {num_gpus()} GPUs from MXNet and {len(visible.devices)} from the driver, CUDA_VISIBLE_DEVICES="
-            f"{variable}; expected to know which is which. Name GPUs by number, as in 'gpu:0'."
+            f"{variable}; expected the same number from both. Name GPUs by number, as in 'gpu:0'."
         )
     return visible.devices
 
 
 @lru_cache(maxsize=None)
 def cuda_uuids() -> Optional[Tuple[str, ...]]:
-    """Return what CUDA says of its numbers, which stay as they are in a process; MXNet has started it when it sees GPUs."""
+    """Return the UUIDs of CUDA's GPUs by number, which never change in a process; MXNet has started CUDA when it sees GPUs."""
     uuids = ask_cuda() if num_gpus() else None
     return None if uuids is None else tuple(uuids)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line of an MXNet error that tells what happened."""
+    """Return the line of an MXNet error that describes the failure."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line or "error" in line or "Check failed" in line]
-    return (told or lines or [type(error).__name__])[-1]
+    failures = [line for line in lines if "Error" in line or "error" in line or "Check failed" in line]
+    return (failures or lines or [type(error).__name__])[-1]
 
 
 def nvidia_smi() -> List[Tuple[str, int]]:
-    """Return (name, memory in bytes) of each GPU that the NVIDIA driver lists, [] where there is no driver."""
+    """Return (name, memory in bytes) of each GPU that the NVIDIA driver lists, [] without a driver."""
     program = shutil.which("nvidia-smi")
     if not program:
         return []

@@ -1,4 +1,4 @@
-"""From what a user asks for to a list of contexts."""
+"""Device specifications to lists of contexts: use_devices()."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def use_devices(
     wait_s: Optional[float] = None,
     tell: Optional[Callable[[str], None]] = None,
 ) -> Iterator[List[Context]]:
-    """Yield the contexts that `spec` asks for, the first being the default context inside.
+    """Yield the contexts of `spec`; the first one is the default context inside the block.
 
-    On leaving it waits for the devices, and raises what they still owed: MXNet reports the error of an operation only
-    when somebody waits for it. An error of the block's own comes first.
+    At its end, the block waits for the devices and raises pending errors: MXNet reports an operation's error only when the
+    program waits for it. An exception of the block itself takes precedence.
 
     Parameters
     ----------
     spec : None, str, int, mxnet.Context or sequence of mxnet.Context
-        See `resolve_devices`, for the others, too.
+        See `resolve_devices` for this and the other arguments.
     min_free_memory : None, int or str
     wait_s : float, seconds
     tell : callable
@@ -53,9 +53,9 @@ def use_devices(
     Raises
     ------
     DeviceError
-        The spec is malformed, names a device twice, or names one that is not there, or not free.
+        The spec is malformed, names a device twice, or names one that does not exist or is not free.
     mxnet.MXNetError
-        An operation that was still under way on a device failed.
+        A queued operation failed on a device.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def _wait_quietly() -> None:
         mx.nd.waitall()
     except mx.MXNetError as error:
         environment.logger.warning(
-            "use_devices: while another error was on its way, a device reported: %s", mxnet_gpus.first_line(error)
+            "use_devices: while another error was raised, a device reported: %s", mxnet_gpus.first_line(error)
         )
 
 
@@ -89,33 +89,33 @@ def resolve_devices(
     wait_s: Optional[float] = None,
     tell: Optional[Callable[[str], None]] = None,
 ) -> List[Context]:
-    """Return the contexts that `spec` asks for.
+    """Return the contexts of `spec`.
 
     Parameters
     ----------
     spec : None, str, int, mxnet.Context or sequence of mxnet.Context
         - `None` or `"auto"`: every GPU that MXNet can run on, else `cpu(0)`. Only this falls back to the CPU.
-        - an int n, or `"n"`: the first n GPUs where MXNet can run on any, else n CPU contexts.
+        - an int n, or `"n"`: the first n GPUs if MXNet can run on any, else n CPU contexts.
         - `"gpu"`, `"gpu:1"`, `"gpu:4-7"`, `"gpu:0,2"`: all GPUs, or those with these numbers.
-        - `"gpu:free"`, `"gpu:free:2"`: all GPUs that are free (see `demand.why_not_free`), or the two of them with the
-          most free memory, the most free first. They count as taken, for this package, until the process ends.
-        - `"cpu"`, `"cpu:2"`: one CPU context, or `cpu(0)` and `cpu(1)`. CPU contexts share the processor, so one number
-          alone says how many.
+        - `"gpu:free"`, `"gpu:free:2"`: all free GPUs (see `request.why_not_free`), or the two with the most free memory, the
+          most free first. This package counts them as reserved until the process ends.
+        - `"cpu"`, `"cpu:2"`: one CPU context, or `cpu(0)` and `cpu(1)`. CPU contexts share the processor, so a single number
+          is a count.
         - `"cpu:0,gpu:0"`: a list of devices, each with its number.
         - contexts: checked and returned.
     min_free_memory : None, int, bytes, or str
         Memory that must be free on each GPU: `8 * 2**30`, `"8GiB"`. `"auto"` and a count then choose among the GPUs that have
-        it; where none has, `"auto"` takes the CPU.
+        it; if none has, `"auto"` takes the CPU.
     wait_s : float, seconds
-        How long to wait until the GPUs are free; all that were asked for must be, then, and `"auto"` waits for one.
+        How long to wait until all requested GPUs are free; `"auto"` waits for one.
     tell : callable
-        Gets lines about what is waited for and what was taken; by default they are logged.
+        Gets messages about waiting and about the reserved GPUs; by default they are logged.
 
     Raises
     ------
     DeviceError
-        The spec is malformed, names a device twice, or names one that is not there, or not free; or the driver does not say
-        what is free.
+        The spec is malformed, names a device twice, or names one that does not exist or is not free; or the driver cannot be
+        read.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def resolve_devices(
     if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit() and len(spec) < 100:
         spec = int(spec)
     demand = _demand(spec, num_bytes(min_free_memory), seconds(wait_s))
-    contexts = _named(spec) if demand is None else _meet(demand, wait_s or 0.0, tell)
+    contexts = _named(spec) if demand is None else _contexts_for(demand, wait_s or 0.0, tell)
     check_contexts(contexts, "use_devices")
     for context in contexts:
         _check_present(context)
@@ -138,7 +138,7 @@ def resolve_devices(
 
 
 def _named(spec: DeviceSpec) -> List[Context]:
-    """Return the contexts of a spec that does not ask for what is free."""
+    """Return the contexts of a spec that does not request free GPUs."""
     if _is_auto(spec):
         return mxnet_gpus.usable_gpus() or [mx.cpu(0)]
     if is_whole(spec):
@@ -157,10 +157,10 @@ def _is_auto(spec: DeviceSpec) -> bool:
 
 
 def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> Optional[Demand]:
-    """Return what is asked of the GPUs' memory and their being free; None where nothing is."""
-    asked = re.fullmatch(r"gpu:free(?::([1-9]\d{0,3}))?", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
-    if asked:
-        return Demand(str(spec), None, int(asked.group(1)) if asked.group(1) else None, True, min_free_bytes)
+    """Return the demand for free GPUs or free memory; None if there is no such demand."""
+    free_spec = re.fullmatch(r"gpu:free(?::([1-9]\d{0,3}))?", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+    if free_spec:
+        return Demand(str(spec), None, int(free_spec.group(1)) if free_spec.group(1) else None, True, min_free_bytes)
     if not min_free_bytes and wait_s is None:
         return None
     free = wait_s is not None
@@ -172,17 +172,17 @@ def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> O
     check_contexts(contexts, "use_devices")
     if any(context.device_type != "gpu" for context in contexts):
         raise DeviceError(
-            f"use_devices: got {contexts} with {'wait_s' if free else 'min_free_memory'}; expected GPUs alone. Leave it out "
+            f"use_devices: got {contexts} with {'wait_s' if free else 'min_free_memory'}; expected only GPUs. Leave it out "
             "on CPUs."
         )
     for context in contexts:
         _check_seen(context)
-    said = str(spec) if isinstance(spec, str) else ", ".join(map(str, contexts))
-    return Demand(said, tuple(context.device_id for context in contexts), None, free, min_free_bytes, every=True)
+    text = str(spec) if isinstance(spec, str) else ", ".join(map(str, contexts))
+    return Demand(text, tuple(context.device_id for context in contexts), None, free, min_free_bytes, every=True)
 
 
-def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
-    """Return the GPUs that meet a demand; the CPU where it leaves that open."""
+def _contexts_for(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
+    """Return the GPUs that satisfy a demand; the CPU if there are none and the demand allows it."""
     if mxnet_gpus.num_gpus():
         return [mx.gpu(device.number) for device in free_gpus.acquire(demand, wait_s, tell)] or [mx.cpu(0)]
     if demand.may_be_none:
@@ -191,10 +191,10 @@ def _meet(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) 
 
 
 def check_contexts(contexts: Sequence[Context], operation: str) -> None:
-    """Raise `DeviceError` unless these are one or more different CPU or GPU contexts, and settle their threads."""
+    """Raise `DeviceError` unless these are one or more different CPU or GPU contexts; set their numbers of threads."""
     if not isinstance(contexts, (list, tuple)):
         raise DeviceError(
-            f"{operation}: got {short(contexts)} for the devices; expected a list of contexts. Pass [mx.cpu(0)], for one."
+            f"{operation}: got {short(contexts)} for the devices; expected a list of contexts. Pass for example [mx.cpu(0)]."
         )
     if not contexts:
         raise DeviceError(f"{operation}: got an empty list of devices; expected at least one. try_all_gpus() always holds one.")
@@ -226,7 +226,7 @@ def try_gpu(i: int = 0) -> Context:
 
 
 def try_all_gpus() -> List[Context]:
-    """Return all GPUs that MXNet can run on, or `[cpu()]` where there is none.
+    """Return all GPUs that MXNet can run on, or `[cpu()]` if there are none.
 
     d2l 1.0.3 documents the same, but returns an empty list.
 
@@ -280,7 +280,7 @@ def _parse(spec: str) -> List[Tuple[str, int]]:
 
 
 def _few_enough(operation: str, num_devices: int) -> int:
-    """Return the number of devices; raise `DeviceError` where the engine would take minutes to start a thread for each."""
+    """Return the number of devices; raise `DeviceError` if the engine would take minutes to start their threads."""
     if num_devices > MOST_DEVICES:
         raise DeviceError(
             f"{operation}: got {short(num_devices)} devices; expected at most {MOST_DEVICES}. One CPU context per core is enough."
@@ -311,4 +311,4 @@ def _check_present(context: Context) -> None:
 
 def _why_no_gpu() -> str:
     why = mxnet_gpus.why_hidden(mxnet_gpus.num_gpus(), len(mxnet_gpus.nvidia_smi()))
-    return f"{why} 'auto' takes the CPU where there is no GPU; 'cpu:2' asks for two CPU contexts."
+    return f"{why} 'auto' takes the CPU if there is no GPU; 'cpu:2' requests two CPU contexts."

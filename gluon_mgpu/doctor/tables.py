@@ -57,7 +57,7 @@ def _driver_tables(report: Report) -> Iterator[Table]:
 
 def _library_tables(report: Report) -> Iterator[Table]:
     rows = [(one.name, one.soname, one.version or "?", one.source, _short(one.path)) for one in report.libraries]
-    none = [("none", "this MXNet names none" if report.build.library else "there is no MXNet", "-", "-", "-")]
+    none = [("none", "this MXNet names none" if report.build.library else "MXNet is not installed", "-", "-", "-")]
     yield Table("CUDA libraries", ("what", "needed", "version", "from", "file"), tuple(rows or none))
 
 

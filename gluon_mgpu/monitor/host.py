@@ -108,7 +108,7 @@ class HostReader:
     MissingExtraError
         psutil is not installed.
     DataError
-        There is no such process.
+        The process does not exist.
     """
 
     def __init__(

@@ -226,7 +226,7 @@ def read_samples(path: Union[str, Path]) -> List[Sample]:
     DataError
         A line is not a sample.
     OSError
-        There is no such file.
+        The file does not exist.
     """
     return [from_json(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
 

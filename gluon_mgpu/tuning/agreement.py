@@ -1,4 +1,4 @@
-"""Does training on several devices agree with training on one? Both are run side by side, and compared with what chance does."""
+"""Whether training on several devices agrees with training on one: both run, and their difference is compared with rounding."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ..runtime.environment import require
 from ..trainer.schedules import scaled_params
 from ..trainer.trainer import Trainer
 
-TrainStep = Callable[[gluon.Block, Any, Trainer, Any, Any], Any]  # as train_batch: what it returns has `losses`
+TrainStep = Callable[[gluon.Block, Any, Trainer, Any, Any], Any]  # as train_batch: its result has `losses`
 
-LEAST_TOLERANCE = 1e-5  # float32 counts to 1e-7; sums in another order, of some steps, come to this
+LEAST_TOLERANCE = 1e-5  # float32 resolves 1e-7; sums in another order reach this after some steps
 MOST_TOLERANCE = 1e-3
 TIMES_ROUNDING = 10.0
 LEAST_STEPS = 10
 _DRAWN_LEAST = 1e-9  # of a logarithmic axis
-AGREE, DIFFER, UNKNOWN = "agree", "do not agree", "cannot be told apart, nor shown to agree"
+AGREE, DIFFER, UNKNOWN = "agree", "do not agree", "inconclusive: neither agreement nor a difference is shown"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how.
+    """A training setup: network, data, batch size and optimizer.
 
     Attributes
     ----------
@@ -45,14 +45,14 @@ class Recipe:
         Over all devices.
     epochs : int
     learning_rate : float
-        Right for `batch_size`.
+        For `batch_size`.
     optimizer : str
     optimizer_params : dict
-        The rest: `{"momentum": 0.9}`.
+        Its other options: `{"momentum": 0.9}`.
     warmup_epochs : float
-        Of the larger batch.
+        Warm-up of the larger batch.
     rule : "linear", "sqrt" or "none"
-        How the larger batch's learning rate is scaled; `none` leaves it, without a warm-up.
+        The rule that scales the larger batch's learning rate; `none` keeps it, without a warm-up.
     """
 
     build: Callable[[int], gluon.Block]
@@ -68,7 +68,7 @@ class Recipe:
     def batches(self, batch_size: int, seed: int) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
         """Yield the training batches of all epochs, in the same order for the same seed.
 
-        The short batch comes first in each epoch: what divides by the wrong number is to show from the first step on.
+        The short batch comes first in each epoch, so that a wrong divisor shows from the first step on.
         """
         loader = self._loader(batch_size, seed)
         for _ in range(self.epochs):
@@ -80,7 +80,7 @@ class Recipe:
         return ArrayLoader(self.data.train_images, self.data.train_labels, batch_size, shuffle=True, seed=seed)
 
     def params(self, times: int = 1) -> Dict[str, Any]:
-        """Return the optimizer's parameters for so many times the batch: a rate that warms up if it is scaled, then falls."""
+        """Return the optimizer's parameters for `times` the batch size: a scaled rate warms up, and every rate decays."""
         size = self.batch_size * times
         unscaled = self.rule == "none"
         scaled = scaled_params(
@@ -106,7 +106,7 @@ class TrialRun:
     accuracy : float
         On the test images, at the end.
     weights : list of numpy.ndarray
-        Those of the first device, at the end.
+        The final weights of the first device.
     """
 
     losses: List[float]
@@ -116,14 +116,14 @@ class TrialRun:
 
 @dataclass(frozen=True)
 class SameBatch:
-    """One device and several with the same batches: but for rounding, they must do the same.
+    """One device and several with the same batches: except for rounding, their results must be equal.
 
     Attributes
     ----------
     reference, ours : TrialRun
         Gluon's own loop on one device, and the toolkit's on all.
     rounding : TrialRun
-        Gluon's own loop again, the examples of each shard in another order: the same but for rounding.
+        Gluon's own loop again, with the examples of each shard in another order: equal except for rounding.
     """
 
     reference: TrialRun
@@ -131,28 +131,28 @@ class SameBatch:
     rounding: TrialRun
 
     def num_comparable(self) -> int:
-        """Return how many steps, from the first, can be compared: a deep network makes a 1 of 1e-7 in a few dozen steps.
+        """Return how many steps, from the first, can be compared: a deep network amplifies 1e-7 to 1 in a few dozen steps.
 
-        After those in which ten times what rounding does to the loss is more than 1e-3, nothing can be said of two runs, unless
-        they are that close all the same.
+        The comparison ends when ten times the effect of rounding on the loss exceeds 1e-3, unless the runs themselves are
+        that close.
         """
         rounding = TIMES_ROUNDING * _loss_gaps(self.reference, self.rounding)
         nearer = np.fmin(np.maximum.accumulate(rounding), np.maximum.accumulate(_loss_gaps(self.reference, self.ours)))
         return int((nearer <= MOST_TOLERANCE).sum())
 
     def differences(self) -> Tuple[float, float]:
-        """Return the largest difference of a loss in the comparable steps, and of a weight, NaN if they are not all the steps."""
+        """Return the largest difference of a loss in the comparable steps, and of a weight (NaN unless all are comparable)."""
         return self._compared(self.ours)
 
     def tolerances(self) -> Tuple[float, float]:
-        """Return what they may be: ten times what another order of adding up has done, from 1e-5 to 1e-3."""
+        """Return the allowed differences: ten times the effect of another order of summation, from 1e-5 to 1e-3."""
         allowed = (max(LEAST_TOLERANCE, TIMES_ROUNDING * one) for one in self._compared(self.rounding))
         loss, weight = (min(MOST_TOLERANCE, one) for one in allowed)
         return loss, weight
 
     @property
     def verdict(self) -> str:
-        """`agree` or `do not agree`; where fewer than ten steps can be compared, that it cannot be told."""
+        """`agree` or `do not agree`; inconclusive if fewer than ten steps can be compared."""
         num_steps = self.num_comparable()
         pairs = list(zip(self.differences(), self.tolerances()))
         pairs = pairs if num_steps == len(self.reference.losses) else pairs[:1]
@@ -169,14 +169,14 @@ class SameBatch:
 
 @dataclass(frozen=True)
 class LargerBatch:
-    """One device, and several with a batch that is as many times as large: their accuracies over the same seeds.
+    """One device, and k devices with a batch that is k times as large: their accuracies over the same seeds.
 
     Attributes
     ----------
     reference, ours : list of TrialRun
-        One a seed.
+        One per seed.
     margin : float
-        By how much mean accuracies may differ.
+        The largest allowed difference of mean accuracies.
     """
 
     reference: List[TrialRun]
@@ -184,9 +184,9 @@ class LargerBatch:
     margin: float
 
     def interval(self) -> Tuple[float, float]:
-        """Return between which the difference of the mean accuracies (larger minus base batch) lies, with a confidence of 90 %.
+        """Return the 90 % confidence interval of the difference of the mean accuracies (larger minus base batch).
 
-        Seeds are pairs: both runs begin with the same weights.
+        Runs of one seed form a pair: both begin with the same weights.
 
         Source: Student's t for paired samples; two one-sided tests at 5 % are this interval: Schuirmann, "A comparison of the
         two one-sided tests procedure and the power approach", 1987.
@@ -198,9 +198,9 @@ class LargerBatch:
 
     @property
     def verdict(self) -> str:
-        """`agree` where the interval is within the margin, `do not agree` where it is without, else that it cannot be told.
+        """`agree` if the interval is within the margin, `do not agree` if it is outside, otherwise inconclusive.
 
-        That no difference was found is no proof that there is none: few seeds, or a wide spread, find nothing.
+        A difference that is not found may still exist: few seeds or a wide spread cannot show it.
         """
         low, high = self.interval()
         if -self.margin <= low and high <= self.margin:
@@ -209,20 +209,20 @@ class LargerBatch:
 
 
 def same_batch(recipe: Recipe, contexts: Sequence[Context], *, seed: int = 0, step: TrainStep = train_batch) -> SameBatch:
-    """Train on one device and on all with the same batches, and return both.
+    """Train on one device and on all with the same batches, and return both runs.
 
-    The device that is alone takes the same shards, one after another, and adds their gradients up: so that BatchNorm, whose
-    statistics are those of a shard, sees the same, too. It is Gluon's own Trainer, and owes the toolkit nothing. Its running
-    statistics, moved on by each shard in turn, are not those of several devices, so that accuracies may differ with BatchNorm.
+    The single device computes the same shards one after another and sums their gradients, so that BatchNorm uses the same
+    statistics per shard. It uses Gluon's own Trainer, independent of the toolkit. Its running statistics are updated by each
+    shard in turn, unlike those of several devices, so accuracies may differ with BatchNorm.
 
     Parameters
     ----------
     recipe : Recipe
     contexts : list of mxnet.Context
     seed : int
-        Of the weights and of the order of the examples.
+        Determines the weights and the order of the examples.
     step : callable (net, loss, trainer, X, y) -> Batch
-        What is put to the test.
+        The step to test.
     """
     check_contexts(contexts, "same_batch")
     order = np.random.default_rng(seed)
@@ -240,29 +240,30 @@ def larger_batch(
     step: TrainStep = train_batch,
     tell: Callable[[str], None] = lambda text: None,
 ) -> LargerBatch:
-    """Train with the recipe's batch on one device, and with as many times that batch as there are devices on all, for each seed.
+    """For each seed, train with the recipe's batch on one device, and with that batch per device on all devices.
 
     Parameters
     ----------
     recipe : Recipe
     contexts : list of mxnet.Context
     seeds : sequence of int
-        Two or more. The more, the closer the interval.
+        Two or more. More seeds give a narrower interval.
     margin : float
-        By how much mean accuracies may differ.
+        The largest allowed difference of mean accuracies.
     step : callable (net, loss, trainer, X, y) -> Batch
     tell : callable (str)
+        Gets a message before each run.
 
     Raises
     ------
     TrainerError
-        Fewer than two seeds, or a margin that is none.
+        Fewer than two different seeds, or a margin that is not between 0 and 1.
     """
     check_contexts(contexts, "larger_batch")
     if len(set(seeds)) < max(2, len(seeds)) or not 0 < margin < 1:
         raise TrainerError(
-            f"larger_batch: got seeds {list(seeds)} and margin {margin!r}; expected two or more different seeds, whose "
-            "spread is the measure, and a margin between 0 and 1. Five seeds and 0.01 are usual."
+            f"larger_batch: got seeds {list(seeds)} and margin {margin!r}; expected two or more different seeds, to "
+            "measure their spread, and a margin between 0 and 1. Five seeds and 0.01 are usual."
         )
     base, larger = [], []
     for seed in seeds:
@@ -276,7 +277,7 @@ def larger_batch(
 def train_run(
     recipe: Recipe, contexts: Sequence[Context], *, seed: int, step: TrainStep = train_batch, times: int = 1
 ) -> TrialRun:
-    """Train with the toolkit, with so many times the batch and the learning rate for it, and return what came of it."""
+    """Train with the toolkit, with `times` the batch size and its learning rate; return the run."""
     net = _initialised(recipe, contexts, seed)
     trainer = Trainer(net, recipe.optimizer, recipe.params(times))
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -285,7 +286,7 @@ def train_run(
 
 
 def _train_by_gluon(recipe: Recipe, contexts: Sequence[Context], seed: int, order: Callable[[int], np.ndarray]) -> TrialRun:
-    """Train on the first device with Gluon's own Trainer, a batch in as many shards as there are devices, each in this order."""
+    """Train on the first device with Gluon's own Trainer: one shard per device, with its examples in the order of `order`."""
     net = _initialised(recipe, contexts[:1], seed)
     trainer = gluon.Trainer(net.collect_params(), recipe.optimizer, recipe.params())
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -307,13 +308,13 @@ def _train_by_gluon(recipe: Recipe, contexts: Sequence[Context], seed: int, orde
 
 
 def _initialised(recipe: Recipe, contexts: Sequence[Context], seed: int) -> gluon.Block:
-    """Return the network with weights that depend on the seed alone, and not on the devices."""
+    """Return the network with weights that depend only on the seed, not on the devices."""
     net = recipe.build(recipe.data.num_classes)
     net.initialize(mx.init.Xavier(), ctx=list(contexts))
     mx.random.seed(seed)
     np.random.seed(seed)
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    net(array(recipe.data.train_images[:1], ctx=contexts[0]))  # shapes become known, and weights are drawn
+    net(array(recipe.data.train_images[:1], ctx=contexts[0]))  # sets the shapes, and draws the weights
     return net
 
 
@@ -337,14 +338,14 @@ def _weight_difference(left: TrialRun, right: TrialRun) -> float:
 
 
 def plot_agreement(same: SameBatch, larger: Optional[LargerBatch], names: Tuple[str, str]) -> Any:
-    """Return a figure: both loss curves, their difference against what rounding does, and the curves of the larger batch.
+    """Return a figure: both loss curves, their difference and that of rounding, and the curves of the larger batch.
 
     Parameters
     ----------
     same : SameBatch
     larger : LargerBatch, optional
     names : pair of str
-        What one device and all are called.
+        Labels of the single device and of all devices.
     """
     made = figure(15 if larger else 10, 4.2)
     curves, gaps, *rest = made.subplots(1, 3 if larger else 2)
@@ -352,7 +353,7 @@ def plot_agreement(same: SameBatch, larger: Optional[LargerBatch], names: Tuple[
     curves.plot(steps, same.reference.losses, color="C0", linewidth=3, alpha=0.4, label=names[0])
     curves.plot(steps, same.ours.losses, color="C1", linewidth=1, linestyle="--", label=names[1])
     curves.set(title="the same batch", xlabel="step", ylabel="loss")
-    for run, label in ((same.ours, f"{names[1]} and {names[0]}"), (same.rounding, "another order of adding up")):
+    for run, label in ((same.ours, f"{names[1]} and {names[0]}"), (same.rounding, "another order of summation")):
         distance = _loss_gaps(same.reference, run)
         gaps.plot(steps, np.maximum(distance, _DRAWN_LEAST), linewidth=1, color="C1" if run is same.ours else "C2", label=label)
     gaps.axhline(same.tolerances()[0], color="black", linestyle=":", label="tolerance")
@@ -368,7 +369,7 @@ def plot_agreement(same: SameBatch, larger: Optional[LargerBatch], names: Tuple[
 
 
 def _plot_epochs(axes: Any, larger: LargerBatch, names: Tuple[str, str]) -> None:
-    """Draw the losses by how much of the training is done: the larger batch has fewer steps in an epoch."""
+    """Plot the losses against the completed share of the training: the larger batch has fewer steps per epoch."""
     for runs, color, label in ((larger.reference, "C0", names[0]), (larger.ours, "C1", f"{names[1]}, larger batch")):
         for number, run in enumerate(runs):
             done = np.arange(1, len(run.losses) + 1) / len(run.losses)

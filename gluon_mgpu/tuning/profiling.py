@@ -1,4 +1,4 @@
-"""What computing costs on each device: matrix products, logging, and two devices at once."""
+"""Costs of computing on each device: matrix products, logging, and two devices at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mxnet import Context
 
 @dataclass(frozen=True)
 class Product:
-    """What multiplying two square matrices costs.
+    """The cost of multiplying two square matrices.
 
     Attributes
     ----------
@@ -23,7 +23,7 @@ class Product:
     seconds : float
         The median over the repeats, of one product.
     gflop_per_s : float
-        10**9 operations a second, two for each multiply-add.
+        10**9 operations per second, two for each multiply-add.
     """
 
     device: str
@@ -33,17 +33,17 @@ class Product:
 
 
 def measure_products(contexts: Sequence[Context], sizes: Sequence[int], *, repeats: int = 5) -> List[Product]:
-    """Return what products of each size cost on each device, one device at a time.
+    """Return the cost of products of each size on each device, one device at a time.
 
-    Small products are repeated inside one measurement, up to about 2 * 10**9 operations, so that they show what one costs
-    in a queue of many.
+    Small products are repeated inside one measurement, up to about 2 * 10**9 operations, to show the cost of one product in a
+    long queue.
 
     Parameters
     ----------
     contexts : sequence of mxnet.Context
     sizes : sequence of int
     repeats : int
-        Measurements of which the median is taken.
+        Number of measurements; the median counts.
 
     Source: d2l, chapter "GPUs", exercise 1.
     """
@@ -121,7 +121,7 @@ def _products(matrix: mx.nd.NDArray, num_products: int) -> Callable[[], None]:
 
 
 def _compared(contenders: Dict[str, Callable[[], None]], repeats: int) -> Dict[str, float]:
-    """Return the median seconds of each, run in turns, so that a slow moment of the machine hits all."""
+    """Return the median seconds of each; they run in turns, so that a slow moment of the machine affects all."""
     times: Dict[str, List[float]] = {name: [] for name in contenders}
     for work in contenders.values():
         _seconds(work)

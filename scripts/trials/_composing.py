@@ -86,7 +86,7 @@ class Composer:
         self.name = self.random.choices(names, [4 if name in ("gan", "sparse", "heads", "branches") else 2 for name in names])[0]
         self.model: Model = MODELS[self.name]()
         self.num_devices = self.random.choices(range(1, 9), [3, 6, 6, 4, 2, 1, 1, 2])[0]
-        # A static graph that one pass uses twice, and the next one once, gives wrong gradients: MXNet's own, on one device, too.
+        # A static graph that one pass uses twice, and the next one once, gives wrong gradients, also in MXNet on one device.
         self.flags = _FLAGS[:3] if self.name == "gan" else _FLAGS
         self.optimizer = self._optimizer()
         self.is_local = False
@@ -137,7 +137,7 @@ class Composer:
             self.is_local = True
             self.optimizer[1].pop("clip_gradient", None)
         self.static = "static_graph" in trainer
-        # AdamW and AdaDelta scale the gradient in place, so that what is added later is added to something else, in Gluon, too.
+        # AdamW and AdaDelta scale the gradient in place, so that later gradients are added to another value, as in Gluon.
         scales = self.optimizer[0] in ("adamw", "adadelta")
         self.adds = (
             chance() < 0.08
@@ -187,7 +187,7 @@ class Composer:
         back = self.random.choice(["mgpu", "mgpu", "autograd", "each"])
         if self.name == "batchnorm" and how == "gluon":
             how = "split_batch"
-        # Of calls that may be one each device, nobody can tell those of two batches that reach no device in common.
+        # With one call per device, two batches that share no device cannot be told from one batch.
         shares = self._shares(num) if back == "mgpu" or self.name == "batchnorm" else ()
         return Pass(what or self._what(), num, self._seed(), how, back, shares)
 

@@ -23,7 +23,7 @@ _Ended = Tuple[Program, Outcome]
 
 
 def outcomes_of(seed: int) -> List[_Ended]:
-    """Return what came of each program of a job: after one that is refused, another job goes on with the rest."""
+    """Return the result of each program of a job: after a rejected one, another job continues with the rest."""
     num_processes, _, programs = joint_programs(seed)
     ended: Dict[int, Outcome] = {}
     plain_ones = {}
@@ -37,7 +37,7 @@ def outcomes_of(seed: int) -> List[_Ended]:
                 ended[place] = Outcome(skipped=plain.skipped or "stale gradients")
         while len(ended) < len(programs):
             places = [place for place in range(len(programs)) if place not in ended]
-            told = _launched(seed, num_processes, places, folder)
+            failure = _launched(seed, num_processes, places, folder)
             for place in places:
                 program = programs[place]
                 (mx.npx.set_np if program.setting.arrays == "np" else mx.npx.reset_np)()
@@ -47,12 +47,12 @@ def outcomes_of(seed: int) -> List[_Ended]:
                     ended[place] = judged(Failure(**json.loads(failures[0].read_text())), program, plain_ones[place])
                     break
                 if not all(path.exists() for path in results):
-                    ended[place] = Outcome(f"job: {told}")
+                    ended[place] = Outcome(f"job: {failure}")
                     break
                 ended[place] = _compared(program, results, plain_ones[place].world, folder)
             else:
-                if told:
-                    ended[places[-1]] = Outcome(f"job: {told} after its programs had ended")
+                if failure:
+                    ended[places[-1]] = Outcome(f"job: {failure} after its programs had ended")
             for path in sorted(folder.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
     mx.npx.reset_np()

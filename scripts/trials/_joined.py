@@ -100,7 +100,7 @@ def main(seed: int, places: List[int], folder: Path) -> None:
         failure = run_ours(program, ours)
         if failure is not None:
             (own / "failure.json").write_text(json.dumps(asdict(failure)))
-            sys.exit(1)  # the others cannot go on without it
+            sys.exit(1)  # the others cannot continue without it
         arrays = {f"output{i}": output for i, output in enumerate(ours.outputs)}
         arrays.update({f"weight{i}": value for i, (_, value) in enumerate(ours.weights())})
         np.savez(own / "result.npz", apart=np.array(apart_in(ours)), **arrays)

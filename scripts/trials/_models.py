@@ -324,7 +324,7 @@ class _TimeFirst:
 
 
 def time_first_loss() -> Model:
-    """Return the same with Gluon's own `batch_axis=1`, which np mode ignores: what is right there, the other loss says."""
+    """Return the same with Gluon's own `batch_axis=1`, which np mode ignores; the other loss is the reference there."""
     return replace(recurrent(), whole={"all": ("net", gluon.loss.SoftmaxCrossEntropyLoss(batch_axis=1))})
 
 

@@ -17,7 +17,7 @@ from _statements import Group, Statement
 from _worlds import Ours, Plain, Setting, World, net_params
 
 BOUND = 1e-5  # of weights around 1; larger ones in proportion
-ROUNDING = 30  # how many times the difference that another order of sums makes is no finding
+ROUNDING = 30  # differences up to this many times the effect of another order of summation are not findings
 _MOST_CPU_S = 6.0  # to make a finding shorter
 _HOUSE_FORM = re.compile(r"^[\w. \-\[\]']+: got .+; (expected|expected) .+[.:] .+")
 _OURS = tuple(value for value in vars(mgpu.errors).values() if isinstance(value, type) and issubclass(value, Exception))
@@ -36,7 +36,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program: `found` where something is wrong, `refused` where ours refuses what it may, and why."""
+    """The result of a program: `found` for an error, `refused` for a permitted rejection with its reason."""
 
     found: str = ""
     refused: str = ""
@@ -48,8 +48,8 @@ class Outcome:
         return self.found.split(":")[0]
 
     def __str__(self) -> str:
-        told = [f"{name}: {value}" for name, value in vars(self).items() if value]
-        return told[0] if told else "the same"
+        reasons = [f"{name}: {value}" for name, value in vars(self).items() if value]
+        return reasons[0] if reasons else "the same"
 
 
 def outcome_of(program: Program) -> Outcome:
@@ -145,13 +145,13 @@ def _compared(program: Program, folder: Path) -> Outcome:
     if failure is not None:
         return judged(failure, program, plain)
     if plain.stopped < len(program.statements):
-        return Outcome(f"no error: {program.statements[plain.stopped]} goes on where Gluon says that gradients are stale")
+        return Outcome(f"no error: {program.statements[plain.stopped]} continues where Gluon reports stale gradients")
     difference = _difference(ours, plain.world)
     if difference.startswith(("weights", "outputs")):
         if noise_of(program, plain.world, folder) * ROUNDING > _largest(ours, plain.world):
             return Outcome(skipped="it amplifies rounding")
         if not _near_world(_again(program, folder, compiled=True), plain.world):
-            return Outcome(skipped="MXNet's compiled graphs give one device other gradients, too")
+            return Outcome(skipped="MXNet's compiled graphs also give one device other gradients")
     return Outcome(difference)
 
 
@@ -178,7 +178,7 @@ def _difference(ours: Ours, plain: Plain) -> str:
 
 
 def difference_of(outputs: Sequence[np.ndarray], weights: Sequence[np.ndarray], plain: Plain) -> str:
-    """Return where outputs or weights are not those of the plain world, but for rounding."""
+    """Return where outputs or weights differ from those of the plain world by more than rounding."""
     for i, (mine, right) in enumerate(zip(outputs, plain.outputs)):
         if not near(mine, right):
             return f"outputs differ: number {i} by {furthest(mine, right)}"
@@ -189,7 +189,7 @@ def difference_of(outputs: Sequence[np.ndarray], weights: Sequence[np.ndarray], 
 
 
 def near(mine: np.ndarray, right: np.ndarray) -> bool:
-    """Return whether two arrays are the same but for rounding."""
+    """Return whether two arrays are equal except for rounding."""
     return bool(furthest(mine, right) <= BOUND * max(1.0, float(np.abs(right).max(initial=0))))
 
 
@@ -252,7 +252,7 @@ def shortened(program: Program) -> Tuple[Program, Outcome]:
             try:
                 found = outcome_of(candidate)
             except Exception:
-                continue  # what is left makes no sense
+                continue  # the remaining program is invalid
             if found.kind == kind:
                 program, outcome, again = candidate, found, True
                 break

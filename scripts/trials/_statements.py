@@ -151,7 +151,7 @@ class Group(Statement):
 
 @dataclass(frozen=True)
 class Flush(Statement):
-    """Update with what was accumulated."""
+    """Update with the accumulated gradients."""
 
     trainer: str = "trainer"
     ignore: bool = False
@@ -456,7 +456,7 @@ class Look(Statement):
 
 @dataclass(frozen=True)
 class Move(Statement):
-    """Save everything, and go on in other networks and trainers on another number of devices."""
+    """Save everything, and continue in other networks and trainers on another number of devices."""
 
     how: str  # "checkpoint", "states", or "gluon": the states of the gluon.Trainer
     num_devices: int

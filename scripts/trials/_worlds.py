@@ -81,7 +81,7 @@ def rate_schedule(name: str, rate: float) -> Any:
 class World:
     """Networks, trainers, and what both kinds of places have in common."""
 
-    compiled = False  # whether networks are hybridized as the program says
+    compiled = False  # whether networks are hybridized as in the program
 
     def __init__(self, setting: Setting, contexts: Sequence[mx.Context], folder: Path) -> None:
         self.setting, self.contexts, self.folder = setting, list(contexts), folder
@@ -249,7 +249,7 @@ class Plain(World):
             self.forget(trainer)
 
     def note(self, trainer: str, num_examples: float) -> None:
-        """Add the latest gradients to what is accumulated."""
+        """Add the latest gradients to the accumulated ones."""
         fresh = [param for param in self.trained(trainer) if param.list_data()[0]._fresh_grad]
         if not fresh:
             raise UserWarning("no gradient since the last step")
@@ -287,7 +287,7 @@ class Plain(World):
         self.use(trainer)
 
     def drop_sums(self, trainer: str) -> None:
-        """Drop what was accumulated."""
+        """Drop the accumulated gradients."""
         self.sums.pop(trainer, None)
         self.counted.pop(trainer, None)
 
@@ -297,7 +297,7 @@ class Plain(World):
             self.notes.append("a loss whose batch_axis np mode ignores")
 
     def trained(self, trainer: str) -> List[gluon.Parameter]:
-        """Return what a trainer trains now: what is not frozen."""
+        """Return the parameters that a trainer trains now: those that are not frozen."""
         return [param for param in self.params(trainer) if param.grad_req != "null" and param._data is not None]
 
     def judge(self, trainer: str) -> None:
@@ -324,7 +324,7 @@ class Plain(World):
         self.unused = [one for one in left if one.params]
 
     def step(self, trainer: str, num_examples: float, ignore: bool = False) -> None:
-        """Step as Gluon does, with what was accumulated before."""
+        """Step as Gluon does, with the gradients accumulated before."""
         if self.num_open.get(trainer) or self.counted.get(trainer):
             self.note(trainer, num_examples)
             if self.num_open.get(trainer):

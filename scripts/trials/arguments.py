@@ -66,7 +66,7 @@ class World:
         (folder / "b.txt").write_text("one\nthree\n")
 
     def values(self, statistics: bool) -> List[np.ndarray]:
-        """Return weights and states on both devices, and BatchNorm's running statistics, if asked for."""
+        """Return weights and states on both devices, and BatchNorm's running statistics on request."""
         params = [param for param in self.net.collect_params().values() if statistics or param.grad_req != "null"]
         arrays = [param.data(ctx) for param in params for ctx in CTX]
         arrays += [one for updater in self.trainer._updaters for pair in updater.states.values() for one in pair]
@@ -487,11 +487,11 @@ def calls(world: World) -> Dict[str, Tuple[Call, Dict[str, Any]]]:
     }
 
 
-# Public names without arguments that could be wrong, values, and what is called through others.
+# Public names without arguments that could be wrong, values, and functions that are called through others.
 UNTRIED = {
     *("BOS", "EOS", "PAD", "UNK", "Batch", "Callback", "FilteredPairs", "History", "ImageData", "SyncBatchNorm", "Timer"),
     *("Translation", "Vocabulary", "describe_devices", "load_digits", "run_serially", "try_all_gpus"),
-    *("load_fashion_mnist", "load_mnist"),  # which ask the network for what is not there
+    *("load_fashion_mnist", "load_mnist"),  # download missing files
     *("data", "errors", "models", "runtime"),
 }
 # Calls whose errors may come after an epoch, or leave a folder: a run began.
@@ -616,7 +616,7 @@ _world: Optional[World] = None  # which trials share until one may have changed 
 
 
 def trial(seed: int) -> str:
-    """Call one function with one or two wrong arguments and return what is wrong with the answer."""
+    """Call one function with one or two wrong arguments and return the errors in its response."""
     global _world
     if _world is None:
         folder = Path(tempfile.mkdtemp(prefix="arguments_"))
@@ -637,7 +637,7 @@ def trial(seed: int) -> str:
 
 
 def _tried(seed: int, folder: Path, world: World) -> Tuple[str, str]:
-    """Return the name of what was called, and what is wrong."""
+    """Return the name of the called function, and the errors."""
     rng = random.Random(seed)
     random.seed(seed), np.random.seed(seed), mx.random.seed(seed)
     table = calls(world)
@@ -655,8 +655,8 @@ def _tried(seed: int, folder: Path, world: World) -> Tuple[str, str]:
     )
     for argument in chosen:
         wrong[argument] = rng.choice(choices)()
-    told = ", ".join(f"{argument}={mgpu.checks.short(wrong[argument])}" for argument in chosen)
-    what = f"seed {seed}: {name}({told})"
+    values = ", ".join(f"{argument}={mgpu.checks.short(wrong[argument])}" for argument in chosen)
+    what = f"seed {seed}: {name}({values})"
     statistics = not name.startswith(READS)
     before, files = world.values(statistics), world.files()
     error, result = _answer(function, wrong, what)
@@ -710,7 +710,7 @@ def _judge(name: str, right: Dict[str, Any], error: Any, result: Any, is_wrong: 
         return [f"more than {LIMIT_S:.0f} s"]
     if not is_wrong and name not in REFUSED:
         return [f"right arguments were refused: {kind.__name__}: {text[:300]}"]
-    if "of the user's" in text or "<lambda>() takes" in text or "no repr" in text:  # raised by what was passed
+    if "of the user's" in text or "<lambda>() takes" in text or "no repr" in text:  # raised by the passed object
         return []
     if isinstance(error, OSError) and name.startswith(TAKES_PATHS) and len(text.splitlines()) == 1:
         return []

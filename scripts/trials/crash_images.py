@@ -164,7 +164,7 @@ class Scripted(mgpu.Callback):
 
 
 def run(scenario: Scenario, folder: Path) -> None:
-    """Train from the beginning, or from what is in the folder."""
+    """Train from the beginning, or from the folder's checkpoint."""
     random.seed(1), np.random.seed(1), mx.random.seed(1)
     options: Dict[str, Any] = {
         "every": scenario.every,
@@ -198,7 +198,7 @@ def run(scenario: Scenario, folder: Path) -> None:
 
 
 def ends(scenario: Scenario, folder: Path) -> Dict[str, Any]:
-    """Return what is in `last` and `best`: bytes, and the history without times. They must load, too."""
+    """Return the content of `last` and `best`: bytes, and the history without times. Both must load."""
     found: Dict[str, Any] = {"names": sorted(path.name for path in folder.iterdir())}
     for name in ("last", "best"):
         inner = checkpoint_in(folder / name)
@@ -295,23 +295,23 @@ def trial(seed: int) -> str:
     scenario = rng.choice(SCENARIOS)
     before = recorded(scenario)
     image = rng.choice(before.images)
-    told = [str(scenario)]
+    lines = [str(scenario)]
     with place() as folder:
         how, files = damaged(image, rng)
-        told.append(f"before {image.event!r}: {how}")
+        lines.append(f"before {image.event!r}: {how}")
         write(files, folder)
         try:
             if rng.random() < 0.3:  # killed a second time
                 second = rng.choice(images_of(folder, lambda: run(scenario, folder)))
                 how, files = damaged(second, rng)
-                told.append(f"then before {second.event!r}: {how}")
+                lines.append(f"then before {second.event!r}: {how}")
                 write(files, folder)
             run(scenario, folder)
             after = ends(scenario, folder)
         except Exception as error:
-            return "\n  ".join([*told, f"{type(error).__name__}: {error}"])
+            return "\n  ".join([*lines, f"{type(error).__name__}: {error}"])
     wrong = [name for name in before.ends if before.ends[name] != after[name]]
-    return "\n  ".join([*told, *(f"{name}: {_worded(after[name])}" for name in wrong)]) if wrong else ""
+    return "\n  ".join([*lines, *(f"{name}: {_worded(after[name])}" for name in wrong)]) if wrong else ""
 
 
 def _worded(found: Any) -> str:

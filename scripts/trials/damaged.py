@@ -1,4 +1,4 @@
-"""Files that are altered and well formed: each must be refused before anything changes, or do no harm.
+"""Files that are altered but well formed: each must be rejected before any state changes, or do no harm.
 
 A trial takes a checkpoint, a translator or a file of states, changes one to three things in it, and corrects the checksums. Then
 it loads the result in one of the ways a user has. It reports an error that is not ours, an error after which network, trainer,
@@ -182,7 +182,7 @@ def trial(seed: int) -> str:
             found = f"did not end within {_LIMIT_S} s"
         except _OURS as error:
             what = f"{type(error).__name__}: {error}"
-            trained = isinstance(error, errors.NonFiniteLossError)  # with values that were accepted, and used as given
+            trained = isinstance(error, errors.NonFiniteLossError)  # with values that were accepted, and used unchanged
             if not _HOUSE.fullmatch(str(error)) or len(str(error)) > 1500:
                 found = f"an error of another form: {str(error)!r:.600}"
             elif run is not None and not trained and run.state() != before:
@@ -244,8 +244,8 @@ def _translator(rng: random.Random, folder: Path) -> _Load:
             return str(mgpu.load_translator(copied, mx.cpu()).best(["one two", "three"], max_length=4))[:40]
         done = CliRunner().invoke(command, ["translate", str(folder / "text"), "--model", str(copied), "--devices", "cpu:1"])
         if done.exception is None or isinstance(done.exception, SystemExit):
-            told = done.output.strip().splitlines()
-            last = told[-1] if told else ""
+            printed = done.output.strip().splitlines()
+            last = printed[-1] if printed else ""
             if done.exit_code and not _HOUSE.fullmatch(re.sub("^Error: ", "", last)):
                 raise RuntimeError(f"the command ends with {done.exit_code} and {last:.200}")
             return f"command: {done.exit_code} {last:.200}"
@@ -271,7 +271,7 @@ def _states(rng: random.Random, folder: Path) -> _Load:
 
 
 def _altered_folder(rng: random.Random, folder: Path) -> str:
-    """Change something in a file of a folder, correct the manifest, and return what was done."""
+    """Change something in a file of a folder, correct the manifest, and return a description of the change."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     plain = [path for path in files if path.suffix == ".json"]
     path = rng.choice(plain if rng.random() < 0.8 else files)
@@ -432,7 +432,7 @@ def _paths(value: Any, path: Tuple[Any, ...] = ()) -> Iterator[Tuple[Any, ...]]:
 
 
 def _altered_value(rng: random.Random, content: Any) -> Tuple[Any, str]:
-    """Return a copy of nested data with one thing in it changed, and what was done."""
+    """Return a copy of nested data with one change, and a description of the change."""
     content = _mutable(copy.deepcopy(content))
     paths = list(_paths(content))
     depth = rng.randint(0, max(map(len, paths)))
@@ -444,7 +444,7 @@ def _altered_value(rng: random.Random, content: Any) -> Tuple[Any, str]:
     for key in path[:-1]:
         holder = holder[key]
     key, old = path[-1], holder[path[-1]]
-    told = "".join(f"[{one!r:.30}]" for one in path)
+    where = "".join(f"[{one!r:.30}]" for one in path)
     way = rng.choice(
         [
             "set",
@@ -483,7 +483,7 @@ def _altered_value(rng: random.Random, content: Any) -> Tuple[Any, str]:
         for one in other[:-1]:
             there = there[one]
         holder[key], there[other[-1]] = there[other[-1]], old
-        told += " and " + "".join(f"[{one!r:.30}]" for one in other)
+        where += " and " + "".join(f"[{one!r:.30}]" for one in other)
     elif way == "nested":
         holder[key] = rng.choice([[old], {"a": old}, {"array": old}, {"tuple": [old]}])
     elif way == "emptied" and isinstance(old, (dict, list, str)):
@@ -492,15 +492,15 @@ def _altered_value(rng: random.Random, content: Any) -> Tuple[Any, str]:
         holder[key] = rng.choice([old[:-1], old[1:]])
     elif way == "moved" and isinstance(old, (int, float)) and not isinstance(old, bool):
         holder[key] = rng.choice([old + 1, old - 1, -old, old * 10**6, old + 0.5, str(old)])
-        told += f" = {holder[key]!r:.40}"
+        where += f" = {holder[key]!r:.40}"
     elif isinstance(old, np.ndarray):
         holder[key] = rng.choice(
             [old[:0], old.astype("complex64"), old.astype(object), np.array(["a"]), np.concatenate([old, old])]
         )
     else:
         holder[key] = rng.choice(_VALUES)
-        told += f" = {holder[key]!r:.40}"
-    return content, f"{told} {way}"
+        where += f" = {holder[key]!r:.40}"
+    return content, f"{where} {way}"
 
 
 def _mutable(value: Any) -> Any:

@@ -78,7 +78,7 @@ BAD: Dict[str, Tuple[str, int, str]] = {
 
 
 def trial(seed: int) -> str:
-    """Launch one script, or the training command; return what was wrong."""
+    """Launch one script, or the training command; return the error, "" if there is none."""
     rng = random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="trial-exits-"))
     try:
@@ -92,17 +92,19 @@ def _script(rng: random.Random, folder: Path, seed: int) -> str:
     how, one = rng.choice(list(TRAINS)), rng.randrange(num)
     sizes = {"devices": rng.choice([1, 1, 2]), "width": rng.choice([8, 256, 1024]), "batch": rng.choice([4, 30, 128])}
     text = BEGIN.format(optimizer=rng.choice(["sgd", "adam"]), steps=rng.choice([1, 5, 30]), **sizes) + TRAINS[how] + "\n"
-    expected, told = 0, ""
+    expected, expected_text = 0, ""
     if rng.random() < 0.25:  # an error that surfaces in an exit handler is printed by Python, and does not fail the program
         end = rng.choice(list(BAD)[: 2 if how == "at exit" else 3])
-        code, expected, told = BAD[end]
-        text, told = text + code.format(one=one), told.format(one=one)
+        code, expected, expected_text = BAD[end]
+        text, expected_text = text + code.format(one=one), expected_text.format(one=one)
     else:
         apart = [end for end in WELL if how != "in a thread" or end in ("nothing", "others sleep", "sys.exit(0)")]
         end = " and ".join(rng.sample(apart, rng.choice([1, 1, 2])))
         text += "\n".join(WELL[part] for part in end.split(" and "))
     (folder / "script.py").write_text(text + "\n", encoding="utf-8")
-    return _launch(folder, f"seed {seed}: -n {num}, {how}, {end}, {sizes}", ["-n", str(num), "script.py"], expected, told)
+    return _launch(
+        folder, f"seed {seed}: -n {num}, {how}, {end}, {sizes}", ["-n", str(num), "script.py"], expected, expected_text
+    )
 
 
 def _train(rng: random.Random, folder: Path, seed: int) -> str:
@@ -111,7 +113,7 @@ def _train(rng: random.Random, folder: Path, seed: int) -> str:
     return _launch(folder, f"seed {seed}: -n 2 {' '.join([*program, *more])}", ["-n", "2", *program, *more], 0, "")
 
 
-def _launch(folder: Path, name: str, arguments: List[str], expected: int, told: str) -> str:
+def _launch(folder: Path, name: str, arguments: List[str], expected: int, expected_text: str) -> str:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("GLUON_MGPU_", "DMLC_"))}
     began = time.monotonic()
     code: Optional[int] = None
@@ -129,7 +131,7 @@ def _launch(folder: Path, name: str, arguments: List[str], expected: int, told: 
             process.kill()
             process.wait()
     text = (folder / "output").read_text(errors="replace")
-    if code == expected and told in text:
+    if code == expected and expected_text in text:
         return ""
-    what = "does not end" if code is None else f"ended with {code}, expected {expected} and {told!r}"
+    what = "does not end" if code is None else f"ended with {code}, expected {expected} and {expected_text!r}"
     return f"{name}: {what} after {time.monotonic() - began:.0f} s\n{text[-3000:]}"

@@ -24,10 +24,10 @@ BOUND_S = 300.0
 
 
 def trial(seed: int) -> str:
-    """Send garbage to one kind of process, once; return what was wrong."""
+    """Send garbage to one kind of process, once; return the error, "" if there is none."""
     rng = random.Random(seed)
     role, greets, step = rng.choice(["scheduler", "server", "worker"]), rng.random() < 0.75, rng.randint(1, 2 * NUM_STEPS - 2)
-    told = f"seed {seed}: {role}, {'a message' if greets else 'bytes'}, after step {step}"
+    label = f"seed {seed}: {role}, {'a message' if greets else 'bytes'}, after step {step}"
     folder = Path(tempfile.mkdtemp(prefix="trial-garbage-"))
     mark = f"{folder.name}-{os.getpid()}"
     command = _command(folder, True, 1.0, "data")
@@ -55,7 +55,7 @@ def trial(seed: int) -> str:
             wrong = "no restart after garbage is reported"
         if not wrong and _bits(folder) != _undisturbed(True):
             wrong = "the job has other bits"
-        return f"{told}: {wrong}\n{text[-3000:]}" if wrong else ""
+        return f"{label}: {wrong}\n{text[-3000:]}" if wrong else ""
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

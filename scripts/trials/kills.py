@@ -34,7 +34,7 @@ crash_images.run(crash_images.SCENARIOS[int(sys.argv[2])], Path(sys.argv[3]))
 
 
 def trial(seed: int) -> str:
-    """Kill a run some times, let it end, and return what is wrong with its checkpoints or with what was read meanwhile."""
+    """Kill a run some times, let it end, and return the errors in its checkpoints and in those read meanwhile."""
     rng = random.Random(seed)
     number = rng.randrange(len(SCENARIOS))
     scenario = SCENARIOS[number]
@@ -49,9 +49,9 @@ def trial(seed: int) -> str:
                     wrong += _read(scenario, folder)
                     time.sleep(0.01)
                 child.kill()
-                told = child.communicate(timeout=60)[1]
+                errors = child.communicate(timeout=60)[1]
             if not kills_left and child.returncode:
-                wrong.append(f"the last start ended with {child.returncode}: {told[-600:]}")
+                wrong.append(f"the last start ended with {child.returncode}: {errors[-600:]}")
         if not wrong:
             after = ends(scenario, folder)
             wrong += [f"{name} is another one" for name in before.ends if before.ends[name] != after[name]]
@@ -64,7 +64,7 @@ def _started(number: int, folder: Path) -> subprocess.Popen[str]:
 
 
 def _read(scenario: Scenario, folder: Path) -> List[str]:
-    """Return what is wrong with the checkpoints of a run that goes on; nothing is, where none is there yet."""
+    """Return the errors in the checkpoints of a running run; none if there is no checkpoint yet."""
     try:
         for path in find_checkpoints(folder):
             try:

@@ -60,7 +60,7 @@ def trial(seed: int) -> str:
     if resumed in ("gluon's", "to gluon") and any(len(taking_part) < num_layers for taking_part in steps):
         num_devices = 1  # Gluon applies stale gradients on several
     bias = name != "groupadagrad" and draw.random() < 0.7
-    told = f"{name} {options} {schedule}, {num_layers} layers from {begin}, {num_devices} devices, np {is_np}, {resumed}, {bias}"
+    label = f"{name} {options} {schedule}, {num_layers} layers from {begin}, {num_devices} devices, np {is_np}, {resumed}, {bias}"
     if is_np:
         mx.npx.set_np()
     try:
@@ -73,12 +73,12 @@ def trial(seed: int) -> str:
     finally:
         mx.npx.reset_np()
     if ours is None:
-        return f"seed {seed}: {told}: refused"
+        return f"seed {seed}: {label}: refused"
     if not all(np.isfinite(one).all() for one in theirs):
         return ""
     largest = max(float(np.abs(one - other).max()) for one, other in zip(theirs, ours))
     if not largest <= (0.0 if num_devices == 1 else 1e-5) and not (num_devices > 1 and name in _NOISY):
-        return f"seed {seed}: {told}: {largest:.2e}"
+        return f"seed {seed}: {label}: {largest:.2e}"
     return ""
 
 

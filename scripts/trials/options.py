@@ -1,6 +1,6 @@
 """Wrong options: a subcommand of gluon-mgpu with values from a pool. Errors are one line, and the exit status is 1 or 2.
 
-Nothing that takes long is begun: each subcommand is given what lets it end before, such as a folder of data that is not there.
+No long work is started: each subcommand gets an option that ends it early, such as a missing data folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENDS = {  # options that let a right call end soon, with an error or without
     "train seq2seq": ["--source", "nowhere", "--target", "nowhere"],
     "translate": ["--model", "nowhere"],
 }
-UNTRIED = {"bench", "doctor"}  # takes long; answers in tables, with what is wrong with the devices among it
+UNTRIED = {"bench", "doctor"}  # one takes long; the other reports problems of the devices in tables
 POOL = [
     *(
         "",
@@ -73,7 +73,7 @@ POOL = [
 
 
 class TookTooLong(BaseException):
-    """A call was ended by the alarm: what it was given was accepted."""
+    """The alarm ended a call: its options were accepted."""
 
 
 def commands() -> Iterator[Tuple[str, click.Command]]:
@@ -90,7 +90,7 @@ def commands() -> Iterator[Tuple[str, click.Command]]:
 
 
 def trial(seed: int) -> str:
-    """Call a subcommand with one or two wrong options and return what is wrong with how it ended."""
+    """Call a subcommand with one or two wrong options and return the errors in how it ended."""
     rng = random.Random(seed)
     known = [(words, command) for words, command in commands() if words.split()[0] not in UNTRIED]
     words, command = known[seed % len(known)]
@@ -98,16 +98,16 @@ def trial(seed: int) -> str:
     if not options:
         return ""
     chosen = rng.sample(options, min(len(options), rng.choice([1, 1, 2])))
-    given = [
+    wrong_options = [
         part for one in chosen for part in (one.opts[-1] if one.opts[-1].startswith("--") else one.opts[0], rng.choice(POOL))
     ]
     ends = ENDS.get(words, [])
-    return _outcome(f"seed {seed}: gluon-mgpu {words}", [*words.split(), *given, *ends], given)
+    return _outcome(f"seed {seed}: gluon-mgpu {words}", [*words.split(), *wrong_options, *ends], wrong_options)
 
 
-def _outcome(what: str, arguments: List[str], given: List[str]) -> str:
+def _outcome(what: str, arguments: List[str], wrong_options: List[str]) -> str:
     folder, there = Path(tempfile.mkdtemp(prefix="options_")), Path.cwd()
-    told = f"{what} {' '.join(repr(part)[:60] for part in given)}"
+    label = f"{what} {' '.join(repr(part)[:60] for part in wrong_options)}"
 
     def ring(number: int, frame: Any) -> None:
         raise TookTooLong
@@ -137,4 +137,4 @@ def _outcome(what: str, arguments: List[str], given: List[str]) -> str:
         found.append(f"more after the error: {result.output[-300:]!r}")
     if "Traceback" in result.output:
         found.append("a traceback")
-    return "\n  ".join([told, *found]) if found else ""
+    return "\n  ".join([label, *found]) if found else ""

@@ -19,7 +19,7 @@ _counts: Counter[str] = Counter()
 
 
 def trial(seed: int) -> str:
-    """Return what is wrong with the programs of a job; "" if nothing is."""
+    """Return the errors of the programs of a job; "" if there are none."""
     answer = _child.ask(seed)
     _counts.update(answer.get("outcomes", []))
     return f"seed {seed}: {answer['found']}" if answer.get("found") else ""

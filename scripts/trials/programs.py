@@ -25,14 +25,14 @@ _counts: Counter[str] = Counter()
 
 
 def trial(seed: int) -> str:
-    """Return what is wrong with the program of a seed, with its shortest form that shows it; "" if nothing is."""
+    """Return the error of the program of a seed, with the shortest form that shows it; "" if there is none."""
     answer = _child.ask(seed)
     _counts[answer.get("outcome", "found")] += 1
     return f"seed {seed}: {answer['found']}" if answer.get("found") else ""
 
 
 def summary() -> str:
-    """Return how many programs ended how: the same weights, refused with a reason, skipped as plain Gluon cannot run them."""
+    """Count the programs by result: equal weights, rejected with a reason, or skipped because plain Gluon cannot run them."""
     return "\n".join(f"{count:6d}  {outcome}" for outcome, count in _counts.most_common())
 
 
@@ -47,7 +47,7 @@ def run(seed: int) -> Dict[str, Any]:
 
     if not gc.get_freeze_count():
         gc.collect()
-        gc.freeze()  # a Trainer looks through all objects for graphs: what was imported need not be
+        gc.freeze()  # a Trainer searches all objects for graphs; this excludes imported ones
     program = composed(seed)
     print(f"seed {seed}\n{program}", file=sys.stderr, flush=True)
     outcome = outcome_of(program)

@@ -56,14 +56,14 @@ def trial(seed: int) -> str:
         weights = None
     sizes = draw.choice([[1], [1, 2], [1, 2, 3, 4, 5, 8], [8]])
     events = [draw.choice(["step"] * 6 + ["average", "evaluate", "save", "copy", "trainer"]) for _ in range(12)]
-    told = f"{num_devices} devices, np {is_np}, {loop.__name__}, weights {weights}, sizes {sizes}, {mode}, {events}"
+    label = f"{num_devices} devices, np {is_np}, {loop.__name__}, weights {weights}, sizes {sizes}, {mode}, {events}"
     if is_np:
         mx.npx.set_np()
     try:
         found = _run(draw, num_devices, momentum, mode, loop, weights, sizes, events)
     finally:
         mx.npx.reset_np()
-    return f"seed {seed}: {told}: {found}" if found else ""
+    return f"seed {seed}: {label}: {found}" if found else ""
 
 
 def _run(

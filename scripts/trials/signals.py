@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-BOUND_S = 45.0  # between the signal and the end; an idle machine takes 3 s, a busy one has to import and to save, too
+BOUND_S = 45.0  # between the signal and the end; an idle machine takes 3 s, a busy one also has to import and to save
 NUM_STEPS, NUM_TESTS, EPOCHS = 4, 3, 2
 PROGRAM = f"""
 import sys, time
@@ -73,14 +73,14 @@ Tell().tell("done")
 
 
 def trial(seed: int) -> str:
-    """Send one signal at a random moment; return what was wrong."""
+    """Send one signal at a random moment; return the error, "" if there is none."""
     rng = random.Random(seed)
     launched, signum = bool(seed % 2), [signal.SIGTERM, signal.SIGINT][seed // 2 % 2]
     place = rng.choice(["data", "loss"])
     after = rng.choice(["", "fit", *(f"step {step}" for step in range(1, NUM_STEPS * EPOCHS + 1))])
     wait_s = rng.uniform(0.0, 6.0 if not after else 1.3)
     to_group = signum == signal.SIGINT and rng.random() < 0.5
-    told = (
+    label = (
         f"seed {seed}: {'launch' if launched else 'alone'}, {signum.name}, {wait_s:.2f} s after {after or 'the start'!r}, {place}"
     )
     folder = Path(tempfile.mkdtemp(prefix="trial-signals-"))
@@ -92,7 +92,7 @@ def trial(seed: int) -> str:
         if not wrong and code != 0:
             wrong = _resume(folder, launched, place)
         output = (folder / "output").read_text(errors="replace")[-3000:]
-        return f"{told}: {wrong}; it ended with {code}, {took_s:.1f} s after the signal\n{output}" if wrong else ""
+        return f"{label}: {wrong}; it ended with {code}, {took_s:.1f} s after the signal\n{output}" if wrong else ""
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -209,8 +209,8 @@ def _command(folder: Path, launched: bool, step_s: float, place: str) -> List[st
 
 
 def _environment(mark: str) -> Dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
-    return {**given, "OMP_NUM_THREADS": "1", "TRIAL_MARK": mark}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "TRIAL_MARK": mark}
 
 
 def _read(process: subprocess.Popen, lines: List[str]) -> None:

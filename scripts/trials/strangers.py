@@ -45,11 +45,11 @@ from gluon_mgpu.distributed import follow
 from gluon_mgpu.distributed.launcher.job import Job, run_job
 from gluon_mgpu.distributed.launcher.supervisor import Limits
 follow._RETRY_S = 0.02  # more strangers to meet
-said = json.loads(sys.argv[1])
-said["limits"] = Limits(**said["limits"])
+options = json.loads(sys.argv[1])
+options["limits"] = Limits(**options["limits"])
 for name in ("program", "rendezvous"):
-    said[name] = tuple(said[name])
-sys.exit(run_job(Job(**{**said, "log_dir": Path(said["log_dir"])})))
+    options[name] = tuple(options[name])
+sys.exit(run_job(Job(**{**options, "log_dir": Path(options["log_dir"])})))
 """
 )
 _WORKER = """
@@ -69,7 +69,7 @@ atexit.register(lambda: print(f"strangers: {_num_sent} fuzzed messages sent", fi
 
 
 def trial(seed: int) -> str:
-    """Return what went wrong in one job among strangers, "" where all is well."""
+    """Return the errors of one job among strangers, "" if there are none."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="strangers-") as folder:
         stage = _Stage(rng, Path(folder))
@@ -82,7 +82,7 @@ def trial(seed: int) -> str:
 
 
 class _Stage:
-    """A job's launchers, and what is wrong with them."""
+    """A job's launchers, and their errors."""
 
     def __init__(self, rng: random.Random, folder: Path) -> None:
         self.rng, self.folder = rng, folder
@@ -94,7 +94,7 @@ class _Stage:
 
     def launch(self, node_rank: int, num_nodes: int = 2, *, port: int = 0) -> subprocess.Popen:
         (self.folder / "worker.py").write_text(_WORKER)
-        said = {
+        options = {
             "program": [sys.executable, "-S", str(self.folder / "worker.py"), str(self.folder / "done")],
             "num_processes": 1,
             "servers": 0,
@@ -108,7 +108,7 @@ class _Stage:
         self.outputs[node_rank] = self.folder / f"output{node_rank}"
         with open(self.outputs[node_rank], "wb") as file:
             self.launchers[node_rank] = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCHER, json.dumps(said)],
+                [sys.executable, "-c", _LAUNCHER, json.dumps(options)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -202,7 +202,7 @@ def _false_node_0(stage: _Stage) -> None:
     """A stranger, or one with the token and wrong orders, listens where node 0 will."""
     stage.launch(1)
     false = _FalseNode0(stage.port, stage.rng)
-    stage.until(lambda: false.num_met >= 60, "the node comes to a false node 0")
+    stage.until(lambda: false.num_met >= 60, "the node connects to a false node 0")
     false.close()
     if (stage.folder / "node1").exists() and list((stage.folder / "node1").glob("rank-*")):
         stage.wrong.append("a false node 0 has started a worker")
@@ -234,7 +234,7 @@ def _third_seat(stage: _Stage) -> None:
 
 
 def _after_the_end(stage: _Stage) -> None:
-    """A peer that has done its part right goes on sending when node 0 says that it is over."""
+    """A peer with a correct handshake continues to send after node 0 has ended the job."""
     leader = stage.launch(0)
     stage.listening()
     peer = _Peer(stage.port, 1)
@@ -262,7 +262,7 @@ def _after_the_end(stage: _Stage) -> None:
                 peer.plug.sendall(_noise(stage.rng))
                 _count()
     if leader.poll() is None:
-        stage.wrong.append("node 0 does not end while a peer goes on sending")
+        stage.wrong.append("node 0 does not end while a peer continues to send")
     elif leader.returncode not in ((130, 143) if signalled else (0,)) or "\nTraceback" in stage.output(0):
         stage.wrong.append(f"node 0 ended with {leader.returncode}: {stage.output(0)[-1500:]}")
     peer.close()
@@ -363,8 +363,8 @@ class _Crowd:
         plug = self.connect()
         challenge = _exactly(plug, handshake.CHALLENGE_BYTES)
         token = self.rng.choice([b"another token of this length", _TOKEN[:-1].encode(), _TOKEN.encode()])
-        said, _, _ = handshake.answer_challenge(token, challenge, self.rng.choice([0, 1, 2, 2**32 - 1]))
-        answer = bytearray(said)
+        unsigned, _, _ = handshake.answer_challenge(token, challenge, self.rng.choice([0, 1, 2, 2**32 - 1]))
+        answer = bytearray(unsigned)
         if token == _TOKEN.encode() or self.rng.random() < 0.5:
             answer[self.rng.randrange(len(answer))] ^= 1 << self.rng.randrange(8)
         _count()
@@ -410,7 +410,7 @@ class _Crowd:
         self.open.append(peer.plug)
         hello = {"num_nodes": 2, "num_processes": 1, "servers": 0, "backend": "dist_sync"}
         if self.rng.random() < 0.3:
-            peer.send("hello", {**hello, "num_nodes": 3})  # one of another job, which is refused
+            peer.send("hello", {**hello, "num_nodes": 3})  # one of another job, which is rejected
             _count()
         else:
             peer.send_data(_wrong_message(self.rng, {"hello": hello}))
@@ -434,9 +434,9 @@ class _Peer:
 
     def receive_until(self, *kinds: str) -> Tuple[str, Dict[str, Any]]:
         while True:
-            said = self.end.receive()
-            if said["kind"] in kinds:
-                return said["kind"], said
+            message = self.end.receive()
+            if message["kind"] in kinds:
+                return message["kind"], message
 
     def send(self, kind: str, fields: Dict[str, Any]) -> None:
         self.end.send(messages.write(kind, fields))
@@ -473,12 +473,12 @@ class _End:
 
     def receive(self) -> Dict[str, Any]:
         length, _ = _HEADER.unpack(_exactly(self.plug, _HEADER.size))
-        said: Dict[str, Any] = json.loads(_exactly(self.plug, length))
-        return said
+        message: Dict[str, Any] = json.loads(_exactly(self.plug, length))
+        return message
 
 
 class _FalseNode0:
-    """What listens where node 0 should: strangers, and one that knows the token and sends wrong orders."""
+    """Listens in place of node 0: strangers, and one that knows the token and sends wrong orders."""
 
     def __init__(self, port: int, rng: random.Random) -> None:
         self.rng, self.num_met = rng, 0
@@ -540,7 +540,7 @@ class _FalseNode0:
             pass
 
     def greedy_order(self) -> bytes:
-        """Well formed, and not what the node was asked for."""
+        """A well-formed message that does not match the node's options."""
         counts: Tuple[int, ...] = (1, 1)
         servers: Tuple[int, ...] = (0, 0)
         rank, backend = 1, "dist_sync"
@@ -615,22 +615,22 @@ def _wrong_message(rng: random.Random, kinds: Dict[str, Dict[str, Any]]) -> byte
     """Return something that resembles a message of one of these kinds, and that no launcher sends."""
     while True:
         kind = rng.choice(list(kinds))
-        said = json.loads(json.dumps({"kind": kind, **kinds[kind]}))
+        message = json.loads(json.dumps({"kind": kind, **kinds[kind]}))
         for _ in range(rng.randint(1, 3)):
-            _spoil(rng, said)
-        data = json.dumps(said).encode("utf-8", "replace") if not isinstance(said, bytes) else said
+            _spoil(rng, message)
+        data = json.dumps(message).encode("utf-8", "replace") if not isinstance(message, bytes) else message
         data = _spoil_text(rng, data)
         try:
             for known in (messages.TO_LEADER, messages.TO_FOLLOWER):
                 with suppress(ValueError):
                     messages.read(data, known)
-                    raise LookupError  # it may be said
+                    raise LookupError  # the message is valid
         except LookupError:
             continue
         return data
 
 
-def _spoil(rng: random.Random, said: Any) -> None:
+def _spoil(rng: random.Random, message: Any) -> None:
     """Change a place of a message."""
     places: List[Tuple[Any, Any]] = []
 
@@ -640,12 +640,12 @@ def _spoil(rng: random.Random, said: Any) -> None:
             places.append((value, name))
             walk(inner)
 
-    walk(said)
+    walk(message)
     holder, name = rng.choice(places)
     if rng.random() < 0.15 and isinstance(holder, dict):
         del holder[name]
-        if not said:
-            said["kind"] = "alive "
+        if not message:
+            message["kind"] = "alive "
         return
     escape = rng.choice(_ESCAPES)
     values: List[Any] = [

@@ -1,4 +1,4 @@
-"""The embedded sentence pairs: Korean numbers, dates, times and counts with their English, as many as wanted."""
+"""Generated sentence pairs: Korean numbers, dates, times and counts with their English, in any number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .numerals import (
 )
 from .pairs import SentencePairs, normalise, texts_of
 
-# Korean noun and the word that counts it; in English one of it, and several.
+# Korean noun and its counter; English singular and plural.
 _COUNTED = (
     ("사과", "개", "apple", "apples"),
     ("학생", "명", "student", "students"),
@@ -54,23 +54,23 @@ def korean_numbers(num_examples: int, seed: int = 0, *, held_out: bool = False, 
     고양이 스무 마리                 twenty cats
     ```
 
-    Two in five are numbers, whose lengths from 1 to `max_digits` digits come equally often; the rest are of the other kinds in
-    equal parts. Each Korean text has one English text and the other way round, so that a translation is right or wrong.
+    Two in five are numbers, with uniformly distributed lengths from 1 to `max_digits` digits; the rest are the other kinds in
+    equal parts. Each Korean text has exactly one English text and the other way round, so a translation is right or wrong.
 
     Parameters
     ----------
     num_examples : int
-        Any number. Short numbers, times and counts come again in long sets.
+        Any number. Short numbers, times and counts repeat in large sets.
     seed : int
-        More examples of one seed begin with those of fewer.
+        A larger set begins with the examples of a smaller set of the same seed.
     held_out : bool
-        Give examples to test with. They never come without `held_out`, whatever the seed: see `is_held_out`.
+        Return test examples. They never appear without `held_out`, for any seed: see `is_held_out`.
     max_digits : int, 1 to 16
 
     Raises
     ------
     DataError
-        A number out of its range.
+        An argument is out of its range.
 
     Examples
     --------
@@ -84,17 +84,19 @@ def korean_numbers(num_examples: int, seed: int = 0, *, held_out: bool = False, 
         ("seed", seed, 0, MOST_SEED),
         ("max_digits", max_digits, 1, _MAX_DIGITS),
     ):
-        whole_number("korean_numbers", name, number, low=smallest, high=largest, advice="Pass one of them.", error=DataError)
+        whole_number(
+            "korean_numbers", name, number, low=smallest, high=largest, advice="Pass a number in this range.", error=DataError
+        )
     chosen = (pair for pair in _draw(int(seed), int(max_digits)) if is_held_out(pair[0]) == bool(held_out))
     pairs = list(islice(chosen, int(num_examples)))
     return SentencePairs([source for source, _ in pairs], [target for _, target in pairs])
 
 
 def is_held_out(korean: str) -> bool:
-    """Return whether a Korean text is one of those that `korean_numbers` keeps to test with.
+    """Return whether `korean_numbers` uses a Korean text only for testing.
 
-    That depends on the text alone, by a hash: about one in ten, but none of a single word, nor with 한, one. Of those, numbers
-    below 10,000 and singular nouns among them, the others are made.
+    A hash of the text decides: about one in ten is held out, but no single word and no text with 한 (one). The other texts are
+    composed of these, such as numbers below 10,000 and singular nouns.
 
     Examples
     --------
@@ -107,12 +109,12 @@ def is_held_out(korean: str) -> bool:
 
 
 def exact_match(translations: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of translations that are their reference, but for spaces and Unicode's forms.
+    """Return the share of translations that equal their reference, except for spaces and Unicode's forms.
 
     Raises
     ------
     DataError
-        They are not as many, or none.
+        The numbers of translations and references differ, or are 0.
 
     Examples
     --------
@@ -139,7 +141,7 @@ def _draw(seed: int, max_digits: int) -> Iterator[Tuple[str, str]]:
 
 
 def _number(rng: np.random.Generator, max_digits: int) -> Tuple[str, str]:
-    """Return a number of 1 to `max_digits` digits, of which a quarter are made 0: they are what is not said."""
+    """Return a number of 1 to `max_digits` digits; a quarter of them are set to 0, which is not spoken."""
     num_digits = int(rng.integers(1, max_digits + 1))
     digits = rng.integers(0, 10, num_digits) * (rng.random(num_digits) >= _ZERO_SHARE)
     digits[0] = rng.integers(min(1, num_digits - 1), 10)

@@ -1,4 +1,4 @@
-"""Length buckets: examples of like lengths are padded together, so that little is computed on padding."""
+"""Length buckets: examples of similar lengths are padded together, so that little is computed on padding."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LengthBucket:
     examples : numpy.ndarray of int64, shape (n,)
         Their indices, ascending.
     padded : tuple of int
-        What each side is padded to: its longest of the bucket.
+        The padded length of each side: its longest in the bucket.
     batch_sizes : list of int
-        As even as can be, so that no small batch remains.
+        As even as possible, so that no small batch remains.
     """
 
     examples: np.ndarray
@@ -34,11 +34,11 @@ class LengthBucket:
 
 
 def plan_buckets(lengths: Any, batch_tokens: int, num_buckets: int = 16) -> List[LengthBucket]:
-    """Return the examples in buckets that need little padding, cut into batches of about as many tokens each.
+    """Return the examples in buckets with little padding, divided into batches with about the same number of tokens.
 
     ```
-    target │    ┌───────┐      All examples are one bucket at first. Then that bucket is cut in two, along the side and at the
-           │┌──┐│       │      length that save the most padding, again and again. A part that would not fill half a batch
+    target │    ┌───────┐      All examples begin in one bucket. Repeatedly, one bucket is cut in two, at the side and length
+           │┌──┐│       │      that save the most padding. A part that would not fill half a batch
            ││  │└───────┘      is not cut off.
            │└──┘┌──────┐
            └────┴──────┴─ source
@@ -49,14 +49,14 @@ def plan_buckets(lengths: Any, batch_tokens: int, num_buckets: int = 16) -> List
     lengths : array of int, shape (N, sides)
         1 or more each; (N, 2) for source and target.
     batch_tokens : int
-        Of all sides together, padding included, that a batch may hold.
+        The most tokens of a batch: all sides together, including padding.
     num_buckets : int
-        At most. Each gives batches of one shape, or of two that differ by one example.
+        The most buckets. Each has batches of one shape, or of two shapes that differ by one example.
 
     Raises
     ------
     DataError
-        Lengths that are none, or an example that is longer than a batch.
+        A length is not a whole number of 1 or more, or an example is longer than a batch.
 
     Examples
     --------
@@ -82,7 +82,7 @@ def plan_buckets(lengths: Any, batch_tokens: int, num_buckets: int = 16) -> List
 
 
 def padding_share(lengths: Any, buckets: Sequence[LengthBucket]) -> float:
-    """Return which share of the padded batches is padding, 0 to 1.
+    """Return the share of padding in the padded batches, 0 to 1.
 
     Examples
     --------
@@ -90,7 +90,9 @@ def padding_share(lengths: Any, buckets: Sequence[LengthBucket]) -> float:
     0.3333333333333333
     """
     if not isinstance(buckets, (list, tuple)) or not buckets or not all(isinstance(one, LengthBucket) for one in buckets):
-        raise DataError(f"padding_share: got buckets={shown(buckets)}; expected what plan_buckets returns. Pass its list.")
+        raise DataError(
+            f"padding_share: got buckets={shown(buckets)}; expected a list of buckets. Pass the list of plan_buckets."
+        )
     lengths = _whole_numbers("padding_share", lengths)
     num_padded = sum(len(bucket.examples) * sum(bucket.padded) for bucket in buckets)
     if lengths.sum() > num_padded or len(lengths) != sum(len(bucket.examples) for bucket in buckets):
@@ -101,9 +103,9 @@ def padding_share(lengths: Any, buckets: Sequence[LengthBucket]) -> float:
 def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
     """Return an order of a batch's examples in which the shards of `plan_shards`, which are slices, hold about equal tokens.
 
-    Examples go out in rounds of one a shard, the longest to the shard that has the fewest tokens. A round leaves two shards no
-    further apart than they were, or than its examples are; so when the shards hold equally many examples, their tokens differ
-    by no more than the longest example does from the shortest. The shortest examples go where one more must be.
+    Examples are assigned in rounds of one per shard, the longest to the shard with the fewest tokens. After a round, two shards
+    differ by no more than before, or than the examples of the round do. So with equally many examples per shard, their tokens
+    differ by at most the difference of the longest and the shortest example. Shards with one example more get the shortest ones.
 
     Parameters
     ----------
@@ -132,7 +134,7 @@ def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
     shards = [[int(i)] for i in longest_first[len(lengths) - num_extra :]] + [[] for _ in range(num_shards - num_extra)]
     tokens = np.array([lengths[shard].sum() if shard else 0 for shard in shards])
     spread = lengths[rounds[:, 0]] - lengths[rounds[:, -1]] if num_rounds else np.zeros(0)
-    for one in rounds[np.argsort(-spread, kind="stable")]:  # the finest come last, to even out what is left
+    for one in rounds[np.argsort(-spread, kind="stable")]:  # rounds with small differences come last, to even out the rest
         for shard, i in zip(np.argsort(tokens, kind="stable"), one):
             shards[shard].append(int(i))
             tokens[shard] += lengths[i]
@@ -141,16 +143,16 @@ def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
 
 
 def _best_cut(sizes: np.ndarray, examples: np.ndarray, batch_tokens: int) -> Optional[Tuple[int, int, int]]:
-    """Return (padding saved, side, largest length of the first part) of the best cut of a bucket; None where none saves any."""
+    """Return (padding saved, side, largest length of the first part) of a bucket's best cut; None if no cut saves padding."""
     best: Optional[Tuple[int, int, int]] = None
-    whole = len(examples) * sizes[examples].max(axis=0).sum()
+    uncut = len(examples) * sizes[examples].max(axis=0).sum()
     for side in range(sizes.shape[1]):
         ordered = sizes[examples[np.argsort(sizes[examples, side], kind="stable")]]
         count = np.arange(1, len(ordered))
         first = count * np.maximum.accumulate(ordered)[:-1].sum(axis=1)  # padded tokens, if cut after so many
         second = count[::-1] * np.maximum.accumulate(ordered[::-1])[::-1][1:].sum(axis=1)
         allowed = (ordered[:-1, side] < ordered[1:, side]) & (2 * np.minimum(first, second) >= batch_tokens)
-        saved = np.where(allowed, whole - first - second, 0)
+        saved = np.where(allowed, uncut - first - second, 0)
         if len(saved) and saved.max() > (best[0] if best else 0):
             best = (int(saved.max()), side, int(ordered[saved.argmax(), side]))
     return best
@@ -165,7 +167,7 @@ def _bucket(sizes: np.ndarray, examples: np.ndarray, batch_tokens: int) -> Lengt
 def _whole_numbers(operation: str, lengths: Any) -> np.ndarray:
     try:
         found = lengths.asnumpy() if is_device_array(lengths) else np.asarray(lengths)
-    except Exception:  # rows of unequal length; what an object's own code raises
+    except Exception:  # rows of unequal length, or any error of the object's own code
         found = np.asarray(None)
     if found.ndim == 0 or found.dtype.kind not in "iu":
         value = found if found.ndim else lengths
@@ -181,11 +183,12 @@ def _checked_lengths(lengths: Any, batch_tokens: Any, num_buckets: Any) -> np.nd
             "shape (N, sides). Leave empty examples out."
         )
     for name, number in (("batch_tokens", batch_tokens), ("num_buckets", num_buckets)):
-        whole_number("plan_buckets", name, number, advice="Pass one.", error=DataError)
+        whole_number("plan_buckets", name, number, advice="Pass an int.", error=DataError)
     longest = sizes.max(axis=0)
     if longest.sum() > batch_tokens:
         raise DataError(
             f"plan_buckets: got examples of up to {' and '.join(map(str, longest))} tokens for batches of {batch_tokens}; "
-            f"expected room for the longest. Pass batch_tokens={longest.sum()} or more, or take long examples out (filter_pairs)."
+            f"expected batches that hold the longest. Pass batch_tokens={longest.sum()} or more, or remove long examples "
+            "(filter_pairs)."
         )
     return sizes

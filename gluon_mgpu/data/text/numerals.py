@@ -38,7 +38,7 @@ _MONTHS = (
 def spell_sino(number: int) -> str:
     """Return a number in Sino-Korean numerals, with a space after 만, 억 and 조.
 
-    One is not said before 십, 백 and 천, nor before a 만 that begins the number.
+    One is not spoken before 십, 백 and 천, nor before a 만 that begins the number.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def spell_native(number: int, *, before_counter: bool = False) -> str:
 
 
 def spell_english(number: int) -> str:
-    """Return a number in English, as it is said in America.
+    """Return a number in American English.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def spell_english_time(hour: int, minute: int) -> str:
 
 
 def _sino_group(group: int) -> str:
-    """Return 1 to 9999: a digit before each power, but for a one, which only the last place says."""
+    """Return 1 to 9999: a digit before each power, except for a one, which is spoken only in the last place."""
     digits = [group // 10**power % 10 for power in range(4)]
     return "".join(
         ("" if digit == 1 and power else _DIGITS[digit]) + _POWERS[power]

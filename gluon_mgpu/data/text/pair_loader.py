@@ -1,4 +1,4 @@
-"""Batches of sentence pairs: sized by tokens, padded to like lengths, balanced over the devices."""
+"""Batches of sentence pairs: sized by tokens, padded to similar lengths, balanced over the devices."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ class PairLoader:
                             target output three  o'clock  <eos>
     ```
 
-    Each pass is an epoch, in which every pair comes once. Which pairs share a batch depends on the seed and the epoch's number
-    alone, not on the number of devices; how many batches there are, and of which shapes, is the same in each epoch. Inside a
-    batch, pairs stand so that the slices that `split_batch` makes for `num_shards` devices hold about equal tokens.
+    Each pass is an epoch, which yields every pair once. The pairs of a batch depend only on the seed and the epoch's number, not
+    on the number of devices. The number of batches and their shapes are the same in each epoch. Inside a batch, pairs are ordered
+    so that the slices of `split_batch` for `num_shards` devices hold about equal tokens.
 
     Parameters
     ----------
     source, target : sequence of sequences of int, length N
         Numbers of tokens, without `BOS` and `EOS`: see `encode_pairs`.
     batch_tokens : int
-        Source and target tokens of a batch, padding included, over all devices.
+        Source and target tokens of a batch, including padding, over all devices.
     shuffle : bool
     seed : int
     batch_axis : 0 or 1
-        Where the examples are in the arrays of tokens: (B, T), or (T, B), recurrent networks' layout. Lengths are (B,).
+        The axis of the examples in the arrays of tokens: (B, T), or (T, B), recurrent networks' layout. Lengths are (B,).
     num_shards : int
-        Devices to balance for.
+        Number of devices to balance.
     num_buckets : int
-        At most so many padded shapes. More pad less, and mix less: pairs share a batch only with others of their bucket.
+        The most padded shapes. More buckets pad less and mix less: pairs share a batch only with others of their bucket.
 
     Attributes
     ----------
     epoch : int
-        How many passes have begun. Set it to go on where another run stopped.
+        The number of passes begun. Set it to resume another run.
     lengths : numpy.ndarray of int32, shape (N, 2)
-        Of each pair's source and target, with the one end that is added to each.
+        Of each pair's source and target, including the one end added to each.
     buckets : list of LengthBucket
     padding_share : float, 0 to 1
         The share of padding in the arrays of tokens.
     split_axes : pair of nested ints
-        The `batch_axis` that `split_batch` needs for these batches.
+        The `batch_axis` to pass to `split_batch` for these batches.
 
     Raises
     ------
     DataError
-        The sides are not as many, a pair does not fit into a batch, or an option is not one.
+        The numbers of source and target sentences differ, a pair does not fit into a batch, or an option is invalid.
 
     Examples
     --------
@@ -94,10 +94,10 @@ class PairLoader:
                 f"PairLoader: got {len(source)} source and {len(target)} target sentences; expected as many of each, 1 or more. "
                 "Check the files."
             )
-        whole_number("PairLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+        whole_number("PairLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
         whole_number("PairLoader", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)
         whole_number("PairLoader", "batch_axis", batch_axis, low=0, high=1, advice="0 is (B, T), 1 is (T, B).", error=DataError)
-        # One array a sentence, with both ends: source and target output leave the first out, target input the last.
+        # One array per sentence, with both ends: source and target output omit the first one, target input the last.
         self._source, self._target = _with_ends("source", source), _with_ends("target", target)
         self.lengths = np.array([[len(s) - 1, len(t) - 1] for s, t in zip(self._source, self._target)], np.int32)
         self.buckets = plan_buckets(self.lengths, batch_tokens, num_buckets)
@@ -120,7 +120,7 @@ class PairLoader:
         return sum(len(bucket.batch_sizes) for bucket in self.buckets)
 
     def order(self, epoch: int) -> Iterator[np.ndarray]:
-        """Yield the indices of the pairs of each batch of an epoch: where an output belongs in the text that came in."""
+        """Yield the indices of the pairs of each batch of an epoch, which map outputs to the input text."""
         rng = np.random.default_rng([self.seed, epoch])
         batches: List[np.ndarray] = []
         for bucket in self.buckets:
@@ -162,16 +162,16 @@ def encode_pairs(
     >>> encode_pairs(pairs, build_vocabulary(pairs.source, "characters"), build_vocabulary(pairs.target, "words"))
     ([[4], [5, 4]], [[4], [5, 4]])
     """
-    instance("encode_pairs", "pairs", pairs, SentencePairs, "SentencePairs", advice="Pass what read_pairs gave.", error=DataError)
+    instance(
+        "encode_pairs", "pairs", pairs, SentencePairs, "SentencePairs", advice="Pass the result of read_pairs.", error=DataError
+    )
     for name, one in (("source_vocabulary", source_vocabulary), ("target_vocabulary", target_vocabulary)):
-        instance(
-            "encode_pairs", name, one, Vocabulary, "a Vocabulary", advice="Pass what build_vocabulary gave.", error=DataError
-        )
+        instance("encode_pairs", name, one, Vocabulary, "a Vocabulary", advice="Pass one of build_vocabulary.", error=DataError)
     return [source_vocabulary.encode(text) for text in pairs.source], [target_vocabulary.encode(text) for text in pairs.target]
 
 
 def _with_ends(name: str, sentences: Sequence[Sequence[int]]) -> List[np.ndarray]:
-    whole = []
+    complete = []
     for i, sentence in enumerate(sentences):
         try:
             tokens = np.asarray(sentence)
@@ -180,7 +180,7 @@ def _with_ends(name: str, sentences: Sequence[Sequence[int]]) -> List[np.ndarray
         if tokens.ndim != 1 or (tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < UNK)):
             raise DataError(
                 f"PairLoader: got {name} sentence {i} {short(sentence)}; expected a list of token numbers of {UNK} or more, as "
-                f"{PAD}, {BOS} and {EOS} are added here. Pass what Vocabulary.encode gave."
+                f"{PAD}, {BOS} and {EOS} are added by the loader. Pass the result of Vocabulary.encode."
             )
-        whole.append(np.array([BOS, *tokens, EOS], np.int32))
-    return whole
+        complete.append(np.array([BOS, *tokens, EOS], np.int32))
+    return complete

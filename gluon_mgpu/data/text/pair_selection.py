@@ -1,4 +1,4 @@
-"""Which sentence pairs are used, and for what: filtered by length, split into parts that share no sentence."""
+"""Selects sentence pairs: filters by length, splits into parts that share no sentence."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Length = Callable[[str], int]
 
 @dataclass(frozen=True)
 class FilteredPairs:
-    """What a filter let through, and how much it took out.
+    """The pairs that passed a filter, and the numbers of removed pairs.
 
     Attributes
     ----------
     pairs : SentencePairs
     num_too_short, num_too_long, num_out_of_ratio : int
-        Pairs taken out, each counted once, for the first of these reasons that it gives.
+        Removed pairs, each counted once, for the first of these reasons that applies.
     """
 
     pairs: SentencePairs
@@ -34,7 +34,7 @@ class FilteredPairs:
         removed = self.num_too_short + self.num_too_long + self.num_out_of_ratio
         return (
             f"{len(self.pairs)} of {len(self.pairs) + removed} pairs kept; {self.num_too_short} too short, "
-            f"{self.num_too_long} too long, {self.num_out_of_ratio} of unlike lengths"
+            f"{self.num_too_long} too long, {self.num_out_of_ratio} with too different lengths"
         )
 
 
@@ -46,7 +46,7 @@ def filter_pairs(
     max_ratio: float = float("inf"),
     length: Union[Length, Tuple[Length, Length]] = len,
 ) -> FilteredPairs:
-    """Return the pairs whose sides have fitting lengths, and count the others.
+    """Return the pairs whose lengths are within limits, and the numbers of the others.
 
     Parameters
     ----------
@@ -54,21 +54,21 @@ def filter_pairs(
     min_length, max_length : number
         Of each side.
     max_ratio : float, 1 or more
-        Of the longer side's length to the shorter one's. Korean takes about half the characters of English.
+        The ratio of the longer side's length to the shorter one's. Korean uses about half the characters of English.
     length : callable (str) -> int, or a pair of them (for the source, for the target)
         Characters by default; `lambda text: len(vocabulary.encode(text))` counts tokens.
 
     Raises
     ------
     DataError
-        Limits that no pair can meet.
+        No pair can satisfy the limits.
 
     Examples
     --------
     >>> pairs = SentencePairs(["가 나 다", "가", "가 나"], ["a b c d", "a b c d", "a b"])
     >>> filtered = filter_pairs(pairs, max_ratio=2, length=lambda text: len(text.split()))
     >>> print(filtered)
-    2 of 3 pairs kept; 0 too short, 0 too long, 1 of unlike lengths
+    2 of 3 pairs kept; 0 too short, 0 too long, 1 with too different lengths
     """
     _check_pairs("filter_pairs", pairs)
     limits = [min_length, max_length, max_ratio]
@@ -79,7 +79,9 @@ def filter_pairs(
         )
     of_sides = length if isinstance(length, tuple) else (length, length)
     if len(of_sides) != 2 or not all(map(callable, of_sides)):
-        raise DataError(f"filter_pairs: got length={short(length)}; expected a function, or a pair of them. Pass len, for one.")
+        raise DataError(
+            f"filter_pairs: got length={short(length)}; expected a function, or a pair of them. Pass for example len."
+        )
     of_source, of_target = (_length_by(function) for function in of_sides)
     kept: List[int] = []
     num_too_short = num_too_long = 0
@@ -95,11 +97,11 @@ def filter_pairs(
 
 
 def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) -> List[SentencePairs]:
-    """Return parts of the pairs, drawn at random, such that no sentence of one part is in another.
+    """Return random parts of the pairs, such that no sentence of one part is in another.
 
     ```
-    "Run!" ─ "뛰어!"     pairs that share a sentence, be it through others, stay together:
-    "Run!" ─ "달려!"     a sentence that was trained on tests nothing
+    "Run!" ─ "뛰어!"     pairs that share a sentence, directly or through others, stay together:
+    "Run!" ─ "달려!"     a test on a trained sentence shows nothing
     "Go!"  ─ "달려!"
     ```
 
@@ -107,30 +109,30 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
     ----------
     pairs : SentencePairs
     sizes : sequence of int
-        Of each part: (3400, 200, 198) to train, validate and test. What they leave is left out.
+        Of each part: (3400, 200, 198) to train, validate and test. The remaining pairs are not used.
     seed : int
 
     Raises
     ------
     DataError
-        There are not so many pairs, or those that belong together do not fit.
+        There are too few pairs, or connected pairs do not fit into the parts.
     """
     _check_pairs("split_pairs", pairs)
     if not isinstance(sizes, (list, tuple, np.ndarray)) or not getattr(sizes, "shape", (1,)):
-        raise DataError(f"split_pairs: got sizes={short(sizes)}; expected a list of whole numbers. Pass (300, 20), for one.")
+        raise DataError(f"split_pairs: got sizes={short(sizes)}; expected a list of whole numbers. Pass for example (300, 20).")
     wanted = list(sizes)
     if not all(is_whole(n) and n >= 1 for n in wanted) or sum(wanted) > len(pairs):
         raise DataError(
             f"split_pairs: got sizes {short(wanted)} for {len(pairs)} pairs; expected whole numbers of 1 or more, together "
-            f"at most {len(pairs)}. Ask for fewer."
+            f"at most {len(pairs)}. Request fewer."
         )
-    whole_number("split_pairs", "seed", seed, low=0, high=MOST_SEED, advice="Pass 0, for one.", error=DataError)
+    whole_number("split_pairs", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
     rng = np.random.default_rng(seed)
     groups = _connected(pairs)
     groups = sorted((groups[i] for i in rng.permutation(len(groups))), key=len, reverse=True)
-    free = [*wanted, len(pairs) - sum(wanted)]  # the last part is what is left out
+    free = [*wanted, len(pairs) - sum(wanted)]  # the last part holds the unused pairs
     parts: List[List[int]] = [[] for _ in free]
-    for group, draw in zip(groups, rng.random(len(groups))):  # large ones while there is room; single pairs fill what is left
+    for group, draw in zip(groups, rng.random(len(groups))):  # large groups first; single pairs fill the rest
         room = [n if n >= len(group) else 0 for n in free]
         if any(room):
             part = int(np.searchsorted(np.cumsum(room), draw * sum(room), side="right"))
@@ -139,7 +141,7 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
     if any(free[:-1]):
         raise DataError(
             f"split_pairs: got pairs that share sentences, which leave {free[:-1]} of the sizes {wanted} unfilled; expected "
-            "parts that share none. Ask for smaller parts."
+            "parts that share none. Request smaller parts."
         )
     return [pairs.take(sorted(part)) for part in parts[:-1]]
 
@@ -149,12 +151,12 @@ def _check_pairs(operation: str, pairs: Any) -> None:
 
 
 def _length_by(function: Length) -> Length:
-    """Return a function of the user's that is asked for numbers alone."""
+    """Return a user's length function with a check that its results are numbers."""
 
     def length(text: str) -> int:
         found = function(text)
         if not is_number(found):
-            raise DataError(f"filter_pairs: got length(text)={short(found)}; expected a number. Pass len, for one.")
+            raise DataError(f"filter_pairs: got length(text)={short(found)}; expected a number. Pass for example len.")
         return found  # type: ignore[return-value]
 
     return length
@@ -166,7 +168,7 @@ def _connected(pairs: SentencePairs) -> List[List[int]]:
 
     def root(sentence: Tuple[int, str]) -> Tuple[int, str]:
         while above.setdefault(sentence, sentence) != sentence:
-            above[sentence] = above[above[sentence]]  # shortens the way for those who come later
+            above[sentence] = above[above[sentence]]  # shortens later searches
             sentence = above[sentence]
         return sentence
 

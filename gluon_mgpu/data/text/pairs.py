@@ -25,7 +25,7 @@ class SentencePairs:
     Raises
     ------
     DataError
-        They are not as many.
+        The numbers of source and target sentences differ.
 
     Examples
     --------
@@ -64,20 +64,20 @@ class SentencePairs:
 
 
 def texts_of(operation: str, name: str, texts: Any) -> Tuple[str, ...]:
-    """Return an iterable of texts as a tuple; `DataError` where it is something else."""
+    """Return an iterable of texts as a tuple; raise `DataError` for anything else."""
     try:
         found = tuple(texts) if not isinstance(texts, (str, dict)) else (None,)
     except TypeError:  # not an iterable, such as an array of no dimension
         found = (None,)
     if not all(isinstance(text, str) for text in found):
-        raise DataError(f"{operation}: got {name}={short(texts)}; expected a list of texts. Pass ['one', 'two'], for one.")
+        raise DataError(f"{operation}: got {name}={short(texts)}; expected a list of texts. Pass for example ['one', 'two'].")
     return found
 
 
 def normalise(text: str) -> str:
     """Return text in Unicode's form NFC, with single spaces between words and none around them.
 
-    Korean letters may come as one character a syllable, or as two or three (NFD, from a Mac's file system): here always as one.
+    A Korean syllable may be one character, or two or three (NFD, from a Mac's file system); the result always uses one.
 
     Examples
     --------
@@ -96,12 +96,12 @@ def read_pairs(source_path: PathLike, target_path: PathLike, *, skip_empty: bool
     ----------
     source_path, target_path : str or pathlib.Path
     skip_empty : bool
-        Leave out pairs of which a side is empty, instead of refusing them.
+        Skip pairs with an empty side instead of raising.
 
     Raises
     ------
     DataError
-        Other numbers of lines, bytes that are not UTF-8, an empty side, or no pair. The message names file and line.
+        Different numbers of lines, bytes that are not UTF-8, an empty side, or no pair. The message names file and line.
     OSError
         A file cannot be read.
     """
@@ -110,7 +110,7 @@ def read_pairs(source_path: PathLike, target_path: PathLike, *, skip_empty: bool
     if len(source) != len(target):
         raise DataError(
             f"read_pairs: got {len(source)} lines in {source_path} and {len(target)} in {target_path}; expected as many in each. "
-            f"The first line without a partner is line {min(len(source), len(target)) + 1}: look for one that is missing "
+            f"The first line without a partner is line {min(len(source), len(target)) + 1}: check for a missing line "
             "before it."
         )
     return _paired("read_pairs", list(zip(source, target)), (str(source_path), str(target_path)), skip_empty)
@@ -127,7 +127,7 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
     source_column, target_column : int
         Counted from 0.
     skip_empty : bool
-        Leave out pairs of which a side is empty, instead of refusing them.
+        Skip pairs with an empty side instead of raising.
 
     Raises
     ------
@@ -153,7 +153,7 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
 
 
 def read_lines(operation: str, path: PathLike) -> List[str]:
-    """Return the lines of a UTF-8 file. Only a line feed ends one: str.splitlines knows others, which may stand in text."""
+    """Return the lines of a UTF-8 file. Only a line feed ends a line: str.splitlines also splits at characters within text."""
     return lines_of(operation, path_of(operation, "path", path, error=DataError).read_bytes(), path)
 
 
@@ -162,18 +162,18 @@ def lines_of(operation: str, content: bytes, path: PathLike) -> List[str]:
     try:
         text = content.decode("utf-8-sig")  # Windows' editors begin a file with a mark
     except UnicodeDecodeError as error:
-        content = error.object  # without the mark, where there was one
+        content = error.object  # without the mark, if there was one
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{operation}: got byte 0x{content[error.start]:02x} in {path} line {line}, which is not UTF-8 ({error.reason}); "
-            "expected UTF-8. Convert the file: iconv -f CP949 -t UTF-8, where it is Korean of Windows'."
+            "expected UTF-8. Convert the file, for Korean text from Windows with iconv -f CP949 -t UTF-8."
         ) from error
     lines = text.split("\n")
     return lines[:-1] if not lines[-1] else lines
 
 
 def _paired(operation: str, rows: Sequence[Tuple[str, str]], places: Tuple[str, str], skip_empty: bool) -> SentencePairs:
-    """Return pairs, normalised; an empty side is told with its place and line."""
+    """Return normalised pairs; an error about an empty side names its file and line."""
     pairs = [(normalise(source), normalise(target)) for source, target in rows]
     for number, sides in enumerate(pairs, 1):
         if not skip_empty and not all(sides):

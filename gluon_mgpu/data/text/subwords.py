@@ -12,17 +12,17 @@ from .vocabulary import BOS, EOS, PAD, SPECIAL, UNK, UNKNOWN, Vocabulary, checke
 
 
 class SubwordVocabulary(Vocabulary):
-    """A vocabulary of subwords, which is a model of sentencepiece's.
+    """A vocabulary of subwords, stored as a sentencepiece model.
 
     Parameters
     ----------
     model : bytes
-        What sentencepiece writes into a `.model` file, trained with the numbers of `SPECIAL`.
+        The content of sentencepiece's `.model` file, trained with the numbers of `SPECIAL`.
 
     Raises
     ------
     DataError
-        It is no such model.
+        The bytes are not such a model.
     MissingExtraError
         sentencepiece is not installed.
     """
@@ -37,8 +37,8 @@ class SubwordVocabulary(Vocabulary):
             self._processor.load_from_serialized_proto(self._model)
         except RuntimeError as error:
             raise DataError(
-                f"SubwordVocabulary: got {len(model)} bytes that sentencepiece does not read; expected a model of "
-                "sentencepiece's. Make it with build_vocabulary."
+                f"SubwordVocabulary: got {len(model)} bytes that sentencepiece cannot read; expected a sentencepiece "
+                "model. Make it with build_vocabulary."
             ) from error
         named = self._processor
         if (named.pad_id(), named.bos_id(), named.eos_id(), named.unk_id()) != (PAD, BOS, EOS, UNK):
@@ -65,12 +65,12 @@ class SubwordVocabulary(Vocabulary):
 
 
 def train_subwords(lines: List[str], size: int, character_coverage: float) -> bytes:
-    """Return a model of sentencepiece's, learnt from normalised text, with the numbers of `SPECIAL`.
+    """Return a sentencepiece model, learnt from normalised text, with the numbers of `SPECIAL`.
 
     Raises
     ------
     DataError
-        There is no model of this size for this text.
+        A model of this size cannot be learnt from this text.
     MissingExtraError
         sentencepiece is not installed.
     """
@@ -83,7 +83,7 @@ def train_subwords(lines: List[str], size: int, character_coverage: float) -> by
             vocab_size=size,
             hard_vocab_limit=False,  # a small corpus has fewer
             character_coverage=character_coverage,
-            normalization_rule_name="identity",  # NFC is ours; NFKC would change what is translated
+            normalization_rule_name="identity",  # this package applies NFC; NFKC would change the text
             max_sentence_length=2**20,  # bytes; longer ones are left out
             pad_id=PAD,
             bos_id=BOS,
@@ -99,8 +99,8 @@ def train_subwords(lines: List[str], size: int, character_coverage: float) -> by
     except (RuntimeError, OSError) as error:
         cause = str(error).rpartition("] ")[2].strip()  # without the line of sentencepiece's source
         raise DataError(
-            f"build_vocabulary: got {len(lines)} sentences for {size} subwords with character_coverage {character_coverage}, of "
-            f"which sentencepiece says: {cause}; expected more subwords than characters. Raise size, lower "
+            f"build_vocabulary: got {len(lines)} sentences for {size} subwords with character_coverage {character_coverage} "
+            f"(sentencepiece: {cause}); expected more subwords than characters. Raise size, lower "
             "character_coverage, or add text."
         ) from error
     return model.getvalue()

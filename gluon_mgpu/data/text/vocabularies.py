@@ -31,16 +31,16 @@ def build_vocabulary(
     kind : "subwords", "words" or "characters"
         Subwords are learnt by sentencepiece (unigram), which the extra `seq2seq` installs.
     size : int
-        Tokens at most, with the 4 special ones.
+        The most tokens, including the 4 special ones.
     min_count : int
-        How often a word or character must come. Subwords have no use for it.
+        The least number of occurrences of a word or character. Not used for subwords.
     character_coverage : float, 0 to 1
-        How much of the text the characters of a subword vocabulary must make up; rarer characters are unknown.
+        The share of the text that the characters of a subword vocabulary must cover; rarer characters are unknown.
 
     Raises
     ------
     DataError
-        No text, or options that make no vocabulary.
+        There is no text, or an option is invalid.
     MissingExtraError
         sentencepiece is not installed.
 
@@ -50,7 +50,7 @@ def build_vocabulary(
     >>> vocabulary.tokens(range(len(vocabulary)))
     ['<pad>', '<bos>', '<eos>', '<unk>', 'one', 'hundred']
     """
-    one_of("build_vocabulary", "kind", kind, ("subwords", *LISTED), advice="Pass one.", error=DataError)
+    one_of("build_vocabulary", "kind", kind, ("subwords", *LISTED), advice="Pass one of these.", error=DataError)
     if not is_number(character_coverage) or not 0 < character_coverage <= 1:
         raise DataError(
             f"build_vocabulary: got character_coverage={short(character_coverage)}; expected a number above 0, at most 1. "
@@ -62,7 +62,7 @@ def build_vocabulary(
     if not lines:
         raise DataError("build_vocabulary: got no text; expected one sentence or more. Check the corpus.")
     for name, number, smallest in (("size", size, len(SPECIAL) + 1), ("min_count", min_count, 1)):
-        whole_number("build_vocabulary", name, number, low=smallest, advice="Change it.", error=DataError)
+        whole_number("build_vocabulary", name, number, low=smallest, advice="Raise it.", error=DataError)
     if kind == "subwords":
         return SubwordVocabulary(train_subwords(lines, int(size), character_coverage))
     counts = Counter(token for line in lines for token in LISTED[kind][0](line))
@@ -76,11 +76,11 @@ def load_vocabulary(path: Union[str, Path]) -> Vocabulary:
     Raises
     ------
     DataError
-        The file holds none, or a damaged one.
+        The file is not a vocabulary, or is damaged.
     MissingExtraError
         It holds subwords, and sentencepiece is not installed.
     OSError
-        It cannot be read.
+        The file cannot be read.
     """
     return read_vocabulary(path_of("load_vocabulary", "path", path, error=DataError).read_bytes(), path)
 
@@ -96,11 +96,11 @@ def read_vocabulary(content: bytes, path: Union[str, Path]) -> Vocabulary:
         return ListedVocabulary(first[len(FIRST_LINE) :], tokens[len(SPECIAL) :])
     except DataError as error:
         raise DataError(
-            f"load_vocabulary: got {path}, which is no whole vocabulary ({error}); expected a file that Vocabulary.save wrote. "
+            f"load_vocabulary: got {path}, which is not a complete vocabulary ({error}); expected a file of Vocabulary.save. "
             "Copy it again."
         ) from error
 
 
 def is_listed(content: bytes) -> bool:
-    """Return whether these are the bytes of a vocabulary of words or characters; else they are a model of sentencepiece's."""
+    """Return whether these are the bytes of a vocabulary of words or characters, not of a sentencepiece model."""
     return content.startswith(FIRST_LINE.encode())

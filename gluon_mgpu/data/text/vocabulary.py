@@ -1,4 +1,4 @@
-"""What every vocabulary is: numbers of tokens, four of them special."""
+"""The interface of every vocabulary: numbers of tokens, four of them special."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of tokens, the special ones among them."""
+        """Return the number of tokens, including the special ones."""
 
     @abstractmethod
     def encode(self, text: str) -> List[int]:
-        """Return the numbers of the tokens of a text, which is normalised first; neither `BOS` nor `EOS` is added."""
+        """Normalise a text and return the numbers of its tokens, without `BOS` and `EOS`."""
 
     @abstractmethod
     def decode(self, numbers: Sequence[int]) -> str:
@@ -40,41 +40,41 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def tokens(self, numbers: Sequence[int]) -> List[str]:
-        """Return each number's token, for looking at."""
+        """Return each number's token, for display."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return what `save` writes."""
+        """Return the bytes that `save` writes."""
 
     def save(self, path: Union[str, Path]) -> None:
         """Write the vocabulary into a file: plain text, or sentencepiece's own for subwords."""
         Path(path).write_bytes(self.to_bytes())
 
     def config(self) -> Dict[str, Any]:
-        """Return what a checkpoint should keep to know this vocabulary again: see `check_vocabulary`."""
+        """Return values for a checkpoint that identify this vocabulary: see `check_vocabulary`."""
         return {"kind": self.kind, "size": len(self), "fingerprint": fingerprint(self.to_bytes())}
 
 
 def fingerprint(content: bytes) -> str:
-    """Return a short text that the bytes of another vocabulary do not have."""
+    """Return a short text that identifies the bytes of a vocabulary."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def check_vocabulary(vocabulary: Vocabulary, config: Mapping[str, Any], name: str = "vocabulary") -> None:
-    """Do nothing if this is the vocabulary that a network was trained with.
+    """Raise unless this is the vocabulary with which a network was trained.
 
     Parameters
     ----------
     vocabulary : Vocabulary
     config : mapping
-        What its `config` gave then, kept beside the network.
+        The vocabulary's `config`, saved with the network.
     name : str
-        What errors call it: its file, say.
+        Its name in errors, such as its file.
 
     Raises
     ------
     DataError
-        It is another one. Its numbers would mean other words than those that the network has learnt.
+        It is another vocabulary. Its numbers would stand for other words than those that the network has learnt.
 
     Examples
     --------
@@ -89,20 +89,20 @@ def check_vocabulary(vocabulary: Vocabulary, config: Mapping[str, Any], name: st
     if differing:
         raise DataError(
             f"check_vocabulary: got {name} with {', '.join(f'{key} {found[key]}' for key in differing)}; expected "
-            f"{', '.join(f'{key} {config.get(key)}' for key in differing)}, as the checkpoint says. Use the vocabulary that was "
-            "saved beside the checkpoint."
+            f"{', '.join(f'{key} {config.get(key)}' for key in differing)}, as in the checkpoint. Use the vocabulary that was "
+            "saved with the checkpoint."
         )
 
 
 def spoken(numbers: Sequence[int], size: int) -> List[int]:
-    """Return what is said of a sentence: the numbers before `EOS`, without `PAD` and `BOS`."""
-    said = checked("decode", numbers, size)
-    end = said.index(EOS) if EOS in said else len(said)
-    return [number for number in said[:end] if number not in (PAD, BOS)]
+    """Return the visible tokens of a sentence: the numbers before `EOS`, without `PAD` and `BOS`."""
+    valid = checked("decode", numbers, size)
+    end = valid.index(EOS) if EOS in valid else len(valid)
+    return [number for number in valid[:end] if number not in (PAD, BOS)]
 
 
 def checked(operation: str, numbers: Sequence[int], size: int) -> List[int]:
-    """Return numbers as ints, having checked that each is one of a vocabulary of this size."""
+    """Return numbers as ints; raise unless each is in a vocabulary of this size."""
     found = [int(number) for number in numbers]
     wrong = [number for number in found if not 0 <= number < size]
     if wrong:

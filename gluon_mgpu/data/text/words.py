@@ -11,14 +11,14 @@ from .vocabulary import SPECIAL, UNK, UNKNOWN, Vocabulary, checked, spoken
 
 FIRST_LINE = "gluon_mgpu vocabulary of "
 
-_JOINED = "￭"  # no space stood here
+_JOINED = "￭"  # marks a missing space
 _WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 class ListedVocabulary(Vocabulary):
-    """A vocabulary of words or of characters, which is a list.
+    """A vocabulary of words or of characters, stored as a list.
 
-    Words are cut from punctuation marks, and a mark knows on which sides no space stood (￭), so that decoding is exact.
+    Words are separated from punctuation. A mark records on which sides it had no space (￭), so that decoding is exact.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class ListedVocabulary(Vocabulary):
     Raises
     ------
     DataError
-        A token that comes twice or that no text gives: empty, with a space, several characters for one.
+        A token is repeated or impossible: empty, with a space, or several characters in a vocabulary of characters.
 
     Examples
     --------
@@ -50,8 +50,8 @@ class ListedVocabulary(Vocabulary):
         for number, token in enumerate(self._tokens[len(SPECIAL) :], len(SPECIAL)):
             if self._numbers[token] != number or not _is_token(kind, token):
                 raise DataError(
-                    f"ListedVocabulary: got {token!r:.40} as token {number} of {kind}; expected tokens that differ and that "
-                    "text can give. Make it with build_vocabulary."
+                    f"ListedVocabulary: got {token!r:.40} as token {number} of {kind}; expected different tokens that "
+                    "occur in text. Use build_vocabulary."
                 )
         self._known = {token: number for token, number in self._numbers.items() if number >= len(SPECIAL)}
 
@@ -72,7 +72,7 @@ class ListedVocabulary(Vocabulary):
 
 
 def split_words(text: str) -> List[str]:
-    """Return the words and marks of normalised text; ￭ stands where a mark had no space beside it.
+    """Return the words and marks of normalised text; ￭ shows where a mark had no space next to it.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def split_words(text: str) -> List[str]:
 
 
 def join_words(tokens: Sequence[str]) -> str:
-    """Return the text of what `split_words` gave."""
+    """Return the text of tokens of `split_words`."""
     return " ".join(tokens).replace(f" {_JOINED}", "").replace(f"{_JOINED} ", "").replace(_JOINED, "")
 
 
@@ -105,7 +105,7 @@ def _is_token(kind: str, token: str) -> bool:
     return bool(token) and not any(character.isspace() for character in token)
 
 
-# How text is cut and put together again.
+# Functions that split text into tokens and join them.
 LISTED: Dict[str, Tuple[Callable[[str], List[str]], Callable[[Sequence[str]], str]]] = {
     "words": (split_words, join_words),
     "characters": (list, "".join),

@@ -1,4 +1,4 @@
-"""The largest batch that fits, and the one to take: each size tried in a process of its own."""
+"""The largest batch size that fits, and the recommended one; each size is tried in a separate process."""
 
 from .find import BatchSizes, Probe, find_batch_size, recommend, search
 

@@ -1,4 +1,4 @@
-"""find_batch_size(): the largest batch that fits, by doubling and halving, and the one to take."""
+"""find_batch_size(): the largest batch that fits, by doubling and halving, and the recommended one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WITHIN = 0.05
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of one batch size.
+    """The result of one batch size.
 
     Attributes
     ----------
@@ -34,12 +34,12 @@ class Probe:
         Over all devices.
     fits : bool
     memory_bytes : int
-        What training takes: of the fullest GPU, or, on CPU contexts, of the process, with the temporary buffers that further
-        steps would make grow (an estimate). Where it does not fit, what was seen before it was ended.
+        Memory in use on the fullest GPU; on CPU contexts, of the process, plus an estimate for temporary buffers that would
+        still grow. If the batch does not fit, the memory seen before the process was stopped.
     examples_per_s : tuple of float
-        One number a round; empty where it does not fit.
+        One number per round; empty if the batch does not fit.
     reason : str
-        Why it does not fit; empty where it does.
+        Why it does not fit; "" if it does.
     """
 
     batch_size: int
@@ -50,7 +50,7 @@ class Probe:
 
     @property
     def rate(self) -> float:
-        """The median of the rounds, examples/s; 0.0 where the batch does not fit."""
+        """The median of the rounds, examples/s; 0.0 if the batch does not fit."""
         return median(self.examples_per_s) if self.examples_per_s else 0.0
 
     def __str__(self) -> str:
@@ -62,20 +62,20 @@ class Probe:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What `find_batch_size` found.
+    """The result of `find_batch_size`.
 
     Attributes
     ----------
     devices : tuple of str
     memory_limit_bytes : int
     probes : tuple of Probe
-        In the order in which they were made.
+        In the order of the search.
     largest : int
-        The largest batch that was seen to fit.
+        The largest batch size that fits.
     recommended : int
         See `recommend`.
     ended_by : str
-        Why no larger batch was tried, where it is not memory: the largest that was allowed, or a probe without an answer.
+        Why no larger batch was tried, if the reason is not memory: the allowed maximum, or a probe without an answer.
     """
 
     devices: Tuple[str, ...]
@@ -99,30 +99,30 @@ def find_batch_size(
     on_message: Optional[Callable[[Probe], None]] = None,
     tell: Optional[Callable[[Probe], None]] = None,
 ) -> BatchSizes:
-    """Try batch sizes, each in a process of its own, and return the largest that fits and the one to take.
+    """Try batch sizes, each in a separate process, and return the largest that fits and the recommended one.
 
-    The size doubles until a batch does not fit; then the gap is halved. Memory is taken to grow with the batch: what is larger
-    than a batch that does not fit is not tried. Each probe makes some steps before it is timed (momentum comes with the
-    first), then measures five rounds. The batch size is a hyper-parameter: with another one, choose the learning rate again.
+    The size doubles until a batch does not fit; then the gap is halved. The search assumes that memory grows with the batch:
+    sizes above one that does not fit are not tried. Each probe makes some steps before it is timed, because the first one creates
+    the momentum, then measures five rounds. The batch size is a hyper-parameter: after a change, tune the learning rate again.
 
     Parameters
     ----------
     workload : str or callable (batch_size, ctx, **options)
-        What is trained: `"module:function"`, `"path/to/file.py:function"`, or a function at the top level of a module or
-        script. It returns a function without arguments that makes one step, or what `train_batch` takes,
+        The training to measure: `"module:function"`, `"path/to/file.py:function"`, or a function at the top level of a module
+        or script. It returns a function without arguments that makes one step, or the arguments of `train_batch`,
         `(net, loss, trainer, X, y)`. A script that passes its own function calls this below `if __name__ == "__main__":`.
     devices : None, str, int, mxnet.Context or sequence of mxnet.Context
-        As `use_devices` takes them; they are looked at in the new processes alone, so that this one takes no GPU memory.
+        As `use_devices` accepts them. Only the new processes use them, so this process takes no GPU memory.
     options : dict, optional
-        More arguments of the workload: what JSON can hold.
+        Further arguments of the workload, as values for JSON.
     memory_limit_bytes : int, optional
-        By default a GPU's memory; on CPU contexts nine tenths of what is free, of which the probe's whole process is counted
-        (about 200 MB before the first array), but no processes that it starts.
+        By default a GPU's memory; on CPU contexts nine tenths of the free memory. There the complete process of the probe counts
+        (about 200 MB before the first array), but not the processes that it starts.
     first : int
         The first batch size, raised to a multiple.
     max_batch_size : int
     multiple_of : int, optional
-        Try only multiples of it: by default of the number of devices. It is also how fine the gap is halved.
+        Try only multiples of it, by default of the number of devices. It is also the resolution of the search.
     timeout_s : float, seconds
         For each probe. When one gives no answer in time, the search ends with what was found before.
     on_message : callable (Probe), optional
@@ -133,11 +133,11 @@ def find_batch_size(
     Raises
     ------
     TrainerError
-        An argument is wrong, or the workload cannot be found. Nothing was tried.
+        An argument is invalid, or the workload cannot be found. Nothing was tried.
     DeviceError
-        A device is not there.
+        A device does not exist.
     StepError
-        The step fails for another reason than memory; or even the smallest batch does not fit, or gives no answer.
+        The step fails for a reason other than memory, or the smallest batch does not fit or does not answer.
 
     Examples
     --------
@@ -151,7 +151,7 @@ def find_batch_size(
     question = Question(reference_of(workload), _checked_options(options), _spec_of(devices), np=bool(mx.util.is_np_array()))
     _check_numbers(memory_limit_bytes, first, max_batch_size, multiple_of, timeout_s)
     _check_not_inside()
-    there = _look(question, timeout_s)
+    there = _inspect(question, timeout_s)
     unit = multiple_of or len(there["devices"])
     _check_room(there, memory_limit_bytes, max_batch_size, unit)
     limit = memory_limit_bytes or there["room_bytes"]
@@ -177,12 +177,12 @@ def find_batch_size(
         )
     largest = max(probe.batch_size for probe in probes if probe.fits)
     if not ended_by and all(probe.fits for probe in probes):
-        ended_by = f"the largest batch that was allowed, {max_batch_size}"
+        ended_by = f"the largest batch allowed, {max_batch_size}"
     return BatchSizes(tuple(there["devices"]), limit, tuple(probes), largest, recommend(probes), ended_by)
 
 
 def search(fits: Callable[[int], bool], *, first: int, most: int, multiple_of: int = 1) -> int:
-    """Return the largest multiple, up to `most`, that fits, 0 where none does: by doubling, then by halving the gap.
+    """Return the largest multiple, up to `most`, that fits, or 0, by doubling and then halving the gap.
 
     Examples
     --------
@@ -204,7 +204,7 @@ def search(fits: Callable[[int], bool], *, first: int, most: int, multiple_of: i
 
 
 def recommend(probes: Sequence[Probe]) -> int:
-    """Return the smallest batch whose median rate is within 5 % of the best: more would only take memory.
+    """Return the smallest batch whose median rate is within 5 % of the best: a larger one would only take memory.
 
     Examples
     --------
@@ -216,7 +216,7 @@ def recommend(probes: Sequence[Probe]) -> int:
 
 
 def resnet18_workload(batch_size: int, ctx: Sequence[Context], image_size: int = 28, optimizer: str = "sgd") -> Tuple[Any, ...]:
-    """Return what `train_batch` takes to train the toolkit's ResNet-18 on random grey images of ten classes."""
+    """Return the arguments of `train_batch` to train the toolkit's ResNet-18 on random grey images of ten classes."""
     net = resnet18(10)
     net.initialize(init.Xavier(), ctx=list(ctx))
     net.hybridize(static_alloc=True, static_shape=True)
@@ -225,14 +225,14 @@ def resnet18_workload(batch_size: int, ctx: Sequence[Context], image_size: int =
     return net, gluon.loss.SoftmaxCrossEntropyLoss(), Trainer(net, optimizer, {"learning_rate": 0.01}), X, y
 
 
-def _look(question: Question, timeout_s: float) -> Dict[str, Any]:
-    """Return what a process finds before it has trained anything."""
+def _inspect(question: Question, timeout_s: float) -> Dict[str, Any]:
+    """Return the devices and memory that a process finds before any training."""
     try:
         return ask(question, timeout_s=timeout_s)
     except NoMemoryError as error:
         raise StepError(
-            f"find_batch_size: got a lack of memory ({error}) before the first batch; expected room for a process with MXNet and "
-            "what the workload's file loads. End other processes, or load less there."
+            f"find_batch_size: got a lack of memory ({error}) before the first batch; expected enough for a process with MXNet "
+            "and the data of the workload's file. Stop other processes, or load less data."
         ) from error
 
 
@@ -249,16 +249,16 @@ def _probe(question: Question, there: Dict[str, Any], limit_bytes: int, timeout_
 
 def _checked_options(options: Optional[Dict[str, Any]]) -> Dict[str, Any]:
     try:
-        given = {} if options is None else options
-        copied = json.loads(json.dumps(given)) if isinstance(given, dict) else None
+        requested = {} if options is None else options
+        copied = json.loads(json.dumps(requested)) if isinstance(requested, dict) else None
     except (TypeError, ValueError, RecursionError):
         copied = None
-    if copied is None or copied != given:
+    if copied is None or copied != requested:
         raise TrainerError(
-            f"find_batch_size: got the options {short(options)}; expected a dict of what JSON holds, as they go to other "
-            "processes. Pass numbers, strings and lists, and make the rest of them in the workload."
+            f"find_batch_size: got the options {short(options)}; expected a dict of values for JSON, because other processes "
+            "read them. Pass numbers, strings and lists, and create other objects in the workload."
         )
-    return dict(given)
+    return dict(requested)
 
 
 def _spec_of(devices: DeviceSpec) -> str:
@@ -271,7 +271,7 @@ def _spec_of(devices: DeviceSpec) -> str:
     if isinstance(contexts, (list, tuple)) and contexts and all(isinstance(one, Context) for one in contexts):
         return ",".join(f"{one.device_type}:{one.device_id}-{one.device_id}" for one in contexts)
     raise DeviceError(
-        f"find_batch_size: got {short(devices)} as devices; expected what use_devices takes. Pass 'gpu', 'cpu:2' or a count."
+        f"find_batch_size: got {short(devices)} as devices; expected a device spec. Pass 'gpu', 'cpu:2' or a count."
     )
 
 
@@ -281,21 +281,21 @@ def _check_numbers(limit: Any, first: Any, most: Any, multiple_of: Any, timeout_
         if number is None and name in ("memory_limit_bytes", "multiple_of"):
             continue
         whole_number("find_batch_size", name, number, high=2**63 - 1, advice="Pass an int.")
-    real_number("find_batch_size", "timeout_s", timeout_s, above=True, advice="Pass 300 seconds, for one.")
+    real_number("find_batch_size", "timeout_s", timeout_s, above=True, advice="300 seconds are usual.")
 
 
 def _check_not_inside() -> None:
     if INSIDE in os.environ:
         raise TrainerError(
-            "find_batch_size: got a call from inside of a probe, which imports the file of its workload; expected the call below "
-            'if __name__ == "__main__":. Put it there, or the workload into a file of its own.'
+            "find_batch_size: got a call from a probe, which imports the workload's file; expected the call below "
+            'if __name__ == "__main__":. Move it there, or move the workload into a separate file.'
         )
 
 
 def _check_room(there: Dict[str, Any], limit: Optional[int], most: int, unit: int) -> None:
     if most < unit:
         raise TrainerError(
-            f"find_batch_size: got max_batch_size={most}; expected {unit} or more, of which batches are multiples. "
+            f"find_batch_size: got max_batch_size={most}; expected {unit} or more, because batches are multiples of {unit}. "
             "Raise it, or pass multiple_of=."
         )
     if limit is not None and limit <= there["memory_bytes"]:

@@ -1,4 +1,4 @@
-"""A probe's process: trains a few steps with one batch size, and tells what they took."""
+"""The process of a probe: trains a few steps with one batch size, and reports time and memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _WARM_UP_STEPS = 3  # the first makes the graph and the gradients, the second the optimizer's states
 _NUM_ROUNDS = 5
 _ROUND_S = 0.2
-_QUEUED = 2  # steps, as fit's max_inflight: a longer queue would hold the memory of batches that no training holds
-_LEFT = 0.9  # of the memory that is free: the rest is left to others
+_QUEUED = 2  # steps, as fit's max_inflight: a longer queue would hold more batches in memory than training does
+_LEFT = 0.9  # of the free memory: the rest is left to other processes
 
-# What malloc, C++, NumPy, MXNet, CUDA, cuDNN and cuBLAS say when there is no memory left.
-# Arrays of 2**31 elements are as far as MXNet's wheels go; a smaller batch is what helps there, too.
+# Messages of malloc, C++, NumPy, MXNet, CUDA, cuDNN and cuBLAS when they are out of memory.
+# MXNet's wheels support arrays of at most 2**31 elements; a smaller batch helps in this case as in the others.
 _NO_MEMORY = (
     "bad_alloc|cannot allocate memory|(unable|failed) to allocate|memory allocation failed|out of memory|ALLOC_FAILED|"
     "larger than 2\\^31 elements"
@@ -39,17 +39,17 @@ _NO_MEMORY = (
 
 
 def serve(question: str) -> None:
-    """Answer one question, in a line of JSON, and end the process. What the workload prints goes to standard error.
+    """Answer one question with a line of JSON, and end the process. The workload's output goes to standard error.
 
     ```
     {"examples_per_s": [...], "memory_bytes": ..., "peak_bytes": ..., "room_bytes": ..., "devices": [...]}
     {"kind": "ValueError", "message": ..., "traceback": ..., "no_memory": false, "peak_bytes": ...}
     ```
-    A process that runs out of memory may not come to answer.
+    A process that runs out of memory may end without an answer.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-    with suppress(OSError):  # the kernel, short of memory, is to end this process, and not the one that asks
+    with suppress(OSError):  # out of memory, the kernel must kill this process and not the one that asks
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
@@ -59,7 +59,7 @@ def serve(question: str) -> None:
             answer = {"kind": type(error).__name__, "message": last_line(error), "traceback": traceback.format_exc()}
             answer["no_memory"] = _lacks_memory(error)
         answers.write(json.dumps({**answer, "peak_bytes": peak_bytes(os.getpid())}) + "\n")
-    os._exit(0)  # how an engine ends that ran out of memory is of no interest
+    os._exit(0)  # skips the exit of an engine that may have run out of memory
 
 
 def _answer(question: Question) -> Dict[str, Any]:
@@ -78,14 +78,14 @@ def _answer(question: Question) -> Dict[str, Any]:
 
 
 def _measure(step: Callable[[], Any], num_contexts: int) -> Tuple[List[float], float]:
-    """Return the seconds of a step in each round, and the bytes that CPU contexts would still come to take.
+    """Return the seconds per step in each round, and the bytes that CPU contexts would still allocate.
 
     ```
     warm-up: 3 steps │ round 1 │ round 2 │ ... │ round 5
-                     └────── growth a step ──────┘ x steps until every temporary buffer is as large as it gets
+                     └───── growth per step ─────┘ x steps until every temporary buffer has its final size
     ```
-    MXNet's CPU contexts take MXNET_CPU_TEMP_COPY temporary buffers in turn, and a buffer grows when an operation comes to it that
-    needs more. So memory grows for about that many steps, shared by the contexts, which are too many to wait for.
+    MXNet's CPU contexts use MXNET_CPU_TEMP_COPY temporary buffers in turn, and a buffer grows when an operation requires more.
+    So memory grows for about that many steps, divided by the contexts: too many to wait for.
     """
     for _ in range(_WARM_UP_STEPS):
         seconds = _seconds(step, 1)
@@ -110,9 +110,9 @@ def _seconds(step: Callable[[], Any], num_steps: int) -> float:
 
 
 def _memory(ctx: Sequence[Context], coming: float) -> Tuple[int, int]:
-    """Return the bytes that training takes, and those that there are for it: on the fullest GPU, or of this process.
+    """Return the bytes that training uses and the bytes available: on the fullest GPU, or for this process.
 
-    MXNet's pool on a GPU keeps what it has taken, so that what is in use at the end is the peak.
+    MXNet's pool on a GPU keeps its memory, so the use at the end is the peak.
     """
     gpus = [mx.context.gpu_memory_info(one.device_id) for one in ctx if one.device_type == "gpu"]
     if gpus:
@@ -123,10 +123,10 @@ def _memory(ctx: Sequence[Context], coming: float) -> Tuple[int, int]:
 
 
 def peak_bytes(pid: int) -> int:
-    """Return the most memory that a process has held at once, and what is swapped out; 0 where it has ended.
+    """Return the peak memory of a process, including swapped memory; 0 if it has ended.
 
-    The kernel keeps the peak, so that nothing is missed between two looks. Address space, which `RLIMIT_AS` limits, says nothing:
-    MXNet's grows to gigabytes that are never touched.
+    The kernel records the peak, so no peak between two reads is missed. The address space, which `RLIMIT_AS` limits, is no
+    measure: MXNet reserves gigabytes that it never uses.
 
     Examples
     --------
@@ -150,7 +150,7 @@ def _kilobytes(path: str) -> Dict[str, int]:
 
 
 def says_no_memory(text: str) -> bool:
-    """Return whether a message is one of a lack of memory.
+    """Return whether a message reports a lack of memory.
 
     Examples
     --------
@@ -161,7 +161,7 @@ def says_no_memory(text: str) -> bool:
 
 
 def _lacks_memory(error: Optional[BaseException]) -> bool:
-    """Return whether an error, or one that it came from, is a lack of memory. MXNetError and StepError are RuntimeErrors."""
+    """Return whether an error, or one of its causes, is a lack of memory. MXNetError and StepError are RuntimeErrors."""
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True

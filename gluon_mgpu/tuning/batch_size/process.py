@@ -1,4 +1,4 @@
-"""Asking a probe: a new process, watched until it answers, takes too much memory or too long, or ends."""
+"""Runs a probe in a new process, and watches it until it answers, exceeds its limit of memory or time, or ends."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _START = (
     "from gluon_mgpu.tuning.batch_size.probe import serve; serve(sys.argv[2])"
 )
 _POLL_S = 0.01
-_HINT = "This is no lack of memory: run the step alone."
+_HINT = "The cause is not a lack of memory: run the step alone."
 
-# What glibc says when it aborts for another reason than a lack of memory.
+# Messages of glibc when it aborts for a reason other than a lack of memory.
 _NO_LACK = "assertion|free\\(\\)|double free|corrupted|stack smashing|buffer overflow"
 
 
 class NoMemoryError(MemoryError):
-    """The batch does not fit; `peak_bytes` is what was seen of its memory."""
+    """The batch does not fit; `peak_bytes` is the largest memory seen."""
 
     def __init__(self, reason: str, seen_bytes: int) -> None:
         super().__init__(reason)
@@ -42,30 +42,30 @@ class NoMemoryError(MemoryError):
 
 
 class ProbeTimeoutError(StepError):
-    """A probe gave no answer in time, and was ended."""
+    """A probe did not answer in time, and was stopped."""
 
 
 def ask(question: Question, *, limit_bytes: int = 0, timeout_s: float = 300.0) -> Dict[str, Any]:
-    """Return what a new process finds, as `probe.serve` says.
+    """Return the answer of a new process, in the form of `probe.serve`.
 
-    The process has a group of its own, and nothing of the group is left when this returns or raises. Why a new one for each
-    size: MXNet is not to be used any more once memory has run out, and a pool that has grown does not shrink.
+    The process has its own group, and no process of the group is left when this returns or raises. Each size gets a new process,
+    because MXNet cannot be used after it ran out of memory, and a pool that has grown does not shrink.
 
     Parameters
     ----------
     question : Question
     limit_bytes : int
-        The process is ended when its resident memory goes beyond; 0 watches nothing.
+        The process is stopped when its resident memory exceeds this; 0 for no limit.
     timeout_s : float, seconds
 
     Raises
     ------
     NoMemoryError
-        It went beyond the limit, or said, or ended as processes do, that there is no memory left.
+        It exceeded the limit, or reported a lack of memory, or ended as processes without memory do.
     ProbeTimeoutError
         No answer within `timeout_s`.
     StepError
-        It failed for another reason. An error of this package's is raised as what it was.
+        It failed for another reason. An error of this package is raised with its own class.
     """
     with tempfile.TemporaryFile() as log:
         with _process(question, log) as process:
@@ -73,11 +73,11 @@ def ask(question: Question, *, limit_bytes: int = 0, timeout_s: float = 300.0) -
             code = None if line else process.wait()
         if code is not None:
             log.seek(0)
-            _tell_end(code, log.read().decode(errors="replace").strip(), question, seen_bytes)
+            _raise_end(code, log.read().decode(errors="replace").strip(), question, seen_bytes)
     answer: Dict[str, Any] = json.loads(line)
     if "kind" in answer:
-        _tell_error(answer, question)
-    if 0 < limit_bytes < answer["peak_bytes"]:  # between two looks at it
+        _raise_error(answer, question)
+    if 0 < limit_bytes < answer["peak_bytes"]:  # a peak between two reads
         raise NoMemoryError("more than the limit", answer["peak_bytes"])
     return answer
 
@@ -102,7 +102,7 @@ def _process(question: Question, log: IO[bytes]) -> Iterator[subprocess.Popen[by
 
 
 def _watch(process: subprocess.Popen[bytes], question: Question, limit_bytes: int, timeout_s: float) -> Tuple[bytes, int]:
-    """Return the line that the process answers with, empty where it ends without, and the memory that was seen."""
+    """Return the line of the process's answer, empty if it ends without one, and the largest memory seen."""
     file, line, seen_bytes = process.stdout.fileno(), b"", 0  # type: ignore[union-attr]
     end = time.monotonic() + timeout_s
     while not line.endswith(b"\n"):
@@ -111,27 +111,27 @@ def _watch(process: subprocess.Popen[bytes], question: Question, limit_bytes: in
             raise NoMemoryError("more than the limit", seen_bytes)
         if time.monotonic() > end:
             raise ProbeTimeoutError(
-                f"find_batch_size: got no answer within {timeout_s:g} s from {_name(question)}; expected one. Allow a longer "
-                "timeout, or only smaller batches; see whether the step ends when it is run alone."
+                f"find_batch_size: got no answer within {timeout_s:g} s from {_name(question)}; expected one. Raise the "
+                "timeout, or lower the largest batch size, and check that the step ends when it is run alone."
             )
-        # Looked at without taking its exit status: its number, and its group's, stay its own until the group is ended.
+        # WNOWAIT keeps the exit status, so that the numbers of the process and its group stay reserved until the group has ended.
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         ready, _, _ = select.select([file], [], [], 0.0 if ended else _POLL_S)
         found = os.read(file, 65536) if ready else b""
         if not found and ended:
             return b"", seen_bytes
-        if not found and ready:  # it has closed its output, and is on its way out
+        if not found and ready:  # it has closed its output, and is about to end
             time.sleep(_POLL_S)
         line += found
     return line, seen_bytes
 
 
-def _tell_end(code: int, log: str, question: Question, seen_bytes: int) -> NoReturn:
-    """Raise what it means that a process has ended without an answer.
+def _raise_end(code: int, log: str, question: Question, seen_bytes: int) -> NoReturn:
+    """Raise an error for a process that has ended without an answer.
 
-    SIGKILL is how the kernel takes memory back, SIGABRT how C++ ends where it gets none.
+    Out of memory, the kernel ends a process by SIGKILL, and C++ ends by SIGABRT.
     """
-    last = log.splitlines()[-1].strip() if log else "it said nothing"
+    last = log.splitlines()[-1].strip() if log else "without output"
     how = f"ended with exit status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
     aborted = code == -signal.SIGABRT and not re.search(_NO_LACK, last, re.IGNORECASE)
     if code == -signal.SIGKILL or aborted or says_no_memory(last):
@@ -141,15 +141,15 @@ def _tell_end(code: int, log: str, question: Question, seen_bytes: int) -> NoRet
     )
 
 
-def _tell_error(answer: Dict[str, Any], question: Question) -> NoReturn:
-    told = f"{answer['kind']}: {answer['message']}"
+def _raise_error(answer: Dict[str, Any], question: Question) -> NoReturn:
+    message = f"{answer['kind']}: {answer['message']}"
     if answer["no_memory"]:
-        raise NoMemoryError(told, answer["peak_bytes"])
+        raise NoMemoryError(message, answer["peak_bytes"])
     cause = RuntimeError(f"\n{answer['traceback']}")  # as it was in the other process
     ours = getattr(errors, answer["kind"], None)
     if ours is not None:
         raise ours(answer["message"]) from cause
-    raise StepError(f"find_batch_size: got {told} from {_name(question)}; expected a step that trains. {_HINT}") from cause
+    raise StepError(f"find_batch_size: got {message} from {_name(question)}; expected a step that trains. {_HINT}") from cause
 
 
 def _name(question: Question) -> str:

@@ -1,4 +1,4 @@
-"""A function of the user's under a name by which another process finds it."""
+"""A user's function, named so that another process finds it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...errors import TrainerError
 
 Workload = Union[str, Callable[..., Any]]
 
-_FILE_MODULE = "gluon_mgpu_workload"  # not __main__: what a script does only when it is run stays undone
+_FILE_MODULE = "gluon_mgpu_workload"  # not __main__, so that the script's main block does not run
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a probe's process is asked. It travels as JSON.
+    """The request to a probe's process, sent as JSON.
 
     Attributes
     ----------
@@ -32,9 +32,9 @@ class Question:
     options : dict
         Keyword arguments of the function.
     devices : str
-        As `use_devices` takes them.
+        As `use_devices` accepts them.
     batch_size : int
-        0 asks only whether the devices and the function are there.
+        0 only checks that the devices and the function exist.
     np : bool
         Whether to work in `npx.set_np()` mode.
     """
@@ -57,7 +57,7 @@ def reference_of(workload: Workload) -> str:
     Raises
     ------
     TrainerError
-        Another process cannot find it: a function inside of another one, a lambda, a method, one that was typed into a notebook.
+        Another process cannot import it: a nested function, a lambda, a method, or a function typed into a notebook.
 
     Examples
     --------
@@ -77,43 +77,42 @@ def reference_of(workload: Workload) -> str:
     if not place or not callable(workload) or found is not workload:
         raise TrainerError(
             f"find_batch_size: got {name or repr(workload)}; expected a function that a new process can import. Put it at "
-            "the top "
-            "level of a file, such as workload.py, and pass 'workload.py:make'. What it takes beside batch_size and ctx goes "
-            "into options=."
+            "the top level of a file, such as workload.py, and pass 'workload.py:make'. Pass its arguments other than batch_size "
+            "and ctx as options=."
         )
     return f"{place}:{name}"
 
 
 def load_workload(question: Question) -> Callable[..., Any]:
-    """Return the function that a question names, having seen that it takes the question's arguments.
+    """Return the function of a question, after checking that it accepts the question's arguments.
 
     Raises
     ------
     TrainerError
-        There is no such file, module or function, or it takes other arguments.
+        The file, module or function does not exist, or has other arguments.
     """
     place, _, name = question.workload.rpartition(":")
     module = _load_file(place) if place.endswith(".py") else _import_module(place)
     make = getattr(module, name, None)
     if not callable(make):
-        raise TrainerError(f"find_batch_size: got {place}:{name}; expected a function {name} in {place}. Look at its name.")
+        raise TrainerError(f"find_batch_size: got {place}:{name}; expected a function {name} in {place}. Check its name.")
     try:
         inspect.signature(make).bind(1, [], **question.options)
     except TypeError as error:
         raise TrainerError(
-            f"find_batch_size: got {place}:{name}, to be called with batch_size, ctx and the options {question.options}: {error}"
-            f"; expected a function that takes them. Write def {name}(batch_size, ctx)."
+            f"find_batch_size: got {place}:{name}, called with batch_size, ctx and the options {question.options}: {error}"
+            f"; expected a function that accepts them. Write def {name}(batch_size, ctx)."
         ) from error
     return make  # type: ignore[no-any-return]
 
 
 def step_of(made: Any, reference: str) -> Callable[[], Any]:
-    """Return the training step, without arguments, of what a workload has returned: the step, or what `train_batch` takes.
+    """Return the training step, a function without arguments, from a workload's result: the step, or `train_batch`'s arguments.
 
     Raises
     ------
     TrainerError
-        It is neither.
+        The result is neither.
     """
     if isinstance(made, tuple) and len(made) == 5:
         return partial(train_batch, *made)
@@ -121,7 +120,7 @@ def step_of(made: Any, reference: str) -> Callable[[], Any]:
         return made  # type: ignore[no-any-return]
     raise TrainerError(
         f"find_batch_size: got {type(made).__name__} from {reference}; expected a function without arguments that makes a "
-        "step, or what train_batch takes. Return (net, loss, trainer, X, y)."
+        "step, or the arguments of train_batch. Return (net, loss, trainer, X, y)."
     )
 
 
@@ -138,7 +137,7 @@ def _checked_form(text: str) -> str:
 
 
 def _main_place() -> str:
-    """Return where the functions of `__main__` can be found again: a module, a script, or "" for a notebook."""
+    """Return the module or script from which the functions of `__main__` can be imported; "" for a notebook."""
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:  # python -m
@@ -148,7 +147,7 @@ def _main_place() -> str:
 
 def _load_file(path: str) -> Any:
     if not os.path.exists(path):
-        raise TrainerError(f"find_batch_size: got {path}; expected a file that exists. Look at its path.")
+        raise TrainerError(f"find_batch_size: got {path}; expected a file that exists. Check its path.")
     sys.path.insert(0, os.path.dirname(path))  # as for a script that is run
     spec: Any = importlib.util.spec_from_file_location(_FILE_MODULE, path)
     module = sys.modules[_FILE_MODULE] = importlib.util.module_from_spec(spec)
@@ -162,7 +161,7 @@ def _import_module(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there; one that it imports is not
+            raise  # the module exists, but one of its imports does not
         raise TrainerError(
             f"find_batch_size: got {name}; expected a module that can be imported from {os.getcwd()}. "
             "Pass 'path/to/file.py:function' for a file elsewhere."

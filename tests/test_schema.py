@@ -314,7 +314,7 @@ def late_schedule(content):
 STATES = {
     "a cut optimizer": (lambda c: c.update(optimizer=c["optimizer"][:-9]), "which is damaged"),
     "no optimizer": (setting("optimizer", None), "optimizer = null; expected a pickled optimizer"),
-    "a number as an optimizer": (lambda c: c.update(optimizer=pickle.dumps(5)), "which holds no trainer states"),
+    "a number as an optimizer": (lambda c: c.update(optimizer=pickle.dumps(5)), "which contains no trainer states"),
     "a momentum as a text": (altered_optimizer(momentum="0.9"), 'optimizer.momentum = "0.9"; expected a finite number'),
     "a momentum of NaN": (altered_optimizer(momentum=float("nan")), "optimizer.momentum = NaN; expected a finite number"),
     "an attribute dropped": (altered_optimizer(clip_gradient=dropped), "without optimizer.clip_gradient"),
@@ -357,7 +357,7 @@ def test_gluons_states_with_counts_of_another_kind_are_refused(run, tmp_path):
         assert_refused(run, lambda: run.trainer.load_states(str(tmp_path / "states")), "counts")
     for key in (-1, True, "0", 99):
         (tmp_path / "states").write_bytes(pickle.dumps({key: mx.nd.zeros((4, 5))}))
-        assert_refused(run, lambda: run.trainer.load_states(str(tmp_path / "states")), "holds no trainer states")
+        assert_refused(run, lambda: run.trainer.load_states(str(tmp_path / "states")), "contains no trainer states")
 
 
 MODELS = {

@@ -171,12 +171,12 @@ def test_states_of_something_else_are_refused(tmp_path):
         (trainer, (gluons, {**content, "version": 3}), "of version 3; expected version 1 or 2"),
         (trainer, (({0: (np.zeros(3), np.zeros(3))}, gluons[1]), one_count), r"got \(3,\)"),
         (trainer, (({0: None}, gluons[1]), one_count), "another form of state"),
-        (trainer, ({"some": "pickle"},), "holds no trainer states"),
-        (trainer, (gluons, {"some": "pickle"}), "holds no trainer states"),
-        (trainer, ({99: None},), "holds no trainer states"),
-        (trainer, ({-1: None},), "holds no trainer states"),
-        (trainer, (({0: None}, "no optimizer"),), "holds no trainer states"),
-        (trainer, ([1, 2],), "holds no trainer states"),
+        (trainer, ({"some": "pickle"},), "contains no trainer states"),
+        (trainer, (gluons, {"some": "pickle"}), "contains no trainer states"),
+        (trainer, ({99: None},), "contains no trainer states"),
+        (trainer, ({-1: None},), "contains no trainer states"),
+        (trainer, (({0: None}, "no optimizer"),), "contains no trainer states"),
+        (trainer, ([1, 2],), "contains no trainer states"),
     ]
     for one, wrong, told in cases:
         (tmp_path / "wrong").write_bytes(b"".join(map(pickle.dumps, wrong)))

@@ -1,4 +1,4 @@
-"""Checks that many arguments need, and what errors show of the values that they refuse: one line, never a whole array."""
+"""Checks of arguments, and how errors show an invalid value: in one line, never a whole array."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence, Type
 
-from .errors import TrainerError
+from .errors import TrainerError, first_line, last_line
 
 if TYPE_CHECKING:
     from typing_extensions import TypeGuard
 
-MOST = 2**31 - 1  # of what is counted: MXNet keeps sizes of one axis in 32 bits
-MOST_SEED = 2**32 - 1  # that NumPy's RandomState takes
+MOST = 2**31 - 1  # the largest count: MXNet keeps sizes of one axis in 32 bits
+MOST_SEED = 2**32 - 1  # the largest seed of NumPy's RandomState
 _LENGTH = 120  # characters of a value in an error
-_LINE = 200  # of what MXNet says
-# What MXNet's Python code raises of arguments that it does not take.
+_LINE = 200  # characters of MXNet's reason in an error
+# What MXNet's Python code raises for arguments that it does not accept.
 OF_WRONG_DATA = (ValueError, TypeError, AttributeError, AssertionError, IndexError, KeyError, RuntimeError)
 
 
@@ -42,14 +42,14 @@ def whole_number(
     value : int or numpy integer
     low, high : int
     advice : str
-        What to do, the error's last sentence.
+        The error's last sentence: what to do.
     error : type
         The class of the error.
 
     Raises
     ------
     TrainerError, or `error`
-        It is something else.
+        The value is something else.
 
     Examples
     --------
@@ -170,17 +170,17 @@ def instance(
 
 @contextmanager
 def explaining(operation: str, what: str, expected: str, *, advice: str, error: Type[Exception] = TrainerError) -> Iterator[None]:
-    """Raise what MXNet says of wrong data in one line, with what is needed."""
+    """Raise MXNet's errors about wrong data again, in one line that says what was expected."""
     try:
         yield
-    except Exception as said:
-        if not is_of_mxnet(said):
+    except Exception as cause:
+        if not is_of_mxnet(cause):
             raise
-        raise error(f"{operation}: got {what}: {last_line(said)}; expected {expected}. {advice}") from said
+        raise error(f"{operation}: got {what}: {reason_of(cause)}; expected {expected}. {advice}") from cause
 
 
 def is_of_mxnet(error: Exception) -> bool:
-    """Return whether MXNet says this of its data: its own error, or a builtin one that its Python code raised."""
+    """Return whether MXNet raised this error about its data: an MXNetError, or a builtin error of its Python code."""
     if any(kind.__module__.split(".")[0] == "mxnet" for kind in type(error).__mro__):
         return True
     place = error.__traceback__
@@ -190,11 +190,13 @@ def is_of_mxnet(error: Exception) -> bool:
     return type(error) in OF_WRONG_DATA and raised_by.split(".")[0] == "mxnet"
 
 
-def last_line(error: BaseException) -> str:
-    """Return what MXNet says, in one line: it ends with it, but where it goes on with the array that it got."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    told = lines[-1] if type(error).__name__ == "MXNetError" else lines[0]
-    return told.rstrip(" (,:;") if len(told) <= _LINE else f"{told[:_LINE]}..."
+def reason_of(error: BaseException) -> str:
+    """Return the reason of one of MXNet's errors, in one short line.
+
+    An MXNetError ends with the reason. An error of MXNet's Python code begins with it, and may print an array after it.
+    """
+    line = last_line(error) if type(error).__name__ == "MXNetError" else first_line(error)
+    return line.rstrip(" (,:;") if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -212,7 +214,7 @@ def _named(name: str, value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """Return what an error shows of a value: one line of at most about 120 characters. Arrays are described, not printed.
+    """Return a value for an error message: one line of at most about 120 characters. Arrays are described, not printed.
 
     Examples
     --------
@@ -224,7 +226,7 @@ def short(value: Any) -> str:
 
 
 class _Short(reprlib.Repr):
-    """What reprlib shows, but for arrays, functions, and objects that describe themselves in several lines."""
+    """reprlib's text, except for arrays, functions, and objects whose own text has several lines."""
 
     def __init__(self) -> None:
         super().__init__()

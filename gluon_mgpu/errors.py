@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 _LONGEST = 600  # characters of a message: what is longer loses its middle
 
@@ -18,6 +18,20 @@ def one_line(text: str) -> str:
     """Return a message as one line of at most 600 characters."""
     text = " ".join(text.splitlines()) if len(text.splitlines()) > 1 else text
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2 - 5]} ... {text[5 - _LONGEST // 2 :]}"
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, where MXNet gives the reason; the class's name if the message is empty."""
+    return _lines(error)[-1]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the class's name if the message is empty."""
+    return _lines(error)[0]
+
+
+def _lines(error: BaseException) -> List[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
 
 
 class DeviceError(_OneLineError, ValueError):

@@ -10,4 +10,4 @@ fi
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy
-exec .venv/bin/python -m pytest -n 2 --dist loadfile
+exec .venv/bin/python -m pytest -n 2 --dist worksteal

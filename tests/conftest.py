@@ -10,8 +10,11 @@ import gluon_mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+
+from .pairwise import all_pairs
 
 SEED = int(os.environ.get("GLUON_MGPU_TEST_SEED", "0"))
 
@@ -20,11 +23,41 @@ def pytest_report_header():
     return f"seed {SEED}: set GLUON_MGPU_TEST_SEED to replay or vary it"
 
 
-def pytest_collection_modifyitems(items):
-    if not gluon_mgpu.devices.select.usable_gpus():
+def pytest_addoption(parser):
+    text = "run every combination of options, not every pair, tests marked exhaustive, and 500 examples of Hypothesis, not 50"
+    parser.addoption("--exhaustive", action="store_true", help=text)
+
+
+def pytest_configure(config):
+    num_examples = 500 if config.getoption("exhaustive") else 50
+    checks = [HealthCheck.too_slow]  # of the machine
+    settings.register_profile("gluon_mgpu", deadline=None, max_examples=num_examples, suppress_health_check=checks)
+    settings.load_profile("gluon_mgpu")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("exhaustive"):
+        left_out = {item for item in items if "exhaustive" in item.keywords} | beyond_pairs(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+    if not gluon_mgpu.devices.usable_gpus():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no GPU that MXNet can run on"))
+
+
+def beyond_pairs(items):
+    """The items of functions marked `pairwise` that hold no pair of parameters which the others lack."""
+    combinations = {}
+    for item in items:
+        if "pairwise" in item.keywords:
+            combinations.setdefault(item.function, []).append(item)
+    found = set()
+    for group in combinations.values():
+        chosen = all_pairs([tuple(map(id, item.callspec.params.values())) for item in group])
+        found |= set(group) - {group[i] for i in chosen}
+    return found
 
 
 @pytest.fixture(autouse=True)

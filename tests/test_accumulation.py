@@ -123,6 +123,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", ["plain", "static"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_it_is_one_batch_of_all_examples(loop, hybridize, devices, arrays):
@@ -237,6 +238,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_of_every_layer_add_up(layer, hybridize, arrays):

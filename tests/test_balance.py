@@ -177,7 +177,7 @@ def test_the_split_does_not_show_in_the_weights(arrays, contexts, monkeypatch):
 
 
 def test_a_device_that_is_slow_gets_less(contexts):
-    """MXNet's own engine and clock: the worker of cpu(0) sleeps 4 ms an example, that of cpu(1) 1 ms."""
+    """MXNet's own engine and clock: the worker of cpu(0) sleeps 20 ms an example, that of cpu(1) 5 ms."""
     contexts = contexts[:2]
     net = small_net(contexts)
     batches = small_batches([20] * 60)
@@ -187,7 +187,7 @@ def test_a_device_that_is_slow_gets_less(contexts):
 
     def split(X, y, devices):
         Xs, ys = balance(X, y, devices)
-        for x, seconds in zip(Xs, [4e-3, 1e-3]):
+        for x, seconds in zip(Xs, [20e-3, 5e-3]):
             when_ready([x], partial(time.sleep, seconds * len(x)), on_worker=True)
         return Xs, ys
 

@@ -23,7 +23,7 @@ from gluon_mgpu.tuning.batch_size.find import resnet18_workload
 from gluon_mgpu.tuning.batch_size.probe import _lacks_memory, _measure
 from gluon_mgpu.tuning.batch_size.process import NoMemoryError, ProbeTimeoutError, _tell_end, ask
 from gluon_mgpu.tuning.batch_size.workload import Question, load_workload, reference_of, step_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
 
@@ -107,7 +107,6 @@ def fake(monkeypatch):
 # The search
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 3000), st.integers(1, 3000), st.integers(1, 100), st.integers(1, 9))
 def test_the_search_finds_what_trying_all_would(largest, most, first, multiple_of):
     tried = []
@@ -322,7 +321,7 @@ def test_ctrl_c_ends_the_probe_and_what_it_has_started():
             time.sleep(0.05)
         assert running("left behind", "by a probe")
         os.kill(process.pid, signal.SIGINT)
-        assert b"KeyboardInterrupt" in process.communicate(timeout=30)[1]
+        assert b"KeyboardInterrupt" in process.communicate(timeout=240)[1]
         assert running("left behind", "by a probe") == []
     finally:
         process.kill()
@@ -350,7 +349,7 @@ def test_a_script_that_is_not_guarded_is_told(tmp_path):
     script = tmp_path / "trial.py"
     start = "from gluon_mgpu.tuning.batch_size import find_batch_size\ndef make(batch_size, ctx): return list\n"
     script.write_text(f"{start}find_batch_size(make, devices='cpu')\n")
-    done = subprocess.run([sys.executable, str(script)], cwd="/", capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script)], cwd="/", capture_output=True, timeout=240)
     assert done.returncode == 1
     assert "TrainerError: find_batch_size: got a call from inside of a probe" in done.stderr.decode().splitlines()[-1]
 

@@ -24,10 +24,8 @@ from mxnet.gluon import nn
 from .conftest import SEED, assert_house_style, gluon_loop, largest_difference, small_batches
 from .test_no_sync import waits as waits
 
-pytestmark = pytest.mark.timeout(120)
-
 MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
-SIZES = {"even": [24] * 10, "uneven": [13, 9, 24, 11, 15, 9, 23, 14, 13, 17], "idle": [1, 2, 13, 1, 24, 2, 5, 1, 3, 7]}
+SIZES = {"even": [24] * 6, "uneven": [13, 9, 24, 11, 15, 9], "idle": [1, 2, 13, 1, 24, 2]}
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -79,6 +77,7 @@ def one_device():
     return result
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
@@ -411,7 +410,7 @@ net.initialize(ctx=ctx)
 net.hybridize()
 convert_sync_batchnorm(net)
 trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-for _ in range(20):
+for _ in range(5):
     with autograd.record():
         losses = [y.sum() for y in forward_shards(net, [mx.nd.random.uniform(shape=(2, 3, 6, 6), ctx=c) for c in ctx])]
     mgpu.backward(losses)
@@ -427,5 +426,5 @@ print("ended")
 def test_no_setting_makes_it_hang(environment):
     """MXNet's own SyncBatchNorm hangs with the first, and needs the second."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    ended = subprocess.run([sys.executable, "-c", HANGING], env=env, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", HANGING], env=env, capture_output=True, text=True, timeout=240, check=False)
     assert ended.stdout == "ended\n", ended.stderr

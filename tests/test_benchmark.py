@@ -1,7 +1,9 @@
-"""The comparisons of `gluon-mgpu bench`: processes, rounds, ratios, and contenders that fail. No test reads a clock."""
+"""The comparisons of scripts/benchmarks: processes, rounds, ratios, and contenders that fail. No test reads a clock."""
 
+import doctest
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -14,26 +16,30 @@ from statistics import median
 
 import numpy as np
 import pytest
+import report
+import scaling_model
+import workloads
+from case import Case
 from click.testing import CliRunner
-from gluon_mgpu.benchmark import report, workloads
-from gluon_mgpu.benchmark.case import Case
-from gluon_mgpu.benchmark.compare import Row, compare
-from gluon_mgpu.benchmark.measure import inputs, run_round
-from gluon_mgpu.cli import main
+from commands import main
+from compare import Row, compare
+from measure import inputs, run_round
 
+PROGRAM = Path(workloads.__file__).parent
+ROOT = PROGRAM.parent.parent
 PNG = b"\x89PNG\r\n\x1a\n"
 CASE = workloads.quick(workloads.STEP)
 
 
 def bench(*arguments, exit_code=0):
-    result = CliRunner().invoke(main, ["bench", *map(str, arguments)], prog_name="gluon-mgpu")
+    result = CliRunner().invoke(main, list(map(str, arguments)))
     assert result.exit_code == exit_code, result.output
     return result.output
 
 
 @pytest.fixture
 def fake(tmp_path):
-    """Make a Python that runs a program of ours instead of the worker. It has `say` and `requests`."""
+    """Make a Python that runs a given program instead of the worker. The program has `say` and `requests`."""
 
     def make(name, program):
         path = tmp_path / name
@@ -61,14 +67,14 @@ def compared(pythons, rounds=3, timeout_s=20.0):
 
 
 def is_running(pid):
-    """Whether a process is there, and no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
 
 
-def await_(condition, seconds=30):
+def await_(condition, seconds=240):
     for _ in range(seconds * 20):
         if condition():
             return True
@@ -86,7 +92,7 @@ def outcomes(tmp_path_factory):
 
     def outcome(workload):
         if workload not in made:
-            more = ["--num-devices", "2"] if workload == "train" else []  # beside one context with one thread
+            more = ["--num-devices", "2"] if workload == "train" else []  # and one context with one thread
             folder = tmp_path_factory.mktemp(workload)
             output = bench(workload, "--quick", "--contenders", "ours,gluon", "--output", folder, *more)
             made[workload] = output, json.loads((folder / f"{workload}.json").read_text()), folder
@@ -96,15 +102,21 @@ def outcomes(tmp_path_factory):
 
 
 STEP_NAMES = {"split_s", "forward_s", "backward_s", "update_s", "whole_s"}
+exhaustive = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
     "workload, groups, names",
     [
         ("step", ["1 context", "2 contexts", "memory, 2 contexts"], STEP_NAMES),
-        ("train", None, {"whole_s"}),
-        ("evaluate", None, {"evaluate_s", "accuracy"}),
-        ("size", [f"{n} parameters, {k}" for k in ("1 context", "2 contexts") for n in (10, 30)], {"update_s", "done_s"}),
+        pytest.param("train", None, {"whole_s"}, marks=exhaustive),
+        pytest.param("evaluate", None, {"evaluate_s", "accuracy"}, marks=exhaustive),
+        pytest.param(
+            "size",
+            [f"{n} parameters, {k}" for k in ("1 context", "2 contexts") for n in (10, 30)],
+            {"update_s", "done_s"},
+            marks=exhaustive,
+        ),
     ],
 )
 def test_every_contender_has_every_round(outcomes, workload, groups, names):
@@ -128,7 +140,7 @@ def test_every_contender_has_every_round(outcomes, workload, groups, names):
     assert output.splitlines()[-1].endswith(f"{workload}.png")
 
 
-@pytest.mark.parametrize("workload", ["step", "train", "evaluate", "size"])
+@pytest.mark.parametrize("workload", ["step", *(pytest.param(name, marks=exhaustive) for name in ("train", "evaluate", "size"))])
 def test_medians_and_ratios_are_those_of_the_rounds(outcomes, workload):
     _, found, _ = outcomes(workload)
     ours = {row["group"]: row for row in found["rows"] if row["contender"] == "ours"}
@@ -143,34 +155,62 @@ def test_medians_and_ratios_are_those_of_the_rounds(outcomes, workload):
                 assert row["ratios"][name] == pytest.approx(expected)
 
 
-def test_the_file_says_where_and_how(outcomes):
+def test_the_file_holds_machine_and_command(outcomes):
     _, found, _ = outcomes("step")
     assert found["benchmark"] == "step"
     assert found["rounds"] == 2
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert found["machine"]["processor"]
-    assert found["command"]
+    assert found["command"][:2] == ["python", "scripts/benchmarks"]
     assert [table["title"] for table in found["tables"]][0] == "contenders"
     for row in found["rows"]:
         assert row["environment"]["OMP_NUM_THREADS"] == "1"
         assert row["case"]["num_layers"] == CASE.num_layers
 
 
+@exhaustive
 def test_ours_and_gluon_find_the_same_accuracy(outcomes):
     _, found, _ = outcomes("evaluate")
     assert len({one["accuracy"] for row in found["rows"] for one in row["rounds"]}) == 1
 
 
-def test_the_scripts_are_the_commands():
-    for workload in ("step", "train", "evaluate", "size"):
-        script = Path(__file__).parent.parent / "scripts" / f"benchmark_{workload}.py"
-        assert f'main(["bench", "{workload}", *sys.argv[1:]]' in script.read_text()
+def test_the_folder_is_a_program():
+    done = subprocess.run([sys.executable, PROGRAM, "--help"], cwd="/", capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: python scripts/benchmarks ")
+    commands = ["balance", "checkpoint", "evaluate", "precision", "scaling", "seq2seq", "size", "step", "train"]
+    assert sorted(main.commands) == commands
+    assert all(f"\n  {name} " in done.stdout for name in commands)
 
 
-# Those who cannot
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_help_describes_every_option(name):
+    output = bench(name, "--help")
+    for parameter in main.commands[name].params:
+        assert parameter.help and all(flag in output for flag in parameter.opts)
 
 
-def test_who_is_not_installed_is_a_row_that_says_so(tmp_path):
+@pytest.mark.parametrize("path", [*sorted((ROOT / "docs").glob("*.md")), PROGRAM / "RESULTS.md"], ids=lambda path: path.name)
+def test_commands_on_pages_have_the_options(path):
+    for words in re.findall(r"python scripts/benchmarks ([^`#]*)", path.read_text(encoding="utf-8")):
+        name, *rest = words.split()
+        flags = {flag for parameter in main.params for flag in parameter.opts} | {"--help"}
+        if not name.startswith("-"):
+            flags |= {flag for parameter in main.commands[name].params for flag in parameter.opts + parameter.secondary_opts}
+        assert {word for word in [name, *rest] if word.startswith("--")} <= flags
+
+
+@pytest.mark.parametrize("module", [report, scaling_model], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    failed, attempted = doctest.testmod(module)
+    assert attempted and not failed
+
+
+# Contenders that fail
+
+
+@exhaustive
+def test_a_contender_that_is_not_installed_is_reported(tmp_path):
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # no site-packages
     bare.chmod(0o755)
@@ -186,19 +226,19 @@ def test_who_is_not_installed_is_a_row_that_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("workload, contender", [("step", "torch"), ("step", "torch-ddp"), ("train", "torch"), ("size", "gluon")])
-def test_where_nobody_is_measured_that_is_told(tmp_path, workload, contender):
-    nobody = tmp_path / "nobody"
-    nobody.write_text("#!/bin/sh\necho sorry >&2\n")
-    nobody.chmod(0o755)
-    options = ["--contenders", contender, "--python", f"{contender}={nobody}", "--num-devices", "1", "--output", tmp_path]
+def test_a_run_without_any_measurement_says_why(tmp_path, workload, contender):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho sorry >&2\n")
+    broken.chmod(0o755)
+    options = ["--contenders", contender, "--python", f"{contender}={broken}", "--num-devices", "1", "--output", tmp_path]
     output = bench(workload, "--quick", *options)
     rows = json.loads((tmp_path / f"{workload}.json").read_text())["rows"]
     assert [row["reason"] for row in rows] == ["ended with exit status 0: sorry"] * len(rows)
-    assert ("sorry" in output) == bool(rows) == (contender != "torch-ddp")  # which needs two
+    assert ("sorry" in output) == bool(rows) == (contender != "torch-ddp")  # which runs on two contexts only
     assert (tmp_path / f"{workload}.png").read_bytes().startswith(PNG)
 
 
-def test_one_that_crashes_leaves_the_rest(fake):
+def test_a_crash_leaves_the_other_contenders(fake):
     pythons = {
         "ours": fake("steady", STEADY),
         "gluon": fake("crashing", STEADY + "        if number == 2:\n            os.kill(os.getpid(), signal.SIGSEGV)\n"),
@@ -213,7 +253,7 @@ def test_one_that_crashes_leaves_the_rest(fake):
     assert report.measured([ours, gluon, d2l]) == [ours]
 
 
-def test_one_that_fails_in_a_round_is_not_asked_again(fake):
+def test_a_contender_that_fails_is_not_asked_again(fake):
     failing = (
         "say(versions={})\nnext(requests)\nsay()\nnext(requests)\nsay(failed='ValueError: no')\nfor _ in requests:\n    1 / 0"
     )
@@ -222,7 +262,7 @@ def test_one_that_fails_in_a_round_is_not_asked_again(fake):
     assert len(ours.rounds) == 3
 
 
-def test_one_that_hangs_is_ended_with_its_children(fake, tmp_path):
+def test_a_contender_that_hangs_is_ended_with_its_children(fake, tmp_path):
     pids = tmp_path / "pids"
     hanging = f"""
         child = os.fork()
@@ -231,22 +271,22 @@ def test_one_that_hangs_is_ended_with_its_children(fake, tmp_path):
             say(versions={{}})
             next(requests)
             say()
-        time.sleep(600)
+        time.sleep(10000)
     """
-    ours, gluon = compared({"ours": fake("steady", STEADY), "gluon": fake("hanging", hanging)}, timeout_s=2.0)
-    assert gluon.reason == "in round 1: no answer within 2 s"
+    ours, gluon = compared({"ours": fake("steady", STEADY), "gluon": fake("hanging", hanging)}, timeout_s=5.0)
+    assert gluon.reason == "in round 1: no answer within 5 s"
     assert len(ours.rounds) == 3
     assert await_(lambda: not any(is_running(pid) for pid in pids.read_text().split()))
 
 
-def test_one_that_says_nonsense_or_cannot_start(fake, tmp_path):
-    (tmp_path / "nobody").write_text("")
-    rows = compared({"ours": fake("babbling", "print('hello', flush=True)"), "gluon": str(tmp_path / "nobody")})
+def test_a_contender_that_answers_nonsense_or_cannot_start(fake, tmp_path):
+    (tmp_path / "text").write_text("")
+    rows = compared({"ours": fake("babbling", "print('hello', flush=True)"), "gluon": str(tmp_path / "text")})
     assert rows[0].reason == "answered b'hello'"
-    assert rows[1].reason.endswith("nobody: Permission denied")
+    assert rows[1].reason.endswith("text: Permission denied")
 
 
-def test_what_a_contender_s_library_prints_is_no_answer(tmp_path):
+def test_output_of_a_contender_s_library_is_not_an_answer(tmp_path):
     (tmp_path / "torch.py").write_text("import os\nprint('a greeting', flush=True)\nos.write(1, b'another')\n__version__ = '0'\n")
     loud = tmp_path / "loud"
     loud.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
@@ -256,13 +296,12 @@ def test_what_a_contender_s_library_prints_is_no_answer(tmp_path):
     assert row.reason.startswith("AttributeError: module 'torch' has no attribute ")
 
 
+@exhaustive
 def test_ctrl_c_ends_every_child(tmp_path):
     marker = str(tmp_path / "results")
     command = [
         sys.executable,
-        "-m",
-        "gluon_mgpu",
-        "bench",
+        str(PROGRAM),
         "step",
         "--contenders",
         "ours,gluon",
@@ -280,7 +319,7 @@ def test_ctrl_c_ends_every_child(tmp_path):
         assert len(children) == 2
         os.kill(process.pid, signal.SIGINT)
         process.stderr.read()
-        assert process.wait(30) == 130
+        assert process.wait(240) == 130
     finally:
         process.kill()
         process.stderr.close()
@@ -289,15 +328,15 @@ def test_ctrl_c_ends_every_child(tmp_path):
     assert not os.path.exists(marker)
 
 
-def test_killed_it_leaves_no_child():
-    """Without a moment to tidy up."""
+@exhaustive
+def test_a_killed_program_leaves_no_child():
     program = """
-        import sys
-        from gluon_mgpu.benchmark import workloads
-        from gluon_mgpu.benchmark.compare import compare
-        compare(workloads.step_rows(["gluon"], [1]), rounds=1000, tell=lambda text: print(text, flush=True))
+        import workloads
+        from compare import compare
+        compare(workloads.step_rows(["gluon"], [1]), rounds=1000, on_message=lambda text: print(text, flush=True))
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PROGRAM)
     try:
         for line in process.stdout:
             if line.startswith("round 1"):
@@ -310,7 +349,7 @@ def test_killed_it_leaves_no_child():
     assert await_(lambda: not is_running(child))
 
 
-# How it is compared
+# How contenders are compared
 
 
 def test_contenders_take_turns(fake, tmp_path):
@@ -326,25 +365,33 @@ def test_contenders_take_turns(fake, tmp_path):
     assert log.read_text().split() == ["ours", "gluon", "d2l", "d2l", "gluon", "ours", "ours", "gluon", "d2l"]
 
 
-def test_settings_of_ours_reach_no_one_who_is_run_as_published(fake, monkeypatch):
-    """Importing gluon_mgpu has put some into this process's environment."""
+def test_programs_run_as_published_get_none_of_our_settings(fake, monkeypatch):
+    """Importing gluon_mgpu has put settings into this process's environment."""
     monkeypatch.setenv("MXNET_CPU_TEMP_COPY", "128")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    telling = """
+    echo = """
         say(versions={name: os.environ.get(name, "") for name in ("MXNET_CPU_TEMP_COPY", "OMP_NUM_THREADS", "PATH")})
         for request in requests:
             say(found={})
     """
     _, rows = workloads.train_rows(["d2l", "gluon-defaults", "gluon"], [2])
-    compare(rows, rounds=1, pythons=dict.fromkeys(["d2l", "gluon-defaults", "gluon"], fake("telling", telling)))
-    told = {row.contender: row.versions for row in rows if row.case.num_devices == 2}
+    compare(rows, rounds=1, pythons=dict.fromkeys(["d2l", "gluon-defaults", "gluon"], fake("echo", echo)))
+    found = {row.contender: row.versions for row in rows if row.case.num_devices == 2}
     path = os.environ["PATH"]
-    assert told["d2l"] == told["gluon-defaults"] == {"MXNET_CPU_TEMP_COPY": "", "OMP_NUM_THREADS": "", "PATH": path}
-    assert told["gluon"]["MXNET_CPU_TEMP_COPY"] == "128"
-    assert told["gluon"]["OMP_NUM_THREADS"] != "7"
+    assert found["d2l"] == found["gluon-defaults"] == {"MXNET_CPU_TEMP_COPY": "", "OMP_NUM_THREADS": "", "PATH": path}
+    assert found["gluon"]["MXNET_CPU_TEMP_COPY"] == "128"
+    assert found["gluon"]["OMP_NUM_THREADS"] != "7"
 
 
-def test_only_ours_imports_the_package():
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("gluon", "False False"),
+        pytest.param("ours", "True False", marks=exhaustive),
+        pytest.param("torch", "False False", marks=exhaustive),
+    ],
+)
+def test_only_ours_imports_the_package(name, expected):
     program = """
         import sys
         sys.path.insert(0, {folder!r})
@@ -352,10 +399,8 @@ def test_only_ours_imports_the_package():
         worker.find_contender({name!r}, "step")
         print("gluon_mgpu.runtime" in sys.modules, "torch" in sys.modules)
     """
-    folder = str(Path(workloads.__file__).parent)
-    for name, expected in {"ours": "True False", "gluon": "False False", "torch": "False False"}.items():
-        code = textwrap.dedent(program.format(folder=folder, name=name))
-        assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == expected
+    code = textwrap.dedent(program.format(folder=str(PROGRAM), name=name))
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == expected
 
 
 def test_a_round_waits_before_each_part():
@@ -373,7 +418,7 @@ def test_a_round_waits_before_each_part():
     assert set(found) == {"split_s", "update_s", "whole_s"}
 
 
-def test_inputs_are_the_same_for_all():
+def test_inputs_are_the_same_for_all_contenders():
     case = Case("evaluate", network="resnet18", image_size=6, batch_size=3, num_batches=2)
     batches = inputs(case)
     assert [(X.shape, y.shape) for X, y in batches] == [((3, 1, 6, 6), (3,))] * 2
@@ -383,7 +428,7 @@ def test_inputs_are_the_same_for_all():
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
-    """Not the ratio of the medians: a slow moment hits both of a round."""
+    """Not the ratio of the medians: a slow moment affects both values of a round."""
     ours = Row("ours", "g", CASE, rounds=[{"t_s": 1.0}, {"t_s": 10.0}, {"t_s": 2.0}])
     other = Row("gluon", "g", CASE, rounds=[{"t_s": 3.0}, {"t_s": 20.0}, {"t_s": 2.0}])
     assert report.ratio_to_ours(other, [ours, other], "t_s") == report.Spread(2.0, 1.0, 3.0)
@@ -391,7 +436,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
     assert report.ratio_to_ours(other, [other], "t_s") is None
 
 
-def test_rows_of_pytorch_are_where_they_can_be():
+def test_pytorch_has_rows_for_the_devices_it_supports():
     rows = workloads.step_rows(workloads.STEP_CONTENDERS, [1, 2, 4])
     there = {(row.contender, row.case.num_devices) for row in rows if row.contender.startswith("torch")}
     assert there == {("torch", 1), ("torch-compile", 1), ("torch-ddp", 2)}
@@ -399,16 +444,16 @@ def test_rows_of_pytorch_are_where_they_can_be():
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
-        (["step", "--contenders", "ours,nobody"], "got 'nobody'"),
+        (["step", "--contenders", "ours,unknown"], "got 'unknown'"),
         (["size", "--contenders", "d2l"], "expected some of ours, ours-static, gluon"),
         (["train", "--python", "d2l"], "expected NAME=PATH"),
         (["train", "--python", "d2l=/does/not/exist"], "expected NAME=PATH"),
-        (["train", "--python", f"nobody={sys.executable}"], "expected NAME=PATH"),
+        (["train", "--python", f"unknown={sys.executable}"], "expected NAME=PATH"),
         (["evaluate", "--num-devices", "0"], "whole numbers of 1 or more"),
     ],
 )
-def test_wrong_options_are_told_before_anything_starts(arguments, told):
+def test_wrong_options_are_refused_before_anything_starts(arguments, message):
     output = bench(*arguments, exit_code=2)
-    assert told in " ".join(output.split())
+    assert message in " ".join(output.split())

@@ -1,12 +1,12 @@
-"""The benchmark of the Balancer: that it binds, measures and lets go, not what it finds."""
+"""The benchmark of the Balancer: it binds workers to cores, measures, and releases them. Speeds are not tested."""
 
 import os
 import signal
 
+import balance
 import mxnet as mx
 import pytest
-from gluon_mgpu.benchmark import balance
-from gluon_mgpu.benchmark.balance import Round, measure, ranges, table
+from balance import Round, measure, ranges, table
 from gluon_mgpu.errors import DeviceError
 from gluon_mgpu.runtime.engine import when_ready
 
@@ -14,11 +14,11 @@ from .conftest import assert_house_style
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 CORES = sorted(os.sched_getaffinity(0))
-two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core, and two workers to bind to cores of their own")
+two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core; the benchmark binds two workers to one core each")
 
 
 def cores_of(context):
-    """The cores that the worker of a context may run on, as it says itself."""
+    """The cores that the worker of a context may run on, asked from that worker."""
     found = []
     when_ready([mx.nd.zeros((1,), ctx=context)], lambda: found.append(os.sched_getaffinity(0)), on_worker=True)
     mx.nd.waitall()

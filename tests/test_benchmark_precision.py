@@ -1,9 +1,9 @@
-"""The comparison of precisions: tables and ranges are those of the rounds, and a process finds both. No test reads a clock."""
+"""The comparison of precisions: tables and ranges from the rounds, and a real measurement. No test reads a clock."""
 
+import precision
 import pytest
-from gluon_mgpu.benchmark import precision
-from gluon_mgpu.benchmark.precision import Learned, Round
 from gluon_mgpu.trainer.precision import can_compute_bf16
+from precision import Learned, Round
 
 ROUNDS = [
     Round("mlp", "1 x cpu", "bf16", 100.0, 150.0),
@@ -28,15 +28,16 @@ def test_accuracies_have_a_mean():
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor")
 def test_both_precisions_are_measured():
-    told = []
-    found = precision.measure(["cpu:2"], ["mlp"], rounds=2, tell=told.append)
-    assert told == ["mlp on cpu:2: 2 rounds"]
+    messages = []
+    found = precision.measure(["cpu:2"], ["mlp"], rounds=2, on_message=messages.append)
+    assert messages == ["mlp on cpu:2: 2 rounds"]
     assert [(one.network, one.group, one.low) for one in found] == [("mlp", "2 x cpu", "bf16")] * 2
     assert all(one.full_per_s > 0 and one.low_per_s > 0 for one in found)
 
 
-def test_an_unknown_device_is_told_by_its_own_error():
+def test_an_unknown_device_raises_the_error_of_use_devices():
     with pytest.raises(ValueError, match="cpu:0x"):
         precision.measure(["cpu:0x"], ["mlp"], rounds=1)

@@ -1,4 +1,4 @@
-"""The benchmarks of several processes and of checkpoints: turns, failures, the fit of made-up links. No test reads a clock."""
+"""The benchmarks of several processes and of checkpoints: turns, failures, the fit of invented links. No test reads a clock."""
 
 import json
 import signal
@@ -7,30 +7,34 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
+import checkpointing
+import commands
 import mxnet as mx
 import numpy as np
 import pytest
+import scaling
+import scaling_report
+from case import Case
 from click.testing import CliRunner
-from gluon_mgpu.benchmark import checkpointing, scaling, scaling_report
-from gluon_mgpu.benchmark.case import Case
-from gluon_mgpu.benchmark.compare import ContenderError, Row
-from gluon_mgpu.benchmark.report import Spread, interval
-from gluon_mgpu.benchmark.scaling_model import Fit, Link, Traffic, between_machines, fit, project
-from gluon_mgpu.cli import main
+from commands import main
+from compare import ContenderError, Row
 from gluon_mgpu.distributed import horovod
+from report import Spread, interval
+from scaling_model import Fit, Link, Traffic, between_machines, fit, project
 
 from .conftest import assert_house_style
 from .test_launch import mark, marked
 
 __all__ = ["mark"]  # a fixture
 
-pytestmark = pytest.mark.timeout(200)
 PNG = b"\x89PNG\r\n\x1a\n"
+PROGRAM = Path(commands.__file__).parent
 SIZES = (4_000, 300_000, 44_000_000)
 
 
-# The model, on links that are made up
+# The model, on invented links
 
 
 @pytest.mark.parametrize(
@@ -70,8 +74,8 @@ def test_neither_latency_nor_bandwidth_is_negative():
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 5e-3, 9e-3])
-def test_what_comes_once_a_sum_is_no_message(wait_s):
-    """The link is what is left when the wait is taken away, and 1,024 processes wait as long as two."""
+def test_a_wait_per_sum_is_not_latency(wait_s):
+    """The fit subtracts the wait first, and 1,024 processes wait as long as two."""
     traffic = Traffic("ring", 2, wait_s=wait_s)
     found = fit([(size, wait_s + 2 * 20e-6 + size / 2.5e9) for size in SIZES], traffic)
     assert (found.link.latency_s, found.link.bytes_per_s) == pytest.approx((20e-6, 2.5e9))
@@ -81,10 +85,10 @@ def test_what_comes_once_a_sum_is_no_message(wait_s):
     assert (many.latency_s, many.transfer_s) == pytest.approx((wait_s + 2046 * 20e-6, 2 * 1023 / 1024))
 
 
-def test_sums_that_end_before_the_known_wait_leave_a_link_of_nothing():
+def test_sums_faster_than_the_known_wait_give_a_link_without_cost():
     found = fit([(1e3, 1e-3), (1e6, 2e-3)], Traffic("ring", 2, wait_s=5e-3))
     assert found.link == Link(0.0, float("inf"))
-    assert found.error == pytest.approx(4)  # five times as long as the smallest sum took
+    assert found.error == pytest.approx(4)  # five times the time of the smallest sum
 
 
 def test_the_cycle_is_that_of_the_environment(monkeypatch):
@@ -97,7 +101,7 @@ def test_the_cycle_is_that_of_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("points, processes", [([(1e3, 1e-3)], 2), ([(1e3, 1e-3), (2e3, 2e-3)], 1)], ids=["one-size", "alone"])
-def test_too_little_cannot_be_fitted(points, processes):
+def test_too_few_points_are_refused(points, processes):
     with pytest.raises(ValueError) as caught:
         fit(points, Traffic("ring", processes))
     assert_house_style(caught.value)
@@ -118,7 +122,7 @@ GIGABYTE = Link(1e-3, 1e9)
         (Traffic("ring", 1, wait_s=0.5), 0.1, 1e9, (0.0, 0.0), "compute"),
         (Traffic("ring", 8, wait_s=0.5), 0.1, 1e3, (0.514, 1.75e-6), "latency"),
     ],
-    ids=["latency", "bandwidth", "compute", "a-server-each", "servers", "rows", "alone", "wait"],
+    ids=["latency", "bandwidth", "compute", "one-server-per-process", "servers", "rows", "alone", "wait"],
 )
 def test_what_bounds_a_step(traffic, compute_s, num_bytes, parts, bound):
     found = project(traffic, GIGABYTE, compute_s=compute_s, num_bytes=num_bytes)
@@ -127,16 +131,16 @@ def test_what_bounds_a_step(traffic, compute_s, num_bytes, parts, bound):
     assert found.efficiency == pytest.approx(compute_s / (compute_s + sum(parts)))
 
 
-def test_between_machines_software_stays():
+def test_the_software_s_latency_counts_between_machines():
     assert between_machines(Link(1e-3, 5e9), Link(50e-6, 1.25e9)) == Link(1.05e-3, 1.25e9)
     assert between_machines(Link(1e-3, 5e8), Link(50e-6, 1.25e9)).bytes_per_s == 5e8
 
 
-# Turns and failures, with crews that are made up
+# Turns and failures, with fake crews
 
 
 class FakeCrew:
-    """Finds what `seconds` says, and fails where it says why."""
+    """Measures what `seconds` gives, and raises the error it holds."""
 
     log = []
     seconds = {}
@@ -179,7 +183,7 @@ def test_crews_take_turns(crews):
     assert [len(row.rounds) for row in rows] == [2] * 4
 
 
-def test_a_contender_that_fails_is_reported_and_the_others_go_on(crews):
+def test_a_contender_that_fails_is_reported_and_the_others_continue(crews):
     crews.seconds = {"dist_sync": lambda row: 2.0, "torch": ContenderError("not installed: pip install torch")}
     rows = scaling.sum_rows(["dist_sync", "torch"], [2], [4096])
     scaling.measure(rows, rounds=3)
@@ -229,15 +233,15 @@ def test_training_is_compared_with_one_process_and_with_torch():
     assert lines[3][3:5] == ["1.60", "1.00"]
 
 
-def test_the_fit_tells_what_comes_once_a_sum():
+def test_the_fit_table_shows_the_wait_per_sum():
     fits = {("horovod", 2): Fit(Traffic("ring", 2, wait_s=0.0025), Link(50e-6, 2e9), 0.12)}
     title, columns, lines = scaling_report.fit_table(fits)
     assert "Horovod's cycle" in title
     assert dict(zip(columns, lines[0])) == {
         "contender": "horovod",
         "n": "2",
-        "ms a sum": "2.5",
-        "µs a message": "50",
+        "ms per sum": "2.5",
+        "µs per message": "50",
         "GB/s": "2.00",
         "largest error": "12%",
     }
@@ -245,17 +249,17 @@ def test_the_fit_tells_what_comes_once_a_sum():
     assert scaling_report.train_table(rows, fits, num_bytes=20_000_000)[2][1][-1] == "513"  # 500 + 2.5 + 2 messages + 10
 
 
-def test_a_projection_says_that_it_is_one():
+def test_a_projection_is_marked_as_not_measured():
     fits = {("dist_sync", 2): fit([(1e3, 1e-3), (1e6, 2e-3)], Traffic("servers", 2, 2))}
     job = scaling.Job(0.1, 1_000_000, Link(50e-6, 1.25e9))
     found = scaling.projections(fits, [8, 64], job)
-    assert set(found) == {"2 servers", "a server each"}
-    assert [one.traffic for one in found["a server each"]] == [Traffic("rows", 8, 8), Traffic("rows", 64, 64)]
+    assert set(found) == {"2 servers", "one server per process"}
+    assert [one.traffic for one in found["one server per process"]] == [Traffic("rows", 8, 8), Traffic("rows", 64, 64)]
     assert "not measured" in scaling_report.projection_table(found, job)[0]
-    told = scaling_report.results([], [], rounds=1, fits=fits, projections=found, job=job)
-    assert told["projection"]["is_measured"] is False
-    assert len(told["projection"]["steps"]) == 4
-    json.dumps(told)
+    content = scaling_report.results([], [], rounds=1, fits=fits, projections=found, job=job)
+    assert content["projection"]["is_measured"] is False
+    assert len(content["projection"]["steps"]) == 4
+    json.dumps(content)
 
 
 @pytest.mark.parametrize(
@@ -284,12 +288,12 @@ def costs_of(num_contexts, milliseconds):
 
 
 def test_the_cost_of_checkpoints():
-    """Of eight values, the second and the last but one hold the median with 93 % only: it takes the outermost."""
+    """The second and the seventh of eight values would be a 93 % interval: it takes the first and the last."""
     alone = {"none": range(-4, 4), "background": [100, 120, 110, 130, 90, 80, 140, 900], "in the loop": [600] * 8}
     both = {"none": [0], "background": [-6], "in the loop": [12]}
     found = costs_of(1, alone) + costs_of(2, both)
     first, parts, second, _ = checkpointing.tables(found)
-    assert first[0].startswith("1 context: what a checkpoint adds to steps of 100 ms, 8 laps each")
+    assert first[0].startswith("1 context: the time a checkpoint adds to steps of 100 ms, 8 laps each")
     assert first[2] == [
         ["none", "0 (-4 to 3)", "0.00 (-0.01 to 0.01)", "-"],
         ["background", "115 (80 to 900)", "0.19 (0.13 to 1.50)", "5.8 (4.0 to 45.0)"],
@@ -297,7 +301,7 @@ def test_the_cost_of_checkpoints():
     ]
     assert parts[2][1] == ["background", "230 (160 to 1800)", "10", "500", "300", "0"]
     assert parts[2][0][2:] == ["-", "-", "-", "0"]
-    assert first[0].endswith("the interval that holds it with 95 %")
+    assert first[0].endswith("its 95 % confidence interval")
     assert second[0].startswith("2 contexts")
     assert "too few for an interval" in second[0]
     assert second[2][1] == ["background", "-6 (-6 to -6)", "-0.01 (-0.01 to -0.01)", "0.0 (0.0 to 0.0)"]
@@ -306,25 +310,25 @@ def test_the_cost_of_checkpoints():
 
 @pytest.mark.parametrize("num_values, low, high", [(1, 1, 1), (5, 1, 5), (6, 1, 6), (9, 2, 8), (25, 8, 18), (2000, 956, 1045)])
 def test_the_interval_of_a_median(num_values, low, high):
-    """The ranks that tables of the sign test give; thousands of values do not overflow."""
+    """The ranks from tables of the sign test; thousands of values do not overflow."""
     assert interval([float(value) for value in range(num_values, 0, -1)]) == Spread((num_values + 1) / 2, low, high)
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says():
+def test_the_interval_has_its_confidence_level():
     draws = np.random.RandomState(0).exponential(size=(2000, 20))  # whose median is log(2)
     held = [one.low <= np.log(2) <= one.high for one in map(interval, draws.tolist())]
     assert 0.95 <= np.mean(held) < 0.97
 
 
 def test_laps_are_compared_with_their_neighbours(monkeypatch):
-    """Saving shows in the laps that begin with it, and a machine that becomes slower all the time shows nowhere."""
-    now, saved, told = [0.0], [], []
+    """Saving appears in the laps that begin with it. A machine that slows down steadily appears in none."""
+    now, saved, messages = [0.0], [], []
     for name in ("perf_counter", "process_time", "thread_time"):
         monkeypatch.setattr(checkpointing.time, name, lambda: now[0])
 
     class Slow(checkpointing.Callback):
         def __init__(self, folder, *, background):
-            self.name, self.shelf = folder.name, self
+            self.name, self.rotation = folder.name, self
             self.writings, self.is_writing = [], False
 
         def on_batch_end(self, state):
@@ -343,10 +347,10 @@ def test_laps_are_compared_with_their_neighbours(monkeypatch):
         laps.on_fit_end(state)
 
     monkeypatch.setattr(checkpointing, "_Saving", Slow)
-    monkeypatch.setattr(checkpointing, "fit", fit)
+    monkeypatch.setattr(checkpointing.mgpu, "fit", fit)
     case = Case("train", "resnet18", batch_size=1)
-    found = checkpointing.measure([mx.cpu()], rounds=2, every=2, case=case, tell=told.append)
-    assert told == ["round 1 of 2 with 1 context", "round 2 of 2 with 1 context"]
+    found = checkpointing.measure([mx.cpu()], rounds=2, every=2, case=case, on_message=messages.append)
+    assert messages == ["round 1 of 2 with 1 context", "round 2 of 2 with 1 context"]
     assert saved == [(8, "background"), (12, "in the loop"), (16, "in the loop"), (20, "background")]
     assert [one.way for one in found] == ["none", "background", "in the loop", "in the loop", "background", "none"]
     for name in ("wall_s", "cpu_s", "held_s"):
@@ -361,17 +365,18 @@ def test_laps_are_compared_with_their_neighbours(monkeypatch):
 
 
 def python_of(path, program):
-    """A program that is run instead of Python."""
+    """A program to run instead of Python."""
     path.write_text(f"#!/bin/sh\n{program}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
 
 
+@pytest.mark.exhaustive
 def test_sums_are_measured_fitted_and_drawn(tmp_path, mark):
     sizes, paths = ["--sizes", "4096,40000"], ["--json", tmp_path / "new" / "found.json", "--plot", tmp_path / "found.png"]
     options = [*sizes, *paths, "--contenders", "dist_sync-1-server,torch", "--rounds", 2, "--train-rounds", 0, "--step-ms", 10]
     broken = python_of(tmp_path / "python", "echo no torch here >&2; exit 3")
-    done = CliRunner().invoke(main, ["bench", "scaling", *map(str, options), "--python", f"torch={broken}"])
+    done = CliRunner().invoke(main, ["scaling", *map(str, options), "--python", f"torch={broken}"])
     assert done.exit_code == 0, done.output
     assert not marked(mark)
     found = json.loads((tmp_path / "new" / "found.json").read_text())
@@ -386,8 +391,9 @@ def test_sums_are_measured_fitted_and_drawn(tmp_path, mark):
     assert (tmp_path / "found.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.exhaustive
 def test_a_process_trains(mark):
-    """One, which needs no store: that more of them train alike is what test_processes shows."""
+    """One, which uses no store. test_processes shows that several train alike."""
     case = replace(scaling.TRAIN, batch_size=2, image_size=8, num_steps=1)
     rows = scaling.train_rows(["dist_sync"], [2], case)
     assert [(row.contender, row.case.num_devices, row.case.batch_size) for row in rows] == [("ours", 1, 2), ("dist_sync", 2, 4)]
@@ -398,32 +404,34 @@ def test_a_process_trains(mark):
     assert scaling.compute_s_of(rows) == rows[0].rounds[0]["whole_s"]
 
 
-def test_a_contender_that_says_nothing_is_ended(tmp_path, mark):
+def test_a_contender_that_does_not_connect_is_ended(tmp_path, mark):
     rows = scaling.sum_rows(["torch"], [2], [4096])
-    scaling.measure(rows, rounds=1, pythons={"torch": python_of(tmp_path / "python", "sleep 100")}, timeout_s=3)
-    assert rows[0].reason == "0 of 2 processes have come within 3 s"
+    scaling.measure(rows, rounds=1, pythons={"torch": python_of(tmp_path / "python", "sleep 10000")}, timeout_s=1)
+    assert rows[0].reason == "0 of 2 processes connected within 1 s"
     assert not marked(mark)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_nothing_behind(tmp_path, mark):
     there = tmp_path / "there"
-    sleeping = python_of(tmp_path / "python", f"touch {there}; sleep 100")
-    command = [sys.executable, "-m", "gluon_mgpu", "bench", "scaling", "--contenders", "torch", "--python", f"torch={sleeping}"]
+    sleeping = python_of(tmp_path / "python", f"touch {there}; sleep 10000")
+    command = [sys.executable, str(PROGRAM), "scaling", "--contenders", "torch", "--python", f"torch={sleeping}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not there.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     assert there.exists()
     assert process.returncode == 130
     assert not marked(mark)
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_are_measured(tmp_path):
     options = ["--rounds", 1, "--every", 2, "--batch-size", 2, "--shape", 8, "--folder", tmp_path]
     options += ["--json", tmp_path / "found.json", "--plot", tmp_path / "found.png"]
-    done = CliRunner().invoke(main, ["bench", "checkpoint", *map(str, options)])
+    done = CliRunner().invoke(main, ["checkpoint", *map(str, options)])
     assert done.exit_code == 0, done.output
     costs = json.loads((tmp_path / "found.json").read_text())["costs"]
     assert [(one["num_contexts"], one["way"]) for one in costs] == [(n, way) for n in (1, 2) for way in checkpointing.WAYS]
@@ -436,16 +444,15 @@ def test_checkpoints_are_measured(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.png"]
 
 
-def test_checkpoints_are_measured_quickly():
-    """Less is asked for than two contexts need for a batch: the option chooses the sizes."""
-    done = CliRunner().invoke(main, ["bench", "checkpoint", "--quick", "--devices", "cpu", "--rounds", "99", "--shape", "999"])
+def test_quick_checkpoints_ignore_the_given_sizes():
+    done = CliRunner().invoke(main, ["checkpoint", "--quick", "--devices", "cpu", "--rounds", "99", "--shape", "999"])
     assert done.exit_code == 0, done.output
     assert "2 laps each" in done.output
     assert "2 contexts" not in done.output
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (["--processes", "1"], "expected 2 or more"),
         (["--contenders", "horovod,mpi"], "got 'mpi'"),
@@ -454,7 +461,7 @@ def test_checkpoints_are_measured_quickly():
     ],
     ids=["one-process", "contender", "python", "sizes"],
 )
-def test_what_makes_no_sense_is_refused(arguments, told):
-    done = CliRunner().invoke(main, ["bench", "scaling", *arguments])
+def test_wrong_options_are_refused(arguments, message):
+    done = CliRunner().invoke(main, ["scaling", *arguments])
     assert done.exit_code == 2
-    assert told in " ".join(done.output.split())
+    assert message in " ".join(done.output.split())

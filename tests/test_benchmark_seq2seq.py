@@ -1,20 +1,22 @@
-"""The seq2seq benchmark: every contender trains on the same sentences, and computes what it is said to compute."""
+"""The seq2seq benchmark: all contenders train on the same sentences, and each computes what its description says."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+import seq2seq
+import seq2seq_with_mxnet
+import seq2seq_with_torch
+import workloads
+from case import Case
 from click.testing import CliRunner
-from gluon_mgpu.benchmark import seq2seq, seq2seq_with_mxnet, seq2seq_with_torch, workloads
-from gluon_mgpu.benchmark.case import Case
-from gluon_mgpu.benchmark.measure import run_round
-from gluon_mgpu.benchmark.sentences import Sentences, read_batches, write_batches
-from gluon_mgpu.cli import main
+from commands import main
 from gluon_mgpu.data import korean_numbers
+from measure import run_round
+from sentences import Sentences, read_batches, write_batches
 
 ON_MXNET = [name for name in workloads.SEQ2SEQ_CONTENDERS if name != "torch"]
 
@@ -24,11 +26,12 @@ def outcome(tmp_path_factory):
     """The comparison run once, in its quick form: the printed output, the JSON, and the folder."""
     folder = tmp_path_factory.mktemp("seq2seq")
     options = ["--quick", "--contenders", ",".join(ON_MXNET), "--num-devices", "2", "--size", "korean-numbers"]
-    result = CliRunner().invoke(main, ["bench", "seq2seq", *options, "--output", str(folder)])
+    result = CliRunner().invoke(main, ["seq2seq", *options, "--output", str(folder)])
     assert result.exit_code == 0, result.output
     return result.output, json.loads((folder / "seq2seq.json").read_text()), folder
 
 
+@pytest.mark.exhaustive
 def test_every_contender_has_every_round(outcome):
     output, found, folder = outcome
     groups = {}
@@ -39,9 +42,9 @@ def test_every_contender_has_every_round(outcome):
         groups.setdefault(row["group"], []).append(row["contender"])
     *alone, (several, there) = groups.items()
     assert several.startswith("korean-numbers, 2 contexts") and there == ON_MXNET
-    assert [names for _, names in alone] in ([["ours"]], [])  # beside one thread, where there is another core
+    assert [names for _, names in alone] in ([["ours"]], [])  # with one thread, if there is another core
     titles = [table["title"].split(",")[0] for table in found["tables"]]
-    assert titles == ["contenders", "training", "ours", "scaling: one thread for each context"]
+    assert titles == ["contenders", "training", "ours: batches of similar lengths", "scaling: one thread per context"]
     assert (folder / "seq2seq.png").stat().st_size > 10_000
     assert "sentences/s" in output
 
@@ -59,7 +62,7 @@ def text(request, tmp_path_factory):
 
 
 def sentences(text, way):
-    """What a way to pad holds: true tokens of source, decoder's input and output."""
+    """The sentences of one way of padding, without it: source, decoder's input and output."""
     found = []
     for batch in read_batches(text.case.corpus, way):
         for source, s, before, after, t in zip(*batch):
@@ -68,7 +71,7 @@ def sentences(text, way):
     return found
 
 
-def test_all_read_the_same_sentences(text):
+def test_all_contenders_read_the_same_sentences(text):
     there = [sorted(sentences(text, way)) for way in seq2seq.WAYS]
     assert there[0] == there[1] == there[2]
     assert len(there[0]) == text.case.num_sentences
@@ -87,15 +90,16 @@ def test_padding_is_counted(text):
     assert all(batch.source.shape[1] == text.case.num_tokens == 30 for batch in read_batches(text.case.corpus, "fixed"))
 
 
-def test_the_text_is_the_training_program_s(tmp_path):
+def test_the_text_is_that_of_train_seq2seq(tmp_path):
     text = seq2seq.make_text("korean-numbers", tmp_path, quick=True)
     lengths = sorted(len(source) for source, _, _ in sentences(text, "bucketed"))
     assert lengths == sorted(len(one) + 1 for one in korean_numbers(text.case.num_sentences, 0).source)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("contender", [seq2seq_with_mxnet.Cells, seq2seq_with_mxnet.Post])
-def test_the_loops_by_hand_learn(text, contender):
-    mgpu.resolve_devices("cpu:2")  # settles their threads: OpenBLAS hangs where two contexts have several
+def test_the_hand_written_loops_learn(text, contender):
+    mgpu.resolve_devices("cpu:2")  # one thread each: OpenBLAS hangs when two contexts have several
     trains = contender(replace(text.case, num_devices=2))
     first = np.mean(trains.train())
     for _ in range(8):
@@ -117,7 +121,7 @@ def test_ours_learns(text):
     assert loss() < first - 0.005
 
 
-def test_the_mean_is_over_true_tokens():
+def test_the_mean_is_over_tokens_without_padding():
     scores = mx.nd.array(np.random.RandomState(0).normal(size=(2, 3, 4)))
     tokens, lengths = np.array([[1, 2, 0], [3, 0, 0]]), np.array([2, 1])
     log_p = scores.asnumpy() - np.log(np.exp(scores.asnumpy()).sum(axis=2, keepdims=True))
@@ -127,14 +131,14 @@ def test_the_mean_is_over_true_tokens():
 
 
 def test_the_post_s_network_is_as_large_as_published(text):
-    """Its layer between attention and decoder has a row a word, and a column for each unit at each position."""
+    """Its layer between attention and decoder has one row per word, and one column per unit and position."""
     case = replace(text.case, units=5, embed_size=3, source_vocabulary=11, target_vocabulary=13)
     net = seq2seq_with_mxnet.PostSeq2Seq(case)
     assert net.combine.weight.shape == (13, 3 + 30 * 5)
     assert net.decoder.i2h_weight.shape == (15, 13)
 
 
-def test_batches_come_back_as_they_were(tmp_path):
+def test_batches_are_read_as_written(tmp_path):
     arrays = [np.arange(6, dtype="int32").reshape(2, 3) + i for i in range(3)]
     batches = [Sentences(one, one[:, 0], one, one, one[:, 1]) for one in arrays]
     write_batches(str(tmp_path), "bucketed", batches)
@@ -143,7 +147,7 @@ def test_batches_come_back_as_they_were(tmp_path):
 
 
 def test_pytorch_computes_what_ours_does(tmp_path):
-    """The same weights give the same scores of true tokens, padding packed away or not."""
+    """The same weights give the same scores, with packed sequences or not. Padding is not compared."""
     torch = pytest.importorskip("torch")
     text = seq2seq.make_text("korean-numbers", tmp_path, quick=True)
     ours = seq2seq_with_mxnet.Ours(text.case)
@@ -173,8 +177,3 @@ def test_pytorch_computes_what_ours_does(tmp_path):
         expected = ours.net(*(mx.nd.array(array, dtype="int32") for array in batch[:3])).asnumpy()
         true = np.arange(found.shape[1]) < batch.target_length[:, None]
         np.testing.assert_allclose(found[true], expected[true], atol=1e-4)
-
-
-def test_the_script_is_the_command():
-    script = Path(__file__).parent.parent / "scripts" / "benchmark_seq2seq.py"
-    assert 'main(["bench", "seq2seq", *sys.argv[1:]]' in script.read_text()

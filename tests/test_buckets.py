@@ -95,6 +95,7 @@ def conv_net(ctx, hybridize=None):
     return net
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("optimizer", FLAT)
 def test_training_and_predicting_in_turns_gives_gluons_bits(devices, arrays, mode, optimizer):
@@ -111,6 +112,7 @@ def test_training_and_predicting_in_turns_gives_gluons_bits(devices, arrays, mod
     compare(story, devices, MODES[mode], FLAT[optimizer], conv_net)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("known", [True, False])
 def test_the_networks_arrays_are_views_of_few_buckets(arrays, mode, known):
@@ -187,6 +189,7 @@ def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
     compare(story, mode=MODES[mode])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
 def test_layers_may_be_frozen_and_thawed(arrays, mode, optimizer):
@@ -222,6 +225,7 @@ def test_layers_may_be_frozen_and_thawed(arrays, mode, optimizer):
     compare(story, mode=MODES[mode], optimizer=FLAT[optimizer])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("known", [True, False])
 def test_gradients_may_be_added_up_over_micro_steps(arrays, mode, known):

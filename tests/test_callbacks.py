@@ -213,7 +213,7 @@ def test_the_bar_is_put_away_when_training_fails(monkeypatch):
     with pytest.raises(RuntimeError, match="^mine$"):
         train([progress, Broken()])
     (thread,) = drawing  # rich draws in a thread of its own
-    thread.join(timeout=30)
+    thread.join(timeout=240)
     assert not thread.is_alive()
     train([progress], epochs=1)
 

@@ -41,6 +41,7 @@ def values(net):
     return [param.list_data()[0].asnumpy() for param in net.collect_params().values()]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode, way", [("plain", "pickle"), ("hybrid", "deepcopy"), ("hybrid", "pickle"), ("static", "deepcopy")])
 def test_a_copy_is_a_network_of_its_own(devices, arrays, mode, way):
     """Its weights were no variables, those of cpu(1) lay on cpu(0), and a compiled network raised a ValueError of ctypes."""
@@ -135,6 +136,7 @@ def test_a_shallow_copy_of_a_parameter_shares_its_arrays():
     assert shared._data is net[3].weight._data and shared._grad is net[3].weight._grad
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", [*WAYS.values(), copy.copy])
 @pytest.mark.parametrize("kind", [mgpu.Trainer, lambda *args: mgpu.LocalSGD(*args, every=2)])
 def test_copies_of_a_trainer_are_refused(devices, kind, way):

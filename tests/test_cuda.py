@@ -350,7 +350,7 @@ def test_a_library_finds_what_was_loaded_for_it(tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "a.c").write_text(source)
         command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", str(folder / soname), str(folder / "a.c"), *options]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=240)
         return str(folder / soname)
 
     version = "int cufftGetProperty(int which, int *value) { *value = which + 7; return 0; }"
@@ -378,7 +378,7 @@ def test_a_library_finds_what_was_loaded_for_it(tmp_path):
         env={**os.environ, "MXNET_LIBRARY_PATH": mxnet},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=60,
+        timeout=240,
         text=True,
     )
     before, after, is_global = done.stdout.splitlines()

@@ -25,7 +25,7 @@ def in_a_process(code, **environment):
     """What a program says that begins with this engine."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MXNET_", "GLUON_MGPU_"))}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env={**clean, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(code)], env={**clean, **environment}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if "start using engine" not in line]

@@ -16,7 +16,7 @@ from gluon_mgpu.doctor.libraries import check_libraries
 from gluon_mgpu.doctor.machine import Machine, Packages, check_packages
 from gluon_mgpu.doctor.settings import Engine, check_openblas, check_settings
 from gluon_mgpu.doctor.storage import StorageLocation, check_checkpoints, check_shared_memory, check_temporary
-from gluon_mgpu.doctor.stores import Horovod, check_horovod, look_at_horovod, stores_of
+from gluon_mgpu.doctor.stores import Horovod, check_horovod, inspect_horovod, stores_of
 from gluon_mgpu.doctor.training import with_reasons
 from gluon_mgpu.runtime import environment
 from gluon_mgpu.runtime.cuda_libraries import CudaLibrary
@@ -178,7 +178,7 @@ def test_no_driver_matters_only_where_one_is_needed():
     without = Reading(None, why, False)
     assert check_driver(without, CPU_BUILD) == []
     one(check_driver(without, GPU_BUILD), "NVML Shared Library Not Found", "Expected one that answers. Install NVIDIA's driver.")
-    one(check_driver(replace(without, has_signs=True), CPU_BUILD), "The GPUs are not known")
+    one(check_driver(replace(without, has_signs=True), CPU_BUILD), "The GPUs cannot be read")
     assert check_gpus(without, GPU_BUILD) == []
     assert not explains(without, CPU_BUILD)
 
@@ -317,7 +317,7 @@ SHARED = replace(ROOM, use="shared memory", folder="/dev/shm", total_bytes=8 * G
         ({"free_bytes": GIB}, ["1.0 GiB of"], False),
         ({"free_files": 0}, ["inode"], True),
         ({"writable": False}, ["read-only"], True),
-        ({"exists_at": __file__}, ["is no folder"], True),
+        ({"exists_at": __file__}, ["is not a folder"], True),
     ],
     ids=["full", "nearly-full", "little", "inodes", "read-only", "file"],
 )
@@ -347,7 +347,7 @@ def test_shared_memory_that_is_small_full_closed_or_missing():
 
 def test_places_are_looked_at_where_they_would_be_made(tmp_path):
     system = os.statvfs(tmp_path)
-    place = storage.look_at_checkpoints(str(tmp_path / "runs" / "first"))
+    place = storage.inspect_checkpoints(str(tmp_path / "runs" / "first"))
     assert place.exists_at == str(tmp_path)
     assert place.total_bytes == system.f_blocks * system.f_frsize
     assert 0 < place.free_bytes <= place.total_bytes
@@ -357,7 +357,7 @@ def test_places_are_looked_at_where_they_would_be_made(tmp_path):
 def test_a_read_only_file_system_is_seen(monkeypatch, tmp_path):
     full = SimpleNamespace(f_flag=os.ST_RDONLY, f_files=0, f_favail=0, f_blocks=10, f_bavail=0, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    place = storage.look_at_checkpoints(str(tmp_path))
+    place = storage.inspect_checkpoints(str(tmp_path))
     assert (place.writable, place.free_files, place.total_bytes, place.free_bytes) == (False, None, 40960, 0)
 
 
@@ -366,14 +366,14 @@ def test_no_folder_for_temporary_files(monkeypatch):
         raise FileNotFoundError("No usable temporary directory found")
 
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    assert storage.look_at_temporary() is None
+    assert storage.inspect_temporary() is None
 
 
 def test_no_shared_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(storage, "SHARED_MEMORY", str(tmp_path / "shm"))
-    assert storage.look_at_shared_memory() is None
+    assert storage.inspect_shared_memory() is None
     (tmp_path / "shm").mkdir()
-    assert storage.look_at_shared_memory().exists_at == str(tmp_path / "shm")
+    assert storage.inspect_shared_memory().exists_at == str(tmp_path / "shm")
 
 
 # What sums gradients
@@ -402,14 +402,14 @@ def install_horovod(monkeypatch, module):
 def test_horovod_says_what_it_was_built_with(monkeypatch):
     parts = {"mpi_built": lambda: False, "gloo_built": lambda: True, "nccl_built": lambda: 21005}
     install_horovod(monkeypatch, SimpleNamespace(**parts))
-    assert look_at_horovod() == Horovod("0.28.1", "", ("gloo", "nccl"))
-    assert look_at_horovod().described() == "0.28.1, built with gloo, nccl"
-    assert check_horovod(look_at_horovod()) == []
+    assert inspect_horovod() == Horovod("0.28.1", "", ("gloo", "nccl"))
+    assert inspect_horovod().described() == "0.28.1, built with gloo, nccl"
+    assert check_horovod(inspect_horovod()) == []
 
 
 def test_horovod_that_was_built_without_mxnet_is_told(monkeypatch):
     install_horovod(monkeypatch, ImportError("Extension horovod.mxnet has not been built.\nmore"))
-    one(check_horovod(look_at_horovod()), "has not been built", "HOROVOD_WITH_MXNET=1")
+    one(check_horovod(inspect_horovod()), "has not been built", "HOROVOD_WITH_MXNET=1")
 
 
 def test_horovod_without_mpi_and_gloo_is_told():
@@ -429,17 +429,17 @@ def test_a_check_that_fails_is_a_finding_and_the_others_are_made():
         raise ZeroDivisionError(f"division of {number}\nmore")
 
     exam = Examination()
-    assert exam.look("numbers", 7, fails, 3) == 7
-    exam.judge("more numbers", fails, 4)
-    exam.judge("the last", lambda: [Problem("the last", "It is wrong.", "Mend it.")])
+    assert exam.run("numbers", 7, fails, 3) == 7
+    exam.check("more numbers", fails, 4)
+    exam.check("the last", lambda: [Problem("the last", "It is wrong.", "Mend it.")])
     assert [finding.check for finding in exam.findings] == ["numbers", "more numbers", "the last"]
     assert exam.findings[0].what == "The check of numbers failed: ZeroDivisionError: division of 3"
     assert not exam.findings[0].stops_training
 
 
-LOOKS = ["look_at_machine", "look_at_packages", "look_at_build", "look_at_code", "libraries", "read_gpus", "barred"]
-LOOKS += ["look_at_pools", "look_at_engine", "look_at_checkpoints", "look_at_temporary", "look_at_shared_memory"]
-LOOKS += ["look_at_horovod", "stores_of"]
+LOOKS = ["inspect_machine", "inspect_packages", "inspect_build", "inspect_code", "libraries", "read_gpus", "barred"]
+LOOKS += ["inspect_pools", "inspect_engine", "inspect_checkpoints", "inspect_temporary", "inspect_shared_memory"]
+LOOKS += ["inspect_horovod", "stores_of"]
 CHECKS = ["check_packages", "check_build", "check_libraries", "check_driver", "check_gpus", "check_settings", "check_openblas"]
 CHECKS += ["check_checkpoints", "check_temporary", "check_shared_memory", "check_horovod", "explains"]
 
@@ -452,14 +452,14 @@ def test_the_doctor_survives_whatever_fails(monkeypatch, name):
     monkeypatch.setattr(report, name, fails)
     found = doctor.examine("cpu:1")
     assert any(f"OSError: {name} has failed" in finding.what for finding in found.findings)
-    assert doctor.tables_of(found)[-1].title == "what is wrong"
+    assert doctor.tables_of(found)[-1].title == "problems"
     assert found.as_json()["problems"]
 
 
 def test_errors_in_the_house_form_are_told_in_two_parts():
     assert describe_error(ValueError("fit: got 0; expected 1. Pass 1.")) == ("fit: got 0", "Expected 1. Pass 1.")
-    assert describe_error(OSError("no such file")) == ("no such file", "Do what the message says.")
-    assert describe_error(KeyError()) == ("KeyError", "Do what the message says.")
+    assert describe_error(OSError("no such file")) == ("no such file", "Follow the message.")
+    assert describe_error(KeyError()) == ("KeyError", "Follow the message.")
 
 
 def table(found, title):
@@ -518,11 +518,11 @@ def test_json_of_a_machine_with_gpus(healthy):
 
 
 def test_an_mxnet_that_cannot_be_imported_leaves_the_other_checks(monkeypatch):
-    monkeypatch.setattr(report, "look_at_build", lambda: BROKEN)
-    monkeypatch.setattr(report, "look_at_code", lambda library: CU112)
+    monkeypatch.setattr(report, "inspect_build", lambda: BROKEN)
+    monkeypatch.setattr(report, "inspect_code", lambda library: CU112)
     found = doctor.examine("cpu:1")
     assert found.stops_training
     assert found.devices == found.settings == found.stores == ()
     assert found.places and found.machine
-    assert ["mxnet was built with", "unknown: it cannot be imported"] in table(found, "what is here")
-    assert table(found, "what is wrong")[0][0] == BROKEN.why_not
+    assert ["mxnet was built with", "unknown: it cannot be imported"] in table(found, "machine and packages")
+    assert table(found, "problems")[0][0] == BROKEN.why_not

@@ -8,9 +8,15 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
-from gluon_mgpu.loop.epoch import EpochProgress, run_epoch
+from gluon_mgpu.loop.epoch import EpochOptions, EpochProgress
+from gluon_mgpu.loop.epoch import run_epoch as run_epoch_with_options
+from gluon_mgpu.loop.metrics import DeviceSums
 
 from .conftest import assert_house_style
+
+
+def run_epoch(data_iter, run_batch, metrics=(), **options):
+    return run_epoch_with_options(data_iter, run_batch, DeviceSums(metrics), EpochOptions(**options))
 
 
 def make_batch(X, y):
@@ -69,7 +75,7 @@ def test_a_slow_pass_reports_by_the_clock(monkeypatch):
 
 def test_it_stops_after_the_batch_that_was_under_way():
     items, taken = read(pairs([1], [2], [3], [4]))
-    passed = run_epoch(items, make_batch, operation="fit", should_stop=lambda: len(taken) == 2)
+    passed = run_epoch(items, make_batch, operation="fit", stop_signal=lambda: len(taken) == 2)
     assert len(taken) == 2
     assert (passed.num_batches, passed.means["loss"], passed.stopped) == (2, 1.5, True)
 

@@ -39,6 +39,7 @@ def losses_in_numpy(net, X, y):
     return np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(len(y)), y]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sizes", [SIZES, [6, 1], [2], [1]], ids=["uneven", "then one", "two", "one"])
 def test_accuracy_is_that_of_numpy(devices, arrays, sizes):
     net, batches = linear_net(devices), make_batches(sizes)

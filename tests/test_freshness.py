@@ -446,6 +446,7 @@ def test_sparse_gradients_need_a_step_after_each_pass():
     assert_refused(lambda: trainer.step(3), "replaced gradients")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", ["step", "allreduce_grads"])
 @pytest.mark.parametrize("zeroed", [False, True], ids=["running", "zeroed"])
 def test_gradients_that_the_user_adds_up_from_step_to_step(zeroed, way, devices, arrays):

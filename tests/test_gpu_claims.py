@@ -14,19 +14,18 @@ from gluon_mgpu.runtime.nvidia.locks import choosing, claim, folder, is_ours, re
 
 # Takes GPU-1, and then what it is told on standard input. The package comes without MXNet, whose import takes seconds.
 OTHER = """
-import logging, os, sys, tempfile, time, types
-package, runtime = types.ModuleType("gluon_mgpu"), types.ModuleType("gluon_mgpu.runtime")
-package.__path__, tempfile.tempdir, runtime.logger = [sys.argv[1]], sys.argv[2], logging.getLogger()
-package.runtime = runtime
-sys.modules.update({"gluon_mgpu": package, "gluon_mgpu.runtime": runtime})
-from gluon_mgpu.runtime.nvidia import claims
+import os, sys, tempfile, time, types
+package = types.ModuleType("gluon_mgpu")
+package.__path__, tempfile.tempdir = [sys.argv[1]], sys.argv[2]
+sys.modules["gluon_mgpu"] = package
+from gluon_mgpu.runtime.nvidia import locks
 sys.argv[0] = "/somewhere/train.py"
-print(repr(claims.claim("GPU-1")), flush=True)
+print(repr(locks.claim("GPU-1")), flush=True)
 if sys.stdin.readline() == "fork and release\\n":
     child = os.fork()
     if not child:
-        time.sleep(60)
-    claims.release("GPU-1")
+        time.sleep(10_000)
+    locks.release("GPU-1")
     print(child, flush=True)
     sys.stdin.read()
 """
@@ -48,7 +47,7 @@ def other(own_folder):
     started = []
 
     def start():
-        command = [sys.executable, "-c", OTHER, str(Path(locks.__file__).parent), str(own_folder)]
+        command = [sys.executable, "-c", OTHER, str(Path(locks.__file__).parents[2]), str(own_folder)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         return process, process.stdout.readline().strip()
@@ -56,7 +55,7 @@ def other(own_folder):
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=240)
 
 
 def test_a_gpu_is_taken_once(other):
@@ -78,7 +77,7 @@ def test_a_killed_process_lets_go(other):
     assert claim("GPU-1") == f"taken by process {process.pid} (train.py)"
     assert not is_ours("GPU-1")
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=240)
     assert claim("GPU-1") == ""
 
 
@@ -110,7 +109,7 @@ def test_one_process_after_the_other_chooses(monkeypatch):
         monkeypatch.setattr(locks, "_PATIENCE_S", 0.05)
         begin = time.monotonic()
         with choosing():  # as another process, while this one is stopped
-            assert 0.05 <= time.monotonic() - begin < 30
+            assert time.monotonic() - begin >= 0.05
         assert is_locked()
     assert not is_locked()
 

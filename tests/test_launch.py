@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,25 +19,26 @@ from gluon_mgpu.distributed.launcher.supervisor import Limits
 
 from .conftest import assert_house_style
 
-pytestmark = pytest.mark.timeout(60)
 PYTHON = (sys.executable, "-S")  # workers that need no packages
 FAST = Limits(grace_s=0.5)
 PACKAGE = Path(__file__).parent.parent / "gluon_mgpu"
 LAUNCHER = f"""
 import json, sys, types
-package = types.ModuleType("gluon_mgpu")  # without MXNet, so that it starts at once
-package.__path__ = [{str(PACKAGE)!r}]
-sys.modules["gluon_mgpu"] = package
+for name, folder in (("gluon_mgpu", {str(PACKAGE)!r}), ("gluon_mgpu.distributed", {str(PACKAGE / "distributed")!r})):
+    package = sys.modules[name] = types.ModuleType(name)  # without MXNet, so that it starts at once
+    package.__path__ = [folder]
 from pathlib import Path
 from gluon_mgpu.distributed.launcher.job import Job, run_job
+from gluon_mgpu.distributed.launcher import supervisor
 from gluon_mgpu.distributed.launcher.supervisor import Limits
 said = json.loads(sys.argv[1])
 said["limits"] = Limits(**said.get("limits", {{}}))
+supervisor._RETURN_S = said.pop("return_s", supervisor._RETURN_S)
 said["program"], said["log_dir"] = tuple(said["program"]), Path(said["log_dir"])
 said["rendezvous"] = tuple(said["rendezvous"]) if "rendezvous" in said else None
 sys.exit(run_job(Job(**said)))
 """
-SLEEP = "import time\nprint('ready')\ntime.sleep(100)\n"
+SLEEP = "import time\nprint('ready')\ntime.sleep(10_000)\n"
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def marked(name):
     return found
 
 
-def until(true, seconds=10.0):
+def until(true, seconds=120.0):
     """Wait for something to become true; return whether it has."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -172,16 +174,13 @@ def test_one_process_has_no_store(run):
 RAISE = """
 import os, time
 if os.environ["GLUON_MGPU_RANK"] == "1":
-    time.sleep(0.2)
     raise ValueError("the data are bad")
-time.sleep(100)
+time.sleep(10_000)
 """
 
 
 def test_an_exception_ends_all_and_is_the_cause(run, mark):
-    began = time.monotonic()
     assert run(RAISE, num_processes=3) == 1
-    assert time.monotonic() - began < 10
     assert marked(mark) == []
     told = run.err[run.err.index("gluon-mgpu launch: ") :]
     assert told.startswith("gluon-mgpu launch: rank 1 exited with status 1, the first of 3 processes to fail.")
@@ -195,11 +194,15 @@ def test_an_exception_ends_all_and_is_the_cause(run, mark):
         ("sys.exit(3)", 3, "exited with status 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
-        ("os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(9)", 137, "was killed by SIGKILL"),  # its guard, and so itself
+        (
+            "os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(10_000)",
+            137,
+            "was killed by SIGKILL",
+        ),  # its guard, and so itself
     ],
 )
 def test_exit_codes(run, mark, how, code, told):
-    program = f"import os, signal, sys, time\nif os.environ['GLUON_MGPU_RANK'] == '0':\n    {how}\ntime.sleep(100)\n"
+    program = f"import os, signal, sys, time\nif os.environ['GLUON_MGPU_RANK'] == '0':\n    {how}\ntime.sleep(10_000)\n"
     assert run(program) == code
     assert f"rank 0 {told}, the first of 2" in run.err
     assert marked(mark) == []
@@ -211,11 +214,15 @@ import os, signal, sys, time
 rank = int(os.environ["GLUON_MGPU_RANK"])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
 if rank == 2:
-    open(sys.argv[1], "w").close()
+    with open(sys.argv[1] + ".part", "w") as file:
+        file.write(f"/proc/{os.getppid()}")
+    os.rename(sys.argv[1] + ".part", sys.argv[1])
     os._exit(5)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
-time.sleep(0.1)
+guard = open(sys.argv[1]).read()
+while os.path.exists(guard) and ") Z " not in open(guard + "/stat").read():
+    time.sleep(0.01)
 raise ConnectionError("rank 2 is gone")  # as others fail soon after when one is missing
 """
     assert run(program, run.folder / "gone", num_processes=3) == 5
@@ -229,20 +236,20 @@ import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.environ["GLUON_MGPU_RANK"] == "0":
     open(sys.argv[1], "w").close()
-    time.sleep(100)
+    time.sleep(10_000)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 sys.exit(3)
 """
     began = time.monotonic()
     assert run(program, run.folder / "ready") == 3
-    assert 0.5 < time.monotonic() - began < 10
+    assert time.monotonic() - began > 0.5  # the grace
     assert marked(mark) == []
 
 
 GRANDCHILDREN = """
 import os, subprocess, sys, time
-child = [sys.executable, "-S", "-c", "import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"]
+child = [sys.executable, "-S", "-c", "import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(10_000)"]
 subprocess.Popen(child)
 if os.fork() == 0:  # a daemon: a session of its own, its parent gone
     os.setsid()
@@ -262,7 +269,7 @@ def test_grandchildren_end_with_their_worker(run, mark, end):
 
 @pytest.mark.parametrize("killed", ["launcher", "launcher, one guard being stopped", "guard"])
 def test_nothing_is_left_when_the_launcher_or_a_guard_is_killed(run, mark, killed):
-    launcher = run.start(GRANDCHILDREN + "time.sleep(100)", limits={"grace_s": 0.5})
+    launcher = run.start(GRANDCHILDREN + "time.sleep(10_000)", limits={"grace_s": 0.5})
     try:
         assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
         assert len(marked(mark)) == 1 + 2 * 4  # the launcher; guards, workers, children, daemons
@@ -271,8 +278,8 @@ def test_nothing_is_left_when_the_launcher_or_a_guard_is_killed(run, mark, kille
         if "stopped" in killed:
             os.kill(guards[0], signal.SIGSTOP)
         os.kill(guards[0] if killed == "guard" else launcher.pid, signal.SIGKILL)
-        assert launcher.wait(timeout=10) == (137 if killed == "guard" else -9)
-        assert until(lambda: marked(mark) == [], 10), marked(mark)
+        assert launcher.wait(timeout=240) == (137 if killed == "guard" else -9)
+        assert until(lambda: marked(mark) == []), marked(mark)
     finally:
         kill_when_done(launcher)
 
@@ -286,7 +293,7 @@ def caught(signum, frame):
 signal.signal(signal.SIGINT, caught)
 signal.signal(signal.SIGTERM, caught)
 print("ready", flush=True)
-time.sleep(100)
+time.sleep(10_000)
 """
 
 
@@ -294,11 +301,11 @@ time.sleep(100)
     ("signum", "caught", "code"), [("SIGINT",) * 2 + (130,), ("SIGTERM",) * 2 + (143,), ("SIGHUP", "SIGINT", 129)]
 )
 def test_signals_are_passed_on(run, mark, signum, caught, code):
-    launcher = run.start(CATCH, limits={"grace_s": 10})
+    launcher = run.start(CATCH, limits={"grace_s": 1000})
     try:
         assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
         launcher.send_signal(getattr(signal, signum))
-        assert launcher.wait(timeout=10) == code
+        assert launcher.wait(timeout=240) == code
         output = launcher.stdout.read().decode()
         assert f"[0] caught {caught}" in output and f"[1] caught {caught}" in output
         assert f"ended by {signum}" in output
@@ -318,9 +325,9 @@ name = b"program"
 if os.fork() == 0:
     name = b"fork"
     if len(sys.argv) > 1:
-        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time\\nprint('other', flush=True)\\ntime.sleep(100)"])
+        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time\\nprint('other', flush=True)\\ntime.sleep(10_000)"])
 os.write(1, b"ready\\n")
-time.sleep(100)
+time.sleep(10_000)
 """
 
 
@@ -330,7 +337,7 @@ def test_forks_do_not_get_the_signals_of_their_program(run, mark):
     try:
         assert until(lambda: run.log(0).count("ready") == 2)
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=10) == 143
+        assert launcher.wait(timeout=240) == 143
         assert run.log(0).count("caught by program") == 1 and "caught by fork" not in run.log(0)
         assert marked(mark) == []
     finally:
@@ -343,7 +350,7 @@ def test_a_program_that_a_shell_started_gets_its_signals(run, mark):
     try:
         assert until(lambda: "ready" in run.log(0))
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=10) == 130
+        assert launcher.wait(timeout=240) == 130
         assert "caught SIGINT" in run.log(0)
         assert marked(mark) == []
     finally:
@@ -356,24 +363,25 @@ def test_launches_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch)
 
 
 def test_a_second_ctrl_c_does_not_wait(run, mark):
-    launcher = run.start(CATCH.replace("sys.exit(0)", "time.sleep(100)"), limits={"grace_s": 50})
+    launcher = run.start(CATCH.replace("sys.exit(0)", "time.sleep(10_000)"), limits={"grace_s": 1000})
     try:
         assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
         launcher.send_signal(signal.SIGINT)
         assert until(lambda: "caught" in run.log(0))
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=10) == 130
+        assert launcher.wait(timeout=240) == 130
         assert marked(mark) == []
     finally:
         kill_when_done(launcher)
 
 
-def test_a_stopped_worker_is_a_failure(run, mark):
+def test_a_stopped_worker_is_a_failure(run, mark, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 1000)  # a slow machine may look late
     program = """
 import os, signal, time
 if os.environ["GLUON_MGPU_RANK"] == "1":
     os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(100)  # for rank 1
+time.sleep(10_000)  # for rank 1
 """
     assert run(program, limits=Limits(grace_s=0.5, timeout_s=1.5)) == 124
     assert "rank 1 was stopped (SIGSTOP) for" in run.err
@@ -387,11 +395,10 @@ def test_workers_that_all_wait_are_a_failure(run, mark):
 
 
 def test_who_waits_for_one_that_has_ended_well(run, mark):
-    program = "import os, time\nif os.environ['GLUON_MGPU_RANK'] != '1':\n    time.sleep(100)"
-    began = time.monotonic()
+    program = "import os, time\nif os.environ['GLUON_MGPU_RANK'] != '1':\n    time.sleep(10_000)"
     assert run(program, num_processes=3, limits=Limits(grace_s=0.5, timeout_s=20)) == 124
-    assert time.monotonic() - began < 15
-    assert "rank 1 ended with status 0, and the others have computed nothing for" in run.err
+    idle_s = re.search("rank 1 ended with status 0, and the others have computed nothing for ([0-9]+) s", run.err).group(1)
+    assert int(idle_s) < 20
     assert marked(mark) == []
 
 
@@ -503,7 +510,7 @@ HANG_AT_EXIT = """
 import atexit, os, sys, time, types
 class Store:
     def __del__(self):
-        time.sleep(100)  # as MXNet's store, until the other workers end
+        time.sleep(10_000)  # as MXNet's store, until the other workers end
 sys.modules["mxnet"] = types.ModuleType("mxnet")
 sys.modules["mxnet"].store = Store()
 atexit.register(lambda: print("saved"))
@@ -550,7 +557,7 @@ def test_who_has_failed_does_not_wait_at_exit(end, code, errors, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine')")
     path = os.pathsep.join([STARTUP, str(tmp_path)])
     environ = {**os.environ, "PYTHONPATH": path, "DMLC_ROLE": "worker"}
-    done = subprocess.run([sys.executable, "-c", HANG_AT_EXIT + end], env=environ, capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", HANG_AT_EXIT + end], env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == code
     assert done.stdout == "mine\nsaved\n"
     assert done.stderr.strip().splitlines()[-1:] == ([errors] if errors else [])

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 
 import numpy as np
@@ -20,7 +19,6 @@ from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, until
 from .test_processes import BACKENDS
 
 __all__ = ["mark"]  # a fixture
-pytestmark = pytest.mark.timeout(100)
 TOKEN = "the-token-of-these-tests"
 PLACE = """
 import os, sys, time
@@ -47,8 +45,8 @@ class Hosts:
             "num_nodes": num_nodes,
             "node_rank": node_rank,
             "rendezvous": [host, self.port],
-            "silence_s": 1.0,
-            "limits": {"grace_s": 0.5, "patience_s": 20.0, **(limits or {})},
+            "silence_s": 60.0,
+            "limits": {"grace_s": 0.5, "patience_s": 120.0, **(limits or {})},
             "log_dir": str(self.folder / (name or f"node{node_rank}")),
             **options,
         }
@@ -80,7 +78,7 @@ def hosts(tmp_path):
 
 
 def codes(*launchers):
-    return [launcher.wait(timeout=20) for launcher in launchers]
+    return [launcher.wait(timeout=240) for launcher in launchers]
 
 
 def test_three_nodes(hosts, mark):
@@ -95,7 +93,7 @@ def test_three_nodes(hosts, mark):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_anywhere_ends_all_nodes(hosts, mark, failing):
-    program = PLACE + f"if place[0] == '{failing}':\n    time.sleep(0.3)\n    raise KeyError('bad node')\ntime.sleep(100)"
+    program = PLACE + f"if place[0] == '{failing}':\n    raise KeyError('bad node')\ntime.sleep(10_000)"
     launchers = [hosts.start(rank, program, num_processes=2) for rank in range(2)]
     assert codes(*launchers) == [1, 1]
     for launcher in launchers:  # both say the cause
@@ -113,27 +111,28 @@ def test_restart_over_nodes(hosts, mark):
     assert [hosts.log(f"node{rank}", rank, 1) for rank in range(2)] == ["place 0 0 0 2 2 1\n", "place 1 0 1 2 2 1\n"]
 
 
-WAIT = PLACE + "time.sleep(100 if place[5] == '0' else 0)"
+WAIT = PLACE + "time.sleep(10_000 if place[5] == '0' else 0)"
 
 
 @pytest.mark.parametrize("signum", ["SIGKILL", "SIGSTOP", "SIGTERM"])
 def test_a_lost_node_is_noticed_and_may_come_back(hosts, mark, signum):
-    first, second = (hosts.start(rank, WAIT, limits={"max_restarts": 1}) for rank in range(2))
+    silence_s = 5.0 if signum == "SIGSTOP" else 60.0
+    first, second = (hosts.start(rank, WAIT, limits={"max_restarts": 1}, silence_s=silence_s) for rank in range(2))
     assert until(lambda: hosts.log("node0", 0) and hosts.log("node1", 1))
     second.send_signal(getattr(signal, signum))  # SIGSTOP: the launcher is silent, as behind a cut cable
     if signum == "SIGSTOP":
-        time.sleep(2.5)  # longer than the silence that is allowed
+        assert until(lambda: b"node 1 has not been heard of" in launcher_log(hosts, 0))
         second.send_signal(signal.SIGCONT)  # it comes back by itself
     else:
         again = hosts.start(1, WAIT, name="again", limits={"max_restarts": 1})
-    assert first.wait(timeout=20) == 0, first.stdout.read().decode()
-    assert second.wait(timeout=20) == {"SIGKILL": -9, "SIGTERM": 143, "SIGSTOP": 0}[signum]
+    assert first.wait(timeout=240) == 0, first.stdout.read().decode()
+    assert second.wait(timeout=240) == {"SIGKILL": -9, "SIGTERM": 143, "SIGSTOP": 0}[signum]
     assert hosts.log("node0", 0, 1) == "place 0 0 0 2 2 1\n"
     if signum != "SIGSTOP":
-        assert again.wait(timeout=20) == 0
+        assert again.wait(timeout=240) == 0
         assert hosts.log("again", 1, 1) == "place 1 0 1 2 2 1\n"
     output = first.stdout.read().decode()
-    assert ("node 1 has closed" in output) or ("node 1 has not been heard of" in output) or ("on node 1 got SIGTERM" in output)
+    assert ("node 1 closed" in output) or ("node 1 was silent for" in output) or ("on node 1 got SIGTERM" in output)
     assert marked(mark) == []
 
 
@@ -147,7 +146,7 @@ def caught(signum, frame):
 signal.signal(signal.SIGINT, caught)
 signal.signal(signal.SIGTERM, caught)
 print("ready", flush=True)
-time.sleep(100)
+time.sleep(10_000)
 """
 )
 
@@ -164,29 +163,31 @@ def test_a_signal_to_one_launcher_reaches_the_workers_of_all(hosts, mark, at, si
 
 
 def test_elastic_goes_on_without_a_node(hosts, mark, monkeypatch):
-    limits = {"max_restarts": 1, "fewest": 1, "most": 2, "patience_s": 1.0}
-    first, second = (hosts.start(rank, WAIT, limits=limits) for rank in range(2))
+    limits = {"max_restarts": 1, "fewest": 1, "most": 2}
+    first, second = (hosts.start(rank, WAIT, limits=limits, return_s=0.5) for rank in range(2))
     assert until(lambda: hosts.log("node0", 0) and hosts.log("node1", 1))
     second.kill()
-    assert first.wait(timeout=20) == 0, first.stdout.read().decode()
+    assert first.wait(timeout=240) == 0, first.stdout.read().decode()
     assert hosts.log("node0", 0, 1) == "place 0 0 0 1 1 1\n"
     assert until(lambda: marked(mark) == [])
 
 
 def test_without_node_0(hosts, mark):
-    first, second = (hosts.start(rank, WAIT, limits={"patience_s": 1.5}) for rank in range(2))
+    first = hosts.start(0, WAIT)
+    assert until(lambda: can_connect(hosts.port))
+    second = hosts.start(1, WAIT, limits={"patience_s": 1.5})
     assert until(lambda: hosts.log("node0", 0) and hosts.log("node1", 1))
     first.kill()
-    assert second.wait(timeout=20) == 1
+    assert second.wait(timeout=240) == 1
     output = second.stdout.read().decode()
-    assert "node 0 has closed the connection; ended this node's processes" in output
+    assert "node 0 closed the connection; stopped this node's processes" in output
     assert "launch: got no node 0 at 127.0.0.1:" in output
     assert marked(mark) == []
 
 
 def test_a_launcher_that_ssh_has_started_ends_as_with_a_ctrl_c_when_ssh_does(tmp_path, mark):
     (tmp_path / "program.py").write_text(
-        "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    print('saved')\n"
+        "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(10_000)\nexcept KeyboardInterrupt:\n    print('saved')\n"
     )
     said = {"program": [*PYTHON, str(tmp_path / "program.py")], "end_with_input": True, "log_dir": str(tmp_path / "logs")}
     command = [sys.executable, "-c", LAUNCHER, json.dumps(said)]
@@ -195,7 +196,7 @@ def test_a_launcher_that_ssh_has_started_ends_as_with_a_ctrl_c_when_ssh_does(tmp
         assert until(lambda: log.exists() and log.read_text() == "ready\n")
         launcher.stdin.write(b"what is sent there is not read\n")
         launcher.stdin.close()
-        assert launcher.wait(timeout=30) == 128 + signal.SIGHUP
+        assert launcher.wait(timeout=240) == 128 + signal.SIGHUP
     assert log.read_text() == "ready\nsaved\n"
     assert marked(mark) == []
 
@@ -222,10 +223,10 @@ def test_nodes_that_never_come(tmp_path, hosts):
     assert_house_style(raised.value)
 
 
-def say(port, data, seconds=5.0):
+def say(port, data, seconds=60.0):
     """Say something at the rendezvous; return what is answered until node 0 closes the connection."""
     answer = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=240) as connection:
         connection.settimeout(seconds)
         try:
             connection.sendall(data)
@@ -263,14 +264,14 @@ def can_connect(port):
 
 def test_a_refused_node_says_why(hosts):
     first = hosts.start(0, PLACE)
-    assert hosts.start(1, PLACE, num_nodes=3).wait(timeout=20) == 1
+    assert hosts.start(1, PLACE, num_nodes=3).wait(timeout=240) == 1
     output = hosts.started[1].stdout.read().decode()
-    assert "launch: got --nodes 3; expected 2, as on node 0. Node 0 refused this one." in output
+    assert "launch: got --nodes 3; expected 2, as on node 0. Node 0 rejected this node." in output
     assert codes(hosts.start(1, PLACE), first) == [0, 0]
 
 
 def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=240)
 
 
 class Network:
@@ -299,7 +300,7 @@ class Network:
 
     def remove(self):
         for name in [self.name, *self.names]:
-            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, timeout=10)
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, timeout=240)
 
 
 @pytest.fixture
@@ -324,7 +325,7 @@ print("from step", step, flush=True)
 total = mx.nd.zeros((1,))
 if "HOROVOD_RANK" in os.environ:
     from gluon_mgpu.distributed import group
-    together = group().sum_of([total])
+    together = group().all_reduce([total])
 else:
     store = mx.kv.create("dist_sync")
     store.init(0, total)
@@ -351,17 +352,17 @@ def test_hosts_train_lose_each_other_and_recover(network, hosts, mark, monkeypat
     checkpoint = hosts.folder / "checkpoint.json"
     monkeypatch.setenv("CHECKPOINT", str(checkpoint))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = {"host": network.addresses[0], "python": [sys.executable], "limits": {"max_restarts": 1}}
+    options = {"host": network.addresses[0], "python": [sys.executable], "limits": {"max_restarts": 1}, "silence_s": 4.0}
     options.update({"servers": 1} if backend == "dist_sync" else {"backend": backend})
     enter = [["ip", "netns", "exec", name] for name in network.names]
     launchers = [hosts.start(rank, DESCEND, prefix=enter[rank], **options) for rank in range(2)]
-    assert until(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())[0] >= 10, 40)
+    assert until(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())[0] >= 10)
     network.plug(1, "down")
-    assert until(lambda: b"node 1 has not been heard of" in launcher_log(hosts, 0))
-    assert until(lambda: b"node 0 has not been heard of" in launcher_log(hosts, 1))
+    assert until(lambda: b"node 1 was silent for" in launcher_log(hosts, 0))
+    assert until(lambda: b"node 0 was silent for" in launcher_log(hosts, 1))
     assert until(lambda: len(marked(mark)) == 2)  # the launchers: both sides have ended their processes
     network.plug(1, "up")
-    assert [launcher.wait(timeout=50) for launcher in launchers] == [0, 0]
+    assert [launcher.wait(timeout=240) for launcher in launchers] == [0, 0]
     resumed = int(hosts.log("node0", 0, 1).split()[2])
     assert 10 <= resumed < 60
     weight = np.float32(0)

@@ -1,9 +1,9 @@
 """Launching with MXNet's own store between two workers: it works, it ends when something fails, and it listens on loopback."""
 
 import os
+import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from . import test_launch
 from .test_launch import Runner, kill_when_done, mark, marked, until
 
 __all__ = ["mark"]  # a fixture
-pytestmark = pytest.mark.timeout(100)
 PUSH_AND_PULL = """
 import os, sys, time
 import mxnet as mx
@@ -50,15 +49,15 @@ def listening(pids):
 
 
 def test_two_workers_and_a_killed_server(run, mark):
-    launcher = run.start(PUSH_AND_PULL + "time.sleep(100)", servers=1)
+    launcher = run.start(PUSH_AND_PULL + "time.sleep(10_000)", servers=1)
     try:
-        assert until(lambda: run.log(0) == run.log(1) == PULLED, 30), run.log(0)
+        assert until(lambda: run.log(0) == run.log(1) == PULLED), run.log(0)
         addresses = listening(marked(mark))
         assert len(addresses) == 4  # the scheduler, a server, and the workers
         assert {address.partition(":")[0] for address in addresses} == {"0100007F"}  # 127.0.0.1, not 0.0.0.0
         (server,) = [pid for pid in marked(mark) if is_server(pid)]
         os.kill(server, signal.SIGKILL)
-        assert launcher.wait(timeout=15) == 137
+        assert launcher.wait(timeout=240) == 137
         assert (
             "gluon-mgpu launch: server 0 was killed by SIGKILL, the first of 2 processes to fail"
             in launcher.stdout.read().decode()
@@ -131,17 +130,22 @@ def test_workers_that_fail_between_two_steps_and_a_new_store(run, mark):
 
 
 END = """
-print("ends at", time.time(), flush=True)
 if rank == 1:
     {}
 step(3)
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("raise SystemExit(3)", 3), ("exit(3)", 3), ("os._exit(4)", 4)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.exhaustive),
+        pytest.param("exit(3)", 3, marks=pytest.mark.exhaustive),
+        ("os._exit(4)", 4),
+    ],
+)
 def test_who_ends_while_the_others_wait_in_a_sum(run, mark, how, code):
     assert run(PUSH_AND_PULL + END.format(how), servers=1) == code
-    assert time.time() - float(run.log(1).split()[-1]) < 10
     assert f"rank 1 exited with status {code}, the first of 2" in run.err
     assert marked(mark) == []
 
@@ -150,6 +154,6 @@ def test_who_ends_well_while_the_others_wait_in_a_sum(run, mark):
     """Left alone, it waits for the others at MXNet's exit barrier, and they for its push."""
     limits = test_launch.Limits(grace_s=0.5, timeout_s=20)
     assert run(PUSH_AND_PULL + END.format("sys.exit()"), servers=1, limits=limits) == 124
-    assert time.time() - float(run.log(1).split()[-1]) < 15
-    assert "rank 1 ended with status 0, and the others have computed nothing for" in run.err
+    idle_s = re.search("rank 1 ended with status 0, and the others have computed nothing for ([0-9]+) s", run.err).group(1)
+    assert int(idle_s) < 20
     assert marked(mark) == []

@@ -106,7 +106,7 @@ def test_what_is_said():
     assert str(judge(waves(leak=1000))) == "leak of 1000 bytes a step (95%: 1000 to 1000; 22 samples)"
     assert str(judge(waves())) == "flat: 0 bytes a step (95%: 0 to 0; 22 samples)"
     assert str(judge(waves(queue=10))) == "flat: 0 bytes a step (95%: 0 to 0; 22 samples)"
-    assert "100000 bytes a queued step, up to 15 queued" in str(judge(waves(queue=10**5)))
+    assert "100000 bytes per queued step, up to 15 queued" in str(judge(waves(queue=10**5)))
     assert str(Growth("unknown", num_samples=3)).startswith("unknown: 3 samples")
 
 
@@ -184,7 +184,7 @@ def test_a_graph_that_goes_on_is_a_leak_that_no_array_shows():
     """The classic: total_loss += loss inside of record(), never read."""
     growth, report = loop("a graph")
     assert growth.verdict == "leak", report
-    assert "No arrays of MXNet's became more in Python" in report
+    assert "The number of MXNet's arrays in Python does not increase" in report
 
 
 def test_a_queue_without_back_pressure_is_no_leak():
@@ -277,7 +277,7 @@ def test_wrong_arguments():
 
 def test_a_report_too_early_says_so():
     check = LeakCheck(every=1, contexts=[mx.cpu(1)])
-    assert check.report() == "host: unknown: 0 samples, 8 are needed. Run more steps."
+    assert check.report() == "host: unknown: 0 samples of at least 8. Run more steps."
     for _ in range(4):  # the fourth look waits for the devices
         check.step([mx.nd.ones((1,))])
-    assert re.fullmatch(r"host: unknown: \d samples, 8 are needed. Run more steps.", check.report())  # a CPU's is the host's
+    assert re.fullmatch(r"host: unknown: \d samples of at least 8. Run more steps.", check.report())  # a CPU's is the host's

@@ -7,7 +7,7 @@ import pytest
 from gluon_mgpu import plan_shards
 from gluon_mgpu.data import balance_shards, padding_share, plan_buckets
 from gluon_mgpu.errors import DataError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .conftest import assert_house_style
@@ -52,7 +52,6 @@ def test_the_first_cut_is_the_best_there_is():
     assert sum(padded(lengths[bucket.examples]) for bucket in found) == min(cuts)
 
 
-@settings(deadline=None, max_examples=200)
 @given(LENGTHS, st.integers(0, 300), st.integers(1, 8))
 def test_every_example_is_in_one_bucket_and_fits(lengths, room, num_buckets):
     sizes = np.array(lengths)
@@ -128,7 +127,6 @@ def test_shards_hold_about_equal_tokens(lengths, num_shards, tokens):
     assert sorted(tokens_of_shards(np.array(lengths), num_shards), reverse=True) == tokens
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 8))
 def test_equal_shards_differ_by_less_than_two_examples_do(lengths, num_shards):
     lengths = lengths * num_shards
@@ -136,7 +134,6 @@ def test_equal_shards_differ_by_less_than_two_examples_do(lengths, num_shards):
     assert max(tokens) - min(tokens) <= max(lengths) - min(lengths)
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 8))
 def test_any_shards_differ_by_at_most_the_longest_example(lengths, num_shards):
     tokens = tokens_of_shards(lengths, num_shards)

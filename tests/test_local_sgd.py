@@ -67,6 +67,7 @@ def train(net, trainer, batches):
         mgpu.train_batch(net, LOSS, trainer, X, y)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_it_is_networks_that_are_averaged(devices, arrays, optimizer, every):
@@ -80,6 +81,7 @@ def test_it_is_networks_that_are_averaged(devices, arrays, optimizer, every):
     assert (mgpu.replica_difference(net) > 0) == bool(apart)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", [None, {"static_alloc": True, "static_shape": True}], ids=["plain", "static"])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])

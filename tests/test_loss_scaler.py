@@ -64,6 +64,7 @@ def test_the_scale_has_bounds():
     assert_house_style(raised.value)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bad", range(3))
 @pytest.mark.parametrize("value", [INF, NAN])
 @pytest.mark.parametrize("kvstore", ["device", "local"])
@@ -106,6 +107,7 @@ def test_sparse_and_no_gradients():
     assert LossScaler().settle([]) == 65536.0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("inside", [True, False])
 def test_losses_are_multiplied_within_the_graph(inside, arrays, devices):
     weights = [array([2.0, 3.0]).as_in_context(one) for one in devices]

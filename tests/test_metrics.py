@@ -40,6 +40,7 @@ def reads(monkeypatch):
     return contexts
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "int32", "int64", "uint8"])
 @pytest.mark.parametrize("shape", [(40, 3), (7, 3, 5), (7, 3, 2, 2)], ids=["classes", "sequence", "pixels"])
 def test_accuracy_counts_the_largest_scores(arrays, shape, dtype):

@@ -46,6 +46,7 @@ def by_hand(net, trainer, X, y, bad=None):
     trainer.step(len(X))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ("adam", {"learning_rate": 0.01})], ids=["momentum", "adam"])
 def test_a_scale_does_not_show(devices, arrays, optimizer):
     """A power of 2 changes no bit of a float32 gradient, and clipping sees what was divided by it."""

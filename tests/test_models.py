@@ -26,6 +26,7 @@ def test_the_parameters_are_those_of_the_paper_s_18_layers():
     assert len(trainable) == 2 * (1 + 16 + 3 + 1) + 2 * (1 + 16)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(2, 1, 28, 28), (1, 3, 8, 8)])
 @pytest.mark.parametrize("hybridize", [False, True])
 def test_shapes(arrays, shape, hybridize):

@@ -39,22 +39,25 @@ def no_driver(monkeypatch):
 
 
 def until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert condition()
 
 
 class Slow:
-    """Batches that take their time."""
+    """Batches that take `seconds`, and at least four times as long as the step before, on any machine."""
 
     def __init__(self, num, seconds):
         self._num, self._seconds = num, seconds
 
     def __iter__(self):
+        step_s = 0.0
         for batch in small_batches([12] * self._num):
-            time.sleep(self._seconds)
+            time.sleep(max(self._seconds, 4 * step_s))
+            began = time.monotonic()
             yield batch
+            step_s = time.monotonic() - began
 
 
 def fit(monitor, batches, epochs=1):
@@ -64,15 +67,14 @@ def fit(monitor, batches, epochs=1):
         return mgpu.fit(net, CE(), trainer, batches, epochs=epochs, callbacks=[monitor])
 
 
-@pytest.mark.timeout(120)
 def test_fit_is_watched(tmp_path, caplog):
     caplog.set_level(logging.INFO, "gluon_mgpu")
     monitor = Monitor(tmp_path / "run", interval_s=0.1)
-    history = fit(monitor, Slow(20, 0.05), epochs=2)
+    history = fit(monitor, Slow(10, 0.1), epochs=2)
     assert not any(thread.name == "Monitor" for thread in threading.enumerate())
     samples = read_samples(tmp_path / "run" / "monitor.jsonl")
     assert len(samples) == len(monitor.samples) >= 3
-    assert samples[-1].step == 40 and samples[-1].epoch == 2 and samples[-1].host.rss_bytes > 2**24
+    assert samples[-1].step == 20 and samples[-1].epoch == 2 and samples[-1].host.rss_bytes > 2**24
     row = history.rows[-1]
     assert row["host_gib"] > 0 and row["time_in_data"] > 0.5
     if not is_serial():
@@ -83,32 +85,41 @@ def test_fit_is_watched(tmp_path, caplog):
     assert "the training thread: data" in caplog.text
 
 
-@pytest.mark.timeout(120)
 def test_slow_data_is_named_with_its_line(caplog):
     if is_serial():
         pytest.skip("the serial engine has no workers, whose load could be low")
     monitor = Monitor(interval_s=0.1)
-    fit(monitor, Slow(40, 0.05))
-    idle = [one for one in monitor.findings if one.what == "idle"]
-    assert [one.cause for one in idle] == ["data"] and "test_monitor.py" in idle[0].message and "(__iter__)" in idle[0].message
-    assert sum("monitor: idle" in record.message for record in caplog.records) == 1  # warned of once
+
+    def found():
+        return [one for one in monitor.findings if (one.what, one.cause) == ("idle", "data")]
+
+    class Standing:
+        def __iter__(self):
+            deadline = time.monotonic() + 240
+            for batch in small_batches([12] * 5):
+                yield batch
+                while not found() and time.monotonic() < deadline:
+                    time.sleep(0.05)
+
+    fit(monitor, Standing())
+    (idle,) = found()  # perhaps among findings of other processes' load
+    assert "test_monitor.py" in idle.message and "(__iter__)" in idle.message
+    warned = [record.message for record in caplog.records if "monitor: idle" in record.message]
+    assert sum("waiting for the next batch" in message for message in warned) == 1
 
 
-@pytest.mark.timeout(120)
 def test_a_loop_by_hand_that_reads_every_loss():
     if is_serial():
         pytest.skip("the serial engine computes where it is called")
     x = mx.nd.ones((700, 700))
     with Monitor(interval_s=0.2) as monitor:
-        until_s = time.monotonic() + 1.5
-        while time.monotonic() < until_s:
+        while len(monitor.samples) < 6:
             float(mx.nd.dot(x, x).sum().asscalar())
     spent = monitor.summary().spent
     assert max(spent, key=spent.get) == "sync"
     assert any("test_monitor.py" in sample.where.get("sync", "") for sample in monitor.samples)
 
 
-@pytest.mark.timeout(60)
 def test_arrays_that_are_kept_on_one_context_are_found():
     monitor = Monitor(interval_s=0.1, contexts=[mx.cpu(0), mx.cpu(1)])
     kept = [mx.nd.ones((50, 1031), ctx=mx.cpu(1)) for _ in range(20)]
@@ -148,7 +159,7 @@ def test_told_phases_are_exact():
 def test_a_watcher_that_fails_does_not_end_the_run(monkeypatch, caplog):
     with Monitor(interval_s=0.1) as monitor:
         monkeypatch.setattr(monitor._reader, "read", lambda **_: 1 / 0)
-        until(lambda: "watches no more" in caplog.text)
+        until(lambda: "Monitoring has stopped" in caplog.text)
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -176,12 +187,12 @@ def test_the_worker_of_a_context_has_a_name():
     assert threads_of(os.getpid())[marker.thread].name == "mxnet cpu(3)"
     reader = HostReader(num_threads={"cpu(3)": 1})
     x = mx.nd.ones((600, 600), ctx=mx.cpu(3))
-    ends = time.monotonic() + 0.5
-    while time.monotonic() < ends:
+    before_s = threads_of(os.getpid())[marker.thread].cpu_s
+    while threads_of(os.getpid())[marker.thread].cpu_s < before_s + 0.3:
         mx.nd.dot(x, x).wait_to_read()
     _, cpus = reader.read()
     busy = {cpu.name: cpu.cores for cpu in cpus}["cpu(3)"]
-    assert 0.05 < busy < 1.5
+    assert 0.0 < busy < 1.5
     time.sleep(0.3)
     _, cpus = reader.read()
     assert {cpu.name: cpu.cores for cpu in cpus}["cpu(3)"] < busy / 2
@@ -193,7 +204,7 @@ def test_children_count():
         until(lambda: HostReader().read()[0].children_bytes > 9e7)
         assert child.pid in HostReader(whole_tree=True).pids()
     finally:
-        child.communicate(b"\n", timeout=30)
+        child.communicate(b"\n", timeout=240)
 
 
 def test_what_is_dear_is_found_seldom():
@@ -263,23 +274,22 @@ def test_without_a_process_it_is_the_machine():
 PROGRAM = [sys.executable, "-W", "ignore", "-c", "from gluon_mgpu.cli.monitor import monitor; monitor(['--interval', '0.1'])"]
 
 
-@pytest.mark.timeout(90)
 def test_ctrl_c_and_a_reader_that_leaves_end_it_quietly():
     with subprocess.Popen(PROGRAM, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert json.loads(process.stdout.readline())
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=240)
     assert process.returncode == 0 and b"Traceback" not in errors
     with subprocess.Popen(PROGRAM, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
         process.stdout.close()
         errors = process.stderr.read()
-        assert process.wait(30) == 0
+        assert process.wait(240) == 0
     assert b"Traceback" not in errors and b"Broken" not in errors
 
 
 def test_it_ends_with_the_process_that_it_looks_at():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     threading.Timer(0.5, child.communicate, [b"\n"]).start()
-    done = CliRunner().invoke(command, ["--pid", str(child.pid), "--interval", "0.1", "--duration", "30"])
+    done = CliRunner().invoke(command, ["--pid", str(child.pid), "--interval", "0.1", "--duration", "600"])
     assert done.exit_code == 0 and f"Process {child.pid} has ended." in done.output + done.stderr

@@ -204,7 +204,7 @@ def test_summary():
     assert summary.peak_bytes == {"gpu(0)": 10 * GIB, "gpu(1)": 4 * GIB} and summary.imbalance == 2.5
     assert summary.load == {"gpu(0)": pytest.approx(0.9), "gpu(1)": pytest.approx(0.5)} and summary.seconds == 10
     assert [one.what for one in summary.findings] == ["memory imbalance", "uneven load"]
-    assert "fullest device holds 2.50 times" in str(summary) and "memory imbalance: gpu(0)" in str(summary)
+    assert "holds 2.50 times as much as" in str(summary) and "memory imbalance: gpu(0)" in str(summary)
 
 
 def test_a_picture_has_a_line_a_device():
@@ -233,7 +233,7 @@ FOR_LINE = next(i for i, line in enumerate(LINES, 1) if line.lstrip().startswith
         ([Frame(f"{OURS}/loop/epoch.py", "run_epoch", FOR_LINE)], "data", f"epoch.py:{FOR_LINE} (run_epoch)"),
         ([Frame(f"{OURS}/data/array_loader.py", "__iter__", 9), LOOP], "data", "array_loader.py:9 (__iter__)"),
         (
-            [USER, Frame(STEP, "_forward", 1), Frame(RUN, "train_one", 2), LOOP],
+            [USER, Frame(STEP, "_forward", 1), Frame(RUN, "_train_batch", 2), LOOP],
             "dispatch",
             USER.location,
         ),
@@ -242,26 +242,26 @@ FOR_LINE = next(i for i, line in enumerate(LINES, 1) if line.lstrip().startswith
                 *WAIT,
                 USER,
                 Frame(STEP, "_forward", 1),
-                Frame(RUN, "train_one", 2),
+                Frame(RUN, "_train_batch", 2),
                 LOOP,
             ],
             "sync",
             USER.location,
         ),
         (
-            [WAIT[0], Frame(f"{OURS}/loop/epoch.py", "_wait", 5), Frame(f"{OURS}/loop/epoch.py", "_checked", 6), LOOP],
+            [WAIT[0], Frame(f"{OURS}/loop/epoch.py", "_wait_for_oldest", 5), Frame(f"{OURS}/loop/epoch.py", "_checked", 6), LOOP],
             "devices",
-            "epoch.py:5 (_wait)",
+            "epoch.py:5 (_wait_for_oldest)",
         ),
         (
-            [WAIT[0], Frame(f"{OURS}/loop/metrics.py", "read", 7), Frame(f"{OURS}/loop/epoch.py", "report", 6), LOOP],
+            [WAIT[0], Frame(f"{OURS}/loop/metrics.py", "read", 7), Frame(f"{OURS}/loop/epoch.py", "_report", 6), LOOP],
             "devices",
             "metrics.py:7 (read)",
         ),
-        ([USER, Frame(RUN, "each", 1), LOOP], "callbacks", USER.location),
-        ([*WAIT, USER, Frame(RUN, "each", 1), LOOP], "sync", USER.location),
+        ([USER, Frame(RUN, "call_each", 1), LOOP], "callbacks", USER.location),
+        ([*WAIT, USER, Frame(RUN, "call_each", 1), LOOP], "sync", USER.location),
         (
-            [Frame(f"{OURS}/checkpoint/snapshot.py", "write", 3), Frame(RUN, "each", 1)],
+            [Frame(f"{OURS}/checkpoint/snapshot.py", "write", 3), Frame(RUN, "call_each", 1)],
             "callbacks",
             "snapshot.py:3 (write)",
         ),

@@ -3,7 +3,8 @@
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.loop.epoch import run_epoch
+from gluon_mgpu.loop.epoch import EpochOptions, run_epoch
+from gluon_mgpu.loop.metrics import DeviceSums
 from mxnet import gluon
 from mxnet.base import _LIB
 
@@ -33,6 +34,7 @@ def test_the_counter_counts(waits):
     assert waits == [WAITING[0], WAITING[1], WAITING[3], WAITING[0]]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("sizes", [[12] * 4, [7, 12, 1, 5]], ids=["even", "uneven and fewer"])
 def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_steps):
@@ -66,7 +68,8 @@ def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch
     batches = small_batches([6] * 8)
     mgpu.train_batch(net, loss, trainer, *batches[0])
     del waits[:]
-    run_epoch(batches, lambda X, y: mgpu.train_batch(net, loss, trainer, X, y), [mgpu.accuracy], operation="fit", max_inflight=3)
+    options = EpochOptions("fit", max_inflight=3)
+    run_epoch(batches, lambda X, y: mgpu.train_batch(net, loss, trainer, X, y), DeviceSums([mgpu.accuracy]), options)
     assert waits.count("MXNDArraySyncCopyToCPU") == len(devices)  # the report at the end
     assert waits.count("MXNDArrayWaitToRead") == (8 - 3) * len(devices)
     assert waits.count("MXNDArrayWaitAll") == 1  # at the end, so that the last update counts

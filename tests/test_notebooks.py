@@ -1,5 +1,7 @@
-"""Contract: the notebooks run as they stand, in this very environment, without an error or a warning, and show pictures."""
+"""Contract: the notebooks run unchanged, without errors or warnings, and show plots; the Korean ones have the same code."""
 
+import copy
+import importlib.util
 import os
 import re
 import sys
@@ -11,8 +13,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+KOREAN = sorted((FOLDER / "ko").glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+every_language = pytest.mark.parametrize("path", NOTEBOOKS + KOREAN, ids=lambda path: f"{path.parent.name}-{path.stem}")
 
 
 def outputs_of(notebook):
@@ -20,10 +25,24 @@ def outputs_of(notebook):
 
 
 def errors_of(notebook):
-    """What went wrong, and what was said on stderr: by MXNet on GPUs, which says that it tries cuDNN's algorithms, harmlessly."""
+    """Return the exceptions raised and the text on stderr. On GPUs, MXNet logs there that it tunes cuDNN: this is harmless."""
     outputs = outputs_of(notebook)
     raised = [output.evalue for output in outputs if output.output_type == "error"]
     return raised, [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
+
+
+def translation_of(path):
+    """Return an English notebook and its Korean translation."""
+    return nbformat.read(path, as_version=4), nbformat.read(FOLDER / "ko" / path.name, as_version=4)
+
+
+def markdown_of(notebook):
+    return [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+
+
+def links_of(notebook):
+    """Return the targets of all links and images in the text."""
+    return re.findall(r"\]\(([^)\s]+)\)", "\n".join(markdown_of(notebook)))
 
 
 def has_picture(notebook):
@@ -39,17 +58,17 @@ def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = []  # what is asserted below must have come from this run
+            cell.outputs = []  # the assertions below must check the outputs of this run
     notebook.cells.append(nbformat.v4.new_code_cell("import sys\nprint(sys.executable)"))
     NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert notebook.cells.pop().outputs[0].text.strip() == sys.executable
-    raised, told = errors_of(notebook)
-    assert raised == [] and not re.search("warning", "".join(told), re.IGNORECASE)
+    raised, stderr = errors_of(notebook)
+    assert raised == [] and not re.search("warning", "".join(stderr), re.IGNORECASE)
     assert has_picture(notebook)
     assert list(tmp_path.iterdir()) == []
 
 
-@every_notebook
+@every_language
 def test_committed_notebook_is_executed_and_clean(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -57,17 +76,106 @@ def test_committed_notebook_is_executed_and_clean(path):
     assert has_picture(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert all(not cell.metadata for cell in notebook.cells)  # no times of execution
+    assert all(not cell.metadata for cell in notebook.cells)  # no execution times
     assert notebook.metadata.kernelspec.name == "python3"
     printed = "\n".join(output.get("text", "") for output in outputs_of(notebook))
     assert re.findall(r"(?<![\w.])/(?:home|root|tmp|work|opt|usr|Users)/\S+", printed) == []
 
 
-@every_notebook
+@every_language
 def test_sections_are_numbered_in_order(path):
     notebook = nbformat.read(path, as_version=4)
-    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    text = "\n".join(markdown_of(notebook))
     numbers = [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1))
     assert len(numbers) == len(re.findall(r"^## ", text, re.MULTILINE)) > 0
-    assert all(int(section) in numbers for section in re.findall(r"\bsections? (\d+)", text))
+    assert all(
+        int(section) in numbers
+        for match in re.findall(r"\bsections? (\d+)|(?<!\d)(\d+)절", text)
+        for section in filter(None, match)
+    )
+
+
+@every_language
+def test_links_resolve(path):
+    notebook = nbformat.read(path, as_version=4)
+    files = [link for link in links_of(notebook) if not link.startswith("https://")]
+    assert files != []
+    assert [link for link in files if not (path.parent / link).is_file()] == []
+
+
+def test_every_notebook_has_a_korean_translation():
+    assert [path.name for path in KOREAN] == [path.name for path in NOTEBOOKS]
+
+
+@every_notebook
+def test_korean_notebook_has_the_same_cells_code_and_outputs(path):
+    """Running the English notebook therefore tests both. After you change code, copy the code cells to notebooks/ko."""
+    english, korean = translation_of(path)
+    assert [(cell.id, cell.cell_type) for cell in korean.cells] == [(cell.id, cell.cell_type) for cell in english.cells]
+    for ours, theirs in zip(korean.cells, english.cells):
+        if theirs.cell_type == "code":
+            assert ours == theirs, theirs.id  # source, outputs, execution count and metadata
+    assert korean.metadata == english.metadata
+    assert (korean.nbformat, korean.nbformat_minor) == (english.nbformat, english.nbformat_minor)
+
+
+@every_notebook
+def test_korean_text_is_translated_and_names_the_same_code(path):
+    english, korean = (markdown_of(notebook) for notebook in translation_of(path))
+    for text, translation in zip(english, korean):
+        paragraphs = [part for part in translation.split("\n\n") if not part.startswith("English: [")]
+        assert [part for part in paragraphs if not re.search("[가-힣]", part)] == []
+        assert set(re.findall(r"`[^`\n]+`", translation)) == set(re.findall(r"`[^`\n]+`", text))
+        assert len(re.findall("^#", translation, re.MULTILINE)) == len(re.findall("^#", text, re.MULTILINE))
+
+
+@every_notebook
+def test_languages_link_to_each_other_and_to_the_same_pages(path):
+    english, korean = (links_of(notebook) for notebook in translation_of(path))
+    assert (english[0], korean[0]) == (f"ko/{path.name}", f"../{path.name}")
+    assert [link.replace("../../", "../") for link in korean[1:]] == english[1:]
+
+
+def run_notebooks():
+    """Return scripts/run_notebooks.py as a module."""
+    spec = importlib.util.spec_from_file_location("run_notebooks", FOLDER.parent / "scripts" / "run_notebooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@every_notebook
+def test_copy_code_brings_a_changed_code_cell_to_the_translation_and_keeps_its_text(path):
+    english, korean = translation_of(path)
+    text = markdown_of(korean)
+    changed = next(cell for cell in english.cells if cell.cell_type == "code")
+    changed.source += "\nprint('changed')"
+    run_notebooks().copy_code(english, korean)
+    assert changed in korean.cells
+    assert markdown_of(korean) == text
+    assert [cell for cell in korean.cells if cell.cell_type == "code"] == [
+        cell for cell in english.cells if cell.cell_type == "code"
+    ]
+
+
+def test_copy_code_rejects_a_translation_without_the_same_cells():
+    english, korean = translation_of(NOTEBOOKS[0])
+    del korean.cells[3]
+    before = copy.deepcopy(korean)
+    with pytest.raises(ValueError, match="expected the same code and text cells in the same order"):
+        run_notebooks().copy_code(english, korean)
+    assert korean == before
+
+
+def test_running_a_notebook_stores_joined_outputs_and_nothing_else():
+    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
+    code = "import sys\nprint('one', flush=True)\nprint('two', flush=True)\nprint('three', file=sys.stderr)\nprint('four')"
+    notebook.cells = [nbformat.v4.new_markdown_cell("text"), nbformat.v4.new_code_cell(code)]
+    metadata = copy.deepcopy(notebook.metadata)
+    run_notebooks().run(notebook)
+    streams = [(output.name, output.text) for output in outputs_of(notebook)]
+    assert [text for name, text in streams if name == "stderr"] == ["three\n"]
+    assert "".join(text for name, text in streams if name == "stdout") == "one\ntwo\nfour\n"
+    assert all(one[0] != two[0] for one, two in zip(streams, streams[1:]))
+    assert notebook.metadata == metadata and all(not cell.metadata for cell in notebook.cells)

@@ -14,7 +14,7 @@ from gluon_mgpu.data.text.numerals import (
     spell_sino,
 )
 from gluon_mgpu.errors import DataError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .conftest import assert_house_style
@@ -158,7 +158,6 @@ def test_the_parsers_read_the_lists():
     assert [read_english(english) for english in ENGLISH.values()] == list(ENGLISH)
 
 
-@settings(deadline=None, max_examples=500)
 @given(st.integers(0, 15).flatmap(lambda power: st.integers(0, 10 ** (power + 1) - 1)))
 def test_numbers_are_read_back(number):
     korean, english = spell_sino(number), spell_english(number)

@@ -176,6 +176,7 @@ def train_one_by_one(batches, sides, rate):
     return weights_of(net)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("batch_axis, micro_steps", [(0, 1), (1, 1), (1, 2)])
 def test_devices_and_padding_do_not_show_in_the_weights(devices, arrays, batch_axis, micro_steps):
     loader = make_loader(40, 250, shuffle=True, batch_axis=batch_axis, num_shards=len(devices), num_buckets=3)

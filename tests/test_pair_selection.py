@@ -5,7 +5,7 @@ import itertools
 import pytest
 from gluon_mgpu.data import SentencePairs, filter_pairs, split_pairs
 from gluon_mgpu.errors import DataError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .conftest import assert_house_style
@@ -35,7 +35,6 @@ def test_limits_that_keep_nothing_are_told(limits):
     assert_house_style(caught.value)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=40), st.integers(0, 5))
 def test_parts_never_share_a_sentence(numbers, seed):
     pairs = SentencePairs([f"s{s}" for s, _ in numbers], [f"t{t}" for _, t in numbers])

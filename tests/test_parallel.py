@@ -43,6 +43,7 @@ def momentum(trainer):
     return lambda params: trainer(params, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", HYBRIDIZE)
 @pytest.mark.parametrize("sizes", [[12] * 5, [7, 12, 1, 2, 5]], ids=["even", "uneven and fewer"])
 def test_a_script_of_gluoncvs_trains_as_on_one_device(devices, arrays, sizes, mode):
@@ -223,6 +224,7 @@ def mixing(output):
     return (output**2).sum() * (output + 1).sum()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("num_examples", [1, 2, 7])
 @pytest.mark.parametrize("way", ["output_device", "gather"])
 def test_gradients_flow_through_gathered_outputs(devices, arrays, way, num_examples):

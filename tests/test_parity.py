@@ -23,6 +23,7 @@ def by_hand(net, ctx, trainer, batches):
         trainer.step(len(X))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop", "nag"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_even_batches_give_the_bits_of_gluon(devices, arrays, optimizer, normalize):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.checkpoint.snapshot import read_content
 from gluon_mgpu.errors import StateError, TrainerError
-from gluon_mgpu.loop.resume import FitProgress, loader_epoch, position_of, rest_of, set_loader_epoch
+from gluon_mgpu.loop.resume import FitProgress, loader_epoch, position_of, remaining_batches, set_loader_epoch
 from mxnet import gluon
 
 from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
@@ -71,7 +71,7 @@ def test_the_one_before_is_taken_where_the_latest_is_damaged(tmp_path, caplog, f
         net, history = fit(tmp_path / "run", "auto", epochs=4)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and str(tmp_path / "run" / "last") in warnings[0] and file in warnings[0]
-    assert any("goes on from" in message and "step-00000008" in message for message in caplog.messages)
+    assert any("resumes from" in message and "step-00000008" in message for message in caplog.messages)
     assert len(history.rows) == 4
     assert largest_difference(weights_of(net), weights_of(whole)) == 0.0
     fit(tmp_path / "run", tmp_path / "run" / "last", epochs=4)  # whole again
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_was_saved_by_hand_says_nothing_of_a_run(tmp_path):
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
     mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
     mgpu.save_checkpoint(tmp_path / "c", net, trainer)
-    refused("does not say where its run was", tmp_path / "run", tmp_path / "c")
+    refused("holds no position of a run", tmp_path / "run", tmp_path / "c")
 
 
 def test_other_batches_are_refused_in_the_middle_of_an_epoch(tmp_path):
@@ -153,11 +153,11 @@ def test_what_was_done_is_drawn_and_not_given():
     whole = [x.tolist() for x, _ in loader]
     for done in range(7):
         loader.epoch = 0
-        assert [x.tolist() for x, _ in rest_of(loader, FitProgress(batches=done))] == whole[done:]
+        assert [x.tolist() for x, _ in remaining_batches(loader, FitProgress(batches=done))] == whole[done:]
     loader.epoch = 0
-    assert rest_of(loader, FitProgress(batches=7)) is None
+    assert remaining_batches(loader, FitProgress(batches=7)) is None
     with pytest.raises(StateError, match="got a train_iter of 7 batches, and a checkpoint after 8"):
-        rest_of(loader, FitProgress(batches=8))
+        remaining_batches(loader, FitProgress(batches=8))
 
 
 def test_numpys_generator_is_where_it_was():
@@ -170,7 +170,7 @@ def test_numpys_generator_is_where_it_was():
     position = FitProgress(batches=3)
     whole = list(drawing())
     np.random.seed(9)
-    rest = list(rest_of(drawing(), position))
+    rest = list(remaining_batches(drawing(), position))
     np.random.seed(9)
     assert rest == [(whole[3][0], np.random.uniform()), (whole[4][0], np.random.uniform())]
 
@@ -188,7 +188,7 @@ def test_iterators_that_count_their_epochs_are_known():
     passes = [[x.asnumpy().tolist() for x in loader] for _ in range(3)]
     assert loader_epoch(loader) == 3
     set_loader_epoch(loader, 1)
-    assert [x.asnumpy().tolist() for x in rest_of(loader, FitProgress(batches=1))] == passes[1][1:] != passes[0][1:]
+    assert [x.asnumpy().tolist() for x in remaining_batches(loader, FitProgress(batches=1))] == passes[1][1:] != passes[0][1:]
 
 
 def test_position_knows_what_it_is_of(tmp_path):

@@ -370,6 +370,7 @@ def test_mxnet_is_as_it_was():
 # Training
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 def test_devices_do_not_show_beyond_rounding(devices, arrays, hybridize):
     """One device rounds the gradient of the whole batch, several that of their shards: by 1 in 256 each."""
@@ -494,7 +495,7 @@ print(out.asnumpy().tolist())
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     told, out = found.stdout.splitlines()
     assert_house_style(told)

@@ -51,6 +51,7 @@ class Calls(nn.Block):
         return self.function(x)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", HYBRIDIZE)
 @pytest.mark.parametrize("sizes", [[6] * 12 + [5], [6, 1], [2], [1]], ids=["uneven", "then one", "two", "one"])
 def test_it_is_that_of_numpy_in_order(devices, arrays, sizes, mode):

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.prefetch import Buffers, can_count_holders, num_holders, prefetch
 from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
-from gluon_mgpu.loop.epoch import run_epoch
+from gluon_mgpu.loop.epoch import EpochOptions, run_epoch
+from gluon_mgpu.loop.metrics import DeviceSums
 from gluon_mgpu.nested import leaves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -79,7 +80,7 @@ def epochs(draw):
     return axis, batches
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     epochs(),
     st.sampled_from([None, "float32", "int32"]),
@@ -159,7 +160,7 @@ def test_a_pass_writes_into_memory_that_earlier_batches_left(created):
         mx.nd.waitall()
         return mgpu.Batch(losses, ys, losses, len(X))
 
-    run_epoch(numbered(40), run_batch, operation="fit")
+    run_epoch(numbered(40), run_batch, DeviceSums(), EpochOptions("fit"))
     assert 2 <= len(created) < 40  # 80 without; the engine lets go of an array a moment after it has used it
 
 
@@ -366,7 +367,6 @@ def broken(count):
     raise OSError("disk on fire")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("num_batches", [1, 2, 5])
 def test_batches_before_an_error_of_the_iterator_come_first(background, num_batches):
@@ -379,7 +379,6 @@ def test_batches_before_an_error_of_the_iterator_come_first(background, num_batc
     assert threads() == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
     "bad, error", [((np.zeros((2, 3)), np.zeros(4)), ShardError), (5, TrainerError), ((1, 2, 3), TrainerError)]
@@ -394,7 +393,6 @@ def test_batches_before_one_that_cannot_be_split_come_first(background, bad, err
     assert threads() == []
 
 
-@pytest.mark.timeout(60)
 def test_an_interrupt_inside_the_iterator_surfaces(recwarn):
     def interrupted():
         yield from numbered(1)
@@ -428,7 +426,6 @@ def test_no_batch_gives_no_shards():
 # ---- the thread
 
 
-@pytest.mark.timeout(60)
 def test_the_thread_draws_a_few_batches_ahead_and_no_more():
     drawn, enough = [], threading.Event()
 
@@ -441,14 +438,13 @@ def test_the_thread_draws_a_few_batches_ahead_and_no_more():
 
     shards = prefetch(endless(), [CPU], num_batches=3, background=True)
     next(shards)
-    assert enough.wait(30)  # one was handed out, three more are drawn without being asked for
+    assert enough.wait(240)  # one was handed out, three more are drawn without being asked for
     assert not threading.Event().wait(0.2)
     assert len(drawn) == 4
     shards.close()
     assert threads() == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("end", ["close", "throw", "forget"])
 def test_no_thread_is_left_behind(end):
     def endless():
@@ -467,7 +463,6 @@ def test_no_thread_is_left_behind(end):
     assert threads() == []
 
 
-@pytest.mark.timeout(60)
 def test_closing_waits_for_the_item_that_is_being_drawn():
     """Who reads the iterator next is to be the only one."""
     drawing, drawn = threading.Event(), []
@@ -481,12 +476,11 @@ def test_closing_waits_for_the_item_that_is_being_drawn():
 
     shards = prefetch(slow(), [CPU], background=True)
     next(shards)
-    assert drawing.wait(30)
+    assert drawing.wait(240)
     shards.close()
     assert drawn == [2]
 
 
-@pytest.mark.timeout(60)
 def test_an_iterator_that_never_answers_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(module, "CLOSE_S", 0.05)
     answer = threading.Event()
@@ -500,11 +494,10 @@ def test_an_iterator_that_never_answers_does_not_hold_up_the_end(monkeypatch):
     shards.close()
     (left,) = threads()
     answer.set()
-    left.join(30)
+    left.join(240)
     assert threads() == []
 
 
-@pytest.mark.timeout(60)
 def test_the_iterator_runs_in_the_mode_and_on_the_device_of_the_loop(arrays):
     found = []
 
@@ -520,7 +513,6 @@ def test_the_iterator_runs_in_the_mode_and_on_the_device_of_the_loop(arrays):
     assert kinds == [mx.np.ndarray if np_mode else mx.nd.NDArray] * 2
 
 
-@pytest.mark.timeout(60)
 def test_the_thread_gives_the_same_batches_in_the_same_order(devices):
     batches = small_batches([6, 6, 5, 6, 1] * 4)
     for shards, batch in zip(prefetch(batches, devices, background=True), batches):
@@ -528,7 +520,6 @@ def test_the_thread_gives_the_same_batches_in_the_same_order(devices):
     assert threads() == []
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("ending", ["", "raise KeyboardInterrupt"])
 def test_a_program_ends_that_leaves_it_in_the_middle(ending):
     program = f"""
@@ -543,7 +534,7 @@ next(shards)
 print("drawn", flush=True)
 {ending}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.stdout == "drawn\n"
     assert (done.returncode != 0) == bool(ending)
     assert ("KeyboardInterrupt" in done.stderr) == bool(ending)

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
+import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu import distributed
@@ -16,7 +18,7 @@ from mxnet import gluon
 
 from .conftest import assert_house_style
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 NO_HOROVOD = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(NO_HOROVOD, reason="Horovod is not installed: sh scripts/build_horovod.sh")
 BACKENDS = ["dist_sync", pytest.param("horovod", marks=needs_horovod)]
@@ -28,23 +30,23 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 from gluon_mgpu.distributed.process import this_process
-from gluon_mgpu.distributed import apart, group
+from gluon_mgpu.distributed import group, without_group
 from mxnet import autograd, gluon, init
 me = this_process()
 folder, num_devices = sys.argv[1], int(sys.argv[2])
 ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(num_devices)])
-def tell(**found):
+told = {}
+def tell(name, **found):
+    told[name] = found
     with open(f"{folder}/{me.rank}.json", "w") as file:
-        json.dump(found, file)
+        json.dump(told, file)
 """
 
 
-def launched(tmp_path, program, num_processes, num_devices=1, backend="dist_sync"):
-    """What each process tells, of a program that is launched."""
-    script = tmp_path / "program.py"
-    script.write_text(BEGIN + textwrap.dedent(program))
-    folder = tmp_path / f"{num_processes}x{num_devices}"
-    folder.mkdir()
+def launched(folder, parts, num_processes, num_devices=1, backend="dist_sync"):
+    """What each process tells, of a program of several parts that is launched."""
+    script = folder / "program.py"
+    script.write_text(BEGIN + "".join(map(textwrap.dedent, parts)))
     command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", num_processes, "--log-dir", folder / "logs"]
     command += ["--backend", backend]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
@@ -52,23 +54,47 @@ def launched(tmp_path, program, num_processes, num_devices=1, backend="dist_sync
         [str(part) for part in [*command, script, folder, num_devices]],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**environment, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """What each process of a job tells in all parts; each job is launched once."""
+    made = {}
+
+    def of(num_processes, backend="dist_sync"):
+        key = num_processes, backend
+        if key not in made:
+            last = COMPRESS if backend == "dist_sync" else HALF  # it changes how gradients are sent
+            folder = tmp_path_factory.mktemp("job")
+            made[key] = launched(folder, [SAY, TRAIN, ADVERSARIES, last], num_processes, backend=backend)
+        return made[key]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process tells that has the devices of all."""
+    on_2_and_3 = "for num_devices in (2, 3):\n    ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(num_devices)])\n"
+    (told,) = launched(tmp_path_factory.mktemp("alone"), [on_2_and_3 + TRAIN, ADVERSARIES], 1)
+    return told
+
+
 SAY = """
     g, n = group(), me.num_processes
-    said = [one.decode() for one in g.say(f"{me.rank}".encode() * (1 + 500 * me.rank))]
-    empty = [len(one) for one in g.say(b"")]
+    said = [one.decode() for one in g.all_gather_bytes(f"{me.rank}".encode() * (1 + 500 * me.rank))]
+    empty = [len(one) for one in g.all_gather_bytes(b"")]
     first = [mx.nd.full((2, 2), me.rank + 0.1), mx.nd.full((3,), me.rank + 7, dtype="float16")]
-    g.share_first(first)
+    g.broadcast(first)
     numbers = np.float32([[1e8, 1, 3], [-1e8, 2, 5], [1, 4, 7]])[me.rank]  # the first come to 1, 0 or 2, as they are ordered
     arrays = [mx.nd.array(numbers), mx.nd.zeros((3,), ctx=mx.cpu(1))]
-    total = g.sum_of(arrays)
+    total = g.all_reduce(arrays)
     sums = []
     for _ in range(3):
         arrays[0][:], arrays[1][:] = mx.nd.array(numbers), 0
@@ -78,20 +104,20 @@ SAY = """
     g.average([mean])
     weighted = [mx.nd.array([me.rank, 2.0]) for _ in range(3)]
     g.average(weighted, [(me.rank, 1), (0, me.rank == 1), (0, 0)])  # by examples, by devices with data, all alike
-    with apart():
+    with without_group():
         alone = group() is None and len(mgpu.split_batch(np.zeros((4, 1)), np.zeros(4), ctx)[0][0])
     part = [x.asnumpy().tolist() for x in mgpu.split_batch(np.arange(7.0), np.arange(7), ctx)[0]]
     g.wait()
-    tell(said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums, mean=mean.asnumpy().tolist(),
-         weighted=[array.asnumpy().tolist() for array in weighted],
+    tell("say", said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums,
+         mean=mean.asnumpy().tolist(), weighted=[array.asnumpy().tolist() for array in weighted],
          alone=alone, part=part)
 """
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_sum_and_say(tmp_path, num_processes, backend):
-    found = launched(tmp_path, SAY, num_processes, backend=backend)
+def test_processes_sum_and_say(job, num_processes, backend):
+    found = [told["say"] for told in job(num_processes, backend)]
     expected = {2: [0.0, 3.0, 8.0], 3: [1.0, 7.0, 15.0]}[num_processes]  # (1e8 - 1e8) + 1, in float32
     if backend == "horovod" and num_processes == 3:
         expected = found[0]["sums"][0]  # a ring begins elsewhere in each third, but always there
@@ -113,20 +139,20 @@ COMPRESS = """
     g = group()
     g.compress({"type": "2bit", "threshold": 0.5})
     gradient = mx.nd.zeros((9,))
-    total = g.sum_of([gradient])
+    total = g.all_reduce([gradient])
     sums = []
     for step in range(4):
         gradient[:] = mx.nd.array(np.random.RandomState(10 * me.rank + step).normal(0, 0.5, 9).astype("float32"))
         total.run(0)
         sums.append(gradient.asnumpy().tolist())
-    tell(sums=sums, said=[one.decode() for one in g.say(b"plain")])
+    tell("compress", sums=sums, said=[one.decode() for one in g.all_gather_bytes(b"plain")])
 """
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_gradients_are_sent_in_two_bits(tmp_path, num_processes):
+def test_gradients_are_sent_in_two_bits(job, num_processes):
     """NumPy's own way to quantise: what is over the threshold goes, the rest waits for the next step."""
-    found = launched(tmp_path, COMPRESS, num_processes)
+    found = [told["compress"] for told in job(num_processes)]
     rests = [np.zeros(9, "float32") for _ in range(num_processes)]
     for step in range(4):
         expected = np.zeros(9, "float32")
@@ -198,7 +224,7 @@ TRAIN = """
         rows = [{name: row[name] for name in ("train_loss", "test_loss")} for row in history.rows]
         return {"weights": [param.data(ctx[0]).asnumpy().tolist() for param in net.collect_params().values()], "rows": rows}
     found["convolved"], found["translated"] = convolved(), translated()
-    tell(**found)
+    tell(f"train on {num_devices}", **found)
 """
 
 
@@ -209,19 +235,13 @@ def numbers(told):
     return [number for one in told for number in numbers(one)] if isinstance(told, list) else [told]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What one process tells that has the devices of all."""
-    return {k: launched(tmp_path_factory.mktemp("alone"), TRAIN, 1, k)[0] for k in (2, 3)}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_do_not_show_in_the_weights(tmp_path, alone, num_processes, backend):
-    first, *others = launched(tmp_path, TRAIN, num_processes, backend=backend)
+def test_processes_do_not_show_in_the_weights(job, alone, num_processes, backend):
+    first, *others = [told["train on 1"] for told in job(num_processes, backend)]
     for other in others:
         assert other == first  # to the bit: weights, statistics, history, metrics, outputs
-    expected = alone[num_processes]
+    expected = alone[f"train on {num_processes}"]
     for name in expected:
         width = len(first[name]["weights"])
         found = dict(first[name], weights=first[name]["weights"])
@@ -230,12 +250,13 @@ def test_processes_do_not_show_in_the_weights(tmp_path, alone, num_processes, ba
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_same_program_gives_the_same_bits_again(tmp_path, backend):
-    runs = [launched(folder, TRAIN, 3, backend=backend) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]
-    assert runs[0] == runs[1]
+def test_the_same_program_gives_the_same_bits_again(tmp_path, job, backend):
+    for told, before in zip(launched(tmp_path, [TRAIN], 3, backend=backend), job(3, backend)):
+        assert told["train on 1"] == before["train on 1"]
 
 
 ADVERSARIES = """
+    ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(me.num_processes)])
     def trained(loop):
         mx.random.seed(3)
         generator, discriminator = gluon.nn.Dense(3, in_units=3), gluon.nn.Dense(1, in_units=3)
@@ -265,33 +286,32 @@ ADVERSARIES = """
             mgpu.train_batch(discriminator, lambda out, y: (out ** 2).sum(axis=1), trainers[1], X, X)
         params = [*generator.collect_params().values(), *discriminator.collect_params().values()]
         return [param.data(ctx[0]).asnumpy().tolist() for param in params]
-    tell(whole=trained(False), loop=trained(True))
+    tell("adversaries", whole=trained(False), loop=trained(True))
 """
 
 
-def test_a_process_without_examples_adds_none_of_another_losss_gradients(tmp_path):
+def test_a_process_without_examples_adds_none_of_another_losss_gradients(job, alone):
     """The generator's pass leaves gradients in a process that has no part of the discriminator's batch."""
-    (alone,) = launched(tmp_path, ADVERSARIES, 1, 1)
-    for told in launched(tmp_path, ADVERSARIES, 2, 2):
-        for name, weights in told.items():
-            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, alone[name])) <= 1e-6
+    for told in job(2):
+        for name, weights in told["adversaries"].items():
+            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, alone["adversaries"][name])) <= 1e-6
 
 
 HALF = """
     g = group()
     g.compress({"type": "fp16"})
     gradients = [mx.nd.array([1 + 2.0**-12, 3e4, 1e-9]), mx.nd.zeros((3,), ctx=mx.cpu(1))]
-    total, counts = g.sum_of(gradients), mx.nd.array([2049.0])
-    exact = g.sum_of([counts], exact=True)
+    total, counts = g.all_reduce(gradients), mx.nd.array([2049.0])
+    exact = g.all_reduce([counts], exact=True)
     total.run(0), exact.run(0)
-    said = [len(one) for one in g.say(b"x" * 3000)]
-    tell(sums=[one.asnumpy().tolist() for one in gradients], count=float(counts.asscalar()), said=said)
+    said = [len(one) for one in g.all_gather_bytes(b"x" * 3000)]
+    tell("half", sums=[one.asnumpy().tolist() for one in gradients], count=float(counts.asscalar()), said=said)
 """
 
 
 @needs_horovod
-def test_gradients_are_sent_as_float16(tmp_path):
-    for told in launched(tmp_path, HALF, 2, backend="horovod"):
+def test_gradients_are_sent_as_float16(job):
+    for told in (each["half"] for each in job(2, "horovod")):
         assert told["sums"] == [[2.0, 6e4, 0.0]] * 2  # 6e4 is 59,999 or 60,000 in float16: a multiple of 32
         assert told["count"] == 4098
         assert told["said"] == [3000, 3000]
@@ -304,22 +324,22 @@ def test_horovods_own_launcher(tmp_path):
     script.write_text(
         BEGIN
         + textwrap.dedent("""
-        tell(place=vars(me), said=[one.decode() for one in group().say(str(me.rank).encode())])
+        tell("place", place=vars(me), said=[one.decode() for one in group().all_gather_bytes(str(me.rank).encode())])
     """)
     )
     command = ["horovodrun", "--gloo", "-np", 2, "-H", "localhost:2", sys.executable, script, tmp_path, 1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
     path = os.pathsep.join([os.path.dirname(sys.executable), environment["PATH"]])
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=90, env={**environment, "PATH": path})
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env={**environment, "PATH": path})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for rank in range(2):
-        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        told = json.loads((tmp_path / f"{rank}.json").read_text())["place"]
         assert told["said"] == ["0", "1"]
         assert (told["place"]["rank"], told["place"]["num_processes"], told["place"]["num_nodes"]) == (rank, 2, 1)
 
 
 FAIL = """
-    total = group().sum_of([mx.nd.ones((1000,))])
+    total = group().all_reduce([mx.nd.ones((1000,))])
     for step in range(100):
         total.run(0)
         mx.nd.waitall()
@@ -327,7 +347,7 @@ FAIL = """
             raise ValueError("this one")
         if step == 6:
             break
-    tell(restart=me.restart)
+    tell("end", restart=me.restart)
 """
 
 
@@ -342,14 +362,14 @@ def test_a_worker_of_horovod_that_fails(tmp_path):
             [str(part) for part in [*command, script, tmp_path, 1]],
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=300,
             cwd=tmp_path,
             env={name: value for name, value in os.environ.items() if not name.startswith(STARTERS)},
         )
         assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
         assert "rank 1 exited with status 1, the first of 2" in done.stderr
         assert "ValueError: this one" in done.stderr
-    assert json.loads((tmp_path / "0.json").read_text()) == {"restart": 1}
+    assert json.loads((tmp_path / "0.json").read_text()) == {"end": {"restart": 1}}
 
 
 def test_a_job_for_horovod_where_it_is_not(monkeypatch):
@@ -387,3 +407,17 @@ def test_another_way_to_split_is_refused(monkeypatch):
     with pytest.raises(mgpu.errors.TrainerError, match="split_batch") as raised:
         mgpu.eval_batch(gluon.nn.Dense(1), np.zeros((2, 1)), np.zeros(2), devices, split_f=lambda X, y, ctx: ([X], [y]))
     assert_house_style(raised.value)
+
+
+def test_former_names_of_the_group_work(monkeypatch):
+    process = distributed.Process(0, 2, 0, 2, 0, 1, 0)
+    group = object.__new__(distributed.Group)
+    calls = []
+    group.process, group.backend = process, SimpleNamespace(all_reduce=lambda arrays, exact: calls.append((arrays, exact)))
+    monkeypatch.setattr(distributed.Group, "barrier", lambda group: calls.append("barrier"))
+    ones = mx.nd.ones((1,))
+    with pytest.warns(DeprecationWarning, match=r"Group\.sum_of is now Group\.all_reduce"):
+        group.sum_of([ones], exact=True)
+    with pytest.warns(DeprecationWarning, match=r"Group\.wait is now Group\.barrier") as caught:
+        group.wait()
+    assert calls == [([ones], True), "barrier"] and caught[0].filename == __file__

@@ -1,27 +1,34 @@
 """runtime/engine.py and runtime/engine_push.py: what the engine has written, and functions in its queue."""
 
 import os
-import time
+import threading
 
 import mxnet as mx
 import pytest
 from gluon_mgpu.runtime import engine_push
 from gluon_mgpu.runtime.engine import Marker, is_ready, is_serial
 
-EVENTS = []
+may_end = threading.Event()
+events = []
 
 
-class Sleeper(mx.operator.CustomOp):
+@pytest.fixture(autouse=True)
+def new_events():
+    may_end.clear()
+    events.clear()
+
+
+class Waiter(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):
-        time.sleep(0.5)
-        EVENTS.append("write")
+        may_end.wait(240)
+        events.append("write")
         self.assign(out_data[0], req[0], in_data[0])
 
 
-@mx.operator.register("readiness_sleeper")
-class SleeperProp(mx.operator.CustomOpProp):
+@mx.operator.register("readiness_waiter")
+class WaiterProp(mx.operator.CustomOpProp):
     def create_operator(self, ctx, shapes, dtypes):
-        return Sleeper()
+        return Waiter()
 
 
 def test_an_array_is_ready_when_it_has_been_written():
@@ -29,10 +36,11 @@ def test_an_array_is_ready_when_it_has_been_written():
         pytest.skip("the serial engine has no queue")
     x = mx.nd.ones((2,))
     x.wait_to_read()
-    y = mx.nd.Custom(x, op_type="readiness_sleeper")
+    y = mx.nd.Custom(x, op_type="readiness_waiter")
     z = y + 1
     marker = Marker([x, z])
     assert (is_ready(x), is_ready(y), is_ready(z), marker.done) == (True, False, False, False)
+    may_end.set()
     mx.nd.waitall()
     assert (is_ready(y), is_ready(z), marker.done) == (True, True, True)
     assert not engine_push._functions
@@ -40,12 +48,15 @@ def test_an_array_is_ready_when_it_has_been_written():
 
 @pytest.mark.parametrize("where", [engine_push.ON_WORKER, engine_push.ON_PRIORITY_WORKER, engine_push.AT_ONCE])
 def test_a_pushed_function_runs_once_and_after_pending_writes(where):
-    EVENTS.clear()
-    y = mx.nd.Custom(mx.nd.ones((2,)), op_type="readiness_sleeper")
+    if is_serial():
+        may_end.set()
+    y = mx.nd.Custom(mx.nd.ones((2,)), op_type="readiness_waiter")
     device = engine_push.EngineContext(engine_push.CPU, 0)
-    engine_push.push(lambda: EVENTS.append("call"), device=device, reads=[y], where=where, name=b"test")
+    engine_push.push(lambda: events.append("call"), device=device, reads=[y], where=where, name=b"test")
+    assert is_serial() or events == []
+    may_end.set()
     mx.nd.waitall()
-    assert EVENTS == ["write", "call"] and not engine_push._functions
+    assert events == ["write", "call"] and not engine_push._functions
 
 
 def test_is_serial_follows_the_environment():

@@ -31,7 +31,7 @@ def test_the_programs_run(tmp_path):
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=120,
+        timeout=240,
     )
     told = done.stdout.decode()
     assert done.returncode == 0, told
@@ -68,7 +68,7 @@ def test_without_a_suitable_python_the_scripts_say_which(script, tmp_path):
     fake.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(fake)}
     done = subprocess.run(
-        ["sh", str(ROOT / "scripts" / script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+        ["sh", str(ROOT / "scripts" / script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240
     )
     assert done.returncode != 0
     assert "found no suitable Python; expected CPython 3.8, 3.9, 3.10, 3.11 or 3.12" in done.stdout.decode()
@@ -79,7 +79,7 @@ def test_the_scripts_find_their_environment_ready(tmp_path):
     if Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("not run in the environment of scripts/test.sh")
     done = subprocess.run(
-        ["sh", str(ROOT / "scripts" / "test.sh"), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+        ["sh", str(ROOT / "scripts" / "test.sh"), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240
     )
     assert done.returncode == 0
     assert done.stdout.decode().startswith("pytest ")

@@ -18,13 +18,18 @@ from mxnet import gluon
 
 from .test_processes import BEGIN
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 PROGRAM = """
-    import os, signal
+    import os, random, signal
+    kills = dict(kill.split(":") for kill in sys.argv[3].split())  # restart: network, rank, step
     class Kill(mgpu.Callback):
+        def __init__(self, name):
+            self.name = name
         def on_batch_end(self, state):
-            if me.restart == 0 and f"{me.rank} {state.step}" == sys.argv[3]:
+            if f"{self.name},{me.rank},{state.step}" == kills.get(str(me.restart)):
                 os.kill(os.getpid(), signal.SIGKILL)
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+
     mx.random.seed(1)
     np.random.seed(1)
     net = gluon.nn.HybridSequential()
@@ -35,19 +40,9 @@ PROGRAM = """
     rng = np.random.RandomState(0)
     X, y = rng.normal(size=(45, 5)).astype("float32"), rng.randint(0, 4, 45)
     batches = mgpu.data.ArrayLoader(X, y, 9, shuffle=True, seed=2)  # 5 and 4: their generators part
-    saves = mgpu.Checkpoint(f"{folder}/run", monitor=None, every=2, keep=2, background=True)
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    mgpu.fit(net, loss, trainer, batches, [(X, y)], epochs=3, callbacks=[saves, Kill()], resume="auto")
-    print("done after", me.restart, "restarts", flush=True)
-"""
+    saves = mgpu.Checkpoint(f"{folder}/shared", monitor=None, every=2, keep=2, background=True)
+    mgpu.fit(net, loss, trainer, batches, [(X, y)], epochs=3, callbacks=[saves, Kill("shared")], resume="auto")
 
-
-NOISY = """
-    import os, random, signal
-    class Kill(mgpu.Callback):
-        def on_batch_end(self, state):
-            if me.restart == 0 and f"{me.rank} {state.step}" == sys.argv[3]:
-                os.kill(os.getpid(), signal.SIGKILL)
     class Noisy:
         def __iter__(self):
             for X, y in gluon.data.DataLoader(gluon.data.ArrayDataset(inputs, labels), batch_sampler=sampler):
@@ -62,54 +57,61 @@ NOISY = """
     net = gluon.nn.Dense(4, in_units=5)
     net.initialize(init.Constant(0.1), ctx=ctx)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, sharded_data=True)
-    saves = mgpu.Checkpoint(f"{folder}/run", monitor=None, every=1)
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    mgpu.fit(net, loss, trainer, Noisy(), epochs=3, callbacks=[saves, Kill()], resume="auto")
+    saves = mgpu.Checkpoint(f"{folder}/own", monitor=None, every=1)
+    mgpu.fit(net, loss, trainer, Noisy(), epochs=3, callbacks=[saves, Kill("own")], resume="auto")
     print("done after", me.restart, "restarts", flush=True)
 """
 
 
-def run(tmp_path, name, *, kill="", restarts=1, program=PROGRAM):
-    """What the job says, and the files of its last checkpoint."""
-    folder = tmp_path / name
-    folder.mkdir()
-    script = tmp_path / "program.py"
-    script.write_text(BEGIN + textwrap.dedent(program))
-    command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--max-restarts", restarts, "--log-dir", folder / "logs"]
+def run(folder, *, kills="", restarts=0):
+    """Launch the program in a folder, which may hold checkpoints of a job before."""
+    script = folder / "program.py"
+    script.write_text(BEGIN + textwrap.dedent(PROGRAM))
+    command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", 2, "--servers", 1]
+    command += ["--max-restarts", restarts, "--log-dir", folder / "logs"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
-    done = subprocess.run(
-        [str(part) for part in [*command, script, folder, 1, kill]],
+    return subprocess.run(
+        [str(part) for part in [*command, script, folder, 1, kills]],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         env={**environment, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
+        cwd=folder,
     )
-    last = folder / "run" / "last"
-    return done, {name: (last / name).read_bytes() for name in ("net.params", "states.npz")}
+
+
+def saved(folder, network):
+    """The files of a network's last checkpoint."""
+    return {name: (folder / network / "last" / name).read_bytes() for name in ("net.params", "states.npz")}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    done, files = run(tmp_path_factory.mktemp("job"), "undisturbed")
+def jobs(tmp_path_factory):
+    """Folders of a job that ran undisturbed, and of one whose processes were killed in both networks; what the latter printed."""
+    undisturbed, killed = tmp_path_factory.mktemp("undisturbed"), tmp_path_factory.mktemp("killed")
+    done = run(undisturbed)
     assert done.returncode == 0 and "done after 0 restarts" in done.stdout, done.stdout + done.stderr
-    return files
+    first = run(killed, kills="0:shared,0,7")
+    then = run(killed, kills="0:own,1,6", restarts=1)
+    return undisturbed, killed, first, then
 
 
-@pytest.mark.parametrize("kill", ["0 7", "1 4"])
-def test_a_killed_process_does_not_show_in_the_weights(tmp_path, undisturbed, kill):
-    done, files = run(tmp_path, "killed", kill=kill)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("done after 1 restarts") == 2
-    assert files == undisturbed
+def test_without_restarts_it_ends_with_the_cause(jobs):
+    _, killed, first, _ = jobs
+    assert first.returncode == 128 + signal.SIGKILL
+    assert "rank 0 was killed by SIGKILL" in first.stdout + first.stderr
 
 
-def test_each_process_goes_on_with_random_numbers_of_its_own(tmp_path):
-    _, expected = run(tmp_path, "undisturbed", program=NOISY)
-    done, files = run(tmp_path, "killed", kill="1 6", program=NOISY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("done after 1 restarts") == 2
-    assert files == expected
+def test_killed_processes_do_not_show_in_the_weights(jobs):
+    undisturbed, killed, _, then = jobs
+    assert then.returncode == 0, then.stdout + then.stderr
+    assert then.stdout.count("done after 1 restarts") == 2
+    assert saved(killed, "shared") == saved(undisturbed, "shared")
+
+
+def test_each_process_goes_on_with_random_numbers_of_its_own(jobs):
+    undisturbed, killed, _, _ = jobs
+    assert saved(killed, "own") == saved(undisturbed, "own")
 
 
 @pytest.mark.parametrize("differ", [True, False])
@@ -150,10 +152,3 @@ def random_states(seed):
     np.random.seed(seed)
     state = random_state()
     return {"now": {name: state[name] for name in ("python", "numpy")}, "begun": None}
-
-
-def test_without_restarts_it_ends_with_the_cause(tmp_path):
-    done, files = run(tmp_path, "killed", kill="1 4", restarts=0)
-    assert done.returncode == 128 + signal.SIGKILL
-    assert "rank 1 was killed by SIGKILL" in done.stdout + done.stderr
-    assert files["net.params"]  # what was saved before

@@ -21,6 +21,7 @@ def flat_buffer(sizes_by_device, ctx):
     return Buffer((0, 1), gradients, gradients, Bucket(gradients, gradients), 0, gradients[0].size)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("size", [1, 16, 1000, 40000, 300001])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kvstore", ["device", "local"])
@@ -100,7 +101,7 @@ def test_sums_run_while_the_backward_pass_does(tmp_path, mode):
     trace = tmp_path / "trace.json"
     environment = {**os.environ, "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_BWD": "2", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", OVERLAP, mode, str(trace)]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    subprocess.run(command, env=environment, check=True, timeout=240)
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "operator"]
     names = sorted({event["name"] for event in events})
     sums = [event["ts"] for event in events if event["ph"] == "B" and event["name"] == "ElementwiseSum"]

@@ -441,7 +441,7 @@ def test_a_convolution_that_predicts_writes_over_its_neighbours():
     convolution's weight never lies in a bucket."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "import gluon_mgpu\n" + NEIGHBOURS]
-    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120)
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=240)
     assert done.returncode != 0  # 3, or the end of the process
     net = gluon.nn.Conv2D(32, 3, in_channels=16)
     net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])

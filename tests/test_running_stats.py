@@ -64,6 +64,7 @@ def by_autograd(net, trainer, X, y):
 LOOPS = [by_train_batch, by_backward, by_autograd]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_devices_that_never_get_data_do_not_count(num_devices, loop, arrays):

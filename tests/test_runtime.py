@@ -26,7 +26,7 @@ def run_python(program, *options, **environment):
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=120,
+        timeout=240,
         text=True,
     )
     return done.stdout, done.returncode == 0
@@ -154,7 +154,7 @@ def test_settings_are_defaults_and_can_be_switched_off():
             [sys.executable, "-W", "ignore", "-c", program],
             env={**environment, **given},
             stdout=subprocess.PIPE,
-            timeout=120,
+            timeout=240,
             text=True,
         )
         assert done.stdout.strip() == expected, given
@@ -178,7 +178,7 @@ def run_clean(*programs, **environment):
     """The output of a program that starts with none of the settings made; warnings of this package come with it."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", "\n".join(map(textwrap.dedent, programs))]
     done = subprocess.run(
-        command, env=clean(**environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, text=True
+        command, env=clean(**environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, text=True
     )
     assert done.returncode == 0, done.stdout
     return done.stdout.splitlines()
@@ -484,7 +484,7 @@ def test_another_allocator_is_left_alone(tmp_path):
     for name, source in sources.items():
         (tmp_path / f"{name}.c").write_text(source)
         command = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / f"lib{name}.so"), str(tmp_path / f"{name}.c")]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=240)
     mapped, values, why = run_clean(MALLOC, LD_PRELOAD=str(tmp_path / "libother.so"))
     assert (mapped, why) == ("True True", "The allocator is libother.so.")
     assert "'environment'" in values

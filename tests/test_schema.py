@@ -368,7 +368,7 @@ MODELS = {
     "an option that is none": (setting("network", "params", 5), "network.params = 5; expected no keys but"),
     "weights that are tied here alone": (
         setting("network", "tied", True),
-        "with other values of target_embedding.weight than of output.weight",
+        "with different values of target_embedding.weight and output.weight",
     ),
     "no vocabulary": (setting("source_vocabulary", dropped), "without source_vocabulary"),
     "a fingerprint of two lines": (setting("source_vocabulary", "fingerprint", "a\nb"), "fingerprint = "),

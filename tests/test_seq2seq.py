@@ -115,6 +115,7 @@ def test_attention_is_what_the_papers_write(kind):
 # ---- the network
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", [False, True])
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_padding_changes_nothing(arrays, options, hybridize):
@@ -261,6 +262,7 @@ def test_dropout_is_for_training_alone():
 # ---- the loss
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", ["NTC", "TNC"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_loss_is_that_of_numpy(arrays, smoothing, layout):
@@ -302,6 +304,7 @@ def trained(ctx, sizes, layout="NTC", **options):
     return net
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", ["NTC", "TNC"])
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_devices_do_not_show_in_the_weights(arrays, options, layout):
@@ -377,6 +380,7 @@ def test_a_loss_that_cannot_be_made_or_computed():
         assert_house_style(caught.value)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("layout", ["NTC", "TNC"])
 def test_train_batch_divides_by_target_tokens(devices, layout, micro_steps):
@@ -406,6 +410,7 @@ class Scaled(Seq2Seq):
         return -scores, state, weights
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", [False, True])
 @pytest.mark.parametrize("feeding", [False, True])
 def test_a_subclass_is_asked_in_training_as_in_translation(arrays, hybridize, feeding):

@@ -5,7 +5,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError, ShardError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
 
@@ -38,7 +38,6 @@ def test_plans_in_numbers():
     assert mgpu.plan_shards(5, 2, [1, 1]) == [3, 2]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     num_examples=st.integers(1, 9),
     num_devices=st.integers(1, 4),
@@ -63,6 +62,7 @@ def test_split_then_gather_is_the_identity(num_examples, num_devices, axis, kind
     assert isinstance(back, mx.np.ndarray) == (kind == "np")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("even_split", [True, False])
 @pytest.mark.parametrize("batch_axis", [0, 1])
 def test_arrays_are_split_as_gluon_splits_them(arrays, devices, even_split, batch_axis):

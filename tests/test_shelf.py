@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import threading
-import time
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -129,15 +128,14 @@ def test_a_thread_writes_and_the_next_save_waits_for_it(tmp_path):
 
     def slow(folder):
         writers.append(threading.current_thread())
-        assert go.wait(10)
+        assert go.wait(240)
         first.write(folder)
 
     shelf.put(slow, 1)  # returns
     assert "last" not in names(tmp_path)
     threading.Timer(0.2, go.set).start()
-    began = time.perf_counter()
     shelf.put(second.write, 2)
-    assert time.perf_counter() - began > 0.1
+    assert go.is_set()
     shelf.wait()
     assert value_in(tmp_path / "last") == 2
     assert writers[0] is not threading.main_thread() and not writers[0].daemon
@@ -171,7 +169,7 @@ def test_an_error_of_the_thread_is_raised_once(tmp_path, where):
     shelf.put(failing, 2)
     with pytest.raises(
         OSError,
-        match="Checkpoint: got .*last, which cannot be written .disk full.; expected .* kept: last of step 1; resume=.auto. goes",
+        match="Checkpoint: got .*last, which cannot be written .disk full.; expected .* kept: last of step 1; resume=.auto. r",
     ):
         shelf.wait() if where == "wait" else shelf.put(snapshot_at(3).write, 3)
     assert names(tmp_path) == ["last"] and value_in(tmp_path / "last") == 1

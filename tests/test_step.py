@@ -232,6 +232,7 @@ def time_major(devices):
     return net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("num_steps, num_examples", [(4, 6), (4, 4), (2, 4), (5, 1)])
 @pytest.mark.parametrize("loss", [gluon.loss.L2Loss, gluon.loss.L1Loss, gluon.loss.SoftmaxCrossEntropyLoss])
 def test_a_loss_over_another_axis_than_the_split_is_refused_on_any_number_of_devices(

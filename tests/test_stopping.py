@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from gluon_mgpu.distributed.launcher.supervisor import Grace, Limits, Signals
 from gluon_mgpu.loop import stopping
-from gluon_mgpu.loop.stopping import Interrupts, Stops, Terminated, interruptible
+from gluon_mgpu.loop.stopping import CaughtSignal, StopVote, Terminated, catch_signals
 from mxnet import gluon
 
 from .test_fit import LOSS, Recorder, batches_of, make_net, make_trainer, three_clouds, train
 from .test_launch import mark, marked, until
 
 __all__ = ["mark"]  # a fixture
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -34,13 +33,13 @@ def clock(monkeypatch):
 
 
 class Ranks:
-    """Processes in lockstep: each asks in its turn, and all get the numbers of all."""
+    """Processes in lockstep: each votes, and all receive the votes of all."""
 
     def __init__(self, steps_s):
         self.steps_s = steps_s
         self.num_asked = 0
 
-    def rows(self, numbers):
+    def all_gather(self, numbers):
         self.num_asked += 1
         return np.float32([[numbers[0], step_s] for step_s in self.steps_s])
 
@@ -56,10 +55,10 @@ class Ranks:
 def test_processes_ask_each_other_about_every_half_second(monkeypatch, steps_s, asked_after):
     ranks = Ranks(steps_s)
     monkeypatch.setattr(stopping, "group", lambda: ranks)
-    stops, found = Stops(), []
+    vote, found = StopVote(), []
     for step in range(1, asked_after[-1] + 1):
         before = ranks.num_asked
-        assert stops.after_step(0) == 0
+        assert vote.after_step(0) == 0
         found += [step] * (ranks.num_asked - before)
     assert found == asked_after
 
@@ -67,8 +66,8 @@ def test_processes_ask_each_other_about_every_half_second(monkeypatch, steps_s, 
 def test_processes_do_not_ask_in_the_middle_of_a_group(monkeypatch):
     """Asked after steps that are a multiple of 16 only, groups of 7 would stop after 112 steps."""
     monkeypatch.setattr(stopping, "group", lambda: Ranks([0.001, 0.001]))
-    stops = Stops()
-    stopped = [step for step in range(1, 57) if stops.after_step(signal.SIGTERM, may_stop=step % 7 == 0)]
+    vote = StopVote()
+    stopped = [step for step in range(1, 57) if vote.after_step(signal.SIGTERM, may_stop=step % 7 == 0)]
     assert stopped == [7, 14, 21, 35, 56]  # where the interval is at most 2, 4, 8, 16 steps
 
 
@@ -141,23 +140,24 @@ def test_what_ends_at_once(defaults, clock, monkeypatch, way):
     """A DataLoader ends its workers by SIGTERM; forked within `fit`, they have its handler."""
     killed = []
     monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append((signum, signal.getsignal(signum))))
-    with interruptible() as interrupts:
+    caught = CaughtSignal()
+    with catch_signals(caught):
         if way == "a fork":
-            interrupts._pid = 1
+            caught._pid = 1
         else:
-            interrupts.note(signal.SIGTERM, None)
+            caught.handle(signal.SIGTERM, None)
             clock[0] += 0.4
-            interrupts.note(signal.SIGTERM, None)
+            caught.handle(signal.SIGTERM, None)
             assert killed == []
             clock[0] += 0.2
-        interrupts.note(signal.SIGTERM, None)
+        caught.handle(signal.SIGTERM, None)
         assert killed == [(signal.SIGTERM, signal.SIG_DFL)]
-        interrupts.first = 0
+        caught.signum = 0
 
 
 def test_a_process_alone_may_stop_after_every_step():
-    assert [Stops().after_step(signum, may_stop=may) for signum, may in [(0, True), (15, False), (15, True)]] == [0, 0, 15]
-    assert not Interrupts().first
+    assert [StopVote().after_step(signum, may_stop=may) for signum, may in [(0, True), (15, False), (15, True)]] == [0, 0, 15]
+    assert not CaughtSignal().signum
 
 
 def test_the_launcher_waits_while_workers_compute(clock):
@@ -196,14 +196,16 @@ def test_two_sigterms_at_once_are_one_request(defaults, clock):
 
 
 SLOW = """
-    import sys, time
+    import os, sys, time
     import gluon_mgpu as mgpu
     import numpy as np
     from mxnet import gluon
 
     class Slow:
         def __iter__(self):
-            for _ in range(1000):
+            for step in range(1000):
+                while step > 2 and not os.path.exists("signalled"):
+                    time.sleep(0.05)
                 time.sleep(0.6)
                 yield np.ones((4, 2), "float32"), np.zeros(4)
 
@@ -229,9 +231,10 @@ def test_a_launched_job_saves_the_step_under_way(tmp_path, mark):
     with open(output, "wb") as file:
         launcher = subprocess.Popen([*launch, "slow.py", "run"], cwd=tmp_path, stdout=file, stderr=file, env=environ)
     try:
-        assert until(lambda: log.exists() and "step 2." in log.read_text(), 120)
+        assert until(lambda: log.exists() and "step 2." in log.read_text(), 240)
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=120) == 143
+        (tmp_path / "signalled").touch()
+        assert launcher.wait(timeout=240) == 143
     finally:
         launcher.kill()
         launcher.wait()

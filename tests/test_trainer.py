@@ -433,6 +433,7 @@ def test_bytes_are_counted_and_alike_on_every_device(num_devices, optimizer, sta
     assert max(totals) <= 1.02 * min(totals)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "options, optimizer_params, wanted",
     [

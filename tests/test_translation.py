@@ -81,6 +81,7 @@ def test_a_wide_beam_finds_what_trying_everything_finds(feeding, alpha, penalty,
         assert [one.finished for one in best] == [len(one.tokens) < 4 for one in best]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", ["NTC", "TNC"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_a_beam_of_one_takes_the_likeliest_token_each_time(arrays, cell, layout):

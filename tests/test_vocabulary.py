@@ -9,7 +9,7 @@ from gluon_mgpu.data.text.subwords import SubwordVocabulary
 from gluon_mgpu.data.text.vocabulary import SPECIAL
 from gluon_mgpu.data.text.words import ListedVocabulary, join_words, split_words
 from gluon_mgpu.errors import DataError, MissingExtraError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .conftest import assert_house_style
@@ -109,14 +109,12 @@ def test_words_know_where_no_space_was():
     assert split_words("don't") == ["don", "￭'￭", "t"]
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.text(max_size=30))
 def test_any_text_comes_back_from_its_words(text):
     text = normalise(text.replace("￭", ""))
     assert join_words(split_words(text)) == text
 
 
-@settings(deadline=None)
 @given(TEXT, st.sampled_from(["words", "characters"]))
 def test_any_known_text_comes_back_from_its_numbers(text, kind):
     vocabulary = build_vocabulary([text, "a"], kind)
@@ -135,7 +133,6 @@ def test_subwords_are_longer_than_characters(subwords):
     assert 100 < len(subwords) <= 300
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["이십", "삼백", "만", "two", "hundred", "thirty-five", "a.m.", "fi", ",", "일"]), max_size=12),
     st.booleans(),

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: written under another name, forced to the disk, checksummed and renamed; read as one."""
+"""Folders that are complete or absent: written under another name, synced, checksummed and renamed; read consistently."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _HIDDEN = r"\.(?P<name>.+)\.(new|old|gone\d*)"
 
 
 class WrittenFile:
-    """A binary file that is only written to, from its beginning to its end, and knows its checksum.
+    """A binary file, written once from its beginning to its end, that computes its checksum.
 
-    It is no seekable file, so that nobody goes back and changes what was counted.
+    It is not seekable: a change of written bytes would make the checksum wrong.
     """
 
     def __init__(self, file: Any) -> None:
@@ -45,21 +45,21 @@ class WrittenFile:
         return size
 
     def flush(self) -> None:
-        """Give what was written to the system."""
+        """Pass buffered bytes to the operating system."""
         self._file.flush()
 
-    def described(self) -> Dict[str, Any]:
-        """Return what the manifest says of this file."""
+    def manifest_entry(self) -> Dict[str, Any]:
+        """Return the manifest's entry for this file: size and checksum."""
         return {"bytes": self._num_bytes, "sha256": self._sha256.hexdigest()}
 
 
 class FolderWriter:
-    """Writes the files of a folder, each to the disk and not only into memory, and at last the manifest that tells of them.
+    """Writes the files of a folder, syncs each to the disk, and finally writes the manifest that lists them.
 
     Parameters
     ----------
     folder : pathlib.Path
-        There, and empty.
+        An existing, empty folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,34 +68,34 @@ class FolderWriter:
 
     @contextmanager
     def file(self, name: str) -> Iterator[WrittenFile]:
-        """Yield a file to write to; it is on the disk afterwards."""
+        """Yield a file to write to; it is synced to the disk afterwards."""
         with open(self._folder / name, "wb") as raw:
             written = WrittenFile(raw)
             yield written
             raw.flush()
             os.fsync(raw.fileno())
-        self._files[name] = written.described()
+        self._files[name] = written.manifest_entry()
 
     def text(self, name: str, text: str) -> None:
         """Write a text, in UTF-8."""
         with self.file(name) as file:
             file.write(text.encode())
 
-    def finish(self, **told: Any) -> None:
-        """Write the manifest, with whatever else it is to tell: a folder that has one is whole."""
-        content = {"format": FORMAT, "version": VERSION, **told, "files": dict(self._files)}
-        sync(self._folder)  # the names of the others come to the disk before the manifest's
+    def finish(self, **values: Any) -> None:
+        """Write the manifest, with these additional values. A folder with a manifest is complete."""
+        content = {"format": FORMAT, "version": VERSION, **values, "files": dict(self._files)}
+        sync(self._folder)  # the names of the other files reach the disk before the manifest's
         self.text(MANIFEST, json.dumps(content, indent=1))
         sync(self._folder)
 
 
 class OpenFolder:
-    """Files of one folder, held open: whatever replaces the folder does not change them. See `open_folder`.
+    """Open files of one folder. Replacing the folder does not change them. See `open_folder`.
 
     Attributes
     ----------
     path : pathlib.Path
-        Where the folder was when it was opened.
+        The folder's path when it was opened.
     """
 
     def __init__(self, path: Path, files: Mapping[str, BinaryIO]) -> None:
@@ -106,7 +106,7 @@ class OpenFolder:
         return name in self._files
 
     def inner(self, name: str) -> OpenFolder:
-        """Return a folder in this one, with those of its files that are held open."""
+        """Return a subfolder, with those of its files that are open."""
         found = {path[len(name) + 1 :]: file for path, file in self._files.items() if path.startswith(f"{name}/")}
         return OpenFolder(self.path / name, found)
 
@@ -121,16 +121,16 @@ class OpenFolder:
         return self.file(name).read()
 
     def location(self, name: str) -> str:
-        """Return a path by which a library of another language opens this very file, renamed or removed as it may be."""
+        """Return a path by which other libraries can open this file, even after it was renamed or removed."""
         return f"/dev/fd/{self.file(name).fileno()}"
 
     def check(self, operation: str) -> Dict[str, Any]:
-        """Return the manifest, having compared every file that it names with its size and checksum.
+        """Check the size and checksum of every file in the manifest; return the manifest.
 
         Raises
         ------
         StateError
-            The manifest is no manifest, or of a later version; or a file is missing, is longer or shorter, or has other bytes.
+            The manifest is invalid or of a later version, or a file is missing or has another size or checksum.
         """
         path = self.path / MANIFEST
         manifest = _parsed(self.read(MANIFEST), path, operation)
@@ -139,42 +139,43 @@ class OpenFolder:
                 f"{operation}: got {self.path} of version {manifest['version']}; expected {VERSION} or older. Install a newer "
                 "gluon_mgpu."
             )
-        for name, told in manifest["files"].items():
-            damage = self._damage(name, told)
+        for name, entry in manifest["files"].items():
+            damage = self._damage(name, entry)
             if damage:
                 raise StateError(
-                    f"{operation}: got {self.path / name}, which is damaged ({damage}); expected it as it was. Use another one."
+                    f"{operation}: got {self.path / name}, which is damaged ({damage}); expected the file as it was written. Use "
+                    "another checkpoint."
                 )
         return manifest
 
-    def _damage(self, name: str, told: Dict[str, Any]) -> str:
-        """Return what is wrong with a file; nothing where it is as the manifest says."""
+    def _damage(self, name: str, entry: Dict[str, Any]) -> str:
+        """Return why a file is damaged; "" if it matches its manifest entry."""
         if name not in self:
-            return "it is not there"
+            return "it is missing"
         file, sha256 = self.file(name), hashlib.sha256()
         size = os.fstat(file.fileno()).st_size
-        if size != told["bytes"]:
-            return f"{size} bytes of {told['bytes']}"
+        if size != entry["bytes"]:
+            return f"{size} bytes of {entry['bytes']}"
         for block in iter(lambda: file.read(2**20), b""):
             sha256.update(block)
-        return "" if sha256.hexdigest() == told["sha256"] else "its bytes are others than were written"
+        return "" if sha256.hexdigest() == entry["sha256"] else "its checksum differs"
 
 
 @contextmanager
 def open_folder(folder: Path, names: Sequence[str], operation: str) -> Iterator[OpenFolder]:
-    """Yield those of these files that a folder has, all of them from before it is replaced, or all from after.
+    """Yield the named files that exist in a folder, all of the same version even if the folder is replaced meanwhile.
 
-    A folder that is replaced is renamed and removed, and its files are never written to again. So files that were opened while
-    the folder had its name belong together, and stay as they are.
+    A replaced folder is renamed and removed, and its files are never written to again. So files that were opened while the
+    folder had its name belong together, and do not change.
 
     Parameters
     ----------
     folder : pathlib.Path
-        What a killed program has left in its place is taken for it: see `recover_path`.
+        If a killed program left the folder under another name, that one is read: see `recover_path`.
     names : sequence of str
-        Of files, with a slash where they are in a folder of this one.
+        File names, with a slash for files in subfolders.
     operation : str
-        What errors call the reading.
+        Name of the operation in errors.
 
     Raises
     ------
@@ -187,7 +188,7 @@ def open_folder(folder: Path, names: Sequence[str], operation: str) -> Iterator[
         except OSError as error:
             raise StateError(
                 f"{operation}: got {folder}, which cannot be read ({error.strerror or error}); expected a folder that this "
-                "process may read, on a disk that works. Check its permissions."
+                "process may read. Check its permissions and its disk."
             ) from error
 
 
@@ -217,7 +218,7 @@ def _open_directory(path: Path) -> Optional[int]:
 
 
 def _open_file(name: str, folder: int) -> Optional[BinaryIO]:
-    """Return a file of a folder that is open; None where it is not there, or is no file: a pipe would be waited for."""
+    """Return a file of an open folder; None if it is missing or not a regular file: opening a pipe would block."""
     try:
         number = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -229,7 +230,7 @@ def _open_file(name: str, folder: int) -> Optional[BinaryIO]:
 
 
 def _is_at(path: Path, number: Optional[int]) -> bool:
-    """Return whether a folder that is open still has its name; where none is open, whether there still is none."""
+    """Return whether an open folder still has its name; if none is open, whether there is still no folder of this name."""
     try:
         there = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -242,20 +243,22 @@ def _parsed(content: bytes, path: Path, operation: str) -> Dict[str, Any]:
         manifest: Dict[str, Any] = json.loads(content.decode())
         known = manifest["format"] == FORMAT and isinstance(manifest["version"], int)
         named = all(os.path.basename(name) == name for name in manifest["files"])
-        sized = all(isinstance(told["bytes"], int) and told["sha256"] for told in manifest["files"].values())
+        sized = all(isinstance(entry["bytes"], int) and entry["sha256"] for entry in manifest["files"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(
-            f"{operation}: got {path}, which is damaged ({type(error).__name__}: {error}); expected a checkpoint's. Use "
-            "another one."
+            f"{operation}: got {path}, which is damaged ({type(error).__name__}: {error}); expected a checkpoint's manifest. Use "
+            "another checkpoint."
         ) from error
     if not (known and named and sized):
-        raise StateError(f"{operation}: got {path}, which is of something else; expected a checkpoint's. Check the path.")
+        raise StateError(
+            f"{operation}: got {path}, which is not a checkpoint's manifest; expected a checkpoint folder. Check the path."
+        )
     return manifest
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to this one, which an exception removes again: see `commit`."""
+    """Yield an empty folder next to this one; remove it on an exception. See `commit`."""
     recover(folder)
     new = sibling(folder, "new")
     remove(new)
@@ -268,13 +271,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def commit(folder: Path, *, old: Optional[Path] = None) -> None:
-    """Let what `new_folder` has made be this folder. The one before it is removed, or named `old`.
+    """Replace this folder by the one of `new_folder`. The previous one is removed, or renamed to `old`.
 
-    A link of this name is replaced; what it leads to stays as it is.
+    A link of this name is replaced; its target is not changed.
 
     ```
-    .last.new  last        written, and on the disk
-    .last.new  .last.old   killed here: `recover_path` finds the new one
+    .last.new  last        the new one is written and synced
+    .last.new  .last.old   if the program is killed here, `recover_path` finds the new one
     last       .last.old
     last
     ```
@@ -294,7 +297,7 @@ def commit(folder: Path, *, old: Optional[Path] = None) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Rename what a program that was killed between two renames has left, if it is the folder: see `recover_path`."""
+    """Finish the renames of a program that was killed between two of them: see `recover_path`."""
     found = recover_path(folder)
     if found != folder and not os.path.lexists(folder):
         found.rename(folder)
@@ -302,9 +305,9 @@ def recover(folder: Path) -> None:
 
 
 def recover_path(folder: Path) -> Path:
-    """Return where the folder of this name is: next to it, if the program was killed between two renames.
+    """Return the path of this folder's content: a sibling if a program was killed between two renames.
 
-    The new one counts where it is finished: it holds a manifest, which is written last, and the files that the manifest names.
+    The new folder is used if it is complete: it holds a manifest, which is written last, and the files that the manifest lists.
     """
     if not folder.name or os.path.lexists(folder):
         return folder
@@ -315,14 +318,14 @@ def recover_path(folder: Path) -> Path:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return whether a folder, or one in it, has a manifest that can be read, and the files that it names in their sizes."""
+    """Return whether a folder or its subfolder has a valid manifest, and all listed files in their sizes."""
     if not os.path.isdir(folder):
         return False
     manifests = [path for path in (folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")) if os.path.isfile(path)]
     for path in manifests:
         try:
-            files = _parsed(path.read_bytes(), path, "whole")["files"]
-            if any((path.parent / name).stat().st_size != told["bytes"] for name, told in files.items()):
+            files = _parsed(path.read_bytes(), path, "recover")["files"]
+            if any((path.parent / name).stat().st_size != entry["bytes"] for name, entry in files.items()):
                 return False
         except (StateError, OSError):
             return False
@@ -330,9 +333,9 @@ def _is_finished(folder: Path) -> bool:
 
 
 def copy_folder(folder: Path, target: Path) -> None:
-    """Let another folder be a copy of this one, as whole as it is: other files, which damage to these does not reach.
+    """Copy a folder to another path. The files are separate, so damage to one folder does not affect the other.
 
-    Manifests are copied last, when all else is on the disk: a copy that is cut off is not taken for whole.
+    Manifests are copied last, after all other files are synced: an interrupted copy does not count as complete.
     """
     with new_folder(target) as new:
         paths = sorted(folder.rglob("*"))
@@ -353,7 +356,7 @@ def copy_folder(folder: Path, target: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file to, which then replaces the one of this path; an exception removes it again."""
+    """Yield a path to write a new file to, which then replaces the file at `path`; remove it on an exception."""
     new = path.with_name(f".new.{path.name}")
     try:
         yield new
@@ -366,9 +369,9 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or what is in its place. Killed half way, what is left has a name that nothing takes for the folder's.
+    """Remove a folder, or a file of this name. It is renamed first, so that an interrupted removal leaves no partial folder.
 
-    What cannot be removed, as NFS keeps files that are open, stays under that name, and a later call removes it.
+    Files that cannot be removed, such as open files on NFS, stay under the new name until a later call removes them.
     """
     if not os.path.lexists(path):
         return
@@ -389,21 +392,21 @@ def _remove_tree(path: Path) -> None:
     except FileNotFoundError:
         shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
-        logger.warning("checkpoints: could not remove %s, which is no longer used: %s", path, error)
+        logger.warning("checkpoints: could not remove the unused folder %s: %s", path, error)
 
 
 def left_over(folder: Path) -> List[Path]:
-    """Return what killed programs have left in a folder of `new_folder`, `commit` and `remove`."""
+    """Return the hidden folders that killed programs left in `new_folder`, `commit` or `remove`."""
     return [path for path in sorted(folder.glob(".*")) if re.fullmatch(_HIDDEN, path.name)]
 
 
 def sibling(folder: Path, what: str) -> Path:
-    """Return a hidden name for something of a folder's."""
+    """Return a hidden path next to a folder, derived from its name."""
     return folder.with_name(f".{folder.name}.{what}")
 
 
 def make(folder: Path) -> None:
-    """Make a folder and those that it is in, where they are not there, and force their names to the disk."""
+    """Make a folder and its missing parents, and sync their names to the disk."""
     missing = []
     for path in (folder, *folder.parents):
         if path.is_dir():
@@ -415,7 +418,7 @@ def make(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -425,7 +428,7 @@ def sync(path: Path) -> None:
 
 _ROOM = (errno.ENOSPC, errno.EDQUOT)
 _ADVICE: Dict[Optional[int], Tuple[str, str]] = {
-    **dict.fromkeys(_ROOM, ("room there", "Make room, or pass a folder on another disk")),
+    **dict.fromkeys(_ROOM, ("enough disk space", "Free disk space, or pass a folder on another disk")),
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS),
         ("a folder that this process may write to", "Check its permissions and how its disk is mounted, or pass another folder"),
@@ -435,23 +438,23 @@ _ADVICE: Dict[Optional[int], Tuple[str, str]] = {
         (errno.ENOENT, errno.ENOTEMPTY),
         ("a folder that no other program writes to or removes", "Look for another run with the same folder, or pass another one"),
     ),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), ("folders on the way to it, and no files", "Check the path")),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), ("a path whose parents are folders, not files", "Check the path")),
 }
 _OTHERS = ("a folder that can be written", "Check the path and its disk, or pass another folder")
 
 
 @contextmanager
 def explained(operation: str, folder: Path, *, num_bytes: int = 0, left: str = "") -> Iterator[None]:
-    """Let an OSError of this block be a `SaveError`, which names the folder, says what is lacking and what to do.
+    """Raise an OSError of this block as a `SaveError` with the folder, the cause and advice.
 
     Parameters
     ----------
     operation : str
     folder : pathlib.Path
     num_bytes : int
-        How much was to be written; 0 where it is not known.
+        Bytes to write; 0 if unknown.
     left : str
-        A sentence that says what stays if the folder is there.
+        A sentence for the error about the folder that is kept, added if the folder exists.
     """
     try:
         yield
@@ -460,11 +463,11 @@ def explained(operation: str, folder: Path, *, num_bytes: int = 0, left: str = "
     except OSError as error:
         needed = f"{_mb(num_bytes)} needed" if num_bytes else ""
         free = f"{_mb(_free(folder))} free" if error.errno in _ROOM else ""
-        told = ", ".join(part for part in (error.strerror or str(error), needed, free) if part)
+        details = ", ".join(part for part in (error.strerror or str(error), needed, free) if part)
         condition, advice = _ADVICE.get(error.errno, _OTHERS)
         kept = f" {left}" if left and os.path.isdir(recover_path(folder)) else ""
         raise SaveError(
-            f"{operation}: got {folder}, which cannot be written ({told}); expected {condition}. {advice}.{kept}", error.errno
+            f"{operation}: got {folder}, which cannot be written ({details}); expected {condition}. {advice}.{kept}", error.errno
         ) from error
 
 

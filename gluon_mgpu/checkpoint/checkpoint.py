@@ -1,4 +1,4 @@
-"""Save and load a network with its trainer, a folder at a time."""
+"""Save a network with its trainer into a folder, and load it."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ def save_checkpoint(
     trainer: Optional[Trainer] = None,
     progress: Optional[Dict[str, Any]] = None,
 ) -> None:
-    """Write a network, and what its training needs to go on, into a folder.
+    """Save a network, and the state that its training needs to resume, into a folder.
 
     ```
-    net.params       plain Gluon: net.load_parameters reads it, here or without this package
-    progress.json    whatever was passed: the epoch, say
+    net.params       plain Gluon: net.load_parameters reads it, with or without this package
+    progress.json    the dictionary that was passed, such as the epoch
     states.npz       the optimizer's states, and each device's running statistics        with a trainer
-    training.json    its options and schedule, counts, random numbers, versions          with a trainer
-    manifest.json    the sizes and checksums of the others
+    training.json    its options and schedule, counts, RNG state, versions               with a trainer
+    manifest.json    the sizes and checksums of the other files
     ```
 
-    The folder is written beside, forced to the disk, and then renamed: one of this name is whole, the new or the old one. Reading
-    it executes nothing that is in it.
+    The folder is written under another name, synced to the disk, and then renamed: a folder of this name is always complete.
+    Reading it executes none of its content.
 
-    `net.params` holds the mean of BatchNorm's running statistics over the devices, which is what `evaluate` measures. Training is
-    left as it is, but that MXNet's random generators, which do not tell where they are, are seeded anew where a trainer is saved:
-    this run and one that goes on from the folder draw the same numbers from here on.
+    `net.params` holds the mean of BatchNorm's running statistics over the devices, which `evaluate` also uses. Training is not
+    changed, with one exception: saving a trainer reseeds MXNet's random generators, whose state cannot be read. This run and a
+    resumed one then draw the same numbers.
 
-    In a job of several processes, the first one writes. Each is to call it.
+    In a job of several processes, all processes must call this; the first one writes.
 
     Parameters
     ----------
     folder : str or pathlib.Path
-        Replaced if it is there, and refused if it holds anything else.
+        Replaced if it holds a checkpoint.
     net : gluon.Block
     trainer : Trainer, optional
     progress : dict, optional
-        Anything that JSON holds.
+        Values that JSON can represent.
 
     Raises
     ------
     StateError
-        The folder holds something else, the network has no values, or optimizer or schedule keep what a file cannot hold.
+        The folder holds other files, the network has no values, or optimizer or schedule keep a value that cannot be saved.
     SaveError
-        The folder cannot be written. What was there stays.
+        The folder cannot be written. An existing checkpoint is kept.
     TrainerError
         Gradients were accumulated and not applied: the files would not hold them.
 
@@ -79,23 +79,23 @@ def save_checkpoint(
     """
     folder = path_of("save_checkpoint", "folder", folder, error=StateError)
     _check_given("save_checkpoint", net, trainer)
-    advice = "Pass {'epoch': 3}, for one."
+    advice = "Pass for example {'epoch': 3}."
     instance("save_checkpoint", "progress", progress, (dict, type(None)), "a dict", advice=advice, error=StateError)
     check_folder(folder, (*FILES, OLD_STATES), "save_checkpoint", "checkpoint")
     snapshot = take_snapshot(net, trainer, progress)
     if this_process().rank:
         return
-    with explained("save_checkpoint", folder, num_bytes=snapshot.num_bytes, left="The checkpoint before stays."):
+    with explained("save_checkpoint", folder, num_bytes=snapshot.num_bytes, left="The previous checkpoint is kept."):
         with new_folder(folder) as new:
             snapshot.write(new)
         commit(folder)
 
 
 def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None) -> Dict[str, Any]:
-    """Read what `save_checkpoint` wrote into a network that is on its devices, as many as then or not.
+    """Load a checkpoint of `save_checkpoint` into a network, on any number of devices.
 
-    With a trainer, Python's, NumPy's and MXNet's random generators go on from where they were, too; and on as many devices as
-    then, each has its own running statistics again, where without a trainer, or on others, all have their mean.
+    With a trainer, the random generators of Python, NumPy and MXNet are restored. On the same number of devices, each device also
+    gets its own running statistics. Without a trainer, or on another number of devices, all get the mean.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
     Raises
     ------
     StateError
-        There is no checkpoint, it is damaged or of a newer version, or it belongs to another network, optimizer or schedule.
+        The checkpoint is missing, damaged or of a newer version, or it belongs to another network, optimizer or schedule.
         Nothing was changed.
     """
     return read_checkpoint(folder, net, trainer).restore().progress
@@ -113,7 +113,7 @@ def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
 
 @dataclass(frozen=True)
 class ReadCheckpoint:
-    """A checkpoint that was read for a network and its trainer, which it fits. They are as they were.
+    """A checkpoint that was read and fits a network and its trainer, which are not changed yet.
 
     Attributes
     ----------
@@ -126,9 +126,9 @@ class ReadCheckpoint:
     _states: List[Dict[int, Any]]
 
     def restore(self) -> Content:
-        """Let the network, and its trainer, continue from the checkpoint, and return the content without the parameters."""
+        """Set the network and its trainer to the checkpoint's state; return the content without the parameters."""
         if self._trainer is not None:
-            average_replicas(self._net)  # where they are apart, they are told that they are no longer
+            average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
         without = set_parameters(self.content, self._net)
         if self._trainer is not None:
             restore(without, self._net, self._trainer, self._states)
@@ -144,7 +144,7 @@ def read_checkpoint(
     *,
     check: Callable[[Content], None] = lambda content: None,
 ) -> ReadCheckpoint:
-    """Return a checkpoint of this network and trainer, having checked all that it holds; `check` may refuse it, too.
+    """Read a checkpoint of this network and trainer, and check all of it; `check` may raise for further reasons.
 
     Raises
     ------
@@ -169,9 +169,9 @@ def _check_given(operation: str, net: Any, trainer: Any) -> None:
 
 
 def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str) -> None:
-    """Raise `StateError` unless a folder is not there yet, or holds nothing but files of these names.
+    """Raise `StateError` unless a folder does not exist yet, or holds only files of these names.
 
-    A link is refused, too: the folder is replaced as a whole, and what the link leads to would not be.
+    Also raise for a link: saving replaces the folder, which would replace the link and not its target.
     """
     try:
         others = [path.name for path in folder.iterdir() if path.name not in ours] if folder.is_dir() else []
@@ -183,23 +183,23 @@ def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str
         ) from error
     if is_link:
         raise StateError(
-            f"{operation}: got {folder}, which is a link to {os.readlink(folder)}; expected a folder of its own, which is "
-            "replaced as a whole. Remove the link, or pass the folder that it leads to; a folder further up may be a link."
+            f"{operation}: got {folder}, which is a link to {os.readlink(folder)}; expected a folder of its own, because saving "
+            "replaces it. Remove the link, or pass its target; a folder further up may be a link."
         )
     if others or not folder.name or (is_there and not folder.is_dir()):
         raise StateError(
             f"{operation}: got {folder}, which holds {', '.join(sorted(others)[:3]) or f'no {example}'}; expected a folder "
-            f"of its own, which is replaced as a whole. Pass {folder / example}, say."
+            f"of its own, because saving replaces it. Pass for example {folder / example}."
         )
 
 
 def check_parameters(content: Content, net: gluon.Block) -> None:
-    """Raise `StateError` unless a checkpoint holds this network's parameters, and no others."""
+    """Raise `StateError` unless a checkpoint holds exactly this network's parameters."""
     params = net._collect_params_with_prefix().items()
     here = {name: (np.dtype(param.dtype).name, tuple(param.shape or ())) for name, param in params}
     there = {name: (np.dtype(array.dtype).name, array.shape) for name, array in content.params.items()}
     differing = [
-        f"{name if name in here else shown(name)} {_worded(there.get(name))} where this one has {_worded(here.get(name))}"
+        f"{name if name in here else shown(name)} {_form(there.get(name))} where this one has {_form(here.get(name))}"
         for name in {**there, **here}
         if name not in there
         or name not in here
@@ -215,21 +215,21 @@ def check_parameters(content: Content, net: gluon.Block) -> None:
 
 
 def _check_shared(content: Content, net: gluon.Block) -> None:
-    """Raise `StateError` where one parameter of the network has several names, and other values under each of them."""
+    """Raise `StateError` if a parameter with several names in the network has different values under these names."""
     names: Dict[int, str] = {}
     for name, param in net._collect_params_with_prefix().items():
         first = names.setdefault(id(param), name)
         if first != name and values_of(content.params[first]).tobytes() != values_of(content.params[name]).tobytes():
             raise StateError(
-                f"load_checkpoint: got {content.folder} with other values of {first} than of {name}, one parameter here; "
-                "expected the same layers. Build the network as it was when it was saved."
+                f"load_checkpoint: got {content.folder} with different values of {first} and {name}, one parameter in this "
+                "network; expected the same layers. Build the network as it was when it was saved."
             )
 
 
 def set_parameters(content: Content, net: gluon.Block) -> Content:
-    """Set a network's parameters to those of a checkpoint that `check_parameters` has accepted, and return it without them.
+    """Set a network's parameters to those of a checkpoint that `check_parameters` has accepted; return it without them.
 
-    As Gluon's `load_parameters` does, which reads a file: the one that was checked may have been replaced.
+    This does what Gluon's `load_parameters` does, but reads no file: the checked file may have been replaced.
     """
     ctx = devices_of(net)
     for name, param in net._collect_params_with_prefix().items():
@@ -237,5 +237,5 @@ def set_parameters(content: Content, net: gluon.Block) -> Content:
     return replace(content, params={})
 
 
-def _worded(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
+def _form(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
     return f"{described[0]} {described[1]}" if described else "nothing"

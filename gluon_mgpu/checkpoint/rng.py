@@ -1,4 +1,4 @@
-"""The generators of random numbers that a whole program shares: Python's, NumPy's and MXNet's."""
+"""The global random generators of a program: Python's, NumPy's and MXNet's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUM_WORDS = 624  # of a Mersenne Twister
 
 
 def random_state() -> Dict[str, List[Any]]:
-    """Return where the global generators of Python and NumPy are, in a form that JSON holds.
+    """Return the state of the global generators of Python and NumPy as values for JSON.
 
     Examples
     --------
@@ -36,30 +36,30 @@ def random_state() -> Dict[str, List[Any]]:
 
 
 def set_random_state(state: Dict[str, List[Any]]) -> None:
-    """Let the generators go on from what `random_state` returned.
+    """Set the generators to a state that `random_state` returned.
 
     Raises
     ------
     ValueError, TypeError, KeyError
-        It is something else.
+        The state is invalid.
     """
     check_random_state(state)
     _set(state, random, np.random)
 
 
 def check_random_state(state: Dict[str, List[Any]]) -> None:
-    """Raise what `set_random_state` would raise, and change nothing."""
+    """Raise the errors of `set_random_state`, without changing the generators."""
     _set(state, random.Random(), np.random.RandomState())
 
 
 def draw_base(context: Context) -> int:
-    """Return a number that MXNet's generator of a device draws, in process 0 for all of a job. It is waited for.
+    """Draw a number from MXNet's generator of a device, in process 0 for the whole job. Waits for it.
 
-    MXNet does not tell where its generators are; so checkpoints seed them anew, with seeds that begin with this number, which is
-    the same where a program has been seeded alike.
+    The state of MXNet's generators cannot be read, so checkpoints reseed them. The seeds are derived from this number, which is
+    the same for every program with the same initial seed.
     """
     drawn = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=context).asscalar())
-    processes = group()  # generators that began alike are apart where parts of batches were not equally large
+    processes = group()  # generators with the same seed diverge if processes draw for parts of different sizes
     return drawn if processes is None else int(processes.all_gather_bytes(str(drawn).encode())[0])
 
 
@@ -84,7 +84,7 @@ def _set(state: Dict[str, List[Any]], python: Any, numpy: Any) -> None:
 
 
 def _packed(numbers: Any) -> str:
-    """Return whole numbers of 32 bits as a text, a fifth as long as a list of them."""
+    """Return 32-bit integers as a hexadecimal text, a fifth as long as a list of them."""
     return np.asarray(numbers, "<u4").tobytes().hex()
 
 
@@ -93,7 +93,7 @@ def _unpacked(text: str) -> List[int]:
 
 
 def _words(num: int) -> schema.Schema:
-    """Return the schema of what `_packed` makes of so many numbers."""
+    """Return the schema of `num` numbers packed by `_packed`."""
     return schema.that(f"{num * 8} hexadecimal digits", lambda value: len(value) == num * 8 and len(_unpacked(value)) == num)
 
 
@@ -107,5 +107,5 @@ STATES: Dict[str, schema.Schema] = {
     "python": schema.items(schema.constant(random.getstate()[0]), _words(_NUM_WORDS + 1), schema.nullable(_NUMBER)),
     "numpy": schema.items(schema.constant("MT19937"), _words(_NUM_WORDS), _PLACE, schema.integer(0, 1), _NUMBER),
 }
-is_taken = schema.that("a state that random.setstate and numpy.random.set_state take", _is_settable)
+is_taken = schema.that("a state that random.setstate and numpy.random.set_state accept", _is_settable)
 RANDOM_STATE = schema.also(schema.record(STATES), is_taken)

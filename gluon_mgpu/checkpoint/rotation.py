@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the last ones and the best, written in a thread if asked."""
+"""The checkpoints of a run: the last ones and the best, optionally written in a thread."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..schema import MOST_STEPS, is_whole
 from .atomic_folder import MANIFEST, commit, copy_folder, explained, left_over, make, new_folder, recover, recover_path, remove
 from .snapshot import PARAMS, TRAINING
 
-INNER = "checkpoint"  # where the checkpoint is in the folder of something larger, such as a translator
+INNER = "checkpoint"  # the checkpoint's subfolder in the folder of something larger, such as a translator
 
 Write = Callable[[Path], None]
 
 
 class CheckpointRotation:
-    """Keeps folders of a run beside each other, each of them whole at any time.
+    """Keeps the checkpoint folders of a run next to each other, each of them complete at any time.
 
     ```
-    last             the one that was written last
-    step-00000200    those before it, with their steps: `keep` in all
+    last             the latest checkpoint
+    step-00000200    earlier ones, with their steps: `keep` in total, including `last`
     step-00000100
-    best             a copy of the one that was the best, with files of its own
+    best             a copy of the best one, with separate files
     ```
 
     Parameters
@@ -36,9 +36,9 @@ class CheckpointRotation:
     folder : pathlib.Path
     keep : int
     background : bool
-        Write in a thread: one folder after the other, so that `put` waits for the one before.
+        Write in a thread, one folder after the other: `put` waits for the previous one.
     operation : str
-        What errors call it.
+        Name of the operation in errors.
     """
 
     def __init__(self, folder: Path, *, keep: int = 1, background: bool = False, operation: str = "Checkpoint") -> None:
@@ -51,12 +51,12 @@ class CheckpointRotation:
         self._num_bytes = 0  # of what is being written
 
     def begin(self, resumed: Optional[Path]) -> None:
-        """Make the folder, or tidy up what a killed program has left in it.
+        """Make the folder, or clean up after a killed program.
 
         Parameters
         ----------
         resumed : pathlib.Path, optional
-            The checkpoint that the run goes on from.
+            The checkpoint from which the run resumes.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class CheckpointRotation:
             if others and (resumed is None or self.folder.resolve() not in resumed.resolve().parents):
                 raise StateError(
                     f"{self._operation}: got {self.folder}, which holds {others[-1].name} of another run; expected a folder "
-                    "of its own. Go on from it with resume='auto', or pass another folder."
+                    "of its own. Resume that run with resume='auto', or pass another folder."
                 )
             make(self.folder)
             for name in ("last", "best"):
@@ -80,60 +80,60 @@ class CheckpointRotation:
                     remove(path)
 
     def restore_best(self, is_best: Callable[[Path], bool], others: Sequence[Path] = ()) -> bool:
-        """Let `best` be the folder that it should be, and return whether there is one.
+        """Restore `best` if it is missing or outdated; return whether there is a best one.
 
-        `last` is written first and then copied: a program that is killed in between leaves a `best` of before, or none.
+        `last` is written first and then copied: a program that is killed in between leaves an outdated `best`, or none.
 
         Parameters
         ----------
         is_best : callable (pathlib.Path) -> bool
             Whether a folder is the best one, and complete.
         others : sequence of pathlib.Path
-            More folders to look at, after those of this run.
+            More folders to search, after those of this run.
 
         Raises
         ------
         SaveError
-            It cannot be written.
+            `best` cannot be written.
         """
         best = self.folder / "best"
         named = [best, self.folder / "last", *reversed(self.steps()), *others]
         found = next((path for path in named if path.is_dir() and is_best(path)), None)
         if found is not None and found != best:
-            logger.info("%s: %s is copied from %s", self._operation, best, found)
+            logger.info("%s: copying %s from %s", self._operation, best, found)
             with explained(self._operation, best, num_bytes=_size_of(found)):
                 copy_folder(found, best)
         return found is not None
 
     def put(self, write: Write, step: int, *, is_best: bool = False, num_bytes: int = 0) -> None:
-        """Write a folder, and let it be the last one. What is there stays until it is on the disk.
+        """Write a checkpoint folder as `last`. Existing folders are kept until it is synced to the disk.
 
         Parameters
         ----------
         write : callable (pathlib.Path)
-            Fills an empty folder, the manifest of its checkpoint being written at last.
+            Fills an empty folder; it writes the checkpoint's manifest last.
         step : int
         is_best : bool
-            It is the best one, too.
+            Also copy it to `best`.
         num_bytes : int
-            About how large it is, for errors; 0 where that is not known.
+            Its approximate size, for errors; 0 if unknown.
 
         Raises
         ------
         SaveError, StateError
-            It could not be written, or the one before it, in the background.
+            This folder, or the previous one in the background, could not be written.
         """
         self.wait()
         self._num_bytes = num_bytes
         if not self._background:
             self._put(write, step, is_best)
             return
-        # No daemon: a program that ends waits for it.
+        # Not a daemon thread: the program waits for it at its exit.
         self._thread = threading.Thread(target=self._try, args=(write, step, is_best), name="gluon_mgpu checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until what was put is written, and raise what has gone wrong."""
+        """Wait until the last `put` is written, and raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -142,14 +142,14 @@ class CheckpointRotation:
             raise error
 
     def end(self) -> None:
-        """Remove the folders that are more than are to be kept, as a run that is killed after its last save does not."""
+        """Remove folders beyond `keep`, which a run that was killed after its last save has left."""
         step = step_of(self.folder / "last")
         if step is not None:
             with explained(self._operation, self.folder):
                 self._prune(step)
 
     def steps(self) -> List[Path]:
-        """Return the folders before the last one, the oldest first."""
+        """Return the folders earlier than `last`, the oldest first."""
         if not os.path.isdir(self.folder):
             return []
         found = [path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
@@ -168,7 +168,7 @@ class CheckpointRotation:
             with new_folder(last) as new:
                 write(new)
             before = step_of(last)
-            # Of a run that was left for an earlier checkpoint, or cannot be read: there is nothing to go back to.
+            # A folder of a later or unknown step belongs to a run that was abandoned for an earlier checkpoint: remove it.
             is_kept = self._keep > 1 and before is not None and before < step
             commit(last, old=self.folder / f"step-{before:08d}" if is_kept else None)
         if is_best:
@@ -178,7 +178,7 @@ class CheckpointRotation:
             self._prune(step)
 
     def _prune(self, step: int) -> None:
-        """Remove the folders that are more than are to be kept before this step, and those of later steps."""
+        """Remove folders beyond `keep` before this step, and folders of later steps."""
         steps = self.steps()
         earlier = [path for path in steps if _number(path) < step]
         for path in steps:
@@ -187,18 +187,18 @@ class CheckpointRotation:
 
     @contextmanager
     def _explained(self, folder: Path) -> Iterator[None]:
-        """As `explained`, and let the error say which checkpoints there are."""
+        """Do what `explained` does, and list the existing checkpoints in the error."""
         try:
             with explained(self._operation, folder, num_bytes=self._num_bytes):
                 yield
         except SaveError as error:
             there = ", ".join(f"{outer_of(path).name} of step {step_of(path)}" for path in find_checkpoints(self.folder))
-            left = f"Saved and kept: {there}; resume='auto' goes on from the latest" if there else "No checkpoint was saved yet"
+            left = f"Saved and kept: {there}; resume='auto' resumes from the latest" if there else "No checkpoint was saved yet"
             raise SaveError(f"{error} {left}.", error.errno) from error.__cause__
 
 
 def find_checkpoints(folder: Path) -> List[Path]:
-    """Return the checkpoints in the folder of a run, the latest first, be they good or not."""
+    """Return the checkpoints in the folder of a run, the latest first, whether valid or not."""
     named = [folder / "last", *reversed(CheckpointRotation(folder).steps()), folder / "best"]
     there = [inner for inner in (checkpoint_in(recover_path(path)) for path in named) if inner is not None]
 
@@ -211,24 +211,24 @@ def find_checkpoints(folder: Path) -> List[Path]:
 
 
 def checkpoint_in(folder: Path) -> Optional[Path]:
-    """Return where the checkpoint is in a folder: in itself, or a level below; None where it has none."""
+    """Return the checkpoint of a folder: the folder itself, or its subfolder `INNER`; None if it has none."""
     for path in (folder, folder / INNER):
-        if any(os.path.exists(path / name) for name in (MANIFEST, TRAINING, PARAMS)):  # False where nothing may be read
+        if any(os.path.exists(path / name) for name in (MANIFEST, TRAINING, PARAMS)):  # False without permission to read
             return path
     return None
 
 
 def outer_of(checkpoint: Path) -> Path:
-    """Return the folder of a run that a checkpoint is in: itself, or a level above."""
+    """Return the folder in the run's folder that holds a checkpoint: the checkpoint itself, or its parent."""
     return checkpoint.parent if checkpoint.name == INNER else checkpoint
 
 
 def step_of(folder: Path) -> Optional[int]:
-    """Return the step that a folder was written at, None where it does not tell."""
+    """Return the step at which a folder was written; None if it cannot be read."""
     inner = checkpoint_in(folder)
     try:
-        told: Dict[str, Any] = json.loads(((inner or folder) / TRAINING).read_text(encoding="utf-8"))
-        step = told["place"]["step"]
+        training: Dict[str, Any] = json.loads(((inner or folder) / TRAINING).read_text(encoding="utf-8"))
+        step = training["place"]["step"]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return step if is_whole(step) and 0 <= step <= MOST_STEPS else None
@@ -239,7 +239,7 @@ def _size_of(folder: Path) -> int:
 
 
 def _number(path: Path) -> int:
-    """Return the step in a folder's name; of the last one, more than any; of the best one, less."""
+    """Return the step in a folder's name; a larger number than any for `last`, a smaller one for `best`."""
     name = outer_of(path).name
     found = re.fullmatch(r"step-(\d+)", name)
     return int(found.group(1)) if found else 2**62 if "last" in name else -1

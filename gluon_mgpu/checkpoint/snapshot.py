@@ -1,4 +1,4 @@
-"""A network, and what its training needs to go on, at one moment: taken without waiting, written and read without pickle."""
+"""A snapshot of a network and its training state: taken without waiting, written and read without pickle."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)
 _SHOWN = 160  # characters of another library's error
 OLD_STATES = "trainer.states"  # a pickle, in folders of version 1
 
-ProgressRecord = Dict[str, Any]  # where a run is, in a form that JSON holds; see `position`
+ProgressRecord = Dict[str, Any]  # the progress of a run, as values for JSON; see `loop/resume.py`
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds, in copies that training does not change any more.
+    """The content of a checkpoint, in copies that training does not change.
 
     Attributes
     ----------
     params : dict of str to list of NDArray
-        By structural name: of one device, or of each, to be averaged.
+        By structural name: the array of one device, or those of all devices, to be averaged.
     shares : dict of str to list of number
-        What each device counts in the mean; see `average_running_stats`.
+        The weight of each device in the mean; see `average_running_stats`.
     progress : str
         JSON.
     arrays : dict of str to NDArray
-        The optimizer's states, and whatever else is to go on from the same bits.
+        The optimizer's states, and other arrays that must be restored bit for bit.
     training : dict, optional
-        What JSON holds of the trainer, the random numbers and the place in the run. None for a network alone.
+        The trainer, the RNG state and the progress of the run, as values for JSON. None for a network alone.
     is_np : bool
         Whether it was taken in np mode.
     """
@@ -68,12 +68,12 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """How much the arrays take on the disk, about: running statistics are one set there."""
+        """Approximate size of the arrays on the disk, which holds one set of running statistics."""
         arrays = [copies[0] for copies in self.params.values()] + list(self.arrays.values())
         return sum(int(array.size) * np.dtype(array.dtype).itemsize for array in arrays)
 
     def write(self, folder: Path) -> None:
-        """Write the files into a folder that is there and empty. In any thread."""
+        """Write the files into an existing, empty folder. Any thread may call this."""
         writer = FolderWriter(folder)
         with writer.file(PARAMS) as file:
             write_params(file, {name: self._mean(name) for name in self.params}, np_shape=self.is_np)
@@ -85,7 +85,7 @@ class Snapshot:
         writer.finish(arrays="np" if self.is_np else "nd")
 
     def _mean(self, name: str) -> np.ndarray:
-        """Return the mean over the devices, as `average_running_stats` computes it; of one device, its bits."""
+        """Return the mean over the devices, as `average_running_stats` computes it; the exact values of a single device."""
         values = [values_of(array) for array in self.params[name]]
         return values[0] if len(values) == 1 else weighted_mean(values, self.shares[name])
 
@@ -99,21 +99,21 @@ def take_snapshot(
     arrays: Optional[Dict[str, Array]] = None,
     base: Optional[int] = None,
 ) -> Snapshot:
-    """Return copies of a network's parameters and its trainer's states, and seed MXNet's generators anew.
+    """Return copies of a network's parameters and its trainer's states, and reseed MXNet's generators.
 
-    The copies are queued, and nothing is waited for, but where there are running statistics: MXNet writes those without telling
-    its engine. Devices that train apart (`LocalSGD`) are averaged first; else training is left as it is.
+    The copies are queued without waiting, except with running statistics: MXNet writes those outside its engine. Devices that
+    train separately (`LocalSGD`) are averaged first. Nothing else in the training changes.
 
     Parameters
     ----------
     net, trainer, progress
         As for `save_checkpoint`.
     place : dict, optional
-        Where the run is, in what JSON holds; its `step` chooses the seed.
+        The progress of the run, as values for JSON; its `step` determines the seed.
     arrays : dict of str to NDArray, optional
-        More to keep, shapes (...).
+        Further arrays to save, shapes (...).
     base : int, optional
-        See `rng.draw_base`. None: it is drawn, for which it waits.
+        See `rng.draw_base`. None draws it, and waits for it.
 
     Raises
     ------
@@ -123,20 +123,18 @@ def take_snapshot(
         Gradients were accumulated and not applied.
     """
     if not has_values(net):
-        raise StateError(
-            "save_checkpoint: got a network that has no values yet; expected known shapes. Pass one batch through it."
-        )
-    told = json.dumps(progress or {}, indent=1)
+        raise StateError("save_checkpoint: got a network without values; expected known shapes. Pass one batch through it first.")
+    progress_json = json.dumps(progress or {}, indent=1)
     is_np = bool(mx.util.is_np_shape())
     if trainer is None:
         average_replicas(net)
-        return Snapshot(*_copied_params(net), told, is_np=is_np)
+        return Snapshot(*_copied_params(net), progress_json, is_np=is_np)
     trainer._check_applied()
     described = describe(trainer.optimizer)
     average_replicas(net)
     if this_process().num_processes > 1:
         sync_running_stats(net)
-        average_over_processes(net)  # all of them go on from the statistics of the one that writes
+        average_over_processes(net)  # all processes continue with the statistics that process 0 saves
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
     params, shares = _copied_params(net)
     training = {"optimizer": described, **_training(trainer, copies), "place": place or {}, "versions": _versions()}
@@ -145,13 +143,13 @@ def take_snapshot(
     for name, param in _running(net).items():
         copies.update({f"device/{i}/{name}": array for i, array in enumerate(_copies(param.list_data()))})
     training["random"] = _reseeded(trainer, (place or {}).get("step", 0), base)
-    training["ranks"] = _told_by_all(training["random"], (place or {}).get("generators"))
-    return Snapshot(params, shares, told, copies, training, is_np)
+    training["ranks"] = _generators_of_all(training["random"], (place or {}).get("generators"))
+    return Snapshot(params, shares, progress_json, copies, training, is_np)
 
 
 @dataclass(frozen=True)
 class Content:
-    """What was read from a checkpoint's folder, its files having been compared with their checksums.
+    """The content of a checkpoint's folder, read from files whose checksums were right.
 
     Attributes
     ----------
@@ -160,7 +158,7 @@ class Content:
     arrays : dict of str to numpy.ndarray
     training : dict, optional
     params : dict of str to NDArray
-        By structural name, on the CPU. Empty when the network has them.
+        By structural name, on the CPU. Empty after the network's parameters were set.
     """
 
     folder: Path
@@ -171,28 +169,28 @@ class Content:
 
     @property
     def place(self) -> ProgressRecord:
-        """Where the run was, with this process's own random numbers where each had others."""
+        """The progress of the run, with this process's own RNG state if the ranks had different ones."""
         place = dict((self.training or {}).get("place", {}))
-        begun = _own(self.training or {}).get("begun")
+        begun = _own_generators(self.training or {}).get("begun")
         return {**place, "generators": begun} if begun is not None and "generators" in place else place
 
 
 def read_content(folder: Path, *, with_training: bool) -> Content:
-    """Return what a checkpoint holds.
+    """Return the content of a checkpoint.
 
-    Its files belong together, also where another program replaces the folder meanwhile.
+    All files are of the same version, even if another program replaces the folder meanwhile.
 
     Raises
     ------
     StateError
-        It is no checkpoint, or an older one, or damaged, or lacks a file.
+        The folder is not a checkpoint, is of an older version, is damaged, or lacks a file.
     """
     with open_folder(folder, (*FILES, OLD_STATES), "load_checkpoint") as opened:
         return content_of(opened, with_training=with_training)
 
 
 def content_of(opened: OpenFolder, *, with_training: bool) -> Content:
-    """Return what a checkpoint holds whose files are open: see `read_content`."""
+    """Return the content of a checkpoint whose files are open: see `read_content`."""
     if MANIFEST not in opened:
         return _without_manifest(opened, with_training)
     manifest = opened.check("load_checkpoint")
@@ -201,8 +199,8 @@ def content_of(opened: OpenFolder, *, with_training: bool) -> Content:
     mode = "np" if mx.util.is_np_shape() else "nd"
     if (manifest.get("arrays"), mode) == ("np", "nd"):
         raise StateError(
-            f"load_checkpoint: got {opened.path}, which was saved with mx.npx.set_np(), in a program without; expected np "
-            "arrays. Call mx.npx.set_np() first."
+            f"load_checkpoint: got {opened.path}, which was saved with mx.npx.set_np(), in a program without it; expected np "
+            "mode. Call mx.npx.set_np() first."
         )
     training = _read_json(opened, TRAINING) if with_training else None
     arrays = _read_arrays(opened, STATES) if with_training else {}
@@ -210,18 +208,18 @@ def content_of(opened: OpenFolder, *, with_training: bool) -> Content:
 
 
 def check_content(content: Content, net: gluon.Block, trainer: Trainer) -> None:
-    """Raise `StateError` unless what was read is as `take_snapshot` makes it, and belongs to this network and optimizer."""
-    told: Any = content.training
-    _check_training(content, TRAINING_FILE, told)
-    _check_training(content, lambda found: _misnamed_states(content.arrays, found["states"]), told)
-    check_same(str(content.folder), told, trainer._replicas, "load_checkpoint")
-    differing = differences(told["optimizer"], trainer.optimizer)
+    """Raise `StateError` unless the content has the form of `take_snapshot`, and fits this network and optimizer."""
+    training: Any = content.training
+    _check_training(content, TRAINING_FILE, training)
+    _check_training(content, lambda found: _misnamed_states(content.arrays, found["states"]), training)
+    check_same(str(content.folder), training, trainer._replicas, "load_checkpoint")
+    differing = differences(training["optimizer"], trainer.optimizer)
     if differing:
         raise StateError(
             f"load_checkpoint: got {content.folder} of a trainer with {'; '.join(differing[:3])}; expected the same "
             "optimizer and schedule. Make the trainer with the options of the checkpoint, or load the network alone."
         )
-    _check_training(content, lambda found: _misfit(found["optimizer"], trainer), told)
+    _check_training(content, lambda found: _misfit(found["optimizer"], trainer), training)
     check_counts(
         str(content.folder / TRAINING),
         _states(content),
@@ -230,101 +228,103 @@ def check_content(content: Content, net: gluon.Block, trainer: Trainer) -> None:
         trainer.optimizer,
         "load_checkpoint",
     )
-    broken = failure(with_values(told["optimizer"], trainer.optimizer), _counts(content))
+    broken = failure(with_values(training["optimizer"], trainer.optimizer), _counts(content))
     if broken:
         raise StateError(
-            f"load_checkpoint: got {content.folder / TRAINING} of an optimizer that cannot train ({broken}); expected one "
-            "as it was saved. Use another checkpoint."
+            f"load_checkpoint: got {content.folder / TRAINING} of an optimizer that cannot train ({broken}); expected the "
+            "optimizer as it was saved. Use another checkpoint."
         )
-    _check_training(content, _misplaced, told)
-    _check_training(content, lambda found: _misshapen(found["shapes"], _shapes(content, net, trainer)), told)
+    _check_training(content, _misplaced, training)
+    _check_training(content, lambda found: _misshapen(found["shapes"], _shapes(content, net, trainer)), training)
     _check_running(content, net, trainer)
 
 
 def states_of(content: Content, net: gluon.Block, trainer: Trainer) -> List[Dict[int, Any]]:
-    """Return the optimizer's states on each device, which are not yet the trainer's.
+    """Return the optimizer's states on each device, before the trainer takes them.
 
     Raises
     ------
     StateError
         They do not fit the parameters.
     """
-    told, shapes = _states(content), _shapes(content, net, trainer)
-    states = states_on(trainer._replicas, trainer.optimizer, told, str(content.folder / STATES), shapes)
-    for index in told:
-        for (_, saved), (_, fresh) in zip(leaves(told[index]), leaves(states[0][index])):
+    loaded, shapes = _states(content), _shapes(content, net, trainer)
+    states = states_on(trainer._replicas, trainer.optimizer, loaded, str(content.folder / STATES), shapes)
+    for index in loaded:
+        for (_, saved), (_, fresh) in zip(leaves(loaded[index]), leaves(states[0][index])):
             if is_device_array(fresh) and saved.dtype != np.dtype(fresh.dtype):
-                raise _damaged(content.folder / STATES, TypeError(f"{saved.dtype} where {np.dtype(fresh.dtype)} is needed"))
+                raise _damaged(content.folder / STATES, TypeError(f"{saved.dtype} instead of {np.dtype(fresh.dtype)}"))
     return states
 
 
 def restore(content: Content, net: gluon.Block, trainer: Trainer, states: List[Dict[int, Any]]) -> None:
-    """Let a trainer, whose network has the parameters already, go on from what was read and checked."""
-    told: Any = content.training
-    trainer.resolve_shapes()  # the parameters may have brought them
-    if trainer.loss_scaler is not None and told.get("loss_scaler") is not None:
-        trainer.loss_scaler.restore(told["loss_scaler"])
-    restore_optimizer(told["optimizer"], trainer.optimizer)
+    """Restore a trainer from checked content; its network already has the parameters."""
+    training: Any = content.training
+    trainer.resolve_shapes()  # the loaded parameters may have set them
+    if trainer.loss_scaler is not None and training.get("loss_scaler") is not None:
+        trainer.loss_scaler.restore(training["loss_scaler"])
+    restore_optimizer(training["optimizer"], trainer.optimizer)
     trainer.discard()
     trainer._use(trainer.optimizer)
-    trainer._update.restore(states, _counts(content), told.get("order"))
+    trainer._update.restore(states, _counts(content), training.get("order"))
     remember_equal(net)
-    if told["devices"] == len(trainer.contexts):
+    if training["devices"] == len(trainer.contexts):
         for name, param in _running(net).items():
             for i, array in enumerate(param.list_data()):
                 array.as_nd_ndarray()[:] = mx.nd.array(content.arrays[f"device/{i}/{name}"], ctx=array.context, dtype=array.dtype)
-        restore_seen(_running(net), told.get("seen", {}))
-    rng.set_random_state(_own(told).get("now", told["random"]))
-    mx.random.seed(rng.seed_of(**_seeds(told["random"])))
+        restore_seen(_running(net), training.get("seen", {}))
+    rng.set_random_state(_own_generators(training).get("now", training["random"]))
+    mx.random.seed(rng.seed_of(**_seeds(training["random"])))
 
 
-def _check_training(content: Content, shape: schema.Schema, told: Any) -> None:
-    schema.check(shape, told, operation="load_checkpoint", file=content.folder / TRAINING)
+def _check_training(content: Content, shape: schema.Schema, training: Any) -> None:
+    schema.check(shape, training, operation="load_checkpoint", file=content.folder / TRAINING)
 
 
-def _misfit(told: Dict[str, Any], trainer: Trainer) -> Optional[schema.Wrong]:
-    """Return what is wrong with a description of an optimizer of the same class and options as this trainer's."""
+def _misfit(saved: Dict[str, Any], trainer: Trainer) -> Optional[schema.Wrong]:
+    """Return the first wrong value in the description of an optimizer with the class and options of this trainer's."""
     mine, optimizer = describe(trainer.optimizer), trainer.optimizer
-    wrong = misfit(mine["values"], told["values"], optimizer, exact=True)
+    wrong = misfit(mine["values"], saved["values"], optimizer, exact=True)
     if wrong is not None:
         return wrong.below("values").below("optimizer")
     if mine["schedule"] is not None:
-        wrong = misfit(mine["schedule"]["values"], told["schedule"]["values"], optimizer.lr_scheduler, exact=True)
+        wrong = misfit(mine["schedule"]["values"], saved["schedule"]["values"], optimizer.lr_scheduler, exact=True)
     return wrong and wrong.below("values").below("schedule").below("optimizer")
 
 
-def _misplaced(told: Dict[str, Any]) -> Optional[schema.Wrong]:
-    """Return what is wrong with parts that older checkpoints do not hold: the order of updates, and examples by device."""
-    places = list(range(len(told["names"])))
-    if sorted(told.get("order", places)) != places:
-        return schema.Wrong(told["order"], f"each of 0 to {len(places) - 1} once").below("order")
-    for name, one in told.get("seen", {}).items():
+def _misplaced(training: Dict[str, Any]) -> Optional[schema.Wrong]:
+    """Return the first wrong value in the order of updates and the examples by device, which older checkpoints lack."""
+    places = list(range(len(training["names"])))
+    if sorted(training.get("order", places)) != places:
+        return schema.Wrong(training["order"], f"each of 0 to {len(places) - 1} once").below("order")
+    num_devices = training["devices"]
+    for name, one in training.get("seen", {}).items():
         for part, values in one.items():
-            if len(values) != told["devices"]:
-                return schema.Wrong(values, f"one for each of {told['devices']} devices").below(part).below(name).below("seen")
+            if len(values) != num_devices:
+                return schema.Wrong(values, f"one for each of {num_devices} devices").below(part).below(name).below("seen")
     return None
 
 
 def _shapes(content: Content, net: gluon.Block, trainer: Trainer) -> Dict[int, Tuple[int, ...]]:
-    """Return the shapes of a trainer's parameters, by index, as those have them that were read."""
+    """Return the shapes of the loaded parameters, by their index in the trainer."""
     names = {id(param): name for name, param in net._collect_params_with_prefix().items()}
     found = {index: names.get(id(param), "") for index, param in enumerate(trainer._replicas.params)}
     return {index: tuple(content.params[name].shape) for index, name in found.items() if name in content.params}
 
 
 def _check_running(content: Content, net: gluon.Block, trainer: Trainer) -> None:
-    """Raise `StateError` unless each device's running statistics are there that the number of devices promises, and no others."""
-    told: Any = content.training
+    """Raise `StateError` unless the content holds exactly one set of running statistics per saved device."""
+    training: Any = content.training
     running = _running(net)
     there = {key: array for key, array in content.arrays.items() if key.startswith("device/")}
-    wanted = {f"device/{i}/{name}": content.params[name] for i in range(min(told["devices"], len(there) + 1)) for name in running}
+    num_devices = min(training["devices"], len(there) + 1)
+    wanted = {f"device/{i}/{name}": content.params[name] for i in range(num_devices) for name in running}
     differing = sorted(there.keys() ^ wanted.keys())
     for key in wanted.keys() & there.keys():
         if there[key].shape != wanted[key].shape or there[key].dtype != np.dtype(wanted[key].dtype):
             differing.append(key)
     if differing:
         raise _damaged(
-            content.folder / STATES, KeyError(f"{schema.shown(differing[0])} for {schema.shown(told['devices'])} devices")
+            content.folder / STATES, KeyError(f"{schema.shown(differing[0])} for {schema.shown(training['devices'])} devices")
         )
 
 
@@ -343,7 +343,7 @@ def _training(trainer: Trainer, arrays: Dict[str, Array]) -> Dict[str, Any]:
 
 
 def _kept(state: Any, name: str, arrays: Dict[str, Array]) -> Any:
-    """Return the form of an optimizer's state, in what JSON holds, having put its arrays among the others."""
+    """Return an optimizer's state as values for JSON, and add its arrays to `arrays`."""
     if is_device_array(state):
         arrays[name] = state.as_nd_ndarray().copy()
         return {"array": name}
@@ -352,40 +352,40 @@ def _kept(state: Any, name: str, arrays: Dict[str, Array]) -> Any:
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
     raise StateError(
-        f"save_checkpoint: got {type(state).__name__} as an optimizer's state; expected arrays and numbers. Train with another "
+        f"save_checkpoint: got {type(state).__name__} as an optimizer's state; expected arrays and numbers. Use another "
         "optimizer, or save the network alone."
     )
 
 
 def _states(content: Content) -> Dict[int, Any]:
-    """Return the optimizer's states as they were, in NumPy's arrays."""
+    """Return the saved states of the optimizer, as NumPy arrays."""
 
     def state(form: Any) -> Any:
         if isinstance(form, dict):
             return content.arrays[form["array"]]
         return tuple(state(one) for one in form) if isinstance(form, list) else form
 
-    told: Any = content.training
-    return {int(index): state(form) for index, form in told["states"].items()}
+    training: Any = content.training
+    return {int(index): state(form) for index, form in training["states"].items()}
 
 
 def _counts(content: Content) -> Dict[int, int]:
-    told: Any = content.training
-    return {int(index): int(count) for index, count in told["counts"].items()}
+    training: Any = content.training
+    return {int(index): int(count) for index, count in training["counts"].items()}
 
 
 def _reseeded(trainer: Trainer, step: int, base: Optional[int]) -> Dict[str, Any]:
-    """Return where the generators are, having seeded MXNet's anew: there is no other way to know where they are."""
+    """Reseed MXNet's generators, whose state cannot be read; return the RNG state of all generators."""
     base = rng.draw_base(trainer.contexts[0]) if base is None else base
-    told = {"base": base, "step": step, **rng.random_state()}
-    mx.random.seed(rng.seed_of(**_seeds(told)))
-    return told
+    random = {"base": base, "step": step, **rng.random_state()}
+    mx.random.seed(rng.seed_of(**_seeds(random)))
+    return random
 
 
-def _told_by_all(random: Dict[str, Any], begun: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """Return where the generators of every process are, and were when its epoch began; none where all are at one place.
+def _generators_of_all(random: Dict[str, Any], begun: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Return every process's RNG state, now and at the beginning of its epoch; [] if all ranks share one.
 
-    The processes wait for each other. What most of them say is a digest.
+    The processes wait for each other. They exchange digests first, and the states only if the digests differ.
     """
     processes = group()
     if processes is None:
@@ -396,24 +396,24 @@ def _told_by_all(random: Dict[str, Any], begun: Optional[Dict[str, Any]]) -> Lis
     return [json.loads(one) for one in processes.all_gather_bytes(mine)]
 
 
-def _own(told: Dict[str, Any]) -> Dict[str, Any]:
-    """Return what was told of the generators of this process, nothing where all had the same, or there were more or fewer."""
-    process, ranks = this_process(), told.get("ranks") or []
+def _own_generators(training: Dict[str, Any]) -> Dict[str, Any]:
+    """Return this process's saved RNG state; {} if all ranks shared one or the number of processes changed."""
+    process, ranks = this_process(), training.get("ranks") or []
     return dict(ranks[process.rank]) if len(ranks) == process.num_processes else {}
 
 
-def _seeds(told: Dict[str, Any]) -> Dict[str, int]:
-    return {"base": told["base"], "step": told["step"], "rank": this_process().rank}
+def _seeds(random: Dict[str, Any]) -> Dict[str, int]:
+    return {"base": random["base"], "step": random["step"], "rank": this_process().rank}
 
 
 def _copied_params(net: gluon.Block) -> Tuple[Dict[str, List[Array]], Dict[str, List[float]]]:
-    """Return copies of one device's parameters; of running statistics, those of each, unless the first one's count alone.
+    """Return copies of one device's parameters, and of all devices' running statistics if these are averaged.
 
-    And what each device counts in the mean of the latter.
+    Also return the weight of each device in the mean.
     """
     averaged = set() if batch_norm_of(net) == "local" else {id(param) for param in _running(net).values()}
     if not all(param._differentiable for param in net.collect_params().values()):
-        mx.nd.waitall()  # a static graph writes them without telling the engine
+        mx.nd.waitall()  # a static graph writes them without the engine's knowledge
     shares = weights_of(net) if averaged else {}
     copied: Dict[int, List[Array]] = {}  # a shared parameter has several names
     found, weighted = {}, {}
@@ -426,7 +426,7 @@ def _copied_params(net: gluon.Block) -> Tuple[Dict[str, List[Array]], Dict[str, 
 
 
 def _running(net: gluon.Block) -> Dict[str, gluon.Parameter]:
-    """Return the parameters that each device has values of its own of: those of no gradient, and not of whole numbers."""
+    """Return the parameters with separate values on each device: floating point, without a gradient."""
     params = net._collect_params_with_prefix().items()
     return {n: p for n, p in params if not p._differentiable and np.issubdtype(np.dtype(p.dtype), np.floating)}
 
@@ -444,7 +444,7 @@ def _versions() -> Dict[str, str]:
 
 
 def _write_arrays(file: WrittenFile, arrays: Dict[str, Array]) -> None:
-    """Write arrays as `numpy.savez` does, which takes no file that is only written to."""
+    """Write arrays as `numpy.savez` does, which would require a seekable file."""
     with zipfile.ZipFile(file, "w") as archive:  # type: ignore[call-overload]
         for name, array in arrays.items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as entry:
@@ -456,10 +456,10 @@ def _read_params(opened: OpenFolder) -> Dict[str, Array]:
         check_params(opened.file(PARAMS))
         loaded = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(opened.location(PARAMS))
     except (mx.MXNetError, ValueError) as error:
-        told = str(error).strip().splitlines()[-1]
+        reason = str(error).strip().splitlines()[-1]
         raise StateError(
-            f"load_checkpoint: got {opened.path / PARAMS}, which is damaged ({told}); expected a file of save_checkpoint. Use "
-            "another one."
+            f"load_checkpoint: got {opened.path / PARAMS}, which is damaged ({reason}); expected a file of save_checkpoint. Use "
+            "another checkpoint."
         ) from error
     return loaded if isinstance(loaded, dict) else {}
 
@@ -470,9 +470,9 @@ def _read_arrays(opened: OpenFolder, name: str) -> Dict[str, np.ndarray]:
             found = dict(file.items())
         strange = [key for key, value in found.items() if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiubV"]
         if strange or len(found) < len(file.files):
-            raise ValueError(f"{schema.shown(strange[0])} is no array of numbers" if strange else "an array is there twice")
+            raise ValueError(f"{schema.shown(strange[0])} is not an array of numbers" if strange else "an array appears twice")
         return found
-    except Exception as error:  # whatever zipfile, zlib, tokenize and NumPy say of damaged bytes
+    except Exception as error:  # any error of zipfile, zlib, tokenize and NumPy on damaged bytes
         raise _damaged(opened.path / name, error) from error
 
 
@@ -483,12 +483,12 @@ def _read_json(opened: OpenFolder, name: str) -> Dict[str, Any]:
 
 
 def _without_manifest(opened: OpenFolder, with_training: bool) -> Content:
-    """Return what a folder of an older version holds, as far as that can be read without executing anything in it."""
+    """Return the content of a folder of an older version, without the parts that only a pickle holds."""
     _check_there(opened, [name for name in (PARAMS, PROGRESS) if name not in opened])
     if with_training and OLD_STATES in opened:
         raise StateError(
-            f"load_checkpoint: got {opened.path} of an older gluon_mgpu, whose {OLD_STATES} is a pickle; expected {STATES}, as "
-            "reading a pickle executes what is in it. Load the network alone, then, if you trust the file, "
+            f"load_checkpoint: got {opened.path} of an older gluon_mgpu, whose {OLD_STATES} is a pickle; expected {STATES}, "
+            "because reading a pickle can execute code. Load the network alone. Then, if you trust the file, call "
             f"trainer.load_states({str(opened.path / OLD_STATES)!r})."
         )
     if with_training or STATES in opened:
@@ -505,25 +505,25 @@ def _check_there(opened: OpenFolder, missing: List[str]) -> None:
 
 
 def _damaged(path: Path, error: Exception) -> StateError:
-    told = " ".join(str(error).split())[:_SHOWN]
+    reason = " ".join(str(error).split())[:_SHOWN]
     return StateError(
-        f"load_checkpoint: got {path}, which is damaged ({type(error).__name__}: {told}); expected a file of "
-        "save_checkpoint. Use another one."
+        f"load_checkpoint: got {path}, which is damaged ({type(error).__name__}: {reason}); expected a file of "
+        "save_checkpoint. Use another checkpoint."
     )
 
 
-def _misshapen(told: List[Any], shapes: Dict[int, Tuple[int, ...]]) -> Optional[schema.Wrong]:
-    differing = ((index, shape) for index, shape in shapes.items() if tuple(told[index] or ()) != shape)
-    return next((schema.Wrong(told[i], f"{shape}, as in {PARAMS}", ("shapes", i)) for i, shape in differing), None)
+def _misshapen(saved: List[Any], shapes: Dict[int, Tuple[int, ...]]) -> Optional[schema.Wrong]:
+    differing = ((index, shape) for index, shape in shapes.items() if tuple(saved[index] or ()) != shape)
+    return next((schema.Wrong(saved[i], f"{shape}, as in {PARAMS}", ("shapes", i)) for i, shape in differing), None)
 
 
-def _misnamed_states(arrays: Dict[str, np.ndarray], told: Dict[str, Any]) -> Optional[schema.Wrong]:
-    found = ((index, _misnamed(arrays, form, f"state/{index}")) for index, form in told.items())
+def _misnamed_states(arrays: Dict[str, np.ndarray], states: Dict[str, Any]) -> Optional[schema.Wrong]:
+    found = ((index, _misnamed(arrays, form, f"state/{index}")) for index, form in states.items())
     return next((wrong.below(index).below("states") for index, wrong in found if wrong is not None), None)
 
 
 def _misnamed(arrays: Dict[str, np.ndarray], form: Any, name: str) -> Optional[schema.Wrong]:
-    """Return what is wrong with the form of an optimizer's state: see `_kept`."""
+    """Return the first wrong value in an optimizer's state of the form that `_kept` returns."""
     if isinstance(form, list):
         found = ((i, _misnamed(arrays, one, f"{name}/{i}")) for i, one in enumerate(form))
         return next((wrong.below(i) for i, wrong in found if wrong is not None), None)
@@ -534,8 +534,8 @@ def _misnamed(arrays: Dict[str, np.ndarray], form: Any, name: str) -> Optional[s
     return None if is_plain else schema.Wrong(form, "an array, a number, a text or null")
 
 
-def _step_differs(told: Dict[str, Any]) -> Optional[schema.Wrong]:
-    step, place = told["random"]["step"], told["place"].get("step", 0)
+def _step_differs(training: Dict[str, Any]) -> Optional[schema.Wrong]:
+    step, place = training["random"]["step"], training["place"].get("step", 0)
     return None if step == place else schema.Wrong(step, f"the step of the place, {schema.shown(place)}", ("random", "step"))
 
 

@@ -15,6 +15,7 @@ from ..errors import DeviceError
 from ..runtime.nvidia.nvml import try_driver
 from ..runtime.nvidia.request import Demand, num_bytes
 from ..runtime.nvidia.visible import visible_gpus
+from ..runtime.units import format_bytes
 from ._output import print_table
 
 
@@ -45,8 +46,8 @@ def devices(as_json: bool, free: Optional[int], min_free_memory: Optional[str]) 
             [
                 device.name,
                 device.description,
-                _gib(device.memory_bytes or None),
-                _gib(device.free_bytes),
+                format_bytes(device.memory_bytes or None),
+                format_bytes(device.free_bytes),
                 "yes" if device.usable else "no",
                 device.reason,
             ]
@@ -86,7 +87,3 @@ def free_gpus(count: int, min_free_bytes: int) -> List[str]:
 def _names(device: DeviceInfo) -> List[str]:
     address = (device.pci_bus_id or "").replace("00000000:", "")  # the domain, of which few machines have several
     return [device.name, str(device.index), device.uuid or "", address]
-
-
-def _gib(num_bytes: Optional[int]) -> str:
-    return "?" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"

@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Optional
 import click
 
 from ..plots import figure, plot_batch_sizes
+from ..runtime.units import format_bytes
 from ..tuning.batch_size import BatchSizes, Probe, find_batch_size
 from ..tuning.batch_size.find import resnet18_workload
 from ._output import print_table, write_results
@@ -90,7 +91,7 @@ def find_batch_size_(
 
 
 def _show(found: BatchSizes) -> None:
-    title = f"batch sizes on {', '.join(found.devices)}, limit {found.memory_limit_bytes / 2**30:.2f} GiB"
+    title = f"batch sizes on {', '.join(found.devices)}, limit {format_bytes(found.memory_limit_bytes, digits=2)}"
     rows = [_row(probe) for probe in sorted(found.probes, key=lambda probe: probe.batch_size)]
     print_table(title, ["batch size", "GiB", "examples/s", "lowest", "highest", "fits"], rows)
     if found.ended_by:

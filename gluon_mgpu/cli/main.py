@@ -42,7 +42,7 @@ _TOLD = (
 )
 
 
-class _Group(click.Group):
+class CommandGroup(click.Group):
     """A group whose errors are told in a line, and whose Ctrl-C exits with 130, SIGTERM with 143."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -60,7 +60,7 @@ class _Group(click.Group):
             raise
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, package_name="gluon_mgpu")
 def main() -> None:
     """Train Gluon networks on several devices.

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import numpy as np
 from mxnet import Context, autograd, gluon
 
-from ..errors import DataError, NonFiniteLossError, StepError, TrainerError
+from ..errors import DataError, NonFiniteLossError, StepError, TrainerError, last_line
 from ..nested import Array, is_device_array, leaves
 from ..runtime.engine import is_serial
 from ..runtime.environment import is_debug, logger
@@ -180,7 +180,7 @@ class _Layer:
                     raise
                 raise self._place.remember(
                     StepError(
-                        f"debugging: got {type(error).__name__} ({_last_line(error)}) in {self._describe(inputs)}; expected "
+                        f"debugging: got {type(error).__name__} ({last_line(error)}) in {self._describe(inputs)}; expected "
                         "inputs that it accepts. The lines above show where in the layer it failed."
                     )
                 ) from error
@@ -364,8 +364,3 @@ def _num_nan(array: Array) -> int:
 def _num_bad(array: Array) -> int:
     values = array.asnumpy()
     return int(values.size - np.isfinite(values).sum()) if values.dtype.kind == "f" else 0
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

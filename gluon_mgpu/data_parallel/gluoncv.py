@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd, gluon
 
-from ..checks import OF_WRONG_DATA, flag, is_of_mxnet, last_line, short
+from ..checks import OF_WRONG_DATA, flag, is_of_mxnet, reason_of, short
 from ..devices.select import check_contexts
 from ..errors import DeviceError, ShardError, StepError, TrainerError
 from ..nested import is_device_array
@@ -284,7 +284,7 @@ def _on_each(operation: str, module: Any, shards: Sequence[Call], contexts: Sequ
             raise StepError(
                 f"{operation}: got an error of {type(module).__name__} for shard {shard} on {contexts[shard]}, "
                 f"shapes {short([tuple(array.shape) for array in arrays])}: "
-                f"{last_line(error)}; expected data of a shape and dtype that it accepts. Try it on one device, with one example."
+                f"{reason_of(error)}; expected data of a shape and dtype that it accepts. Try it on one device, with one example."
             ) from error
 
     tasks = [partial(on, shard) for shard in range(len(shards))]

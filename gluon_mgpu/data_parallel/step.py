@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, MXNetError, autograd, gluon
 
-from ..checks import OF_WRONG_DATA, check_function, explaining, flag, is_of_mxnet, last_line, short, whole_number
+from ..checks import OF_WRONG_DATA, check_function, explaining, flag, is_of_mxnet, reason_of, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import own_batches, process_shard
 from ..errors import ShardError, StepError, TrainerError
@@ -317,7 +317,7 @@ def _naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> 
         places = ", ".join(sorted({str(leaf.context) for leaf in found}))
         shapes = short([tuple(leaf.shape) for leaf in found])
         raise StepError(
-            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {last_line(error)}; "
+            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; "
             f"expected data of a shape and dtype that it accepts. {_advice(found, net)}"
         ) from error
 

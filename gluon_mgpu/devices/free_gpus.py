@@ -10,8 +10,9 @@ from ..errors import DeviceError, MissingExtraError
 from ..runtime import environment
 from ..runtime.nvidia import locks
 from ..runtime.nvidia.nvml import DriverError, Nvml
-from ..runtime.nvidia.request import Demand, gib, why_not_free
+from ..runtime.nvidia.request import Demand, why_not_free
 from ..runtime.nvidia.visible import CudaDevice
+from ..runtime.units import format_bytes
 from . import mxnet_gpus
 
 _EVERY_S = 5.0
@@ -177,7 +178,7 @@ def describe(reasons: Dict[int, str]) -> str:
 def _taken(found: Sequence[CudaDevice], reasons: Dict[int, str], demand: Demand) -> str:
     each = []
     for device in found:
-        memory = f", {gib(device.free_bytes)} free" if device.free_bytes is not None else ""
+        memory = f", {format_bytes(device.free_bytes)} free" if device.free_bytes is not None else ""
         each.append(f"gpu({device.number}) ({device.name}, {device.uuid}, {device.gpu.pci_bus_id}{memory})")
     rest = f"; not {describe(reasons)}" if reasons else ""
     return f"{demand.spec} takes {', '.join(each) or 'the CPU'}{rest}"

@@ -1,4 +1,4 @@
-"""MXNet's own store of several processes, `dist_sync`: sums of gradients and rows of numbers by way of parameter servers."""
+"""MXNet's own store for several processes, `dist_sync`: all-reduce and all-gather through parameter servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .process import Process
 
 
 class DistSync:
-    """Joins processes by MXNet's parameter servers.
+    """Connects processes through MXNet's parameter servers.
 
     ```
     process 0   devices ─► sum ─┐                      ┌─► every device of every process
@@ -23,8 +23,8 @@ class DistSync:
     process 1   devices ─► sum ─┘                      └─►
     ```
 
-    A server adds what comes in the order in which it comes. Two numbers have one sum, so that two processes always get the
-    same bits; three or more would not, and send their parts side by side, to be added in the order of their ranks by each.
+    A server adds gradients in the order of their arrival. Two numbers have one sum, so two processes always get the same bits.
+    The sum of three or more depends on the order: those processes exchange their parts, and each adds them in rank order.
 
     Parameters
     ----------
@@ -45,41 +45,41 @@ class DistSync:
             )
         self._process = process
         self._store = mx.kv.create("dist_sync")
-        # A process that fails must not wait at its exit for the others, which wait for it.
+        # A failed process must not wait at its exit for the others: they wait for it.
         check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self._store.handle, 0))
         self._compression: Dict[str, Any] = {}
         self._num_keys = 0
-        self._rows: Dict[int, _Rows] = {}  # of messages, by their size
-        self._bit_keys: Dict[int, int] = {}  # of the same in bits
+        self._rows: Dict[int, _Rows] = {}  # for all_gather, by message size
+        self._bit_keys: Dict[int, int] = {}  # store keys for _exchange_bits, by number of bits
 
     def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
-        """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
-        assert not (exact and self._compression), "Trainer refuses it"
+        """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
+        assert not (exact and self._compression), "Trainer rejects it"
         if self._compression and arrays[0].dtype != np.float32:
             raise ProcessError(
-                f"Trainer: got a gradient of {np.dtype(arrays[0].dtype)} and compression_params; expected float32. Leave one "
-                "of them out."
+                f"Trainer: got a gradient of {np.dtype(arrays[0].dtype)} and compression_params; expected float32. Use "
+                "float32, or leave compression_params out."
             )
         if self._process.num_processes == 2 or self._compression:
             return _ArrivalSum(self._store, self._new_key(arrays[0].shape, arrays[0].dtype), arrays)
         return _RankSum(self._new_rows(arrays[0].size, arrays[0].dtype), arrays)
 
     def compress(self, params: Dict[str, Any]) -> None:
-        """Let float32 gradients be sent in 2 bits from now on: -threshold, 0 or threshold, what is left over going with the next.
+        """Send float32 gradients in 2 bits from now on: -threshold, 0 or threshold; the rounding error is added to the next.
 
         Source: `mxnet.kvstore.KVStore.set_gradient_compression`; Strom, "Scalable distributed DNN training using commodity GPU
         cloud computing", 2015.
         """
         if params["type"] != "2bit":
             raise ProcessError(
-                f"Trainer: got compression_params {params}; expected type '2bit', which is what MXNet's store knows. Pass "
-                "that, or launch with --backend horovod."
+                f"Trainer: got compression_params {params}; expected type '2bit', the only one of MXNet's store. Pass "
+                "it, or launch with --backend horovod."
             )
         self._store.set_gradient_compression(params)
         self._compression = {"threshold": 0.5, **params}
 
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits."""
+        """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
         if self._compression:
             return self._exchange_bits(numbers)
         if len(numbers) not in self._rows:
@@ -88,7 +88,7 @@ class DistSync:
         return found
 
     def barrier(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has reached this call."""
         self._store._barrier()
 
     def _new_rows(self, size: int, dtype: Any) -> _Rows:
@@ -97,13 +97,13 @@ class DistSync:
 
     def _new_key(self, shape: Sequence[int], dtype: Any, stype: str = "default") -> int:
         key, self._num_keys = self._num_keys, self._num_keys + 1
-        # The store refuses to begin with rows that are not there; and what it compresses must leave nothing for the next time.
+        # The store rejects an initial value with missing rows. A compressed key must start without a rounding error.
         fill = mx.nd.zeros if stype == "default" else mx.nd.ones
         self._store.init(key, fill(shape, dtype=dtype).tostype(stype))
         return key
 
     def _exchange_bits(self, numbers: np.ndarray) -> np.ndarray:
-        """The same where the store sends -threshold, 0 and threshold only: each bit is one of these, beside the others' zeros."""
+        """Gather through a compressed store, which sends -threshold, 0 and threshold only: each bit is sent as 0 or threshold."""
         threshold = self._compression["threshold"]
         rows = np.zeros((self._process.num_processes, 32 * len(numbers)), np.float32)
         rows[self._process.rank] = np.unpackbits(numbers.astype(np.float32).view(np.uint8)) * np.float32(threshold)
@@ -117,9 +117,9 @@ class DistSync:
 
 
 class _Rows:
-    """Lets every process see the numbers of all, as rows in the order of their ranks, without waiting for them.
+    """Shows every process the numbers of all, as rows in rank order, without waiting for them.
 
-    Each sends its own row only, of a sparse array; and a one behind it, as a row of zeros would not be there.
+    Each process sends only its own row of a sparse array, followed by a one: MXNet would drop a row of zeros.
     """
 
     def __init__(self, store: Any, key: int, rank: int, size: int, dtype: Any) -> None:
@@ -131,7 +131,7 @@ class _Rows:
         self._all = mx.nd.arange(store.num_workers, dtype="int64")
 
     def show(self, row: Array, priority: int = 0) -> Array:
-        """Return the rows of all, shape (processes, size), of this process's, shape (1, size)."""
+        """Send this process's row, shape (1, size); return the rows of all processes, shape (processes, size)."""
         parts = [*self._before, mx.nd.concat(row, self._one, dim=1), *self._behind]
         mine = mx.nd.concat(*parts, dim=0).tostype("row_sparse")
         rows = mx.nd.sparse.zeros("row_sparse", self.shape, dtype=self._dtype)
@@ -141,7 +141,7 @@ class _Rows:
 
 
 class _ArrivalSum:
-    """Sums over the devices here and then over the processes, in one message of each."""
+    """Sums over the devices of this process, then over the processes, with one message per process."""
 
     def __init__(self, store: Any, key: int, arrays: List[Array]) -> None:
         self._store, self._key, self._arrays = store, key, arrays
@@ -153,7 +153,7 @@ class _ArrivalSum:
 
 
 class _RankSum:
-    """Sums over the devices here, sends the sum as a row of its own, and adds the rows up in their order."""
+    """Sums over the devices of this process, sends the sum as its row, and adds the rows of all processes in rank order."""
 
     def __init__(self, rows: _Rows, arrays: List[Array]) -> None:
         self._rows, self._arrays = rows, arrays

@@ -1,4 +1,4 @@
-"""Horovod, where it is installed: the same sums over processes, in a ring, without servers."""
+"""The same collectives through Horovod, where it is installed: a ring all-reduce, without servers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Dict, List
 import mxnet as mx
 import numpy as np
 
-from ..errors import MissingExtraError, ProcessError
+from ..errors import MissingExtraError, ProcessError, last_line
 from ..nested import Array
 from .process import Process
 
 
 class Horovod:
-    """Joins processes by Horovod's all-reduce.
+    """Connects processes through Horovod's all-reduce.
 
     ```
     process 0   devices ─► sum ─┐            ┌─► every device of process 0
@@ -24,8 +24,9 @@ class Horovod:
     process 1   devices ─► sum ─┘            └─► every device of process 1
     ```
 
-    A ring adds in the order of the ranks, which its place in the array decides. So that this place is always the same, Horovod
-    must not join arrays that happen to be ready together (`HOROVOD_FUSION_THRESHOLD=0`): gradients come in buckets anyway.
+    A ring adds an element in an order of ranks that depends on the element's place in the array. To keep this place fixed,
+    Horovod must not fuse arrays that happen to be ready together (`HOROVOD_FUSION_THRESHOLD=0`). Gradients already come in
+    buckets.
 
     Parameters
     ----------
@@ -36,7 +37,7 @@ class Horovod:
     MissingExtraError
         Horovod is not installed, or was built without MXNet.
     ProcessError
-        It counts the processes otherwise, or could not join them.
+        Horovod reports another rank or number of processes, or could not connect them.
 
     Source: Sergeev, Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018; Patarasuk, Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
@@ -49,71 +50,72 @@ class Horovod:
         self._hvd = _load()
         try:
             self._hvd.init()
-        except Exception as error:  # whatever its C++ says: a RuntimeError, mostly of a connection
+        except Exception as error:  # any error of its C++ code, mostly a RuntimeError about a connection
             raise ProcessError(
-                f"Trainer: got {_last_line(error)} from Horovod; expected all processes of the job. Start them with "
-                "gluon-mgpu launch --backend horovod, or horovodrun."
+                f"Trainer: got {last_line(error)} from Horovod; expected a connection to all processes of the job. Start "
+                "them with gluon-mgpu launch --backend horovod, or horovodrun."
             ) from error
         found = (self._hvd.rank(), self._hvd.size())
         if found != (process.rank, process.num_processes):
             raise ProcessError(
                 f"Trainer: got rank {found[0]} of {found[1]} from Horovod; expected {process.rank} of "
-                f"{process.num_processes}, as "
-                "the environment says. Start the program once, with gluon-mgpu launch --backend horovod, or horovodrun."
+                f"{process.num_processes}, as in "
+                "the environment. Start the program once, with gluon-mgpu launch --backend horovod, or horovodrun."
             )
         if "GLUON_MGPU_RANK" in os.environ:
-            # The launcher's hook (distributed/startup) shuts Horovod down where all is well. A process that has failed must not:
-            # the others would fail with it before it has ended, and one of them be taken for the cause.
+            # The launcher's hook (launcher/startup) shuts Horovod down in a process that ends without an error. A failed process
+            # must not: the others would fail before it has ended, and the launcher would report one of them as the cause.
             atexit.unregister(self._hvd.shutdown)
         self._on_gpu = bool(self._hvd.nccl_built())
         self._num_sums = 0
         self._is_half = False
 
     def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
-        """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
-        self._num_sums += 1  # every process makes the same sums in the same order: names agree
+        """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
+        self._num_sums += 1  # every process makes the same sums in the same order, so the names match
         half = self._is_half and not exact and arrays[0].dtype == np.float32
         return _RingSum(self._hvd, f"sum.{self._num_sums}", arrays, half=half, on_gpu=self._on_gpu)
 
     def compress(self, params: Dict[str, Any]) -> None:
-        """Let float32 gradients be sent as float16 from now on: half the bytes, three digits, and at most 65,504 a sum.
+        """Send float32 gradients as float16 from now on: half the bytes, three digits, and sums of at most 65,504.
 
         Source: `horovod.mxnet.Compression.fp16`.
         """
         if params["type"] != "fp16":
             raise ProcessError(
-                f"Trainer: got compression_params {params}; expected type 'fp16', which is what Horovod sends. Pass that, "
+                f"Trainer: got compression_params {params}; expected type 'fp16', the only one of Horovod. Pass it, "
                 "or launch with --backend dist_sync."
             )
         self._is_half = True
 
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits."""
+        """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
         rows = np.zeros((self._process.num_processes, len(numbers)), np.float32)
         rows[self._process.rank] = numbers
-        array = mx.nd.array(rows)  # beside the others' zeros: the sum is exact
+        array = mx.nd.array(rows)  # all other rows are zero, so the sum is exact
         self._hvd.allreduce_(array, op=self._hvd.Sum, name=f"rows.{len(numbers)}")
         found: np.ndarray = array.asnumpy()
         return found
 
     def barrier(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has reached this call."""
         self.all_gather(np.zeros(1, np.float32))
 
 
 DEFAULTS = {
     "HOROVOD_FUSION_THRESHOLD": "0",  # bytes
-    # Milliseconds. Processes ask each other so often whether all have something, also when they compute (scripts/RESULTS.md).
+    # Milliseconds between two rounds in which processes agree on the arrays that all have ready, even while they compute
+    # (scripts/benchmarks/RESULTS.md).
     "HOROVOD_CYCLE_TIME": "10",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",  # for which a process may be late; it is 30, and imports of many can take that
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",  # how late a process may be; Horovod's 30 can be too short while many import
 }
 
 
 def cycle_s() -> float:
-    """Return the seconds of a cycle: with the next one, sums begin that all processes have asked for.
+    """Return the seconds of a cycle: a sum begins in the first cycle after all processes have requested it.
 
-    As the environment of this process says, which those that it starts inherit, or `DEFAULTS`. What is no number, Horovod takes
-    for 0.
+    The value is that of this process's environment, which its children inherit, else that of `DEFAULTS`. Horovod reads a value
+    that is not a number as 0.
     """
     name = "HOROVOD_CYCLE_TIME"
     try:
@@ -123,7 +125,7 @@ def cycle_s() -> float:
 
 
 class _RingSum:
-    """Sums over the devices here, on the first, then over the processes, and copies the sum to the others."""
+    """Sums over the devices of this process on the first one, then over the processes; copies the sum to the other devices."""
 
     def __init__(self, hvd: Any, name: str, arrays: List[Array], *, half: bool, on_gpu: bool) -> None:
         self._hvd, self._name, self._arrays, self._half = hvd, name, arrays, half
@@ -148,10 +150,6 @@ def _load() -> Any:
         return importlib.import_module("horovod.mxnet")
     except ImportError as error:
         raise MissingExtraError(
-            f"Trainer: got no Horovod that works with MXNet ({error}); expected horovod 0.28.1, built for this MXNet. Run "
+            f"Trainer: got no Horovod that works with MXNet ({error}); expected horovod 0.28.1 built for this MXNet. Run "
             "sh scripts/build_horovod.sh, or launch with --backend dist_sync."
         ) from error
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

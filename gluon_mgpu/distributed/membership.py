@@ -1,9 +1,10 @@
-"""All processes of a job: what each is, sums over all of them, and what all of them say."""
+"""The processes of a job: all-reduce, all-gather, broadcast and barrier over all of them."""
 
 from __future__ import annotations
 
 import functools
 import os
+import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
@@ -17,30 +18,30 @@ from .dist_sync import DistSync
 from .horovod import Horovod
 from .process import Process, this_process
 
-_LEAST_BYTES = 256  # of a message: its room doubles until it fits
-_MOST_BYTES = 2**24  # of one message; float32 counts as far exactly
+_LEAST_BYTES = 256  # smallest buffer of a message: it doubles until the message fits
+_MOST_BYTES = 2**24  # largest message: its size is sent as a float32, which is exact up to here
 
 
 class Backend(Protocol):
-    """What joins processes: `DistSync` or `Horovod`."""
+    """A connection of all processes: `DistSync` or `Horovod`."""
 
     def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
-        """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`."""
+        """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
 
     def compress(self, params: Dict[str, Any]) -> None:
-        """Send what is smaller than float32 gradients from now on."""
+        """Send float32 gradients in fewer bits from now on."""
 
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits."""
+        """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
 
     def barrier(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has reached this call."""
 
 
 class Group:
-    """The processes of a job, joined by MXNet's `dist_sync` store or by Horovod, as the job was started.
+    """The processes of a job, connected by MXNet's `dist_sync` store or by Horovod, as the job was started.
 
-    Every call is to be made by all of them, in the same order. Messages are never compressed.
+    All processes must make every call, in the same order. Messages are never compressed.
 
     Parameters
     ----------
@@ -51,7 +52,7 @@ class Group:
     ProcessError
         The job has neither: it was not started by the launcher.
     MissingExtraError
-        It was started for Horovod, which is not here.
+        The job was started for Horovod, which is not installed.
     """
 
     def __init__(self, process: Process) -> None:
@@ -60,27 +61,30 @@ class Group:
         self._compression: Dict[str, Any] = {}
 
     def all_reduce(self, gradients: Sequence[Array], *, exact: bool = False) -> Any:
-        """Return what sums these arrays, one a device, over all devices and processes, in place: it has `run(priority)`.
+        """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place.
 
-        `exact` is for what must not be sent in fewer bits.
+        `exact` disables compression for these arrays.
         """
         return self.backend.all_reduce([gradient.as_nd_ndarray() for gradient in gradients], exact=exact)
 
     def compress(self, params: Dict[str, Any]) -> None:
-        """Let float32 gradients be sent in fewer bits from now on; see the backends' own `compress`."""
+        """Send float32 gradients in fewer bits from now on; see the backends' own `compress`."""
         if self._compression and self._compression != _filled(params):
             raise ProcessError(
-                f"Trainer: got compression_params {params}; expected {self._compression}, as before. One store serves all."
+                f"Trainer: got compression_params {params}; expected {self._compression}, as in an earlier trainer. All trainers "
+                "share one store: pass the same to each."
             )
         if not self._compression:
             self.backend.compress(params)
             self._compression = _filled(params)
 
     def all_gather_bytes(self, message: bytes) -> List[bytes]:
-        """Return what every process says here, in the order of their ranks. It waits for all."""
+        """Gather a message from every process; return them in rank order. Waits for all processes."""
         sizes = [int(size) for size in self.backend.all_gather(np.array([len(message)], np.float32))[:, 0]]
         if max(sizes) > _MOST_BYTES:
-            raise ProcessError(f"processes: got a message of {max(sizes):,} bytes; expected at most {_MOST_BYTES:,}. Say less.")
+            raise ProcessError(
+                f"processes: got a message of {max(sizes):,} bytes; expected at most {_MOST_BYTES:,}. Send a shorter one."
+            )
         room = _LEAST_BYTES
         while room < max(sizes):
             room *= 2
@@ -89,14 +93,14 @@ class Group:
         return [row[:size].astype(np.uint8).tobytes() for row, size in zip(self.backend.all_gather(numbers), sizes)]
 
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the numbers of every process, float32, shape (processes, n), of this process's, shape (n,). It waits for all."""
+        """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
         return self.backend.all_gather(numbers)
 
     def average(self, arrays: Sequence[Array], behind: Optional[Sequence[Tuple[float, float]]] = None) -> None:
-        """Set arrays of floating point to their mean over the processes, in place. It waits.
+        """Set floating-point arrays to their mean over the processes, in place. Waits for all processes.
 
-        `behind` holds two weights of each array. The first ones count, unless those of all processes are 0; then the second ones
-        do, and then all processes alike.
+        `behind` holds two weights for each array. The first weight counts, unless it is 0 in all processes; then the second one
+        does. If both are 0 everywhere, all processes count equally.
         """
         numbers = np.concatenate([array.asnumpy().astype(np.float32).reshape(-1) for array in arrays])
         weights = np.asarray([(1, 1)] * len(arrays) if behind is None else behind, np.float32).reshape(-1)
@@ -111,7 +115,7 @@ class Group:
             begin += array.size
 
     def broadcast(self, arrays: Sequence[Array]) -> None:
-        """Set arrays of floating point to those of process 0, in place. It waits."""
+        """Set floating-point arrays to those of process 0, in place. Waits for all processes."""
         classic = [array.as_nd_ndarray() for array in arrays]
         numbers = np.concatenate([array.asnumpy().astype(np.float32).reshape(-1) for array in classic])
         together = mx.nd.array(np.zeros_like(numbers) if self.process.rank else numbers)
@@ -122,13 +126,27 @@ class Group:
             begin += array.size
 
     def barrier(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has reached this call."""
         mx.nd.waitall()
         self.backend.barrier()
 
+    def sum_of(self, gradients: Sequence[Array], *, exact: bool = False) -> Any:
+        """Call `all_reduce`. This name is deprecated."""
+        _deprecated("sum_of", "all_reduce")
+        return self.all_reduce(gradients, exact=exact)
+
+    def wait(self) -> None:
+        """Call `barrier`. This name is deprecated."""
+        _deprecated("wait", "barrier")
+        self.barrier()
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(f"Group.{old} is now Group.{new}. The old name goes with the next release.", DeprecationWarning, stacklevel=3)
+
 
 def _write(array: Array, numbers: np.ndarray) -> None:
-    """Set an array by way of another: a weight may be in oneDNN's own layout, in which NumPy's numbers cannot be written."""
+    """Set an array through a copy: a weight may be in oneDNN's own layout, into which NumPy cannot write."""
     mx.nd.array(numbers.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
 
 
@@ -137,7 +155,7 @@ def _filled(params: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _is_horovods() -> bool:
-    """Return whether this process was started for Horovod, by our launcher or its own."""
+    """Return whether this process was started for Horovod, by our launcher or by horovodrun."""
     return "HOROVOD_RANK" in os.environ and os.environ.get("DMLC_ROLE") != "worker"
 
 
@@ -152,25 +170,25 @@ _own: ContextVar[bool] = ContextVar("_own", default=False)
 
 
 def group() -> Optional[Group]:
-    """Return the processes that this one works with; None where it is the only one, or works `without_group`."""
+    """Return the processes of this job; None for a single process, or within `without_group`."""
     return None if _apart.get() else _group()
 
 
 def any_process(yes: bool) -> bool:
-    """Return whether any process says yes here; they wait for each other."""
+    """Return whether `yes` is true in any process. Waits for all processes."""
     processes = group()
     return yes if processes is None else any(processes.all_gather_bytes(b"yes" if yes else b""))
 
 
 def process_shard() -> Tuple[int, int]:
-    """Return which part of every batch is this process's, and of how many: (0, 1) where all of it is."""
+    """Return the index of this process's part of every batch, and the number of parts: (0, 1) if it takes the whole batch."""
     process = this_process()
     return (0, 1) if _apart.get() or _own.get() else (process.rank, process.num_processes)
 
 
 @contextmanager
 def without_group() -> Iterator[None]:
-    """Let this process work by itself in this block: on whole batches, and without a word to the others."""
+    """Within this block, let this process work alone: on whole batches, without communication."""
     token = _apart.set(True)
     try:
         yield
@@ -180,7 +198,7 @@ def without_group() -> Iterator[None]:
 
 @contextmanager
 def own_batches(are_own: bool = True) -> Iterator[None]:
-    """In this block, batches are this process's own, and not to be divided over the processes."""
+    """Within this block, batches belong to this process and are not divided over the processes."""
     token = _own.set(are_own or _own.get())
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which process of a job this one is, as the launcher has told it."""
+"""The rank of this process in its job, read from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PREFIX = "GLUON_MGPU_"
 
 
 class LaunchError(ValueError):
-    """A job cannot be launched as asked, or the variables that tell a process its place contradict each other."""
+    """A job cannot be launched as requested, or the variables that hold a process's rank contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Process:
         Its number among all processes, from 0.
     num_processes : int
     local_rank : int
-        Its number among those of its machine, from 0.
+        Its number among the processes of its machine, from 0.
     local_processes : int
-        How many run on its machine.
+        Processes of its machine.
     node_rank : int
         The number of its machine, from 0.
     num_nodes : int
-        How many machines there are.
+        Machines of the job.
     restart : int
-        How often the job has been started again.
+        Restarts of the job so far.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class Process:
     restart: int
 
     def variables(self) -> Dict[str, str]:
-        """Return the environment variables from which `this_process` reads the same again.
+        """Return the environment variables from which `this_process` reads this place.
 
         Examples
         --------
@@ -59,19 +59,19 @@ _AT_MOST = {"local_processes": "num_processes", "num_nodes": "num_processes"}
 
 
 def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
-    """Return this process's place in its job; a program that was started without a launcher, ours or horovodrun, is the only one.
+    """Return this process's place in its job. A program started without a launcher (ours or horovodrun) is a job of one process.
 
     Parameters
     ----------
     environ : mapping of str to str, optional
-        Where to read `GLUON_MGPU_RANK`, `..._NUM_PROCESSES`, `..._LOCAL_RANK`, `..._LOCAL_PROCESSES`, `..._NODE_RANK`,
+        Holds `GLUON_MGPU_RANK`, `..._NUM_PROCESSES`, `..._LOCAL_RANK`, `..._LOCAL_PROCESSES`, `..._NODE_RANK`,
         `..._NUM_NODES` and `..._RESTART`, or Horovod's `HOROVOD_RANK`, `..._SIZE`, `..._LOCAL_RANK`, `..._LOCAL_SIZE`,
         `..._CROSS_RANK` and `..._CROSS_SIZE`; this process's environment by default.
 
     Raises
     ------
     LaunchError
-        Only some of the variables are set, or one is not a number that the others allow.
+        Only some of the variables are set, or one is not a number, or contradicts the others.
 
     Examples
     --------
@@ -81,10 +81,10 @@ def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
     environ = os.environ if environ is None else environ
     if not isinstance(environ, Mapping):
         raise LaunchError(f"this_process: got environ of type {type(environ).__name__}; expected a mapping. Pass os.environ.")
-    given = {name: environ.get(PREFIX + name.upper()) for name in vars(ALONE)}
-    if not any(given.values()):
+    values = {name: environ.get(PREFIX + name.upper()) for name in vars(ALONE)}
+    if not any(values.values()):
         return _horovods(environ) if "HOROVOD_RANK" in environ else ALONE
-    return _checked({name: _number(_variable(name), name, text) for name, text in given.items()})
+    return _checked({name: _number(_variable(name), name, text) for name, text in values.items()})
 
 
 _HOROVODS = {
@@ -98,21 +98,24 @@ _HOROVODS = {
 
 
 def _horovods(environ: Mapping[str, str]) -> Process:
-    """Return the place that horovodrun tells."""
-    return _checked({"restart": 0, **{name: _number(said, name, environ.get(said)) for name, said in _HOROVODS.items()}})
+    """Return the place that horovodrun has set in the environment."""
+    numbers = {name: _number(variable, name, environ.get(variable)) for name, variable in _HOROVODS.items()}
+    return _checked({"restart": 0, **numbers})
 
 
 def _checked(numbers: Dict[str, int]) -> Process:
     for name, count in {**_INDEX_OF, **_AT_MOST}.items():
         largest = numbers[count] - (1 if name in _INDEX_OF else 0)
         if numbers[name] > largest:
-            raise _error(_variable(name), f"{numbers[name]}; expected at most {largest}, as {_variable(count)}={numbers[count]}")
+            raise _error(
+                _variable(name), f"{numbers[name]}; expected at most {largest}, since {_variable(count)}={numbers[count]}"
+            )
     return Process(**numbers)
 
 
 def _number(variable: str, name: str, text: Optional[str]) -> int:
     if not text:
-        raise _error(variable, "nothing, although others of its kind are set; expected all of them or none")
+        raise _error(variable, "nothing, although other variables of the launcher are set; expected all of them or none")
     least = 1 if name in _INDEX_OF.values() else 0
     if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) < least:
         raise _error(variable, f"{text!r}; expected a whole number of {least} or more")
@@ -121,8 +124,8 @@ def _number(variable: str, name: str, text: Optional[str]) -> int:
 
 def _error(variable: str, what: str) -> LaunchError:
     return LaunchError(
-        f"this_process: got {variable}={what}. Start the program with gluon-mgpu launch, or unset all {PREFIX}* that "
-        "tell a process its rank."
+        f"this_process: got {variable}={what}. Start the program with gluon-mgpu launch, or unset the {PREFIX}* variables "
+        "of a process's rank."
     )
 
 

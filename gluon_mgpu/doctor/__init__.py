@@ -1,4 +1,4 @@
-"""What is on this machine, and what is wrong with it: recorded first, then judged."""
+"""Inspects this machine and reports its problems."""
 
 from .findings import Problem
 from .report import Report, examine

@@ -1,4 +1,4 @@
-"""Which MXNet this is: what it was built with, and which GPUs its library holds code for."""
+"""The installed MXNet: its features, and the GPUs for which its library holds code."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _LIBRARY = "libmxnet.so"
 
 @dataclass(frozen=True)
 class Build:
-    """The MXNet that `import mxnet` takes.
+    """The MXNet that `import mxnet` imports.
 
     Attributes
     ----------
     library : str
-        The file of its compiled library; empty where there is none.
+        The file of its compiled library; "" if there is none.
     version : str
-        What it calls itself; empty where it cannot be imported.
+        Its version; "" if it cannot be imported.
     why_not : str
-        Why it cannot be imported, empty where it can.
+        Why it cannot be imported; "" if it can.
     to_do : str
-        What to do about that.
+        How to fix that.
     features : tuple of str
-        What it was built with, by its own words; empty where it cannot be imported.
+        Its enabled build features; empty if it cannot be imported.
     code : FatBinaries or None
-        Which GPUs the library holds code for; None where that could not be read.
+        The GPU code in the library; None if it could not be read.
     """
 
     library: str
@@ -45,11 +45,11 @@ class Build:
 
     @property
     def is_for_gpus(self) -> bool:
-        """Whether it was built for GPUs at all."""
+        """Whether it was built for GPUs."""
         return bool(self.code and self.code.num_binaries) or "CUDA" in self.features
 
     def described(self) -> str:
-        """Return which GPUs there is code for, in words."""
+        """Return a description of the GPU code in the library."""
         if self.code is None:
             return "unknown"
         if not self.code.num_binaries:
@@ -59,8 +59,8 @@ class Build:
         return f"machine code for compute capability {machine_code}; {f'PTX for {ptx}' if ptx else 'no PTX'}"
 
 
-def look_at_build() -> Build:
-    """Return what is known of MXNet, which is imported for that where it can be."""
+def inspect_build() -> Build:
+    """Return the installed MXNet; import it if possible."""
     library = _find_library()
     try:
         mxnet = sys.modules.get("mxnet") or environment.load_mxnet()
@@ -70,8 +70,8 @@ def look_at_build() -> Build:
     return Build(library, mxnet.__version__, "", "", tuple(sorted(name for name in features if features.is_enabled(name))), None)
 
 
-def look_at_code(library: str) -> Optional[FatBinaries]:
-    """Return which GPUs a library holds code for, None where there is no library."""
+def inspect_code(library: str) -> Optional[FatBinaries]:
+    """Return the GPU code in a library; None if there is no library."""
     return read_fat_binaries(library) if library else None
 
 

@@ -1,25 +1,29 @@
-"""What is wrong, and what to do about it; a look that fails is a finding, too."""
+"""Problems and how to fix them; a check that fails is itself reported as a problem."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Callable, List, Tuple, TypeVar
 
+from ..errors import first_line
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong.
+    """A problem that the doctor has found.
 
     Attributes
     ----------
     check : str
-        Which check found it: `packages`, `GPUs`, `disk space`, ...
+        The check that found it: `packages`, `GPUs`, `disk space`, ...
     what : str
+        The problem.
     to_do : str
+        How to fix it.
     stops_training : bool
-        Whether nothing can be trained on the devices that were asked for until it is mended.
+        Whether it prevents training on the requested devices.
     """
 
     check: str
@@ -29,7 +33,7 @@ class Problem:
 
 
 class Examination:
-    """Looks and checks, one after the other, and what they find; one that fails is a finding, and the others are still made.
+    """Runs checks one after the other and collects their findings; a check that fails is a finding, and the others still run.
 
     Attributes
     ----------
@@ -39,28 +43,23 @@ class Examination:
     def __init__(self) -> None:
         self.findings: List[Problem] = []
 
-    def look(self, check: str, or_else: T, look: Callable[..., T], *arguments: Any) -> T:
-        """Return what `look(*arguments)` returns; where it raises, `or_else`."""
+    def run(self, check: str, default: T, inspect: Callable[..., T], *arguments: Any) -> T:
+        """Return the result of `inspect(*arguments)`; if it raises, add a finding and return `default`."""
         try:
-            return look(*arguments)
-        except Exception as error:  # whatever it is: the doctor goes on
+            return inspect(*arguments)
+        except Exception as error:  # any error: the doctor continues with the next check
             what = f"The check of {check} failed: {type(error).__name__}: {first_line(error)}"
-            self.findings.append(Problem(check, what, "What it would have told is not known. Please report it."))
-            return or_else
+            self.findings.append(Problem(check, what, "Its result is unknown. Please report this error."))
+            return default
 
-    def judge(self, check: str, judge: Callable[..., List[Problem]], *arguments: Any) -> None:
-        """Add what `judge(*arguments)` finds."""
+    def check(self, check: str, find: Callable[..., List[Problem]], *arguments: Any) -> None:
+        """Add the problems that `find(*arguments)` returns."""
         found: List[Problem] = []
-        self.findings += self.look(check, found, judge, *arguments)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        self.findings += self.run(check, found, find, *arguments)
 
 
 def describe_error(error: BaseException) -> Tuple[str, str]:
-    """Return what an error in the house's form says, in two parts: what was got, and what is needed and to be done.
+    """Split an error of this package into two parts: the value it got, and the expected condition with the advice.
 
     Examples
     --------
@@ -68,4 +67,4 @@ def describe_error(error: BaseException) -> Tuple[str, str]:
     ('fit: got 0 epochs', 'Expected 1 or more. Pass epochs=1.')
     """
     what, found, to_do = str(error).strip().partition("; expected ")
-    return what or type(error).__name__, f"Expected {to_do}" if found else "Do what the message says."
+    return what or type(error).__name__, f"Expected {to_do}" if found else "Follow the message."

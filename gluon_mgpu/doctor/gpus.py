@@ -1,4 +1,4 @@
-"""The GPUs: whether MXNet holds code for each, and what else keeps one from training well."""
+"""The GPUs: whether MXNet holds code for each, and other problems that affect training on them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from ..runtime.fat_binary import Capability, version_text
 from ..runtime.nvidia.nvml import Driver, Gpu, try_driver
 from ..runtime.nvidia.visible import visible_gpus
+from ..runtime.units import format_bytes
 from .build import Build
 from .findings import Problem
 
-NO_WHEEL = (9, 0)  # from Hopper on; the newest code in a wheel of MXNet 1.9.1 is for 8.6, which 8.9 runs, too
+NO_WHEEL = (9, 0)  # from Hopper on; the newest code in a wheel of MXNet 1.9.1 is for 8.6, which 8.9 also runs
 _OLDEST = (5, 0)
-_OLDEST_CUDA = (11, 0)  # that a driver must know for libraries of CUDA 11.2, by CUDA's minor version compatibility
+_OLDEST_CUDA = (11, 0)  # a driver must support it for libraries of CUDA 11.2, by CUDA's minor version compatibility
 _SLOWED = {"hardware slowdown", "temperature", "temperature, by hardware", "power brake"}
 _CROWDED = 0.5  # of a GPU's memory
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -27,17 +28,17 @@ _TRAIN_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Reading:
-    """What the NVIDIA driver has told.
+    """The NVIDIA driver and its GPUs, as read.
 
     Attributes
     ----------
     driver : Driver or None
     why_not : str
-        Why there is nothing to read; empty where there is.
+        Why the driver could not be read; "" if it was read.
     has_signs : bool
-        Whether the system knows of a driver, be it read or not.
+        Whether the system shows signs of a driver, even if it could not be read.
     environ : dict of str to str
-        What the environment says of `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`.
+        The variables `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`, if set.
     pid : int
         Of this process.
     """
@@ -50,12 +51,12 @@ class Reading:
 
     @property
     def gpus(self) -> Tuple[Gpu, ...]:
-        """The GPUs, none where there is nothing to read."""
+        """The GPUs; () if the driver could not be read."""
         return self.driver.gpus if self.driver else ()
 
 
 def read_gpus() -> Reading:
-    """Return what the NVIDIA driver says now."""
+    """Read the NVIDIA driver and its GPUs."""
     driver, why_not = try_driver()
     has_signs = driver is not None or any(os.path.exists(path) for path in _SIGNS)
     environ = {name: os.environ[name] for name in (_VISIBLE, "CUDA_DEVICE_ORDER") if name in os.environ}
@@ -63,12 +64,13 @@ def read_gpus() -> Reading:
 
 
 def check_driver(reading: Reading, build: Build) -> List[Problem]:
-    """Return what is wrong with the driver: nothing where nobody needs one."""
+    """Return problems with the driver; [] if none is installed or required."""
     if reading.driver is None:
         if not (reading.has_signs or build.is_for_gpus):
             return []
         what, _, to_do = reading.why_not.partition("; expected ")
-        return [Problem("driver", f"The GPUs are not known: {what}.", f"Expected {to_do}" if to_do else "See what nvidia-smi says.")]
+        to_do = f"Expected {to_do}" if to_do else "Check the output of nvidia-smi."
+        return [Problem("driver", f"The GPUs cannot be read: {what}.", to_do)]
     newest = reading.driver.cuda_version
     if newest and _numbers(newest) < _OLDEST_CUDA and build.is_for_gpus:
         what = f"Driver {reading.driver.version} runs CUDA up to {newest}; MXNet's wheel needs 11.0 or newer."
@@ -77,7 +79,7 @@ def check_driver(reading: Reading, build: Build) -> List[Problem]:
 
 
 def check_gpus(reading: Reading, build: Build) -> List[Problem]:
-    """Return what is wrong with the GPUs, each by each."""
+    """Return the problems of each GPU."""
     found = _without_gpu_code(reading.gpus, build)
     for gpu in reading.gpus:
         found += [*_trouble(gpu), *_no_code(gpu, build), *_mig(gpu), *_crowded(gpu, reading.pid), *_slowed(gpu)]
@@ -85,68 +87,68 @@ def check_gpus(reading: Reading, build: Build) -> List[Problem]:
 
 
 def explains(reading: Reading, build: Build) -> bool:
-    """Return whether `check_gpus` has said of every GPU why MXNet cannot run there."""
+    """Return whether `check_gpus` explains for every GPU why MXNet cannot run on it."""
     gpus = reading.gpus
     without = (bool(gpu.trouble or _without_gpu_code([gpu], build) or _no_code(gpu, build)) for gpu in gpus)
     return bool(gpus) and (bool(_hidden(reading)) or all(without))
 
 
 def barred(reading: Reading, build: Build) -> Dict[int, str]:
-    """Return the numbers of the GPUs that no code here runs on, each with what was found: another wheel may not help."""
+    """Return the numbers of GPUs for which the library holds no code, each with the problem found."""
     return {gpu.index: finding.what for gpu in reading.gpus for finding in _no_code(gpu, build)}
 
 
 def names_in_mxnet(reading: Reading) -> Dict[int, str]:
-    """Return which of MXNet's devices a GPU of the driver's list is, for those that CUDA sees: {0: "gpu(1)"}."""
+    """Return MXNet's name for each GPU of the driver's list that CUDA sees: {0: "gpu(1)"}."""
     devices = visible_gpus(reading.driver, reading.environ).devices if reading.driver else ()
     return {device.gpu.index: f"gpu({device.number})" for device in devices}
 
 
 def code_for(gpu: Gpu, build: Build) -> str:
-    """Return in words which of the library's code this GPU runs."""
+    """Return a description of the library's code that this GPU runs."""
     if build.code is None or gpu.compute_capability is None:
         return "unknown"
     return build.code.code_for(gpu.compute_capability) or "none"
 
 
 def _name(gpu: Gpu) -> str:
-    return f"GPU {gpu.index}, {gpu.name or 'which does not tell its name'},"
+    return f"GPU {gpu.index}, {gpu.name or 'name unknown'},"
 
 
 def _trouble(gpu: Gpu) -> List[Problem]:
     if not gpu.trouble:
         return []
-    to_do = "See sudo dmesg for NVRM and Xid; start the machine again. If it comes back, the card is to be replaced."
+    to_do = "Check sudo dmesg for NVRM and Xid, and restart the machine. If it happens again, replace the card."
     return [Problem("GPUs", f"{_name(gpu)} has failed: {gpu.trouble.rstrip('.')}.", to_do)]
 
 
 def _without_gpu_code(gpus: Sequence[Gpu], build: Build) -> List[Problem]:
-    """Return what a build for CPUs means for the GPUs: with another wheel some would work, others never will."""
+    """Return the GPUs that a CPU build leaves idle and another wheel could use."""
     if not gpus or build.code is None or build.is_for_gpus:
         return []
     helped = [gpu for gpu in gpus if gpu.compute_capability is None or _OLDEST <= gpu.compute_capability < NO_WHEEL]
     if not helped:
-        return []  # _no_code tells each
+        return []  # _no_code reports each
     names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in helped)
     to_do = "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'."
-    return [Problem("GPUs", f"MXNet here is a build for CPUs, and leaves idle GPU {names}.", to_do)]
+    return [Problem("GPUs", f"The installed MXNet is a build for CPUs, and cannot use GPU {names}.", to_do)]
 
 
 def _no_code(gpu: Gpu, build: Build) -> List[Problem]:
     capability = gpu.compute_capability
     if build.code is None or capability is None or build.code.code_for(capability):
         return []
-    told = f"{_name(gpu)} has compute capability {version_text(capability)}"
-    here = f"the library here holds {build.described()}" if build.is_for_gpus else "the one here is a build for CPUs"
+    which = f"{_name(gpu)} has compute capability {version_text(capability)}"
+    here = f"the installed library holds {build.described()}" if build.is_for_gpus else "the installed one is a build for CPUs"
     if capability >= NO_WHEEL:
-        what = f"{told}: no MXNet 1.9.1 wheel can run there, and {here}."
+        what = f"{which}: no MXNet 1.9.1 wheel can run there, and {here}."
         return [Problem("GPUs", what, f"{_TRAIN_ELSEWHERE} No driver, CUDA or setting changes that.")]
     if capability < _OLDEST:
-        return [Problem("GPUs", f"{told}: no wheel of MXNet for CUDA 11 can run there, and {here}.", _TRAIN_ELSEWHERE)]
+        return [Problem("GPUs", f"{which}: no wheel of MXNet for CUDA 11 can run there, and {here}.", _TRAIN_ELSEWHERE)]
     if not build.is_for_gpus:
-        return []  # told for all at once
+        return []  # _without_gpu_code reports all of them at once
     to_do = "Run pip install 'gluon_mgpu[cu112]', whose wheel holds code for compute capability 5.0 to 8.9."
-    return [Problem("GPUs", f"{told}, and {here}.", to_do)]
+    return [Problem("GPUs", f"{which}, and {here}.", to_do)]
 
 
 def _mig(gpu: Gpu) -> List[Problem]:
@@ -154,24 +156,24 @@ def _mig(gpu: Gpu) -> List[Problem]:
         return []
     off = f"sudo nvidia-smi -i {gpu.index} -mig 0 makes it one GPU again."
     if not gpu.mig:
-        what = f"{_name(gpu)} is in MIG mode, but has no MIG device: CUDA sees nothing of it."
+        what = f"{_name(gpu)} is in MIG mode, but has no MIG device: CUDA cannot see it."
         return [Problem("GPUs", what, f"Make one: sudo nvidia-smi mig -i {gpu.index} -cgi 0 -C. Or {off}")]
     parts = _counted(len(gpu.mig), "device")
     what = f"{_name(gpu)} is split by MIG into {parts}: a process sees only one MIG device, and no other GPU."
-    to_do = f"Choose it: CUDA_VISIBLE_DEVICES={gpu.mig[0].uuid or 'MIG-...'}. To train on whole GPUs, {off}"
+    to_do = f"Choose one: CUDA_VISIBLE_DEVICES={gpu.mig[0].uuid or 'MIG-...'}. To train on the undivided GPU, {off}"
     return [Problem("GPUs", what, to_do)]
 
 
 def _crowded(gpu: Gpu, pid: int) -> List[Problem]:
-    """Return that others have taken most of the memory."""
+    """Return a problem if other processes use most of the memory."""
     if not gpu.total_bytes or gpu.used_bytes is None or gpu.used_bytes < _CROWDED * gpu.total_bytes or gpu.mig_enabled:
         return []
     others = [process for process in gpu.processes or () if process.pid != pid]
     if gpu.processes and not others:
         return []
     who = ", ".join(process_text(one.pid, one.name, one.used_bytes) for one in others) or "processes that are hidden here"
-    what = f"{_name(gpu)} has {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} taken, by {who}."
-    return [Problem("GPUs", what, "Wait for them, end them, or train elsewhere: --devices gpu:1, for one.")]
+    what = f"{_name(gpu)} has {format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} in use, by {who}."
+    return [Problem("GPUs", what, "Wait for them, stop them, or train on another device, for example --devices gpu:1.")]
 
 
 def _slowed(gpu: Gpu) -> List[Problem]:
@@ -180,36 +182,29 @@ def _slowed(gpu: Gpu) -> List[Problem]:
         return []
     heat = "" if gpu.temperature_c is None else f" at {gpu.temperature_c} C"
     what = f"{_name(gpu)} is slowed down{heat}: {', '.join(reasons)}."
-    return [Problem("GPUs", what, "See to its cooling and its power supply; nvidia-smi -q -d PERFORMANCE tells more.")]
+    return [Problem("GPUs", what, "Check its cooling and its power supply; nvidia-smi -q -d PERFORMANCE shows details.")]
 
 
 def _hidden(reading: Reading) -> List[Problem]:
-    """Return that the environment hides every GPU that CUDA could see."""
+    """Return a problem if the environment hides every GPU that CUDA could see."""
     if reading.driver is None or _VISIBLE not in reading.environ or visible_gpus(reading.driver, reading.environ).devices:
         return []
-    if not visible_gpus(reading.driver, {}).devices:  # nor would they be seen without it
+    if not visible_gpus(reading.driver, {}).devices:  # they are not visible without the variable either
         return []
     what = f"CUDA_VISIBLE_DEVICES={reading.environ[_VISIBLE]!r} shows none of {_counted(len(reading.gpus), 'GPU')}."
-    return [Problem("GPUs", what, "Unset it, or set it to the numbers that are to be seen, each once: 0,1.")]
+    return [Problem("GPUs", what, "Unset it, or set it to the numbers of the GPUs to use, each once: 0,1.")]
 
 
 def _doubted(reading: Reading) -> List[Problem]:
-    """Return that CUDA may number the GPUs otherwise than the driver."""
+    """Return a problem if CUDA may number the GPUs differently from the driver."""
     doubt = visible_gpus(reading.driver, reading.environ).doubt if reading.driver else ""
     what, _, to_do = doubt.partition(" Set ")
     return [Problem("GPUs", what, f"Set {to_do}")] if doubt else []
 
 
-def gib(num_bytes: Optional[int]) -> str:
-    """Return bytes as GiB, or MiB where that is little, and "?" where nobody tells."""
-    if num_bytes is None:
-        return "?"
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
-
-
 def process_text(pid: int, name: str, used_bytes: Optional[int]) -> str:
-    """Return a process in words."""
-    return f"process {pid} ({name or 'name hidden'}, {gib(used_bytes)})"
+    """Return a description of a process."""
+    return f"process {pid} ({name or 'name hidden'}, {format_bytes(used_bytes)})"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -13,19 +13,19 @@ _CPU_WHEEL = "run pip uninstall mxnet-cu112, then pip install 'gluon_mgpu[cpu]'"
 
 
 def check_libraries(libraries: Sequence[CudaLibrary], build: Build) -> List[Problem]:
-    """Return which of them are missing, but for those that the error of `import mxnet` names."""
+    """Return the missing libraries, except for those that the error of `import mxnet` names."""
     missing = [library for library in libraries if not library.path and library.soname not in build.why_not]
     found = []
     stops = bool(build.why_not)
     driver = [library for library in missing if library.soname.startswith(_DRIVER)]
     if driver:
-        what = f"The driver's {driver[0].soname} is missing, to which this MXNet is linked also where it trains on the CPU."
+        what = f"The driver's {driver[0].soname} is missing. This MXNet is linked to it, even for training on the CPU."
         to_do = f"Install the driver (in a container: docker run --gpus all); to train on the CPU, {_CPU_WHEEL}."
         found.append(Problem("CUDA libraries", what, to_do, stops))
     others = [f"{library.name} ({library.soname})" for library in missing if library not in driver]
     if others:
-        what = f"{_joined(others)} {'are' if len(others) > 1 else 'is'} missing, to which this MXNet is linked."
-        to_do = f"Run pip install 'gluon_mgpu[cu112]', which brings CUDA's libraries; to train on the CPU, {_CPU_WHEEL}."
+        what = f"This MXNet is linked to {_joined(others)}, which {'are' if len(others) > 1 else 'is'} missing."
+        to_do = f"Run pip install 'gluon_mgpu[cu112]', which installs CUDA's libraries; to train on the CPU, {_CPU_WHEEL}."
         found.append(Problem("CUDA libraries", what, to_do, stops))
     return found
 

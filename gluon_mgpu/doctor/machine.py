@@ -1,4 +1,4 @@
-"""The machine and the Python packages on it."""
+"""The machine and its Python packages."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _WHEEL = re.compile(r"mxnet(-cu\d+(mkl)?|-native)?")
 
 @dataclass(frozen=True)
 class Machine:
-    """What the operating system tells.
+    """The machine, as the operating system reports it.
 
     Attributes
     ----------
     system : str
     cpu : str
     usable_cores, bound_cores, cores : int
-        What this process may use, is bound to, and the machine has.
+        Cores that this process may use, to which it is bound, and of the machine.
     quota : float
         Processor time that a cgroup allows, in cores; 0.0 without a limit.
     memory_bytes, available_bytes : int
-        Of the machine; 0 where nobody tells.
+        Of the machine; 0 if unknown.
     """
 
     system: str
@@ -56,17 +56,17 @@ class Packages:
     Attributes
     ----------
     versions : dict of str to str
-        In the order in which they are shown.
+        In display order.
     wheels : tuple of str
-        The distributions that bring a package `mxnet`.
+        The distributions that install a package `mxnet`.
     """
 
     versions: Dict[str, str]
     wheels: Tuple[str, ...]
 
 
-def look_at_machine() -> Machine:
-    """Return the machine as it is."""
+def inspect_machine() -> Machine:
+    """Return the machine's current state."""
     memory = _meminfo()
     cores = os.cpu_count() or 1
     models = (line.partition(":")[2].strip() for line in threads.read_lines("/proc/cpuinfo") if line.startswith("model name"))
@@ -82,8 +82,8 @@ def look_at_machine() -> Machine:
     )
 
 
-def look_at_packages() -> Packages:
-    """Return the version of each package, or the extra that brings it."""
+def inspect_packages() -> Packages:
+    """Return the version of each package, or the extra that installs it."""
     wheels = _wheels()
     found = {"Python": platform.python_version(), "gluon_mgpu": _version("gluon_mgpu") or "not installed, but imported"}
     found["mxnet"] = next((_version(wheel) for wheel in wheels), "not installed")
@@ -94,12 +94,12 @@ def look_at_packages() -> Packages:
 
 
 def check_packages(packages: Packages) -> List[Problem]:
-    """Return what is wrong with the packages."""
+    """Return problems with the packages."""
     found = []
     wheels = packages.wheels
     if len(wheels) > 1:
-        to_do = f"Run pip uninstall {' '.join(wheels)}, and install one of them again."
-        found.append(Problem("packages", f"{' and '.join(wheels)} are installed over one another.", to_do))
+        to_do = f"Run pip uninstall {' '.join(wheels)}, then install one of them again."
+        found.append(Problem("packages", f"{' and '.join(wheels)} are installed and overwrite each other.", to_do))
     numpy = packages.versions.get("numpy", "")
     if numpy.split(".")[0].isdigit() and int(numpy.split(".")[0]) >= 2:
         what = f"NumPy {numpy} is too new for MXNet 1.9.1, which was written for 1.17 to 1.26."
@@ -120,6 +120,6 @@ def _version(name: str) -> str:
 
 
 def _meminfo() -> Dict[str, int]:
-    """Return the kernel's counts in bytes."""
+    """Return the kernel's memory counters in bytes."""
     rows = (re.match(r"(\w+):\s+(\d+) kB", line) for line in threads.read_lines("/proc/meminfo"))
     return {row.group(1): int(row.group(2)) * 1024 for row in rows if row}

@@ -1,4 +1,4 @@
-"""All checks, one after the other: what is here, and what is wrong."""
+"""Runs all checks, one after the other, and returns the report."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from ..runtime import environment
 from ..runtime.cuda_libraries import CudaLibrary, libraries
 from ..runtime.environment import Setting
 from ..runtime.fat_binary import version_text
-from .build import Build, check_build, look_at_build, look_at_code
+from ..runtime.units import format_bytes
+from .build import Build, check_build, inspect_build, inspect_code
 from .findings import Examination, Problem
 from .gpus import Reading, barred, check_driver, check_gpus, code_for, explains, read_gpus
 from .libraries import check_libraries
-from .machine import Machine, Packages, check_packages, look_at_machine, look_at_packages
-from .settings import Engine, Pools, check_openblas, check_settings, look_at_engine, look_at_pools
+from .machine import Machine, Packages, check_packages, inspect_machine, inspect_packages
+from .settings import Engine, Pools, check_openblas, check_settings, inspect_engine, inspect_pools
 from .storage import (
     StorageLocation,
     check_checkpoints,
     check_shared_memory,
     check_temporary,
-    look_at_checkpoints,
-    look_at_shared_memory,
-    look_at_temporary,
+    inspect_checkpoints,
+    inspect_shared_memory,
+    inspect_temporary,
 )
-from .stores import Horovod, Store, check_horovod, look_at_horovod, stores_of
+from .stores import Horovod, Store, check_horovod, inspect_horovod, stores_of
 
 if TYPE_CHECKING:
     from mxnet import Context
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What is here, and what is wrong. What could not be looked at is None or empty, and a finding says so.
+    """The state of the machine and its problems. A part that could not be inspected is None or empty, and a finding says so.
 
     Attributes
     ----------
@@ -47,7 +48,7 @@ class Report:
     reading : Reading
         The NVIDIA driver and its GPUs.
     devices : tuple of DeviceInfo
-        What MXNet can train on.
+        The devices on which MXNet can train.
     settings : tuple of Setting
     pools : Pools
     places : tuple of StorageLocation
@@ -71,7 +72,7 @@ class Report:
 
     @property
     def stops_training(self) -> bool:
-        """Whether something stops training on the devices that were asked for."""
+        """Whether a problem prevents training on the requested devices."""
         return any(finding.stops_training for finding in self.findings)
 
     def as_json(self) -> Dict[str, Any]:
@@ -99,7 +100,7 @@ class Report:
         }
 
     def here(self) -> Dict[str, str]:
-        """Return the machine and the packages in words."""
+        """Return descriptions of the machine and the packages."""
         found = {}
         if self.machine:
             one = self.machine
@@ -107,7 +108,7 @@ class Report:
             found["system"] = one.system
             found["CPU"] = one.cpu
             found["cores"] = f"{cores}, {f'and a cgroup allows {one.quota:g}' if one.quota else 'without a quota'}"
-            found["memory"] = f"{one.memory_bytes / 2**30:.1f} GiB, {one.available_bytes / 2**30:.1f} GiB of it available"
+            found["memory"] = f"{format_bytes(one.memory_bytes)}, {format_bytes(one.available_bytes)} of it available"
         found.update(self.packages.versions)
         found["mxnet"] = self.build.version or found.get("mxnet", "?")
         found["mxnet's library"] = self.build.library or "not found"
@@ -124,32 +125,32 @@ class Report:
 
 
 def examine(spec: str = "auto", *, output: str = "runs") -> Report:
-    """Return what is here and what is wrong. It never raises: a check that fails is itself a finding.
+    """Inspect the machine and return a report with all problems. It never raises: a check that fails is itself a finding.
 
     ```
-    recorded: machine, packages, build, libraries, GPUs, devices, settings, places, stores ─► checks ─► findings
+    inspected: machine, packages, build, libraries, GPUs, devices, settings, places, stores ─► checks ─► findings
     ```
 
     Parameters
     ----------
     spec : str
-        The devices to train on, as `use_devices` takes them; a small gradient is computed on each.
+        The devices to train on, as `use_devices` accepts them; a small gradient is computed on each.
     output : str
-        The folder that checkpoints will go to.
+        The folder for checkpoints.
     """
     exam = Examination()
-    here = exam.look("the machine", None, look_at_machine)
-    packages = exam.look("packages", Packages({}, ()), look_at_packages)
-    exam.judge("packages", check_packages, packages)
-    build = _look_at_build(exam)
-    found_libraries: List[CudaLibrary] = exam.look("CUDA libraries", [], libraries)
-    exam.judge("CUDA libraries", check_libraries, found_libraries, build)
-    reading = exam.look("GPUs", Reading(None, "nobody could ask", False), read_gpus)
-    exam.judge("driver", check_driver, reading, build)
-    exam.judge("GPUs", check_gpus, reading, build)
-    with_mxnet = _WithMxnet() if build.why_not else _look_with_mxnet(spec, build, reading, exam)
-    places = _look_at_places(output, exam)
-    known_stores: List[Store] = exam.look("stores", [], stores_of, build.features) if build.features else []
+    here = exam.run("the machine", None, inspect_machine)
+    packages = exam.run("packages", Packages({}, ()), inspect_packages)
+    exam.check("packages", check_packages, packages)
+    build = _inspect_build(exam)
+    found_libraries: List[CudaLibrary] = exam.run("CUDA libraries", [], libraries)
+    exam.check("CUDA libraries", check_libraries, found_libraries, build)
+    reading = exam.run("GPUs", Reading(None, "the driver could not be read", False), read_gpus)
+    exam.check("driver", check_driver, reading, build)
+    exam.check("GPUs", check_gpus, reading, build)
+    with_mxnet = _WithMxnet() if build.why_not else _inspect_with_mxnet(spec, build, reading, exam)
+    places = _inspect_places(output, exam)
+    known_stores: List[Store] = exam.run("stores", [], stores_of, build.features) if build.features else []
     return Report(
         here,
         packages,
@@ -168,7 +169,7 @@ def examine(spec: str = "auto", *, output: str = "runs") -> Report:
 
 @dataclass(frozen=True)
 class _WithMxnet:
-    """What only a process that has imported MXNet can tell; the defaults where it has not."""
+    """The parts of the report that require MXNet; the defaults if it cannot be imported."""
 
     devices: Tuple[DeviceInfo, ...] = ()
     settings: Tuple[Setting, ...] = ()
@@ -176,40 +177,40 @@ class _WithMxnet:
     horovod: Horovod = Horovod("", "MXNet cannot be imported.", ())
 
 
-def _look_at_build(exam: Examination) -> Build:
-    build = exam.look("MXNet", Build("", "", "", "", (), None), look_at_build)
-    build = replace(build, code=exam.look("GPU code", None, look_at_code, build.library))
-    exam.judge("MXNet", check_build, build)
+def _inspect_build(exam: Examination) -> Build:
+    build = exam.run("MXNet", Build("", "", "", "", (), None), inspect_build)
+    build = replace(build, code=exam.run("GPU code", None, inspect_code, build.library))
+    exam.check("MXNet", check_build, build)
     return build
 
 
-def _look_with_mxnet(spec: str, build: Build, reading: Reading, exam: Examination) -> _WithMxnet:
-    from ..devices import describe  # here and not above: these import MXNet, which may be what is broken
+def _inspect_with_mxnet(spec: str, build: Build, reading: Reading, exam: Examination) -> _WithMxnet:
+    from ..devices import describe  # imported here, because these import MXNet, which may be broken
     from . import training
 
-    devices: List[DeviceInfo] = exam.look("devices", [], describe.describe_devices)
-    known: Dict[int, str] = exam.look("GPUs", {}, barred, reading, build)
-    devices = exam.look("devices", devices, training.with_reasons, devices, known)
+    devices: List[DeviceInfo] = exam.run("devices", [], describe.describe_devices)
+    known: Dict[int, str] = exam.run("GPUs", {}, barred, reading, build)
+    devices = exam.run("devices", devices, training.with_reasons, devices, known)
     none: Tuple[List[Context], List[Problem]] = ([], [])
-    contexts, wrong = exam.look("devices", none, training.try_devices, spec)
+    contexts, wrong = exam.run("devices", none, training.try_devices, spec)
     exam.findings += wrong
-    exam.judge("devices", training.check_devices, devices, exam.look("GPUs", False, explains, reading, build))
-    settings: List[Setting] = exam.look("settings", [], environment.settings, contexts)
-    exam.judge("settings", check_settings, settings, os.environ.get("GLUON_MGPU_RUNTIME", ""))
-    engine = exam.look("OpenBLAS", Engine(1, False), look_at_engine)
-    exam.judge("OpenBLAS", check_openblas, settings, build.features, engine)
-    pools = exam.look("thread pools", Pools((), "The look failed."), look_at_pools)
-    horovod = exam.look("Horovod", Horovod("", "", ()), look_at_horovod)
-    exam.judge("Horovod", check_horovod, horovod)
+    exam.check("devices", training.check_devices, devices, exam.run("GPUs", False, explains, reading, build))
+    settings: List[Setting] = exam.run("settings", [], environment.settings, contexts)
+    exam.check("settings", check_settings, settings, os.environ.get("GLUON_MGPU_RUNTIME", ""))
+    engine = exam.run("OpenBLAS", Engine(1, False), inspect_engine)
+    exam.check("OpenBLAS", check_openblas, settings, build.features, engine)
+    pools = exam.run("thread pools", Pools((), "The check failed."), inspect_pools)
+    horovod = exam.run("Horovod", Horovod("", "", ()), inspect_horovod)
+    exam.check("Horovod", check_horovod, horovod)
     return _WithMxnet(tuple(devices), tuple(settings), pools, horovod)
 
 
-def _look_at_places(output: str, exam: Examination) -> Tuple[StorageLocation, ...]:
-    checkpoints = exam.look("disk space", None, look_at_checkpoints, output)
-    temporary = exam.look("disk space", None, look_at_temporary)
-    shared = exam.look("shared memory", None, look_at_shared_memory)
+def _inspect_places(output: str, exam: Examination) -> Tuple[StorageLocation, ...]:
+    checkpoints = exam.run("disk space", None, inspect_checkpoints, output)
+    temporary = exam.run("disk space", None, inspect_temporary)
+    shared = exam.run("shared memory", None, inspect_shared_memory)
     if checkpoints is not None:
-        exam.judge("disk space", check_checkpoints, checkpoints)
-    exam.judge("disk space", check_temporary, temporary)
-    exam.judge("shared memory", check_shared_memory, shared)
+        exam.check("disk space", check_checkpoints, checkpoints)
+    exam.check("disk space", check_temporary, temporary)
+    exam.check("shared memory", check_shared_memory, shared)
     return tuple(place for place in (checkpoints, temporary, shared) if place is not None)

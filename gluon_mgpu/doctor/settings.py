@@ -23,7 +23,7 @@ class Pools:
     found : tuple of dict
         `library`, `kind`, `version` and `threads` of each.
     why_not : str
-        Why nobody looked for them; empty where somebody did.
+        Why they could not be listed; "" if they were.
     """
 
     found: Tuple[Dict[str, Any], ...]
@@ -46,13 +46,13 @@ class Engine:
     is_serial: bool
 
 
-def look_at_engine() -> Engine:
-    """Return which engine the environment asks for."""
+def inspect_engine() -> Engine:
+    """Return the engine that the environment requests."""
     return Engine(threads.num_engine_workers(), threads.runs_serially())
 
 
-def look_at_pools() -> Pools:
-    """Return what threadpoolctl finds, and what to do where it is not there."""
+def inspect_pools() -> Pools:
+    """Return the thread pools that threadpoolctl finds, or how to install it."""
     try:
         found = environment.require("threadpoolctl", "doctor", "doctor").threadpool_info()
     except MissingExtraError as error:
@@ -63,10 +63,10 @@ def look_at_pools() -> Pools:
 
 
 def check_settings(settings: Sequence[Setting], switch: str) -> List[Problem]:
-    """Return which settings do not do what they seem to; `switch` is what `GLUON_MGPU_RUNTIME` says."""
+    """Return settings without the intended effect; `switch` is the value of `GLUON_MGPU_RUNTIME`."""
     found = []
     if switch and switch.lower() != "off":
-        found.append(Problem("settings", f"GLUON_MGPU_RUNTIME={switch} does nothing.", "Set it to off, or unset it."))
+        found.append(Problem("settings", f"GLUON_MGPU_RUNTIME={switch} has no effect.", "Set it to off, or unset it."))
     late = [setting.name for setting in settings if setting.reason == environment.TOO_LATE]
     if late:
         found.append(Problem("settings", f"{', '.join(late)} could not be set.", environment.TOO_LATE))
@@ -74,14 +74,14 @@ def check_settings(settings: Sequence[Setting], switch: str) -> List[Problem]:
 
 
 def check_openblas(settings: Sequence[Setting], features: Sequence[str], engine: Engine) -> List[Problem]:
-    """Return whether two engine workers can be inside `dot` at once with several threads each, where they may hang for ever.
+    """Return a problem if two engine workers with several threads each can run `dot` at once, which may deadlock.
 
     Parameters
     ----------
     settings : sequence of Setting
-        With the threads of each CPU context that is to be trained on.
+        With the threads of each CPU context to train on.
     features : sequence of str
-        What MXNet was built with.
+        MXNet's build features.
     engine : Engine
     """
     counts = {setting.name[len(_PREFIX) : -1]: setting.value for setting in settings if setting.name.startswith(_PREFIX)}
@@ -89,8 +89,8 @@ def check_openblas(settings: Sequence[Setting], features: Sequence[str], engine:
     if engine.is_serial or "BLAS_OPEN" not in features or len(several) * engine.num_workers < 2:
         return []
     who = " and ".join(f"cpu({device}) with {number} threads" for device, number in sorted(several.items()))
-    what = f"dot may hang for ever in MXNet's OpenBLAS: two workers may be in it at once, of {who}."
-    to_do = "Set OMP_NUM_THREADS=1, or let use_devices set one thread each: unset GLUON_MGPU_RUNTIME, and call it first."
+    what = f"dot may hang indefinitely in MXNet's OpenBLAS: two workers may run it at once, of {who}."
+    to_do = "Set OMP_NUM_THREADS=1, or let use_devices set one thread each: unset GLUON_MGPU_RUNTIME and call it first."
     if engine.num_workers > 1:
         to_do = "Unset MXNET_CPU_WORKER_NTHREADS, or set OMP_NUM_THREADS=1."
     return [Problem("OpenBLAS", what, to_do)]

@@ -1,4 +1,4 @@
-"""What sums gradients: MXNet's stores, and Horovod."""
+"""Backends that sum gradients: MXNet's stores and Horovod."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import List, Sequence, Tuple
 
-from .findings import Problem, first_line
+from ..errors import first_line
+from .findings import Problem
 
 # Source: MXNet 1.9.1, src/kvstore/kvstore.cc, KVStore::Create.
 _STORES = {
@@ -17,7 +18,7 @@ _STORES = {
     "nccl": ("NCCL", "one process: sums on NVIDIA GPUs, by NCCL"),
     "dist_sync": ("DIST_KVSTORE", "several processes: sums by parameter servers"),
     "dist_device_sync": ("DIST_KVSTORE", "several processes: on each machine's devices, then by servers"),
-    "dist_async": ("DIST_KVSTORE", "several processes: servers that wait for nobody"),
+    "dist_async": ("DIST_KVSTORE", "several processes: servers that do not wait for slow workers"),
 }
 _PARTS = ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl")
 
@@ -31,7 +32,7 @@ class Store:
     name : str
     there : bool
     what : str
-        What it does, or which part this build lacks.
+        Its description, or the part that this build lacks.
     """
 
     name: str
@@ -46,11 +47,11 @@ class Horovod:
     Attributes
     ----------
     version : str
-        Empty where it is not installed.
+        "" if it is not installed.
     why_not : str
-        Why `horovod.mxnet` cannot be imported, or was not; empty where it can, or where there is no Horovod.
+        Why `horovod.mxnet` cannot be or was not imported; "" otherwise, and without Horovod.
     parts : tuple of str
-        What it was built with: `mpi`, `gloo`, `nccl`, ...
+        The parts that it was built with: `mpi`, `gloo`, `nccl`, ...
     """
 
     version: str
@@ -58,16 +59,16 @@ class Horovod:
     parts: Tuple[str, ...]
 
     def described(self) -> str:
-        """Return it in words."""
+        """Return a description."""
         if not self.version:
-            return f"not looked for: {self.why_not}" if self.why_not else "not installed"
+            return f"not checked: {self.why_not}" if self.why_not else "not installed"
         if self.why_not:
-            return f"{self.version}, which does not work with MXNet here: {self.why_not}"
+            return f"{self.version}, which does not work with this MXNet: {self.why_not}"
         return f"{self.version}, built with {', '.join(self.parts) or 'none of MPI, Gloo and NCCL'}"
 
 
 def stores_of(features: Sequence[str]) -> List[Store]:
-    """Return the kvstore types of MXNet, and which of them a build with these features has.
+    """Return the kvstore types of MXNet, and whether a build with these features has them.
 
     Examples
     --------
@@ -81,8 +82,8 @@ def stores_of(features: Sequence[str]) -> List[Store]:
     return found
 
 
-def look_at_horovod() -> Horovod:
-    """Return what Horovod is here; it is imported for that, and joins nobody."""
+def inspect_horovod() -> Horovod:
+    """Return the installed Horovod; this imports it, but connects to no process."""
     if importlib.util.find_spec("horovod") is None:
         return Horovod("", "", ())
     try:
@@ -98,14 +99,14 @@ def look_at_horovod() -> Horovod:
 
 
 def check_horovod(horovod: Horovod) -> List[Problem]:
-    """Return what is wrong with Horovod, where it is installed."""
+    """Return problems with Horovod, if it is installed."""
     if not horovod.version:
         return []
     if horovod.why_not:
-        what = f"Horovod {horovod.version} does not work with MXNet here: {horovod.why_not}"
-        to_do = "Build horovod 0.28.1 for this MXNet, with HOROVOD_WITH_MXNET=1; or launch without it, by MXNet's own dist_sync."
+        what = f"Horovod {horovod.version} does not work with this MXNet: {horovod.why_not}"
+        to_do = "Build horovod 0.28.1 for this MXNet with HOROVOD_WITH_MXNET=1, or launch with --backend dist_sync."
         return [Problem("Horovod", what, to_do)]
     if not {"mpi", "gloo"} & set(horovod.parts):
-        what = f"Horovod {horovod.version} was built with neither MPI nor Gloo, by which its processes find each other."
+        what = f"Horovod {horovod.version} was built with neither MPI nor Gloo, which its processes use to find each other."
         return [Problem("Horovod", what, "Build it again with HOROVOD_WITH_GLOO=1.")]
     return []

@@ -1,4 +1,4 @@
-"""A report as tables of words, narrow enough for 80 columns."""
+"""A report as text tables, narrow enough for 80 columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Iterator, List, Sequence, Tuple
 
 from ..runtime.fat_binary import version_text
 from ..runtime.nvidia.nvml import Gpu, Link
-from .gpus import code_for, gib, names_in_mxnet, process_text
+from ..runtime.units import format_bytes
+from .gpus import code_for, names_in_mxnet, process_text
 from .report import Report
 
 Row = Sequence[str]
@@ -24,14 +25,14 @@ class Table:
 
 
 def tables_of(report: Report) -> List[Table]:
-    """Return what a report says, what is wrong at the end; tables of what is not there are left out."""
-    found = [Table("what is here", ("what", "value"), tuple(report.here().items()))]
+    """Return a report as tables, the problems last; empty tables are left out."""
+    found = [Table("machine and packages", ("what", "value"), tuple(report.here().items()))]
     found += [*_driver_tables(report), *_library_tables(report), *_setting_tables(report)]
-    found += [Table("where files go", ("what", "folder", "free", "of"), tuple(_place_rows(report)))]
-    found += [Table("what can sum gradients", ("store", "there", "what"), tuple(_store_rows(report)))]
+    found += [Table("storage", ("what", "folder", "free", "of"), tuple(_place_rows(report)))]
+    found += [Table("gradient stores", ("store", "there", "what"), tuple(_store_rows(report)))]
     rows = [(one.what, one.to_do, _yes(one.stops_training)) for one in report.findings] or [("nothing", "nothing", "no")]
     found = [table for table in found if table.rows]
-    return [*found, Table("what is wrong", ("what", "what to do", "stops training"), tuple(rows))]
+    return [*found, Table("problems", ("what", "what to do", "stops training"), tuple(rows))]
 
 
 def _driver_tables(report: Report) -> Iterator[Table]:
@@ -47,7 +48,7 @@ def _driver_tables(report: Report) -> Iterator[Table]:
     rows = [(str(gpu.index), names.get(gpu.index, "-"), *_titles(gpu), code_for(gpu, report.build)) for gpu in driver.gpus]
     yield Table("GPUs", heads, tuple(rows))
     yield Table("now on the GPUs", ("GPU", "free", "of", "busy", "heat", "processes"), tuple(map(_load_row, driver.gpus)))
-    parts = [(str(gpu.index), part.uuid, part.name, gib(part.total_bytes)) for gpu in driver.gpus for part in gpu.mig]
+    parts = [(str(gpu.index), part.uuid, part.name, format_bytes(part.total_bytes)) for gpu in driver.gpus for part in gpu.mig]
     if parts:
         yield Table("MIG devices", ("GPU", "uuid", "what it is", "memory"), tuple(parts))
     if driver.links:
@@ -65,13 +66,13 @@ def _setting_tables(report: Report) -> Iterator[Table]:
     yield Table("runtime settings", ("setting", "value", "set by"), rows)
     yield Table("why", ("setting", "reason"), tuple((one.name, one.reason) for one in report.settings))  # 80 columns hold it
     pools = [(str(pool["library"]), str(pool["kind"]), str(pool["threads"])) for pool in report.pools.found]
-    none = [("not looked for", report.pools.why_not, "-")]
+    none = [("not checked", report.pools.why_not, "-")]
     yield Table("thread pools in this process", ("library", "kind", "threads"), tuple(pools or none))
 
 
 def _place_rows(report: Report) -> Iterator[Row]:
     for place in report.places:
-        yield place.use, place.exists_at, gib(place.free_bytes), gib(place.total_bytes)
+        yield place.use, place.exists_at, format_bytes(place.free_bytes), format_bytes(place.total_bytes)
 
 
 def _store_rows(report: Report) -> Iterator[Row]:
@@ -91,8 +92,8 @@ def _load_row(gpu: Gpu) -> Row:
     heat = "?" if gpu.temperature_c is None else f"{gpu.temperature_c} C"
     running = [*(gpu.processes or ()), *(process for part in gpu.mig for process in part.processes or ())]
     who = ", ".join(process_text(one.pid, one.name, one.used_bytes) for one in running)
-    nobody = "?" if gpu.processes is None else "none seen"
-    return str(gpu.index), gib(gpu.free_bytes), gib(gpu.total_bytes), busy, heat, who or nobody
+    none = "?" if gpu.processes is None else "none seen"
+    return str(gpu.index), format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes), busy, heat, who or none
 
 
 def _link_row(link: Link) -> Row:

@@ -1,4 +1,4 @@
-"""Whether the devices that are asked for train: a small gradient is computed on each."""
+"""Whether the requested devices can train: a small gradient is computed on each."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mxnet import Context
 
 from ..devices.describe import DeviceInfo
 from ..devices.select import resolve_devices
-from ..errors import DeviceError
+from ..errors import DeviceError, last_line
 from .findings import Problem, describe_error
 
 _ELSEWHERE = "Train on other devices: --devices cpu."
 
 
 def try_devices(spec: str) -> Tuple[List[Context], List[Problem]]:
-    """Return the contexts, [] where they are not there, and what stops training on them."""
+    """Return the contexts, [] if they are not available, and the problems that prevent training on them."""
     try:
         contexts = resolve_devices(spec)
     except DeviceError as error:
@@ -26,7 +26,7 @@ def try_devices(spec: str) -> Tuple[List[Context], List[Problem]]:
 
 
 def try_training(context: Context) -> List[Problem]:
-    """Return what is wrong with the gradient of x * x on a device, which is 2 x."""
+    """Return a problem if a device computes a wrong gradient of x * x, which is 2 x."""
     try:
         x = mx.nd.array([1.0, -2.0], ctx=context)
         x.attach_grad()
@@ -35,7 +35,7 @@ def try_training(context: Context) -> List[Problem]:
         y.backward()
         found = x.grad.asnumpy().tolist()
     except mx.MXNetError as error:
-        what = f"{context} failed: {str(error).strip().splitlines()[-1]}"
+        what = f"{context} failed: {last_line(error)}"
         return [Problem("devices", what, _ELSEWHERE, True)]
     if found != [2.0, -4.0]:
         return [Problem("devices", f"{context} computed {found}, not [2.0, -4.0].", _ELSEWHERE, True)]
@@ -43,7 +43,7 @@ def try_training(context: Context) -> List[Problem]:
 
 
 def with_reasons(devices: Sequence[DeviceInfo], known: Dict[int, str]) -> List[DeviceInfo]:
-    """Return the devices; one that cannot be used gets what is known of the GPU with its number, if anything is."""
+    """Return the devices; an unusable one gets the known problem of the GPU with its number as its reason."""
     found = []
     for one in devices:
         reason = one.reason if one.usable or one.index is None else known.get(one.index, one.reason)
@@ -52,13 +52,13 @@ def with_reasons(devices: Sequence[DeviceInfo], known: Dict[int, str]) -> List[D
 
 
 def check_devices(devices: Sequence[DeviceInfo], explained: bool) -> List[Problem]:
-    """Return which devices cannot be used.
+    """Return the devices that cannot be used.
 
     Parameters
     ----------
     devices : sequence of DeviceInfo
     explained : bool
-        Whether findings about the driver's GPUs say it already.
+        Whether findings about the driver's GPUs already explain it.
     """
     unusable = [] if explained else [one for one in devices if not one.usable]
     return [Problem("devices", f"{one.name} {one.description} cannot be used.", one.reason) for one in unusable]

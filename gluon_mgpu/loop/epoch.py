@@ -1,4 +1,4 @@
-"""One pass over the data, for training and for evaluation alike."""
+"""One pass over the data, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import mxnet as mx
 from ..data_parallel.iterators import as_pair, batches_of
 from ..data_parallel.prefetch import NUM_HELD, Buffers
 from ..data_parallel.step import Batch
-from ..errors import NonFiniteLossError, StepError, TrainerError
+from ..errors import NonFiniteLossError, StepError, TrainerError, last_line
 from ..nested import Array, is_device_array, leaves, map_leaves
-from .metrics import DeviceSums, Metrics
-from .stopping import Stops
+from .metrics import DeviceSums
+from .stopping import StopVote
 
 REPORT_S = 0.5
 REPORT_BATCHES = 64
@@ -25,18 +25,18 @@ REPORT_BATCHES = 64
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """How far a pass has come.
+    """The progress of a pass.
 
     Attributes
     ----------
     means : dict of str to float
-        Each metric, and `loss`, over what has been seen.
+        Each metric, and `loss`, over the examples so far.
     num_batches, num_examples : int
-        Seen so far.
+        Finished so far.
     seconds : float
         Since the pass began.
     stopped : int
-        The signal that stopped it before the end; 0 for none.
+        The signal that stopped the pass early; 0 for none.
     """
 
     means: Dict[str, float]
@@ -47,25 +47,51 @@ class EpochProgress:
 
     @property
     def examples_per_s(self) -> float:
-        """Examples a second, on the wall clock."""
+        """Examples per second of wall-clock time."""
         return self.num_examples / self.seconds if self.seconds > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class EpochOptions:
+    """How a pass runs and what it reports.
+
+    Attributes
+    ----------
+    operation : str
+        The name of this pass in error messages.
+    first_step : int
+        The number of the first batch, for error messages.
+    max_inflight : int
+        Batches that may be queued on the devices. More batches hide longer pauses of the host. They also take more memory and
+        delay reports and errors.
+    check_finite : bool
+        Raise when the loss is NaN or infinite.
+    on_report : callable (EpochProgress), optional
+        Called about twice a second, and at the end.
+    on_batch : callable (callable () -> None), optional
+        Called after each batch has been queued. Its argument adds the batches that are still queued to the sums, without waiting.
+    stop_signal : callable () -> int, optional
+        Returns the signal that asked this process to stop, 0 for none. Processes agree on the batch; see `StopVote`.
+    may_stop : callable () -> bool
+        Returns whether the pass can stop after this batch; the same in all processes.
+    on_phase : callable (str)
+        Called when a phase begins: `data`, waiting for the next batch; `dispatch`, queueing it; `devices`, waiting for an earlier
+        batch or for the sums; `callbacks`; and "" at the end.
+    """
+
+    operation: str
+    first_step: int = 1
+    max_inflight: int = 2
+    check_finite: bool = False
+    on_report: Optional[Callable[[EpochProgress], None]] = None
+    on_batch: Optional[Callable[[Callable[[], None]], None]] = None
+    stop_signal: Optional[Callable[[], int]] = None
+    may_stop: Callable[[], bool] = lambda: True
+    on_phase: Callable[[str], None] = lambda phase: None
+
+
 def run_epoch(
-    data_iter: Iterable[Any],
-    run_batch: Callable[[Any, Any], Batch],
-    metrics: Metrics = (),
-    *,
-    operation: str,
-    first_step: int = 1,
-    max_inflight: int = 2,
-    check_finite: bool = False,
-    on_report: Optional[Callable[[EpochProgress], None]] = None,
-    on_batch: Optional[Callable[[Callable[[], None]], None]] = None,
-    sums: Optional[DeviceSums] = None,
-    should_stop: Optional[Callable[[], int]] = None,
-    may_stop: Callable[[], bool] = lambda: True,
-    on_phase: Callable[[str], None] = lambda phase: None,
+    data_iter: Iterable[Any], run_batch: Callable[[Any, Any], Batch], sums: DeviceSums, options: EpochOptions
 ) -> EpochProgress:
     """Run `run_batch` on every batch, and return the metrics over all of them.
 
@@ -74,36 +100,16 @@ def run_epoch(
                  on_report, finite? ◄── read, every half second ◄── its metrics are added up on the devices ◄──┘
     ```
 
-    Only what has run is added up, so that the devices have the later batches to do while it is read.
+    Only finished batches are added up. The devices work on later batches while the host reads the sums.
 
     Parameters
     ----------
     data_iter : iterable of (X, y)
     run_batch : callable (X, y) -> Batch
         Trains or evaluates, without waiting.
-    metrics : sequence of functions, or dict name -> function
-    operation : str
-        What errors call this pass.
-    first_step : int
-        The number of the first batch, for errors.
-    max_inflight : int
-        Batches that may be queued on the devices. More hide longer pauses of the host, take more memory, and let reports and
-        errors come later by as many.
-    check_finite : bool
-        Raise when the loss is NaN or infinite.
-    on_report : callable (EpochProgress), optional
-        Called about twice a second, and at the end.
-    on_batch : callable (callable () -> None), optional
-        Called after each batch has been queued. What it gets adds the batches that are still queued to the sums, without waiting.
-    sums : DeviceSums, optional
-        Of these metrics: to go on from what is in them.
-    should_stop : callable () -> int, optional
-        Returns the signal that asked this process to stop, 0 for none. Processes agree on the batch; see `Stops`.
-    may_stop : callable () -> bool
-        Returns whether the pass can stop after this batch; the same in all processes.
-    on_phase : callable (str) -> None
-        Told what begins: `data`, waiting for the next batch; `dispatch`, queueing it; `devices`, waiting for an earlier one or
-        for the sums; `callbacks`; and "" at the end.
+    sums : DeviceSums
+        The metrics. They may hold the first part of an epoch.
+    options : EpochOptions
 
     Raises
     ------
@@ -114,149 +120,197 @@ def run_epoch(
     NonFiniteLossError
         The message names the step and the device.
     """
-    sums = DeviceSums(metrics) if sums is None else sums
-    buffers = Buffers(max_inflight + NUM_HELD)
-    queued: Deque[Tuple[int, Batch]] = deque()
-    unread: List[Tuple[int, List[Array]]] = []  # losses since the last report: to find out which step went wrong
-    started = reported = time.perf_counter()
-    num_batches = num_examples = 0  # that have been added up
-    num_ahead = 0  # queued, and in the sums already
-    stops, stopped = Stops(), 0
-    keeps = isinstance(data_iter, (list, tuple, mx.gluon.data.DataLoader))  # every batch, in memory of its own
+    runner = EpochRunner(run_batch, sums, options, copies_labels=not isinstance(data_iter, _OWN_MEMORY))
+    options.on_phase("data")
+    for step, item in enumerate(batches_of(data_iter), options.first_step):
+        runner.run(step, item)
+        if runner.check_stop():
+            break
+        options.on_phase("data")
+    return runner.finish()
 
-    def report(read: Callable[[], Dict[str, float]]) -> EpochProgress:
-        on_phase("devices")
-        means = _checked(operation, unread or queued, read)
-        if check_finite and not math.isfinite(means.get("loss", 0.0)):
-            _raise_non_finite(operation, [*unread, *((step, batch.losses) for step, batch in queued)])
-        unread.clear()
-        progress = EpochProgress(means, num_batches, num_examples, time.perf_counter() - started, stopped)
-        if on_report is not None:
-            on_phase("callbacks")
-            on_report(progress)
+
+# Iterators whose batches each have memory of their own.
+_OWN_MEMORY = (list, tuple, mx.gluon.data.DataLoader)
+
+
+class EpochRunner:
+    """One pass over the data: queues batches, waits for the oldest and adds up its metrics.
+
+    Parameters
+    ----------
+    run_batch : callable (X, y) -> Batch
+    sums : DeviceSums
+    options : EpochOptions
+    copies_labels : bool
+        Whether the data iterator may write its next batch into the arrays of this one.
+    """
+
+    def __init__(
+        self, run_batch: Callable[[Any, Any], Batch], sums: DeviceSums, options: EpochOptions, *, copies_labels: bool
+    ) -> None:
+        self._run_batch, self._sums, self._options = run_batch, sums, options
+        self._copies_labels = copies_labels
+        self._buffers = Buffers(options.max_inflight + NUM_HELD)
+        self._queued: Deque[Tuple[int, Batch]] = deque()
+        self._num_added = 0  # batches at the head of the queue that are in the sums already
+        self._unreported: List[Tuple[int, List[Array]]] = []  # losses since the last report, to find the step that went wrong
+        self._num_batches = self._num_examples = 0  # finished
+        self._vote = StopVote()
+        self._stopped = 0
+        self._started = self._reported = time.perf_counter()
+
+    def run(self, step: int, item: Any) -> None:
+        """Queue a batch, and finish the oldest one if too many are queued."""
+        options = self._options
+        options.on_phase("dispatch")
+        self._queue(step, item)
+        if len(self._queued) > options.max_inflight:
+            options.on_phase("devices")
+            self._checked(self._queued, self._wait_for_oldest)
+            options.on_phase("dispatch")
+            self._finish_oldest()
+        if options.on_batch is not None:
+            options.on_phase("callbacks")
+            options.on_batch(self._add_queued)
+
+    def check_stop(self) -> int:
+        """Return the signal that stops the pass after this batch, 0 for none."""
+        options = self._options
+        if options.stop_signal is not None:
+            self._stopped = self._vote.after_step(options.stop_signal(), may_stop=options.may_stop())
+        return self._stopped
+
+    def finish(self) -> EpochProgress:
+        """Wait for the devices, add up the batches that are queued, and return the result of the pass."""
+        options = self._options
+        if not self._num_batches and not self._queued:
+            raise TrainerError(
+                f"{options.operation}: got no batch; expected one or more. A generator is empty when it is read a second time: "
+                "pass a list or a loader."
+            )
+        # The sums do not depend on the last update. Waiting for it here counts its seconds and raises its errors in this pass.
+        options.on_phase("devices")
+        self._checked(self._queued, mx.nd.waitall)
+        while self._queued:
+            self._finish_oldest()
+        progress = self._report(self._sums.read_all)
+        options.on_phase("")
         return progress
 
-    def add_queued() -> None:
-        nonlocal num_ahead
-        for step, batch in list(queued)[num_ahead:]:
-            with _naming(operation, step, "; expected data that the metrics take. Try them on one batch."):
-                sums.add_batch(batch)
-            num_ahead += 1
-
-    def add_oldest() -> None:
-        nonlocal num_batches, num_examples, num_ahead, reported
-        step, batch = queued[0]
-        if num_ahead:
-            num_ahead -= 1
-        else:
-            with _naming(operation, step, "; expected data that the metrics take. Try them on one batch."):
-                sums.add_batch(batch)
-        queued.popleft()
-        unread.append((step, batch.losses))
-        num_batches += 1
-        num_examples += batch.num_examples
-        if time.perf_counter() - reported > REPORT_S or len(unread) >= REPORT_BATCHES:
-            report(sums.read)
-            reported = time.perf_counter()
-
-    on_phase("data")
-    for step, item in enumerate(batches_of(data_iter), first_step):
-        on_phase("dispatch")
+    def _queue(self, step: int, item: Any) -> None:
+        """Start computing a batch on the devices, without waiting."""
+        operation = self._options.operation
         X, y = as_pair(item, operation)
-        with _naming(
-            operation, step, "; expected data that the network and the loss take. Try them on one batch."
-        ), buffers.used():
-            batch = run_batch(X, y)
-        queued.append((step, batch if keeps else _owning(batch, y)))
-        if len(queued) > max_inflight:
-            on_phase("devices")
-            _checked(operation, queued, lambda: _wait(queued[0][1]))
-            on_phase("dispatch")
-            add_oldest()
-        if on_batch is not None:
-            on_phase("callbacks")
-            on_batch(add_queued)
-        stopped = stops.after_step(should_stop(), may_stop=may_stop()) if should_stop is not None else 0
-        if stopped:
-            break
-        on_phase("data")
-    if not num_batches and not queued:
-        raise TrainerError(
-            f"{operation}: got no batch; expected one or more. A generator is empty when it is read a second time: "
-            "pass a list or a loader."
-        )
-    # The sums know nothing of the last update: its seconds count, and its errors belong to this pass.
-    on_phase("devices")
-    _checked(operation, queued, mx.nd.waitall)
-    while queued:
-        add_oldest()
-    progress = report(sums.read_all)
-    on_phase("")
-    return progress
+        with _naming(operation, step, _WRONG_DATA), self._buffers.used():
+            batch = self._run_batch(X, y)
+        self._queued.append((step, _with_own_labels(batch, y) if self._copies_labels else batch))
+
+    def _wait_for_oldest(self) -> None:
+        _, batch = self._queued[0]
+        for array in batch.losses or [output for output in batch.outputs if is_device_array(output)]:
+            array.wait_to_read()
+
+    def _finish_oldest(self) -> None:
+        """Take the oldest batch out of the queue and add it up. Report if it is time to."""
+        step, batch = self._queued[0]
+        if self._num_added:
+            self._num_added -= 1
+        else:
+            self._add(step, batch)
+        self._queued.popleft()
+        self._unreported.append((step, batch.losses))
+        self._num_batches += 1
+        self._num_examples += batch.num_examples
+        if time.perf_counter() - self._reported > REPORT_S or len(self._unreported) >= REPORT_BATCHES:
+            self._report(self._sums.read)
+            self._reported = time.perf_counter()
+
+    def _add_queued(self) -> None:
+        """Add the batches that are still queued to the sums, without waiting."""
+        for step, batch in list(self._queued)[self._num_added :]:
+            self._add(step, batch)
+            self._num_added += 1
+
+    def _add(self, step: int, batch: Batch) -> None:
+        with _naming(self._options.operation, step, _WRONG_METRICS):
+            self._sums.add_batch(batch)
+
+    def _report(self, read: Callable[[], Dict[str, float]]) -> EpochProgress:
+        """Read the sums, check the loss, and pass the progress on."""
+        options = self._options
+        options.on_phase("devices")
+        means = self._checked(self._unreported or self._queued, read)
+        if options.check_finite and not math.isfinite(means.get("loss", 0.0)):
+            queued = [(step, batch.losses) for step, batch in self._queued]
+            _raise_non_finite(options.operation, [*self._unreported, *queued])
+        self._unreported.clear()
+        seconds = time.perf_counter() - self._started
+        progress = EpochProgress(means, self._num_batches, self._num_examples, seconds, self._stopped)
+        if options.on_report is not None:
+            options.on_phase("callbacks")
+            options.on_report(progress)
+        return progress
+
+    def _checked(self, steps: Sequence[Tuple[int, Any]], read: Callable[[], Any]) -> Any:
+        """Return `read()`. An error that surfaces there comes from the oldest of these steps, or a later one."""
+        try:
+            return read()
+        except mx.MXNetError as error:
+            raise _device_error(self._options.operation, steps[0][0] if steps else 0, error) from error
+
+
+_WRONG_DATA = "; expected data that the network and the loss take. Try them on one batch."
+_WRONG_METRICS = "; expected data that the metrics take. Try them on one batch."
 
 
 @contextmanager
 def _naming(operation: str, step: int, advice: str) -> Iterator[None]:
-    """Name the step in what MXNet raises at once."""
+    """Name the step in errors that MXNet raises immediately."""
     try:
         yield
     except (StepError, mx.MXNetError) as error:
-        told = _told(error) + ("" if isinstance(error, StepError) else advice)
-        raise StepError(f"{operation}: got an error at step {step}: {told}") from (error.__cause__ or error)
+        message = last_line(error) + ("" if isinstance(error, StepError) else advice)
+        raise StepError(f"{operation}: got an error at step {step}: {message}") from (error.__cause__ or error)
 
 
-def _owning(batch: Batch, label: Any) -> Batch:
-    """Return a batch with its labels copied where they may share the memory of what the iterator gave.
+def _with_own_labels(batch: Batch, label: Any) -> Batch:
+    """Return a batch with copies of the labels that may share the memory of the data iterator's batch.
 
-    Metrics look at them when later batches are on their way already, and MXNet's own iterators write each batch into the arrays
-    of the one before.
+    Metrics read labels while later batches load, and MXNet's iterators write each batch into the arrays of the one before.
     """
     shared = {leaf.context for _, leaf in leaves(label) if is_device_array(leaf)}
     if not shared:
         return batch
 
-    def own(_: str, leaf: Array) -> Array:
+    def copied(_: str, leaf: Array) -> Array:
         return leaf.copy() if is_device_array(leaf) and leaf.context in shared else leaf
 
-    return replace(batch, labels=[map_leaves(own, shard) for shard in batch.labels])
+    return replace(batch, labels=[map_leaves(copied, shard) for shard in batch.labels])
 
 
-def _wait(batch: Batch) -> None:
-    for array in batch.losses or [output for output in batch.outputs if is_device_array(output)]:
-        array.wait_to_read()
+def _device_error(operation: str, step: int, error: mx.MXNetError) -> StepError:
+    """Return the error of a device, naming the step."""
+    with suppress(mx.MXNetError):  # the engine keeps an error for each array that depends on the failed operation
+        mx.nd.waitall()
+    expected = "devices that work"
+    if "Unknown type enum" in str(error):  # MXNet's number of a dtype that the operator does not support
+        expected = "dtypes that every operator takes, which bool is not for most: cast it with astype('float32')"
+    return StepError(
+        f"{operation}: got an error of a device around step {step}: {last_line(error)}; expected {expected}. Weights may "
+        "be half updated: load the last checkpoint. MXNET_ENGINE_TYPE=NaiveEngine names the operation."
+    )
 
 
-def _checked(operation: str, queued: Sequence[Tuple[int, Any]], read: Callable[[], Any]) -> Any:
-    """Return `read()`; an error that surfaces there belongs to the oldest step that is still queued, or a later one."""
-    try:
-        return read()
-    except mx.MXNetError as error:
-        step = queued[0][0] if queued else 0
-        with suppress(mx.MXNetError):  # the engine keeps an error for each array that it has spoilt
-            mx.nd.waitall()
-        expected = "devices that work"
-        if "Unknown type enum" in str(error):  # MXNet's number of a dtype that an operator was not written for
-            expected = "dtypes that every operator takes, which bool is not for most: cast it with astype('float32')"
-        raise StepError(
-            f"{operation}: got an error of a device around step {step}: {_told(error)}; expected {expected}. Weights may "
-            "be half updated: load the last checkpoint. MXNET_ENGINE_TYPE=NaiveEngine names the operation."
-        ) from error
-
-
-def _told(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
-
-
-def _raise_non_finite(operation: str, unread: List[Tuple[int, List[Array]]]) -> None:
-    for step, shards in unread:
-        for shard, losses in enumerate(shards):
-            total = float(losses.sum().asnumpy().sum())
+def _raise_non_finite(operation: str, losses: Sequence[Tuple[int, List[Array]]]) -> None:
+    """Raise an error that names the first step and device with a loss that is not finite."""
+    for step, shards in losses:
+        for i, shard in enumerate(shards):
+            total = float(shard.sum().asnumpy().sum())
             if not math.isfinite(total):
                 raise NonFiniteLossError(
-                    f"{operation}: got a loss of {total} at step {step} on {losses.context} (shard {shard}); expected "
-                    "finite numbers. "
-                    "Lower the learning rate, clip the gradient (clip_norm), and look at this batch."
+                    f"{operation}: got a loss of {total} at step {step} on {shard.context} (shard {i}); expected "
+                    "finite numbers. Lower the learning rate, clip the gradient (clip_norm), and check this batch."
                 )
     raise NonFiniteLossError(
         f"{operation}: got a sum of losses that is not finite; expected finite numbers. Lower the learning rate."

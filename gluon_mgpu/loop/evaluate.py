@@ -10,19 +10,20 @@ from ..checks import check_function
 from ..data_parallel.batchnorm import average_over_processes, sync_running_stats
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import split_batch
-from ..data_parallel.step import SplitFunction, check_network, eval_batch
+from ..data_parallel.step import Batch, SplitFunction, check_network, eval_batch
 from ..trainer.parameters import devices_of
-from .epoch import EpochProgress, run_epoch
-from .metrics import Metrics, accuracy, named_metrics
+from .epoch import EpochOptions, EpochProgress, run_epoch
+from .metrics import DeviceSums, Metrics, accuracy, named_metrics
 
-MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they hold little, and small ones run in no time
+MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they take little memory, and small ones are short
+_OPTIONS = EpochOptions("evaluate", max_inflight=MAX_INFLIGHT)
 
 
 def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: SplitFunction = split_batch) -> float:
     """Return the accuracy of a network on a data set, computed on all its devices.
 
-    d2l's function, with its result. It adds up on the devices and reads once, where d2l's reads every shard of every batch;
-    and it averages BatchNorm's running statistics over the devices first, so that each device predicts alike.
+    d2l's function, with the same result. It adds up on the devices and reads once; d2l's reads every shard of every batch.
+    It first averages BatchNorm's running statistics over the devices, so that all devices predict the same.
 
     Parameters
     ----------
@@ -39,7 +40,7 @@ def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: 
     Raises
     ------
     TrainerError
-        There is no batch, or it is not a pair.
+        There is no batch, or one is not a pair.
 
     Source: the signature is that of d2l, chapter "Concise Implementation for Multiple GPUs".
     """
@@ -59,7 +60,7 @@ def evaluate(
     Parameters
     ----------
     net : gluon.Block
-        Initialised on one or more devices. BatchNorm's running statistics are averaged over them first, but for
+        Initialised on one or more devices. BatchNorm's running statistics are averaged over them first, except with
         `set_batch_norm(net, "local")`.
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
@@ -76,7 +77,7 @@ def evaluate(
     Raises
     ------
     TrainerError
-        There is no batch, or it is not a pair.
+        There is no batch, or one is not a pair.
     """
     return run_evaluation(net, data_iter, metrics, loss=loss, split_f=split_f).means
 
@@ -85,12 +86,12 @@ def run_evaluation(
     net: gluon.Block,
     data_iter: Iterable[Any],
     metrics: Metrics,
+    options: EpochOptions = _OPTIONS,
     *,
     loss: Optional[Any],
     split_f: SplitFunction,
-    **options: Any,
 ) -> EpochProgress:
-    """Evaluate, with the options of `run_epoch`; `evaluate` without, and `fit` with a way to stop, call this."""
+    """Evaluate a network. `evaluate` calls it with these options, `fit` with its own, which can stop it."""
     check_network("evaluate", net)
     named_metrics(metrics)
     check_function("evaluate", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
@@ -100,9 +101,8 @@ def run_evaluation(
     devices = devices_of(net)
     sync_running_stats(net)
     average_over_processes(net)
-    return run_epoch(
-        data_iter,
-        lambda X, y: eval_batch(net, X, y, devices, loss=loss, split_f=split_f),
-        metrics,
-        **{"operation": "evaluate", "max_inflight": MAX_INFLIGHT, **options},
-    )
+
+    def evaluate_batch(X: Any, y: Any) -> Batch:
+        return eval_batch(net, X, y, devices, loss=loss, split_f=split_f)
+
+    return run_epoch(data_iter, evaluate_batch, DeviceSums(metrics), options)

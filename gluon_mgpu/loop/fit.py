@@ -1,4 +1,4 @@
-"""The epoch loop."""
+"""fit(): the epoch loop."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .callbacks import Callback, Checkpoint, FitState, Progress
 from .evaluate import run_evaluation
 from .history import History
 from .metrics import Metrics, accuracy, named_metrics
-from .resume import num_batches_of, resume_run
-from .run import Run, check_resumable, each
-from .stopping import Terminated, any_asks, interruptible
+from .resume import find_resumable, num_batches_of
+from .run import Run, call_each, check_resumable
+from .stopping import CaughtSignal, Terminated, agree_on_signal, catch_signals
 
 
 def fit(
@@ -49,20 +49,20 @@ def fit(
     accumulate_grad_batches: int = 1,
     resume: Union[None, str, Path] = None,
 ) -> History:
-    """Train a network for some epochs, evaluate it after each, and return what each epoch gave.
+    """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
 
-    Ctrl-C and SIGTERM end it after the batch under way: callbacks save what there is. Then it raises KeyboardInterrupt, or after
-    SIGTERM SystemExit(143). A second signal ends it at once. A program's own signal handlers stay.
+    Ctrl-C and SIGTERM stop it after the current batch: callbacks save, then it raises KeyboardInterrupt, or SystemExit(143) after
+    SIGTERM. A second signal ends the process immediately. A program's own signal handlers stay.
 
     Parameters
     ----------
     net : gluon.Block
         Initialised on the trainer's devices.
     loss : callable (output, label) -> NDArray, shape (shard size,)
-        One number an example.
+        One number per example.
     trainer : Trainer
     train_iter, test_iter : iterable of (X, y)
-        Shapes (B, ...); read once an epoch.
+        Shapes (B, ...); read once per epoch.
     epochs : int
     metrics : sequence of functions, or dict name -> function
         See `gluon_mgpu.loop.metrics`.
@@ -70,20 +70,20 @@ def fit(
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
     weights : "auto" or sequence of float, optional
-        How batches are shared out among devices that are not equally fast: in these proportions, or as measured while training;
-        see `Balancer`. The shares at the end of an epoch are in the history then.
+        How to split batches over devices of different speed: in these proportions, or as measured during training (see
+        `Balancer`). The history then holds each device's share at the end of an epoch.
     max_inflight : int
-        Batches that may be queued on the devices; reports and errors come later by as many.
+        Batches that may be queued on the devices. A larger number delays reports and errors.
     bn : "local", "average" or "sync", optional
-        Whose statistics BatchNorm takes on several devices: `set_batch_norm(net, bn)`, which stays.
+        Which statistics BatchNorm uses on several devices: `set_batch_norm(net, bn)`, which remains set.
     micro_steps : int
-        Do each batch in so many parts, for less memory; see `train_batch`.
+        Compute each batch in this many parts, which takes less memory; see `train_batch`.
     accumulate_grad_batches : int
-        Update once after so many batches, as if they were one; the last update of an epoch takes what is left.
+        Update once per this many batches, as if they were one. The last update of an epoch takes the batches that are left.
     resume : "auto" or folder, optional
-        Go on from a checkpoint that `Checkpoint` has saved, in the middle of an epoch, too: `epochs` and the history count from
-        the beginning of the run. `"auto"`: from the latest good one of the callback among these, and from the beginning where
-        there is none yet. Else from a folder: of a checkpoint, or of a run.
+        Resume from a checkpoint that `Checkpoint` has saved, also within an epoch. `epochs` and the history count from the
+        beginning of the run. `"auto"` takes the latest good checkpoint of the `Checkpoint` among the callbacks. If there is none,
+        the run starts from the beginning. A folder is that of a checkpoint, or of a run.
 
     Returns
     -------
@@ -92,12 +92,11 @@ def fit(
     Raises
     ------
     StateError
-        There are checkpoints to go on from, and none of them belongs to this network, trainer and data, or all are damaged.
-        Nothing was changed.
+        There are checkpoints, but none that belongs to this network, trainer and data and is not damaged. Nothing was changed.
     NonFiniteLossError
         The loss became NaN or infinite; the message names the step and the device.
     SaveError
-        A checkpoint could not be written, or another run uses its folder. The checkpoints before stay.
+        A checkpoint could not be written, or another run uses its folder. Earlier checkpoints stay.
     StepError
         A device failed; the message names the step.
     KeyboardInterrupt
@@ -113,6 +112,67 @@ def fit(
     }
     for name, value in counts.items():
         whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
+    _check_arguments(net, loss, trainer, train_iter, test_iter, split_f)
+    named_metrics(metrics)
+    callbacks = _checked_callbacks(callbacks)
+    split_f = _weighted_split(weights, split_f, trainer)
+    remember_equal(net)  # values may have been loaded since the trainer was created
+    checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
+    state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
+    caught = CaughtSignal()
+    run = Run(
+        state,
+        callbacks,
+        train_iter,
+        test_iter,
+        metrics=metrics,
+        train=partial(train_batch, net, loss, trainer, split_f=split_f, micro_steps=micro_steps),
+        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f),
+        batches_per_update=accumulate_grad_batches,
+        max_inflight=max_inflight,
+        balancer=split_f if isinstance(split_f, Balancer) else None,
+        caught=caught,
+    )
+    if bn is not None:
+        set_batch_norm(net, bn)
+    if checkpoint is not None:  # everything has been checked: from here on, state changes
+        state.resumed = checkpoint.restore()
+        run.restore(state.resumed)
+    state.where = run.position
+    with debugging_if_asked(net, loss), catch_signals(caught):
+        try:
+            call_each(callbacks, "on_fit_begin", state)
+            if not state.stop:
+                _run_epochs(run, state, callbacks, caught)
+        except BaseException as error:
+            state.error = error
+            trainer.discard()
+            state.stop = "interrupted" if isinstance(error, (KeyboardInterrupt, Terminated)) else type(error).__name__
+            raise
+        finally:
+            state.history.stopped = state.stop
+            _end_callbacks(callbacks, state)
+            if state.error is None or state.interrupted:
+                any_process(False)  # a barrier: all see the files that the first process has written, and none ends before it
+    return state.history
+
+
+def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught: CaughtSignal) -> None:
+    """Train and evaluate the remaining epochs, until a callback or a signal stops them."""
+    for epoch in range(run.start.epoch, state.epochs + 1):
+        state.epoch = epoch
+        call_each(callbacks, "on_epoch_begin", state)
+        run.train_and_evaluate()
+        if not state.tests:  # an evaluation averages them
+            sync_running_stats(state.net)
+            average_over_processes(state.net)
+        call_each(callbacks, "on_epoch_end", state)
+        run.raise_if_stopped(agree_on_signal(caught.signum), f"after epoch {epoch}")
+        if state.stop:
+            break
+
+
+def _check_arguments(net: Any, loss: Any, trainer: Any, train_iter: Any, test_iter: Any, split_f: Any) -> None:
     if not isinstance(trainer, Trainer):
         raise TrainerError(
             f"fit: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
@@ -123,55 +183,6 @@ def fit(
     check_iterable("fit", "train_iter", train_iter, reader="fit")
     if test_iter is not None:
         check_iterable("fit", "test_iter", test_iter, reader="evaluate")
-    named_metrics(metrics)
-    listed = _checked_callbacks(callbacks)
-    split_f = _weighted(weights, split_f, trainer)
-    remember_equal(net)  # values may have been loaded since the trainer was made
-    read = None if resume is None else _read(resume, listed, net, trainer, train_iter)
-    state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
-    run = Run(
-        state,
-        listed,
-        train_iter,
-        test_iter,
-        metrics=metrics,
-        train=partial(train_batch, net, loss, trainer, split_f=split_f, micro_steps=micro_steps),
-        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f),
-        group=accumulate_grad_batches,
-        max_inflight=max_inflight,
-        balancer=split_f if isinstance(split_f, Balancer) else None,
-    )
-    if bn is not None:
-        set_batch_norm(net, bn)
-    if read is not None:  # from here on, nothing is refused
-        state.resumed = read.restore()
-        run.resume(state.resumed)
-    state.where = run.where
-    with debugging_if_asked(net, loss), interruptible() as run.interrupts:
-        try:
-            each(listed, "on_fit_begin", state)
-            epochs_left = () if state.stop else range(run.begun.epoch, epochs + 1)
-            for state.epoch in epochs_left:
-                each(listed, "on_epoch_begin", state)
-                run.run_epoch()
-                if test_iter is None:  # an evaluation would have done it
-                    sync_running_stats(net)
-                    average_over_processes(net)
-                each(listed, "on_epoch_end", state)
-                run.stop_if(any_asks(run.interrupts.first), f"after epoch {state.epoch}")
-                if state.stop:
-                    break
-        except BaseException as error:
-            state.error = error
-            trainer.discard()
-            state.stop = "interrupted" if isinstance(error, (KeyboardInterrupt, Terminated)) else type(error).__name__
-            raise
-        finally:
-            state.history.stopped = state.stop
-            _end(listed, state)
-            if state.error is None or state.interrupted:
-                any_process(False)  # all see the files that the first process has written, and none ends before it
-    return state.history
 
 
 def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback]:
@@ -179,29 +190,31 @@ def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback
         return [Progress()]
     if not isinstance(callbacks, (list, tuple)) or not all(isinstance(callback, Callback) for callback in callbacks):
         raise TrainerError(
-            f"fit: got callbacks={short(callbacks)}; expected a list of Callback objects. Pass [Checkpoint(...)], say."
+            f"fit: got callbacks={short(callbacks)}; expected a list of Callback objects. For example, pass [Checkpoint(folder)]."
         )
     return list(callbacks)
 
 
-def _read(
+def _read_checkpoint(
     resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, train_iter: Iterable[Any]
 ) -> Optional[ReadCheckpoint]:
-    """Return the checkpoint to continue from, having checked all that it holds; None where there is none yet."""
+    """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     if not isinstance(resume, (str, Path)):
-        raise TrainerError(f"fit: got resume={short(resume)}; expected 'auto' or a folder. None begins anew.")
+        raise TrainerError(
+            f"fit: got resume={short(resume)}; expected 'auto' or a folder. Pass None to start from the beginning."
+        )
     saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     check = partial(check_resumable, train_iter=train_iter)
-    with ExitStack() as held:  # another run in the folder is an error before anything is changed
+    with ExitStack() as held:  # another run that uses the folder is an error before any state changes
         for callback in saving:
             if callback.folder.is_dir():
                 held.callback(callback.release)
                 callback.hold()
-        return resume_run(resume, saving[0].folder if saving else None, net, trainer, check)
+        return find_resumable(resume, saving[0].folder if saving else None, net, trainer, check)
 
 
-def _weighted(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:
-    """Return the function that shares batches out so."""
+def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:
+    """Return the function that splits batches in these proportions."""
     if weights is None:
         return split_f
     if split_f is not split_batch or (isinstance(weights, str) and weights != "auto"):
@@ -211,14 +224,14 @@ def _weighted(weights: Union[None, str, Sequence[float]], split_f: SplitFunction
         )
     if isinstance(weights, str):
         return Balancer(trainer)
-    plan_shards(1, len(trainer.contexts), weights)  # what makes no sense is refused now
+    plan_shards(1, len(trainer.contexts), weights)  # raises on invalid weights
     return partial(split_batch, weights=weights)
 
 
-def _end(callbacks: Sequence[Callback], state: FitState) -> None:
-    """Let every callback end, whatever the others raise: one of them saves. Then raise the first error, unless one is under way.
+def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:
+    """Call `on_fit_end` of every callback, even after one raised: another may save. Then raise the first error.
 
-    A KeyboardInterrupt or SystemExit of a callback is raised in any case.
+    An error that already ends the run takes precedence, except over a KeyboardInterrupt or SystemExit of a callback.
     """
     errors: List[BaseException] = []
     for callback in callbacks:
@@ -227,6 +240,6 @@ def _end(callbacks: Sequence[Callback], state: FitState) -> None:
         except BaseException as error:
             logger.warning("fit: %s failed at the end: %s", type(callback).__name__, error or type(error).__name__)
             errors.append(error)
-    for first in [*(one for one in errors if not isinstance(one, Exception)), *errors]:
+    for first in [*(error for error in errors if not isinstance(error, Exception)), *errors]:
         if state.error is None or not isinstance(first, Exception):
             raise first

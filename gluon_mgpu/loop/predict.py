@@ -12,7 +12,7 @@ from typing import Any, Deque, Generator, Iterable, Iterator, List, Optional, Se
 import mxnet as mx
 from mxnet import Context, autograd, gluon
 
-from ..checks import flag, last_line, whole_number
+from ..checks import flag, reason_of, whole_number
 from ..data_parallel.batchnorm import sync_running_stats
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of
 from ..data_parallel.prefetch import NUM_HELD, Buffers
@@ -20,7 +20,7 @@ from ..data_parallel.sharding import gather, plan_shards, split_and_load
 from ..data_parallel.step import check_network, eval_batch
 from ..devices.select import check_contexts
 from ..distributed import without_group
-from ..errors import ShardError, StepError, TrainerError
+from ..errors import ShardError, StepError, TrainerError, last_line
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import devices_of
 from .evaluate import MAX_INFLIGHT
@@ -245,13 +245,12 @@ def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
     try:
         yield
     except (StepError, AssertionError, AttributeError) as error:  # what Gluon's layers say to a tuple
-        said = error.__cause__ if isinstance(error, StepError) else error
-        if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not isinstance(said, (AssertionError, AttributeError)):
+        cause = error.__cause__ if isinstance(error, StepError) else error
+        if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not isinstance(cause, (AssertionError, AttributeError)):
             raise
-        told = last_line(said)
         raise TrainerError(
-            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({told}); expected its one "
-            "argument. Pass pairs=True where the items are (X, y)."
+            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({reason_of(cause)}); expected "
+            "its one argument. Pass pairs=True if the items are (X, y)."
         ) from error
 
 
@@ -281,11 +280,10 @@ def _to_numpy(number: int, context: Context, output: Any) -> Any:
     try:
         return map_leaves(lambda _, leaf: leaf.asnumpy(), output)
     except mx.MXNetError as error:
-        told = str(error).strip().splitlines()[-1].strip()
         with suppress(mx.MXNetError):  # the engine keeps an error for each array that it has spoilt
             mx.nd.waitall()
         raise StepError(
-            f"predict: got an error of {context} at batch {number}: {told}; expected devices that work. "
+            f"predict: got an error of {context} at batch {number}: {last_line(error)}; expected devices that work. "
             "MXNET_ENGINE_TYPE=NaiveEngine names the operation."
         ) from error
 

@@ -1,4 +1,4 @@
-"""Where a run is, and how it goes on from there: in the middle of an epoch, too."""
+"""The progress of a run, and how it resumes, also within an epoch."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ Row = Dict[str, float]
 
 @dataclass(frozen=True)
 class FitProgress:
-    """What was done of an epoch when it is begun, or gone on with.
+    """A position in a run: the finished part of an epoch, and all that resuming it takes.
 
     Attributes
     ----------
     epoch : int
         From 1.
     batches : int
-        Of this epoch.
+        Finished batches of this epoch.
     step : int
         Batches since the run began.
     num_batches : int
-        Of an epoch, 0 where the data iterator does not tell.
+        Batches of an epoch, 0 if the data iterator has no length.
     examples : int
-        Of this epoch.
+        Finished examples of this epoch.
     seconds : float
-        Of this epoch's training.
+        Training time of this epoch.
     loader_epoch : int, optional
-        What the data iterator counted before this epoch.
+        The data iterator's epoch counter before this epoch.
     generators : dict
-        Where the random numbers of Python and NumPy were before this epoch.
+        The state of Python's and NumPy's random generators before this epoch.
     counts : dict of str to int
-        How many things are in the sums of the metrics.
+        The number of terms in each metric's sum.
     norms : int
-        Updates that are in the sums of the gradient's norms.
+        The number of updates in the sums of gradient norms.
     row : dict, optional
-        Of an epoch that only wants to be evaluated.
+        The row of an epoch that has been trained but not evaluated.
     shares : list of float, optional
-        Of the devices in a batch.
+        Each device's share of a batch.
     num_examples : int
-        Of the data set, 0 where the data iterator does not tell.
+        Examples of the data set, 0 if the data iterator has no such number.
     """
 
     epoch: int = 1
@@ -75,115 +75,115 @@ class FitProgress:
     num_examples: int = 0
 
 
-def resume_run(
+def find_resumable(
     resume: Union[str, Path], folder: Optional[Path], net: gluon.Block, trainer: Trainer, check: Callable[[Content], None]
 ) -> Optional[ReadCheckpoint]:
-    """Return the checkpoint that a run continues from, which changes nothing yet; None where there is none.
+    """Return the checkpoint to resume from, or None if there is none. Nothing changes yet.
 
     Parameters
     ----------
     resume : "auto" or folder
-        Of a checkpoint; or of a run, whose latest good one is taken. `"auto"`: of the run in `folder`, if there is one.
+        The folder of a checkpoint, or of a run, whose latest good checkpoint is taken. `"auto"`: the run in `folder`, if any.
     folder : pathlib.Path, optional
         Where this run saves.
     check : callable (Content)
-        Raises `StateError` where the run cannot continue from this content.
+        Raises `StateError` if the run cannot resume from this content.
 
     Raises
     ------
     StateError
-        There are checkpoints, and none that belongs to this network and trainer and is not damaged.
+        There are checkpoints, but none that belongs to this network and trainer and is not damaged.
     """
     where = folder if resume == "auto" else Path(resume)
-    found = _latest(resume, where, net, trainer, check)
-    _check_agreed(None if found is None else found.content)
-    return found
-
-
-def _latest(
-    resume: Union[str, Path], where: Optional[Path], net: gluon.Block, trainer: Trainer, check: Callable[[Content], None]
-) -> Optional[ReadCheckpoint]:
     if where is None:
         raise StateError(
-            "fit: got resume='auto' and no callback that saves; expected a folder to look into. Pass "
+            "fit: got resume='auto' and no callback that saves; expected a folder with checkpoints. Pass "
             "callbacks=[Checkpoint(folder)], or resume=folder."
         )
-    itself = checkpoint_in(where)
-    if itself is not None:
-        return read_checkpoint(itself, net, trainer, check=check)
-    found = find_checkpoints(where)
-    if not found and resume != "auto":
+    checkpoint = _latest_good(where, net, trainer, check, may_be_missing=resume == "auto")
+    _check_same_step(None if checkpoint is None else checkpoint.content)
+    return checkpoint
+
+
+def _latest_good(
+    folder: Path, net: gluon.Block, trainer: Trainer, check: Callable[[Content], None], *, may_be_missing: bool
+) -> Optional[ReadCheckpoint]:
+    """Return the checkpoint in a folder, or the latest good one of the run in it."""
+    single = checkpoint_in(folder)
+    if single is not None:
+        return read_checkpoint(single, net, trainer, check=check)
+    paths = find_checkpoints(folder)
+    if not paths and not may_be_missing:
         raise StateError(
-            f"fit: got resume={str(where)!r}, which holds no checkpoint; expected a folder of Checkpoint. Check the path."
+            f"fit: got resume={str(folder)!r}, which holds no checkpoint; expected a folder of Checkpoint. Check the path."
         )
-    first: Optional[StateError] = None
-    for path in found:
+    first_error: Optional[StateError] = None
+    for path in paths:
         try:
-            read = read_checkpoint(path, net, trainer, check=check)
+            checkpoint = read_checkpoint(path, net, trainer, check=check)
         except StateError as error:
-            logger.warning("fit: cannot go on from %s: %s", path, error)
-            first = first or error
+            logger.warning("fit: cannot resume from %s: %s", path, error)
+            first_error = first_error or error
             continue
-        place = read.content.place
-        logger.info("fit: goes on from %s, epoch %s, step %s", path, place.get("epoch"), place.get("step"))
-        return read
-    if first is not None:
-        raise first
+        place = checkpoint.content.place
+        logger.info("fit: resumes from %s, epoch %s, step %s", path, place.get("epoch"), place.get("step"))
+        return checkpoint
+    if first_error is not None:
+        raise first_error
     return None
 
 
-def _check_agreed(content: Optional[Content]) -> None:
-    """Raise `StateError` unless all processes of a job go on from the same step: each reads for itself."""
+def _check_same_step(content: Optional[Content]) -> None:
+    """Raise `StateError` unless all processes of a job resume from the same step: each reads its own checkpoint."""
     processes = group()
     if processes is None:
         return
-    said = [
-        one.decode() for one in processes.all_gather_bytes(b"none" if content is None else str(content.place["step"]).encode())
-    ]
-    if len(set(said)) > 1:
+    own_step = "none" if content is None else str(content.place["step"])
+    steps = [step.decode() for step in processes.all_gather_bytes(own_step.encode())]
+    if len(set(steps)) > 1:
         raise StateError(
-            f"fit: got processes that would go on from the steps {', '.join(said)}; expected the same for all. Save into a "
-            "folder that every machine of the job sees."
+            f"fit: got processes that would resume from the steps {', '.join(steps)}; expected the same for all. Save into a "
+            "folder that every machine of the job can read."
         )
 
 
 def progress_of(rows: List[Row], epoch: int) -> Dict[str, Any]:
-    """Return the `progress` of a checkpoint: the history of the run, and the epoch that it is in or has done."""
+    """Return the `progress` of a checkpoint: the run's history, and its current or last epoch."""
     return {"epoch": epoch, "epochs_completed": len(rows), "history": rows}
 
 
 def position_of(content: Content) -> FitProgress:
-    """Return where the run was that saved a checkpoint.
+    """Return the position of the run that saved a checkpoint.
 
     Raises
     ------
     StateError
-        It was not saved by `fit`, or its place and its history are not as `fit` saves them.
+        `fit` did not save it, or its position and its history are not valid.
     """
     place = content.place
     if not place:
         raise StateError(
-            f"fit: got {content.folder}, which does not say where its run was; expected a checkpoint of fit's. Load one that was "
-            "saved by hand with load_checkpoint."
+            f"fit: got {content.folder}, which holds no position of a run; expected a checkpoint that fit saved. Load other "
+            "checkpoints with load_checkpoint."
         )
     schema.check(PLACE, {"place": place}, operation="fit", file=content.folder / TRAINING)
     schema.check(PROGRESS, content.progress, operation="fit", file=content.folder / PROGRESS_FILE)
     position = FitProgress(**place)
     num_rows, done = len(content.progress["history"]), position.epoch - (position.row is None)
-    told = content.progress["epochs_completed"]
-    if not num_rows == done == told or content.progress["epoch"] not in (position.epoch - 1, position.epoch):
+    num_completed = content.progress["epochs_completed"]
+    if not num_rows == done == num_completed or content.progress["epoch"] not in (position.epoch - 1, position.epoch):
         raise StateError(
-            f"fit: got {content.folder} with {num_rows} epochs in its history, {told} completed, and in its place epoch "
+            f"fit: got {content.folder} with {num_rows} epochs in its history, {num_completed} completed, and in its place epoch "
             f"{position.epoch}, which follows {done}; expected the same in each. Use another checkpoint."
         )
     return position
 
 
 def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
-    """Raise `StateError` if a run in the middle of an epoch would continue with other data; at its end, log a warning.
+    """Raise `StateError` if a run would resume within an epoch with other data; between epochs, log a warning.
 
-    What is compared is the number of batches and the number of examples, where data iterators have them. In a job, the examples
-    are those of process 0, which saves: others may read other parts.
+    It compares the number of batches and the number of examples, where data iterators have them. In a job, the examples
+    are those of process 0, which saves: other processes may read other parts.
     """
     num_batches = num_batches_of(train_iter)
     num_examples = 0 if this_process().rank else num_examples_of(train_iter)
@@ -191,14 +191,14 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
     if num_batches and position.batches > num_batches and position.row is None:
         raise StateError(
             f"fit: got a train_iter of {num_batches} batches, and a checkpoint after {position.batches}; expected the same "
-            "batches. Use the data of the run that was stopped."
+            "batches. Use the data of the stopped run."
         )
     for what, then, now in compared:
         if then and now and then != now:
             if position.batches and position.row is None:
                 raise StateError(
                     f"fit: got a train_iter of {now} {what}, and a checkpoint in the middle of an epoch of {then}; expected the "
-                    f"same {what}. Use the batch size and the data of the run that was stopped."
+                    f"same {what}. Use the batch size and the data of the stopped run."
                 )
             logger.warning(
                 "fit: got a train_iter of %d %s, and a checkpoint of a run with %d; expected the same data for the same result. "
@@ -211,12 +211,12 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
 
 
 def num_batches_of(train_iter: Any) -> int:
-    """Return the number of batches of an epoch, 0 where a data iterator does not tell."""
+    """Return the number of batches of an epoch, 0 if the data iterator has no length."""
     return len(train_iter) if isinstance(train_iter, Sized) else 0
 
 
 def num_examples_of(train_iter: Any) -> int:
-    """Return the number of examples of a data set: a loader's `num_examples`, or the data set's length; 0 where none tells.
+    """Return the number of examples of a data set: a loader's `num_examples`, or the data set's length; 0 if unknown.
 
     Examples
     --------
@@ -229,31 +229,31 @@ def num_examples_of(train_iter: Any) -> int:
     return int(found) if schema.is_whole(found) and 0 <= found <= schema.MOST else 0
 
 
-def rest_of(train_iter: Iterable[Any], position: FitProgress) -> Optional[Iterator[Any]]:
-    """Return an iterator over what is left of an epoch, None where nothing is. What was done is drawn, and computed no more.
+def remaining_batches(train_iter: Iterable[Any], position: FitProgress) -> Optional[Iterator[Any]]:
+    """Return an iterator over the remaining batches of an epoch, None if there are none. It loads and skips finished batches.
 
     Parameters
     ----------
     train_iter : iterable of (X, y)
-        Draws in the same order again, or takes it from the random numbers of Python and NumPy, which are where they were when the
-        epoch began while it is drawn.
+        Yields the same order again, or draws it from Python's or NumPy's random generators. These have their state of the
+        epoch's beginning while finished batches are skipped.
     position : FitProgress
 
     Raises
     ------
     StateError
-        There are fewer batches than were done.
+        There are fewer batches than the run had finished.
     """
     now = random_state()
     set_random_state(position.generators)
     if isinstance(train_iter, gluon.data.DataLoader):
-        train_iter.refresh()  # it may have drawn the order of the next pass already
+        train_iter.refresh()  # it may have drawn the next epoch's order already
     batches = batches_of(train_iter)
     for done in range(position.batches):
         if next(batches, batches) is batches:
             raise StateError(
                 f"fit: got a train_iter of {done} batches, and a checkpoint after {position.batches}; expected the same "
-                "batches. Use the data of the run that was stopped."
+                "batches. Use the data of the stopped run."
             )
     set_random_state(now)
     following = next(batches, batches)
@@ -261,20 +261,20 @@ def rest_of(train_iter: Iterable[Any], position: FitProgress) -> Optional[Iterat
 
 
 def loader_epoch(train_iter: Any) -> Optional[int]:
-    """Return how many epochs have begun, where a data iterator, or the sampler of a DataLoader, counts them in `epoch`."""
+    """Return the `epoch` counter of a data iterator, or of a DataLoader's sampler; None if there is none."""
     counter = _epoch_counter(train_iter)
     return None if counter is None else int(counter.epoch)
 
 
 def set_loader_epoch(train_iter: Any, epoch: Optional[int]) -> None:
-    """Let a data iterator go on from where `loader_epoch` was so much."""
+    """Set the counter that `loader_epoch` returns."""
     counter = _epoch_counter(train_iter)
     if counter is not None and epoch is not None:
         counter.epoch = epoch
 
 
 def _epoch_counter(train_iter: Any) -> Any:
-    sampler = getattr(train_iter, "_batch_sampler", None)  # of Gluon's DataLoader, and in it the sampler of single examples
+    sampler = getattr(train_iter, "_batch_sampler", None)  # Gluon's DataLoader, which holds the sampler of single examples
     for one in (train_iter, sampler, getattr(sampler, "_sampler", None)):
         epoch = getattr(one, "epoch", None)
         if isinstance(epoch, int) and not isinstance(epoch, bool):
@@ -282,8 +282,8 @@ def _epoch_counter(train_iter: Any) -> Any:
     return None
 
 
-def _in_doubt(found: Dict[str, Any]) -> Optional[schema.Wrong]:
-    """Return what contradicts itself in a place."""
+def _contradiction(found: Dict[str, Any]) -> Optional[schema.Wrong]:
+    """Return the first contradiction in a position."""
     place = found["place"]
     if place["batches"] > place["step"]:
         return schema.Wrong(place["batches"], f"at most as many as place.step, {place['step']}", ("place", "batches"))
@@ -309,7 +309,7 @@ _COLUMNS = re.compile("train_|test_|grad_norm|share_")
 
 
 def _measured(row: Row) -> Optional[schema.Wrong]:
-    """Return what is no number among the columns that this package writes. Callbacks may add what they like."""
+    """Return the first value that is not a number among the columns of this package. Callbacks may add any columns."""
     found = ((name, _MEASURED(value)) for name, value in row.items() if _COLUMNS.match(name))
     return next((wrong.below(name) for name, wrong in found if wrong is not None), None)
 
@@ -356,5 +356,5 @@ PLACE = schema.also(
             )
         }
     ),
-    _in_doubt,
+    _contradiction,
 )

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM while `fit` runs: noted, agreed on by all processes, and raised between two batches.
+"""Ctrl-C and SIGTERM while `fit` runs: recorded, agreed on by all processes, and raised between two batches.
 
-signal ──► noted ──► the batch under way ends ──► all processes agree on the step ──► callbacks save ──► KeyboardInterrupt
+signal ──► recorded ──► the current batch ends ──► all processes agree on the step ──► callbacks save ──► KeyboardInterrupt
                                                                                                      or SystemExit(143)
 """
 
@@ -19,15 +19,15 @@ import numpy as np
 from ..distributed import group
 from ..runtime.environment import logger
 
-# A SIGTERM so soon after another one belongs to the same request: timeout(1) sends two, and Slurm and systemd send one to every
-# process, also to the launcher, which passes its own on.
-_SAME_S = 0.5
-_ASK_S = 0.5  # about how often processes ask each other
-_MOST_STEPS = 16  # after so many they ask each other, however fast the steps are
+# A SIGTERM within this time after another one belongs to the same request. timeout(1) sends two. Slurm and systemd send one to
+# every process, including the launcher, which forwards its own.
+_SAME_REQUEST_S = 0.5
+_VOTE_S = 0.5  # about how often processes vote
+_MAX_STEPS = 16  # between two votes, however fast the steps are
 
 
 class Terminated(SystemExit):
-    """Ends a program after SIGTERM when `fit` has saved, with exit code 143, as a shell reports SIGTERM."""
+    """Ends a program after SIGTERM, once `fit` has saved, with exit code 143: a shell reports SIGTERM the same way."""
 
     def __init__(self, where: str) -> None:
         super().__init__(128 + signal.SIGTERM)
@@ -38,84 +38,83 @@ class Terminated(SystemExit):
 
 
 def raise_interrupt(signum: int, where: str) -> None:
-    """Raise what ends the program: `KeyboardInterrupt`, after SIGTERM `Terminated`."""
+    """Raise the exception that ends the program: `Terminated` after SIGTERM, else `KeyboardInterrupt`."""
     if signum == signal.SIGTERM:
-        logger.warning("%s, because of SIGTERM", where)  # the interpreter prints nothing of a SystemExit
+        logger.warning("%s, because of SIGTERM", where)  # the interpreter does not print a SystemExit
         raise Terminated(where)
     raise KeyboardInterrupt(where)
 
 
-class Interrupts:
+class CaughtSignal:
     """The signal that has asked this process to stop.
 
     Attributes
     ----------
-    first : int
+    signum : int
         Its number; 0 for none.
     """
 
     def __init__(self) -> None:
-        self.first = 0
+        self.signum = 0
         self._at = 0.0
         self._pid = os.getpid()
 
-    def note(self, signum: int, frame: Optional[FrameType]) -> None:
-        """Remember the first signal. A later one ends the process at once, unless it belongs to the same request."""
+    def handle(self, signum: int, frame: Optional[FrameType]) -> None:
+        """Record the first signal. A later one ends the process immediately, unless it belongs to the same request."""
         if os.getpid() != self._pid:
             self._end_fork(signum)
-        elif not self.first:
-            self.first, self._at = signum, time.monotonic()
+        elif not self.signum:
+            self.signum, self._at = signum, time.monotonic()
         elif signum != signal.SIGTERM:
             signal.default_int_handler(signum, frame)
-        elif time.monotonic() - self._at >= _SAME_S:
+        elif time.monotonic() - self._at >= _SAME_REQUEST_S:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(self._pid, signum)
 
     def _end_fork(self, signum: int) -> None:
-        """Let SIGTERM end a fork of this process, such as a worker of a DataLoader. Ctrl-C is the parent's to handle."""
+        """Let SIGTERM end a fork of this process, such as a worker of a DataLoader. The parent handles Ctrl-C."""
         if signum == signal.SIGTERM:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 
 
 @contextmanager
-def interruptible() -> Iterator[Interrupts]:
-    """Note Ctrl-C and SIGTERM in this block, as they must not cut an update in two; raise what came too late for it at its end.
+def catch_signals(caught: CaughtSignal) -> Iterator[None]:
+    """Record Ctrl-C and SIGTERM in this block instead of cutting an update in two. Raise at its end if one is still pending.
 
-    A program's own handlers stay, and so do ignored signals.
+    A program's own handlers and ignored signals stay.
     """
-    interrupts = Interrupts()
     defaults: Dict[int, object] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     is_main = threading.current_thread() is threading.main_thread()
     ours = [signum for signum, default in defaults.items() if is_main and signal.getsignal(signum) is default]
     for signum in ours:
-        signal.signal(signum, interrupts.note)
+        signal.signal(signum, caught.handle)
     try:
-        yield interrupts
+        yield
     finally:
         for signum in ours:
             signal.signal(signum, defaults[signum])  # type: ignore[arg-type]
-    if interrupts.first:
-        raise_interrupt(interrupts.first, "fit: stopped at its end")
+    if caught.signum:
+        raise_interrupt(caught.signum, "fit: stopped at its end")
 
 
-def any_asks(signum: int) -> int:
-    """Return the signal that asked any process to stop, 0 for none; they wait for each other."""
+def agree_on_signal(signum: int) -> int:
+    """Return the signal that asked any process to stop, 0 for none. All processes wait for each other."""
     processes = group()
     return signum if processes is None else int(processes.all_gather(np.array([signum], np.float32)).max())
 
 
-class Stops:
-    """Decides after which step of one pass to stop: at once in a process that is alone, else where all processes agree.
+class StopVote:
+    """Decides after which step of a pass to stop: immediately in a single process, else at a step on which all processes agree.
 
     ```
-    step    1   2       4               8                               16     fast steps: after 1, 2, 4, 8, then each 16 more
+    step    1   2       4               8                               16     fast steps: after 1, 2, 4, 8, then every 16
             │   │       │               │                               │
-    ask     ●   ●       ●               ●                               ●      steps of 0.5 s or more: after each
+    vote    ●   ●       ●               ●                               ●      steps of 0.5 s or more: after each
     ```
 
-    Asking costs milliseconds, so fast steps are not asked about one by one. The slowest process's clock decides how many steps
-    make `_ASK_S` seconds, so that all processes ask after the same step.
+    A vote costs milliseconds, so fast steps share one. The slowest process's clock decides how many steps make `_VOTE_S` seconds,
+    so that all processes vote after the same step.
     """
 
     def __init__(self) -> None:
@@ -129,7 +128,7 @@ class Stops:
         Parameters
         ----------
         signum : int
-            The signal that this process got; 0 for none.
+            The signal that this process received; 0 for none.
         may_stop : bool
             Whether the pass can stop here; the same in all processes.
         """
@@ -143,6 +142,6 @@ class Stops:
             return 0
         step_s = (time.perf_counter() - self._since) / self._num_steps
         signals, seconds = processes.all_gather(np.array([signum, step_s], np.float32)).max(axis=0)
-        self._interval = max(1, min(2 * self._interval, _MOST_STEPS, int(_ASK_S / max(float(seconds), 1e-6))))
+        self._interval = max(1, min(2 * self._interval, _MAX_STEPS, int(_VOTE_S / max(float(seconds), 1e-6))))
         self._num_steps, self._since = 0, time.perf_counter()
         return int(signals)

@@ -1,4 +1,4 @@
-"""What devices and host do while a program trains, what is wrong, and why."""
+"""Monitors devices and host while a program trains, and finds problems and their causes."""
 
 from .callback import Monitor as Monitor
 from .diagnosis import diagnose as diagnose

@@ -1,4 +1,4 @@
-"""Monitor: what a training program's devices and host do while it runs."""
+"""Monitor: records what a training program's devices and host do while it runs."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ from .sample import LiveArrays, Sample, joined, to_json
 from .stacks import StackSampler
 from .summary import Summary, distinct, summarise
 
-_LOOK_S = 0.05  # between two looks at the training thread's stack, give or take half
-_HELD_S = 5.0  # between two counts of all arrays, which look at every object of Python's
-_RECENT = 10  # samples that a warning is given after
-_MOST = 2048  # samples that are kept; then two become one
+_STACK_S = 0.05  # between two samples of the training thread's stack, plus or minus half
+_HELD_S = 5.0  # between two counts of all arrays, which visit every Python object
+_RECENT = 10  # samples before a warning
+_MOST = 2048  # samples kept; beyond this number, pairs are merged
 
 
 class Monitor(Callback):
-    """Watches the devices, the host and the training thread from a thread of its own; warns of what is wrong, with its cause.
+    """Monitors the devices, the host and the training thread from a separate thread, and warns of problems with their causes.
 
-    A callback of `fit`: each row of the history gets `load_<device>`, `memory_gib_<device>`, `host_gib` and `time_in_<place>`,
-    and a summary ends the run. In a loop by hand, a `with` block does the same, for the thread that enters it; `count_arrays`
-    after a step lets it know what Python keeps on each device.
+    As a callback of `fit`, it adds `load_<device>`, `memory_gib_<device>`, `host_gib` and `time_in_<place>` to each row of the
+    history, and logs a summary at the end. In a loop by hand, use a `with` block: it monitors the thread that enters it. Call
+    `count_arrays` after a step to record the arrays that Python holds on each device.
 
-    It never waits in a step. The CPU contexts' worker threads are given names (`mxnet cpu(0)`), by which `top -H` and
-    `gluon-mgpu monitor --pid` know them, too.
+    It never waits in a step. It names the worker threads of CPU contexts (`mxnet cpu(0)`), so that `top -H` and
+    `gluon-mgpu monitor --pid` can show them.
 
     Parameters
     ----------
     folder : str or pathlib.Path, optional
-        Where `monitor.jsonl`, a line a sample, `monitor.json`, the summary, and the picture `monitor.png` go. In a job, process
+        Gets `monitor.jsonl` with one line per sample, the summary `monitor.json`, and the plot `monitor.png`. In a job, process
         1 writes `monitor-1.jsonl`, and so on.
     interval_s : float, seconds
         Between two samples.
     contexts : sequence of mxnet.Context
-        What computes; in `fit`, the trainer's. By default the CPU contexts that were seen.
+        The devices to monitor; the trainer's in `fit`. By default the CPU contexts used so far.
 
     Attributes
     ----------
     samples : list of Sample
-        Of long runs, neighbours are joined.
+        In long runs, neighbours are merged.
     findings : tuple of Finding
-        What was warned of.
+        The problems that it has warned of.
 
     Raises
     ------
     TrainerError
-        `interval_s` is not a number of 0.1 or more, or `contexts` no list of contexts.
+        `interval_s` is not a number of 0.1 or more, or `contexts` is not a list of contexts.
     MissingExtraError
         When it starts: psutil is not installed; for a folder, matplotlib.
 
@@ -99,7 +99,7 @@ class Monitor(Callback):
             )
         self.folder = None if folder is None else path_of("Monitor", "folder", folder)
         self.interval_s = float(interval_s)
-        self._given = list(contexts)
+        self._requested = list(contexts)
         self._state: Optional[FitState] = None
         self._thread: Optional[threading.Thread] = None
         self._stop = threading.Event()
@@ -111,12 +111,12 @@ class Monitor(Callback):
         self.findings: Tuple[Finding, ...] = ()
 
     def start(self) -> None:
-        """Begin to watch the calling thread's program."""
+        """Start to monitor the calling thread's program."""
         self.stop()
         if self.folder is not None:
-            figure()  # tells before the first step that the extra is missing
+            figure()  # raises before the first step if the extra is missing
             self.folder.mkdir(parents=True, exist_ok=True)
-        self._contexts = self._given or self._contexts_of_run()
+        self._contexts = self._requested or self._contexts_of_run()
         cpus = [context for context in self._contexts if context.device_type == "cpu"]
         self._markers = {} if threads.runs_serially() else {str(one): Marker(context=one, where=ON_WORKER) for one in cpus}
         self._reader = Reader(
@@ -128,7 +128,7 @@ class Monitor(Callback):
         self._epoch_samples: List[Sample] = []
         self._recent: Deque[Sample] = deque(maxlen=_RECENT)
         self._counted, self._held = {}, Throttled(_find_held, every_s=_HELD_S)
-        self._looks = StackSampler(threading.get_ident())
+        self._stacks = StackSampler(threading.get_ident())
         self._laps = PhaseTimer()
         self._stepped = 0, time.monotonic()
         self._file: Optional[TextIO] = None
@@ -139,7 +139,7 @@ class Monitor(Callback):
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more, and write the summary and the picture."""
+        """Stop monitoring, and write the summary and the plot."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -154,15 +154,15 @@ class Monitor(Callback):
             save(plot_samples(self.samples), self._path("png"))
 
     def count_arrays(self) -> None:
-        """Count the arrays that Python holds on each device, for the samples that follow; most calls return at once.
+        """Count the arrays that Python holds on each device, for the next samples; most calls return at once.
 
-        To be called by the thread that makes and drops them, as `fit`'s reports do: an array that is just being freed by another
-        thread is still among Python's objects, and to ask MXNet about it ends the process.
+        Call this in the thread that creates and drops the arrays, as `fit`'s reports do. An array that another thread is freeing
+        is still among Python's objects, and reading it crashes MXNet.
         """
         self._counted = self._held() or {}
 
     def summary(self) -> Summary:
-        """Return what was seen so far in a few numbers, with all that was warned of."""
+        """Return the run so far in a few numbers, with all warnings."""
         with self._lock:
             return summarise(self.samples, self.findings)
 
@@ -211,22 +211,22 @@ class Monitor(Callback):
     def _run(self) -> None:
         due = time.monotonic() + self.interval_s
         try:
-            while not self._stop.wait(random.uniform(0.5, 1.5) * _LOOK_S):  # not in step with the program
-                self._looks.look()
+            while not self._stop.wait(random.uniform(0.5, 1.5) * _STACK_S):  # random, to avoid sampling in step with the program
+                self._stacks.sample()
                 if time.monotonic() >= due:
                     self._take()
                     due = max(due + self.interval_s, time.monotonic())
             self._take()
-        except Exception as error:  # a run is not to end because of what looks at it
-            logger.warning("Monitor: got %r while it looked at the run; expected what it reads. It watches no more.", error)
+        except Exception as error:  # an error of the monitor must not end the run
+            logger.warning("Monitor: got %r while it read a sample; expected readable counters. Monitoring has stopped.", error)
 
     def _take(self) -> None:
-        """Take a sample, write it, and warn of what is new in the last ones."""
+        """Take a sample, write it, and warn of new problems in the last samples."""
         for context, marker in list(self._markers.items()):
             if marker.done:
                 name_thread(marker.thread, context)
                 del self._markers[context]
-        spent, where = self._looks.take()
+        spent, where = self._stacks.take()
         spent = refined(spent, self._laps.take())
         sample = self._with_held(self._reader.read(spent=spent, where=where, **self._place()))
         if self._file is not None:
@@ -234,8 +234,8 @@ class Monitor(Callback):
         self._recent.append(sample)
         found = diagnose(self._recent) if len(self._recent) == _RECENT else []
         with self._lock:
-            self.samples = _kept([*self.samples, sample])
-            self._epoch_samples = _kept([*self._epoch_samples, sample])
+            self.samples = _merged([*self.samples, sample])
+            self._epoch_samples = _merged([*self._epoch_samples, sample])
             known = {(one.what, one.device, one.cause) for one in self.findings}
             self.findings = distinct([*self.findings, *found])
         for one in found:
@@ -250,7 +250,7 @@ class Monitor(Callback):
         return {"step": step, "epoch": self._state.epoch, "steps_per_s": (step - before) / max(1e-3, now - at)}
 
     def _with_held(self, sample: Sample) -> Sample:
-        """Return the sample with the arrays of each device, without the CPU contexts that others of this process use."""
+        """Return the sample with the arrays of each device, and without CPU contexts that are not monitored."""
         held, ours = self._counted, set(map(str, self._contexts))
         return replace(
             sample,
@@ -270,15 +270,15 @@ def columns(summary: Summary) -> Dict[str, float]:
     }
 
 
-def _kept(samples: List[Sample]) -> List[Sample]:
-    """Return the samples, two made one where they are too many."""
+def _merged(samples: List[Sample]) -> List[Sample]:
+    """Return the samples; merge pairs of them if there are too many."""
     if len(samples) < _MOST:
         return samples
     return [joined(first, second) for first, second in zip(samples[::2], samples[1::2])] + samples[len(samples) // 2 * 2 :]
 
 
 def _find_held() -> Dict[str, LiveArrays]:
-    # MXNet's bfloat16 is a record to NumPy, whose name says its 16 bits alone
+    # MXNet's bfloat16 is a record type in NumPy, named by its size only
     counts = {(context, dtype.replace("void16", "bfloat16"), shape): n for (context, dtype, shape), n in live_arrays().items()}
     return held_by(counts, _num_bytes)
 

@@ -1,4 +1,4 @@
-"""From samples to what is wrong, and its likely cause. Nothing here looks at the machine."""
+"""From samples to problems and their likely causes. Nothing here reads the machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FEWEST = 3
 
 
 def diagnose(samples: Sequence[Sample], *, least_bytes: int = LEAST_BYTES) -> List[Finding]:
-    """Return what is wrong in these samples, each with its likely cause.
+    """Return the problems in these samples, each with its likely cause.
 
     Parameters
     ----------
     samples : sequence of Sample
-        Of some seconds to a whole run, in their order. Fewer than three say nothing.
+        From some seconds up to a complete run, in order. Fewer than three give no findings.
     least_bytes : int
-        A difference in memory that is worth a word.
+        The smallest difference in memory that counts.
     """
     if len(samples) < _FEWEST:
         return []

@@ -1,4 +1,4 @@
-"""Something that is wrong, and how numbers are told in it."""
+"""A problem, and the format of numbers in its message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Optional
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """A problem that the monitor has found.
 
     Attributes
     ----------
@@ -17,9 +17,9 @@ class Finding:
     device : str
         `gpu(0)`, `host`, or several.
     cause : str
-        A word for what it most likely comes from, such as `other process`.
+        The most likely cause in a few words, such as `other process`.
     message : str
-        What was measured, why, and what to do.
+        The measurement, its cause, and what to do.
     """
 
     what: str
@@ -28,17 +28,6 @@ class Finding:
     message: str
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Return bytes as people read them.
-
-    Examples
-    --------
-    >>> format_bytes(6 * 2**30), format_bytes(300 * 2**20)
-    ('6.0 GiB', '300 MiB')
-    """
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.0f} MiB"
-
-
 def format_number(value: Optional[float]) -> str:
-    """Return a number without decimals, `?` where nobody tells it."""
+    """Return a number without decimals, `?` if it is not available."""
     return "?" if value is None else f"{value:.0f}"

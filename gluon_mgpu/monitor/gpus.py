@@ -1,4 +1,4 @@
-"""GPUs as the NVIDIA driver sees them, for as long as it answers."""
+"""GPU counters, read through the NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .sample import GpuSample
 
 
 class GpuReader:
-    """Reads the GPUs. Without a driver there are none, and `why_not` says so.
+    """Reads the GPUs. Without a driver it reads none, and `why_not` holds the reason.
 
     Parameters
     ----------
     device_ids : sequence of int, optional
-        Numbers of MXNet's GPU contexts in this process: these are read, and called `gpu(0)`. None: all of the machine, `GPU 0`.
+        Numbers of MXNet's GPU contexts in this process, named `gpu(0)`. None reads all GPUs of the machine, named `GPU 0`.
 
     Attributes
     ----------
     why_not : str
-        Why nothing can be read, and what to do; empty where it can.
+        Why no GPU can be read, and what to do; "" otherwise.
     """
 
     def __init__(self, device_ids: Optional[Sequence[int]] = None) -> None:
@@ -37,7 +37,7 @@ class GpuReader:
             self.why_not = str(error)
 
     def read(self, pids: Iterable[int]) -> Tuple[GpuSample, ...]:
-        """Return the GPUs; memory of these processes is their own."""
+        """Return the GPUs; memory of these processes counts as own memory."""
         if self._nvml is None:
             return ()
         own = set(pids)
@@ -48,16 +48,16 @@ class GpuReader:
         return tuple(gpu_sample(seen[i], own, f"gpu({i})") for i in self._device_ids if i < len(seen))
 
     def close(self) -> None:
-        """Let the driver go."""
+        """Close the connection to the driver."""
         if self._nvml is not None:
             self._nvml.close()
             self._nvml = None
 
 
 def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> List[Gpu]:
-    """Return the GPUs that CUDA shows a process with this environment, in CUDA's order where all are of one kind.
+    """Return the GPUs that CUDA shows a process with this environment, in CUDA's order if all are of the same model.
 
-    Source: NVIDIA's CUDA C++ Programming Guide, "CUDA Environment Variables". It stops at the first name that it does not know.
+    Source: NVIDIA's CUDA C++ Programming Guide, "CUDA Environment Variables". CUDA stops at the first unknown name.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
@@ -73,7 +73,7 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> List[Gpu]:
 
 
 def gpu_sample(gpu: Gpu, own: Iterable[int], name: str) -> GpuSample:
-    """Return what the driver says of a GPU; `own` are the processes that are looked at."""
+    """Return a GPU's counters; `own` are the monitored processes."""
     own = set(own)
     sample = GpuSample(
         name,

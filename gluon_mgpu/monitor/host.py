@@ -1,4 +1,4 @@
-"""What a process and its children take of the machine, and what each CPU context of theirs does."""
+"""Memory and CPU time of a process and its children, of their CPU contexts, and of the machine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..runtime.threads import num_cores, read_lines
 from .sample import CpuSample, HostSample
 
 T = TypeVar("T")
-THREAD_NAME = "mxnet {}"  # of the threads that compute for a context: the kernel keeps 15 characters
+THREAD_NAME = "mxnet {}"  # name of a context's worker threads; the kernel keeps 15 characters
 _NAMED = re.compile(r"mxnet (cpu\(\d+\))")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Throttled(Generic[T]):
-    """A value that is dear to find: found anew only as often as takes a small share of the time.
+    """Caches a value that is expensive to find, and finds it again only within a small share of the time.
 
     Parameters
     ----------
     find : callable () -> T
     every_s : float, seconds
-        At least, between two.
+        The shortest time between two calls of `find`.
     share : float
-        Of the time, at most.
+        The largest share of the time that `find` may take.
     """
 
     def __init__(self, find: Callable[[], T], *, every_s: float, share: float = 0.001) -> None:
@@ -49,7 +49,7 @@ class Throttled(Generic[T]):
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread as the kernel counts it: seconds that it computed, and that it was ready and got no core."""
+    """A thread's counters in the kernel: the seconds that it computed, and that it was ready but had no core."""
 
     name: str
     cpu_s: float
@@ -57,7 +57,7 @@ class Thread:
 
 
 def threads_of(pid: int) -> Dict[int, Thread]:
-    """Return the threads of a process by their ids; none of one that has ended, or may not be looked at.
+    """Return the threads of a process by their ids; {} if it has ended or may not be read.
 
     Source: the manual page proc(5); the kernel's `Documentation/scheduler/sched-stats.rst`.
     """
@@ -81,27 +81,27 @@ def threads_of(pid: int) -> Dict[int, Thread]:
 
 
 def name_thread(number: int, context: str) -> None:
-    """Let a thread of this process be known as one that computes for a context: to this package, and to `top -H`."""
+    """Name a thread of this process after the context that it computes for; `HostReader` and `top -H` read the name."""
     try:
         with open(f"/proc/self/task/{number}/comm", "w", encoding="utf-8") as file:
             file.write(THREAD_NAME.format(context))
     except OSError:
-        return  # it has ended
+        return  # the thread has ended
 
 
 class HostReader:
-    """Reads what a process, its children and the machine do; rates are means since the read before.
+    """Reads the counters of a process, its children and the machine; rates are means since the previous read.
 
     Parameters
     ----------
     pid : int, optional
-        This process by default. 0: none, but the machine alone.
+        This process by default. 0 reads only the machine.
     whole_tree : bool
-        Look for CPU contexts in the children, too.
+        Also search the children for CPU contexts.
     num_threads : mapping of str to int
-        How many threads a CPU context computes with, by its name; else those are counted that have its name.
+        The number of threads of each CPU context; by default the threads with its name are counted.
     alone : str
-        The only CPU context of this process: threads that neither Python nor it has started are OpenMP's, and compute for it.
+        The only CPU context of this process. All threads that Python has not started then count for it: they are OpenMP's.
 
     Raises
     ------
@@ -125,12 +125,12 @@ class HostReader:
             self._process: Any = self._psutil.Process(self.pid) if self.pid else None
         except self._psutil.Error as error:
             raise DataError(
-                f"monitor: got pid {self.pid} ({error}); expected a process that runs. List them with ps aux."
+                f"monitor: got pid {self.pid} ({error}); expected a running process. List processes with ps aux."
             ) from error
         self._whole_tree = whole_tree
         self._num_threads = num_threads if num_threads is not None else {}
         self._alone = alone
-        # they are found by a look at every process of the machine
+        # finding them reads every process of the machine
         self._children: Throttled[List[Any]] = Throttled(
             self._find_children, every_s=0.0 if whole_tree else 5.0, share=0.05 if whole_tree else 0.002
         )
@@ -185,13 +185,13 @@ class HostReader:
                 times = process.cpu_times()
                 processes[process.pid] = times.user + times.system
                 rss.append(process.memory_info().rss)
-            except self._psutil.Error:  # it has ended
+            except self._psutil.Error:  # the process has ended
                 rss.extend([0] if process is self._process else [])
-        looked_at = self.pids() if self._whole_tree else self.pids()[:1]
-        threads = {(pid, number): thread for pid in looked_at for number, thread in threads_of(pid).items()}
+        searched = self.pids() if self._whole_tree else self.pids()[:1]
+        threads = {(pid, number): thread for pid in searched for number, thread in threads_of(pid).items()}
         machine = self._psutil.cpu_times()
         idle = machine.idle + getattr(machine, "iowait", 0.0)
-        guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # they are in user and nice, too
+        guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # also counted in user and nice
         return _Counts(time.monotonic(), processes, tuple(rss), threads, sum(machine) - idle - guests)
 
     def _main_cores(self, before: _Counts, now: _Counts, seconds: float) -> float:
@@ -225,10 +225,10 @@ class _Counts:
 
 
 def _of(counts: _Counts, keys: Sequence[Tuple[int, int]], what: str) -> Dict[Tuple[int, int], float]:
-    """Return what was counted of these threads, where they were there."""
+    """Return a counter of these threads, for those that existed."""
     return {key: getattr(counts.threads[key], what) for key in keys if key in counts.threads}
 
 
 def _rate(before: Mapping[Any, float], now: Mapping[Any, float], seconds: float) -> float:
-    """Return how much more there is of what was there before, a second."""
+    """Return the increase per second of all counters that existed before."""
     return max(0.0, sum(value - before[key] for key, value in now.items() if key in before)) / seconds

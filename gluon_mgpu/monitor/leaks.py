@@ -1,4 +1,4 @@
-"""Memory over the steps of a run: whether it leaks, or only waits in the queue, and which arrays became more."""
+"""Memory over the steps of a run: whether it leaks or only grows with the queue, and which arrays increase in number."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ..runtime.threads import read_lines
 
 Kind = Tuple[str, str, Tuple[int, ...]]  # context, dtype, shape
 
-_WARM_UP = 0.25  # of the samples: memory pools, caches and compiled graphs fill then
+_WARM_UP = 0.25  # of the samples, in which memory pools, caches and compiled graphs fill
 _MIN_SAMPLES, _MAX_SAMPLES = 8, 400
-_DRAIN_EVERY = 4  # samples for each of which the devices are waited for
+_DRAIN_EVERY = 4  # samples between two that wait for the devices
 _Z95 = 1.96
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory at a step: `num_bytes` are in use, `queued` steps are dispatched and have not run; 0 after waiting for all."""
+    """Memory at a step: `num_bytes` in use, and `queued` steps that are dispatched and have not run (0 after waiting for all)."""
 
     step: int
     num_bytes: int
@@ -45,7 +45,7 @@ class MemoryReading:
 
 @dataclass(frozen=True)
 class Slope:
-    """The median slope between all pairs of points, and the bounds that hold the true one in 95 of 100 runs."""
+    """The median slope between all pairs of points, and bounds that contain the true slope in 95 of 100 runs."""
 
     value: float
     low: float
@@ -53,17 +53,17 @@ class Slope:
 
 
 def theil_sen(x: Sequence[float], y: Sequence[float]) -> Slope:
-    """Return the slope of y over x: a few wild points do not change it.
+    """Return the slope of y over x; it is robust to a few outliers.
 
     Parameters
     ----------
     x, y : sequence of float
-        Of one length.
+        Of equal length.
 
     Raises
     ------
     ValueError
-        No two points have different x.
+        All points have the same x.
 
     Examples
     --------
@@ -83,20 +83,20 @@ def theil_sen(x: Sequence[float], y: Sequence[float]) -> Slope:
 
 @dataclass(frozen=True)
 class Growth:
-    """How memory behaves.
+    """The growth of memory over a run.
 
     Attributes
     ----------
     verdict : str
-        `flat`; `queue`: it grows with the steps that are queued, and falls back; `leak`: it grows when nothing is queued, too;
-        `unknown`: too few samples.
+        `flat`; `queue`: grows with the queued steps, and falls back; `leak`: also grows when no step is queued; `unknown`: too
+        few samples.
     slope : Slope, optional
-        Bytes a step, of the samples after waiting.
+        Bytes per step, from the samples after waiting.
     queued_bytes : float
-        What a queued step holds, 0 where none was seen.
+        Bytes of a queued step; 0 if none was queued.
     max_queued : int
     num_samples : int
-        After waiting, without those of the warm-up.
+        Samples after waiting, without those of the warm-up.
     """
 
     verdict: str
@@ -107,34 +107,34 @@ class Growth:
 
     def __str__(self) -> str:
         if self.slope is None:
-            return f"unknown: {self.num_samples} samples, {_MIN_SAMPLES} are needed. Run more steps."
+            return f"unknown: {self.num_samples} samples of at least {_MIN_SAMPLES}. Run more steps."
         bounds = f"95%: {self.slope.low:.0f} to {self.slope.high:.0f}"
-        rate = f"{self.slope.value:.0f} bytes a step ({bounds}; {self.num_samples} samples)"
+        rate = f"{self.slope.value:.0f} bytes per step ({bounds}; {self.num_samples} samples)"
         if self.verdict == "queue":
             return (
-                f"grows with the queue: {self.queued_bytes:.0f} bytes a queued step, up to {self.max_queued} queued, and "
-                "falls back when they have run. Wait for the loss of some steps ago, as fit does (max_inflight)."
+                f"grows with the queue: {self.queued_bytes:.0f} bytes per queued step, up to {self.max_queued} queued, and "
+                "falls back when they have run. Wait for the loss of an earlier step, as fit does (max_inflight)."
             )
         return f"leak of {rate}" if self.verdict == "leak" else f"flat: {rate}"
 
 
 def judge(samples: Sequence[MemoryReading], *, tolerance_bytes: float = 256.0, max_inflight: int = 2) -> Growth:
-    """Tell a leak from a queue that grows. The first quarter of the samples is left out.
+    """Distinguish a leak from a growing queue. The first quarter of the samples is ignored.
 
     Parameters
     ----------
     samples : sequence of MemoryReading
         In the order of their steps, some of them after waiting for all devices.
-    tolerance_bytes : float, bytes a step
-        Growth that is none: bookkeeping. A leak's lower bound is above it; an array that is kept takes twice as much.
+    tolerance_bytes : float, bytes per step
+        Growth that counts as bookkeeping. A leak's lower bound is above it; a kept array takes twice as much.
     max_inflight : int
         Steps that are queued on purpose.
 
     Examples
     --------
-    >>> judge([Sample(step, 1000 * step) for step in range(20)]).verdict
+    >>> judge([MemoryReading(step, 1000 * step) for step in range(20)]).verdict
     'leak'
-    >>> judge([Sample(step, 1000 * (step % 5), queued=step % 5) for step in range(80)]).verdict
+    >>> judge([MemoryReading(step, 1000 * (step % 5), queued=step % 5) for step in range(80)]).verdict
     'queue'
     """
     kept = list(samples)[math.ceil(_WARM_UP * len(samples)) :]
@@ -153,9 +153,9 @@ def judge(samples: Sequence[MemoryReading], *, tolerance_bytes: float = 256.0, m
 
 
 def host_bytes() -> int:
-    """Return the memory of this process: what malloc has handed out, and shared memory.
+    """Return the memory of this process: the bytes allocated by malloc, and shared memory.
 
-    The resident size says less: malloc keeps what is freed. It is what is returned where glibc is older than 2.33.
+    The resident size is less exact, because malloc keeps freed memory. It is returned if glibc is older than 2.33.
     """
     count = _malloc_counter()
     if count is None:
@@ -183,7 +183,7 @@ def _malloc_counter() -> Optional[Callable[[], Any]]:
 
 
 def live_arrays() -> Dict[Kind, int]:
-    """Return how many of MXNet's arrays Python holds, of each context, dtype and shape.
+    """Return the number of MXNet's arrays that Python holds, by context, dtype and shape.
 
     Examples
     --------
@@ -197,32 +197,32 @@ def live_arrays() -> Dict[Kind, int]:
 def held_arrays() -> List[Array]:
     """Return MXNet's arrays that Python holds.
 
-    Ask in the thread that makes and drops arrays: another could meet one whose memory is just being given back.
+    Call this in the thread that creates and drops arrays: another thread could get an array whose memory is being freed.
     """
     kinds = {mx.nd.NDArray, mx.np.ndarray, mx.nd.sparse.CSRNDArray, mx.nd.sparse.RowSparseNDArray}
     return [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "handle", None)]
 
 
 class LeakCheck(Callback):
-    """Watches memory over the steps of a run, and says whether it leaks, how much a step, and which arrays became more.
+    """Measures memory over the steps of a run: whether it leaks, how much per step, and which arrays increase in number.
 
-    A callback of `fit`; in a loop by hand, call `step` after each step. It waits for the devices now and then, and collects
-    garbage: for finding leaks, not for every run.
+    A callback of `fit`; in a loop by hand, call `step` after each step. It sometimes waits for the devices and collects garbage,
+    so use it to find leaks, not in every run.
 
     Parameters
     ----------
     every : int
-        Steps between two samples; more in a long run. In `fit` the reports, about two a second, come on top.
+        Steps between two samples; more in a long run. `fit` adds samples at its reports, about two per second.
     contexts : sequence of mxnet.Context
-        GPUs to watch beside the host; in `fit`, the trainer's. CPU contexts have the host's memory.
+        GPUs to measure in addition to the host; the trainer's in `fit`. CPU contexts use the host's memory.
     tolerance_bytes, max_inflight
         See `judge`.
 
     Raises
     ------
     TrainerError
-        `every` or `max_inflight` is no whole number of 1 or more, `tolerance_bytes` no number of 0 or more, or `contexts` no list
-        of contexts.
+        `every` or `max_inflight` is not a whole number of 1 or more, `tolerance_bytes` is not a number of 0 or more, or
+        `contexts` is not a list of contexts.
 
     Examples
     --------
@@ -238,8 +238,8 @@ class LeakCheck(Callback):
         self, every: int = 5, *, contexts: Sequence[Context] = (), tolerance_bytes: float = 256.0, max_inflight: int = 2
     ) -> None:
         whole_number("LeakCheck", "every", every, advice="5 steps are usual.")
-        real_number("LeakCheck", "tolerance_bytes", tolerance_bytes, advice="256 bytes a step are usual.")
-        whole_number("LeakCheck", "max_inflight", max_inflight, advice="2 steps are what fit queues.")
+        real_number("LeakCheck", "tolerance_bytes", tolerance_bytes, advice="256 bytes per step are usual.")
+        whole_number("LeakCheck", "max_inflight", max_inflight, advice="fit queues 2 steps.")
         if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
             raise TrainerError(
                 f"LeakCheck: got contexts={short(contexts)}; expected a list of contexts. Pass [mx.gpu(0)], or leave it out."
@@ -257,16 +257,16 @@ class LeakCheck(Callback):
         Parameters
         ----------
         losses : sequence of NDArray
-            Its losses, one a shard: the step has run when they are there. They are not kept.
+            Its losses, one per shard. The step has run when they are computed. They are not kept.
 
         Raises
         ------
         TrainerError
-            They are no arrays.
+            The losses are not arrays.
         """
         if not isinstance(losses, (list, tuple)) or not losses or not all(map(is_device_array, losses)):
             found = repr(losses) if isinstance(losses, (list, tuple)) else type(losses).__name__
-            raise TrainerError(f"LeakCheck.step: got {found}; expected the step's losses, one array a shard. Pass a list.")
+            raise TrainerError(f"LeakCheck.step: got {found}; expected the step's losses, one array per shard. Pass a list.")
         self._step += 1
         self._queue.append(Marker(losses))
         if self._step % self._every:
@@ -280,12 +280,12 @@ class LeakCheck(Callback):
             self._drain()
 
     def growth(self) -> Dict[str, Growth]:
-        """Return how the memory of the `host`, and of each GPU, behaves."""
+        """Return the growth of memory of the `host` and of each GPU."""
         options = {"tolerance_bytes": self._tolerance_bytes, "max_inflight": self._max_inflight}
         return {name: judge(samples, **options) for name, samples in self._samples.items()}  # type: ignore[arg-type]
 
     def report(self) -> str:
-        """Return a line for the host and each GPU; where there is a leak, also which arrays became more, and what to do."""
+        """Return a line for the host and each GPU; after a leak, also the arrays that increase in number, and what to do."""
         growth = self.growth() or {"host": Growth("unknown")}  # no sample yet
         lines = [f"{name}: {found}" for name, found in growth.items()]
         if any(found.verdict == "leak" for found in growth.values()):
@@ -339,13 +339,13 @@ class LeakCheck(Callback):
         worst = sorted((kind for kind in more if more[kind] > 2), key=lambda kind: -more[kind])[:_SHOWN]
         if not worst:
             return [
-                "No arrays of MXNet's became more in Python: what grows is something else that Python holds, such as NumPy's, or "
-                "is held by MXNet or another library. A loss that is added up inside of autograd.record() keeps every step's "
-                "graph: add up outside, or read it with asscalar()."
+                "The number of MXNet's arrays in Python does not increase. The memory belongs to other Python objects, such as "
+                "NumPy arrays, to MXNet, or to another library. A loss that is summed inside autograd.record() keeps every "
+                "step's graph: sum it outside, or read it with asscalar()."
             ]
-        told = [f"  {more[kind]} more since step {step}: {kind[1]} {kind[2]} on {kind[0]}" for kind in worst]
+        lines = [f"  {more[kind]} more since step {step}: {kind[1]} {kind[2]} on {kind[0]}" for kind in worst]
         return [
             "Arrays that Python holds:",
-            *told,
-            "Something keeps them, such as a list of losses: keep numbers, read now and then.",
+            *lines,
+            "Something keeps them, such as a list of losses. Keep numbers instead, and read them only occasionally.",
         ]

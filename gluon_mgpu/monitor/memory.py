@@ -1,52 +1,53 @@
-"""Memory in samples: a device that is fuller than the others, and why; one that has hardly any left."""
+"""Memory in samples: a device that uses more than the others, and why; a device with hardly any memory left."""
 
 from __future__ import annotations
 
 from statistics import median
 from typing import Callable, Dict, List, Mapping, Sequence, Tuple
 
-from .finding import Finding, format_bytes
+from ..runtime.units import format_bytes
+from .finding import Finding
 from .sample import Device, GpuSample, LiveArrays, Sample, memory_of
 
 Kind = Tuple[str, str, Tuple[int, ...]]  # context, dtype, shape: as `leaks.live_arrays` counts
 
-LEAST_BYTES = 2**28  # of difference that is worth a word: libraries take as much on one device and not on another
+LEAST_BYTES = 2**28  # the smallest difference that counts: libraries can take less than this on one device only
 _LEAST_SHARE = 0.1  # of the memory of the others
 _EXPLAINS = 0.5  # of a difference
-_MANY = 8  # arrays of one kind: a list, rather than a batch that was put together
+_MANY = 8  # arrays of one kind that indicate a list rather than a gathered batch
 _FULL = 0.95
 
-_OTHER_PROCESS = "{name} takes {size} there. End it, or leave the device out (gpu:1-3, say)."
+_OTHER_PROCESS = "{name} takes {size} there. Stop that process, or leave the device out, for example with gpu:1-3."
 _IN_LIST = (
-    "Python holds {more} more arrays {kind} there than elsewhere. Something keeps them, such as a list of outputs or losses: "
-    "keep numbers, read now and then (asscalar), or use DeviceSums."
+    "Python holds {more} more arrays {kind} there than on the other devices. Something keeps them, such as a list of outputs or "
+    "losses. Keep numbers instead, read only occasionally (asscalar), or use DeviceSums."
 )
 _GATHERED = (
-    "Python holds arrays {kind} there and not elsewhere: what was put together from all devices. Compute the loss and the "
+    "Python holds arrays {kind} there and not on the other devices: a batch gathered from all devices. Compute the loss and the "
     "metrics of each shard on its own device: train_batch, or DataParallelModel with DataParallelCriterion."
 )
 _IN_STEP = (
-    "nothing that Python keeps explains it, so MXNet took it in a step: outputs or losses of all devices that are put together "
+    "Python's arrays do not explain it, so MXNet allocated it in a step: outputs or losses of all devices that are gathered "
     "there. Compute them on their own devices: train_batch, or DataParallelModel with DataParallelCriterion."
 )
 _OUTSIDE = (
-    "from outside nobody sees why: outputs or losses that are put together there, arrays that are kept there, or a process that "
-    "the driver does not show. The callback Monitor, in the training program, tells them apart."
+    "the cause is not visible from another process. It may be outputs or losses that are gathered there, arrays that are kept "
+    "there, or a process that the driver does not show. Use the callback Monitor in the training program for the cause."
 )
 
 
 def memory_imbalance(sample: Sample, *, least_bytes: int = LEAST_BYTES) -> List[Finding]:
-    """Return the device of each kind that is fuller than the others.
+    """Return the device of each kind that uses more memory than the others.
 
-    The cause is whatever explains half of the difference: another process's memory there; arrays that Python holds there, many of
-    one shape (a list) or few (a batch put together); else memory that MXNet has taken there in a step and keeps, as it does
-    where all outputs or losses are computed on one device.
+    The reported cause explains at least half of the difference: another process's memory on the device, or arrays that Python
+    holds there, many of one shape (a list) or few (a gathered batch). Otherwise MXNet has allocated the memory in a step and
+    keeps it, for example because one device computes all outputs or losses.
 
     Parameters
     ----------
     sample : Sample
     least_bytes : int
-        A difference that is worth a word.
+        The smallest difference that counts.
     """
     found = []
     kinds: Tuple[Sequence[Device], ...] = sample.gpus, sample.cpus
@@ -83,7 +84,7 @@ def _why_fuller(device: Device, others: Sequence[Device], excess: float) -> Tupl
 
 
 def _knows_own(devices: Sequence[Device]) -> bool:
-    """Return whether the driver's process ids are those that we know: in a container they may be the machine's."""
+    """Return whether the driver knows our process ids: in a container it may use the machine's ids."""
     return any(device.own_bytes for device in devices if isinstance(device, GpuSample))
 
 
@@ -100,13 +101,13 @@ def _more(device: Device, others: Sequence[Device], count: Callable[[Device], fl
 
 
 def memory_full(sample: Sample) -> List[Finding]:
-    """Return what has hardly any memory left: GPUs, and the machine."""
+    """Return the GPUs with hardly any memory left, and the machine if it has hardly any."""
     found = []
     for gpu in sample.gpus:
         if gpu.used_bytes is not None and gpu.total_bytes and gpu.used_bytes > _FULL * gpu.total_bytes:
             message = (
                 f"{gpu.name} has {format_bytes(gpu.total_bytes - gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} left. "
-                "MXNet's pool keeps what it has freed, so that more may fit; else take smaller batches, or micro_steps."
+                "MXNet's pool keeps freed memory, so more may fit. Otherwise use smaller batches, or micro_steps."
             )
             found.append(Finding("memory full", gpu.name, "device memory", message))
     host = sample.host
@@ -114,14 +115,14 @@ def memory_full(sample: Sample) -> List[Finding]:
         message = (
             f"The machine has {format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)} left; this process takes "
             f"{format_bytes(host.rss_bytes)}, its {host.num_children} children {format_bytes(host.children_bytes)}. "
-            "LeakCheck tells whether it grows."
+            "Check with LeakCheck whether it grows."
         )
         found.append(Finding("memory full", "host", "host memory", message))
     return found
 
 
 def held_by(counts: Mapping[Kind, int], num_bytes_of: Callable[[Kind], int]) -> Dict[str, LiveArrays]:
-    """Return what Python holds on each device, and of which kind it holds most more than the others.
+    """Return the arrays that Python holds on each device, and the kind by which the device exceeds the others most.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How long a thread was in each part of its work, told at each change."""
+"""How long a thread spent in each phase of its work, measured at each change of phase."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Callable, Dict, Mapping, Tuple
 
 
 class PhaseTimer:
-    """Adds up the seconds of each part, from one `enter` to the next; another thread takes them.
+    """Sums the seconds of each phase, from one `enter` to the next; another thread reads them.
 
     Parameters
     ----------
@@ -24,58 +24,58 @@ class PhaseTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._now = "", clock()  # the part, and since when: one value, so that no other thread sees half of it
+        self._now = "", clock()  # phase and start time in one tuple, so that another thread reads them together
         self._done: Dict[str, float] = {}
         self._taken: Dict[str, float] = {}
 
     def enter(self, part: str) -> None:
-        """Begin a part; "" is none."""
+        """Begin a phase; "" for none."""
         at = self._clock()
         last, since = self._now
         self._done[last] = self._done.get(last, 0.0) + at - since
         self._now = part, at
 
     def take(self) -> Dict[str, float]:
-        """Return the seconds of each part since the last `take`, the one under way among them; {} where no part was entered."""
+        """Return the seconds of each phase since the last `take`, including the current one; {} if no phase was entered."""
         part, since = self._now
-        whole = {**self._done, part: self._done.get(part, 0.0) + self._clock() - since}
-        found = {name: max(0.0, seconds - self._taken.get(name, 0.0)) for name, seconds in whole.items()}
-        self._taken = whole
-        return {name: seconds for name, seconds in found.items() if seconds} if len(whole) > 1 else {}
+        totals = {**self._done, part: self._done.get(part, 0.0) + self._clock() - since}
+        found = {name: max(0.0, seconds - self._taken.get(name, 0.0)) for name, seconds in totals.items()}
+        self._taken = totals
+        return {name: seconds for name, seconds in found.items() if seconds} if len(totals) > 1 else {}
 
 
-def refined(looks: Mapping[str, float], laps: Mapping[str, float]) -> Dict[str, float]:
-    """Return the shares that laps tell, and of their parts what only looks at the stack can.
+def refined(shares: Mapping[str, float], laps: Mapping[str, float]) -> Dict[str, float]:
+    """Return shares of time from measured phases, divided further by samples of the stack.
 
-    Looks come late: Python code that does not let go of the interpreter's lock is seen when it does, up to 5 ms later, and a
-    short part not at all. But which of a step's time goes by in a wait, for which the lock is let go, they see rightly.
+    Stack samples are late: Python code that holds the interpreter's lock is seen up to 5 ms later, and a short phase not at all.
+    But a wait releases the lock, so stack samples measure correctly which part of a step is spent in a wait.
 
     Parameters
     ----------
-    looks : mapping of str to float
-        Shares by looks at the stack, as in `Sample.spent`.
+    shares : mapping of str to float
+        From stack samples, as in `Sample.spent`.
     laps : mapping of str to float, seconds
-        In `data`, `dispatch`, `devices` and `callbacks`, and in "", outside of an epoch; {} where nobody tells.
+        In `data`, `dispatch`, `devices` and `callbacks`, and in "", outside an epoch; {} if no phases were measured.
 
     Examples
     --------
     >>> refined({"dispatch": 0.25, "sync": 0.25, "other": 0.5}, {"data": 1.0, "dispatch": 2.0, "": 1.0})
     {'data': 0.25, 'dispatch': 0.25, 'sync': 0.25, 'other': 0.25}
     """
-    whole = sum(laps.values())
-    if not whole:
-        return dict(looks)
-    shares = {part: seconds / whole for part, seconds in laps.items()}
-    found = {part: share for part, share in shares.items() if part not in ("", "dispatch")}
-    found.update(_divided(shares.get("dispatch", 0.0), looks, ("dispatch", "sync")))
-    for place, share in _divided(shares.get("", 0.0), looks, ("other", "callbacks")).items():
+    total = sum(laps.values())
+    if not total:
+        return dict(shares)
+    measured = {part: seconds / total for part, seconds in laps.items()}
+    found = {part: share for part, share in measured.items() if part not in ("", "dispatch")}
+    found.update(_divided(measured.get("dispatch", 0.0), shares, ("dispatch", "sync")))
+    for place, share in _divided(measured.get("", 0.0), shares, ("other", "callbacks")).items():
         found[place] = found.get(place, 0.0) + share
     return {place: share for place, share in found.items() if share}
 
 
-def _divided(share: float, looks: Mapping[str, float], places: Tuple[str, str]) -> Dict[str, float]:
-    """Return a share divided as the looks at these places are; the first has it all where there were none."""
-    seen = [looks.get(place, 0.0) for place in places]
+def _divided(share: float, sampled: Mapping[str, float], places: Tuple[str, str]) -> Dict[str, float]:
+    """Divide a share over two places in the proportion of their stack samples; all of it to the first if there are none."""
+    seen = [sampled.get(place, 0.0) for place in places]
     if not sum(seen):
         return {places[0]: share}
     return {place: share * number / sum(seen) for place, number in zip(places, seen)}

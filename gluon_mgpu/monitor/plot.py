@@ -1,4 +1,4 @@
-"""A picture of a monitored time."""
+"""A figure of monitored samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..plots import figure
 from .sample import PLACES, Device, Sample, devices_of, memory_of
 
 _COLORS = dict(zip(PLACES, ("tab:orange", "tab:blue", "tab:red", "tab:green", "tab:purple", "tab:gray")))
-_TOLD = {
+_LABELS = {
     "data": "next batch",
     "dispatch": "queueing steps",
     "sync": "reading numbers",
@@ -19,12 +19,12 @@ _TOLD = {
 
 
 def plot_samples(samples: Sequence[Sample]) -> Any:
-    """Return a figure over the seconds: each device's load, memory, and what the training thread did.
+    """Return a figure over time: each device's load and memory, and how the training thread spent its time.
 
     Parameters
     ----------
     samples : sequence of Sample
-        In their order.
+        In order.
     """
     made = figure(9, 8)
     loads, memory, spent = made.subplots(3, 1, sharex=True)
@@ -37,17 +37,17 @@ def plot_samples(samples: Sequence[Sample]) -> Any:
     resident = [(sample.host.rss_bytes + sample.host.children_bytes) / 2**30 for sample in samples]
     memory.plot(seconds, resident, color="gray", linestyle="--", label="process and children, resident")
     memory.set(ylabel="GiB", ylim=(0, None), title="memory: of GPUs; of the arrays that Python holds on a CPU context")
-    looked = [sample for sample in samples if sample.spent]
-    if looked:
-        places = [place for place in PLACES if any(sample.spent.get(place) for sample in looked)]
-        areas = [[sample.spent.get(place, 0.0) for sample in looked] for place in places]
-        colors, labels = [_COLORS[place] for place in places], [_TOLD[place] for place in places]
-        spent.stackplot([sample.seconds for sample in looked], areas, labels=labels, colors=colors, alpha=0.8)
-    spent.set(xlabel="seconds", ylabel="share", ylim=(0, 1), title="what the training thread does")
+    observed = [sample for sample in samples if sample.spent]
+    if observed:
+        places = [place for place in PLACES if any(sample.spent.get(place) for sample in observed)]
+        areas = [[sample.spent.get(place, 0.0) for sample in observed] for place in places]
+        colors, labels = [_COLORS[place] for place in places], [_LABELS[place] for place in places]
+        spent.stackplot([sample.seconds for sample in observed], areas, labels=labels, colors=colors, alpha=0.8)
+    spent.set(xlabel="seconds", ylabel="share", ylim=(0, 1), title="time of the training thread")
     for axes in (loads, memory, spent):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside, where no line is
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # next to the axes, where no line is
     made.tight_layout()
     return made
 

@@ -1,4 +1,4 @@
-"""Samples, one after the other: the host and the GPUs at one moment."""
+"""Reads samples: the host and the GPUs at one moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sample import Sample
 
 
 class Reader:
-    """Reads samples of a process, its children and the machine. Rates are means since the sample before.
+    """Reads samples of a process, its children and the machine. Rates are means since the previous sample.
 
     Parameters
     ----------
@@ -20,7 +20,7 @@ class Reader:
     gpu_ids : sequence of int, optional
         See `GpuReader`.
     options
-        Of `HostReader`.
+        Options of `HostReader`.
     """
 
     def __init__(self, pid: Optional[int] = None, *, gpu_ids: Optional[Sequence[int]] = None, **options: Any) -> None:
@@ -31,7 +31,7 @@ class Reader:
     def read(
         self, *, spent: Optional[Mapping[str, float]] = None, where: Optional[Mapping[str, str]] = None, **place: Any
     ) -> Sample:
-        """Return what is there now; `spent`, `where`, `step`, `epoch` and `steps_per_s` are as in `Sample`."""
+        """Return a sample of this moment; `spent`, `where`, `step`, `epoch` and `steps_per_s` are as in `Sample`."""
         now = time.monotonic()
         over_s, self._before = now - self._before, now
         host, cpus = self.host.read()
@@ -39,5 +39,5 @@ class Reader:
         return Sample(time.time(), now - self._began, over_s, host, cpus, gpus, spent=spent or {}, where=where or {}, **place)
 
     def close(self) -> None:
-        """Let the driver go."""
+        """Close the connection to the driver."""
         self.gpus.close()

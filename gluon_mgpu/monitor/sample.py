@@ -1,4 +1,4 @@
-"""What is seen at one moment, as plain values; and lines of JSON of them."""
+"""One sample as plain values, and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class LiveArrays:
     Attributes
     ----------
     num_bytes : int
-        Of all of them. Views count, too, so that it is for comparing devices.
+        Of all of them, including views. Use it to compare devices.
     more : int
-        Of the kind of which this device has most more bytes than the others: how many more.
+        How many more arrays this device has of the kind by which it exceeds the others most, in bytes.
     shape : tuple of int
     dtype : str
         Of that kind.
@@ -35,7 +35,7 @@ class LiveArrays:
 
 @dataclass(frozen=True)
 class GpuSample:
-    """A GPU. What nobody tells is None.
+    """A GPU. Unavailable values are None.
 
     Attributes
     ----------
@@ -45,14 +45,14 @@ class GpuSample:
         The maker's name for it.
     total_bytes, used_bytes : int or None
     own_bytes : int or None
-        Of these, the memory of the processes that are looked at.
+        The part of the used memory that belongs to the monitored processes.
     foreign : tuple of (str, int)
         Other processes on it, and their bytes.
     load : float or None
         The share of the last moments in which a kernel ran, 0 to 1.
     temperature_c, power_w, power_limit_w : float or None
     throttled : tuple of str
-        Why its clocks are lower than they could be.
+        Why its clocks are lowered.
     trouble : str
         Why it does not answer.
     held : LiveArrays, optional
@@ -80,13 +80,13 @@ class CpuSample:
     Attributes
     ----------
     name : str
-        `cpu(0)`; `cpu(0) of 1234` where several processes are looked at.
+        `cpu(0)`; `cpu(0) of 1234` if several processes are monitored.
     cores : float
-        Taken by the threads that compute for it, since the sample before.
+        Used by its threads since the previous sample.
     waiting : float
-        Threads of it that were ready to run, and got no core.
+        The mean number of its threads that were ready but had no core.
     num_threads : int
-        How many it computes with.
+        The number of its threads.
     held : LiveArrays, optional
     """
 
@@ -109,18 +109,18 @@ class HostSample:
     Attributes
     ----------
     rss_bytes, children_bytes : int
-        Resident memory of the process, and of its children together. Pages that they share count in each.
+        Resident memory of the process, and of its children together. Shared pages count in each.
     num_children : int
     cores : float
-        Taken by all of them since the sample before.
+        Used by all of them since the previous sample.
     main_cores : float
-        Of these, by the main thread of the process.
+        Used by the main thread of the process.
     machine_cores : float
-        Taken by all that runs on the machine.
+        Used by all processes of the machine.
     num_cores : int
-        That the process may use.
+        Cores that the process may use.
     available_bytes, total_bytes : int
-        Of the machine's memory.
+        Memory of the machine.
     """
 
     rss_bytes: int
@@ -136,18 +136,18 @@ class HostSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """All that was seen at one moment.
+    """All counters of one moment.
 
     Attributes
     ----------
     unix_s : float
-        When.
+        The time.
     seconds : float
-        Since the first one.
+        Since the first sample.
     over_s : float
-        What rates are means over.
+        The time over which rates are means.
     step, epoch : int
-        Where `fit` was; 0 where it is not known.
+        The progress of `fit`; 0 if unknown.
     steps_per_s : float
     host : HostSample
     cpus : tuple of CpuSample
@@ -155,9 +155,9 @@ class Sample:
     spent : dict of str to float
         The shares of time that the training thread spent in `data` (the next batch), `dispatch` (queueing a step), `sync`
         (waiting for an array that the program reads), `devices` (where `fit` waits, with more queued), `callbacks` and `other`;
-        empty where nobody looked.
+        empty if the stack was not sampled.
     where : dict of str to str
-        For each of these, the line where it was seen most often.
+        For each of these, its most frequent line.
     """
 
     unix_s: float
@@ -177,12 +177,12 @@ Device = Union[CpuSample, GpuSample]
 
 
 def devices_of(sample: Sample) -> List[Device]:
-    """Return what computes: the GPUs and the CPU contexts."""
+    """Return the devices: the GPUs and the CPU contexts."""
     return [*sample.gpus, *sample.cpus]
 
 
 def memory_of(device: Device) -> Optional[int]:
-    """Return the bytes that a GPU uses, or that Python's arrays hold on a CPU context; None where nobody tells."""
+    """Return the bytes that a GPU uses, or that Python's arrays hold on a CPU context; None if unavailable."""
     if isinstance(device, GpuSample):
         return device.used_bytes
     return device.held.num_bytes if device.held is not None else None
@@ -199,7 +199,7 @@ def from_json(line: str) -> Sample:
     Raises
     ------
     DataError
-        It is not one.
+        The line is not a sample.
     """
     try:
         found = json.loads(line)
@@ -214,7 +214,7 @@ def from_json(line: str) -> Sample:
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"monitor: got the line {line[:60]!r} ({error!r}); expected a line of JSON that gluon-mgpu monitor wrote. "
-            "Leave out what was cut off."
+            "Remove lines that are cut off."
         ) from error
 
 
@@ -224,7 +224,7 @@ def read_samples(path: Union[str, Path]) -> List[Sample]:
     Raises
     ------
     DataError
-        A line is no sample.
+        A line is not a sample.
     OSError
         There is no such file.
     """
@@ -232,7 +232,7 @@ def read_samples(path: Union[str, Path]) -> List[Sample]:
 
 
 def joined(first: Sample, second: Sample) -> Sample:
-    """Return one sample of two that follow each other: memory and heat are the larger, rates the means over both times."""
+    """Merge two successive samples: memory and temperature are the larger values, rates the means over both times."""
     parts = first.over_s, second.over_s
     spent = {
         place: mean([first.spent.get(place, 0.0), second.spent.get(place, 0.0)], parts)
@@ -251,9 +251,9 @@ def joined(first: Sample, second: Sample) -> Sample:
 
 
 def mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the weighted mean, 0.0 of none."""
-    whole = sum(weights)
-    return sum(value * weight for value, weight in zip(values, weights)) / whole if whole else 0.0
+    """Return the weighted mean; 0.0 without values."""
+    total = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights)) / total if total else 0.0
 
 
 _RATES = ("cores", "main_cores", "machine_cores", "waiting", "load", "power_w")

@@ -1,4 +1,4 @@
-"""Where a thread is, by its Python stack: waiting for data, queueing work, or waiting for the devices."""
+"""What a thread is doing, from its Python stack: waiting for data, queueing work, or waiting for the devices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import mxnet as mx
 _MXNET = os.path.dirname(mx.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
-# All of MXNet's waiting for a device goes through these; `_sync_copyfrom` waits for the worker of a CPU context.
+# MXNet waits for a device in these functions only; `_sync_copyfrom` waits for the worker of a CPU context.
 _WAITS = {"wait_to_read", "wait_to_write", "waitall", "asnumpy", "_sync_copyfrom"}
 _DATA = (_MXNET + "gluon/data/", _MXNET + "io/", _OURS + "data/", _OURS + "data_parallel/prefetch.py")
-# What run_epoch calls beside the data iterator.
+# What run_epoch calls in addition to the data iterator.
 _EPOCH, _RUN = _OURS + "loop/epoch.py", _OURS + "loop/run.py"
 _BATCH = {_OURS + "data_parallel/step.py", _OURS + "loop/evaluate.py", _OURS + "loop/metrics.py"}
 _STEP = {_EPOCH, _RUN, *_BATCH, _STDLIB + "contextlib.py"}
@@ -26,7 +26,7 @@ _DEEPEST = 200
 
 @dataclass(frozen=True)
 class Frame:
-    """A function that is under way: its file, its name and the line that it has come to."""
+    """A running function: its file, its name and its current line."""
 
     file: str
     function: str
@@ -34,7 +34,7 @@ class Frame:
 
     @property
     def location(self) -> str:
-        """The frame as a reader looks for it: `train.py:42 (decode)`."""
+        """The frame as text: `train.py:42 (decode)`."""
         return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
 
 
@@ -47,7 +47,7 @@ class Activity:
 
 
 def frames_of(ident: int) -> List[Frame]:
-    """Return the Python stack of a thread, the innermost function first; nothing of one that has ended."""
+    """Return the Python stack of a thread, the innermost function first; [] if the thread has ended."""
     frame = sys._current_frames().get(ident)
     found: List[Frame] = []
     while frame is not None and len(found) < _DEEPEST:
@@ -57,7 +57,7 @@ def frames_of(ident: int) -> List[Frame]:
 
 
 def place_of(frames: Sequence[Frame]) -> Activity:
-    """Return what a stack does; in `fit` by where in its epoch loop it is, elsewhere by whose functions are under way.
+    """Return what a thread with this stack does: in `fit` by its place in the epoch loop, elsewhere by the running functions.
 
     Parameters
     ----------
@@ -75,19 +75,19 @@ def _kind_in_epoch(frames: Sequence[Frame], waits: bool) -> str:
     if not inner:  # an iterator that is not written in Python, or the loop itself
         return "data" if linecache.getline(loop.file, loop.line).lstrip().startswith("for ") else "dispatch"
     names = {frame.function for frame in inner if frame.file == _RUN}
-    if "each" in names:
+    if "call_each" in names:
         return "sync" if waits else "callbacks"
     if inner[-1].file not in _STEP and not inner[-1].file.startswith(_OURS + "prefetch"):
         return "data"
     if not waits:
         return "dispatch"
-    # fit waits for its oldest batch, and reads its sums, with later batches queued; a step of its own never waits
-    in_step = "train_one" in names or any(frame.function in ("eval_batch", "train_batch", "_naming") for frame in inner)
+    # fit waits for its oldest batch, and reads its sums, while later batches are queued; its own step never waits
+    in_step = "_train_batch" in names or any(frame.function in ("eval_batch", "train_batch", "_naming") for frame in inner)
     return "sync" if in_step else "devices"
 
 
 def _kind_by_hand(frames: Sequence[Frame], waits: bool) -> str:
-    if any(frame.file == _RUN and frame.function == "each" for frame in frames) or _in_callback(frames):
+    if any(frame.file == _RUN and frame.function == "call_each" for frame in frames) or _in_callback(frames):
         return "callbacks"
     innermost = next((frame for frame in frames if frame.file.startswith((_OURS, _MXNET))), None)
     if any(frame.file.startswith(_DATA) for frame in frames) and not any(_is_split(frame) for frame in frames):
@@ -116,7 +116,7 @@ def _waits(frames: Sequence[Frame]) -> bool:
 
 
 def _where(frames: Sequence[Frame], waits: bool) -> str:
-    """Return the innermost line of the program's own; of this package where there is none."""
+    """Return the innermost line of the user's program; of this package if there is none."""
     own = next((frame for frame in frames if not _is_library(frame)), None)
     epoch = next((i for i, frame in enumerate(frames) if frame.file == _EPOCH), len(frames))
     if own is not None and frames.index(own) < epoch:
@@ -131,7 +131,7 @@ def _is_library(frame: Frame) -> bool:
 
 
 class StackSampler:
-    """Counts where a thread was found.
+    """Counts what a thread was doing.
 
     Parameters
     ----------
@@ -143,20 +143,20 @@ class StackSampler:
         self._ident = ident
         self._found: Counter[Activity] = Counter()
 
-    def look(self) -> None:
-        """Look once."""
+    def sample(self) -> None:
+        """Record the thread's current stack."""
         frames = frames_of(self._ident)
         if frames:
             self._found[place_of(frames)] += 1
 
     def take(self) -> Tuple[Dict[str, float], Dict[str, str]]:
-        """Return the share of each kind of place, and its commonest line; and begin anew."""
+        """Return the share of each kind of place and its most frequent line, and reset the counts."""
         found, self._found = self._found, Counter()
         return shares_of(found)
 
 
 def shares_of(found: Counter[Activity]) -> Tuple[Dict[str, float], Dict[str, str]]:
-    """Return the share of each kind of place, and the line where most of it was."""
+    """Return the share of each kind of place, and its most frequent line."""
     total = sum(found.values())
     shares: Dict[str, float] = {}
     where: Dict[str, str] = {}

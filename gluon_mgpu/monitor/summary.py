@@ -1,10 +1,11 @@
-"""A run in a few numbers: the most memory, the mean load, where the time went, and what was wrong."""
+"""A run in a few numbers: peak memory, mean load, where the time went, and problems."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
+from ..runtime.units import format_bytes
 from .diagnosis import diagnose
 from .finding import Finding
 from .load import mean_loads, mean_spent
@@ -13,21 +14,21 @@ from .sample import Sample, mean, memory_of
 
 @dataclass(frozen=True)
 class Summary:
-    """What a monitored time was like.
+    """A monitored run in a few numbers.
 
     Attributes
     ----------
     seconds : float
     peak_bytes : dict of str to int
-        The most memory of each device that tells: a GPU's, or that of the arrays which Python holds on a CPU context.
+        The peak memory of each device that reports it: a GPU's, or of the arrays that Python holds on a CPU context.
     load : dict of str to float
         The mean share of the time in which each device computed.
     imbalance : float
-        How many times the memory of the emptiest device the fullest one had, at the most; 1.0 of one device.
+        The largest ratio of memory between two devices; 1.0 for one device.
     host_peak_bytes : int
         Resident memory of the process and its children.
     host_cores : float
-        Taken, on average.
+        Used on average.
     spent : dict of str to float
         Shares of the training thread's time, as in `Sample`.
     findings : tuple of Finding
@@ -44,28 +45,28 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.seconds:.0f} s; the process and its children: {self.host_peak_bytes / 2**30:.2f} GiB at most, "
+            f"{self.seconds:.0f} s; the process and its children: {format_bytes(self.host_peak_bytes, digits=2)} at most, "
             f"{self.host_cores:.1f} cores"
         ]
         for name in dict.fromkeys([*self.load, *self.peak_bytes]):
-            told = [f"computes {self.load[name]:.0%} of the time"] if name in self.load else []
-            told += [f"{self.peak_bytes[name] / 2**30:.2f} GiB at most"] if name in self.peak_bytes else []
-            lines.append(f"{name}: {', '.join(told)}")
+            parts = [f"computes {self.load[name]:.0%} of the time"] if name in self.load else []
+            parts += [f"{format_bytes(self.peak_bytes[name], digits=2)} at most"] if name in self.peak_bytes else []
+            lines.append(f"{name}: {', '.join(parts)}")
         if len(self.peak_bytes) > 1:
-            lines.append(f"the fullest device holds {self.imbalance:.2f} times what the emptiest does")
+            lines.append(f"the device with most memory in use holds {self.imbalance:.2f} times as much as the one with least")
         if self.spent:
             lines.append("the training thread: " + ", ".join(f"{place} {share:.0%}" for place, share in self.spent.items()))
         return "\n".join([*lines, *(f"{one.what}: {one.message}" for one in self.findings)])
 
 
 def summarise(samples: Sequence[Sample], findings: Sequence[Finding] = ()) -> Summary:
-    """Return the summary of samples, with what is wrong in all of them and what was found before.
+    """Return the summary of samples, with the problems in all of them and earlier findings.
 
     Parameters
     ----------
     samples : sequence of Sample
     findings : sequence of Finding
-        Of parts of the time. Each counts once.
+        From parts of the run. Each counts once.
     """
     peaks: Dict[str, int] = {}
     ratios: List[float] = [1.0]

@@ -15,14 +15,14 @@ _SHOWN = 2  # processes of a GPU
 
 
 def view(sample: Sample, findings: Sequence[Finding] = (), *, pid: int = 0, why_no_gpu: str = "") -> Any:
-    """Return what rich prints of a sample: GPUs, CPU contexts, the host, and what is wrong.
+    """Return a sample for rich to print: GPUs, CPU contexts, the host, and problems.
 
     Parameters
     ----------
     sample : Sample
     findings : sequence of Finding
     pid : int
-        Of the process that is looked at, 0 of none.
+        Of the monitored process; 0 for none.
     why_no_gpu : str
         Why no GPU can be read.
     """
@@ -50,10 +50,10 @@ def _gpus(gpus: Sequence[GpuSample]) -> Table:
 
 
 def _processes(gpu: GpuSample) -> str:
-    format_number = [f"own {_gib(gpu.own_bytes)}"] if gpu.own_bytes else []
-    format_number += [f"{name} {_gib(num_bytes)}" for name, num_bytes in gpu.foreign[:_SHOWN]]
-    format_number += [f"{len(gpu.foreign) - _SHOWN} more"] if len(gpu.foreign) > _SHOWN else []
-    return ", ".join(format_number) or "-"
+    parts = [f"own {_gib(gpu.own_bytes)}"] if gpu.own_bytes else []
+    parts += [f"{name} {_gib(num_bytes)}" for name, num_bytes in gpu.foreign[:_SHOWN]]
+    parts += [f"{len(gpu.foreign) - _SHOWN} more"] if len(gpu.foreign) > _SHOWN else []
+    return ", ".join(parts) or "-"
 
 
 def _contexts(cpus: Sequence[CpuSample]) -> Table:

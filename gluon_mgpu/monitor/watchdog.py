@@ -1,4 +1,4 @@
-"""What stands when no step ends: every thread, the engine's workers, the arrays that are not written."""
+"""Watchdog: reports every thread, the engine's workers and the unwritten arrays when no step ends."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ..runtime.engine import ON_WORKER, Marker, is_ready, is_serial
 from ..runtime.threads import contexts_seen, read_lines
 from .leaks import held_arrays
 
-EXIT_STALLED = 75  # sysexits.h: a failure that may pass, so that a supervisor may begin again
+EXIT_STALLED = 75  # sysexits.h: a temporary failure, after which a supervisor may restart
 _SHOWN = 5
-_LOOK_S = 0.3
+_MARKER_S = 0.3  # for a free worker to reach its marker
 _SPINS = 0.5  # of a core
 
 
 @dataclass(frozen=True)
 class NativeThread:
-    """A thread of this process as the kernel sees it; `cpu_s` are the seconds it has computed."""
+    """A thread of this process in the kernel's counters; `cpu_s` is its processor time."""
 
     number: int
     name: str
@@ -42,14 +42,14 @@ class NativeThread:
 
 
 def native_threads() -> Dict[int, NativeThread]:
-    """Return the threads of this process by their native ids, Python's and others'; none where there is no `/proc`.
+    """Return all threads of this process by their native ids; {} without `/proc`.
 
     Source: the manual page proc(5).
     """
     found = {}
     for number in map(int, os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else []):
         task = f"/proc/self/task/{number}"
-        _, _, stat = _read(f"{task}/stat").rpartition(")")  # the name may hold anything
+        _, _, stat = _read(f"{task}/stat").rpartition(")")  # the name may hold any character
         if stat:
             fields = stat.split()
             cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -64,12 +64,12 @@ def _syscall(text: str) -> str:
 
 
 def _read(path: str) -> str:
-    return "\n".join(read_lines(path))  # none of a thread that has ended, nor of what only root may read
+    return "\n".join(read_lines(path))  # [] if the thread has ended, or only root may read it
 
 
 @dataclass(frozen=True)
 class Worker:
-    """The engine's worker of a CPU context: whether it is inside an operation, and how much of a core it takes."""
+    """The engine's worker of a CPU context: whether it is inside an operation, and how much of a core it uses."""
 
     context: str
     busy: bool
@@ -77,12 +77,12 @@ class Worker:
 
 
 def diagnose(workers: Sequence[Worker], num_pending: int, *, serial: bool = False) -> str:
-    """Return what a stall looks like, and what to do, from what is known without waiting.
+    """Return the likely cause of a stall and what to do, from information that is available without waiting.
 
     Parameters
     ----------
     workers : sequence of Worker
-        Of the CPU contexts. Those of GPUs cannot be asked.
+        Of the CPU contexts. The workers of GPUs cannot be inspected.
     num_pending : int
         Arrays that are not written yet.
     serial : bool
@@ -92,48 +92,53 @@ def diagnose(workers: Sequence[Worker], num_pending: int, *, serial: bool = Fals
     spinning = [worker.context for worker in busy if worker.cpu >= _SPINS]
     names = " and ".join(worker.context for worker in busy)
     if serial:
-        return "The engine is serial, and has no queue: the Python stack of the thread that called MXNet shows the operation."
+        return "The engine is serial and has no queue: the Python stack of the thread that called MXNet shows the operation."
     if spinning and len(workers) > 1:
         return (
-            f"It computes on {' and '.join(spinning)}, without an end or long. Where two CPU contexts run dot with several "
-            "OpenMP threads each, they wait for each other for ever in OpenBLAS: call use_devices before the first operation, "
-            "or set OMP_NUM_THREADS=1. Where an operation only takes long, lengthen timeout_s."
+            f"An operation computes on {' and '.join(spinning)} for a long time or without end. If two CPU contexts run dot with "
+            "several OpenMP threads each, they can deadlock in OpenBLAS: call use_devices before the first operation, or set "
+            "OMP_NUM_THREADS=1. If an operation only takes long, increase timeout_s."
         )
     if spinning:
-        return f"It computes on {spinning[0]}, without an end or long. Where an operation only takes long, lengthen timeout_s."
+        return (
+            f"An operation computes on {spinning[0]} for a long time or without end. If it only takes long, increase timeout_s."
+        )
     if busy:
         return (
-            f"It sleeps inside an operation on {names}, which waits for a lock, another device or another process. SyncBatchNorm "
-            "needs num_devices, MXNET_CPU_WORKER_NTHREADS=2, MXNET_CPU_TEMP_COPY=64 or more, and every device in every step; a "
+            f"An operation on {names} sleeps: it waits for a lock, another device or another process. SyncBatchNorm requires "
+            "num_devices, MXNET_CPU_WORKER_NTHREADS=2, MXNET_CPU_TEMP_COPY=64 or more, and every device in every step. A "
             "distributed store waits for workers that may have died."
         )
     if num_pending:
         return (
-            f"No worker of a CPU context is inside an operation, but {num_pending} arrays are not written yet: what writes them "
-            "runs elsewhere and has not said that it is done: a custom operator (see the Python stacks), a GPU, a store."
+            f"No worker of a CPU context is inside an operation, but {num_pending} arrays are not written yet. They are written "
+            "elsewhere, by an operation that has not finished: a custom operator (see the Python stacks), a GPU, or a store."
         )
-    return "The devices have done all that they were given: the program itself stands. See the stack of MainThread: data, a lock?"
+    return (
+        "The devices have finished all queued work: the program itself is blocked. Check the stack of MainThread: data, a lock?"
+    )
 
 
 class Watchdog(Callback):
-    """Prints where every thread stands when no step has ended for some time, and what the engine has not done.
+    """Prints the stacks of all threads and the engine's pending work when no step has ended for some time.
 
-    It runs in a thread of its own, and works while the others wait inside MXNet. Where one keeps Python's lock, so that it
-    cannot run, `faulthandler` prints the Python stacks alone; its one timer (`dump_traceback_later`) is taken for that.
+    It runs in a separate thread, which works while other threads wait inside MXNet. If a thread holds Python's lock, so that the
+    watchdog cannot run, `faulthandler` prints the Python stacks only. The watchdog uses its single timer
+    (`dump_traceback_later`).
 
-    A callback of `fit`, which tells of training twice a second; pass `watchdog.watch(test_iter)` where an evaluation takes longer
-    than `timeout_s`. By hand, in a `with` block, call `beat` after each step.
+    As a callback of `fit`, it gets reports of training twice a second. Pass `watchdog.watch(test_iter)` if an evaluation takes
+    longer than `timeout_s`. In a loop by hand, use a `with` block and call `beat` after each step.
 
-    What cannot be known: which operation a worker is in, and which one an array waits for. MXNet keeps both to itself.
+    It cannot report which operation a worker runs, or for which operation an array waits: MXNet does not expose either.
 
     Parameters
     ----------
     timeout_s : float, seconds
-        Compiling and the first step on a GPU take long, too.
+        Longer than compiling and the first step on a GPU.
     file : file, optional
         `sys.stderr` by default.
     end_process : bool
-        End the process afterwards, with status 75, so that who supervises it may begin again. Nothing is saved.
+        End the process afterwards with status 75, so that a supervisor can restart it. Nothing is saved.
 
     Raises
     ------
@@ -156,36 +161,36 @@ class Watchdog(Callback):
         self._beat_at, self._num_beats, self._shapes = 0.0, 0, ""
         self._reported = False
         self._used: Set[int] = set()  # CPU contexts
-        self._looked_at = 0.0
-        self._markers: Dict[str, Marker] = {}  # one on each CPU context's worker, that it has not come to yet
-        self._worker_ids: Dict[str, int] = {}  # native ids, once a marker has told
+        self._scanned_at = 0.0
+        self._markers: Dict[str, Marker] = {}  # the last one queued on each CPU context's worker
+        self._worker_ids: Dict[str, int] = {}  # native ids, known after a marker has run
         self._seen: Tuple[float, Dict[int, NativeThread]] = (0.0, {})
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the watchdog."""
         self.stop()
         self._stop.clear()
-        self._num_beats, self._shapes, self._looked_at = 0, "", 0.0
+        self._num_beats, self._shapes, self._scanned_at = 0, "", 0.0
         self._alive()
         self._thread = threading.Thread(target=self._run, name="Watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop the watchdog."""
         thread, self._thread = self._thread, None
         self._stop.set()
         if thread is not None:
             thread.join()
 
     def beat(self, *batch: Any) -> None:
-        """Tell that a step was made; `batch` is nested data whose shapes a report shows."""
+        """Report that a step was made; `batch` is nested data whose shapes the watchdog prints."""
         self._num_beats += 1
         if batch:
             self._shapes = ", ".join(str(getattr(leaf, "shape", ())) for _, leaf in leaves(batch))
         self._alive()
 
     def watch(self, data_iter: Iterable[Any]) -> Iterable[Any]:
-        """Return the same batches, each of which is a `beat` when it is asked for and when it has come."""
+        """Return the same batches; each calls `beat` when it arrives."""
         return _SizedBatches(self, data_iter) if isinstance(data_iter, Sized) else _Batches(self, data_iter)
 
     def __enter__(self) -> Watchdog:
@@ -212,9 +217,9 @@ class Watchdog(Callback):
 
     def _alive(self) -> None:
         self._beat_at = time.monotonic()
-        if self._beat_at - self._looked_at >= self._poll_s:
-            self._looked_at = self._beat_at
-            # Here, and not in the watchdog's thread: that could take hold of an array whose memory this one is giving back.
+        if self._beat_at - self._scanned_at >= self._poll_s:
+            self._scanned_at = self._beat_at
+            # In this thread: the watchdog's thread could get an array whose memory this thread is freeing.
             self._used |= {array.context.device_id for array in held_arrays() if array.context.device_type == "cpu"}
 
     def _run(self) -> None:
@@ -232,16 +237,16 @@ class Watchdog(Callback):
 
     def _recovered(self) -> bool:
         if self._reported:
-            self._print("gluon_mgpu: the watchdog sees steps again.\n")
+            self._print("gluon_mgpu: steps continue after the stall.\n")
         return False
 
     def _arm_faulthandler(self) -> None:
-        # no real file, which it needs, or more seconds than it counts
+        # without a real file, or with too many seconds, it raises
         with suppress(AttributeError, OSError, OverflowError, RuntimeError, ValueError):
             faulthandler.dump_traceback_later(self.timeout_s + 2 * self._poll_s, file=self._file or sys.stderr)
 
     def _mark(self) -> None:
-        """Put a marker on each CPU context's worker that has none, and note who has come to the last ones."""
+        """Queue a marker on each CPU context's worker that has none, and record the threads that ran the last ones."""
         for context in map(mx.cpu, sorted(self._used.union(contexts_seen()))):
             marker = self._markers.get(str(context))
             if marker is not None and marker.done:
@@ -251,7 +256,7 @@ class Watchdog(Callback):
 
     def _report(self, quiet_s: float) -> None:
         num_beats = self._num_beats
-        # Part by part: should one of them fail or wait, the ones before it are there.
+        # Part by part: if one fails or blocks, the parts before it are printed.
         self._print(
             f"gluon_mgpu: no step for {quiet_s:.1f} s, after {self._num_beats}; last batch: {self._shapes or 'unknown'}\n"
         )
@@ -259,12 +264,12 @@ class Watchdog(Callback):
         arrays = [array for array in held_arrays() if not is_ready(array)]
         serial = is_serial()
         workers = [] if serial else self._workers(arrays)
-        self._print(self._told_threads())
+        self._print(self._describe_threads())
         for worker in workers:
             does = "inside an operation" if worker.busy else "free"
             self._print(f"worker of {worker.context}: {does}, {worker.cpu:.0%} of a core\n")
-        self._print(_told_arrays(arrays))
-        self._print(f"What it looks like: {diagnose(workers, len(arrays), serial=serial)}\n")
+        self._print(_describe_arrays(arrays))
+        self._print(f"Likely cause: {diagnose(workers, len(arrays), serial=serial)}\n")
         if self._end_process and num_beats == self._num_beats:  # no step has ended meanwhile
             self._print(f"gluon_mgpu: the watchdog ends this process with status {EXIT_STALLED}.\n")
             os._exit(EXIT_STALLED)
@@ -272,31 +277,31 @@ class Watchdog(Callback):
     def _workers(self, arrays: Sequence[Array]) -> List[Worker]:
         self._used |= {array.context.device_id for array in arrays if array.context.device_type == "cpu"}
         self._mark()
-        time.sleep(_LOOK_S)  # a free worker comes to its marker at once
+        time.sleep(_MARKER_S)  # a free worker runs its marker at once
         shares = self._cpu_shares(native_threads())
         names = self._names()
         unnamed = sorted((share for number, share in shares.items() if number not in names), reverse=True)
         workers = []
         for context, marker in self._markers.items():
             known = self._worker_ids.get(context)
-            # A worker that has never been free has not told its id: the busiest of the threads without a name, then.
+            # The id of a worker that was never free is unknown: assume the busiest thread without a name.
             share = shares.get(known, 0.0) if known else unnamed.pop(0) if unnamed and not marker.done else 0.0
             workers.append(Worker(context, not marker.done, share))
         return workers
 
     def _names(self) -> Dict[int, str]:
-        """Return what is known of native threads, by their ids."""
+        """Return the known names of native threads, by their ids."""
         names = {thread.native_id or 0: thread.name for thread in threading.enumerate()}
         return {**names, **{number: f"worker of {context}" for context, number in self._worker_ids.items()}}
 
     def _cpu_shares(self, now: Dict[int, NativeThread]) -> Dict[int, float]:
-        """Return the cores that each thread has taken since the last look while steps were still made."""
+        """Return the cores that each thread has used since the last reading before the stall."""
         at, before = self._seen
         seconds = max(1e-9, time.monotonic() - at)
         spent = {number: thread.cpu_s - before[number].cpu_s for number, thread in now.items() if number in before}
         return {number: max(0.0, cpu_s) / seconds for number, cpu_s in spent.items()}
 
-    def _told_threads(self) -> str:
+    def _describe_threads(self) -> str:
         now = native_threads()
         shares = self._cpu_shares(now)
         names = self._names()
@@ -314,7 +319,7 @@ class Watchdog(Callback):
 
 
 class _Batches:
-    """Batches that tell a watchdog when they come."""
+    """Batches that call a watchdog's `beat` when they arrive."""
 
     def __init__(self, watchdog: Watchdog, data_iter: Iterable[Any]) -> None:
         self._watchdog, self._data_iter = watchdog, data_iter
@@ -339,7 +344,7 @@ def _python_stacks() -> Iterator[str]:
             yield from traceback.format_stack(frame)
 
 
-def _told_arrays(arrays: Sequence[Array]) -> str:
+def _describe_arrays(arrays: Sequence[Array]) -> str:
     kinds = Counter(f"{np.dtype(array.dtype).name} {array.shape} on {array.context}" for array in arrays)
     lines = [f"  {count} of {kind}\n" for kind, count in kinds.most_common(_SHOWN)]
     size = sum(map(num_bytes, arrays))

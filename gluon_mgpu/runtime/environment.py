@@ -23,7 +23,7 @@ logger = logging.getLogger("gluon_mgpu")
 # Defaults, never overrides: values that the environment sets are kept.
 ENVIRONMENT = {
     # CPU contexts share MXNET_CPU_TEMP_COPY temporary buffers, in turn; with MXNet's 4, or 32, the
-    # engine makes the contexts of a ResNet-18 wait for each other (scripts/RESULTS.md).
+    # engine makes the contexts of a ResNet-18 wait for each other (scripts/benchmarks/RESULTS.md).
     # It is read at the first operator, so setting it here also works after `import mxnet`.
     "MXNET_CPU_TEMP_COPY": "128",
     # gpu(i) is then GPU i of nvidia-smi. CUDA reads it when a program first asks for its devices (CUDA Programming Guide).
@@ -36,7 +36,8 @@ _MXNETS_OWN = {
     "MXNET_CPU_WORKER_NTHREADS": "1",
 }
 
-# glibc returns the large arrays of each operator to the kernel, and takes new pages for the next (scripts/RESULTS.md).
+# glibc returns the large arrays of each operator to the kernel and takes new pages for the next ones: see
+# scripts/benchmarks/RESULTS.md.
 # Numbers from malloc.h. The threshold for mmap can be raised to 32 MiB only, and the scores of a vocabulary are larger. So no
 # array gets its own mapping, and trimming is "never", -1.
 ALLOCATOR = {

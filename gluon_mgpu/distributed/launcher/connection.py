@@ -1,4 +1,4 @@
-"""A connection on which neither reading nor writing waits, and that holds a bounded number of bytes."""
+"""A connection that never blocks and holds a bounded number of bytes."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import socket
 from contextlib import suppress
 from typing import Callable, Optional
 
-_MOST_UNSENT = 1 << 20  # bytes for an end that does not read
+_MOST_UNSENT = 1 << 20  # bytes held for a side that does not read
 _READ = 1 << 16
-_ROUND_S = 0.1  # news end the wait
-_CLOSED = "has closed the connection"
-_PIECES = 32  # read in one turn, so that the others have theirs
+_ROUND_S = 0.1  # an event ends the wait earlier
+_CLOSED = "closed the connection"
+_PIECES = 32  # reads in one turn, so that other connections get theirs
 
 
 class LostError(ConnectionError):
-    """The other side has closed the connection, has not been heard of for too long, or sends what no launcher sends."""
+    """The other side closed the connection, was silent for too long, or sent an invalid message."""
 
 
-def wait_for_news(selector: selectors.BaseSelector) -> None:
-    """Wait until something has come, or a moment has passed, and call those who wait for it."""
+def wait_for_events(selector: selectors.BaseSelector) -> None:
+    """Wait for events, at most `_ROUND_S`, and call their handlers."""
     for key, _ in selector.select(_ROUND_S):
-        now = selector.get_map().get(key.fd)  # the one before may have closed it, and another may have its number
+        now = selector.get_map().get(key.fd)  # a handler may have closed it, and another file may have its number
         if now is not None and now.fileobj is key.fileobj:
             now.data()
 
@@ -29,20 +29,20 @@ def wait_for_news(selector: selectors.BaseSelector) -> None:
 class Connection:
     """One end of a TCP connection.
 
-    It reads no byte that nobody expects: `expect` says how many, and whom to give them to. What comes beyond stays with the
-    kernel, which lets the other side wait.
+    It reads only expected bytes: `expect` sets their number and the function that takes them. Further bytes stay in the kernel,
+    which makes the other side wait.
 
     Parameters
     ----------
     plug : socket.socket
         Connected.
     selector : selectors.BaseSelector
-        Calls this end when there is something to read, or room to write.
+        Calls this end when it can read or write.
 
     Attributes
     ----------
     lost : str
-        Why there is nothing more to come, "" while there may be.
+        Why the connection ended; "" while it is open.
     """
 
     def __init__(self, plug: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -53,17 +53,17 @@ class Connection:
         self._take: Optional[Callable[[bytes], None]] = None
         self._ending = False
         plug.setblocking(False)
-        with suppress(OSError):  # it has gone already
+        with suppress(OSError):  # the other side has already left
             plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._events = 0
 
     @property
     def closed(self) -> bool:
-        """Whether the socket has been given back."""
+        """Whether the socket is closed."""
         return self._plug.fileno() < 0
 
     def expect(self, count: int, take: Callable[[bytes], None]) -> None:
-        """Give the next `count` bytes to `take`, once; it may expect more."""
+        """Pass the next `count` bytes to `take`, once; `take` may call `expect` again."""
         self._expected, self._take = count, take
         self._watch()
 
@@ -73,10 +73,10 @@ class Connection:
             self._unsent += data
             self._flush()
             if len(self._unsent) > _MOST_UNSENT:
-                self.lose("does not read what it is sent")
+                self.lose("does not read its messages")
 
-    def look(self) -> None:
-        """Send what is left to send, and read what is expected and here."""
+    def poll(self) -> None:
+        """Send unsent bytes, and read expected bytes that have arrived."""
         self._flush()
         for _ in range(_PIECES):
             if self.lost or not (self._take or self._ending) or not self._read():
@@ -84,7 +84,7 @@ class Connection:
         self._watch()
 
     def lose(self, why: str) -> None:
-        """Close the connection because of something; the first reason stands."""
+        """Close the connection for a reason; the first reason is kept."""
         self.lost = self.lost or why
         self.close()
 
@@ -97,9 +97,9 @@ class Connection:
             self._plug.close()
 
     def close_gently(self) -> None:
-        """Send what is left and no more; throw away what comes, until the other side closes, or `close` is called.
+        """Send unsent bytes, then discard what arrives until the other side closes, or `close` is called.
 
-        Closing on unread bytes could take back what was sent last.
+        Closing a socket with unread bytes could discard the last bytes sent.
         """
         self._ending, self._take = True, None
         self._flush()
@@ -119,7 +119,7 @@ class Connection:
         self._watch()
 
     def _watch(self) -> None:
-        """Be called for what there is to do, and not for bytes that nobody expects."""
+        """Register for the events this end needs: not for reading while it expects no bytes."""
         reads, writes = bool(self._take or self._ending), bool(self._unsent)
         wanted = (selectors.EVENT_READ if reads else 0) | (selectors.EVENT_WRITE if writes else 0)
         if self.closed or wanted == self._events:
@@ -127,9 +127,9 @@ class Connection:
         if not wanted:
             self._selector.unregister(self._plug)
         elif not self._events:
-            self._selector.register(self._plug, wanted, self.look)
+            self._selector.register(self._plug, wanted, self.poll)
         else:
-            self._selector.modify(self._plug, wanted, self.look)
+            self._selector.modify(self._plug, wanted, self.poll)
         self._events = wanted
 
     def _read(self) -> bool:
@@ -147,11 +147,11 @@ class Connection:
             return False
         self._received += b"" if self._ending else data
         if self._take and len(self._received) == self._expected:
-            take, whole = self._take, bytes(self._received)
+            take, complete = self._take, bytes(self._received)
             self._take, self._received = None, bytearray()
-            take(whole)
+            take(complete)
         return True
 
 
 def _reason(error: OSError) -> str:
-    return _CLOSED if isinstance(error, ConnectionError) else f"is out of reach ({error.strerror})"
+    return _CLOSED if isinstance(error, ConnectionError) else f"cannot be reached ({error.strerror})"

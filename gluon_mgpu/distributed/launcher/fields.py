@@ -1,4 +1,4 @@
-"""Checks of what another machine has sent: each returns the value as it may be used, or raises ValueError."""
+"""Checks of fields that another machine has sent: each returns a valid value, or raises ValueError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Field = Callable[[Any], Any]
 
 
 def integer(least: int, most: int) -> Field:
-    """Return a check for whole numbers; True is none."""
+    """Return a check for integers; True is not an integer here."""
 
     def check(value: Any) -> int:
         if type(value) is not int or not least <= value <= most:
@@ -24,7 +24,7 @@ def integer(least: int, most: int) -> Field:
 
 
 def seconds(value: Any) -> float:
-    """Return a finite number of seconds of 0 or more."""
+    """Return a finite number of seconds, 0 or more."""
     if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < 1e12:
         raise ValueError("expected seconds")
     return float(value)
@@ -49,7 +49,7 @@ def one_of(*choices: Any) -> Field:
 
 
 def line(longest: int) -> Field:
-    """Return a check for text, which becomes one line that is fit to be printed."""
+    """Return a check for text, which it returns as one printable line."""
 
     def check(value: Any) -> str:
         if type(value) is not str or len(value) > longest:
@@ -60,7 +60,7 @@ def line(longest: int) -> Field:
 
 
 def lines(longest: int) -> Field:
-    """Return a check for text of several lines, which becomes fit to be printed."""
+    """Return a check for text of several lines, which it returns as printable lines."""
 
     def check(value: Any) -> str:
         if type(value) is not str or len(value) > longest:
@@ -78,7 +78,7 @@ def address(value: Any) -> str:
 
 
 def list_of(check: Field, least: int, most: int) -> Field:
-    """Return a check for lists, which become tuples."""
+    """Return a check for lists, which it returns as tuples."""
 
     def check_all(value: Any) -> Tuple[Any, ...]:
         if type(value) not in (list, tuple) or not least <= len(value) <= most:
@@ -100,7 +100,7 @@ def pair(first: Field, second: Field) -> Field:
 
 
 def record(**fields: Field) -> Field:
-    """Return a check for an object with these fields, all of them and no other."""
+    """Return a check for an object with exactly these fields."""
 
     def check(value: Any) -> Dict[str, Any]:
         if type(value) is not dict or value.keys() != fields.keys():
@@ -111,5 +111,5 @@ def record(**fields: Field) -> Field:
 
 
 def optional(check: Field) -> Field:
-    """Return a check that takes null, too."""
+    """Return a check that also accepts null."""
     return lambda value: None if value is None else check(value)

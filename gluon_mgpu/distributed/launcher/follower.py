@@ -1,7 +1,7 @@
-"""The other nodes: come to node 0, do what its plan says, report how it goes, and end when it is silent.
+"""The launchers of the other nodes: connect to node 0, follow its plan, report their state, and stop when node 0 is silent.
 
-Node 0 must prove that it knows the token. It then says when to start, stop and end, but not what: the program, and how many
-processes and servers there may be, are those of this machine's command.
+Node 0 must prove that it knows the token. It then sends when to start, stop and end, but not what to run: the program, and the
+largest number of processes and servers, come from this machine's command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 from ..process import LaunchError
-from .connection import Connection, LostError, wait_for_news
+from .connection import Connection, LostError, wait_for_events
 from .handshake import CHALLENGE_BYTES, PROOF_BYTES, HandshakeError, answer_challenge, check_proof
 from .messages import Message, failure_fields
 from .node import Failure, Node
@@ -27,7 +27,7 @@ from .wire import Wire
 
 _RETRY_S = 0.25
 _CONNECT_S = 3.0
-_MOST_TOLD = 5
+_MAX_REPORTS = 5
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Seat:
     node_rank : int
     num_nodes : int
     num_processes : int
-        Those of this machine, at most.
+        The most that this machine runs.
     servers : int, optional
-        Of the whole job.
+        Parameter servers of the whole job.
     backend : str
     """
 
@@ -53,26 +53,27 @@ class Seat:
 
 
 class Follower:
-    """Runs this machine's part of a job whose node 0 is elsewhere.
+    """Runs this machine's part of a job whose node 0 is another machine.
 
     Parameters
     ----------
     node : Node
     machine : Machine
-        Whose address is found out anew with every connection.
+        Its address is found again with every connection.
     seat : Seat
     rendezvous : tuple of (str, int)
         Where node 0 listens.
     token : str
-        What node 0 must know.
+        The secret that node 0 must know.
     source : str, optional
         The address of this machine from which to connect; the kernel's choice by default.
     limits : Limits
     silence_s : float, seconds
-        After which node 0 is lost.
+        Node 0 is lost when it is silent for longer.
     selector : selectors.BaseSelector
     signals : Signals
-    tell : callable (str) -> None
+    report : callable (str) -> None
+        Shows the user a message.
     """
 
     def __init__(
@@ -88,43 +89,44 @@ class Follower:
         silence_s: float,
         selector: selectors.BaseSelector,
         signals: Signals,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._node, self._machine, self._seat, self._rendezvous, self._source = node, machine, seat, rendezvous, source
-        self._limits, self._silence_s, self._selector, self._signals, self._tell = limits, silence_s, selector, signals, tell
+        self._limits, self._silence_s, self._selector, self._signals, self._report = limits, silence_s, selector, signals, report
         self._token = token.encode("ascii")
         self._plan: Optional[Plan] = None
         self._restart = -1  # of the last plan on this connection
-        self._welcome = False  # whether node 0 has taken this node on this connection
-        self._told: Dict[str, Any] = {}
-        self._said: Set[str] = set()
+        self._welcome = False  # whether node 0 has accepted this node on this connection
+        self._sent_state: Dict[str, Any] = {}
+        self._reported: Set[str] = set()
 
     def run(self) -> Tuple[int, str]:
-        """Take part until node 0 says that it is over; return its exit code and the cause."""
-        since, why = time.monotonic(), "nobody there"
+        """Take part until node 0 ends the job; return its exit code and the cause."""
+        since, why = time.monotonic(), "no process listens there"
         while not self._signals.first:
             waited_s = time.monotonic() - since
             if waited_s > self._limits.patience_s:
                 where = ":".join(map(str, self._rendezvous))
                 raise LaunchError(
                     f"launch: got no node 0 at {where} for {waited_s:.0f} s ({why}); expected the same command there, with "
-                    "--node-rank 0. See that no firewall stands between, and --rendezvous."
+                    "--node-rank 0. Check --rendezvous, and that no firewall blocks the connection."
                 )
             try:
                 return self._take_part()
             except HandshakeError as error:
                 why = str(error)
-                self._tell_once(f"what listens at {':'.join(map(str, self._rendezvous))} {why}; still waiting for node 0")
+                where = ":".join(map(str, self._rendezvous))
+                self._report_once(f"the process that listens at {where} {why}; still waiting for node 0")
             except LostError as lost:
                 why = str(lost)
             if self._plan is not None:
-                self._tell(f"node 0 {why}; ended this node's processes, and wait for it")
+                self._report(f"node 0 {why}; stopped this node's processes, and waiting for node 0")
                 since, self._plan = time.monotonic(), None
             self._pause()
         return 128 + self._signals.first, f"ended by {signal.Signals(self._signals.first).name}"
 
     def _take_part(self) -> Tuple[int, str]:
-        """Come to node 0 and do what it says; return exit code and cause when it is over, raise LostError when node 0 is lost."""
+        """Connect to node 0 and follow it; return the job's exit code and cause, or raise LostError when node 0 is lost."""
         try:
             connection = Connection(self._dial(), self._selector)
         except OSError as error:
@@ -138,20 +140,20 @@ class Follower:
     def _pause(self) -> None:
         until = time.monotonic() + _RETRY_S
         while time.monotonic() < until and not self._signals.first:
-            wait_for_news(self._selector)
+            wait_for_events(self._selector)
 
     def _wait_until(self, done: Callable[[], bool], longest_s: float) -> None:
-        """Wait for something; raise LostError where it does not come, or this launcher is to end."""
+        """Wait for a condition; raise LostError after `longest_s`, or when this launcher must end."""
         until = time.monotonic() + longest_s
         while not done():
             if self._signals.first:
-                raise LostError("is no longer waited for")
+                raise LostError("is not waited for any more")
             if time.monotonic() > until:
                 raise LostError("does not answer")
-            wait_for_news(self._selector)
+            wait_for_events(self._selector)
 
     def _dial(self) -> socket.socket:
-        """Return a connection to the rendezvous, without deafness to signals meanwhile."""
+        """Return a connection to the rendezvous; signals are still handled meanwhile."""
         host, port = self._rendezvous
         address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
         plug = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -170,8 +172,8 @@ class Follower:
                 code = plug.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))
-            if plug.getsockname() == plug.getpeername():  # the kernel has chosen the very port that it was to reach
-                raise LostError("is not there")
+            if plug.getsockname() == plug.getpeername():  # the kernel chose the target port: the socket connected to itself
+                raise LostError("does not listen")
             self._node.machine = replace(self._machine, host=plug.getsockname()[0])
         except BaseException:
             plug.close()
@@ -179,7 +181,7 @@ class Follower:
         return plug
 
     def _prove(self, connection: Connection) -> Wire:
-        """Return the wire to a node 0 that has proved to know the token, as this node has."""
+        """Return the wire to node 0 after both sides have proved that they know the token."""
         challenge = self._get(connection, CHALLENGE_BYTES)
         answer, expected, keys = answer_challenge(self._token, challenge, self._seat.node_rank)
         connection.send(answer)
@@ -188,7 +190,7 @@ class Follower:
         except LostError as lost:
             if self._signals.first:
                 raise
-            raise HandshakeError(f"{lost} instead of accepting the token. See that it is the one of node 0") from None
+            raise HandshakeError(f"{lost} instead of accepting the token. Check that it is the token of node 0") from None
         check_proof(proof, expected)
         return Wire(connection, keys, self._silence_s, leads=False)
 
@@ -201,7 +203,7 @@ class Follower:
         return got[0]
 
     def _serve(self, wire: Wire) -> Tuple[int, str]:
-        self._told, self._welcome, self._restart = {}, False, -1
+        self._sent_state, self._welcome, self._restart = {}, False, -1
         wire.send(
             "hello",
             num_nodes=self._seat.num_nodes,
@@ -210,25 +212,25 @@ class Follower:
             backend=self._seat.backend,
         )
         while True:
-            wait_for_news(self._selector)
-            self._node.look()
+            wait_for_events(self._selector)
+            self._node.poll()
             message = wire.receive()
             while message is not None:
-                ended = self._obey(*message)
+                ended = self._handle(*message)
                 if ended is not None:
-                    wire.close()  # node 0 waits for that
+                    wire.close()  # node 0 waits for this
                     return ended
                 message = wire.receive()
             if self._welcome:
-                self._tell_state(wire)
+                self._send_state(wire)
             wire.beat()
             if self._signals.first:
                 return self._leave(wire)
 
-    def _obey(self, kind: str, order: Message) -> Optional[Tuple[int, str]]:
-        """Do what node 0 says; return exit code and cause when it is over."""
+    def _handle(self, kind: str, order: Message) -> Optional[Tuple[int, str]]:
+        """Handle a message of node 0; return exit code and cause when the job has ended."""
         if kind == "refuse" and not self._welcome:
-            raise LaunchError(f"launch: {order['why']}. Node 0 refused this one.")
+            raise LaunchError(f"launch: {order['why']}. Node 0 rejected this node.")
         if kind == "wait" and not self._welcome:
             raise LostError(order["why"])
         if kind == "welcome" and not self._welcome:
@@ -240,35 +242,35 @@ class Follower:
         elif kind == "finish" and self._welcome:
             return order["code"], order["cause"]
         else:
-            raise LostError(f"sends {kind!r} out of turn")
+            raise LostError(f"sent {kind!r} at the wrong time")
         return None
 
     def _start(self, plan: Plan, node_rank: int) -> None:
-        """Start what node 0 has planned, unless it is more than what was asked for here."""
+        """Start the plan of node 0, unless it exceeds the options of this machine's command."""
         wrong = self._why_not(plan, node_rank)
         if wrong:
-            raise LostError(f"asks for {wrong}")
+            raise LostError(f"requested {wrong}")
         self._end()
         self._node.start(plan, node_rank)
         self._plan, self._restart = plan, plan.restart
 
     def _why_not(self, plan: Plan, node_rank: int) -> str:
-        """Return what is wrong with a plan for this node, "" where nothing is."""
+        """Return why a plan does not fit this node, "" if it does."""
         seat = self._seat
         if len(plan.counts) > seat.num_nodes or not node_rank <= min(seat.node_rank, len(plan.counts) - 1):
-            return f"node {node_rank} of {len(plan.counts)}, here it is {seat.node_rank} of {seat.num_nodes}"
+            return f"node {node_rank} of {len(plan.counts)}, but this is node {seat.node_rank} of {seat.num_nodes}"
         if not 0 < plan.counts[node_rank] <= seat.num_processes:
-            return f"{plan.counts[node_rank]} processes here, -n allows {seat.num_processes}"
+            return f"{plan.counts[node_rank]} processes, but -n allows {seat.num_processes} here"
         if plan.backend != seat.backend:
-            return f"--backend {plan.backend}, here it is {seat.backend}"
+            return f"--backend {plan.backend}, but it is {seat.backend} here"
         if plan.servers != spread_servers(0 if seat.backend == "horovod" else seat.servers, plan.counts):
             return f"{sum(plan.servers)} servers, which --servers does not allow here"
         if plan.restart <= self._restart:
             return f"restart {plan.restart} after {self._restart}"
         return ""
 
-    def _tell_state(self, wire: Wire, failure: Optional[Failure] = None) -> None:
-        """Report to node 0 what has changed."""
+    def _send_state(self, wire: Wire, failure: Optional[Failure] = None) -> None:
+        """Report this node's state to node 0 if it has changed."""
         failure = failure or self._node.failure
         state = {
             "restart": self._plan.restart if self._plan else -1,
@@ -277,33 +279,33 @@ class Follower:
             "failure": failure_fields(failure) if failure else None,
             "cpu_s": round(self._node.cpu_s, 2),
         }
-        if state != self._told:
-            self._told = state
+        if state != self._sent_state:
+            self._sent_state = state
             wire.send("state", **state)
 
-    def _tell_once(self, text: str) -> None:
-        if text not in self._said and len(self._said) < _MOST_TOLD:
-            self._said.add(text)
-            self._tell(text)
+    def _report_once(self, text: str) -> None:
+        if text not in self._reported and len(self._reported) < _MAX_REPORTS:
+            self._reported.add(text)
+            self._report(text)
 
     def _leave(self, wire: Wire) -> Tuple[int, str]:
-        """End this node's part because its launcher was told to end, and say so."""
+        """Stop this node's part after a signal to its launcher, and report the signal to node 0."""
         code, name = 128 + self._signals.first, signal.Signals(self._signals.first).name
-        self._tell_state(wire, Failure("the launcher", f"got {name}", code))
+        self._send_state(wire, Failure("the launcher", f"got {name}", code))
         self._end(wire)
         return code, f"ended by {name}"
 
     def _end(self, wire: Optional[Wire] = None) -> None:
-        """End this node's processes, with the signals that have come, and stay alive for node 0 meanwhile."""
+        """Stop this node's processes with the signals received, and keep reporting to node 0 meanwhile."""
         grace = Grace(self._limits, failed=not self._signals.first)
         for signum in self._signals.take() or [signal.SIGTERM]:
             self._node.stop(signum)
         num_processes = self._node.workers_left
         while self._node.running:
-            wait_for_news(self._selector)
-            self._node.look()
-            if wire is not None and self._node.running:  # the closed connection tells the end, after which it takes no plan
-                self._tell_state(wire)
+            wait_for_events(self._selector)
+            self._node.poll()
+            if wire is not None and self._node.running:  # the closed connection reports the end; later plans are ignored
+                self._send_state(wire)
             for signum in self._signals.take():
                 self._node.stop(signum)
             num_left = self._node.workers_left

@@ -1,12 +1,12 @@
-"""One program and all that it starts, ended together: run as a script, by its path, between the launcher and the program.
+"""Runs one program and stops everything it started. It is a script, run by its path between the launcher and the program.
 
-    launcher ──► guard ──► program ──► what it starts, and what that leaves behind
-       ▲           │  ◄──────────────────────────────────┘ orphans become the guard's children
+    launcher ──► guard ──► program ──► its children, and their orphans
+       ▲           │  ◄────────────────────────────────┘ orphans become the guard's children
        └── pipe ───┘  "pid 71", "ended 51283.5 9": the program's number; when it ended and its wait status
 
-The guard passes SIGINT and SIGTERM on; the launcher decides how long to wait, and kills. When the launcher is gone, however it
-went, the kernel wakes the guard with a SIGCONT, and it ends the program by itself: SIGTERM, a grace time, SIGKILL. When the guard
-is gone, the kernel kills the program, and the launcher inherits the rest.
+The guard passes SIGINT and SIGTERM on; the launcher decides how long to wait, and kills. When the launcher ends for any reason,
+the kernel wakes the guard with a SIGCONT. The guard then stops the program itself: SIGTERM, a grace time, SIGKILL. When the guard
+ends, the kernel kills the program, and the launcher inherits the remaining processes.
 It imports nothing of this package, so that it starts in milliseconds and holds few bytes.
 
 Source: Linux' prctl(2), PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER; proc_pid_stat(5).
@@ -25,7 +25,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Set
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGCONT}
 _RESTORED = {signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ}  # Python, or a shell's &, ignores some of them
-_NOT_FOUND = 127  # as shells say it
+_NOT_FOUND = 127  # the exit status that shells use
 
 
 class Stat(NamedTuple):
@@ -45,8 +45,8 @@ def processes() -> Dict[int, Stat]:
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()  # the name before may hold blanks and brackets
-            except OSError:  # it has ended meanwhile
+                    fields = file.read().rpartition(b")")[2].split()  # the name before ")" may hold blanks and brackets
+            except OSError:  # the process has ended meanwhile
                 continue
             cpu_s = (int(fields[11]) + int(fields[12])) * tick_s
             found[int(name)] = Stat(int(fields[1]), fields[0].decode(), cpu_s, int(fields[2]))
@@ -68,7 +68,7 @@ def descendants(pid: int, among: Optional[Dict[int, Stat]] = None) -> Set[int]:
 
 
 def kill_descendants(spare: Sequence[int] = (), *, timeout_s: float = 5.0) -> None:
-    """Kill and reap whatever descends from this process, but for the trees of `spare`."""
+    """Kill and reap all descendants of this process, except for the trees of `spare`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         stats = processes()
@@ -84,7 +84,7 @@ def kill_descendants(spare: Sequence[int] = (), *, timeout_s: float = 5.0) -> No
 
 
 def adopt_orphans(adopt: bool) -> bool:
-    """Let what descendants leave behind become this process's own children, or no longer; return how it was."""
+    """Set whether orphans among the descendants become children of this process; return the previous setting."""
     before = ctypes.c_int()
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -93,9 +93,9 @@ def adopt_orphans(adopt: bool) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `PARENT REPORT GRACE CORES PROGRAM...`: the launcher, a file descriptor, seconds, "0,1" or "-", and what to run."""
+    """Run `PARENT REPORT GRACE CORES PROGRAM...`: the launcher, a file descriptor, seconds, "0,1" or "-", and the program."""
     parent, report, grace_s, cores, *command = arguments
-    _die_with_parent(signal.SIGCONT, int(parent))  # it wakes a guard that was stopped, too
+    _die_with_parent(signal.SIGCONT, int(parent))  # it also wakes a stopped guard
     adopt_orphans(True)
     os.set_inheritable(int(report), False)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -115,7 +115,7 @@ def _report(descriptor: int, line: bytes) -> None:
 
 
 def _start(command: List[str], cores: Sequence[int]) -> int:
-    """Fork and execute; return the child's number once it runs the program, in a session of its own."""
+    """Fork and execute in a new session; return the child's number once it runs the program."""
     executed, execute = os.pipe()  # closed by the kernel when the program starts
     guard = os.getpid()
     child = os.fork()
@@ -142,15 +142,15 @@ def _start(command: List[str], cores: Sequence[int]) -> int:
 
 
 def _wait(child: int, parent: int, grace_s: float) -> int:
-    """Pass signals on until the child has ended; without the launcher, end it. Return its wait status."""
+    """Pass signals on until the child has ended; stop it when the launcher is gone. Return its wait status."""
     deadline: Optional[float] = None
     while True:
         left_s = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        told = signal.sigtimedwait(_SIGNALS, left_s)
+        received = signal.sigtimedwait(_SIGNALS, left_s)
         status = _reap_all(child)
         if status is not None:
             return status
-        signum = told.si_signo if told is not None else 0
+        signum = received.si_signo if received is not None else 0
         if signum == signal.SIGCONT and os.getppid() != parent:
             signum = signal.SIGTERM
             deadline = deadline or time.monotonic() + grace_s
@@ -162,7 +162,7 @@ def _wait(child: int, parent: int, grace_s: float) -> int:
 
 
 def _reap_all(child: int) -> Optional[int]:
-    """Reap all that have ended, orphans too; return the child's wait status if it is among them."""
+    """Reap all processes that have ended, including orphans; return the child's wait status if it is among them."""
     status = None
     while True:
         try:
@@ -176,9 +176,9 @@ def _reap_all(child: int) -> Optional[int]:
 
 
 def _pass_on(child: int, signum: int) -> None:
-    """Send a signal to the child's group as a terminal does, but not to forks of a process that gets it.
+    """Send a signal to the child's group as a terminal does, except to forks of a process that gets it.
 
-    They are that process's to end: such as the workers of a DataLoader, without whose data it could not end its batch.
+    That process ends its forks itself. For example, a process needs the data of its DataLoader's workers to end its batch.
     """
     group = {pid: stat for pid, stat in processes().items() if stat.group == child} or {child: Stat(os.getpid(), "", 0.0)}
     for pid, stat in group.items():
@@ -190,7 +190,7 @@ def _program(pid: int) -> bytes:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read() + os.fsencode(os.readlink(f"/proc/{pid}/exe"))
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended meanwhile
         return b""
 
 
@@ -198,7 +198,7 @@ def _kill_group(pid: int, signum: int) -> None:
     try:
         os.killpg(pid, signum)
     except ProcessLookupError:
-        _kill(pid, signum)  # it has left its group, which is empty now
+        _kill(pid, signum)  # the process has left its group, which is empty now
 
 
 def _kill(pid: int, signum: int = signal.SIGKILL) -> None:
@@ -207,12 +207,12 @@ def _kill(pid: int, signum: int = signal.SIGKILL) -> None:
 
 
 def _reap(pid: int) -> None:
-    with suppress(ChildProcessError):  # another's child
+    with suppress(ChildProcessError):  # not a child of this process
         os.waitpid(pid, os.WNOHANG)
 
 
 def _die_with_parent(signum: int, parent: int) -> None:
-    """Ask the kernel for a signal when the parent ends; if it is gone already, there is nothing to start."""
+    """Request a signal from the kernel for when the parent ends; exit if it has already ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

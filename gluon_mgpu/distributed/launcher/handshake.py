@@ -1,13 +1,14 @@
-"""How two launchers prove to each other that they know the job's token, before either parses what the other sends.
+"""Two launchers prove to each other that they know the job's token, before either parses the other's messages.
 
     node 0                                                    another node
       │ ──── challenge: magic, version, nonce ──────────────────► │
-      │ ◄─── answer: magic, version, node rank, nonce, proof ──── │   the node has proved it: node 0 listens to it
-      │ ──── proof ─────────────────────────────────────────────► │   node 0 has proved it: the node obeys
+      │ ◄─── answer: magic, version, node rank, nonce, proof ──── │   node 0 checks the node's proof
+      │ ──── proof ─────────────────────────────────────────────► │   the node checks node 0's proof
 
-Each message has a fixed size. A proof is HMAC-SHA256 with the token as the key, over the name of the side that proves and
-over challenge and answer. So it fits one connection, one side, one version and one node: sent again or back, it is wrong. Both
-derive a key for each direction in the same way, with which `Wire` authenticates what follows. Nothing is encrypted.
+Each message has a fixed size. A proof is HMAC-SHA256 with the token as the key, over the name of the proving side, the
+challenge and the answer. So a proof is valid for one connection, side, version and node only; a replayed or reflected proof is
+invalid. Both sides derive a key for each direction in the same way. `Wire` authenticates all later messages with them. Nothing
+is encrypted.
 
 Source: HMAC challenge and response as in RFC 5802 (SCRAM) and multiprocessing.connection; keys per direction as in RFC 8446, 7.1.
 """
@@ -32,12 +33,12 @@ ANSWER_BYTES = _ANSWER.size + PROOF_BYTES
 
 
 class HandshakeError(LostError):
-    """The other side is no launcher, one of another version, or one that does not know the token."""
+    """The other side is not a launcher, has another version, or does not know the token."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What authenticates the messages of one connection, a key for each direction."""
+    """The keys that authenticate the messages of one connection, one per direction."""
 
     to_leader: bytes
     to_follower: bytes
@@ -49,23 +50,23 @@ def mac(key: bytes, label: str, data: bytes) -> bytes:
 
 
 def make_challenge() -> bytes:
-    """Return what node 0 sends first."""
+    """Return the first message of node 0."""
     return _CHALLENGE.pack(_MAGIC, VERSION, os.urandom(32))
 
 
 def answer_challenge(token: bytes, challenge: bytes, node_rank: int) -> Tuple[bytes, bytes, Keys]:
-    """Return a node's answer, the proof that it must get for it, and the keys.
+    """Return a node's answer, the proof that it expects in return, and the keys.
 
     Raises
     ------
     HandshakeError
-        What came is not a challenge of this version.
+        The message is not a challenge of this version.
     """
     magic, version, _ = _CHALLENGE.unpack(challenge)
     _check_version(magic, version)
-    said = _ANSWER.pack(_MAGIC, VERSION, node_rank, os.urandom(32))
-    proof, expected, keys = _prove(token, challenge + said)
-    return said + proof, expected, keys
+    answer = _ANSWER.pack(_MAGIC, VERSION, node_rank, os.urandom(32))
+    proof, expected, keys = _prove(token, challenge + answer)
+    return answer + proof, expected, keys
 
 
 def check_answer(token: bytes, challenge: bytes, answer: bytes) -> Tuple[int, bytes, Keys]:
@@ -74,7 +75,7 @@ def check_answer(token: bytes, challenge: bytes, answer: bytes) -> Tuple[int, by
     Raises
     ------
     HandshakeError
-        The answer is of no launcher, of another version, or does not prove that it knows the token.
+        The answer is not a launcher's, has another version, or its proof is wrong.
 
     Examples
     --------
@@ -83,28 +84,28 @@ def check_answer(token: bytes, challenge: bytes, answer: bytes) -> Tuple[int, by
     >>> check_answer(b"a secret of both sides", challenge, answer) == (1, expected, keys)
     True
     """
-    said, proof = answer[: _ANSWER.size], answer[_ANSWER.size :]
-    magic, version, node_rank, _ = _ANSWER.unpack(said)
+    content, proof = answer[: _ANSWER.size], answer[_ANSWER.size :]
+    magic, version, node_rank, _ = _ANSWER.unpack(content)
     _check_version(magic, version)
-    right, ours, keys = _prove(token, challenge + said)
-    check_proof(proof, right)
+    expected, ours, keys = _prove(token, challenge + content)
+    check_proof(proof, expected)
     return node_rank, ours, keys
 
 
 def check_proof(proof: bytes, expected: bytes) -> None:
-    """Raise HandshakeError unless a proof is the expected one; the time that it takes tells nothing of either."""
+    """Raise HandshakeError unless a proof is the expected one, in constant time."""
     if not hmac.compare_digest(proof, expected):
         raise HandshakeError("does not know this job's token")
 
 
 def _check_version(magic: bytes, version: int) -> None:
     if magic != _MAGIC:
-        raise HandshakeError("is no launcher of this version")
+        raise HandshakeError("is not a launcher of this version")
     if version != VERSION:
-        raise HandshakeError(f"speaks version {version} of the launcher's protocol, and this one {VERSION}")
+        raise HandshakeError(f"uses version {version} of the launcher's protocol; this launcher uses {VERSION}")
 
 
-def _prove(token: bytes, said: bytes) -> Tuple[bytes, bytes, Keys]:
-    """Return the follower's proof, the leader's, and the keys."""
-    keys = Keys(mac(token, "key to leader", said), mac(token, "key to follower", said))
-    return mac(token, "proof of follower", said), mac(token, "proof of leader", said), keys
+def _prove(token: bytes, exchange: bytes) -> Tuple[bytes, bytes, Keys]:
+    """Return the follower's proof, the leader's, and the keys, for a challenge and its answer."""
+    keys = Keys(mac(token, "key to leader", exchange), mac(token, "key to follower", exchange))
+    return mac(token, "proof of follower", exchange), mac(token, "proof of leader", exchange), keys

@@ -1,12 +1,12 @@
-"""Where Horovod's processes learn each other's addresses: a small table over HTTP, at one address only. Run as a program.
+"""The table from which Horovod's processes read each other's addresses, served over HTTP at one address. Run as a program.
 
-    python meeting.py 127.0.0.1 29500
+    python horovod_rendezvous.py 127.0.0.1 29500
 
-It knows the three requests of Horovod's HTTPStore: PUT and GET of /scope/key, and DELETE, with which a process says that it has
-found all others.
+It answers the three requests of Horovod's HTTPStore: PUT and GET of /scope/key, and DELETE, with which a process reports that
+it has found all others.
 
-Horovod's processes know no password, so whoever reaches the address can read and change the table. What strangers send is
-bounded: entries, bytes, connections and their time. The oldest connection makes room for a new one.
+Horovod's processes use no password, so any client that reaches the address can read and change the table. The server bounds
+entries, bytes, connections and their time. A new connection replaces the oldest one when there are too many.
 
 Source: Horovod 0.28.1, horovod/common/gloo/http_store.cc, horovod/runner/http/http_server.py.
 """
@@ -22,7 +22,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Dict
 
-_MOST_BYTES = 1 << 20  # of an entry; an address takes some hundred
+_MOST_BYTES = 1 << 20  # of an entry; an address takes a few hundred
 _MOST_ENTRIES = 1 << 16
 _MOST_IN_ALL = 256 << 20  # bytes of all entries
 _LONGEST_NAME = 1000
@@ -47,13 +47,13 @@ class RendezvousServer(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind without asking a name server for this machine's name, as HTTPServer does."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher holds the port until somebody listens
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher reserves the port until this listens
         self.socket.bind(self.server_address)
         host, port = self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(host), int(port)
 
     def put(self, name: str, entry: bytes) -> bool:
-        """Take an entry; return whether there is room for it."""
+        """Store an entry; return whether there was room for it."""
         with self._lock:
             num_bytes = self.num_bytes + len(entry) - len(self.entries.get(name, b""))
             is_new = name not in self.entries
@@ -63,7 +63,7 @@ class RendezvousServer(ThreadingHTTPServer):
             return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own; the oldest connection goes where there are too many."""
+        """Answer in a new thread; close the oldest connections if there are too many."""
         open_ones = list(self._since)
         for oldest in open_ones[: max(0, len(open_ones) + 1 - self._most)]:
             self._end(oldest)
@@ -76,18 +76,18 @@ class RendezvousServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End connections that take too long, as those that send a byte now and then."""
+        """Close connections that take too long, such as clients that send one byte at a time."""
         for request, since in list(self._since.items()):
             if time.monotonic() - since > _REQUEST_S:
                 self._end(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of connections that break off."""
+        """Ignore connections that break off."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     def _end(self, request: Any) -> None:
-        """Let the thread of a connection find it closed."""
+        """Shut a connection down, which ends its thread."""
         self._since.pop(request, None)
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
@@ -98,12 +98,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _WAIT_S
 
     def do_GET(self) -> None:
-        """Give an entry, or say that it is not there yet."""
+        """Send an entry, or 404 if it is not stored yet."""
         entry = self.server.entries.get(self.path)
         self._answer(404 if entry is None else 200, entry or b"")
 
     def do_PUT(self) -> None:
-        """Take an entry."""
+        """Store an entry."""
         size = self.headers.get("Content-Length", "")
         if not (size.isascii() and size.isdigit()) or len(size) > 9 or int(size) > _MOST_BYTES:
             self._answer(400)
@@ -112,11 +112,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200 if len(entry) == int(size) and self.server.put(self.path, entry) else 400)
 
     def do_DELETE(self) -> None:
-        """Take a process's word that it needs nothing more; others may."""
+        """Accept a process's report that it is done; keep the entries for the others."""
         self._answer(200)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _answer(self, code: int, entry: bytes = b"") -> None:
         self.send_response(code)

@@ -1,4 +1,4 @@
-"""Which machines there are: from a host file, over ssh, or from Slurm's environment."""
+"""The machines of a job: from a host file (started over ssh), or from Slurm's environment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .plan import Plan, Task
 from .tokens import TOKEN
 
 PORT = 29400
-# Without a terminal, which would echo what is sent there, and log it. The launcher there ends when its input does.
+# Without a terminal, which would echo and log its input. The launcher on the host ends when its input ends.
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _PASSED_ON = ("MXNET_", "OMP_", "PS_")
 _MOST_PASSED = 48 * 1024  # bytes; a pipe holds more
-# ps shows commands to every user of a machine, so the environment and the token come through standard input, in one line. The
-# launcher sets them itself, before it imports MXNet: /proc/PID/environ holds only what a process was started with.
-_RUN_THERE = (
+# ps shows commands to every user of a machine, so the environment and the token are sent through standard input, in one line.
+# The launcher sets them itself before it imports MXNet: /proc/PID/environ holds only the initial environment of a process.
+_RUN_ON_HOST = (
     "import json, os, runpy, sys; os.environ.update(json.loads(sys.stdin.readline())); "
     'runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 )
@@ -36,9 +36,9 @@ class Host:
     Attributes
     ----------
     name : str
-        As ssh takes it.
+        A name that ssh accepts.
     slots : int
-        Processes there.
+        Processes on this machine.
     """
 
     name: str
@@ -46,18 +46,18 @@ class Host:
 
 
 def parse_hosts(text: str, *, slots: int) -> List[Host]:
-    """Return the hosts of a host file: one a line, `node1 slots=4`; `#` begins a comment.
+    """Return the hosts of a host file: one per line, `node1 slots=4`; `#` begins a comment.
 
     Parameters
     ----------
     text : str
     slots : int
-        For lines that say none.
+        For lines without `slots=`.
 
     Raises
     ------
     LaunchError
-        A line is something else, a host is named twice, or there is none.
+        A line has another form, a host appears twice, or there is no host.
 
     Examples
     --------
@@ -69,24 +69,26 @@ def parse_hosts(text: str, *, slots: int) -> List[Host]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        said = re.fullmatch(r"slots=([1-9]\d{0,4})", words[1]) if len(words) > 1 else None
-        if len(words) > 2 or (len(words) > 1 and said is None) or words[0].startswith("-") or not words[0].isprintable():
-            raise LaunchError(f"launch: got {line!r} in the host file; expected a host a line. Write node1, or node1 slots=4.")
-        found.append(Host(words[0], int(said.group(1)) if said else slots))
+        option = re.fullmatch(r"slots=([1-9]\d{0,4})", words[1]) if len(words) > 1 else None
+        if len(words) > 2 or (len(words) > 1 and option is None) or words[0].startswith("-") or not words[0].isprintable():
+            raise LaunchError(
+                f"launch: got {line!r} in the host file; expected one host per line. Write node1, or node1 slots=4."
+            )
+        found.append(Host(words[0], int(option.group(1)) if option else slots))
     if len({host.name for host in found}) != len(found) or not found:
         raise LaunchError(
-            f"launch: got hosts {[host.name for host in found]}; expected one or more, each once. See the host file."
+            f"launch: got hosts {[host.name for host in found]}; expected one or more, each once. Correct the host file."
         )
     return found
 
 
 def expand_nodelist(text: str) -> List[str]:
-    """Return the host names of Slurm's short form.
+    """Return the host names of a Slurm node list.
 
     Raises
     ------
     LaunchError
-        It is not one.
+        The text is not a node list.
 
     Examples
     --------
@@ -125,9 +127,9 @@ def _not_a_nodelist(text: str) -> LaunchError:
 
 
 def slurm_nodes(environ: Mapping[str, str]) -> Optional[Tuple[int, int, Tuple[str, int]]]:
-    """Return how many nodes Slurm runs this on, which this is, and the rendezvous; None where it runs on one, or not in Slurm.
+    """Return the number of Slurm's nodes, this node's rank, and the rendezvous; None on a single node, or outside Slurm.
 
-    The rendezvous is the first host, at a port that depends on the job's number, so that jobs do not meet.
+    The rendezvous is the first host, at a port that depends on the job's number, so that two jobs use different ports.
 
     Raises
     ------
@@ -146,13 +148,14 @@ def slurm_nodes(environ: Mapping[str, str]) -> Optional[Tuple[int, int, Tuple[st
         return None
     if not (count.isascii() and count.isdigit() and node.isascii() and node.isdigit() and int(node) < int(count)):
         raise LaunchError(
-            f"launch: got SLURM_NNODES={count!r}, SLURM_NODEID={node!r}; expected numbers. Pass --nodes and --node-rank."
+            f"launch: got SLURM_NNODES={count!r}, SLURM_NODEID={node!r}; expected a number of nodes and a smaller node number. "
+            "Pass --nodes and --node-rank."
         )
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     in_step = "SLURM_STEP_ID" in environ or "SLURM_STEP_NUM_NODES" in environ
     if not in_step or environ.get("SLURM_LOCALID", "0") != "0" or not re.fullmatch(r"1(\(x\d+\))?", tasks):
         raise LaunchError(
-            f"launch: got {count} nodes of Slurm's and {tasks} tasks a node; expected one launcher a node, which starts "
+            f"launch: got {count} Slurm nodes and {tasks} tasks per node; expected one launcher per node, which starts "
             "the processes. Write srun --ntasks-per-node=1 gluon-mgpu launch -n ..., or pass --nodes 1."
         )
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
@@ -163,25 +166,25 @@ def slurm_nodes(environ: Mapping[str, str]) -> Optional[Tuple[int, int, Tuple[st
 
 @dataclass(frozen=True)
 class SshHosts:
-    """A launcher to start on every host, by ssh: to a `Node` they are its processes.
+    """The launchers to start on every host, by ssh. A `Node` runs them as its processes.
 
-    Each gets the token, and those variables of the environment that are passed on, through ssh's standard input.
+    Each gets the token and the forwarded environment variables through ssh's standard input.
 
     Attributes
     ----------
     hosts : tuple of Host
     rendezvous : tuple of (str, int)
     arguments : tuple of str
-        What follows `gluon-mgpu launch`, but for nodes, rendezvous and number of processes.
+        The arguments of `gluon-mgpu launch`, except for nodes, rendezvous and number of processes.
     token : str
-        What the launchers prove to each other that they know.
+        The secret that the launchers share.
     host : str
-        The address of this machine; nobody asks for it.
+        The address of this machine; not used.
 
     Raises
     ------
     LaunchError
-        There is more to pass on than a pipe holds.
+        The forwarded variables do not fit into a pipe.
     """
 
     hosts: Tuple[Host, ...]
@@ -194,12 +197,12 @@ class SshHosts:
         size = len(self._environ())
         if size > _MOST_PASSED:
             raise LaunchError(
-                f"launch: got {size} bytes of {', '.join(name + '*' for name in _PASSED_ON)} to pass on by ssh; expected at most "
-                f"{_MOST_PASSED}. Unset what the other hosts do not need."
+                f"launch: got {size} bytes of {', '.join(name + '*' for name in _PASSED_ON)} to forward by ssh; expected at most "
+                f"{_MOST_PASSED}. Unset the variables that the other hosts do not use."
             )
 
     def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
-        """Return one ssh a host."""
+        """Return one ssh task per host."""
         environ = {name: value for name, value in os.environ.items() if name != TOKEN}
         passed = self._environ()
         return [
@@ -208,7 +211,7 @@ class SshHosts:
         ]
 
     def _environ(self) -> bytes:
-        """Return the line that each launcher reads first."""
+        """Return the line with environment and token, which each launcher reads first."""
         passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         return json.dumps({**passed, "NO_COLOR": "1", TOKEN: self.token}).encode("ascii") + b"\n"
 
@@ -216,7 +219,7 @@ class SshHosts:
         where = f"{self.rendezvous[0]}:{self.rendezvous[1]}"
         placed = ["--nodes", str(len(self.hosts)), "--node-rank", str(node_rank), "--rendezvous", where, "--end-with-input"]
         slots = ["-n", str(host.slots)]
-        command = [sys.executable, "-c", _RUN_THERE, "gluon_mgpu", "launch", *placed, *slots, *self.arguments]
+        command = [sys.executable, "-c", _RUN_ON_HOST, "gluon_mgpu", "launch", *placed, *slots, *self.arguments]
         return f"cd {shlex.quote(os.getcwd())} && exec {_quoted(command)}"
 
 

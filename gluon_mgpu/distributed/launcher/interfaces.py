@@ -13,7 +13,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface, of a host name, or an address as it is.
+    """Return the IPv4 address of a network interface or host name; return an address unchanged.
 
     Raises
     ------
@@ -30,15 +30,16 @@ def address_of(interface: str) -> str:
         return address
     try:
         return str(socket.getaddrinfo(interface, None, socket.AF_INET)[0][4][0])
-    except (OSError, UnicodeError) as error:  # a label of a name that is longer than names may be
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is too long
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise LaunchError(
-            f"launch: got {short(interface)} ({error}); expected an interface, a host or an IPv4 address. Here are {names}."
+            f"launch: got {short(interface)} ({error}); expected an interface, a host or an IPv4 address. This machine has "
+            f"{names}."
         ) from None
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has an IPv4 address; "" where none has.
+    """Return the name of the network interface with this IPv4 address; "" if there is none.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A job as it was asked for: checked, run on this machine's part of the nodes, and nothing of it left behind."""
+"""A job as the user requested it: check it, run this machine's part, and leave nothing running."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tokens import TOKEN, check_token, token_in_environment
 
 
 def make_log_dir(folder: Path = Path("runs/launch")) -> Path:
-    """Make a folder that is named after the time, and return it. Launches in one second get one each."""
+    """Make a folder named after the time, and return it. Each launch gets its own, even within one second."""
     folder.mkdir(parents=True, exist_ok=True)
     name = time.strftime("%Y%m%d-%H%M%S")
     made, number = folder / name, 1
@@ -41,37 +41,37 @@ def make_log_dir(folder: Path = Path("runs/launch")) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run, and where.
+    """A program, and the processes and machines that run it.
 
     Attributes
     ----------
     program : tuple of str
-        What to execute, as `program_command` returns it.
+        The command, as `program_command` returns it.
     num_processes : int
         On this machine.
     servers : int, optional
-        Parameter servers of the whole job; one a node by default.
+        Parameter servers of the whole job; `default_servers` by default.
     backend : str
-        What joins the processes: `dist_sync`, MXNet's store, or `horovod`, where it is installed.
+        Connects the processes: `dist_sync`, MXNet's store, or `horovod`, where it is installed.
     num_nodes, node_rank : int
-        How many machines there are, and which this is.
+        The number of machines, and the rank of this one.
     rendezvous : tuple of (str, int), optional
-        Address of node 0, and a port there. Needed for several machines.
+        Address of node 0, and a port there. Required for several machines.
     interface : str, optional
         Network interface or address of this machine that everything binds to: by default loopback on one machine, and the
         address from which the rendezvous is reached on several.
     token : str
-        What the launchers of several machines prove to each other that they know; by default `GLUON_MGPU_TOKEN`.
+        The secret that the launchers of several machines share; `GLUON_MGPU_TOKEN` by default.
     end_with_input : bool
         Whether the end of standard input ends the job as a lost terminal does.
     silence_s : float, seconds
-        After which a machine that says nothing is lost.
+        A machine is lost when it is silent for longer.
     bind : bool
-        Whether each process gets cores of its own, where there are enough.
+        Whether to bind each process to separate cores, if there are enough.
     gpus : tuple of str
-        The GPUs here, as `CUDA_VISIBLE_DEVICES` names them.
+        The GPUs of this machine, as `CUDA_VISIBLE_DEVICES` names them.
     gpus_per_process : int
-        0 shares them out evenly.
+        0 divides them evenly.
     log_dir : pathlib.Path, optional
         Folder for the logs; by default a new one in `runs/launch`, named after the time.
     limits : Limits
@@ -105,13 +105,13 @@ class Job:
 def run_job(job: Job) -> int:
     """Run a job to its end, from the main thread; return the exit code: 0, or that of the first process that failed.
 
-    128 and a signal's number stand for a process that it has killed, 130 for a Ctrl-C here, 143 for a SIGTERM, 124 for
-    processes that hang. When this returns, no process and no port of the job is left.
+    The code is 128 plus the signal's number if a signal killed that process, 130 after a Ctrl-C here, 143 after a SIGTERM, and
+    124 for processes that hang. When this returns, all processes and ports of the job are released.
 
     Raises
     ------
     LaunchError
-        The nodes do not find each other, or an address or port cannot be had.
+        The nodes do not find each other, or an address or port is not available.
 
     Examples
     --------
@@ -125,33 +125,33 @@ def run_job(job: Job) -> int:
         _check_reachable(job, host)
     cores = bindable_cores() if job.bind else ()
     machine = Machine(job.program, host, cores, job.gpus, job.gpus_per_process)
-    with _stage(job, machine) as (node, tell, common):
-        return tell(*(_follow(job, machine, node, common) if job.node_rank else _lead(job, node, common)))
+    with _stage(job, machine) as (node, report, common):
+        return report(*(_follow(job, machine, node, common) if job.node_rank else _lead(job, node, common)))
 
 
 def run_over_ssh(job: Job, hosts: SshHosts) -> int:
-    """Start a launcher on every host, by ssh, and end with them; return the exit code as `run_job` does."""
-    with _stage(job, hosts) as (node, tell, common):
-        return tell(*_lead(job, node, common))
+    """Start a launcher on every host by ssh, and wait for them; return the exit code as `run_job` does."""
+    with _stage(job, hosts) as (node, report, common):
+        return report(*_lead(job, node, common))
 
 
 @contextmanager
 def _stage(job: Job, machine: Union[Machine, SshHosts]) -> Iterator[Tuple[Node, Callable[[int, str], int], Dict[str, Any]]]:
-    """Give this machine's node, how to tell the end, and what else needs an end: the selector and the signal handlers."""
+    """Set up this machine's node, a function that reports the end of the job, the selector and the signal handlers."""
     output = Output(job.log_dir or make_log_dir(), _binary(sys.stdout, sys.__stdout__), _binary(sys.stderr, sys.__stderr__))
 
-    def tell_end(code: int, cause: str) -> int:
+    def report_end(code: int, cause: str) -> int:
         if code:
-            output.tell(f"{cause}\nThe logs are in {output.folder}.")
+            output.report(f"{cause}\nThe logs are in {output.folder}.")
         return code
 
-    adopted = guard.adopt_orphans(True)  # should a guard be killed, what it guarded comes here
+    adopted = guard.adopt_orphans(True)  # if a guard is killed, its program's children become ours
     try:
         with selectors.DefaultSelector() as selector, Signals() as signals:
             if job.end_with_input:
                 _watch_input(selector)
             node = Node(machine, output, selector, grace_s=job.limits.failed_s, timeout_s=job.limits.timeout_s)
-            yield node, tell_end, {"limits": job.limits, "selector": selector, "signals": signals, "tell": output.tell}
+            yield node, report_end, {"limits": job.limits, "selector": selector, "signals": signals, "report": output.report}
     finally:
         guard.adopt_orphans(adopted)
 
@@ -159,12 +159,12 @@ def _stage(job: Job, machine: Union[Machine, SshHosts]) -> Iterator[Tuple[Node, 
 def _lead(job: Job, node: Node, common: Dict[str, Any]) -> Tuple[int, str]:
     if job.num_nodes == 1 or job.rendezvous is None:
         return Supervisor(node, None, job.num_processes, servers=job.servers, backend=job.backend, **common).run()
-    asked: Dict[str, Any] = {"servers": job.servers, "backend": job.backend}
-    waits = {"silence_s": job.silence_s, "token": job.token, "selector": common["selector"], "tell": common["tell"]}
-    rendezvous = Rendezvous(node.machine.host, job.rendezvous[1], job.num_nodes, **asked, **waits)
+    store: Dict[str, Any] = {"servers": job.servers, "backend": job.backend}
+    options = {"silence_s": job.silence_s, "token": job.token, "selector": common["selector"], "report": common["report"]}
+    rendezvous = Rendezvous(node.machine.host, job.rendezvous[1], job.num_nodes, **store, **options)
     code, cause = 1, "the launcher of node 0 failed"
     try:
-        code, cause = Supervisor(node, rendezvous, job.num_processes, **asked, **common).run()
+        code, cause = Supervisor(node, rendezvous, job.num_processes, **store, **common).run()
     finally:
         rendezvous.finish(code, cause)
     return code, cause
@@ -174,12 +174,12 @@ def _follow(job: Job, machine: Machine, node: Node, common: Dict[str, Any]) -> T
     assert job.rendezvous is not None
     seat = Seat(job.node_rank, job.num_nodes, job.num_processes, job.servers, job.backend)
     source = machine.host if job.interface else None
-    knows: Dict[str, Any] = {"rendezvous": job.rendezvous, "token": job.token, "source": source, "silence_s": job.silence_s}
-    return Follower(node, machine, seat, **knows, **common).run()
+    options: Dict[str, Any] = {"rendezvous": job.rendezvous, "token": job.token, "source": source, "silence_s": job.silence_s}
+    return Follower(node, machine, seat, **options, **common).run()
 
 
 def _watch_input(selector: selectors.BaseSelector) -> None:
-    """End the job as a lost terminal does when standard input ends: it comes through ssh, which has ended then."""
+    """End the job as a lost terminal does when standard input ends: the input comes through ssh, which has then ended."""
     descriptor = 0
 
     def read() -> None:
@@ -191,12 +191,12 @@ def _watch_input(selector: selectors.BaseSelector) -> None:
         selector.register(descriptor, selectors.EVENT_READ, read)
     except PermissionError:
         raise LaunchError(
-            "launch: got a file as standard input; expected a pipe with --end-with-input. Leave that out."
+            "launch: got a file as standard input; expected a pipe with --end-with-input. Leave that option out."
         ) from None
 
 
 def _wrong(job: Job) -> str:
-    """Return what is wrong with a job and what it needs, "" where it can be tried."""
+    """Return why a job is invalid and what it should have, "" if it is valid."""
     limits = job.limits
     needed = job.gpus_per_process * job.num_processes
     checks: List[Tuple[bool, str]] = [
@@ -210,7 +210,7 @@ def _wrong(job: Job) -> str:
         ),
         (
             not 0 <= job.node_rank < job.num_nodes,
-            f"node {job.node_rank} of {job.num_nodes}; expected 0 to the number less 1. See --node-rank.",
+            f"node {job.node_rank} of {job.num_nodes}; expected a rank from 0 to {job.num_nodes - 1}. See --node-rank.",
         ),
         (
             job.num_nodes > 1 and job.rendezvous is None,
@@ -222,7 +222,8 @@ def _wrong(job: Job) -> str:
         ),
         (
             not 0 < limits.grace_s < 1e6 or not 0 < job.silence_s < 1e6,
-            "a time that is no time; expected some seconds. See --grace and --node-timeout.",
+            f"a grace time of {limits.grace_s} s and a node timeout of {job.silence_s} s; expected each above 0 and below "
+            "1,000,000 s. See --grace and --node-timeout.",
         ),
         (limits.max_restarts < 0, f"{limits.max_restarts} restarts; expected 0 or more. See --max-restarts."),
         (
@@ -232,31 +233,30 @@ def _wrong(job: Job) -> str:
         ),
         (
             needed > len(job.gpus),
-            f"{job.gpus_per_process} GPUs for each of {job.num_processes} processes; expected {needed}, here are "
-            f"{len(job.gpus)}. "
-            "Leave --devices-per-process out on CPUs, and give the program its devices.",
+            f"{job.gpus_per_process} GPUs for each of {job.num_processes} processes; expected {needed} GPUs, and this machine "
+            f"has {len(job.gpus)}. Request fewer. On CPUs, leave --devices-per-process out, and pass the devices to the program.",
         ),
     ]
     return next((text for wrong, text in checks if wrong), "")
 
 
 def _default_interface(job: Job) -> str:
-    """Return what node 0 binds to where nobody has said; the others learn their address when they connect."""
+    """Return the address that node 0 binds to by default; the other nodes learn theirs when they connect."""
     return job.rendezvous[0] if job.rendezvous and job.num_nodes > 1 and not job.node_rank else "127.0.0.1"
 
 
 def _check_reachable(job: Job, host: str) -> None:
-    """Refuse a rendezvous at a name that means this machine to itself alone, as /etc/hosts may have it."""
+    """Raise if the name of the rendezvous means loopback on this machine, as /etc/hosts may define it."""
     assert job.rendezvous is not None
     named = job.rendezvous[0]
     if host.startswith("127.") and not job.interface and named != "localhost" and not named.startswith("127."):
         raise LaunchError(
-            f"launch: got --rendezvous {named}, which is {host} here; expected an address that other nodes reach. Pass "
-            "--interface."
+            f"launch: got --rendezvous {named}, which is {host} on this machine; expected an address that other nodes reach. "
+            "Pass --interface."
         )
 
 
 def _binary(stream: Any, original: Any) -> Any:
-    """Return the stream of bytes below a stream of text, or below the one that Python began with."""
+    """Return the binary stream below a text stream, or below Python's original one."""
     stream.flush()
     return getattr(stream, "buffer", None) or original.buffer

@@ -1,7 +1,7 @@
-"""What launchers may say to each other: every message with its fields, and every field with its type and its limits.
+"""The messages between launchers: each with its fields, and each field with its type and limits.
 
-Node 0 is checked as the others are. Limits that depend on the job, such as the number of processes of a node, are checked where
-the job is known.
+Messages of node 0 are checked like all others. Limits that depend on the job, such as the number of processes of a node, are
+checked where the job is known.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TO_FOLLOWER: Mapping[str, Field] = {
 
 
 def failure_fields(failure: Failure) -> Message:
-    """Return a failure as it is sent: no field longer than `TO_LEADER` takes, and a code that is not 0."""
+    """Return a failure as the fields of a message: each cut to its limit in `TO_LEADER`, with a code other than 0."""
     return {
         "who": printable(failure.who, LONGEST_LINE),
         "what": printable(failure.what, _LONGEST_WHY),
@@ -73,17 +73,17 @@ def failure_fields(failure: Failure) -> Message:
 
 
 def write(kind: str, values: Mapping[str, Any]) -> bytes:
-    """Return a message as it is sent."""
+    """Return a message as bytes to send."""
     return json.dumps({"kind": kind, **values}, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
 
 
 def read(data: bytes, known: Mapping[str, Field]) -> Tuple[str, Message]:
-    """Return the kind and the fields of a message that has come.
+    """Return the kind and the fields of a received message.
 
     Raises
     ------
     ValueError
-        It is no message of these kinds, or a field is missing, unknown, of another type or beyond its limits.
+        The message has another kind, or a field is missing, unknown, of another type or beyond its limits.
 
     Examples
     --------
@@ -91,24 +91,24 @@ def read(data: bytes, known: Mapping[str, Field]) -> Tuple[str, Message]:
     ('stop', {'signal': 15})
     """
     try:
-        said = json.loads(data, object_pairs_hook=_object, parse_int=_int, parse_constant=_constant)
+        message = json.loads(data, object_pairs_hook=_object, parse_int=_int, parse_constant=_constant)
     except RecursionError:
         raise ValueError("is nested too deep") from None
-    if type(said) is not dict or type(said.get("kind")) is not str or said["kind"] not in known:
+    if type(message) is not dict or type(message.get("kind")) is not str or message["kind"] not in known:
         raise ValueError(f"expected one of {', '.join(known)}")
-    kind = said.pop("kind")
-    return kind, known[kind](said)
+    kind = message.pop("kind")
+    return kind, known[kind](message)
 
 
 def _object(pairs: List[Tuple[str, Any]]) -> Message:
-    said = dict(pairs)
-    if len(said) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("names a field twice")
-    return said
+    return fields
 
 
 def _int(digits: str) -> int:
-    if len(digits) > _LONGEST_NUMBER:  # Python takes long for a number of 100,000 digits
+    if len(digits) > _LONGEST_NUMBER:  # Python parses 100,000 digits slowly
         raise ValueError("holds a number that is too long")
     return int(digits)
 

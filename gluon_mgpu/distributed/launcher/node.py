@@ -1,4 +1,4 @@
-"""The processes of one machine: started, looked after, ended."""
+"""The processes of one machine: start, watch and stop them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from . import guard
 from .output import Log, Output
 from .plan import Plan, Task
 
-TIMED_OUT = 124  # as timeout(1) says it
-_LOOK_S = 1.0
-_IDLE = 0.01  # of a core: what all processes together use when they wait for one another
+TIMED_OUT = 124  # the exit status of timeout(1)
+_CHECK_S = 1.0
+_IDLE = 0.01  # of a core: all processes together use less when they wait for one another
 _TICKS_S = 0.02  # the kernel counts hundredths of a second
 _READ = 1 << 16
-_PARSER = "ParseFromArray"  # in what ps-lite says when a message is not one of its own (van.cc), before it aborts
+_PARSER = "ParseFromArray"  # in ps-lite's output when it aborts on a message that is not its own (van.cc)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Failure:
     what : str
         Such as "exited with status 3".
     code : int
-        What the launcher exits with.
+        The exit code of the launcher.
     lines : tuple of str
         The last traceback, or the last lines of standard error.
     log : str
@@ -56,67 +56,67 @@ class Failure:
 
     @property
     def is_garbage(self) -> bool:
-        """Whether ps-lite, MXNet's transport, has aborted on bytes that it could not parse: anyone at its port can send some."""
+        """Whether ps-lite, MXNet's transport, aborted on bytes that it could not parse: any client of its port can send some."""
         return self.code == 128 + signal.SIGABRT and any(_PARSER in line for line in self.lines)
 
     @property
     def signum(self) -> int:
-        """The signal that another node's launcher got, 0 for a failure."""
+        """The signal that another node's launcher received; 0 for a failure."""
         return self.code - 128 if self.what.startswith("got SIG") and self.code > 128 else 0
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Failure:
+    def from_json(cls, fields: Mapping[str, Any]) -> Failure:
         """Return the failure that another node has sent as `vars(failure)`."""
-        lines = tuple(str(line) for line in said["lines"])
-        return cls(str(said["who"]), str(said["what"]), int(said["code"]), lines, str(said["log"]), int(said["slot"]))
+        lines = tuple(str(line) for line in fields["lines"])
+        return cls(str(fields["who"]), str(fields["what"]), int(fields["code"]), lines, str(fields["log"]), int(fields["slot"]))
 
 
 class Startable(Protocol):
-    """What a node asks for its processes: `plan.Machine`, or `hosts.SshHosts`."""
+    """The source of a node's tasks: `plan.Machine` or `hosts.SshHosts`."""
 
     @property
     def host(self) -> str:
         """Return the address of this machine."""
 
     def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
-        """Return what there is to start."""
+        """Return the processes to start."""
 
 
 class Node:
-    """This machine's part of a job: start, look, stop, again and again until nothing is running.
+    """This machine's part of a job: start its processes, poll them, and stop them until none is running.
 
     Parameters
     ----------
     machine : Startable
     output : Output
     selector : selectors.BaseSelector
-        Told of every pipe, with a function to call when it can be read.
+        Gets every pipe, with a function to call when the pipe can be read.
     grace_s : float, seconds
         Between SIGTERM and SIGKILL when the launcher has died.
     timeout_s : float, seconds
-        How long a process may be stopped; 0 for ever.
+        How long a process may be stopped (SIGSTOP); 0 for no limit.
     """
 
     def __init__(
         self, machine: Startable, output: Output, selector: selectors.BaseSelector, *, grace_s: float, timeout_s: float
     ) -> None:
         self.failure: Optional[Failure] = None
-        self.cpu_s = 0.0  # what the processes have computed
+        self.cpu_s = 0.0  # processor time that the processes have used
         self.machine, self._output, self._selector = machine, output, selector
         self._grace_s, self._timeout_s = grace_s, timeout_s
         self._started: List[_Started] = []
-        self._passed_on: Set[int] = set()  # the signals that have begun to end it
-        self._looked_at = 0.0
+        self._passed_on: Set[int] = set()  # signals sent to the workers
+        self._checked_at = 0.0
         self._spare: List[int] = []
 
     @property
     def running(self) -> bool:
-        """Whether a process is left, of the store's, too."""
+        """Whether any process is left, including those of the store."""
         return any(not one.gone for one in self._started)
 
     @property
     def workers_left(self) -> int:
-        """How many workers have not ended."""
+        """The number of workers that have not ended."""
         return sum(one.task.is_worker and not one.gone for one in self._started)
 
     @property
@@ -125,7 +125,7 @@ class Node:
         return [one.task.name for one in self._started if one.task.is_worker and one.gone and one.failed_at is None]
 
     def start(self, plan: Plan, node_rank: int) -> None:
-        """Start what the plan says for this node."""
+        """Start this node's processes of the plan."""
         self.failure, self._passed_on = None, set()
         self._spare = [pid for pid, stat in guard.processes().items() if stat.parent == os.getpid()]
         self._started = []
@@ -135,24 +135,24 @@ class Node:
             slot = task.number - first if task.is_worker else -1
             self._started.append(_Started(task, log, slot, self._selector, self._grace_s))
 
-    def look(self) -> None:
-        """See who has ended or stopped, and go on with ending where that has begun."""
+    def poll(self) -> None:
+        """Check which processes have ended or stopped, and continue a stop that has begun."""
         for one in self._started:
-            one.look()
+            one.poll()
         ended = [one for one in self._started if one.failed_at is not None]
         first = min(ended, key=lambda one: one.failed_at or 0.0, default=None)
         if first is not None and first.gone and self.failure is None and not self._passed_on:
             self.failure = first.failure()
-        if time.monotonic() - self._looked_at >= _LOOK_S and self.running:
-            self._looked_at = time.monotonic()
-            self._look_at_states()
+        if time.monotonic() - self._checked_at >= _CHECK_S and self.running:
+            self._checked_at = time.monotonic()
+            self._check_states()
         if self._passed_on:
-            self._go_on_ending()
+            self._continue_stop()
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Pass a signal to the workers, each signal once, and begin to end everything: after the workers the store.
+        """Pass a signal to the workers, each signal once, and begin to stop everything: first the workers, then the store.
 
-        Who stops it decides how long to wait, and calls `kill`.
+        The caller decides how long to wait, and calls `kill`.
         """
         if signum == signal.SIGKILL:
             self.kill()
@@ -163,19 +163,19 @@ class Node:
         self._passed_on.add(signum)
 
     def kill(self) -> None:
-        """End everything at once, and what it has left behind."""
+        """Kill all processes at once, including their orphans."""
         guard.kill_descendants(self._spare)
         for one in self._started:
-            one.look()
+            one.poll()
 
-    def _go_on_ending(self) -> None:
+    def _continue_stop(self) -> None:
         if not self.workers_left:
             for one in self._started:
                 one.signal(signal.SIGTERM)
         if not self.running:
             self.kill()  # also the orphans of a guard that was killed
 
-    def _look_at_states(self) -> None:
+    def _check_states(self) -> None:
         stats = guard.processes()
         trees = {one: {one.guard, *guard.descendants(one.guard, stats)} for one in self._started if not one.gone}
         self.cpu_s = sum(stats[pid].cpu_s for tree in trees.values() for pid in tree if pid in stats)
@@ -186,7 +186,7 @@ class Node:
 
 
 class Activity:
-    """Whether processes compute, from the processor time that they have used.
+    """Measures how long processes have been idle, from the processor time that they have used.
 
     Examples
     --------
@@ -213,11 +213,11 @@ class _Started:
     def __init__(self, task: Task, log: Log, slot: int, selector: selectors.BaseSelector, grace_s: float) -> None:
         self.task, self._log, self._slot, self._selector = task, log, slot, selector
         self.pid = 0
-        self.gone = False  # with all that it has started
+        self.gone = False  # including all processes that it has started
         self._status: Optional[int] = None
         self._ended_at = 0.0
         self._stopped_at: Optional[float] = None
-        self._told = b""
+        self._unread = b""
         self._popen, report = self._start(grace_s)
         self.guard = self._popen.pid
         assert self._popen.stdout is not None and self._popen.stderr is not None
@@ -228,11 +228,11 @@ class _Started:
 
     @property
     def failed_at(self) -> Optional[float]:
-        """When it ended otherwise than well; None if it has not. It is the guard's clock, so that the first comes first."""
+        """When it failed, by the guard's clock, which keeps the order of failures; None if it has not failed."""
         return self._ended_at if self._status else None
 
-    def look(self) -> None:
-        """See whether the guard has ended, and take what is left in its pipes."""
+    def poll(self) -> None:
+        """Check whether the guard has ended, and read the rest of its pipes."""
         if self.gone or self._popen.poll() is None:
             return
         for descriptor in list(self._pipes):
@@ -246,7 +246,7 @@ class _Started:
         self.gone = True
 
     def signal(self, signum: int) -> None:
-        """Pass a signal to the program, unless it has ended; one that waits for the end of its input gets that instead."""
+        """Pass a signal to the program, unless it has ended; end its standard input instead if that is open."""
         if self._popen.stdin is not None:
             self._popen.stdin.close()
         elif not self.gone:
@@ -258,17 +258,17 @@ class _Started:
         return time.monotonic() - self._stopped_at if self._stopped_at else 0.0
 
     def failure(self, what: str = "", code: int = 0) -> Failure:
-        """Return why it is the cause of the job's end."""
+        """Return the failure of this process: its exit status, or `what` and `code`."""
         who = f"rank {self.task.name}" if self.task.name.isdigit() else self.task.name
         status = self._status or 0
         if not what and os.WIFSIGNALED(status):
             what, code = f"was killed by {_name(os.WTERMSIG(status))}", 128 + os.WTERMSIG(status)
         elif not what:
             what, code = f"exited with status {os.WEXITSTATUS(status)}", os.WEXITSTATUS(status)
-        return Failure(who, what, code, tuple(self._log.last_words()), str(self._log.path), self._slot)
+        return Failure(who, what, code, tuple(self._log.last_lines()), str(self._log.path), self._slot)
 
     def _start(self, grace_s: float) -> Tuple[subprocess.Popen, IO[bytes]]:
-        report, told = os.pipe()
+        report, report_end = os.pipe()
         cores = ",".join(map(str, self.task.cores)) or "-"
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until the guard is ready for them
         try:
@@ -279,7 +279,7 @@ class _Started:
                     "-S",
                     guard.__file__,
                     str(os.getpid()),
-                    str(told),
+                    str(report_end),
                     str(grace_s),
                     cores,
                     *self.task.command,
@@ -288,12 +288,12 @@ class _Started:
                 stdin=subprocess.PIPE if self.task.stdin else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[told],
-                start_new_session=True,  # so that the terminal's Ctrl-C comes to the launcher alone
+                pass_fds=[report_end],
+                start_new_session=True,  # so that only the launcher gets the terminal's Ctrl-C
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.close(told)
+            os.close(report_end)
         if popen.stdin is not None:
             with suppress(BrokenPipeError):
                 os.write(popen.stdin.fileno(), self.task.stdin)  # no more than the pipe holds: hosts.py
@@ -324,7 +324,7 @@ class _Started:
             self._pipes.pop(descriptor)[0].close()
 
     def _take_report(self, data: bytes) -> None:
-        *lines, self._told = (self._told + data).split(b"\n")
+        *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             word, *numbers = line.split()
             if word == b"pid":

@@ -1,4 +1,4 @@
-"""What the processes of a job write: shown line by line with their name in front, and kept whole in files."""
+"""The output of a job's processes: shown line by line with the process's name in front, and complete in log files."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import BinaryIO, Callable, Deque, List
 from .printable import printable_lines
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
-_LONGEST = 64 * 1024  # bytes of a line that is shown before its end has come
+_LONGEST = 64 * 1024  # bytes of a line that is shown before it is complete
 _KEPT = 200  # lines of standard error
-_TOLD = 40
+_SHOWN = 40  # lines of standard error in a failure
 _WIDTH = 500
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 class Output:
-    """Where a job's processes write to: two streams, and a folder of logs.
+    """The output of a job's processes: two streams, and a folder of logs.
 
     Parameters
     ----------
     folder : pathlib.Path
-        For one file a process, `rank-0.log`, `server-0.log`, `scheduler.log`.
+        Holds one file per process: `rank-0.log`, `server-0.log`, `scheduler.log`.
     out, err : binary files
-        For what they write to their standard output and error. Names are coloured where both are terminals.
+        Show the processes' standard output and error. Names are coloured if both are terminals.
     """
 
     def __init__(self, folder: Path, out: BinaryIO, err: BinaryIO) -> None:
@@ -34,8 +34,8 @@ class Output:
         self._streams = (out, err)
         self._colour = not os.environ.get("NO_COLOR") and out.isatty() and err.isatty()
 
-    def tell(self, text: str) -> None:
-        """Show what the launcher itself has to say, and keep it with the logs."""
+    def report(self, text: str) -> None:
+        """Show a message of the launcher, and append it to `launcher.log`."""
         line = f"gluon-mgpu launch: {printable_lines(text)}\n".encode("utf-8", "replace")
         self.show(line, 1)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class Output:
             file.write(line)
 
     def show(self, data: bytes, stream: int) -> None:
-        """Write to standard output (0) or error (1); where nobody reads any more, the logs are what there is."""
+        """Write to standard output (0) or error (1); ignore a closed stream, since the logs hold everything."""
         try:
             self._streams[stream].write(data)
             self._streams[stream].flush()
@@ -51,7 +51,7 @@ class Output:
             pass
 
     def log(self, name: str, number: int, restart: int) -> Log:
-        """Return the log of one process; after a restart it goes on in a file of its own."""
+        """Return the log of one process; each restart writes to a new file."""
         stem = re.sub(r"[^\w.-]", "-", f"rank-{name}" if name.isdigit() else name)
         folder = self.folder / f"restart-{restart}" if restart else self.folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,21 +62,21 @@ class Output:
 
 
 class Log:
-    """What one process writes.
+    """The output of one process.
 
-    A line is shown when it is complete; of what was overwritten by a carriage return, as progress bars do, only the last is.
+    A line is shown when it is complete. If carriage returns overwrite it, as in progress bars, only the last text is shown.
     """
 
     def __init__(self, path: Path, prefix: bytes, show: Callable[[bytes, int], None]) -> None:
         self.path = path
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed with the process)
         self._prefix, self._show_bytes = prefix, show
-        self._begun = [b"", b""]  # lines without an end, of standard output and error
+        self._begun = [b"", b""]  # incomplete lines of standard output and error
         self._kept: Deque[str] = deque(maxlen=_KEPT)
-        self.complaint = ""  # why the file is not whole
+        self.complaint = ""  # why the file is incomplete
 
     def write(self, data: bytes, stream: int) -> None:
-        """Take what has come from standard output (0) or error (1)."""
+        """Write bytes from the process's standard output (0) or error (1)."""
         try:
             self._file.write(data)
         except OSError as error:  # a full disk must not end the training
@@ -88,13 +88,13 @@ class Log:
         self._show(lines, stream)
 
     def close(self) -> None:
-        """Show what has no end, and close the file."""
+        """Show incomplete lines, and close the file."""
         for stream, begun in enumerate(self._begun):
             self._show([begun] if begun else [], stream)
         self._begun = [b"", b""]
         self._file.close()
 
-    def last_words(self) -> List[str]:
+    def last_lines(self) -> List[str]:
         """Return the last traceback on standard error, or its last lines.
 
         Examples
@@ -102,16 +102,16 @@ class Log:
         >>> import tempfile
         >>> log = Log(Path(tempfile.mkdtemp(), "rank-0.log"), b"[0] ", lambda data, stream: None)
         >>> log.write(b"careful\\nTraceback (most recent call last):\\n  ...\\nValueError: no\\n", 1)
-        >>> log.last_words()
+        >>> log.last_lines()
         ['Traceback (most recent call last):', '  ...', 'ValueError: no']
         >>> log.close()
         """
         lines = [*self._kept, *self._text(self._begun[1])]
         begins = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-        told = lines[begins[-1] :] if begins else lines[-10:]
-        if len(told) > _TOLD:  # the error stands at the end, where it comes from at the beginning
-            told = [*told[: _TOLD // 4], "...", *told[-_TOLD + _TOLD // 4 + 1 :]]
-        return [line[:_WIDTH] for line in told]
+        shown = lines[begins[-1] :] if begins else lines[-10:]
+        if len(shown) > _SHOWN:  # a traceback ends with the error and begins with the outermost call: keep both ends
+            shown = [*shown[: _SHOWN // 4], "...", *shown[-_SHOWN + _SHOWN // 4 + 1 :]]
+        return [line[:_WIDTH] for line in shown]
 
     def _show(self, lines: List[bytes], stream: int) -> None:
         if lines:

@@ -1,4 +1,4 @@
-"""Who runs where: from a plan, which every node is told, to the commands and environments of a node's processes."""
+"""Which process runs where: the plan that every node receives, and the commands and environments of a node's processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .interfaces import interface_of
 from .tokens import TOKEN
 
 STARTUP = str(Path(__file__).parent / "startup")
-# MXNet serves when it is imported with a role in the environment, and ends by itself. By way of us it has our settings: malloc
-# keeps the memory of messages (scripts/RESULTS.md).
+# MXNet runs as a server when it is imported with a role in the environment, and ends by itself. Importing gluon_mgpu applies our
+# settings: malloc keeps the memory of messages (scripts/benchmarks/RESULTS.md).
 _SERVER = (sys.executable, "-c", "import gluon_mgpu")
-_MEETING = str(Path(__file__).parent / "horovod_rendezvous.py")
-_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK", TOKEN}  # no worker needs the launchers' secret
+_HOROVOD_RENDEZVOUS = str(Path(__file__).parent / "horovod_rendezvous.py")
+_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK", TOKEN}  # workers must not get the launchers' secret
 BACKENDS = ("dist_sync", "horovod")
 MOST_NODES = 2**16
 MOST_PROCESSES = 2**16
@@ -37,20 +37,20 @@ _FIELDS = record(
 
 @dataclass(frozen=True)
 class Plan:
-    """What one attempt looks like, the same on every node. It holds numbers and an address, and nothing that is executed.
+    """The layout of one attempt, the same on every node. It holds numbers and an address, and no code or commands.
 
     Attributes
     ----------
     restart : int
-        How often the job has been started again.
+        Restarts of the job so far.
     counts : tuple of int
         Workers of each node.
     servers : tuple of int
-        Parameter servers of each node; none where one worker trains alone.
+        Parameter servers of each node; 0 if one worker trains alone.
     root : tuple of (str, int)
-        Address and port of the scheduler, which runs on node 0; of the meeting with Horovod.
+        Address and port on node 0 of the scheduler, or of Horovod's rendezvous.
     backend : str
-        What joins the workers: `dist_sync`, MXNet's store, or `horovod`.
+        Connects the workers: `dist_sync`, MXNet's store, or `horovod`.
     """
 
     restart: int
@@ -61,11 +61,11 @@ class Plan:
 
     @property
     def num_processes(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return sum(self.counts)
 
     def process(self, node_rank: int, local_rank: int) -> Process:
-        """Return the place of a node's worker. Ranks go node by node.
+        """Return the place of a node's worker. Ranks count up node by node.
 
         Examples
         --------
@@ -77,23 +77,23 @@ class Plan:
         return Process(rank, self.num_processes, local_rank, count, node_rank, len(self.counts), self.restart)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Plan:
+    def from_json(cls, fields: Mapping[str, Any]) -> Plan:
         """Return the plan that another node has sent as `vars(plan)`.
 
         Raises
         ------
         LaunchError
-            It is not one.
+            The fields are not a plan.
         """
         try:
-            plan = cls(**_FIELDS(said))
+            plan = cls(**_FIELDS(fields))
         except ValueError as error:
             raise LaunchError(
-                f"launch: got {str(said)[:200]!r} ({error}); expected a plan. Run the same version on every node."
+                f"launch: got {str(fields)[:200]!r} ({error}); expected a plan. Run the same version on every node."
             ) from None
         if len(plan.counts) != len(plan.servers) or not 0 < plan.num_processes <= MOST_PROCESSES:
             raise LaunchError(
-                f"launch: got {str(said)[:200]!r}; expected a plan with processes and servers for each node, "
+                f"launch: got {str(fields)[:200]!r}; expected a plan with processes and servers for each node, "
                 f"at most {MOST_PROCESSES} in all. Run the same version on every node."
             )
         return plan
@@ -106,18 +106,18 @@ class Task:
     Attributes
     ----------
     name : str
-        A worker's rank, "server 0", "scheduler" or "meeting".
+        A worker's rank, "server 0", "scheduler" or "rendezvous".
     number : int
-        For its colour.
+        Chooses its colour.
     command : tuple of str
     environ : dict of str to str
-        The whole environment.
+        The complete environment.
     is_worker : bool
-        Whether it runs the program, and does not serve those that do.
+        Whether it runs the program, rather than serving the workers.
     cores : tuple of int
-        Those that it is bound to; all where there are none.
+        The cores that it is bound to; () leaves it unbound.
     stdin : bytes
-        What it finds at its standard input, which then stays open until it is to end; nothing else asks it to.
+        Its standard input. If this is not empty, the input stays open until the process must end, instead of a signal.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a node brings: the program, and what its processes share.
+    """One machine of a job: the program, and the cores and GPUs that its processes share.
 
     Attributes
     ----------
@@ -140,11 +140,11 @@ class Machine:
     host : str
         The address at which the other nodes reach this one.
     cores : tuple of int
-        What workers are bound to, each a share of it; none to leave them unbound.
+        Each worker is bound to an equal share of them; () leaves all unbound.
     gpus : tuple of str
         The GPUs as `CUDA_VISIBLE_DEVICES` names them.
     gpus_per_process : int
-        0 gives each worker an equal share of the GPUs, or all of them where there are fewer than workers.
+        0 gives each worker an equal share of the GPUs, or all GPUs if there are fewer GPUs than workers.
     """
 
     program: Tuple[str, ...]
@@ -154,13 +154,13 @@ class Machine:
     gpus_per_process: int = 0
 
     def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
-        """Return what this machine has to start: on node 0 the scheduler or the meeting, then servers, then workers."""
+        """Return the processes of this machine: on node 0 the scheduler or the rendezvous, then servers, then workers."""
         base = {name: value for name, value in os.environ.items() if name not in _STALE and not name.startswith("DMLC_")}
         tasks: List[Task] = []
         if plan.backend == "horovod" and plan.num_processes > 1:
             if not node_rank:
-                command = (sys.executable, "-I", "-S", _MEETING, plan.root[0], str(plan.root[1]))
-                tasks = [Task("meeting", 0, command, base)]
+                command = (sys.executable, "-I", "-S", _HOROVOD_RENDEZVOUS, plan.root[0], str(plan.root[1]))
+                tasks = [Task("rendezvous", 0, command, base)]
             base = {**_hooked(base), **self._horovod_environ(plan)}
         elif any(plan.servers):
             store = {**base, **self._store_environ(plan)}
@@ -174,7 +174,7 @@ class Machine:
         return tasks + [self._worker(plan.process(node_rank, i), base, plan) for i in range(plan.counts[node_rank])]
 
     def _store_environ(self, plan: Plan) -> Dict[str, str]:
-        """Return what ps-lite, MXNet's transport, must know; it binds to `DMLC_NODE_HOST`, the scheduler to the root."""
+        """Return the variables of ps-lite, MXNet's transport. It binds to `DMLC_NODE_HOST`, the scheduler to the root."""
         return {
             "DMLC_PS_ROOT_URI": plan.root[0],
             "DMLC_PS_ROOT_PORT": str(plan.root[1]),
@@ -184,7 +184,7 @@ class Machine:
         }
 
     def _horovod_environ(self, plan: Plan) -> Dict[str, str]:
-        """Return what all processes of Horovod must know; it binds to the first address of an interface."""
+        """Return the variables of all Horovod processes. Horovod binds to the first address of an interface."""
         interface = interface_of(self.host)
         return {
             "HOROVOD_CONTROLLER": "gloo",
@@ -196,7 +196,7 @@ class Machine:
 
     def _worker(self, process: Process, base: Mapping[str, str], plan: Plan) -> Task:
         local, count = process.local_rank, process.local_processes
-        environ = {"PYTHONUNBUFFERED": "1", **base, **process.variables()}  # else the last lines of a killed process are lost
+        environ = {"PYTHONUNBUFFERED": "1", **base, **process.variables()}  # keeps the last lines of a killed process
         if plan.backend == "horovod" and plan.num_processes > 1:
             environ.update(_horovod_place(process, plan))
         cores: Tuple[int, ...] = ()
@@ -214,12 +214,12 @@ class Machine:
 
 
 def _hooked(environ: Mapping[str, str]) -> Dict[str, str]:
-    """Return an environment in which a worker ends as `startup/sitecustomize.py` says."""
+    """Return an environment whose Python runs `startup/sitecustomize.py`, which ends workers in order."""
     return {**environ, "PYTHONPATH": os.pathsep.join([STARTUP, *filter(None, [environ.get("PYTHONPATH")])])}
 
 
 def _horovod_place(process: Process, plan: Plan) -> Dict[str, str]:
-    """Return a worker's place in Horovod's words: "cross" are those with the same number on their machines."""
+    """Return a worker's place in Horovod's variables. "Cross" counts the workers with the same local rank on all machines."""
     peers = [node for node, count in enumerate(plan.counts) if count > process.local_rank]
     place = {
         "RANK": process.rank,
@@ -234,12 +234,12 @@ def _horovod_place(process: Process, plan: Plan) -> Dict[str, str]:
 
 
 def program_command(program: Sequence[str], *, module: bool = False) -> Tuple[str, ...]:
-    """Return what to execute for `train.py ...`, for a module with its arguments, or for a program on the PATH.
+    """Return the command for `train.py ...`, for a module with its arguments, or for a program on the PATH.
 
     Raises
     ------
     LaunchError
-        There is no such file, module or program.
+        The script or program does not exist.
 
     Examples
     --------
@@ -251,18 +251,20 @@ def program_command(program: Sequence[str], *, module: bool = False) -> Tuple[st
         return (sys.executable, "-m", first, *arguments)
     if first.endswith(".py"):
         if not os.path.isfile(first):
-            raise LaunchError(f"launch: got {first!r}; expected a script that is there. It is looked for from {os.getcwd()}.")
+            raise LaunchError(
+                f"launch: got {first!r}; expected an existing script. Check the path, which starts from {os.getcwd()}."
+            )
         return (sys.executable, first, *arguments)
     found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))
     if found is None:
         raise LaunchError(
-            f"launch: got {first!r}; expected a script that ends in .py, or a program on the PATH. Or a module after -m."
+            f"launch: got {first!r}; expected a script that ends in .py, or a program on the PATH. Pass -m to run a module."
         )
     return (found, *arguments)
 
 
 def shares(things: Sequence[Any], count: int) -> List[Tuple[Any, ...]]:
-    """Return things shared out in order, the first shares one longer where they do not come out even.
+    """Divide things into `count` consecutive shares; the first ones are longer by one if the division leaves a remainder.
 
     Examples
     --------
@@ -275,7 +277,7 @@ def shares(things: Sequence[Any], count: int) -> List[Tuple[Any, ...]]:
 
 
 def bindable_cores() -> Tuple[int, ...]:
-    """Return the cores of this process, threads of one core side by side; none where a quota gives it fewer than that."""
+    """Return the cores of this process, threads of one core next to each other; () if a quota allows fewer cores."""
     if not hasattr(os, "sched_getaffinity"):
         return ()
     cores = sorted(os.sched_getaffinity(0), key=_place)
@@ -294,10 +296,10 @@ def _topology(core: int, what: str) -> int:
 
 
 def default_servers(counts: Sequence[int]) -> Tuple[int, ...]:
-    """Return how many parameter servers each node has where nobody has said.
+    """Return the default number of parameter servers of each node.
 
-    A worker alone needs none. Two on one machine were faster than one, and than four, for two workers and for four; several
-    machines have one each, so that each has as much to send as to receive.
+    A single worker needs no server. On one machine, two servers were faster than one and than four, for two workers and for
+    four. Several machines have one each, so that each sends as much as it receives.
 
     Examples
     --------
@@ -309,7 +311,7 @@ def default_servers(counts: Sequence[int]) -> Tuple[int, ...]:
 
 
 def spread_servers(servers: Optional[int], counts: Sequence[int]) -> Tuple[int, ...]:
-    """Return the servers of each node, `servers` of them in all, the first nodes one more where it does not come out even."""
+    """Divide `servers` over the nodes; the first nodes get one more if the division leaves a remainder."""
     if servers is None or sum(counts) == 1:
         return default_servers(counts)
     return tuple(len(share) for share in shares(range(servers), len(counts)))

@@ -1,4 +1,4 @@
-"""Text of another process or machine, made fit for a terminal and a log: it can neither move the cursor nor hide what it says."""
+"""Text of another process or machine, made safe for terminals and logs: it cannot move the cursor or hide its content."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _UNFIT = "\N{REPLACEMENT CHARACTER}"
 def printable(text: str, longest: int = 0) -> str:
     r"""Return text as one line without escape sequences and control characters.
 
-    Characters that Unicode calls control, format (bidirectional ones among them), surrogate, private or unassigned, and line
-    ends, become U+FFFD; other blanks become spaces.
+    Line ends, and characters of Unicode's classes control, format (such as bidirectional marks), surrogate, private and
+    unassigned, become U+FFFD. Other blanks become spaces.
 
     Parameters
     ----------
     text : str
     longest : int
-        Characters that are kept; 0 for all.
+        Number of characters to keep; 0 for all.
 
     Examples
     --------
@@ -34,7 +34,7 @@ def printable(text: str, longest: int = 0) -> str:
 
 
 def printable_lines(text: str, longest: int = 0) -> str:
-    r"""Return text as `printable` does, with its line feeds.
+    r"""Return text as `printable` does, but keep its line feeds.
 
     Examples
     --------

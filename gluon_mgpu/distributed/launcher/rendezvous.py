@@ -1,4 +1,4 @@
-"""Node 0 listens, the others come and prove that they know the token: who takes part, and what each of them does."""
+"""Node 0 listens for the launchers of the other nodes, which prove that they know the token, and directs those that join."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from ..process import LaunchError
-from .connection import Connection, LostError, wait_for_news
+from .connection import Connection, LostError, wait_for_events
 from .handshake import ANSWER_BYTES, HandshakeError, check_answer, make_challenge
 from .messages import LONGEST_CAUSE, Message
 from .node import Failure
@@ -22,11 +22,11 @@ from .printable import printable_lines
 from .wire import Wire
 
 HELLO_S = 5.0  # for the proof and the first message
-_FAREWELL_S = 3.0  # for the other launchers to read how it has ended
+_FAREWELL_S = 3.0  # for the other launchers to read the end of the job
 _MOST_CALLERS = 512  # connections that have not joined
 _EACH_CALLERS = 128  # of one address
-_ACCEPTED = 64  # in one turn
-_MOST_TOLD = 20  # lines about launchers that were refused
+_ACCEPTED = 64  # connections accepted in one turn
+_MAX_REPORTS = 20  # lines about rejected launchers
 
 
 def parse_rendezvous(text: str) -> Tuple[str, int]:
@@ -35,7 +35,7 @@ def parse_rendezvous(text: str) -> Tuple[str, int]:
     Raises
     ------
     LaunchError
-        It is something else.
+        The text has another form.
 
     Examples
     --------
@@ -51,8 +51,8 @@ def parse_rendezvous(text: str) -> Tuple[str, int]:
 def reserve_port(host: str) -> socket.socket:
     """Return a socket that holds a free port of an address until it is closed.
 
-    It does not listen, so that ps-lite, which lets others share its port as long as they do not listen, can bind to it, while
-    nobody is given it by chance.
+    The socket does not listen. So ps-lite, which shares its port with sockets that do not listen, can bind to the port, and the
+    kernel gives the port to no other process.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,13 +61,13 @@ def reserve_port(host: str) -> socket.socket:
     except OSError as error:
         held.close()
         raise LaunchError(
-            f"launch: got {host}: {error.strerror}; expected an address of this machine. See --interface."
+            f"launch: got {host}: {error.strerror}; expected an address of this machine. Pass another --interface."
         ) from None
     return held
 
 
 class Member:
-    """Another machine's part of a job, as node 0 sees it: the same questions and orders as `Node`, over a connection."""
+    """Another machine's part of a job, on node 0: the same methods and attributes as `Node`, over a connection."""
 
     def __init__(self, wire: Wire, node_rank: int, num_processes: int) -> None:
         self.node_rank, self.num_processes = node_rank, num_processes
@@ -80,13 +80,13 @@ class Member:
         self._restart = -1
 
     def start(self, plan: Plan, node_rank: int) -> None:
-        """Have it start what the plan says for this node."""
+        """Order the node to start its processes of the plan."""
         self.failure, self._restart = None, plan.restart
         self.running, self.workers_left = True, plan.counts[node_rank]
         self.wire.send("start", plan=vars(plan), node_rank=node_rank)
 
-    def look(self) -> None:
-        """Take what it has reported."""
+    def poll(self) -> None:
+        """Read the node's reports."""
         try:
             message = self.wire.receive()
             while message is not None:
@@ -98,25 +98,25 @@ class Member:
             self.wire.beat()
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Have it pass a signal to its workers, and end everything."""
+        """Order the node to pass a signal to its workers, and to stop everything."""
         self.wire.send("stop", signal=int(signum))
 
     def kill(self) -> None:
-        """Do without a machine that has not ended everything by now; it ends it when it misses this one."""
+        """Order SIGKILL, and give up a machine whose processes still run; it kills them when it loses the connection."""
         if self.running:
             self.stop(signal.SIGKILL)
             self._give_up("does not end")
 
     def finish(self, code: int, cause: str) -> None:
-        """Have its launcher end as this one does."""
+        """Send the node's launcher the exit code and cause, and close the connection."""
         self.wire.send("finish", code=code, cause=printable_lines(cause, LONGEST_CAUSE))
         self.wire.close_gently()
 
     def _take(self, kind: str, state: Message) -> None:
         if kind != "state" or state["workers_left"] > self.num_processes or state["running"] < bool(state["workers_left"]):
-            raise LostError("sends what no launcher sends")
+            raise LostError("sent an invalid message")
         if state["restart"] != self._restart:
-            return  # of the attempt before
+            return  # a state of the previous attempt
         self.running, self.workers_left, self.cpu_s = state["running"], state["workers_left"], state["cpu_s"]
         if state["failure"] is not None and self.failure is None:
             failure = Failure.from_json(state["failure"])
@@ -131,17 +131,17 @@ class Member:
 
 
 class Caller:
-    """A connection whose other side has not joined: it gets a challenge, and nothing of it is parsed before its proof.
+    """A connection whose other side has not joined: it gets a challenge, and its messages are not parsed before its proof.
 
     Attributes
     ----------
     address : str
     node_rank : int
-        The one that it has proved, -1 before.
+        The rank in its valid answer, -1 before.
     wire : Wire, optional
-        Once it has proved that it knows the token.
+        Set when the caller has proved that it knows the token.
     refused : str
-        Why its proof was none.
+        Why its answer or proof was invalid.
     """
 
     def __init__(self, connection: Connection, address: str, token: bytes, silence_s: float) -> None:
@@ -154,19 +154,19 @@ class Caller:
         connection.send(self._challenge)
 
     def hello(self) -> Optional[Message]:
-        """Return its first message, None where that has not come.
+        """Return its first message; None if it has not arrived.
 
         Raises
         ------
         LostError
-            It will not come, or is another.
+            The message is late or of another kind, or the connection is lost.
         """
         if self.connection.lost or time.monotonic() > self._until:
-            raise LostError(self.connection.lost or "says nothing")
-        said = self.wire.receive() if self.wire else None
-        if said is not None and said[0] != "hello":
-            raise LostError("sends what no launcher sends")
-        return said[1] if said else None
+            raise LostError(self.connection.lost or "sends nothing")
+        message = self.wire.receive() if self.wire else None
+        if message is not None and message[0] != "hello":
+            raise LostError("sent an invalid message")
+        return message[1] if message else None
 
     def _check(self, answer: bytes) -> None:
         try:
@@ -180,24 +180,24 @@ class Caller:
 
 
 class Rendezvous:
-    """Where the launchers of the other nodes come to.
+    """Accepts the launchers of the other nodes.
 
     Parameters
     ----------
     host, port : str, int
-        What it listens at; nothing else of this machine can be reached through it.
+        Address to listen at; it gives access to nothing else on this machine.
     num_nodes : int
-        With this one.
+        Including this one.
     token : str
-        What the other launchers must know.
+        The secret that the other launchers must know.
     servers : int, optional
     backend : str
-        What is asked for here, and must be there, too.
+        Options of this node's command; the other nodes must have the same.
     selector : selectors.BaseSelector
     silence_s : float, seconds
-        After which a node that says nothing is lost.
-    tell : callable (str) -> None
-        For what a person should know.
+        A node is lost when it is silent for longer.
+    report : callable (str) -> None
+        Shows the user a message.
     """
 
     def __init__(
@@ -211,14 +211,14 @@ class Rendezvous:
         backend: str = "dist_sync",
         selector: selectors.BaseSelector,
         silence_s: float,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self.num_nodes, self._servers, self._backend = num_nodes, servers, backend
-        self._token, self._selector, self._silence_s, self._tell = token.encode("ascii"), selector, silence_s, tell
+        self._token, self._selector, self._silence_s, self._report = token.encode("ascii"), selector, silence_s, report
         self._members: Dict[int, Member] = {}
         self._callers: List[Caller] = []
-        self._leaving: List[Tuple[Connection, float]] = []  # those that were refused, until they have read it
-        self._told: Set[str] = set()
+        self._leaving: List[Tuple[Connection, float]] = []  # rejected connections, until they have read the reason
+        self._reported: Set[str] = set()
         self._most = min(_MOST_CALLERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -228,7 +228,7 @@ class Rendezvous:
             self._listener.close()
             raise LaunchError(
                 f"launch: got {host}:{port} for node 0: {error.strerror}; expected an address of this machine and a free port. "
-                "See --rendezvous and --interface."
+                "Check --rendezvous and --interface."
             ) from None
         self._listener.listen(self._most)
         self._listener.setblocking(False)
@@ -236,13 +236,13 @@ class Rendezvous:
 
     @property
     def members(self) -> List[Member]:
-        """The nodes that are here, in their order."""
+        """The nodes that have joined, by rank."""
         return [self._members[rank] for rank in sorted(self._members)]
 
-    def look(self) -> None:
-        """See who has said hello, and who is gone."""
+    def poll(self) -> None:
+        """Accept callers that have sent their hello, and drop lost nodes."""
         for member in self.members:
-            member.look()
+            member.poll()
             if member.lost:
                 del self._members[member.node_rank]
         callers, self._callers = self._callers, []
@@ -251,7 +251,7 @@ class Rendezvous:
                 hello = caller.hello()
             except LostError:
                 if caller.refused:
-                    self._tell_once(f"refused {caller.address}, which {caller.refused}")
+                    self._report_once(f"rejected {caller.address}, which {caller.refused}")
                 caller.connection.close()
             else:
                 if hello is None:
@@ -265,7 +265,7 @@ class Rendezvous:
         self._leaving = [one for one in self._leaving if not one[0].closed]
 
     def finish(self, code: int, cause: str) -> None:
-        """Let all launchers end as this one does, and listen no longer; a launcher that does not close its end is left."""
+        """Send all launchers the exit code and cause, and stop listening; do not wait for launchers that do not close."""
         self._selector.unregister(self._listener)
         self._listener.close()
         for connection in [*(caller.connection for caller in self._callers), *(one for one, _ in self._leaving)]:
@@ -274,7 +274,7 @@ class Rendezvous:
         for member in members:
             member.finish(code, cause)
         while not all(member.wire.closed for member in members) and time.monotonic() < until:
-            wait_for_news(self._selector)
+            wait_for_events(self._selector)
         for member in members:
             member.wire.close()
 
@@ -286,7 +286,7 @@ class Rendezvous:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not self._evict(self._callers):
-                    time.sleep(0.01)  # what else this process has open is not for strangers to close
+                    time.sleep(0.01)  # callers must not make this process close its other files
                 return
             same = [caller for caller in self._callers if caller.address == address]
             if len(same) >= _EACH_CALLERS:
@@ -302,7 +302,7 @@ class Rendezvous:
     def _evict(self, callers: Sequence[Caller]) -> bool:
         """Close the oldest of the callers that has proved nothing; return whether there was one."""
         for caller in callers:
-            caller.connection.look()  # its proof may have come
+            caller.connection.poll()  # its proof may have arrived
             if caller.wire is None:
                 caller.connection.close()
                 self._callers.remove(caller)
@@ -313,20 +313,20 @@ class Rendezvous:
         assert caller.wire is not None
         node_rank, why = caller.node_rank, self._why_not(caller.node_rank, hello)
         if why:
-            self._tell_once(f"refused a launcher at {caller.address}: {why}")
+            self._report_once(f"rejected a launcher at {caller.address}: {why}")
             caller.wire.send("refuse", why=why)
         elif node_rank in self._members:
-            caller.wire.send("wait", why=f"node {node_rank} is here already")  # or is not known yet to be gone
+            caller.wire.send("wait", why=f"node {node_rank} has already joined")  # or its loss is not detected yet
         else:
             self._members[node_rank] = Member(caller.wire, node_rank, hello["num_processes"])
-            self._tell(f"node {node_rank} is here, from {caller.address}")
+            self._report(f"node {node_rank} joined from {caller.address}")
             caller.wire.send("welcome")
             return
         caller.wire.close_gently()
         self._leaving.append((caller.connection, time.monotonic() + _FAREWELL_S))
 
     def _why_not(self, node_rank: int, hello: Message) -> str:
-        """Return why a node cannot take part, "" where it can."""
+        """Return why a node cannot take part, "" if it can."""
         if hello["num_nodes"] != self.num_nodes:
             return f"got --nodes {hello['num_nodes']}; expected {self.num_nodes}, as on node 0"
         if not 0 < node_rank < self.num_nodes:
@@ -334,15 +334,15 @@ class Rendezvous:
         if hello["backend"] != self._backend:
             return f"got --backend {hello['backend']}; expected {self._backend}, as on node 0"
         if hello["servers"] != self._servers:
-            return f"got {_said(hello['servers'])}; expected {_said(self._servers)}, as on node 0"
+            return f"got {_servers_option(hello['servers'])}; expected {_servers_option(self._servers)}, as on node 0"
         return ""
 
-    def _tell_once(self, text: str) -> None:
-        """Report a launcher that was refused, but not a flood of them."""
-        if text not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.add(text)
-            self._tell(text + ("" if len(self._told) < _MOST_TOLD else "; further ones are not reported"))
+    def _report_once(self, text: str) -> None:
+        """Report a rejected launcher, up to `_MAX_REPORTS` different ones."""
+        if text not in self._reported and len(self._reported) < _MAX_REPORTS:
+            self._reported.add(text)
+            self._report(text + ("" if len(self._reported) < _MAX_REPORTS else "; further ones are not reported"))
 
 
-def _said(servers: Optional[int]) -> str:
+def _servers_option(servers: Optional[int]) -> str:
     return "no --servers" if servers is None else f"--servers {servers}"

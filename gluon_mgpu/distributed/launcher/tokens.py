@@ -15,7 +15,7 @@ from ..process import LaunchError
 TOKEN = "GLUON_MGPU_TOKEN"
 _BYTES = 32
 _MOST = 4096  # bytes of a file with a token
-_FORM = re.compile(r"[!-~]{16,512}")  # what can be typed
+_FORM = re.compile(r"[!-~]{16,512}")  # characters that every keyboard can type
 
 
 def new_token() -> str:
@@ -29,21 +29,21 @@ def check_token(token: str, source: str) -> str:
     Raises
     ------
     LaunchError
-        It is too short to be a secret, or holds what cannot be typed. The error does not show it.
+        The token is too short, or has blanks or other than ASCII characters. The error does not show the token.
     """
     token = token.strip()
     if not _FORM.fullmatch(token):
         raise LaunchError(
             f"launch: got a token of {len(token)} characters in {source}; expected 16 to 512 ASCII characters without blanks. "
-            "Use the one that node 0 shows, or one of openssl rand -hex 32."
+            "Use the token that node 0 shows, or the output of openssl rand -hex 32."
         )
     return token
 
 
 def token_in_environment(environ: Optional[Mapping[str, str]] = None) -> str:
-    """Return the token in `GLUON_MGPU_TOKEN`, "" where there is none."""
-    said = (os.environ if environ is None else environ).get(TOKEN, "")
-    return check_token(said, TOKEN) if said else ""
+    """Return the token in `GLUON_MGPU_TOKEN`, "" if it is not set."""
+    token = (os.environ if environ is None else environ).get(TOKEN, "")
+    return check_token(token, TOKEN) if token else ""
 
 
 def read_token(path: Path) -> str:
@@ -52,9 +52,9 @@ def read_token(path: Path) -> str:
     Raises
     ------
     LaunchError
-        The file is not there, is no file, can be read or written by other users, or holds no token.
+        The file is missing, not a regular file, open to other users, or holds no valid token.
     """
-    missing = "a file with the token of node 0. Copy it from there"
+    missing = "a file with the token of node 0. Copy the file from node 0"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe must not keep the launcher waiting
     except OSError as error:
@@ -67,7 +67,7 @@ def read_token(path: Path) -> str:
         if mode & 0o077:
             raise _refused(path, f"mode {mode:03o}", f"mode 600, so that other users cannot read it. Run chmod 600 {path}")
         if state.st_uid not in (os.geteuid(), 0):
-            raise _refused(path, f"a file of user {state.st_uid}", "a file of your own. Copy it")
+            raise _refused(path, f"a file of user {state.st_uid}", "a file that you own. Copy it")
         text = os.read(descriptor, _MOST).decode("ascii", "replace")
     except OSError as error:
         raise _refused(path, error.strerror or str(error), missing) from None
@@ -77,7 +77,7 @@ def read_token(path: Path) -> str:
 
 
 def make_token_file(path: Path) -> bool:
-    """Write a new token into a file that only this user can read, unless the file is there; return whether it was not.
+    """Write a new token into a new file that only this user can read; return False if the file already exists.
 
     Raises
     ------
@@ -89,14 +89,14 @@ def make_token_file(path: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise _refused(path, error.strerror or str(error), "a folder to write to. Choose another path") from None
+        raise _refused(path, error.strerror or str(error), "a writable folder. Choose another path") from None
     try:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(new_token() + "\n")
     except OSError as error:
         with suppress(OSError):
             os.unlink(path)
-        raise _refused(path, error.strerror or str(error), "room for a token. Choose another path") from None
+        raise _refused(path, error.strerror or str(error), "disk space for a token. Choose another path") from None
     return True
 
 

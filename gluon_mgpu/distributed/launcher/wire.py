@@ -1,8 +1,8 @@
-"""Messages between the launchers of two machines, each of them authenticated, over a connection that must not fall silent.
+"""Authenticated messages between the launchers of two machines, over a connection that must not fall silent.
 
     length (4 bytes) | HMAC-SHA256 (32 bytes) of direction, number, length and message | message: JSON
 
-The number counts the messages of a direction, so that none can be left out, repeated or come in another order.
+The number counts the messages of a direction, so that none can be dropped, repeated or reordered.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from .fields import Field
 from .handshake import PROOF_BYTES, Keys, mac
 from .messages import TO_FOLLOWER, TO_LEADER, Message, read, write
 
-BEATS = 5  # messages that each side sends in the time after which it is taken to be gone
+BEATS = 5  # messages that each side sends within the longest silence allowed
 _LONGEST = 256 * 1024  # bytes of a message
 _HEADER = struct.Struct(f"!I{PROOF_BYTES}s")
 _NUMBERED = struct.Struct("!QI")
-_STRANGE = "sends what no launcher sends"
-# Bytes that a side may send at once, and in a second; a message counts as 1 KiB more than it has. As many may wait here.
+_INVALID = "sent an invalid message"
+# Bytes that a side may send at once, and per second; each message counts as 1 KiB more than its size. Unread messages may hold
+# as many bytes as one burst.
 _BURST, _PER_S, _EACH = 4 << 20, 512 << 10, 1 << 10
 
 
@@ -35,7 +36,7 @@ class Wire:
     connection : Connection
     keys : Keys
     silence_s : float, seconds
-        After which the other side is lost.
+        The other side is lost when it is silent for longer.
     leads : bool
         Whether this is node 0's end.
     """
@@ -46,13 +47,13 @@ class Wire:
         self._known: Mapping[str, Field] = TO_LEADER if leads else TO_FOLLOWER
         self._num_sent = self._num_received = 0
         self._messages: Deque[Tuple[str, Message, int]] = deque()
-        self._waiting = 0  # bytes of these
+        self._waiting = 0  # bytes of the unread messages
         self._heard_at = self._sent_at = self._refilled_at = time.monotonic()
         self._allowed = float(_BURST)
         connection.expect(_HEADER.size, self._take_header)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send one message; that nobody takes it is seen by a later `receive`."""
+        """Send one message; a later `receive` raises if the other side is lost."""
         self._sent_at = time.monotonic()
         data = write(kind, values)
         assert len(data) <= _LONGEST, f"{kind} takes {len(data)} bytes"
@@ -61,17 +62,17 @@ class Wire:
         self._connection.send(_HEADER.pack(len(data), proof) + data)
 
     def beat(self) -> None:
-        """Send a sign of life if nothing else has been sent lately."""
+        """Send a heartbeat if nothing else has been sent lately."""
         if time.monotonic() - self._sent_at > self._silence_s / BEATS:
             self.send("alive")
 
     def receive(self) -> Optional[Tuple[str, Message]]:
-        """Return kind and fields of the next message that has come, None where there is none; signs of life are left out.
+        """Return kind and fields of the next received message, None if there is none; heartbeats are skipped.
 
         Raises
         ------
         LostError
-            There will be no more.
+            All messages are read, and the other side is lost.
         """
         if self._messages:
             kind, fields, size = self._messages.popleft()
@@ -81,7 +82,7 @@ class Wire:
             raise LostError(self._connection.lost)
         silent_s = time.monotonic() - self._heard_at
         if silent_s > self._silence_s:
-            raise LostError(f"has not been heard of for {silent_s:.0f} s")
+            raise LostError(f"was silent for {silent_s:.0f} s")
         return None
 
     @property
@@ -94,7 +95,7 @@ class Wire:
         self._connection.close()
 
     def close_gently(self) -> None:
-        """Send what is left, take no more messages, and close when the other side does."""
+        """Send unsent bytes, accept no more messages, and close when the other side does."""
         self._messages.clear()
         self._connection.close_gently()
 
@@ -103,22 +104,22 @@ class Wire:
         if 0 < length <= _LONGEST:
             self._connection.expect(length, lambda data: self._take(data, proof))
         else:
-            self._connection.lose(_STRANGE)
+            self._connection.lose(_INVALID)
 
     def _take(self, data: bytes, proof: bytes) -> None:
         numbered = _NUMBERED.pack(self._num_received, len(data)) + data
         if not hmac.compare_digest(proof, mac(self._key, "message", numbered)):
-            self._connection.lose("sends messages that are not from the launcher that has joined")
+            self._connection.lose("sent a message that failed authentication")
             return
         self._num_received += 1
         try:
             kind, fields = read(data, self._known)
         except ValueError:
-            self._connection.lose(_STRANGE)
+            self._connection.lose(_INVALID)
             return
         size = len(data) + _EACH
         if not self._allows(size):
-            self._connection.lose("sends more than launchers send")
+            self._connection.lose("sent too many bytes")
             return
         self._heard_at = time.monotonic()
         if kind != "alive":

@@ -111,7 +111,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         """Compile the network, or no longer; see `gluon.HybridBlock.hybridize`.
 
         MXNet makes one operation of up to 15 that follow one another in a graph, and a CPU context would keep the recurrent
-        operator from the others for as long (scripts/RESULTS.md): here it is 4, unless the options say otherwise.
+        operator from the others for as long (scripts/benchmarks/RESULTS.md): here it is 4, unless the options say otherwise.
         """
         super().hybridize(active, **{**_BULK, **options})
 
@@ -228,7 +228,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
     def start(self, source: Array, lengths: Array) -> Tuple[Array, Array]:
         """Return the two inputs of `forward` that are no data: where each token stands backwards, and a first state.
 
-        MXNet takes rows by numbers up to ten times as fast as it reverses all that they hold (scripts/RESULTS.md).
+        MXNet takes rows by numbers up to ten times as fast as it reverses all that they hold (scripts/benchmarks/RESULTS.md).
 
         Parameters
         ----------

@@ -9,6 +9,7 @@ from typing import Optional, Tuple, Union
 
 from ...checks import is_whole, real_number, short
 from ...errors import DeviceError
+from ..units import format_bytes
 from . import locks
 from .visible import CudaDevice
 
@@ -56,7 +57,7 @@ class Demand:
 
     def __str__(self) -> str:
         which = f"{'free ' if self.free else ''}GPU{'s' if self.fewest > 1 else ''}"
-        memory = f" with {gib(self.min_free_bytes)} of free memory" if self.min_free_bytes else ""
+        memory = f" with {format_bytes(self.min_free_bytes)} of free memory" if self.min_free_bytes else ""
         return f"{self.fewest if self.fewest > 1 else 'a'} {which}{memory}"
 
 
@@ -88,19 +89,14 @@ def why_not_free(device: CudaDevice, demand: Demand) -> str:
     total, left = device.total_bytes, device.free_bytes
     if left is None:
         return "the driver does not report its free memory" if demand.min_free_bytes else ""
-    memory = f"{gib(left)}{f' of {gib(total)}' if total else ''} are free"
+    memory = f"{format_bytes(left)}{f' of {format_bytes(total)}' if total else ''} are free"
     if demand.min_free_bytes:
         return memory if left < demand.min_free_bytes else ""
     mine = sum(one.used_bytes or 0 for one in device.processes or () if one.pid == os.getpid())
     used = device.mig is None and device.gpu.used_bytes
     if demand.free and not ours and used and used - mine > _IDLE_BYTES:
-        return f"{gib(used)} are in use, {memory}"
+        return f"{format_bytes(used)} are in use, {memory}"
     return ""
-
-
-def gib(num_bytes: int) -> str:
-    """Return bytes as "3.5 GiB"."""
-    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _program(name: str) -> str:

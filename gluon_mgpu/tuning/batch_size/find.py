@@ -16,6 +16,7 @@ from ...checks import is_whole, real_number, short, whole_number
 from ...devices.select import DeviceSpec
 from ...errors import DeviceError, StepError, TrainerError
 from ...models import resnet18
+from ...runtime.units import format_bytes
 from ...trainer.trainer import Trainer
 from .process import INSIDE, NoMemoryError, ProbeTimeoutError, ask
 from .workload import Question, Workload, reference_of
@@ -53,7 +54,7 @@ class Probe:
         return median(self.examples_per_s) if self.examples_per_s else 0.0
 
     def __str__(self) -> str:
-        told = f"batch {self.batch_size}: {self.memory_bytes / 2**30:.2f} GiB"
+        told = f"batch {self.batch_size}: {format_bytes(self.memory_bytes, digits=2)}"
         if not self.fits:
             return f"{told}, does not fit ({self.reason})"
         return f"{told}, {self.rate:.4g} ({min(self.examples_per_s):.4g} to {max(self.examples_per_s):.4g}) examples/s, fits"
@@ -167,7 +168,7 @@ def find_batch_size(
     if not any(probe.fits for probe in probes):
         raise StepError(
             f"find_batch_size: got {probes[-1].reason} with a batch of {probes[-1].batch_size}, the smallest; expected one "
-            f"that fits in {limit / 2**30:.2f} GiB. Raise the limit, or make the network or its inputs smaller."
+            f"that fits in {format_bytes(limit, digits=2)}. Raise the limit, or make the network or its inputs smaller."
         )
     largest = max(probe.batch_size for probe in probes if probe.fits)
     if not ended_by and all(probe.fits for probe in probes):

@@ -20,6 +20,7 @@ import mxnet as mx
 from mxnet import Context
 
 from ...devices.select import use_devices
+from ...errors import last_line
 from .workload import Question, load_workload, step_of
 
 _END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -55,7 +56,7 @@ def serve(question: str) -> None:
         try:
             answer = _answer(Question(**json.loads(question)))
         except Exception as error:
-            answer = {"kind": type(error).__name__, "message": _last_line(error), "traceback": traceback.format_exc()}
+            answer = {"kind": type(error).__name__, "message": last_line(error), "traceback": traceback.format_exc()}
             answer["no_memory"] = _lacks_memory(error)
         answers.write(json.dumps({**answer, "peak_bytes": peak_bytes(os.getpid())}) + "\n")
     os._exit(0)  # how an engine ends that ran out of memory is of no interest
@@ -168,8 +169,3 @@ def _lacks_memory(error: Optional[BaseException]) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else "no message"

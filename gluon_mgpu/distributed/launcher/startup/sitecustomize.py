@@ -1,15 +1,15 @@
-"""How a worker ends: when all is well, its devices first do what is queued; when it has failed, it waits for nothing.
+"""The exit of a worker: without an error, its devices first finish all queued work; after a failure, it waits for nothing.
 
-Python imports `sitecustomize` when it starts. The launcher puts this folder in front of the workers' `PYTHONPATH`; a
-`sitecustomize` that stands behind it is run as if this one were not there.
+Python imports `sitecustomize` when it starts. The launcher puts this folder first on the workers' `PYTHONPATH`. If another
+folder on the path has a `sitecustomize`, this file runs it.
 
     exception, sys.exit(3), raise SystemExit(3) ──► exit handlers of the program ──► ours, the last: flush, _exit
-    all well ─► exit handlers of the program ──► ours, the last: wait for the devices ──► free the store ──► MXNet's own, end
+    no error ─► exit handlers of the program ──► ours, the last: wait for the devices ──► free the store ──► MXNet's own, end
                                                                       └── an operation failed: report it, _exit(1)
 
 Sums over processes are queued like other operations. A worker that drops them at its exit leaves the others waiting. MXNet's
-own exit handler drops what is queued, so it runs after the wait. A process that other processes wait for is the launcher's to
-see: no store waits at the exit for them.
+own exit handler drops queued operations, so it runs after the wait. Stores do not wait at the exit for other processes: the
+launcher detects a process that is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import threading
 from contextlib import suppress
 from typing import Any, Callable, List
 
-_codes: List[int] = []  # what a SystemExit has ended the program with
+_codes: List[int] = []  # exit codes of an uncaught SystemExit
 _code_of = vars(SystemExit)["code"].__get__
 _excepthook = threading.excepthook
 _register = atexit.register
@@ -34,9 +34,9 @@ _pid = os.getpid()
 
 
 class _Exit(SystemExit):
-    """What is called `SystemExit` here, and raised by `sys.exit`; it remembers its code when nobody has caught it.
+    """Replaces `SystemExit`, also in `sys.exit`; records its exit code if it is not caught.
 
-    The interpreter has dropped the exception when exit handlers run, and tells them nothing of it.
+    The interpreter drops the exception before exit handlers run, so they cannot see it.
     """
 
     @property
@@ -44,7 +44,7 @@ class _Exit(SystemExit):
         code = _code_of(self)
         try:
             sys._getframe(1)
-        except ValueError:  # no Python function asks: it is the interpreter, which ends
+        except ValueError:  # no Python frame: the interpreter itself reads the code, because it ends
             _codes.append(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
         return code
 
@@ -54,13 +54,13 @@ def _exit(status: Any = None, /) -> None:
 
 
 def _hook(arguments: Any, /) -> None:
-    """Do what `threading.excepthook` does, which knows the other `SystemExit` alone: a thread may end so without a word."""
+    """Ignore `_Exit` as `threading.excepthook` ignores the original `SystemExit`; pass other exceptions to it."""
     if arguments.exc_type is not _Exit:
         _excepthook(arguments)
 
 
 def _register_later(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Callable[..., Any]:
-    """Do what `atexit.register` does, but keep MXNet's own handler for `_end`: its engine drops what is queued from there on."""
+    """Do what `atexit.register` does, but keep MXNet's own handler for `_end`: after it, the engine drops queued operations."""
     if getattr(function, "__module__", "") == "mxnet.base":
         _mxnets.append(function)
         return function
@@ -68,8 +68,8 @@ def _register_later(function: Callable[..., Any], /, *arguments: Any, **named: A
 
 
 def _end() -> None:
-    """Wait for the devices and leave MXNet's stores in order; or end at once, when the program has failed."""
-    uncaught = getattr(sys, "last_type", None)  # the interpreter sets it when it prints an exception that nobody caught
+    """Wait for the devices and free MXNet's stores; or exit at once if the program has failed."""
+    uncaught = getattr(sys, "last_type", None)  # the interpreter sets it when it prints an uncaught exception
     if uncaught is not None:
         _codes.append(130 if issubclass(uncaught, KeyboardInterrupt) else 1)
     if "mxnet" not in sys.modules:
@@ -85,19 +85,19 @@ def _end() -> None:
 
 def _exit_now(status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads
+        with suppress(AttributeError, OSError, ValueError):  # no stream, a closed one, or a pipe that is not read
             stream.flush()
     os._exit(status)
 
 
 def _wait_for_devices() -> None:
-    """Wait until everything queued is done; end with status 1 if an operation failed and the program has not noticed."""
+    """Wait until all queued operations are done; exit with status 1 if one failed and the program has not noticed."""
     base = sys.modules.get("mxnet.base")
     if base is None:
         return
     with suppress(ValueError):  # not the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would run after the wait only
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would run only after the wait
     try:
         base.check_call(base._LIB.MXNDArrayWaitAll())
     except Exception:
@@ -107,17 +107,17 @@ def _wait_for_devices() -> None:
 
 
 def _free_stores() -> None:
-    """Free stores that the interpreter would not: one that is left when the process ends aborts it, its threads being alive."""
+    """Free the stores that the interpreter leaves: their threads still run at the exit, and would abort the process."""
     kind = getattr(sys.modules.get("mxnet.kvstore.kvstore"), "KVStore", None)
     for store in [one for one in gc.get_objects() if kind is not None and type(one) is kind]:
-        # Else it would wait for the other workers, also for those that wait in a sum for this one.
+        # Otherwise it would wait for the other workers, which may wait for this one in a sum.
         sys.modules["mxnet.base"]._LIB.MXKVStoreSetBarrierBeforeExit(store.handle, 0)
         store.__del__()
-        store.handle.value = None  # what freeing it again does nothing with
+        store.handle.value = None  # so that a second __del__ does nothing
 
 
 def _leave_horovod() -> None:
-    """Shut Horovod down, which `processes/horovod.py` keeps from doing so by itself."""
+    """Shut Horovod down; `distributed/horovod.py` has removed its own exit handler."""
     horovod = sys.modules.get("horovod.mxnet")
     if horovod is not None and horovod.is_initialized():
         horovod.shutdown()

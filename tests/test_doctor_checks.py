@@ -177,7 +177,7 @@ def test_no_driver_matters_only_where_one_is_needed():
     why = "nvml: got 'NVML Shared Library Not Found' from the NVIDIA driver; expected a working driver. Install NVIDIA's driver."
     without = Reading(None, why, False)
     assert check_driver(without, CPU_BUILD) == []
-    one(check_driver(without, GPU_BUILD), "NVML Shared Library Not Found", "Expected one that answers. Install NVIDIA's driver.")
+    one(check_driver(without, GPU_BUILD), "NVML Shared Library Not Found", "Expected a working driver. Install NVIDIA's driver.")
     one(check_driver(replace(without, has_signs=True), CPU_BUILD), "The GPUs cannot be read")
     assert check_gpus(without, GPU_BUILD) == []
     assert not explains(without, CPU_BUILD)

@@ -84,7 +84,7 @@ def test_modules_of_a_room_form_no_cycle(room):
 
 def test_the_check_sees_imports():
     assert {"errors", "nested", "trainer", "distributed"} <= imported_rooms(PACKAGE / "data_parallel" / "step.py")
-    assert {"loop", "data", "models"} <= imported_rooms(PACKAGE / "cli" / "train.py")
+    assert {"loop", "devices", "data_parallel", "trainer"} <= imported_rooms(PACKAGE / "cli" / "_training.py")
     assert ("data_parallel", "sharding") in imported_modules(PACKAGE / "data_parallel" / "step.py")
 
 

@@ -93,13 +93,13 @@ def _elastic(_context: click.Context, _parameter: click.Parameter, text: Optiona
 @click.option(
     "--hostfile",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Start on these machines by ssh: one per line, such as node1 slots=4. Folder and Python must be the same there.",
+    help="Start on these machines by ssh: one per line, such as node1 slots=4. Their folder and Python must be the same.",
 )
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="File with the secret that the machines share, readable only by you. Node 0 writes a new one if it is missing. Without "
-    "it, GLUON_MGPU_TOKEN is read; if that is not set, node 0 prints a new token.",
+    "this option, GLUON_MGPU_TOKEN is read; if that is not set, node 0 prints a new token.",
 )
 @click.option(
     "--end-with-input", is_flag=True, hidden=True, help="End when standard input does, as --hostfile asks of each host."

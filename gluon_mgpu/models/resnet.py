@@ -1,4 +1,4 @@
-"""ResNet-18 for small images, as d2l varies it: a 3x3 stem with stride 1, and no max-pooling."""
+"""ResNet-18 for small images, d2l's variant: a 3x3 stem with stride 1, and no max-pooling."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
     Parameters
     ----------
     num_channels : int
-        Of the output.
+        Channels of the output.
     use_1x1conv : bool
-        Bring the input to the output's shape with a 1x1 convolution.
+        Convert the input to the output's shape with a 1x1 convolution.
     strides : int
 
     Source: He, Zhang, Ren, Sun, "Deep residual learning for image recognition", 2016; attribute names as in d2l, so that
@@ -49,7 +49,7 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
 def resnet18(num_classes: int) -> nn.HybridSequential:
     """Return d2l's variant of ResNet-18: images of shape (B, channels, H, W) to scores of shape (B, num_classes).
 
-    About 11 million parameters. Legacy and np arrays, as the mode is when it is called. Not initialised.
+    It has about 11 million parameters, which are not initialised. It takes legacy or np arrays, by the mode of its creation.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def resnet18(num_classes: int) -> nn.HybridSequential:
     Raises
     ------
     TrainerError
-        Fewer than one class.
+        `num_classes` is not a whole number of 1 or more.
 
     Source: d2l, chapter "Concise Implementation for Multiple GPUs".
     """

@@ -1,4 +1,4 @@
-"""Attention of a decoder over what an encoder has read, for all steps at once."""
+"""Attention of a decoder over an encoder's outputs, for all steps at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEVER = -1e30  # as a score: its softmax is exactly 0
 
 
 class Attention(nn.HybridBlock):  # type: ignore[misc]
-    """Looks up, for each query, the values whose keys fit it, and joins what it finds with the query.
+    """Computes, for each query, a weighted sum of the values by their keys, and joins it with the query.
 
     ```
     query ──┬─► score of each key ─► softmax over the true length ─► weighted sum of the values ─┐
@@ -26,7 +26,7 @@ class Attention(nn.HybridBlock):  # type: ignore[misc]
     kind : str
         `"dot"`: query times key. `"additive"`: v times tanh(W query + key), which keeps N x S x T x size numbers.
     size : int
-        Of queries, keys and results.
+        Size of queries, keys and results.
     value_size : int
 
     Source: Luong, Pham, Manning, "Effective approaches to attention-based neural machine translation", 2015 (its "general" score,
@@ -52,7 +52,7 @@ class Attention(nn.HybridBlock):  # type: ignore[misc]
         queries : NDArray, shape (N, T, size)
         keys, values : NDArray, shapes (N, S, size) and (N, S, value_size)
         lengths : NDArray, shape (N,)
-            How many of the S are true, 1 or more.
+            The number of true positions among the S, 1 or more.
         """
         if self._kind == "dot":
             scores = F.batch_dot(keys, queries, transpose_b=True)
@@ -68,6 +68,6 @@ class Attention(nn.HybridBlock):  # type: ignore[misc]
 def join_last(F: Any, *arrays: Any) -> Any:
     """Return arrays of shapes (A, B, ...) side by side along their last axis.
 
-    By way of four axes, which oneDNN joins: what MXNet has for three takes ten times as long.
+    It uses four axes, for which MXNet calls oneDNN; its own operator for three axes takes ten times as long.
     """
     return F.reshape(F.concat(*(F.expand_dims(array, axis=0) for array in arrays), dim=3), shape=(-3, 0, 0))

@@ -1,4 +1,4 @@
-"""Callbacks of a run that trains a translator: scores of translations, tokens/s, rates that fall on a plateau, model folders."""
+"""Callbacks for training a translator: translation scores, tokens/s, a learning rate that falls on a plateau, model folders."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .translator import PARTS, Translator, check_replaceable
 class ValidateTranslations(Callback):
     """Translates sentences after each epoch, greedily, and adds `test_exact_match`, `test_bleu` and `test_chrf` to its row.
 
-    Callbacks that look at these columns come after it.
+    Callbacks that read these columns come after it.
 
     Parameters
     ----------
     translator : Translator
-        Of the network that is being trained.
+        The translator of the network in training.
     pairs : SentencePairs
-        One or more, that are not trained on.
+        One or more pairs that are not in the training data.
     """
 
     def __init__(self, translator: Translator, pairs: SentencePairs) -> None:
@@ -42,12 +42,12 @@ class ValidateTranslations(Callback):
 
 
 class TokenProgress(Progress):
-    """Progress in tokens/s: of source and target, with their ends, without padding. It adds `tokens_per_s` to each row.
+    """Progress in tokens/s: source and target with their end tokens, without padding. It adds `tokens_per_s` to each row.
 
     Parameters
     ----------
     loader : PairLoader
-        What is trained on. Within an epoch, pairs are taken to be of mean length.
+        The training data. Within an epoch, all pairs count with the mean length.
     every_s : float, seconds
         As for `Progress`.
     """
@@ -73,7 +73,7 @@ class PlateauSchedule(lr_scheduler.LRScheduler):  # type: ignore[misc]
     ----------
     base_lr : float
     warmup_steps : int
-        From a tenth of it, by the same amount each step.
+        Steps of a linear warm-up from a tenth of `base_lr`.
 
     Examples
     --------
@@ -82,7 +82,7 @@ class PlateauSchedule(lr_scheduler.LRScheduler):  # type: ignore[misc]
     [0.1, 0.55, 1.0, 1.0]
     """
 
-    moved = ("factor",)  # all else is what it was made with: a run with other numbers does not resume from its checkpoints
+    moved = ("factor",)  # everything else is constant: a run with other values cannot resume from its checkpoints
 
     def __init__(self, base_lr: float, warmup_steps: int = 0) -> None:
         super().__init__(base_lr, warmup_steps=warmup_steps, warmup_begin_lr=base_lr / 10)
@@ -94,16 +94,16 @@ class PlateauSchedule(lr_scheduler.LRScheduler):  # type: ignore[misc]
 
 
 class Plateau(Callback):
-    """Lowers the learning rate after each epoch that has not made a metric better.
+    """Lowers the learning rate after each epoch that has not improved a metric.
 
     Parameters
     ----------
     schedule : PlateauSchedule
-        The one that the trainer has.
+        The schedule of the trainer.
     monitor : str
         A column of the history.
     factor : float, more than 0 and less than 1
-        What the rate is multiplied by.
+        The rate is multiplied by it.
     mode : "min", "max" or None
         As for `EarlyStopping`.
     """
@@ -124,20 +124,20 @@ class Plateau(Callback):
 
 
 class SaveTranslator(Checkpoint):
-    """Saves the translator and its trainer's states: `best` when a metric is better than before, `last` after each epoch.
+    """Saves the translator and its trainer's states: `best` when a metric improves, `last` after each epoch.
 
-    What an error has spoilt is not saved; what Ctrl-C ends is.
+    It saves when Ctrl-C or SIGTERM stops the run, but not after an error.
 
     Parameters
     ----------
     folder : str or pathlib.Path
-        Where the folders `best` and `last` go; see `Translator.save`.
+        The folder that receives the folders `best` and `last`; see `Translator.save`.
     translator : Translator
-        Of the network that is being trained.
+        The translator of the network in training.
     monitor : str
         A column of the history.
     **options
-        Of `Checkpoint`: `mode`, `every`, `keep`, `background`.
+        Options of `Checkpoint`: `mode`, `every`, `keep`, `background`.
     """
 
     _parts = PARTS

@@ -1,4 +1,4 @@
-"""One code for legacy and np arrays: blocks that compute with legacy operators, whichever they are given."""
+"""Blocks for legacy and np arrays alike: they compute with legacy operators."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Method = Callable[..., Any]
 
 
 def on_legacy_arrays(method: Method) -> Method:
-    """Return a method that sees legacy arrays alone, and returns arrays of the kind that the mode asks for.
+    """Return a method that receives legacy arrays only, and returns arrays of the current mode.
 
-    MXNet 1.9.1 has the recurrent operator for np arrays, but not all of what stands around it. Both kinds are views of the same
-    memory, and gradients flow through the change.
+    MXNet 1.9.1 has the recurrent operator for np arrays, but not all operators around it. Both kinds are views of the same
+    memory, and gradients flow through the conversion.
     """
 
     @wraps(method)
@@ -32,7 +32,7 @@ def on_legacy_arrays(method: Method) -> Method:
 
 
 class _LegacyParameters:
-    """Gives `hybrid_forward` its parameters as legacy arrays, also those that were initialised in np mode."""
+    """Passes parameters to `hybrid_forward` as legacy arrays, even if they were initialised in np mode."""
 
     def hybrid_forward(self, F: Any, x: Any, **params: Any) -> Any:
         legacy = {name: param.as_nd_ndarray() for name, param in params.items() if param is not None}
@@ -40,16 +40,16 @@ class _LegacyParameters:
 
 
 class Dense(_LegacyParameters, nn.Dense):  # type: ignore[misc]
-    """Gluon's, for legacy arrays in both modes."""
+    """Gluon's layer, for legacy arrays in both modes."""
 
 
 class Embedding(_LegacyParameters, nn.Embedding):  # type: ignore[misc]
-    """Gluon's, for legacy arrays in both modes."""
+    """Gluon's layer, for legacy arrays in both modes."""
 
 
 class Dropout(nn.Dropout):  # type: ignore[misc]
-    """Gluon's, which copies its input where the rate is 0; this one hands it on."""
+    """Gluon's layer, except that it returns its input without a copy if the rate is 0."""
 
     def forward(self, x: Any) -> Any:
-        """Return the input with some numbers left out."""
+        """Return the input with some elements set to zero."""
         return super().forward(x) if self._rate else x

@@ -17,28 +17,28 @@ LAYOUTS = ("NTC", "TNC")
 
 
 class SequenceLoss(gluon.Block):  # type: ignore[misc]
-    """Cross-entropy of the true tokens of each sentence, summed over its length; padding counts nothing.
+    """Cross-entropy of the true tokens of each sentence, summed over its length, without padding.
 
-    The gradient is to be divided by tokens, not sentences: `train_batch` asks `num_units` for their number in the whole batch, so
-    that it is the same on one device and on several, however the sentences are spread.
+    The gradient is divided by tokens, not sentences: `train_batch` calls `num_units` for their number in the whole batch. So the
+    gradient is the same on one device and on several, however the sentences are split.
 
     Parameters
     ----------
     label_smoothing : float, 0 up to 1
         This share of each target is spread evenly over the vocabulary.
     layout : str
-        `"NTC"` or `"TNC"`, as of the network.
+        `"NTC"` or `"TNC"`, as for the network.
 
     Raises
     ------
     TrainerError
-        An option is none of these.
+        An option is invalid.
 
     Examples
     --------
     >>> import mxnet as mx
     >>> loss = SequenceLoss()
-    >>> scores = mx.nd.zeros((2, 3, 4))  # two sentences of three tokens; every one of four is as likely
+    >>> scores = mx.nd.zeros((2, 3, 4))  # two sentences of three tokens; all four tokens are equally likely
     >>> tokens, lengths = mx.nd.ones((2, 3)), mx.nd.array([3, 1])
     >>> loss(scores, (tokens, lengths)).round().asnumpy().tolist()  # 3 log 4 and log 4
     [4.0, 1.0]
@@ -68,7 +68,7 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
         return self.sums(scores, tokens, lengths)
 
     def num_units(self, label: Any) -> int:
-        """Return the true tokens of a batch. Of NumPy lengths it waits for nothing; MXNet's are read.
+        """Return the number of true tokens of a batch. NumPy lengths need no waiting; MXNet lengths are read.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Attention seq2seq: an encoder reads a sentence in both directions, a decoder writes another, looking back at it."""
+"""Attention seq2seq: an encoder reads a sentence in both directions, and a decoder with attention writes another."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
     source ─► embed ─► both directions, layer by layer ─► values ─► keys              once for all steps
                                   └─ last states ─► first states of the decoder
     target ─► embed ─► recurrent layers ─► attention ─► output layer                  all steps at once
-                              └──◄── input feeding ◄──┘                               or steps, but for embedding and output
+                              └──◄── input feeding ◄──┘                               or steps, except embedding, output
     ```
 
-    Teacher forcing knows all inputs of the decoder beforehand. Without input feeding, its recurrent layers run as the encoder's
-    do, and attention and output layer take all steps together. With it, each step's attentional vector goes into the next.
+    With teacher forcing, all inputs of the decoder are known in advance. Without input feeding, its recurrent layers run like the
+    encoder's, and attention and output layer compute all steps together. With it, each step's attentional vector is an input of
+    the next step.
 
-    Padding changes nothing: a sentence gives the same scores alone and in a batch. `net.hybridize()` compiles it, whole where all
-    steps are taken at once, else its parts. Inputs are legacy or np arrays, as the mode is.
+    Padding has no effect: a sentence has the same scores alone and in a batch. `net.hybridize()` compiles the whole network if
+    all steps run at once, else its parts. Inputs are legacy or np arrays, by the current mode.
 
     Parameters
     ----------
@@ -49,9 +50,9 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         `"dot"` or `"additive"`; see `Attention`.
     input_feeding : bool
     tied : bool
-        The output layer's weights are the target embedding's, which needs `embed_size == hidden_size`.
+        The output layer shares the target embedding's weights, which requires `embed_size == hidden_size`.
     dropout : float, 0 up to 1
-        Of embeddings, of outputs between layers, and of what goes into the output layer.
+        Of embeddings, of outputs between layers, and of the output layer's input.
     layout : str
         `"NTC"`: tokens of shape (N, T), scores of shape (N, T, vocabulary). `"TNC"`: (T, N) and (T, N, vocabulary).
     recurrence : str
@@ -60,7 +61,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
     Raises
     ------
     TrainerError
-        An option is none of these.
+        An option is invalid.
 
     Examples
     --------
@@ -108,7 +109,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
             self.output = Dense(target_vocab_size, flatten=False, in_units=hidden_size, params=shared)
 
     def hybridize(self, active: bool = True, **options: Any) -> None:
-        """Compile the network, or no longer; see `gluon.HybridBlock.hybridize`.
+        """Compile the network, or stop compiling it; see `gluon.HybridBlock.hybridize`.
 
         MXNet makes one operation of up to 15 that follow one another in a graph, and a CPU context would keep the recurrent
         operator from the others for as long (scripts/benchmarks/RESULTS.md): here it is 4, unless the options say otherwise.
@@ -139,7 +140,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         return super().forward(*inputs) if self.decoder.is_at_once(source) else self.hybrid_forward(mx.nd, *inputs)
 
     def _is_overridden(self) -> bool:
-        """Return whether `encode` or `decode` is another than here, in a subclass or in this object."""
+        """Return whether a subclass or this object overrides `encode` or `decode`."""
         ways = ((self.encode, Seq2Seq.encode), (self.decode, Seq2Seq.decode))
         return any(getattr(way, "__func__", way) is not ours for way, ours in ways)
 
@@ -150,7 +151,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
     @on_legacy_arrays
     def encode(self, source: Array, lengths: Array) -> Tuple[State, Memory]:
-        """Return the decoder's first state, and what it looks back at.
+        """Return the decoder's first state, and the memory for its attention.
 
         Parameters
         ----------
@@ -161,7 +162,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
     @on_legacy_arrays
     def decode(self, target: Array, state: State, memory: Memory) -> Tuple[Array, State, Array]:
-        """Return the scores of the tokens after these, the state after the last, and where attention looked.
+        """Return the scores of the tokens after these, the state after the last, and the attention weights.
 
         Called for all steps of a known target, or for one step after the other with the state of the last.
 
@@ -194,7 +195,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
 
 class Encoder(nn.HybridBlock):  # type: ignore[misc]
-    """Recurrent layers in both directions, each from the first to the last true token or back.
+    """Recurrent layers in both directions, between the first and the last true token.
 
     The backward direction reads each sentence reversed within its length. MXNet's bidirectional operator begins at the padding,
     and on a CPU it ignores `use_sequence_length`.
@@ -226,7 +227,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
             self.bridge = Dense(width, activation="tanh", in_units=2 * hidden_size)
 
     def start(self, source: Array, lengths: Array) -> Tuple[Array, Array]:
-        """Return the two inputs of `forward` that are no data: where each token stands backwards, and a first state.
+        """Return the two inputs of `forward` that are not data: each token's position backwards, and a first state.
 
         MXNet takes rows by numbers up to ten times as fast as it reverses all that they hold (scripts/benchmarks/RESULTS.md).
 
@@ -267,7 +268,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
             right = back(_rows(F, outputs, backwards), *states)[0]
             pair = F.stack(left, _rows(F, right, backwards), axis=2)
             outputs = F.reshape(pair, shape=(0, 0, -3))  # side by side, faster than concat
-        # Each direction's last state stands at the last true token of what it has read.
+        # Each direction's last state is at the last true token that it has read.
         last = [F.SequenceLast(one, lengths, use_sequence_length=True) for one in (left, right)]
         values = F.swapaxes(self.dropout(outputs), dim1=0, dim2=1)
         return values, self.keys(values), self.bridge(F.concat(*last, dim=1))
@@ -306,7 +307,7 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
         return (*state, F.zeros_like(state[0])) if self.feed is not None else state
 
     def is_at_once(self, inputs: Array) -> bool:
-        """Return whether all steps can be taken at once, and compiled, where these inputs are."""
+        """Return whether all steps can run at once, and compiled, on the device of these inputs."""
         return self.feed is None and can_compile(self.layers, inputs)
 
     def forward(self, embedded: Array, keys: Array, values: Array, lengths: Array, *state: Array) -> Tuple[Array, ...]:
@@ -346,7 +347,7 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
         return (mx.nd.concat(*all_vectors, dim=1), mx.nd.concat(*all_weights, dim=2), *state)
 
     def _by_layer(self, state: State) -> List[State]:
-        """Return each layer's states; what is fed comes after them."""
+        """Return each layer's states, followed by the vector for input feeding."""
         size = self._num_arrays // len(self.layers)
         return [state[i : i + size] for i in range(0, self._num_arrays, size)]
 

@@ -22,14 +22,14 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
     """A GRU or LSTM layer in one direction, steps first.
 
     ```
-    fused:   inputs ─────────────────────────► one operator ─► outputs     faster; but CPU contexts take turns on it
-    steps:   inputs ─► i2h of all steps at once ─► step ─► step ─► step    CPU contexts work at once
+    fused:   inputs ─────────────────────────► one operator ─► outputs     faster; but CPU contexts take turns
+    steps:   inputs ─► i2h of all steps at once ─► step ─► step ─► step    CPU contexts work in parallel
     ```
 
-    MXNet's operator asks for a resource that all CPU contexts share. Two keep each other busy with the rest of the network: one
-    computes its output layer while the other has the operator. `"auto"` goes step by step where three or more CPU contexts have
-    the parameters, and as many cores. The parameters are those of Gluon's layers and cells, so that what one way has trained the
-    other continues.
+    MXNet's operator requests a resource that all CPU contexts share. Two contexts can still overlap: one computes its output
+    layer while the other runs the operator. `"auto"` chooses `"steps"` if three or more CPU contexts hold the parameters and the
+    machine has as many cores. The parameters are those of Gluon's layers and cells, so either mode can continue the other's
+    training.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
     Raises
     ------
     TrainerError
-        An unknown cell or way.
+        An option is invalid.
 
     Source: gates and their order are those of `mxnet.gluon.rnn.GRUCell` and `LSTMCell`.
     """

@@ -1,4 +1,4 @@
-"""How good translations are: exact match, BLEU and chrF."""
+"""Scores of translations: exact match, BLEU and chrF."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def has_sacrebleu() -> bool:
 
 
 def translation_scores(translations: Sequence[str], references: Sequence[str]) -> Dict[str, float]:
-    """Return how good translations are: `exact_match`, and where sacrebleu is installed `bleu` and `chrf`; all from 0 to 100.
+    """Return the scores of translations: `exact_match`, and with sacrebleu also `bleu` and `chrf`; all from 0 to 100.
 
-    BLEU is over sacrebleu's usual words (13a); over characters where the references are Korean, whose words end in many ways.
-    Such numbers are comparable with one another only.
+    BLEU compares sacrebleu's default words (13a), or characters if the references are Korean, whose words have many endings.
+    Compare scores of characters only with each other.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def translation_scores(translations: Sequence[str], references: Sequence[str]) -
     Raises
     ------
     DataError
-        They are not as many, or none.
+        The numbers of texts differ, or there are none.
 
     Examples
     --------
@@ -40,7 +40,7 @@ def translation_scores(translations: Sequence[str], references: Sequence[str]) -
     scores = {"exact_match": 100 * exact_match(translations, references)}
     if not has_sacrebleu():
         return scores
-    metrics = import_module("sacrebleu.metrics")  # takes a while, and is seldom wanted
+    metrics = import_module("sacrebleu.metrics")  # only here: the import is slow
     bleu = metrics.BLEU(tokenize="char" if _is_korean(references) else "13a")
     scores["bleu"] = float(bleu.corpus_score(list(translations), [list(references)]).score)
     scores["chrf"] = float(metrics.CHRF().corpus_score(list(translations), [list(references)]).score)

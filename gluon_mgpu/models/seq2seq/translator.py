@@ -123,15 +123,15 @@ class Translator:
         Raises
         ------
         TrainerError
-            Not a list of texts, or a wrong option.
+            `texts` is not a list of texts, or an option is invalid.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
             raise TrainerError(f"Translator: got {short(texts)}; expected a list of texts. Pass [text] for one.")
         encoded = [self.source_vocabulary.encode(text) for text in texts]
-        asked = [sentence for sentence in encoded if sentence]
-        found = iter(translate(self.net, asked, beam_size=beam_size, num_best=num_best, **search))
+        not_empty = [sentence for sentence in encoded if sentence]
+        found = iter(translate(self.net, not_empty, beam_size=beam_size, num_best=num_best, **search))
         return [
-            [self._told(sentence, one) for one in next(found)] if sentence else [TranslatedText("", 0.0, [], [])]
+            [self._as_text(sentence, one) for one in next(found)] if sentence else [TranslatedText("", 0.0, [], [])]
             for sentence in encoded
         ]
 
@@ -143,18 +143,18 @@ class Translator:
         """Write a folder that `load_translator` reads.
 
         ```
-        model.json                    the network's options, and what its vocabularies are known by
+        model.json                    the network's options, and a description of its vocabularies
         source.vocab, target.vocab
-        checkpoint/                   of save_checkpoint: weights, and the trainer's states where there is one
+        checkpoint/                   from save_checkpoint: weights, and the trainer's states if there is one
         ```
 
-        The folder is written next to it, forced to the disk and then renamed: one of this name is whole. In a job of several
-        processes, the first one writes, and each is to call it.
+        The folder is written next to the target, synced to the disk and then renamed, so the target is always complete. In a job
+        of several processes, all must call it, and the first one writes.
 
         Parameters
         ----------
         folder : str or pathlib.Path
-            Replaced if it is there, and refused if it holds anything else.
+            An existing translator is replaced. It is an error if the folder holds anything else.
         trainer : Trainer, optional
         progress : dict, optional
             See `save_checkpoint`.
@@ -164,7 +164,7 @@ class Translator:
         StateError
             The folder holds something else, or the network has no values. Nothing was written.
         SaveError
-            The folder cannot be written. What was there stays.
+            The folder cannot be written. The previous content stays.
         """
         folder = Path(folder)
         check_replaceable(folder)
@@ -177,9 +177,9 @@ class Translator:
             commit(folder)
 
     def write(self, folder: Path, snapshot: Snapshot) -> None:
-        """Fill a folder that is there and empty, with the network as it was in a snapshot. Its checkpoint comes last.
+        """Fill an existing empty folder with the network of a snapshot; the checkpoint comes last.
 
-        In any thread.
+        It may run in any thread.
         """
         for side, vocabulary in zip(_SIDES, self._vocabularies()):
             vocabulary.save(folder / f"{side}.vocab")
@@ -191,21 +191,21 @@ class Translator:
         snapshot.write(folder / INNER)
 
     def config(self) -> Dict[str, Any]:
-        """Return what `save` keeps in model.json."""
+        """Return the content of model.json."""
         known = {f"{side}_vocabulary": one.config() for side, one in zip(_SIDES, self._vocabularies())}
         return {"network": self.options, **known}
 
     def _vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
         return self.source_vocabulary, self.target_vocabulary
 
-    def _told(self, sentence: List[int], found: Translation) -> TranslatedText:
+    def _as_text(self, sentence: List[int], found: Translation) -> TranslatedText:
         source = self.source_vocabulary.tokens([*sentence, EOS])
         target = self.target_vocabulary.tokens([*found.tokens, *([EOS] if found.finished else [])])
         return TranslatedText(self.target_vocabulary.decode(found.tokens), found.score, source, target, found.attention)
 
 
 def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context]] = None) -> Translator:
-    """Return what `Translator.save` wrote, on these devices: as many as then or not.
+    """Return the translator that `Translator.save` wrote, on any number of devices.
 
     Parameters
     ----------

@@ -28,9 +28,9 @@ from typing import Any, Callable, Dict, List, Tuple
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGE = f"""
 import sys, types
-package = types.ModuleType("gluon_mgpu")  # without MXNet, so that it starts at once
-package.__path__ = [{str(ROOT / "gluon_mgpu")!r}]
-sys.modules["gluon_mgpu"] = package
+for name in ("gluon_mgpu", "gluon_mgpu.distributed"):  # without MXNet, so that it starts at once
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [{str(ROOT)!r} + "/" + name.replace(".", "/")]
 """
 exec(_PACKAGE)
 from gluon_mgpu.distributed.launcher import handshake, messages  # noqa: E402

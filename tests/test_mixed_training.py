@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError, TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
-from gluon_mgpu.trainer.precision import precision_of
+from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of
 from mxnet import gluon
 
 from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
@@ -118,6 +118,7 @@ def test_losses_that_were_not_scaled_are_refused(devices):
     assert largest_difference(weights_of(net), before) > 0.0
 
 
+@pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor")
 def test_a_trainer_sets_the_precision(devices, arrays):
     net = small_net(devices)
     trainer = mgpu.Trainer(net, *MOMENTUM, precision="bf16")

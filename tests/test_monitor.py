@@ -105,7 +105,7 @@ def test_slow_data_is_named_with_its_line(caplog):
     (idle,) = found()  # perhaps among findings of other processes' load
     assert "test_monitor.py" in idle.message and "(__iter__)" in idle.message
     warned = [record.message for record in caplog.records if "monitor: idle" in record.message]
-    assert sum("waiting for the next batch" in message for message in warned) == 1
+    assert sum("waits for the next batch" in message for message in warned) == 1
 
 
 def test_a_loop_by_hand_that_reads_every_loss():

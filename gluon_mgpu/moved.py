@@ -151,8 +151,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _warn(old: str, stacklevel: int) -> None:
-    told = f"{old} is now {current_module(old)}. The old name goes with the next release."
-    warnings.warn(told, DeprecationWarning, stacklevel=stacklevel + 1)
+    message = f"{old} is now {current_module(old)}. The old name goes with the next release."
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 class _OldNames:

@@ -72,32 +72,32 @@ def translate(
     ```
     sentences ─► by length, in batches ─► split ─► encode once ─┐       on each device
                  its K hypotheses ◄── K best of K x V ◄── one step for all hypotheses ◄──┐
-                        └── those that end are finished; the others go on ───────────────┘
+                        └── those that end are finished; the others continue ─────────────┘
     ```
 
-    What a sentence becomes does not depend on what it is in a batch with, but for rounding. The search of a sentence ends when no
-    hypothesis goes on, or none that does can come among the `num_best`. A beam of 1 is greedy search.
+    The other sentences of a batch do not change a translation, except for rounding. The search of a sentence ends when no
+    hypothesis continues, or when none that continues can be among the `num_best`. A beam of 1 is greedy search.
 
     Parameters
     ----------
     net : Seq2Seq
         Initialised on one or more devices.
     sentences : sequence of sequences of int
-        Source tokens, 1 or more a sentence: what `Vocabulary.encode` gave.
+        Source tokens, 1 or more per sentence, from `Vocabulary.encode`.
     bos, eos : int
         The target vocabulary's tokens before the first and after the last.
     source_eos : int, optional
-        Put after each source, as `PairLoader` does; None for a network that was trained without.
+        Appended to each source, as `PairLoader` does; None for a network that was trained without it.
     beam_size : int
-        Hypotheses a sentence; 1 is greedy.
+        Hypotheses per sentence; 1 is greedy.
     num_best : int
-        Translations a sentence, at most `beam_size`.
+        Translations per sentence, at most `beam_size`.
     alpha : float, 0 or more
-        How strongly length is made up for. 0 ranks by probability alone, which favours short ones.
+        How strongly to compensate for length. 0 ranks by probability alone, which favours short translations.
     penalty : str
         `"wu"`: ((5 + length) / 6) ** alpha. `"plain"`: length ** alpha. The end of the sentence counts.
     max_length : int, optional
-        Tokens a translation, with its end; twice the source's length and 10 by default.
+        Tokens per translation, including its end; twice the source's length and 10 by default.
     batch_size : int
         Sentences at once, over all devices.
     attention : bool

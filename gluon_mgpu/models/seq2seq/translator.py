@@ -71,7 +71,7 @@ class Translator:
     ----------
     source_vocabulary, target_vocabulary : Vocabulary
     **options
-        Of `Seq2Seq`, but for the vocabularies' sizes.
+        Options of `Seq2Seq`, except the sizes of the vocabularies.
 
     Attributes
     ----------
@@ -232,7 +232,7 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
         if missing:
             raise StateError(
                 f"load_translator: got {opened.path} without {', '.join(missing)}; expected a folder of Translator.save. "
-                "Pass the folder best of a training run, say."
+                "Pass, for example, the folder best of a training run."
             )
         config = _read_config(opened.read(CONFIG_FILE), opened.path / CONFIG_FILE)
         vocabularies = []

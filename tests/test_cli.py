@@ -391,7 +391,7 @@ def test_devices_that_are_not_there_are_told(tiny, data_dir, tmp_path, options, 
 
 def test_a_bad_folder_is_told(tiny, tmp_path):
     (tmp_path / "empty").mkdir()
-    for folder, told in (("not there", "which is no folder"), ("empty", "without train-images-idx3-ubyte")):
+    for folder, told in (("not there", "which is not a folder"), ("empty", "without train-images-idx3-ubyte")):
         message = fail(*TRAIN, "--data-dir", tmp_path / folder, "--output", tmp_path / "out")
         assert message.startswith(f"Error: load_idx_folder: got {tmp_path / folder}")
         assert told in message

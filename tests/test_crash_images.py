@@ -123,7 +123,7 @@ def test_a_best_that_cannot_be_made_again_is_reported(tmp_path, caplog):
     shutil.rmtree(tmp_path / "best")
     fit(tmp_path)
     assert names(tmp_path) == ["last"]
-    assert "best is not of epoch 2, the best one by score, and no whole checkpoint of that is left" in caplog.text
+    assert "best is not of epoch 2, the best one by score, and no complete checkpoint of that epoch is left" in caplog.text
 
 
 def test_best_comes_along_into_another_folder(tmp_path, undisturbed):

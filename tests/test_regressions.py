@@ -386,7 +386,7 @@ def test_gradients_are_summed_once(again):
     backward(net, [(CTX[0], 2.0), (CTX[1], 5.0)])
     trainer.allreduce_grads()
     if again == "allreduce_grads":
-        with pytest.raises(TrainerError, match="summed before"):
+        with pytest.raises(TrainerError, match="already summed"):
             trainer.allreduce_grads()
     elif again == "step":
         with pytest.raises(StaleGradientError):

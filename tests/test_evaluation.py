@@ -178,7 +178,7 @@ def without_parameters():
 
 @pytest.mark.parametrize("make", [not_initialised, without_parameters])
 def test_a_network_on_no_device_is_refused(make):
-    with pytest.raises(TrainerError, match="^evaluate: got a network that is on no device") as caught:
+    with pytest.raises(TrainerError, match="^evaluate: got a network without initialised parameters") as caught:
         mgpu.evaluate_accuracy_gpus(make(), make_batches())
     assert_house_style(caught.value)
 

@@ -404,7 +404,7 @@ def test_a_trainer_that_is_gone_in_the_middle_of_a_group(devices):
     del going
     gc.collect()
     mgpu.backward(losses_of(net, data(2, 4), devices))
-    assert_refused(lambda: staying.step(4), "a trainer that is gone")
+    assert_refused(lambda: staying.step(4), "a trainer that no longer exists")
     passes = [(data(seed, 4), True) for seed in (2, 3)]
     for X, _ in passes:
         mgpu.backward(losses_of(net, X, devices))

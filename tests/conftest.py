@@ -10,6 +10,7 @@ import gluon_mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import HealthCheck, settings
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -45,6 +46,10 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no GPU that MXNet can run on"))
+    if not can_compute_bf16():
+        for item in items:
+            if item.name == "gluon_mgpu.trainer.precision.set_precision":
+                item.add_marker(pytest.mark.skip(reason="MXNet cannot compute in bfloat16 on this processor"))
 
 
 def beyond_pairs(items):

@@ -164,6 +164,7 @@ def test_the_verdict_on_the_larger_batch(accuracies, verdict):
     assert LargerBatch(with_accuracies(0.90, 0.91, 0.905), with_accuracies(*accuracies), 0.02).verdict == verdict
 
 
+@pytest.mark.exhaustive
 def test_a_larger_batch_with_a_scaled_rate_agrees_and_a_wrong_rate_does_not():
     """On the digits, with few epochs: four times the batch at the old rate has learnt less, and is told apart."""
     digits = mgpu.data.load_digits()

@@ -21,7 +21,7 @@ from gluon_mgpu.errors import DeviceError, StepError, TrainerError
 from gluon_mgpu.tuning.batch_size import BatchSizes, Probe, find_batch_size, recommend, search
 from gluon_mgpu.tuning.batch_size.find import resnet18_workload
 from gluon_mgpu.tuning.batch_size.probe import _lacks_memory, _measure
-from gluon_mgpu.tuning.batch_size.process import NoMemoryError, ProbeTimeoutError, _tell_end, ask
+from gluon_mgpu.tuning.batch_size.process import NoMemoryError, ProbeTimeoutError, _raise_end, ask
 from gluon_mgpu.tuning.batch_size.workload import Question, load_workload, reference_of, step_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -241,7 +241,7 @@ def test_another_failure_is_told_as_what_it_is():
 )
 def test_how_a_process_ends_tells_why(code, log, kind, told):
     with pytest.raises(kind) as caught:
-        _tell_end(code, log, Question("a:b", {}, "cpu", 4), 7)
+        _raise_end(code, log, Question("a:b", {}, "cpu", 4), 7)
     assert told in str(caught.value)
     if kind is StepError:
         assert_house_style(caught.value)

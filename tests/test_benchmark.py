@@ -105,6 +105,7 @@ STEP_NAMES = {"split_s", "forward_s", "backward_s", "update_s", "whole_s"}
 exhaustive = pytest.mark.exhaustive
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "workload, groups, names",
     [

@@ -316,6 +316,7 @@ def test_the_seed_decides_the_split_and_the_order(tiny, data_dir, tmp_path, monk
     assert [y.tolist() for _, y in first] != [y.tolist() for _, y in second]
 
 
+@pytest.mark.exhaustive
 def test_the_learning_rate_warms_up_and_falls(tiny, data_dir, tmp_path):
     _, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "4", "--lr", "0.4")
     rates = [row["learning_rate"] for row in rows]

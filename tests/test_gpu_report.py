@@ -23,6 +23,7 @@ def program():
     del sys.modules[spec.name]
 
 
+@pytest.mark.exhaustive
 def test_a_report_is_made_without_gpus(tmp_path, program):
     """By the command that users type, with a home folder and a name of its own; CUDA sees no GPU, should there be one."""
     home = tmp_path / "home" / "somebody"

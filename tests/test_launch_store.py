@@ -48,6 +48,7 @@ def listening(pids):
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 
 
+@pytest.mark.exhaustive
 def test_two_workers_and_a_killed_server(run, mark):
     launcher = run.start(PUSH_AND_PULL + "time.sleep(10_000)", servers=1)
     try:
@@ -72,6 +73,7 @@ def is_server(pid):
     return b"DMLC_ROLE=server" in environ and b"guard.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_is_never_freed(run, mark):
     """Left alone, a worker whose store lives as long as the interpreter is aborted at its end, after all has gone well."""
     forget = "import ctypes\nctypes.pythonapi.Py_IncRef(ctypes.py_object(store))"
@@ -118,6 +120,7 @@ step(3)
 """
 
 
+@pytest.mark.exhaustive
 def test_workers_that_fail_between_two_steps_and_a_new_store(run, mark):
     """Left alone, who fails waits for the other at MXNet's exit barrier, and the other for its push."""
     limits = test_launch.Limits(grace_s=0.5, max_restarts=1)

@@ -520,6 +520,7 @@ def test_the_thread_gives_the_same_batches_in_the_same_order(devices):
     assert threads() == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ending", ["", "raise KeyboardInterrupt"])
 def test_a_program_ends_that_leaves_it_in_the_middle(ending):
     program = f"""

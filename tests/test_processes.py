@@ -249,6 +249,7 @@ def test_processes_do_not_show_in_the_weights(job, alone, num_processes, backend
         np.testing.assert_allclose(numbers(found), numbers(there), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_program_gives_the_same_bits_again(tmp_path, job, backend):
     for told, before in zip(launched(tmp_path, [TRAIN], 3, backend=backend), job(3, backend)):

@@ -262,6 +262,7 @@ def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
     assert_the_same(found)
 
 
+@pytest.mark.exhaustive
 def test_it_can_fail(tmp_path, monkeypatch):
     """Each thing that a checkpoint brings back matters to the tests above."""
     ctx = [mx.cpu(0), mx.cpu(1)]
@@ -401,6 +402,7 @@ def end(program):
     return output.splitlines()
 
 
+@pytest.mark.exhaustive
 def test_a_program_killed_at_random_moments_loses_nothing(tmp_path):
     """Each time in the midst of writing: it saves after every step. In the end no bit tells that it was killed."""
     whole = end(start(tmp_path / "whole", 1))

@@ -250,6 +250,7 @@ def test_what_the_environment_says_stands_for_one_context(environment, expected)
     assert run_clean(ASK, program, **environment) == [str(expected)]
 
 
+@pytest.mark.exhaustive
 def test_mxnet_s_own_limit_stands_for_one_context():
     program = """
         import os
@@ -304,6 +305,7 @@ def test_one_context_that_has_run_keeps_its_threads():
     assert run_python(program, OMP_NUM_THREADS="4") == ("[4, 1]\n", True)
 
 
+@pytest.mark.exhaustive
 def test_two_contexts_with_several_threads_are_warned_of_after_one_came_alone():
     program = """
         import os
@@ -455,6 +457,7 @@ def test_large_arrays_come_from_memory_that_malloc_keeps():
     assert values == "[('0', 'gluon_mgpu'), ('never', 'gluon_mgpu')]"
 
 
+@pytest.mark.exhaustive
 @GLIBC
 @pytest.mark.parametrize(
     "environment, source, reason",
@@ -472,6 +475,7 @@ def test_a_choice_of_memory_stands(environment, source, reason):
     assert why == reason
 
 
+@pytest.mark.exhaustive
 @GLIBC
 def test_another_allocator_is_left_alone(tmp_path):
     """What LD_PRELOAD brings counts where it brings malloc."""
@@ -527,6 +531,7 @@ def test_an_mxnet_that_was_used_before_is_told(used, environment, told):
 # Settings
 
 
+@pytest.mark.exhaustive
 def test_settings_say_who_set_them():
     program = """
         import gluon_mgpu as mgpu

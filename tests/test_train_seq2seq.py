@@ -101,6 +101,7 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert load_translator(out / "best").options["hidden_size"] == 12
 
 
+@pytest.mark.exhaustive
 def test_it_learns_to_read_digits(tsv, tmp_path):
     options = ["--epochs", "25", "--lr", "0.03", "--patience", "25", "--hidden-size", "24", "--batch-tokens", "60"]
     train(tsv, tmp_path / "run", *options, devices="cpu:1")
@@ -110,6 +111,7 @@ def test_it_learns_to_read_digits(tsv, tmp_path):
     assert sum(a == b for a, b in zip(said, korean)) >= 30
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [[], ["--layout", "TNC", "--cell", "lstm", "--attention", "additive", "--input-feeding"]])
 def test_two_devices_train_as_one(tsv, tmp_path, options):
     _, one = train(tsv, tmp_path / "1", "--epochs", "2", *options, devices="cpu:1")
@@ -145,6 +147,7 @@ def test_two_files_are_a_tsv(tsv, tmp_path):
     assert losses(json.loads((tmp_path / "files" / "history.json").read_text())["epochs"]) == losses(rows)
 
 
+@pytest.mark.exhaustive
 def test_options_change_what_they_name(tsv, tmp_path):
     _, usual = train(tsv, tmp_path / "usual", "--epochs", "2")
     changes = {
@@ -164,6 +167,7 @@ def test_options_change_what_they_name(tsv, tmp_path):
     assert losses(off) == pytest.approx(losses(usual), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_the_rate_warms_up_and_falls(tsv, tmp_path):
     _, rows = train(tsv, tmp_path / "run", "--epochs", "6", "--lr", "0.01", "--patience", "9")
     rates = [row["learning_rate"] for row in rows]

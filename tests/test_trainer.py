@@ -380,7 +380,7 @@ BAD = [
     (lambda: mgpu.Trainer(nn.Flatten(), "sgd"), "got no parameters"),
     (lambda: mgpu.Trainer(3, "sgd"), "got int as the parameters"),
     (lambda: mgpu.Trainer([1, 2], "sgd"), "got int for 0"),
-    (lambda: mgpu.Trainer(list(small_net(CTX).collect_params().values()) * 2, "sgd"), "expected different ones"),
+    (lambda: mgpu.Trainer(list(small_net(CTX).collect_params().values()) * 2, "sgd"), "expected different names"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", update_on_kvstore=True), "update_on_kvstore=True"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit"}), "for one process"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "1bit"}), "type '2bit'"),

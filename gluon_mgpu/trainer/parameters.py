@@ -106,14 +106,13 @@ def blocks_of(net: gluon.Block) -> List[gluon.Block]:
     ['Sequential', 'Dense', 'Flatten']
     """
     found: Dict[int, gluon.Block] = {}
-
-    def visit(block: gluon.Block) -> None:
+    rest = [net]
+    while rest:  # a loop: each step asks this, and calls are slow
+        block = rest.pop()
         if id(block) not in found:
             found[id(block)] = block
-            for child in block._children.values():
-                visit(child)
-
-    visit(net)
+            if block._children:
+                rest += reversed(list(block._children.values()))
     return list(found.values())
 
 

@@ -70,7 +70,7 @@ def _mutants() -> List[Mutant]:
         "the loss is not scaled for fp16",
         "backward(trainer.scale(losses) if losses else [])",
         "backward(losses if losses else [])",
-        "test_precision",
+        "test_mixed_training",
     )
     add(
         "evaluation runs in training mode",
@@ -130,7 +130,7 @@ def _mutants() -> List[Mutant]:
     )
     add("weight decay and rescaling are swapped", '("rescale_grad", optimizer.rescale_grad)', '("rescale_grad", 1.0)')
 
-    module("trainer/loss_scaler", "test_precision", "test_loss_scaler")
+    module("trainer/loss_scaler", "test_loss_scaler", "test_mixed_training")
     add("the scale never grows", "self.num_good == self._every", "self.num_good == -1")
     add("the scale never falls", "max(_SMALLEST, scale / self._factor)", "max(_SMALLEST, scale)")
 

@@ -506,3 +506,20 @@ def test_unused_parameters_are_told_once_and_left_alone(arrays, caplog):
     plain = mgpu.Trainer(net, "sgd")
     with pytest.raises(StaleGradientError, match=r"heads\.0\.weight"):
         mgpu.train_batch(net, LOSS, plain, X, y)
+
+
+def test_discard_drops_a_sum_that_was_not_applied():
+    net = small_net([mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    ((X, y),) = small_batches([6])
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    with autograd.record():
+        losses = [loss(net(x), t) for x, t in zip(*mgpu.split_batch(X, y, trainer.contexts))]
+    mgpu.backward(losses)
+    trainer.allreduce_grads()
+    before = [param.list_data()[0].asnumpy() for param in net.collect_params().values()]
+    trainer.discard()
+    with pytest.raises(TrainerError, match="not summed over 2 devices"):
+        trainer.update(6)
+    after = [param.list_data()[0].asnumpy() for param in net.collect_params().values()]
+    assert all(np.array_equal(one, other) for one, other in zip(before, after))

@@ -10,11 +10,13 @@ from . import data, errors, models, runtime
 from .checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from .data_parallel.balancer import Balancer
 from .data_parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm, forward_shards, revert_sync_batchnorm, set_batch_norm
+from .data_parallel.compiled import compile_step
 from .data_parallel.debug import debugging, run_serially
 from .data_parallel.gluoncv import DataParallelCriterion, DataParallelModel
+from .data_parallel.passes import backward
 from .data_parallel.prefetch import prefetch
 from .data_parallel.sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
-from .data_parallel.step import Batch, backward, eval_batch, train_batch
+from .data_parallel.step import Batch, eval_batch, train_batch
 from .data_parallel.transfer import as_in_context, copyto
 from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
@@ -67,6 +69,7 @@ __all__ = [
     "backward",
     "train_batch",
     "eval_batch",
+    "compile_step",
     "Batch",
     "DataParallelModel",
     "DataParallelCriterion",

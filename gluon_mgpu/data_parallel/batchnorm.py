@@ -36,6 +36,11 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     _plain: type
+    _exists = False  # whether a layer of this process has ever been one
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        SyncBatchNorm._exists = True
 
     def forward(self, x: Any, *args: Any) -> Any:
         if isinstance(x, mx.sym.Symbol):
@@ -167,6 +172,7 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     for block in blocks:
         if isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]:
             block._plain, block.__class__ = type(block), SyncBatchNorm
+            SyncBatchNorm._exists = True
     for block in blocks:
         if isinstance(block, gluon.HybridBlock) and block._active and is_synchronised(block):
             block._active, block._was_active = False, True
@@ -229,7 +235,7 @@ def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
 
 def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:
     """Return the results of tasks that each send a shard through the network, in lockstep if the network is synchronised."""
-    if autograd.is_training() and is_synchronised(net):
+    if SyncBatchNorm._exists and autograd.is_training() and is_synchronised(net):  # each step asks this
         return run_in_lockstep(list(tasks))
     return [task() for task in tasks]
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, MXNetError, autograd, gluon
+from mxnet import Context, gluon
 
-from ..checks import OF_WRONG_DATA, check_function, explaining, flag, is_of_mxnet, reason_of, short, whole_number
+from ..checks import check_function, flag, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import own_batches, process_shard
-from ..errors import ShardError, StepError, TrainerError
+from ..errors import ShardError, TrainerError
 from ..nested import Array, is_device_array, leaves
-from ..trainer.freshness import history
-from ..trainer.running_stats import claim_examples, note_examples, stats_of
+from ..trainer.running_stats import claim_examples, stats_of
 from ..trainer.trainer import Trainer
 from .balancer import Balancer
-from .batchnorm import run_shards
+from .passes import Passes, dtype_of
 from .sharding import count_examples, floats_as, part_of_process, split_batch, split_data
 
 SplitFunction = Callable[[Any, Any, Sequence[Context]], Tuple[List[Any], List[Any]]]
@@ -49,36 +47,6 @@ class Batch:
     losses: List[Array]
     num_examples: int
     num_units: Optional[int] = None
-
-
-def backward(losses: Sequence[Array]) -> None:
-    """Compute the gradients of all shards' losses in one backward pass.
-
-    Separate passes fail if two shards went through one BatchNorm, and they give the engine less to run in parallel.
-
-    Parameters
-    ----------
-    losses : sequence of NDArray, any shapes
-        Recorded, one per shard.
-
-    Raises
-    ------
-    TrainerError
-        The losses are not a list of arrays.
-    """
-    if isinstance(losses, list) and not losses and process_shard()[1] > 1:  # a small batch has no examples for this process
-        history.note_empty()
-        return
-    if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
-        raise TrainerError(
-            f"backward: got {_kinds(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
-            "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
-        )
-    note_examples(losses)
-    expected = "losses that were recorded, each once"
-    advice = "Compute them inside autograd.record(), and call backward() once."
-    with explaining("backward", "an error", expected, advice=advice), history.single_call():
-        autograd.backward(list(losses))
 
 
 def train_batch(
@@ -128,71 +96,99 @@ def train_batch(
     TrainerError
         The loss does not hold one number per example. Nothing was updated.
     """
+    return make_step("train_batch", net, loss, trainer, split_f, ignore_stale_grad, micro_steps, Passes)(X, y)
+
+
+def make_step(
+    operation: str,
+    net: Any,
+    loss: Any,
+    trainer: Any,
+    split_f: Any,
+    ignore_stale_grad: Any,
+    micro_steps: Any,
+    make_passes: Callable[..., Passes],
+) -> TrainStep:
+    """Return the step for these arguments of `train_batch`, checked.
+
+    Parameters
+    ----------
+    operation : str
+        The caller's name, for errors.
+    make_passes : callable (net, loss, *, trains) -> Passes
+
+    Raises
+    ------
+    TrainerError
+        An argument is invalid.
+    """
     if not isinstance(trainer, Trainer):
         raise TrainerError(
-            f"train_batch: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
+            f"{operation}: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
         )
-    check_network("train_batch", net)
-    _check_functions("train_batch", loss, split_f)
-    flag("train_batch", "ignore_stale_grad", ignore_stale_grad)
-    micro_steps = whole_number("train_batch", "micro_steps", micro_steps, advice="1 is one batch.")
-    with own_batches(trainer.sharded_data):
-        return _train_all(net, loss, trainer, X, y, split_f, ignore_stale_grad, micro_steps)
+    check_network(operation, net)
+    _check_functions(operation, loss, split_f)
+    flag(operation, "ignore_stale_grad", ignore_stale_grad)
+    micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
+    return TrainStep(net, loss, trainer, split_f, ignore_stale_grad, micro_steps, make_passes(net, loss, trains=True))
 
 
-def _train_all(
-    net: gluon.Block,
-    loss: Any,
-    trainer: Trainer,
-    X: Any,
-    y: Any,
-    split_f: SplitFunction,
-    ignore_stale_grad: bool,
-    micro_steps: int,
-) -> Batch:
-    if micro_steps == 1:
-        return _train_one(net, loss, trainer, X, y, split_f, ignore_stale_grad)
-    axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
-    parts = split_data((X, y), micro_steps, axis, even_split=False)
-    try:
-        with trainer.accumulate():
-            batches = [_train_one(net, loss, trainer, Xp, yp, split_f, ignore_stale_grad) for Xp, yp in parts]
-        Trainer.flush(trainer, ignore_stale_grad)  # not LocalSGD's, which also averages the devices
-    except BaseException:
-        trainer.discard()  # a part of a batch must not count in the next
-        raise
-    return Batch(
-        [output for batch in batches for output in batch.outputs],
-        [label for batch in batches for label in batch.labels],
-        [one for batch in batches for one in batch.losses],
-        sum(batch.num_examples for batch in batches),
-        _own_units("train_batch", loss, y, split_f, trainer.contexts),
-    )
+@dataclass(frozen=True)
+class TrainStep:
+    """What `train_batch` does with each batch; its arguments are checked."""
 
+    net: gluon.Block
+    loss: Any
+    trainer: Trainer
+    split_f: SplitFunction
+    ignore_stale_grad: bool
+    micro_steps: int
+    passes: Passes
 
-def _train_one(
-    net: gluon.Block, loss: Any, trainer: Trainer, X: Any, y: Any, split_f: SplitFunction, ignore_stale_grad: bool
-) -> Batch:
-    _check_loss("train_batch", loss, y, split_f)
-    Xs, ys = _split(net, loss, split_f, X, y, trainer.contexts)
-    if not trainer.resolve_shapes():
-        with autograd.pause(train_mode=False):
-            _forward("train_batch", net, None, Xs[:1], ys[:1])
-        trainer.resolve_shapes()
-    with autograd.record():
-        outputs, losses = _forward("train_batch", net, loss, Xs, ys)
-    _check_outputs.get()(outputs, ys)
-    num_examples = _count_all("train_batch", split_f, losses, y, ys, trainer.contexts)
-    num_units = _num_units("train_batch", loss, y)
-    if not losses:
-        trainer._replicas.drop_earlier()
-    backward(trainer.scale(losses) if losses else [])
-    claim_examples(stats_of(net))
-    if isinstance(split_f, Balancer):
-        split_f.watch(losses)
-    trainer.step(num_examples if num_units is None else num_units, ignore_stale_grad)
-    own_units = num_units if process_shard()[1] == 1 else _own_units("train_batch", loss, y, split_f, trainer.contexts)
-    return Batch(outputs, ys, losses, num_examples, own_units)
+    def __call__(self, X: Any, y: Any) -> Batch:
+        """Train on one batch."""
+        with own_batches(self.trainer.sharded_data):
+            return self._train(X, y) if self.micro_steps == 1 else self._train_parts(X, y)
+
+    def _train_parts(self, X: Any, y: Any) -> Batch:
+        trainer, split_f = self.trainer, self.split_f
+        axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
+        parts = split_data((X, y), self.micro_steps, axis, even_split=False)
+        try:
+            with trainer.accumulate():
+                batches = [self._train(Xp, yp) for Xp, yp in parts]
+            Trainer.flush(trainer, self.ignore_stale_grad)  # not LocalSGD's, which also averages the devices
+        except BaseException:
+            trainer.discard()  # a part of a batch must not count in the next
+            raise
+        return Batch(
+            [output for batch in batches for output in batch.outputs],
+            [label for batch in batches for label in batch.labels],
+            [one for batch in batches for one in batch.losses],
+            sum(batch.num_examples for batch in batches),
+            _own_units("train_batch", self.loss, y, split_f, trainer.contexts),
+        )
+
+    def _train(self, X: Any, y: Any) -> Batch:
+        net, loss, trainer, split_f = self.net, self.loss, self.trainer, self.split_f
+        _check_loss("train_batch", loss, y, split_f)
+        Xs, ys = _split(net, loss, split_f, X, y, trainer.contexts)
+        if not trainer.resolve_shapes():
+            Passes(net, None, trains=False).forward("train_batch", Xs[:1], ys[:1])
+            trainer.resolve_shapes()
+        outputs, losses = self.passes.forward("train_batch", Xs, ys)
+        _check_outputs.get()(outputs, ys)
+        num_examples = _count_all("train_batch", split_f, losses, y, ys, trainer.contexts)
+        num_units = _num_units("train_batch", loss, y)
+        if not losses:
+            trainer._replicas.drop_earlier()
+        self.passes.backward(trainer, losses)
+        claim_examples(stats_of(net) if self.passes.running_stats is None else self.passes.running_stats)
+        if isinstance(split_f, Balancer):
+            split_f.watch(losses)
+        trainer.step(num_examples if num_units is None else num_units, self.ignore_stale_grad)
+        own_units = num_units if process_shard()[1] == 1 else _own_units("train_batch", loss, y, split_f, trainer.contexts)
+        return Batch(outputs, ys, losses, num_examples, own_units)
 
 
 def eval_batch(
@@ -218,10 +214,16 @@ def eval_batch(
     check_network("eval_batch", net)
     _check_functions("eval_batch", loss, split_f, optional=True)
     check_contexts(devices, "eval_batch")
+    return run_eval_batch(Passes(net, loss, trains=False), net, X, y, devices, loss, split_f)
+
+
+def run_eval_batch(
+    passes: Passes, net: gluon.Block, X: Any, y: Any, devices: Sequence[Context], loss: Any, split_f: SplitFunction
+) -> Batch:
+    """Do what `eval_batch` does, through these passes. The arguments are checked."""
     _check_loss("eval_batch", loss, y, split_f)
     Xs, ys = _split(net, loss, split_f, X, y, devices)
-    with autograd.pause(train_mode=False):
-        outputs, losses = _forward("eval_batch", net, loss, Xs, ys)
+    outputs, losses = passes.forward("eval_batch", Xs, ys)
     counts = losses or process_shard()[1] > 1
     num_examples = _count_all("eval_batch", split_f, losses, y, ys, devices) if counts else _num_labels(ys)
     return Batch(outputs, ys, losses, num_examples, _own_units("eval_batch", loss, y, split_f, devices))
@@ -278,58 +280,6 @@ def check_network(operation: str, net: Any) -> None:
         raise TrainerError(
             f"{operation}: got {short(net)} as the network; expected a gluon.Block. Pass net.module of a DataParallelModel."
         )
-
-
-def dtype_of(net: Any) -> str:
-    """Return the dtype of a network's first parameter, "" if it has no parameter."""
-    if not isinstance(net, gluon.Block):
-        return ""
-    for param in net._reg_params.values():
-        return np.dtype(param.dtype).name
-    return next((name for name in map(dtype_of, net._children.values()) if name), "")
-
-
-def _forward(operation: str, net: gluon.Block, loss: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
-    """Return every shard's output, and its losses if there is a loss function."""
-
-    def through(shard: int) -> Any:
-        with _naming(operation, "network", shard, Xs[shard], ys[shard], net):
-            return net(Xs[shard])
-
-    outputs = run_shards(net, [partial(through, shard) for shard in range(len(Xs))])
-    losses: List[Array] = []
-    for shard, (output, y) in enumerate(zip(outputs, ys)):
-        if loss is not None:
-            with _naming(operation, "loss", shard, Xs[shard], y, net):
-                losses.append(loss(output, y))
-    return outputs, losses
-
-
-@contextmanager
-def _naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> Iterator[None]:
-    """Name the shard, its device, shapes and dtypes in MXNet's errors."""
-    try:
-        yield
-    except (MXNetError, *OF_WRONG_DATA) as error:
-        if not is_of_mxnet(error):
-            raise
-        found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
-        places = ", ".join(sorted({str(leaf.context) for leaf in found}))
-        shapes = short([tuple(leaf.shape) for leaf in found])
-        raise StepError(
-            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; "
-            f"expected data of a shape and dtype that it accepts. {_advice(found, net)}"
-        ) from error
-
-
-def _advice(found: Sequence[Array], net: Any) -> str:
-    """Return advice for data that a network or a loss does not accept."""
-    dtypes, own = {np.dtype(leaf.dtype).name for leaf in found}, dtype_of(net)
-    if "bool" in dtypes:
-        return "Few operators take bool: cast it with astype('float32'), or 'int32'."
-    if own.startswith("float") and own not in dtypes and any(dtype.startswith("float") for dtype in dtypes):
-        return f"The network is of {own}: pass split_f=functools.partial(split_batch, dtype={own!r})."
-    return "Try it on one device, with one example."
 
 
 def _count_all(
@@ -451,9 +401,3 @@ def _shard_sizes(split_f: SplitFunction, label: Any, labels: Sequence[Any]) -> L
 
 def _num_labels(labels: Sequence[Any]) -> int:
     return sum(int(label.shape[0]) for label in labels if is_device_array(label) and label.shape)
-
-
-def _kinds(losses: Any) -> str:
-    if isinstance(losses, (list, tuple)):
-        return f"a {type(losses).__name__} of {sorted({type(loss).__name__ for loss in losses})}" if losses else f"{losses!r}"
-    return type(losses).__name__

@@ -8,9 +8,11 @@ from mxnet import gluon
 
 from ..checks import check_function
 from ..data_parallel.batchnorm import average_over_processes, sync_running_stats
+from ..data_parallel.compiled import check_mode, passes_of
 from ..data_parallel.iterators import check_iterable
+from ..data_parallel.passes import Passes
 from ..data_parallel.sharding import split_batch
-from ..data_parallel.step import Batch, SplitFunction, check_network, eval_batch
+from ..data_parallel.step import Batch, SplitFunction, check_network, run_eval_batch
 from ..trainer.parameters import devices_of
 from .epoch import EpochOptions, EpochProgress, run_epoch
 from .metrics import DeviceSums, Metrics, accuracy, named_metrics
@@ -54,6 +56,7 @@ def evaluate(
     *,
     loss: Optional[Any] = None,
     split_f: SplitFunction = split_batch,
+    compiled: str = "auto",
 ) -> Dict[str, float]:
     """Return the mean of each metric over a data set, computed on all devices of the network.
 
@@ -69,6 +72,8 @@ def evaluate(
     loss : callable (output, label) -> NDArray, optional
         Its mean is returned as `loss`.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)
+    compiled : "auto", "on" or "off"
+        Whether the passes run as compiled graphs; see `fit`.
 
     Returns
     -------
@@ -79,7 +84,9 @@ def evaluate(
     TrainerError
         There is no batch, or one is not a pair.
     """
-    return run_evaluation(net, data_iter, metrics, loss=loss, split_f=split_f).means
+    make_passes = passes_of(check_mode("evaluate", compiled))
+    check_network("evaluate", net)
+    return run_evaluation(net, data_iter, metrics, loss=loss, split_f=split_f, passes=make_passes(net, loss, trains=False)).means
 
 
 def run_evaluation(
@@ -90,9 +97,9 @@ def run_evaluation(
     *,
     loss: Optional[Any],
     split_f: SplitFunction,
+    passes: Passes,
 ) -> EpochProgress:
     """Evaluate a network. `evaluate` calls it with these options, `fit` with its own, which can stop it."""
-    check_network("evaluate", net)
     named_metrics(metrics)
     check_function("evaluate", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
     if loss is not None:
@@ -103,6 +110,6 @@ def run_evaluation(
     average_over_processes(net)
 
     def evaluate_batch(X: Any, y: Any) -> Batch:
-        return eval_batch(net, X, y, devices, loss=loss, split_f=split_f)
+        return run_eval_batch(passes, net, X, y, devices, loss, split_f)
 
     return run_epoch(data_iter, evaluate_batch, DeviceSums(metrics), options)

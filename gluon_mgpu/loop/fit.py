@@ -13,10 +13,11 @@ from ..checkpoint.checkpoint import ReadCheckpoint
 from ..checks import check_function, short, whole_number
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
+from ..data_parallel.compiled import check_mode, passes_of
 from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import plan_shards, split_batch
-from ..data_parallel.step import SplitFunction, check_network, train_batch
+from ..data_parallel.step import SplitFunction, check_network, make_step
 from ..distributed import any_process
 from ..errors import TrainerError
 from ..runtime.environment import logger
@@ -47,6 +48,7 @@ def fit(
     bn: Optional[str] = None,
     micro_steps: int = 1,
     accumulate_grad_batches: int = 1,
+    compiled: str = "auto",
     resume: Union[None, str, Path] = None,
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
@@ -80,6 +82,9 @@ def fit(
         Compute each batch in this many parts, which takes less memory; see `train_batch`.
     accumulate_grad_batches : int
         Update once per this many batches, as if they were one. The last update of an epoch takes the batches that are left.
+    compiled : "auto", "on" or "off"
+        Whether the passes of training and evaluation run as compiled graphs, which needs less time of the host: see
+        `compile_step`. "auto" does so where it can.
     resume : "auto" or folder, optional
         Resume from a checkpoint that `Checkpoint` has saved, also within an epoch. `epochs` and the history count from the
         beginning of the run. `"auto"` takes the latest good checkpoint of the `Checkpoint` among the callbacks. If there is none,
@@ -116,6 +121,7 @@ def fit(
     named_metrics(metrics)
     callbacks = _checked_callbacks(callbacks)
     split_f = _weighted_split(weights, split_f, trainer)
+    make_passes = passes_of(check_mode("fit", compiled))
     remember_equal(net)  # values may have been loaded since the trainer was created
     checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
@@ -126,8 +132,8 @@ def fit(
         train_iter,
         test_iter,
         metrics=metrics,
-        train=partial(train_batch, net, loss, trainer, split_f=split_f, micro_steps=micro_steps),
-        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f),
+        train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes),
+        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f, passes=make_passes(net, loss, trains=False)),
         batches_per_update=accumulate_grad_batches,
         max_inflight=max_inflight,
         balancer=split_f if isinstance(split_f, Balancer) else None,

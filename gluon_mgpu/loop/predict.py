@@ -14,10 +14,12 @@ from mxnet import Context, autograd, gluon
 
 from ..checks import flag, reason_of, whole_number
 from ..data_parallel.batchnorm import sync_running_stats
+from ..data_parallel.compiled import check_mode, passes_of
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of
+from ..data_parallel.passes import Passes
 from ..data_parallel.prefetch import NUM_HELD, Buffers
 from ..data_parallel.sharding import gather, plan_shards, split_and_load
-from ..data_parallel.step import check_network, eval_batch
+from ..data_parallel.step import check_network, run_eval_batch
 from ..devices.select import check_contexts
 from ..distributed import without_group
 from ..errors import ShardError, StepError, TrainerError, last_line
@@ -40,6 +42,7 @@ def predict(
     output_axis: Any = None,
     weights: Optional[Sequence[float]] = None,
     max_inflight: int = MAX_INFLIGHT,
+    compiled: str = "auto",
     ctx: Optional[Context] = None,
     progress: bool = False,
 ) -> Any:
@@ -50,7 +53,7 @@ def predict(
 
     Parameters
     ----------
-    net, data_iter, pairs, batch_axis, output_axis, weights, max_inflight
+    net, data_iter, pairs, batch_axis, output_axis, weights, max_inflight, compiled
         As for `predict_batches`.
     ctx : mxnet.Context, optional
         Return MXNet arrays of the current mode on this device instead.
@@ -88,6 +91,7 @@ def predict(
         output_axis=output_axis,
         weights=weights,
         max_inflight=max_inflight,
+        compiled=compiled,
     )
     if progress:
         outputs = _shown(outputs, len(data_iter) if isinstance(data_iter, Sized) else None)
@@ -110,6 +114,7 @@ def predict_batches(
     output_axis: Any = None,
     weights: Optional[Sequence[float]] = None,
     max_inflight: int = MAX_INFLIGHT,
+    compiled: str = "auto",
 ) -> Generator[Any, None, None]:
     """Yield a network's output for each batch, as NumPy arrays, in order, while its devices compute the next ones.
 
@@ -138,6 +143,8 @@ def predict_batches(
         Split in these proportions; see `plan_shards`.
     max_inflight : int
         Batches that may be queued on the devices.
+    compiled : "auto", "on" or "off"
+        Whether the passes run as compiled graphs; see `fit`.
 
     Yields
     ------
@@ -168,7 +175,8 @@ def predict_batches(
     check_iterable("predict", "data_iter", data_iter, pairs=False)
     devices = _devices(net)
     plan_shards(1, len(devices), weights)  # raises on weights for other devices
-    forward = _Forward(net, devices, batch_axis, _output_axis(batch_axis, output_axis), weights)
+    passes = passes_of(check_mode("predict", compiled))(net, None, trains=False)
+    forward = _Forward(net, devices, batch_axis, _output_axis(batch_axis, output_axis), weights, passes)
     return _run(forward, data_iter, pairs, max_inflight)
 
 
@@ -181,6 +189,7 @@ class _Forward:
     batch_axis: Any
     output_axis: Any
     weights: Optional[Sequence[float]]
+    passes: Passes
 
     def queue(self, X: Any, number: int) -> List[Output]:
         """Return one batch's outputs, one item per shard, in memory that is not overwritten before they are read."""
@@ -195,7 +204,7 @@ class _Forward:
 
         try:
             with without_group():  # every process of a job has all outputs
-                outputs = eval_batch(self.net, X, None, self.devices, split_f=split).outputs
+                outputs = run_eval_batch(self.passes, self.net, X, None, self.devices, None, split).outputs
         except (StepError, mx.MXNetError) as error:
             raise StepError(f"predict: got an error at batch {number}: {error}") from (error.__cause__ or error)
         for output, (_, size) in zip(outputs, held):

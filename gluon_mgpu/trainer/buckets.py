@@ -49,6 +49,12 @@ class BucketSlice:
 
 
 _places: MutableMapping[gluon.Parameter, BucketSlice] = WeakKeyDictionary()
+_num_moves = 0
+
+
+def num_moves() -> int:
+    """Return how often parameters of this process have got other memory: what is bound to the former memory is stale then."""
+    return _num_moves
 
 
 def place_of(param: gluon.Parameter) -> Optional[BucketSlice]:
@@ -92,6 +98,8 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
         filled[key] += num_bytes
     groups = closed + list(open_buckets.values())
     if groups:
+        global _num_moves
+        _num_moves += 1
         with autograd.pause():
             for group in groups:
                 before += _fill(group)

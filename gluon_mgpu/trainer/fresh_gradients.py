@@ -117,6 +117,10 @@ class FreshGradients:
             replaced |= late[0] & np.array(self._former[1])[:, None]
         return replaced
 
+    def mark(self, params: Set[int], replicas: List[bool]) -> None:
+        """Note that the gradients of these parameters, by their ids, have been written in these replicas."""
+        self.flags.put(np.outer([id(param) in params for param in self._params], replicas), True)
+
     def clear(self, which: Optional[List[bool]] = None) -> None:
         """Note that the gradients of these watched parameters, by default of all, have been used."""
         self.flags.clear(which)

@@ -151,6 +151,17 @@ class Watcher:
         """Return the flags that the call may set, first those of the writers' parameters in their order."""
         raise NotImplementedError
 
+    def mark_written(self, params: Set[int], contexts: Sequence[Context]) -> None:
+        """Set the flags of gradients that a call has written without autograd.
+
+        Parameters
+        ----------
+        params : set of int
+            The ids of the parameters.
+        contexts : sequence of mxnet.Context
+        """
+        raise NotImplementedError
+
     def after_call(self, written: Any, late: List[Any]) -> None:
         """Note the gradients that a call wrote.
 
@@ -365,6 +376,26 @@ def _after_call(seen: Seen) -> None:
         for one, which in zip(flags, found):
             if which.any():
                 one.put(which, True)
+
+
+@contextmanager
+def writing_gradients(params: Set[int], contexts: Sequence[Context]) -> Iterator[None]:
+    """Let trainers see the gradients that the code inside writes without autograd, as one pass over these devices.
+
+    Parameters
+    ----------
+    params : set of int
+        The ids of the parameters.
+    contexts : sequence of mxnet.Context
+    """
+    with history.single_call():
+        seen = _before_call()
+        try:
+            yield
+            for watcher, _, _ in seen:
+                watcher.mark_written(params, contexts)
+        finally:
+            _after_call(seen)
 
 
 on_backward(_before_call, _after_call)

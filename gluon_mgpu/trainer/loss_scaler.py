@@ -77,9 +77,13 @@ class LossScaler:
                 f"LossScaler: got losses={short(losses)}; expected a list of MXNet arrays, one per shard. Pass "
                 "the argument of backward()."
             )
-        self._is_scaled = True
         with autograd.record(train_mode=autograd.is_training()):
-            return [loss * self.scale for loss in losses]
+            return [loss * self.begin() for loss in losses]
+
+    def begin(self) -> float:
+        """Return the scale for a backward pass that multiplies the losses by it itself."""
+        self._is_scaled = True
+        return self.scale
 
     def check(self, operation: str) -> None:
         """Raise for gradients of losses that were not scaled: divided by the scale, they would vanish.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Tuple
+from typing import Any, List, Sequence, Set, Tuple
 
-from mxnet import autograd
+from mxnet import Context, autograd
 
 from ..errors import StaleGradientError, TrainerError
 from ..runtime.gradient_flags import Flags
@@ -177,6 +177,10 @@ class Replicas(Watcher):
         if self._sums.has_earlier:
             self._drop_earlier()
         return self._fresh.all_flags()
+
+    def mark_written(self, params: Set[int], contexts: Sequence[Context]) -> None:
+        """Set the flags of gradients that a call has written without autograd."""
+        self._fresh.mark(params, [context in contexts for context in self.contexts])
 
     def after_call(self, written: Any, late: List[Any]) -> None:
         """Note which gradients a backward call has written."""

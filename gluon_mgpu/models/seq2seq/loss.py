@@ -67,6 +67,10 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
         tokens, lengths = _pair(label)
         return self.sums(scores, tokens, lengths)
 
+    def graph(self, scores: Any, label: Tuple[Any, Any]) -> Any:
+        """Return what `forward` does, of symbols."""
+        return self.sums(scores, *_pair(label))
+
     def num_units(self, label: Any) -> int:
         """Return the number of true tokens of a batch. NumPy lengths need no waiting; MXNet lengths are read.
 

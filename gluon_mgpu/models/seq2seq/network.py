@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 from ...checks import one_of, real_number, whole_number
 from ...errors import TrainerError
-from ...nested import Array, is_device_array
+from ...nested import Array, is_device_array, map_leaves
 from .attention import ATTENTIONS, Attention
 from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
 from .loss import LAYOUTS
@@ -138,6 +138,15 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
             return self.decode(target, *self.encode(source, lengths))[0]
         inputs = (source, lengths, target, *self._start(source, lengths))
         return super().forward(*inputs) if self.decoder.is_at_once(source) else self.hybrid_forward(mx.nd, *inputs)
+
+    def graph_inputs(self, X: Any) -> Optional[Tuple[Array, ...]]:
+        """Return the arguments of `hybrid_forward` for `forward(X)`, as legacy arrays; None if not all steps run at once."""
+        X = map_leaves(lambda _, leaf: leaf.as_nd_ndarray() if is_device_array(leaf) else leaf, X)
+        with mx.util.np_array(False):
+            source, lengths, target = _check_inputs(X, self.layout)
+            if self._is_overridden() or not self.decoder.is_at_once(source):
+                return None
+            return (source, lengths, target, *self._start(source, lengths))
 
     def _is_overridden(self) -> bool:
         """Return whether a subclass or this object overrides `encode` or `decode`."""

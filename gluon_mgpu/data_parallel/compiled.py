@@ -1,0 +1,239 @@
+"""Passes as compiled graphs: two calls of MXNet a device, where Gluon's Python takes one for each operator or block."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, Dict, Hashable, List, Sequence, Set, Tuple
+
+import mxnet as mx
+from mxnet import Context, autograd, gluon
+
+from ..checks import one_of
+from ..errors import TrainerError
+from ..nested import Array, is_device_array, leaves
+from ..runtime.environment import logger
+from ..trainer.buckets import num_moves
+from ..trainer.freshness import writing_gradients
+from ..trainer.running_stats import is_running_stat, note_examples
+from ..trainer.trainer import Trainer
+from .executors import Executor, Executors
+from .graph import Graph, NotCompilableError, inputs_of, trace, why_not_compiled
+from .passes import Passes, naming
+from .sharding import split_batch
+from .step import SplitFunction, TrainStep, make_step
+
+MODES = ("auto", "on", "off")
+
+
+class CompiledPasses(Passes):
+    """Passes through MXNet's graph executor, one graph of network and loss per device; or recorded ones, where that cannot be.
+
+    ```
+    shard ─► copied ─► executor for its shape ─► copies of outputs and losses
+                          │ reads the weights, writes gradients and running statistics: the parameters' own arrays
+                          └─◄── backward
+    ```
+
+    The gradients have the same bits as those of a network hybridized with `static_alloc` and `static_shape`.
+
+    Parameters
+    ----------
+    net : gluon.Block
+    loss : callable (output, label) -> NDArray, or None
+    trains : bool
+        As for `Passes`.
+    mode : str
+        `"on"`: raise where the passes cannot be compiled. `"auto"`: record them, and log why; networks and losses must be
+        hybridized, which says that tracing their Python code once is enough.
+
+    Attributes
+    ----------
+    reason : str
+        Why the latest passes were recorded; "" if they were compiled.
+    """
+
+    def __init__(self, net: gluon.Block, loss: Any, *, trains: bool, mode: str) -> None:
+        super().__init__(net, loss, trains=trains)
+        self.reason = ""
+        self._mode = mode
+        self._known: Tuple[Any, ...] = ()  # what of the network the reason and the graphs depend on
+        self._graphs: Dict[Hashable, Graph] = {}
+        self._executors: Dict[Context, Executors] = {}
+        self._arrays: List[Tuple[gluon.Parameter, Any, Any]] = []  # each with Gluon's lists of its weights and gradients
+        self._params: Set[int] = set()  # their ids
+        self._moves = num_moves()
+        self._queued: List[Executor] = []
+
+    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
+        """Queue the forward passes of all shards, and return their outputs and losses, which later passes leave alone.
+
+        Raises
+        ------
+        TrainerError
+            They cannot be compiled, and the mode is `"on"`. Nothing was queued.
+        """
+        self._queued = []
+        self._follow()
+        reason = self.reason
+        if not reason:
+            try:
+                return self._run(operation, Xs, ys)
+            except NotCompilableError as error:
+                reason = str(error)
+        if self._mode == "on":
+            raise TrainerError(
+                f"{operation}: got a network, loss or data that cannot be compiled: {reason}; expected one graph. Pass "
+                "compiled='auto' to run such passes without a graph."
+            )
+        found = super().forward(operation, Xs, ys)
+        if not self.reason:  # the data are not to blame: the recorded passes accept them
+            self._give_up(reason)
+        return found
+
+    def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
+        """Queue the backward passes of the latest forward passes."""
+        if not self._queued:
+            super().backward(trainer, losses)
+            return
+        scale = 1.0 if trainer.loss_scaler is None else trainer.loss_scaler.begin()
+        note_examples(losses)
+        with writing_gradients(self._params, [loss.context for loss in losses]):
+            for executor in self._queued:
+                executor.backward(scale)
+        self._queued = []
+
+    def _run(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
+        outputs, losses, queued = [], [], []
+        with autograd.pause():
+            bound = [self._bound(X, y) for X, y in zip(Xs, ys)]
+            for shard, (graph, executor, inputs) in enumerate(bound):
+                with naming(operation, "network", shard, Xs[shard], ys[shard], self._net):
+                    heads = executor.forward(inputs)
+                if graph.has_loss:
+                    losses.append(heads[0].as_np_ndarray() if mx.util.is_np_array() else heads[0])
+                    del heads[0]
+                outputs.append(graph.outputs(heads))
+                queued.append(executor)
+        self._queued = queued if self._trains else []
+        return outputs, losses
+
+    def _bound(self, X: Any, y: Any) -> Tuple[Graph, Executor, List[Array]]:
+        """Return the graph for a shard, its executor, and the arrays that it reads."""
+        inputs = inputs_of(self._net, X, y if self._loss is not None else None)
+        form = (_form(X), _form(y), mx.util.is_np_array())
+        graph = self._graphs.get(form)
+        if graph is None:
+            graph = self._graphs[form] = trace(self._net, self._loss, X, y)
+            self._note_arrays()
+        context = inputs[0].context
+        executors = self._executors.get(context)
+        if executors is None:
+            executors = self._executors[context] = Executors(context)
+        try:
+            return graph, executors.get(graph, inputs, trains=self._trains), inputs
+        except (mx.MXNetError, ValueError, RuntimeError) as error:
+            raise NotCompilableError(f"MXNet cannot bind the graph: {str(error).strip().splitlines()[-1]}") from error
+
+    def _follow(self) -> None:
+        """Trace or bind again what has changed since the latest passes."""
+        net, loss = self._net, self._loss
+        attributes = vars(net)
+        known = (attributes.get("_active"), "forward" in attributes, len(net._forward_hooks), len(net._forward_pre_hooks))
+        # hybridize(), cast(), set_precision() and new layers empty the graph; debugging replaces forward()
+        if known != self._known or (self._graphs and attributes.get("_cached_graph") == ()):
+            self._known = known
+            self._forget_executors()
+            self._graphs.clear()
+            self._note_arrays()
+            self.reason = ""
+            reason = why_not_compiled(net, loss, traced_once=self._mode == "on")
+            if reason:
+                self._give_up(reason)
+        if self._moves != num_moves() or self._has_new_arrays():
+            self._forget_executors()
+            self._note_arrays()
+
+    def _has_new_arrays(self) -> bool:
+        return any(param._data is not data or param._grad is not grad for param, data, grad in self._arrays)
+
+    def _forget_executors(self) -> None:
+        for executors in self._executors.values():
+            executors.clear()
+
+    def _note_arrays(self) -> None:
+        params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
+        self._arrays = [(param, param._data, param._grad) for param in params.values()]
+        self._params, self._moves = set(params), num_moves()
+        self.running_stats = [param for param in params.values() if is_running_stat(param)]
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        if self._mode == "auto":
+            logger.debug("%s: passes are recorded, not compiled: %s", self._net.name, reason)
+
+
+def _form(data: Any) -> Any:
+    """Return what two shards of the same nesting have in common."""
+    return None if is_device_array(data) or data is None else tuple(path for path, _ in leaves(data))
+
+
+def check_mode(operation: str, compiled: Any) -> str:
+    """Return `compiled` if it is one of `MODES`."""
+    one_of(operation, "compiled", compiled, MODES, advice="'auto' compiles where it can.")
+    return str(compiled)
+
+
+def passes_of(compiled: str) -> Callable[..., Passes]:
+    """Return what makes the passes of a network and its loss, for one of `MODES`."""
+    return Passes if compiled == "off" else partial(CompiledPasses, mode=compiled)
+
+
+def compile_step(
+    net: gluon.Block,
+    loss: Callable[[Any, Any], Array],
+    trainer: Trainer,
+    *,
+    split_f: SplitFunction = split_batch,
+    ignore_stale_grad: bool = False,
+    micro_steps: int = 1,
+    compiled: str = "on",
+) -> TrainStep:
+    """Return a function `step(X, y)` that does what `train_batch` does, with compiled passes.
+
+    A compiled pass takes two calls of MXNet's C interface for each device, whatever the number of layers. So the host can keep
+    more devices busy. Weights, running statistics and random numbers are those of `train_batch` with a network hybridized with
+    `static_alloc=True, static_shape=True`, bit for bit. Weights may be set, loaded, frozen and thawed between steps.
+
+    Parameters
+    ----------
+    net : gluon.HybridBlock
+        Hybridized or not. Its Python code runs once for each form of data, as with `hybridize()`.
+    loss : gluon.HybridBlock
+        A loss of `gluon.loss`, for example.
+    trainer, split_f, ignore_stale_grad, micro_steps
+        As for `train_batch`.
+    compiled : str
+        `"on"` raises at the first batch if the passes cannot be compiled. `"auto"` records such passes as `train_batch` does, and
+        logs the reason at level DEBUG; it compiles only a network and a loss that are hybridized, or a loss of `gluon.loss`.
+        `"off"` records all.
+
+    Returns
+    -------
+    callable (X, y) -> Batch
+
+    Raises
+    ------
+    TrainerError
+        An argument is invalid; or, in a step, the passes cannot be compiled. Nothing was changed.
+
+    Examples
+    --------
+    >>> net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+    >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> step = compile_step(net, gluon.loss.L2Loss(), Trainer(net, "sgd", {"learning_rate": 0.5}))
+    >>> batch = step(mx.nd.array([[1, 0], [0, 1]]), mx.nd.zeros(2))
+    >>> net.weight.data(mx.cpu(1)).asnumpy().tolist()
+    [[0.75, 0.75]]
+    """
+    make = passes_of(check_mode("compile_step", compiled))
+    return make_step("compile_step", net, loss, trainer, split_f, ignore_stale_grad, micro_steps, make)

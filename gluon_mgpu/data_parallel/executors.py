@@ -1,0 +1,169 @@
+"""Graphs bound to the arrays of one device: one executor for each shape, all in the same memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import OrderedDict
+from contextlib import contextmanager
+from typing import Any, Dict, Hashable, Iterator, List, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+from mxnet.base import _LIB, check_call
+
+from ..nested import Array
+from .graph import Graph
+
+MOST = 64  # executors of one device
+
+_FORWARD, _BACKWARD = _LIB.MXExecutorForward, _LIB.MXExecutorBackwardEx
+
+
+class Executor:
+    """A graph bound to the parameters of one device, for inputs of one shape.
+
+    Its passes read and write the parameters' own arrays. A pass overwrites the arrays of the one before, also those of other
+    executors in the same memory.
+
+    Parameters
+    ----------
+    graph : Graph
+    context : mxnet.Context
+    inputs : sequence of NDArray
+        Arrays of the shapes and dtypes to bind for.
+    trains : bool
+        Whether a backward pass will follow.
+    shared : Executor, optional
+        Use its memory, and add to it what this one needs more.
+    """
+
+    def __init__(self, graph: Graph, context: Context, inputs: Sequence[Array], *, trains: bool, shared: Any = None) -> None:
+        symbol = graph.symbol
+        self._inputs = [mx.nd.empty(one.shape, ctx=context, dtype=one.dtype) for one in inputs]
+        by_name: Dict[str, Any] = dict(zip(graph.inputs, self._inputs))
+        arguments = symbol.list_arguments()
+        self._used = [i for i, name in enumerate(graph.inputs) if name in arguments]
+        gradients, reqs = {}, {}
+        for name, param in graph.params.items():
+            by_name[name] = param.data(context).as_nd_ndarray()
+            if trains and param.grad_req != "null":
+                gradients[name], reqs[name] = param.grad(context).as_nd_ndarray(), param.grad_req
+        with _settings(graph.bulk_sizes):
+            self._bound = symbol.bind(
+                context,
+                {name: by_name[name] for name in arguments},
+                args_grad=gradients,
+                grad_req=reqs,
+                aux_states={name: by_name[name] for name in symbol.list_auxiliary_states()},
+                shared_exec=None if shared is None else shared._bound,
+            )
+        self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
+        self._outputs = list(self._bound.outputs)
+        self._scale = 1.0
+        self._head: Any = mx.nd.ones_like(self._outputs[0]) if trains else None  # the gradient of the loss
+        self._heads = (ctypes.c_void_p * 1)(self._head.handle) if trains else None
+
+    def forward(self, inputs: Sequence[Array]) -> List[Array]:
+        """Queue a forward pass, and return copies of the values of the graph's heads."""
+        own = self._inputs
+        for i in self._used:
+            inputs[i].as_nd_ndarray().copyto(own[i])
+        check_call(_FORWARD(self._handle, self._trains))
+        return [output.copy() for output in self._outputs]
+
+    def backward(self, scale: float) -> None:
+        """Queue the backward pass of the latest forward pass: the gradients of the loss times a scale."""
+        if scale != self._scale:
+            self._head[:] = scale
+            self._scale = scale
+        check_call(_BACKWARD(self._handle, 1, self._heads, 1))
+
+
+class Executors:
+    """The executors of one graph on one device, by shape.
+
+    The largest one owns the memory, and the others use it. A larger one replaces them all: they are bound again when their
+    shapes come back. Of the others, the least recently used leaves.
+
+    Parameters
+    ----------
+    context : mxnet.Context
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._by_key: OrderedDict[Hashable, Executor] = OrderedDict()
+        self._largest: Tuple[int, Hashable] = (0, None)
+
+    def get(self, graph: Graph, inputs: Sequence[Array], *, trains: bool) -> Executor:
+        """Return the executor for inputs of these shapes and dtypes, and for what the parameters do with gradients now."""
+        reqs = tuple([param._grad_req for param in graph.params.values()]) if trains else None
+        key = (id(graph), reqs, tuple([(one.shape, one.dtype) for one in inputs]))
+        found = self._by_key.get(key)
+        if found is None:
+            found = self._bind(key, graph, inputs, trains)
+        self._by_key.move_to_end(key)
+        return found
+
+    def clear(self) -> None:
+        """Forget all executors: the parameters have other arrays."""
+        if self._by_key:
+            mx.nd.waitall()  # a graph must not be deleted while it runs
+        self._by_key.clear()
+        self._largest = (0, None)
+
+    def _bind(self, key: Hashable, graph: Graph, inputs: Sequence[Array], trains: bool) -> Executor:
+        size = (1 + trains) * _num_elements(graph.symbol, {name: one.shape for name, one in zip(graph.inputs, inputs)})
+        if size > self._largest[0]:
+            self.clear()
+        shared = self._by_key.get(self._largest[1])
+        made = Executor(graph, self._context, inputs, trains=trains, shared=shared)
+        if shared is None:
+            self._largest = (size, key)
+        self._by_key[key] = made
+        if len(self._by_key) > MOST:
+            oldest = next(one for one in self._by_key if one not in (key, self._largest[1]))
+            mx.nd.waitall()
+            del self._by_key[oldest]
+        return made
+
+
+@contextmanager
+def _settings(bulk_sizes: Dict[str, Any]) -> Iterator[None]:
+    """Set what MXNet reads in the environment when it binds a graph.
+
+    MXNet would join convolutions with the layers after them in graphs that predict: in other roundings than Gluon's.
+
+    Parameters
+    ----------
+    bulk_sizes : dict
+        Options of `hybridize`: how many operators become one operation of the engine.
+    """
+    wanted = {"MXNET_SUBGRAPH_BACKEND": "default", "MXNET_SUBGRAPH_VERBOSE": "0"}  # the default backend changes nothing
+    wanted.update({_BULK_SIZES[name]: str(size) for name, size in bulk_sizes.items() if name in _BULK_SIZES})
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+_BULK_SIZES = {
+    "forward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD",
+    "backward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_BWD",
+}
+
+
+def _num_elements(symbol: Any, shapes: Dict[str, Tuple[int, ...]]) -> int:
+    """Return the number of elements of all arrays of a graph."""
+    inner = symbol.get_internals()
+    known = set(inner.list_inputs())
+    _, found, _ = inner.infer_shape_partial(**{name: shape for name, shape in shapes.items() if name in known})
+    return sum(int(np.prod(shape)) for shape in found if shape)

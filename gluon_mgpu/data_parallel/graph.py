@@ -1,0 +1,198 @@
+"""The graph of a network and its loss: traced once, and bound to the arrays of each device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import gluon
+from mxnet.gluon.block import _flatten, _regroup
+from mxnet.gluon.contrib.nn import SyncBatchNorm as GluonSyncBatchNorm
+
+from ..checks import OF_WRONG_DATA, reason_of, short
+from ..errors import TrainerError
+from ..nested import Array, is_device_array, leaves, map_leaves
+from ..trainer.parameters import blocks_of
+from .batchnorm import SyncBatchNorm
+
+
+class NotCompilableError(TrainerError):
+    """A network, a loss or data that cannot be one compiled graph. The message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A network, with its loss or without, as one of MXNet's graphs.
+
+    Attributes
+    ----------
+    symbol : mxnet.symbol.Symbol
+        Its heads: the loss, if there is one, and the network's outputs, which pass no gradient back.
+    inputs : list of str
+        The name of each array of `inputs_of`, in its order.
+    params : dict of str to gluon.Parameter
+        The parameters and running statistics that it uses.
+    has_loss : bool
+    bulk_sizes : dict
+        The options of the network's `hybridize` that say how many operators become one operation of the engine.
+    """
+
+    symbol: Any
+    inputs: List[str]
+    params: Dict[str, gluon.Parameter]
+    has_loss: bool
+    bulk_sizes: Dict[str, Any]
+    _form: Any
+
+    def outputs(self, arrays: Sequence[Array]) -> Any:
+        """Return the network's output, in its own form and as arrays of the current mode, from the arrays of its heads."""
+        if mx.util.is_np_array():
+            arrays = [array.as_np_ndarray() for array in arrays]
+        return _regroup(list(arrays), self._form)
+
+
+def why_not_compiled(net: Any, loss: Any, *, traced_once: bool = False) -> str:
+    """Return why a network and its loss cannot be one compiled graph, "" if nothing is known against it.
+
+    Parameters
+    ----------
+    traced_once : bool
+        Whether the caller may be sure that tracing them once is enough. By default, they must be hybridized, which says so:
+        Python code that does something else in each call would do the same from then on.
+    """
+    for what, block in (("the network", net), ("the loss", loss)):
+        if block is None and what == "the loss":
+            continue
+        reason = _why_no_graph(what, block)
+        if reason:
+            return reason
+        is_hybridized = getattr(block, "_active", False) or (what == "the loss" and _is_known(block))
+        if not traced_once and not is_hybridized:
+            return f"{what} is not hybridized"
+    for block in (*blocks_of(net), *(blocks_of(loss) if loss is not None else ())):
+        reason = _why_not_alone(block)
+        if reason:
+            return f"{block.name} ({type(block).__name__}) {reason}"
+    for param in net.collect_params().values():
+        if param._stype != "default" or param._grad_stype != "default":
+            return f"{param.name} is sparse, or has sparse gradients"
+    return ""
+
+
+def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
+    """Return the arrays of a shard that its graph reads: of the features as the network prepares them, and of the label.
+
+    A network whose `forward` prepares its inputs in Python has a method `graph_inputs(X)`: it returns the arguments of
+    `hybrid_forward`, or None where Python must run the network.
+
+    Raises
+    ------
+    NotCompilableError
+        An array is sparse, or not on a device; or the network asks for Python.
+    """
+    arrays: List[Array] = [*_flatten(_arguments(net, X), "input")[0], *(leaf for _, leaf in leaves(y))]
+    for array in arrays:
+        if not is_device_array(array) or array.stype != "default":
+            raise NotCompilableError(f"the data hold {short(array)}; expected dense MXNet arrays")
+    return arrays
+
+
+def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
+    """Return the graph of a network and its loss for data of this form. The network's parameters have their shapes.
+
+    Parameters
+    ----------
+    net : gluon.HybridBlock
+    loss : gluon.HybridBlock, or a block with a method `graph(output, label)`, or None
+        Such a method takes symbols instead of arrays.
+    X, y : array, or nested data
+        One shard, on its device.
+
+    Raises
+    ------
+    NotCompilableError
+        Tracing failed.
+    """
+    is_legacy = hasattr(net, "graph_inputs")
+    with mx.util.np_array(mx.util.is_np_array() and not is_legacy):
+        try:
+            return _traced(net, loss, _arguments(net, X), y, is_legacy)
+        except NotCompilableError:
+            raise
+        except (mx.MXNetError, AssertionError, NotImplementedError, *OF_WRONG_DATA) as error:
+            raise NotCompilableError(f"tracing failed: {reason_of(error)}") from error
+
+
+def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: bool) -> Graph:
+    data, out = net._get_graph(*arguments)
+    heads = [_classic(head) for head in out]
+    names = [symbol.name for symbol in data]
+    symbol = heads
+    if loss is not None:
+        labels: List[str] = []
+
+        def variable(_: str, leaf: Array) -> Any:
+            labels.append(f"{net.name}_label{len(labels)}")
+            one = mx.sym.var(labels[-1])
+            return one.as_np_ndarray() if isinstance(leaf, mx.np.ndarray) and not is_legacy else one
+
+        label = map_leaves(variable, y)
+        output = _regroup(list(out), net._out_format)
+        losses = loss.graph(output, label) if hasattr(loss, "graph") else loss(output, label)
+        if not isinstance(losses, mx.sym.Symbol) or len(losses.list_outputs()) != 1:
+            raise NotCompilableError(f"the loss returns {short(losses)}; expected one array")
+        names += labels
+        symbol = [_classic(losses), *map(mx.sym.BlockGrad, heads)]
+    group = mx.sym.Group(symbol)
+    if '"op": "Custom"' in group.tojson():
+        raise NotCompilableError("an operator is written in Python (mx.operator.CustomOp)")
+    params = {**net.collect_params(), **(loss.collect_params() if loss is not None else {})}
+    used = {name: params[name] for name in group.list_inputs() if name in params}
+    unknown = set(group.list_inputs()).difference(names, used)
+    if unknown:
+        raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
+    bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
+    return Graph(group, names, used, loss is not None, bulk_sizes, net._out_format)
+
+
+def _classic(symbol: Any) -> Any:
+    return symbol.as_nd_ndarray() if isinstance(symbol, mx.sym.np._Symbol) else symbol
+
+
+def _arguments(net: Any, X: Any) -> Tuple[Any, ...]:
+    """Return the arguments of `hybrid_forward` for one shard of features."""
+    if not hasattr(net, "graph_inputs"):
+        return (X,)
+    inputs: Optional[Tuple[Any, ...]] = net.graph_inputs(X)
+    if inputs is None:
+        raise NotCompilableError("the network runs these steps in Python")
+    return inputs
+
+
+def _why_no_graph(what: str, block: Any) -> str:
+    if hasattr(block, "graph_inputs") or hasattr(block, "graph"):
+        return ""
+    if not isinstance(block, gluon.HybridBlock):
+        return f"{what} is a {type(block).__name__}, not a HybridBlock"
+    if type(block).forward is not gluon.HybridBlock.forward and not isinstance(block, gluon.loss.Loss):
+        return f"{what} has a forward() of its own, in Python"
+    return ""
+
+
+def _why_not_alone(block: gluon.Block) -> str:
+    """Return what of one block needs Python in each call, "" if nothing does."""
+    if block._forward_hooks or block._forward_pre_hooks or getattr(block, "_callback", None):
+        return "has hooks"
+    if isinstance(block, (SyncBatchNorm, GluonSyncBatchNorm)):
+        return "is synchronised over the devices"
+    if "forward" in vars(block):
+        return "has a forward() that was replaced"
+    if getattr(block, "_backend", None):
+        return "is compiled by a backend"
+    return ""
+
+
+def _is_known(loss: Any) -> bool:
+    """Return whether tracing a loss once is certainly enough: one of Gluon's, or of this package."""
+    return hasattr(loss, "graph") or type(loss).__module__ == gluon.loss.__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Dict, Hashable, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Hashable, List, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd, gluon
@@ -60,7 +60,7 @@ class CompiledPasses(Passes):
         self._graphs: Dict[Hashable, Graph] = {}
         self._executors: Dict[Context, Executors] = {}
         self._arrays: List[Tuple[gluon.Parameter, Any, Any]] = []  # each with Gluon's lists of its weights and gradients
-        self._params: Set[int] = set()  # their ids
+        self._params: Dict[int, gluon.Parameter] = {}  # by their ids
         self._moves = num_moves()
         self._queued: List[Executor] = []
 
@@ -163,7 +163,7 @@ class CompiledPasses(Passes):
     def _note_arrays(self) -> None:
         params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
         self._arrays = [(param, param._data, param._grad) for param in params.values()]
-        self._params, self._moves = set(params), num_moves()
+        self._params, self._moves = params, num_moves()
         self.running_stats = [param for param in params.values() if is_running_stat(param)]
 
     def _give_up(self, reason: str) -> None:

@@ -62,8 +62,8 @@ class Executor:
         self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
         self._outputs = list(self._bound.outputs)
         self._scale = 1.0
-        self._head: Any = mx.nd.ones_like(self._outputs[0]) if trains else None  # the gradient of the loss
-        self._heads = (ctypes.c_void_p * 1)(self._head.handle) if trains else None
+        self._head: Any = mx.nd.ones_like(self._outputs[0])  # the gradient of the loss
+        self._heads = (ctypes.c_void_p * 1)(self._head.handle)
 
     def forward(self, inputs: Sequence[Array]) -> List[Array]:
         """Queue a forward pass, and return copies of the values of the graph's heads."""

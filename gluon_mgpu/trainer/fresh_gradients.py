@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter, is_not
-from typing import Any, Callable, List, MutableSet, Optional, Set, Tuple
+from typing import AbstractSet, Any, Callable, List, MutableSet, Optional, Set, Tuple
 from weakref import WeakSet
 
 import numpy as np
@@ -117,7 +117,7 @@ class FreshGradients:
             replaced |= late[0] & np.array(self._former[1])[:, None]
         return replaced
 
-    def mark(self, params: Set[int], replicas: List[bool]) -> None:
+    def mark(self, params: AbstractSet[int], replicas: List[bool]) -> None:
         """Note that the gradients of these parameters, by their ids, have been written in these replicas."""
         self.flags.put(np.outer([id(param) in params for param in self._params], replicas), True)
 

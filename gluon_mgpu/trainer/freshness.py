@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, Iterator, List, MutableSet, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Dict, FrozenSet, Iterator, List, Mapping, MutableSet, Optional, Sequence, Set, Tuple
 from weakref import WeakSet
 
 import numpy as np
-from mxnet import Context
+from mxnet import Context, gluon
 
 from ..errors import TrainerError
 from ..runtime.c_api import on_backward
@@ -151,8 +151,8 @@ class Watcher:
         """Return the flags that the call may set, first those of the writers' parameters in their order."""
         raise NotImplementedError
 
-    def mark_written(self, params: Set[int], contexts: Sequence[Context]) -> None:
-        """Set the flags of gradients that a call has written without autograd.
+    def mark_written(self, params: AbstractSet[int], contexts: Sequence[Context]) -> Set[int]:
+        """Set the flags of gradients that a call has written without autograd, and return the parameters it knows, by their ids.
 
         Parameters
         ----------
@@ -379,21 +379,23 @@ def _after_call(seen: Seen) -> None:
 
 
 @contextmanager
-def writing_gradients(params: Set[int], contexts: Sequence[Context]) -> Iterator[None]:
+def writing_gradients(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context]) -> Iterator[None]:
     """Let trainers see the gradients that the code inside writes without autograd, as one pass over these devices.
 
     Parameters
     ----------
-    params : set of int
-        The ids of the parameters.
+    params : dict of int to gluon.Parameter
+        By their ids. Frozen ones get no gradient.
     contexts : sequence of mxnet.Context
     """
     with history.single_call():
         seen = _before_call()
         try:
             yield
-            for watcher, _, _ in seen:
-                watcher.mark_written(params, contexts)
+            known = [watcher.mark_written(params.keys(), contexts) for watcher, _, _ in seen]
+            for number in params.keys() - set().union(*known):  # unfrozen since the last step, or of no trainer
+                for context in contexts if params[number]._grad else ():
+                    params[number].data(context)._fresh_grad = True
         finally:
             _after_call(seen)
 

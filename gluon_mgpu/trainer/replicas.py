@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Sequence, Set, Tuple
+from typing import AbstractSet, Any, List, Sequence, Set, Tuple
 
 from mxnet import Context, autograd
 
@@ -178,9 +178,10 @@ class Replicas(Watcher):
             self._drop_earlier()
         return self._fresh.all_flags()
 
-    def mark_written(self, params: Set[int], contexts: Sequence[Context]) -> None:
-        """Set the flags of gradients that a call has written without autograd."""
+    def mark_written(self, params: AbstractSet[int], contexts: Sequence[Context]) -> Set[int]:
+        """Set the flags of gradients that a call has written without autograd, and return the trainable parameters' ids."""
         self._fresh.mark(params, [context in contexts for context in self.contexts])
+        return {id(self.params[index]) for index in self._placement.trainable}
 
     def after_call(self, written: Any, late: List[Any]) -> None:
         """Note which gradients a backward call has written."""

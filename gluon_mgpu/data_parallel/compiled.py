@@ -167,7 +167,7 @@ class CompiledPasses(Passes):
         self.running_stats = [param for param in params.values() if is_running_stat(param)]
 
     def _give_up(self, reason: str) -> None:
-        self.reason = reason
+        self.reason, self.running_stats = reason, None
         if self._mode == "auto":
             logger.debug("%s: passes are recorded, not compiled: %s", self._net.name, reason)
 

@@ -126,7 +126,7 @@ def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
 
 def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: bool) -> Graph:
     data, out = net._get_graph(*arguments)
-    heads = [_classic(head) for head in out]
+    heads = list(_classic(out))  # MXNet cannot iterate over np symbols
     names = [symbol.name for symbol in data]
     symbol = heads
     if loss is not None:
@@ -138,7 +138,7 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
             return one.as_np_ndarray() if isinstance(leaf, mx.np.ndarray) and not is_legacy else one
 
         label = map_leaves(variable, y)
-        output = _regroup(list(out), net._out_format)
+        output = _regroup([head.as_np_ndarray() for head in heads] if _is_np(out) else heads, net._out_format)
         losses = loss.graph(output, label) if hasattr(loss, "graph") else loss(output, label)
         if not isinstance(losses, mx.sym.Symbol) or len(losses.list_outputs()) != 1:
             raise NotCompilableError(f"the loss returns {short(losses)}; expected one array")
@@ -156,8 +156,12 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     return Graph(group, names, used, loss is not None, bulk_sizes, net._out_format)
 
 
+def _is_np(symbol: Any) -> bool:
+    return isinstance(symbol, mx.sym.np._Symbol)
+
+
 def _classic(symbol: Any) -> Any:
-    return symbol.as_nd_ndarray() if isinstance(symbol, mx.sym.np._Symbol) else symbol
+    return symbol.as_nd_ndarray() if _is_np(symbol) else symbol
 
 
 def _arguments(net: Any, X: Any) -> Tuple[Any, ...]:

@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections import OrderedDict
 from contextlib import contextmanager
-from typing import Any, Dict, Hashable, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -14,6 +14,8 @@ from mxnet import Context
 from mxnet.base import _LIB, check_call
 
 from ..nested import Array
+from ..runtime.engine_push import EngineContext, WrittenWith
+from ..trainer.buckets import place_of
 from .graph import Graph
 
 MOST = 64  # executors of one device
@@ -65,6 +67,8 @@ class Executor:
         self._head: Any = mx.nd.ones_like(self._outputs[0])  # the gradient of the loss
         self._heads = (ctypes.c_void_p * 1)(self._head.handle)
 
+        self._statistics = _written_with_gradients(graph, context) if trains else None
+
     def forward(self, inputs: Sequence[Array]) -> List[Array]:
         """Queue a forward pass, and return copies of the values of the graph's heads."""
         own = self._inputs
@@ -79,6 +83,8 @@ class Executor:
             self._head[:] = scale
             self._scale = scale
         check_call(_BACKWARD(self._handle, 1, self._heads, 1))
+        if self._statistics is not None:
+            self._statistics.push()
 
 
 class Executors:
@@ -128,6 +134,22 @@ class Executors:
             mx.nd.waitall()
             del self._by_key[oldest]
         return made
+
+
+def _written_with_gradients(graph: Graph, context: Context) -> Optional[WrittenWith]:
+    """Return what lets running statistics count as written when a backward pass has written all gradients, if there are any.
+
+    MXNet's operator writes them in the backward pass. Within a bulk of operators, the engine is not told.
+    """
+    statistics = [graph.params[name].data(context) for name in graph.symbol.list_auxiliary_states()]
+    gradients: Dict[int, Array] = {}  # one of each bucket, as its parameters share memory
+    for param in graph.params.values():
+        place = place_of(param)
+        if param._grad:
+            gradients.setdefault(id(param if place is None else place.bucket), param.grad(context))
+    if not statistics or not gradients:
+        return None
+    return WrittenWith(statistics, list(gradients.values()), EngineContext(context.device_typeid, context.device_id))
 
 
 @contextmanager

@@ -46,6 +46,31 @@ def push(function: Callable[[], None], *, device: EngineContext, reads: Sequence
     check_call(library.MXEnginePushSyncND(_CALL, ctypes.c_void_p(number), None, ctypes.byref(device), *queued))
 
 
+class WrittenWith:
+    """Lets arrays count as written when others are: for operations that write them without telling the engine.
+
+    Parameters
+    ----------
+    arrays : sequence of NDArray
+    others : sequence of NDArray
+        No two of all these arrays share memory: the engine would wait for itself.
+    device : EngineContext
+    """
+
+    def __init__(self, arrays: Sequence[Any], others: Sequence[Any], device: EngineContext) -> None:
+        self._library, self._check_call = _mxnet()
+        self._kept = arrays, others, device
+        reads, writes = [(ctypes.c_void_p * len(some))(*(one.handle.value for one in some)) for some in (others, arrays)]
+        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # a C function: it needs no interpreter
+        where = ctypes.byref(ctypes.c_int(AT_ONCE))
+        queued = reads, len(others), writes, len(arrays), where, 0, b"gluon_mgpu_written_with"
+        self._arguments = (nothing, None, None, ctypes.byref(device), *queued)
+
+    def push(self) -> None:
+        """Queue it, behind the pending operations that write the others."""
+        self._check_call(self._library.MXEnginePushSyncND(*self._arguments))
+
+
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 def _CALL(_run_context: int, number: int) -> None:  # noqa: N802  one for all functions: it must outlive the engine's queue
     _functions.pop(number)()

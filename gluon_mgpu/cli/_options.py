@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 import click
 
 from ..checkpoint.atomic_folder import recover_path
+from ..data_parallel.compiled import MODES
 from ._gpus import choosing_gpus
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -94,6 +95,14 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             default=hybridize,
             show_default=True,
             help="Compile the network: off, on, or with memory that is kept between steps (static).",
+        ),
+        click.option(
+            "--compiled",
+            type=click.Choice(MODES),
+            default="auto",
+            show_default=True,
+            help="Run network and loss as one compiled graph on each device, which needs less time of the host: auto does so "
+            "where it can, and on raises elsewhere.",
         ),
         count("--micro-steps", default=1, help="Compute each batch in this many parts, one after the other, to save memory."),
         positive("--clip-norm", default=clip_norm, show_default=True, help=f"Largest norm of the gradient{no_limit}."),

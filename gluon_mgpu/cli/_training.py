@@ -40,6 +40,7 @@ class TrainingOptions:
     output: Path
     seed: int
     hybridize: str
+    compiled: str
     micro_steps: int
     clip_norm: Optional[float]
     clip_value: Optional[float]
@@ -122,7 +123,8 @@ def run_fit(
         watchdog = Watchdog(options.watchdog)
         callbacks.append(watchdog)
         test_iter = watchdog.watch(test_iter)
-    common: Dict[str, Any] = {"epochs": options.epochs, "micro_steps": options.micro_steps, "resume": options.resume}
+    shared = ("epochs", "micro_steps", "compiled", "resume")
+    common: Dict[str, Any] = {name: getattr(options, name) for name in shared}
     try:
         history = fit(net, loss, trainer, train_iter, test_iter, callbacks=callbacks, **common, **more)
     except (KeyboardInterrupt, Terminated) as interrupt:

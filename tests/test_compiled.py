@@ -1,0 +1,295 @@
+"""Compiled passes: the same bits as recorded ones, whatever happens between steps; and why some passes cannot be compiled."""
+
+import logging
+from contextlib import nullcontext
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.data_parallel import executors
+from gluon_mgpu.data_parallel.compiled import CompiledPasses
+from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
+from gluon_mgpu.models.seq2seq.loss import SequenceLoss
+from gluon_mgpu.models.seq2seq.network import Seq2Seq
+from mxnet import gluon
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+STATIC = {"static_alloc": True, "static_shape": True}
+SIZES = [9, 8, 2, 9, 1, 7]  # fewer examples than devices, and uneven shards
+
+
+def build(num_devices, *, hybridize=True, dropout=0.3):
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Dropout(dropout), nn.Dense(8), nn.Dense(3))
+    net.initialize(mx.init.Xavier(), ctx=[mx.cpu(i) for i in range(num_devices)])
+    if hybridize:
+        net.hybridize(**STATIC)
+    return net
+
+
+def batches(sizes=SIZES, seed=0):
+    draw = np.random.RandomState(seed)
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    return [(array(draw.randn(n, 1, 6, 6), dtype="float32"), array(draw.randint(0, 3, n), dtype="float32")) for n in sizes]
+
+
+def trained(compiled, num_devices, change=None, *, optimizer=("sgd", {"learning_rate": 0.1, "momentum": 0.9}), **options):
+    """Train, and return every weight and statistic on each device, and all outputs and losses, read at the end."""
+    micro_steps, accumulate = options.pop("micro_steps", 1), options.pop("accumulate", 1)
+    net = build(num_devices)
+    trainer = mgpu.Trainer(net, *optimizer, **options)
+    step = mgpu.compile_step(net, LOSS, trainer, micro_steps=micro_steps, compiled=compiled)
+    mx.random.seed(7)
+    found = []
+    for i, (X, y) in enumerate(batches(), 1):
+        if change is not None:
+            change(i, net, trainer)
+        with trainer.accumulate() if i % accumulate else nullcontext():
+            found.append(step(X, y))
+    trainer.flush()
+    arrays = [array for batch in found for array in (*batch.outputs, *batch.losses)]
+    arrays += [param.data(context) for param in net.collect_params().values() for context in trainer.contexts]
+    assert getattr(step.passes, "reason", "") == ""
+    return [array.asnumpy() for array in arrays]
+
+
+def assert_same_bits(one, other):
+    assert len(one) == len(other)
+    assert all(np.array_equal(a, b) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize(
+    "num_devices, options",
+    [
+        (1, {}),
+        (3, {"clip_norm": 0.5}),
+        (2, {"micro_steps": 3, "clip_value": 0.01}),
+        (3, {"accumulate": 2}),
+        (2, {"optimizer": ("adam", {"learning_rate": 0.01, "wd": 0.1}), "static_graph": True}),
+    ],
+)
+def test_the_bits_are_those_of_recorded_passes(num_devices, options, arrays):
+    """Also Dropout's masks, running statistics, shards of any sizes, and shapes that the first batch decides."""
+    assert_same_bits(trained("on", num_devices, **options), trained("off", num_devices, **options))
+
+
+def set_weights(i, net, trainer):
+    if i == 3:
+        net[5].weight.set_data(mx.nd.ones((3, 8)))
+
+
+def load_weights(i, net, trainer):
+    if i == 2:
+        net.save_parameters("net.params")
+    if i == 5:
+        net.load_parameters("net.params", ctx=trainer.contexts)
+
+
+def freeze_and_thaw(i, net, trainer):
+    if i in (2, 4):
+        for param in net[0].collect_params().values():
+            param.grad_req = "null" if i == 2 else "write"
+
+
+def hybridize_again(i, net, trainer):
+    if i == 3:
+        net.hybridize(**STATIC)
+
+
+@pytest.mark.parametrize("change", [set_weights, load_weights, freeze_and_thaw, hybridize_again])
+def test_weights_may_change_between_steps(change, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_same_bits(trained("on", 2, change), trained("off", 2, change))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_a_translator_of_bucketed_sentences(cell, arrays):
+    def run(compiled):
+        mx.random.seed(3)
+        net = Seq2Seq(20, 30, embed_size=4, hidden_size=6, num_layers=2, dropout=0.2, cell=cell)
+        net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0), mx.cpu(1)])
+        net.hybridize(**STATIC)
+        trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01})
+        step = mgpu.compile_step(net, SequenceLoss(0.1), trainer, compiled=compiled)
+        mx.random.seed(7)
+        draw, outputs = np.random.RandomState(1), []
+        for n, source, target in [(6, 5, 7), (6, 9, 4), (3, 3, 3), (1, 5, 7), (6, 5, 7)]:
+            X = draw.randint(0, 20, (n, source)), draw.randint(1, source + 1, n), draw.randint(0, 30, (n, target))
+            y = draw.randint(0, 30, (n, target)), draw.randint(1, target + 1, n)
+            outputs += step(*[tuple(one.astype("float32") for one in side) for side in (X, y)]).outputs
+        return [array.asnumpy() for array in (*outputs, *(p.data(mx.cpu(1)) for p in net.collect_params().values()))]
+
+    assert_same_bits(run("auto"), run("off"))
+
+
+def test_a_loop_by_hand_may_come_between():
+    """Recorded and compiled passes write the same gradients, so a trainer takes those of either."""
+    nets = [build(2, dropout=0), build(2, dropout=0)]
+    for net in nets:
+        mx.random.seed(5)
+        net(batches()[0][0])
+    trainers = [mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}) for net in nets]
+    step = mgpu.compile_step(nets[0], LOSS, trainers[0])
+    for i, (X, y) in enumerate(batches()):
+        if i % 2:
+            step(X, y)
+        else:
+            mgpu.train_batch(nets[0], LOSS, trainers[0], X, y)
+        mgpu.train_batch(nets[1], LOSS, trainers[1], X, y)
+    for a, b in zip(nets[0].collect_params().values(), nets[1].collect_params().values()):
+        assert np.array_equal(a.data(mx.cpu(1)).asnumpy(), b.data(mx.cpu(1)).asnumpy())
+
+
+def test_fit_evaluate_and_predict_compile(caplog):
+    def run(compiled):
+        net = build(2)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+        mx.random.seed(7)
+        history = mgpu.fit(net, LOSS, trainer, batches(), batches(seed=1), epochs=2, callbacks=[], compiled=compiled)
+        means = mgpu.evaluate(net, batches(), loss=LOSS, compiled=compiled)
+        outputs = mgpu.predict(net, [X for X, _ in batches()], compiled=compiled)
+        rows = [{name: row[name] for name in row if name not in ("seconds", "examples_per_s")} for row in history.rows]
+        return rows, means, outputs.tolist()
+
+    with caplog.at_level(logging.DEBUG, "gluon_mgpu"):
+        assert run("on") == run("auto") == run("off")
+    assert "not compiled" not in caplog.text
+
+
+class Counting(nn.HybridBlock):
+    """Does something else in each call."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.calls = 0
+        self.dense = nn.Dense(3, in_units=36)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.dense(x) * self.calls
+
+
+class Deciding(Counting):
+    """Decides by values, which a graph cannot."""
+
+    forward = nn.HybridBlock.forward
+
+    def hybrid_forward(self, F, x):
+        return self.dense(x) if x.sum().asscalar() > 0 else -self.dense(x)
+
+
+def with_hook(net):
+    net[4].register_forward_hook(lambda *_: None)
+    return net
+
+
+def plain():
+    net = nn.Sequential()
+    net.add(nn.Dense(3, in_units=36))
+    return net
+
+
+def dense(**options):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3, in_units=36))
+    net.hybridize(**options)
+    return net
+
+
+CANNOT = [
+    (plain, LOSS, "not a HybridBlock"),
+    (Counting, LOSS, "a forward() of its own"),
+    (Deciding, LOSS, "tracing failed"),
+    (dense, lambda output, y: LOSS(output, y), "the loss is a function"),
+    (lambda: mgpu.convert_sync_batchnorm(build(2)), LOSS, "synchronised over the devices"),
+    (lambda: with_hook(build(2)), LOSS, "has hooks"),
+]
+
+
+@pytest.mark.parametrize("make, loss, reason", CANNOT)
+def test_what_cannot_be_compiled_is_recorded_or_refused(make, loss, reason, caplog):
+    net = make()
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)], force_reinit=True)
+    X, y = batches()[0]
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    with pytest.raises(TrainerError, match="cannot be compiled") as raised:
+        mgpu.compile_step(net, loss, trainer)(X, y)
+    assert reason in str(raised.value)
+    assert_house_style(raised.value)
+    step = mgpu.compile_step(net, loss, trainer, compiled="auto")
+    with caplog.at_level(logging.DEBUG, "gluon_mgpu"):
+        step(X, y)
+        step(X, y)
+    assert step.passes.reason
+    lines = [record.getMessage() for record in caplog.records if "not compiled" in record.getMessage()]
+    assert len(lines) == 1 and (reason in lines[0] or "not hybridized" in lines[0])
+
+
+def test_data_that_the_network_rejects_change_nothing():
+    net = build(2)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    step = mgpu.compile_step(net, LOSS, trainer, compiled="auto")
+    X, y = batches()[0]
+    step(X, y)
+    before = net[5].weight.data(mx.cpu(0)).asnumpy()
+    with pytest.raises(StepError, match="shard 0 on cpu"):
+        step(mx.nd.ones((9, 2, 6, 6)), y)
+    assert np.array_equal(net[5].weight.data(mx.cpu(0)).asnumpy(), before)
+    step(X, y)
+    assert step.passes.reason == ""
+
+
+def test_an_infinite_loss_names_its_step():
+    net = dense()
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    data = batches([4, 4, 4])
+    data[1][0][3] = np.inf
+    with pytest.raises(NonFiniteLossError, match=r"at step 2 on cpu\(1\)"):
+        mgpu.fit(net, LOSS, trainer, data, epochs=1, callbacks=[], compiled="on")
+
+
+def test_what_a_step_returns_outlives_later_steps():
+    net = build(2, dropout=0)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    step = mgpu.compile_step(net, LOSS, trainer)
+    X, y = batches()[0]
+    first = step(X, y)
+    read_at_once = [array.asnumpy() for array in (*first.outputs, *first.losses)]
+    later = step(X, y)
+    assert not np.array_equal(later.losses[0].asnumpy(), read_at_once[2])
+    assert_same_bits([array.asnumpy() for array in (*first.outputs, *first.losses)], read_at_once)
+
+
+def test_running_statistics_can_be_read_at_once():
+    """MXNet's compiled graphs write them without telling its engine: 120 of 150 reads without a wait were stale."""
+    net = build(2)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    step = mgpu.compile_step(net, LOSS, trainer)
+    for X, y in batches([32] * 8):
+        step(X, y)
+        read = net[1].running_mean.data(mx.cpu(1)).asnumpy()
+        mx.nd.waitall()
+        assert np.array_equal(read, net[1].running_mean.data(mx.cpu(1)).asnumpy())
+
+
+def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypatch):
+    monkeypatch.setattr(executors, "MOST", 3)
+    net = dense(**STATIC)
+    net.initialize(ctx=mx.cpu())
+    passes = CompiledPasses(net, LOSS, trains=False, mode="on")
+
+    def sizes(n):
+        passes.forward("test", [mx.nd.ones((n, 36))], [mx.nd.zeros(n)])
+        kept = passes._executors[mx.cpu()]._by_key
+        return [key[2][0][0][0] for key in kept]
+
+    assert [sizes(n) for n in (4, 8, 2, 4)] == [[4], [8], [8, 2], [8, 2, 4]]
+    assert sizes(3) == [8, 4, 3]  # 2 has been used least recently, apart from the largest
+    assert sizes(4) == [8, 3, 4]
+    assert sizes(9) == [9]

@@ -85,6 +85,7 @@ def set_weights(i, net, trainer):
 
 def load_weights(i, net, trainer):
     if i == 2:
+        mx.nd.waitall()  # a static graph writes running statistics without telling the engine
         net.save_parameters("net.params")
     if i == 5:
         net.load_parameters("net.params", ctx=trainer.contexts)
@@ -290,6 +291,6 @@ def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypa
         return [key[2][0][0][0] for key in kept]
 
     assert [sizes(n) for n in (4, 8, 2, 4)] == [[4], [8], [8, 2], [8, 2, 4]]
-    assert sizes(3) == [8, 4, 3]  # 2 has been used least recently, apart from the largest
-    assert sizes(4) == [8, 3, 4]
+    assert sizes(2) == [8, 4, 2]
+    assert sizes(3) == [4, 2, 3]  # 8 has been used least recently; its memory stays
     assert sizes(9) == [9]

@@ -88,10 +88,14 @@ class Executor:
 
 
 class Executors:
-    """The executors of one graph on one device, by shape.
+    """The executors of a network's graphs on one device, by shape, all in the memory that the largest shape needs.
 
-    The largest one owns the memory, and the others use it. A larger one replaces them all: they are bound again when their
-    shapes come back. Of the others, the least recently used leaves.
+    ```
+    owner: bound for the largest shape, never run    ◄── use its memory ──  executors of the shapes that came last
+    ```
+
+    A larger shape replaces them all. MXNet's recurrent operator keeps memory of its own, which nothing can share, in each
+    executor that has run. So of a graph with such operators, only the latest shape is kept; another one is bound again.
 
     Parameters
     ----------
@@ -101,7 +105,8 @@ class Executors:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._by_key: OrderedDict[Hashable, Executor] = OrderedDict()
-        self._largest: Tuple[int, Hashable] = (0, None)
+        self._owner: Optional[Executor] = None
+        self._size = 0  # of the owner's arrays, in elements
 
     def get(self, graph: Graph, inputs: Sequence[Array], *, trains: bool) -> Executor:
         """Return the executor for inputs of these shapes and dtypes, and for what the parameters do with gradients now."""
@@ -109,31 +114,25 @@ class Executors:
         key = (id(graph), reqs, tuple([(one.shape, one.dtype) for one in inputs]))
         found = self._by_key.get(key)
         if found is None:
-            found = self._bind(key, graph, inputs, trains)
+            found = self._by_key[key] = self._bind(graph, inputs, trains)
+            if len(self._by_key) > (1 if graph.is_recurrent else MOST):
+                self._by_key.popitem(last=False)
         self._by_key.move_to_end(key)
         return found
 
     def clear(self) -> None:
         """Forget all executors: the parameters have other arrays."""
-        if self._by_key:
-            mx.nd.waitall()  # a graph must not be deleted while it runs
+        if self._owner is not None:
+            mx.nd.waitall()  # their operations must not be deleted while they run
         self._by_key.clear()
-        self._largest = (0, None)
+        self._owner, self._size = None, 0
 
-    def _bind(self, key: Hashable, graph: Graph, inputs: Sequence[Array], trains: bool) -> Executor:
+    def _bind(self, graph: Graph, inputs: Sequence[Array], trains: bool) -> Executor:
         size = (1 + trains) * _num_elements(graph.symbol, {name: one.shape for name, one in zip(graph.inputs, inputs)})
-        if size > self._largest[0]:
+        if size > self._size:
             self.clear()
-        shared = self._by_key.get(self._largest[1])
-        made = Executor(graph, self._context, inputs, trains=trains, shared=shared)
-        if shared is None:
-            self._largest = (size, key)
-        self._by_key[key] = made
-        if len(self._by_key) > MOST:
-            oldest = next(one for one in self._by_key if one not in (key, self._largest[1]))
-            mx.nd.waitall()
-            del self._by_key[oldest]
-        return made
+            self._owner, self._size = Executor(graph, self._context, inputs, trains=trains), size
+        return Executor(graph, self._context, inputs, trains=trains, shared=self._owner)
 
 
 def _written_with_gradients(graph: Graph, context: Context) -> Optional[WrittenWith]:

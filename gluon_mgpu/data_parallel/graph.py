@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -34,6 +35,8 @@ class Graph:
     params : dict of str to gluon.Parameter
         The parameters and running statistics that it uses.
     has_loss : bool
+    is_recurrent : bool
+        Whether it holds MXNet's recurrent operator.
     bulk_sizes : dict
         The options of the network's `hybridize` that say how many operators become one operation of the engine.
     """
@@ -42,6 +45,7 @@ class Graph:
     inputs: List[str]
     params: Dict[str, gluon.Parameter]
     has_loss: bool
+    is_recurrent: bool
     bulk_sizes: Dict[str, Any]
     _form: Any
 
@@ -145,7 +149,8 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         names += labels
         symbol = [_classic(losses), *map(mx.sym.BlockGrad, heads)]
     group = mx.sym.Group(symbol)
-    if '"op": "Custom"' in group.tojson():
+    operators = {node["op"] for node in json.loads(group.tojson())["nodes"]}
+    if "Custom" in operators:
         raise NotCompilableError("an operator is written in Python (mx.operator.CustomOp)")
     params = {**net.collect_params(), **(loss.collect_params() if loss is not None else {})}
     used = {name: params[name] for name in group.list_inputs() if name in params}
@@ -153,7 +158,10 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     if unknown:
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
-    return Graph(group, names, used, loss is not None, bulk_sizes, net._out_format)
+    return Graph(group, names, used, loss is not None, bool(operators & _RECURRENT), bulk_sizes, net._out_format)
+
+
+_RECURRENT = {"RNN", "_npx_rnn"}
 
 
 def _is_np(symbol: Any) -> bool:

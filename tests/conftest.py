@@ -73,6 +73,15 @@ def seed():
     mx.random.seed(SEED)
 
 
+@pytest.fixture(scope="module")
+def quick_import():
+    """Child processes of this module import MXNet without scikit-learn and SciPy: 1.8 s of processor time instead of 3.0."""
+    path = [os.path.join(os.path.dirname(__file__), "without"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path))
+        yield
+
+
 @pytest.fixture(params=[1, 2, 3])
 def devices(request):
     """1, 2 and 3 CPU contexts."""

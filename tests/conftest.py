@@ -1,5 +1,6 @@
 """Fixtures: a seed, lists of CPU contexts, legacy and np arrays; and what several test files compare with."""
 
+import gc
 import os
 import random
 import re
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.name == "gluon_mgpu.trainer.precision.set_precision":
                 item.add_marker(pytest.mark.skip(reason="MXNet cannot compute in bfloat16 on this processor"))
+
+
+def pytest_collection_finish(session):
+    """What all imports have made stays to the end: let no garbage collection go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def beyond_pairs(items):

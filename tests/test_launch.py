@@ -388,17 +388,19 @@ time.sleep(10_000)  # for rank 1
     assert marked(mark) == []
 
 
-def test_workers_that_all_wait_are_a_failure(run, mark):
-    assert run(SLEEP, limits=Limits(grace_s=0.5, timeout_s=1.5)) == 124
+def test_workers_that_all_wait_are_a_failure(run, mark, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 0.0)
+    assert run(SLEEP, limits=Limits(grace_s=0.5, timeout_s=1.0)) == 124
     assert "no process has computed for" in run.err
     assert marked(mark) == []
 
 
-def test_who_waits_for_one_that_has_ended_well(run, mark):
+def test_who_waits_for_one_that_has_ended_well(run, mark, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 0.0)
     program = "import os, time\nif os.environ['GLUON_MGPU_RANK'] != '1':\n    time.sleep(10_000)"
-    assert run(program, num_processes=3, limits=Limits(grace_s=0.5, timeout_s=20)) == 124
+    assert run(program, num_processes=3, limits=Limits(grace_s=0.5, timeout_s=10)) == 124
     idle_s = re.search("rank 1 ended with status 0, and the others have computed nothing for ([0-9]+) s", run.err).group(1)
-    assert int(idle_s) < 20
+    assert int(idle_s) < 10
     assert marked(mark) == []
 
 

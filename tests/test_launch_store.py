@@ -12,6 +12,7 @@ from . import test_launch
 from .test_launch import Runner, kill_when_done, mark, marked, until
 
 __all__ = ["mark"]  # a fixture
+pytestmark = pytest.mark.usefixtures("quick_import")
 PUSH_AND_PULL = """
 import os, sys, time
 import mxnet as mx
@@ -144,7 +145,7 @@ step(3)
     [
         pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.exhaustive),
         pytest.param("exit(3)", 3, marks=pytest.mark.exhaustive),
-        ("os._exit(4)", 4),
+        pytest.param("os._exit(4)", 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_who_ends_while_the_others_wait_in_a_sum(run, mark, how, code):

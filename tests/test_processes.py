@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -18,10 +19,11 @@ from mxnet import gluon
 
 from .conftest import assert_house_style
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
 NO_HOROVOD = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(NO_HOROVOD, reason="Horovod is not installed: sh scripts/build_horovod.sh")
 BACKENDS = ["dist_sync", pytest.param("horovod", marks=needs_horovod)]
+NUMBERS = [pytest.param(2, marks=pytest.mark.exhaustive), 3]
 STARTERS = ("GLUON_MGPU_", "DMLC_", "HOROVOD_")
 BEGIN = """
 import json, sys
@@ -48,7 +50,7 @@ def launched(folder, parts, num_processes, num_devices=1, backend="dist_sync"):
     script = folder / "program.py"
     script.write_text(BEGIN + "".join(map(textwrap.dedent, parts)))
     command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", num_processes, "--log-dir", folder / "logs"]
-    command += ["--backend", backend]
+    command += ["--backend", backend, *(["--servers", 2] if backend == "dist_sync" else [])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
     done = subprocess.run(
         [str(part) for part in [*command, script, folder, num_devices]],
@@ -63,7 +65,7 @@ def launched(folder, parts, num_processes, num_devices=1, backend="dist_sync"):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(tmp_path_factory, quick_import):
     """What each process of a job tells in all parts; each job is launched once."""
     made = {}
 
@@ -82,8 +84,12 @@ def job(tmp_path_factory):
 def alone(tmp_path_factory):
     """What one process tells that has the devices of all."""
     on_2_and_3 = "for num_devices in (2, 3):\n    ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(num_devices)])\n"
-    (told,) = launched(tmp_path_factory.mktemp("alone"), [on_2_and_3 + TRAIN, ADVERSARIES], 1)
-    return told
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "program.py").write_text(BEGIN + "".join(map(textwrap.dedent, [on_2_and_3 + TRAIN, ADVERSARIES])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["program.py", str(folder), "1"])
+        runpy.run_path(str(folder / "program.py"))
+    return json.loads((folder / "0.json").read_text())
 
 
 SAY = """
@@ -115,7 +121,7 @@ SAY = """
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", NUMBERS)
 def test_processes_sum_and_say(job, num_processes, backend):
     found = [told["say"] for told in job(num_processes, backend)]
     expected = {2: [0.0, 3.0, 8.0], 3: [1.0, 7.0, 15.0]}[num_processes]  # (1e8 - 1e8) + 1, in float32
@@ -149,7 +155,7 @@ COMPRESS = """
 """
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", NUMBERS)
 def test_gradients_are_sent_in_two_bits(job, num_processes):
     """NumPy's own way to quantise: what is over the threshold goes, the rest waits for the next step."""
     found = [told["compress"] for told in job(num_processes)]
@@ -236,7 +242,7 @@ def numbers(told):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", NUMBERS)
 def test_processes_do_not_show_in_the_weights(job, alone, num_processes, backend):
     first, *others = [told["train on 1"] for told in job(num_processes, backend)]
     for other in others:
@@ -291,9 +297,10 @@ ADVERSARIES = """
 """
 
 
-def test_a_process_without_examples_adds_none_of_another_losss_gradients(job, alone):
+@pytest.mark.parametrize("num_processes", NUMBERS)
+def test_a_process_without_examples_adds_none_of_another_losss_gradients(job, alone, num_processes):
     """The generator's pass leaves gradients in a process that has no part of the discriminator's batch."""
-    for told in job(2):
+    for told in job(num_processes):
         for name, weights in told["adversaries"].items():
             assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, alone["adversaries"][name])) <= 1e-6
 

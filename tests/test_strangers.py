@@ -519,7 +519,8 @@ def test_idle_connections_keep_no_node_out(leader):
         plug.close()
 
 
-def test_one_that_goes_on_sending_after_the_end_is_cut_off(leader):
+def test_one_that_goes_on_sending_after_the_end_is_cut_off(leader, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.rendezvous._FAREWELL_S", 0.5)
     peer = Peer(leader.port)
     assert peer.join()["kind"] == "welcome"
     leader.over = True

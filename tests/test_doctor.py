@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from gluon_mgpu.devices.describe import DeviceInfo
-from gluon_mgpu.runtime import environment
+from gluon_mgpu.runtime import environment, threads
 
 from .fake_nvml import h200, install, v100s
 
@@ -92,6 +92,17 @@ def test_one_context_is_told_its_cores():
     assert "threads of cpu(1)" not in values(report)
 
 
+def test_the_environment_is_named_for_each_setting(monkeypatch):
+    for name, value in {"OMP_NUM_THREADS": "3", "MXNET_CPU_TEMP_COPY": "9", "MALLOC_TOP_PAD_": "65536"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "_set_here", set())
+    monkeypatch.setattr(threads, "_new", set())  # the threads of no context were set
+    found = values(json.loads(doctor("--devices", "cpu:1", "--json")))
+    assert found["threads of cpu(0)"][1] == found["M_MMAP_MAX"][1] == "environment"
+    assert found["MXNET_CPU_TEMP_COPY"] == ("9", "environment")
+
+
+@pytest.mark.exhaustive
 def test_the_environment_is_named_where_it_stands():
     report, _ = fresh("--devices", "cpu:1", OMP_NUM_THREADS="3", MXNET_CPU_TEMP_COPY="9", MALLOC_TOP_PAD_="65536")
     found = values(report)

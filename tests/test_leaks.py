@@ -140,7 +140,7 @@ def test_live_arrays(arrays):
 # Loops that leak, and loops that do not
 
 
-def loop(kind, num_steps=240):
+def loop(kind, num_steps=160):
     """A loop by hand over two contexts, as it stands in many scripts."""
     ctx = [mx.cpu(0), mx.cpu(1)]
     net = nn.Dense(3, in_units=36)
@@ -148,7 +148,7 @@ def loop(kind, num_steps=240):
     loss = CE()
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     ((X, y),) = small_batches([8])
-    check, kept, total = LeakCheck(every=3), [], 0
+    check, kept, total = LeakCheck(every=2), [], 0
     for _ in range(num_steps):
         Xs, ys = mgpu.split_batch(X, y, ctx)
         with autograd.record():
@@ -190,9 +190,9 @@ def test_a_queue_without_back_pressure_is_no_leak():
         pytest.skip("the serial engine has no queue")
 
     def run(wait):
-        check = LeakCheck(every=4)
+        check = LeakCheck(every=3)
         batch, matrix = mx.nd.ones((125, 500)), mx.nd.ones((500, 500), ctx=mx.cpu(1))
-        for _ in range(200):
+        for _ in range(150):
             x = batch + 1
             x.wait_to_read()  # kept until the other device comes to it
             total = mx.nd.dot(mx.nd.dot(x.as_in_context(mx.cpu(1)), matrix), matrix).sum()

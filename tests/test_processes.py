@@ -82,14 +82,20 @@ def job(tmp_path_factory, quick_import):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process tells that has the devices of all."""
-    on_2_and_3 = "for num_devices in (2, 3):\n    ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(num_devices)])\n"
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "program.py").write_text(BEGIN + "".join(map(textwrap.dedent, [on_2_and_3 + TRAIN, ADVERSARIES])))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["program.py", str(folder), "1"])
-        runpy.run_path(str(folder / "program.py"))
-    return json.loads((folder / "0.json").read_text())
+    """What this process tells alone, with a device for each process of a job."""
+    made = {}
+
+    def with_devices(num_devices):
+        if num_devices not in made:
+            folder = tmp_path_factory.mktemp("alone")
+            (folder / "program.py").write_text(BEGIN + "".join(map(textwrap.dedent, [TRAIN, ADVERSARIES])))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "argv", ["program.py", str(folder), str(num_devices)])
+                runpy.run_path(str(folder / "program.py"))
+            made[num_devices] = json.loads((folder / "0.json").read_text())
+        return made[num_devices]
+
+    return with_devices
 
 
 SAY = """
@@ -247,7 +253,7 @@ def test_processes_do_not_show_in_the_weights(job, alone, num_processes, backend
     first, *others = [told["train on 1"] for told in job(num_processes, backend)]
     for other in others:
         assert other == first  # to the bit: weights, statistics, history, metrics, outputs
-    expected = alone[f"train on {num_processes}"]
+    expected = alone(num_processes)[f"train on {num_processes}"]
     for name in expected:
         width = len(first[name]["weights"])
         found = dict(first[name], weights=first[name]["weights"])
@@ -300,9 +306,10 @@ ADVERSARIES = """
 @pytest.mark.parametrize("num_processes", NUMBERS)
 def test_a_process_without_examples_adds_none_of_another_losss_gradients(job, alone, num_processes):
     """The generator's pass leaves gradients in a process that has no part of the discriminator's batch."""
+    expected = alone(num_processes)["adversaries"]
     for told in job(num_processes):
         for name, weights in told["adversaries"].items():
-            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, alone["adversaries"][name])) <= 1e-6
+            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, expected[name])) <= 1e-6
 
 
 HALF = """

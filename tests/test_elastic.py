@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+from .test_launch import launch_command
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
 PROGRAM = """
 import json, os, signal, sys, time
@@ -94,11 +96,10 @@ with open(f"{folder}/{rank}.json", "w") as file:
 
 def launched(folder):
     """What the launcher says, and what each of the processes tells that are left."""
-    launch = ["-m", "gluon_mgpu", "launch", "-n", 3, "--servers", 1, "--elastic", "2:3", "--max-restarts", 3]
-    launch += ["--log-dir", folder / "logs"]
+    limits = {"fewest": 2, "most": 3, "max_restarts": 3}
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_", "HOROVOD_"))}
     done = subprocess.run(
-        [str(part) for part in [sys.executable, *launch, folder / "train.py", folder, 1]],
+        launch_command([folder / "train.py", folder, 1], folder / "logs", num_processes=3, limits=limits),
         capture_output=True,
         text=True,
         timeout=300,

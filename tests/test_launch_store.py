@@ -154,8 +154,9 @@ def test_who_ends_while_the_others_wait_in_a_sum(run, mark, how, code):
     assert marked(mark) == []
 
 
-def test_who_ends_well_while_the_others_wait_in_a_sum(run, mark):
+def test_who_ends_well_while_the_others_wait_in_a_sum(run, mark, monkeypatch):
     """Left alone, it waits for the others at MXNet's exit barrier, and they for its push."""
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 0.0)
     limits = test_launch.Limits(grace_s=0.5, timeout_s=20)
     assert run(PUSH_AND_PULL + END.format("sys.exit()"), servers=1, limits=limits) == 124
     idle_s = re.search("rank 1 ended with status 0, and the others have computed nothing for ([0-9]+) s", run.err).group(1)

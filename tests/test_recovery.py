@@ -5,7 +5,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import textwrap
 
 import gluon_mgpu as mgpu
@@ -15,6 +14,7 @@ import pytest
 from gluon_mgpu.checkpoint.rng import random_state, set_random_state
 from mxnet import gluon
 
+from .test_launch import launch_command
 from .test_processes import BEGIN
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
@@ -84,11 +84,9 @@ def job(tmp_path_factory, quick_import):
     folder = tmp_path_factory.mktemp("job")
     script = folder / "program.py"
     script.write_text(BEGIN + textwrap.dedent(PROGRAM))
-    command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", 2, "--servers", 1]
-    command += ["--max-restarts", 1, "--log-dir", folder / "logs"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
     done = subprocess.run(
-        [str(part) for part in [*command, script, folder, 1]],
+        launch_command([script, folder, 1], folder / "logs", limits={"max_restarts": 1}),
         capture_output=True,
         text=True,
         timeout=200,

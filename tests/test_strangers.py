@@ -391,7 +391,8 @@ class Leader:
 
 
 @pytest.fixture
-def leader(hosts):
+def leader(hosts, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.rendezvous._FAREWELL_S", 0.5)
     leader = Leader(hosts.port)
     yield leader
     leader.end()
@@ -519,8 +520,7 @@ def test_idle_connections_keep_no_node_out(leader):
         plug.close()
 
 
-def test_one_that_goes_on_sending_after_the_end_is_cut_off(leader, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.rendezvous._FAREWELL_S", 0.5)
+def test_one_that_goes_on_sending_after_the_end_is_cut_off(leader):
     peer = Peer(leader.port)
     assert peer.join()["kind"] == "welcome"
     leader.over = True

@@ -16,7 +16,7 @@ from gluon_mgpu.runtime.engine import is_serial
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import assert_house_style, small_batches, small_net
+from .conftest import assert_house_style, small_batches
 
 CE = gluon.loss.SoftmaxCrossEntropyLoss
 
@@ -221,7 +221,8 @@ class Keeps(mgpu.Callback):
 @pytest.mark.parametrize("leaks", [False, True])
 def test_in_fit(monkeypatch, caplog, leaks):
     monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", 0.0)
-    net = small_net([mx.cpu(0), mx.cpu(1)])
+    net = nn.Dense(3, in_units=36)
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     check = LeakCheck(every=4)
     callbacks = [*([Keeps()] if leaks else []), check]

@@ -32,7 +32,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 from gluon_mgpu.distributed.process import this_process
-from gluon_mgpu.distributed import group, without_group
+from gluon_mgpu.distributed import any_process, group, without_group
 from mxnet import autograd, gluon, init
 me = this_process()
 folder, num_devices = sys.argv[1], int(sys.argv[2])
@@ -122,7 +122,7 @@ SAY = """
     g.barrier()
     tell("say", said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums,
          mean=mean.asnumpy().tolist(), weighted=[array.asnumpy().tolist() for array in weighted],
-         alone=alone, part=part)
+         alone=alone, part=part, any=[any_process(me.rank == 1), any_process(False)])
 """
 
 
@@ -144,6 +144,7 @@ def test_processes_sum_and_say(job, num_processes, backend):
         by_examples = {2: 1.0, 3: (1 + 4) / 3}[num_processes]
         np.testing.assert_allclose(told["weighted"], [[by_examples, 2.0], [1.0, 2.0], told["mean"]], rtol=1e-6)
         assert told["alone"] == 4
+        assert told["any"] == [True, False]
         assert told["part"] == [np.array_split(np.arange(7.0), num_processes)[rank].tolist()]
 
 

@@ -192,7 +192,7 @@ def hostfile(here, monkeypatch):
 
 def test_over_ssh(here, hostfile, mark):
     (here / "train.py").write_text(TELL.replace('"arguments":', '"passed": os.environ["MXNET_TEST_ONLY"], "arguments":'))
-    result = invoke(*hostfile, "--servers", 0, "--no-bind", "--max-restarts", 1, "train.py", "it's", "$HOME", "--nodes")
+    result = invoke(*hostfile, "--servers", 1, "--no-bind", "--max-restarts", 1, "train.py", "it's", "$HOME", "--nodes")
     assert result.exit_code == 0, result.output
     told = [json.loads(text) for text in logs(here / "my logs").values()]
     assert [(one["GLUON_MGPU_NODE_RANK"], one["GLUON_MGPU_LOCAL_RANK"]) for one in told] == [("0", "0"), ("1", "0"), ("1", "1")]
@@ -201,7 +201,7 @@ def test_over_ssh(here, hostfile, mark):
     assert "[node two] [2] " in result.output
     assert "a 'b' $c" not in (here / "ssh.log").read_text() and "TOKEN" not in (here / "ssh.log").read_text()
     assert "gluon_mgpu launch --nodes 2 --node-rank 1" in (here / "ssh.log").read_text()
-    assert "-n 2 --servers 0 --max-restarts 1 --no-bind --log-dir 'my logs' train.py" in (here / "ssh.log").read_text()
+    assert "-n 2 --servers 1 --max-restarts 1 --no-bind --log-dir 'my logs' train.py" in (here / "ssh.log").read_text()
     assert marked(mark) == []
 
 

@@ -19,9 +19,15 @@ ADAM = ("adam", {"learning_rate": 0.01})
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01})
 
 
-@pytest.fixture(params=[2, 3])
-def several(request):
-    return CPU[: request.param]
+@pytest.fixture
+def several():
+    return CPU
+
+
+@pytest.fixture(params=[1, 3])
+def devices(request):
+    """1 and 3 CPU contexts."""
+    return [mx.cpu(i) for i in range(request.param)]
 
 
 def dense(ctx, seed=0, units=1, in_units=3):

@@ -109,6 +109,15 @@ def test_a_copy_that_begins_with_its_manifest_is_not_taken_for_whole(tmp_path, u
     assert bits(tmp_path) == undisturbed
 
 
+def test_manifests_are_copied_last(tmp_path, monkeypatch):
+    copied, copy = [], shutil.copyfile
+    fit(tmp_path, epochs=1)
+    monkeypatch.setattr(atomic_folder.shutil, "copyfile", lambda *paths: copied.append(paths[0].name) or copy(*paths))
+    atomic_folder.copy_folder(tmp_path / "last", tmp_path / "copy")
+    assert sorted(copied) == names(tmp_path / "last")
+    assert copied[-1] == "manifest.json"
+
+
 def test_a_damaged_best_is_made_again_from_an_earlier_checkpoint(tmp_path, undisturbed):
     """Also where the resumed epoch is a later one: the checkpoint of the best epoch is still there."""
     fit(tmp_path, keep=3)

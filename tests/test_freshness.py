@@ -273,6 +273,22 @@ def test_flags_look_as_mxnet_has_set_them(several):
     assert [net.weight.data(several[0])._fresh_grad for net in nets] == [0, 1]
 
 
+def test_gradients_older_than_a_pass_without_data_do_not_count(several):
+    """A process of several that gets no part of a batch makes no pass: its gradients are of the batch before."""
+    net = dense(several)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    mgpu.backward(losses_of(net, data(1, 6), several))
+    trainer.step(6)
+    mgpu.backward(losses_of(net, data(2, 6), several))
+    history.note_empty()
+    writers, names = trainer._replicas._fresh.writers, ["weight", "bias"]
+    fresh = np.ones_like(writers.calls, dtype=bool)
+    assert not writers.since_empty(fresh, names, may_be_of_others=False).any()
+    assert_refused(lambda: writers.since_empty(fresh, names, may_be_of_others=True), "several backward passes")
+    mgpu.backward(losses_of(net, data(3, 6), several))
+    assert writers.since_empty(fresh, names, may_be_of_others=True).all()
+
+
 # discard() and accumulate()
 
 

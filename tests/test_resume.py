@@ -166,6 +166,8 @@ def run_in_parts(folder, make, stops, *, seed=1, every=2, background=False, moni
             history = world.fit(callbacks, resume="auto", **options)
         except KilledError:
             assert end is not None
+        else:
+            assert end is None
     return world.bits(), rows_of(history)
 
 
@@ -182,6 +184,7 @@ def assert_the_same(found):
 
 @lru_cache(maxsize=None)
 def uninterrupted(optimizer):
+    """Bits and rows of a run without stops, made once for each optimizer."""
     with TemporaryDirectory() as folder:
         return run_in_parts(Path(folder), lambda: World([mx.cpu(0), mx.cpu(1)], optimizer), [], seed=0)
 
@@ -339,10 +342,10 @@ def test_ctrl_c_at_any_step(tmp_path, stop):
     finally:
         signal.signal(signal.SIGINT, before)
     assert first.trainer.optimizer.num_update == stop
-    assert_goes_on_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
+    assert_resumes_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
 
 
-def assert_goes_on_as_if_uninterrupted(resumed, folder):
+def assert_resumes_as_if_uninterrupted(resumed, folder):
     rows, bits = uninterrupted_without_checkpoints()
     assert rows_of(resumed.fit([mgpu.Checkpoint(folder)], resume="auto")) == rows
     assert largest_difference(resumed.bits(), bits) == 0.0
@@ -370,7 +373,7 @@ def test_ctrl_c_in_the_evaluation(tmp_path):
             first.fit([mgpu.Checkpoint(tmp_path)])
     finally:
         signal.signal(signal.SIGINT, before)
-    assert_goes_on_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
+    assert_resumes_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
 
 
 # Programs that are killed

@@ -269,6 +269,23 @@ def test_an_update_without_a_sum_is_refused():
     mgpu.Trainer(alone, "sgd", {"learning_rate": 0.1}).update(1)  # nothing to sum
 
 
+def test_an_update_of_parameters_that_were_frozen_after_the_sum_is_refused():
+    net = small_net(CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    run(net, trainer, small_batches([4]))
+    with autograd.record():
+        losses = [LOSS(net(x), t) for x, t in zip(*mgpu.split_batch(*small_batches([4])[0], CTX))]
+    mgpu.backward(losses)
+    trainer.allreduce_grads()
+    before = weights_of(net)
+    net[0].weight.grad_req = "null"
+    with pytest.raises(TrainerError, match="frozen, initialised or cast after allreduce_grads") as caught:
+        trainer.update(4)
+    assert_house_style(caught.value)
+    net[0].weight.grad_req = "write"
+    assert largest_difference(before, weights_of(net)) == 0.0
+
+
 def test_a_parameter_that_one_device_used_is_updated_on_all():
     net = nn.Sequential()
     net.add(nn.Dense(1, in_units=1, use_bias=False), nn.Dense(1, in_units=1, use_bias=False))

@@ -88,6 +88,13 @@ def arrays(request):
     mx.npx.reset_np()
 
 
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """A history is saved without `curves.png`, which takes longer to draw than a small network to train."""
+    monkeypatch.setattr("gluon_mgpu.loop.history.plot_history", lambda rows: None)
+    monkeypatch.setattr("gluon_mgpu.loop.history.save", lambda figure, path: path.write_bytes(b""))
+
+
 def small_net(ctx, activation="tanh", hybridize=None, normalize=False):
     """A convolutional network without dropout, whose weights depend on the seed alone."""
     net = nn.HybridSequential()

@@ -234,7 +234,7 @@ def test_korean_numbers_are_the_default(tmp_path, monkeypatch):
     first, second, *_ = result.stdout.splitlines()
     assert first.startswith("Korean numbers: 700 pairs to train on, ")
     assert " characters to " in second and second.endswith(" words, on cpu(0)")
-    monkeypatch.setattr(recorded, lambda options: made[0])  # drawing them takes seconds
+    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq._korean_numbers", lambda options: made[0])  # drawing them takes seconds
     back = invoke("train", "--num-examples", "700", "--reverse", "--devices", "cpu:1", "--output", tmp_path / "out")
     assert " words to " in back.stdout.splitlines()[1]
 

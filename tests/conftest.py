@@ -79,6 +79,15 @@ def devices(request):
     return [mx.cpu(i) for i in range(request.param)]
 
 
+def cpus(number, *marks):
+    return pytest.param([mx.cpu(i) for i in range(number)], marks=marks, id=str(number))
+
+
+mostly_two = pytest.mark.parametrize(  # in the place of `devices`, where their number hardly matters
+    "devices", [cpus(1, pytest.mark.exhaustive), cpus(2), cpus(3, pytest.mark.exhaustive)]
+)
+
+
 @pytest.fixture(params=["nd", "np"])
 def arrays(request):
     """Legacy and np arrays; the value is `mx.nd` or `mx.np`."""

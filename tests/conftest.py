@@ -96,6 +96,15 @@ def devices(request):
     return [mx.cpu(i) for i in range(request.param)]
 
 
+def cpus(number, *marks):
+    return pytest.param([mx.cpu(i) for i in range(number)], marks=marks, id=str(number))
+
+
+mostly_two = pytest.mark.parametrize(  # in the place of `devices`, where their number hardly matters
+    "devices", [cpus(1, pytest.mark.exhaustive), cpus(2), cpus(3, pytest.mark.exhaustive)]
+)
+
+
 @pytest.fixture(params=["nd", "np"])
 def arrays(request):
     """Legacy and np arrays; the value is `mx.nd` or `mx.np`."""
@@ -103,6 +112,13 @@ def arrays(request):
         mx.npx.set_np()
     yield mx.np if request.param == "np" else mx.nd
     mx.npx.reset_np()
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """A history is saved without `curves.png`, which takes longer to draw than a small network to train."""
+    monkeypatch.setattr("gluon_mgpu.loop.history.plot_history", lambda rows: None)
+    monkeypatch.setattr("gluon_mgpu.loop.history.save", lambda figure, path: path.write_bytes(b""))
 
 
 def small_net(ctx, activation="tanh", hybridize=None, normalize=False):

@@ -32,7 +32,7 @@ def run(notebook: Any) -> None:
         NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
     notebook.metadata = metadata
     for cell in notebook.cells:
-        cell.metadata.clear()  # execution times
+        cell.metadata.pop("execution", None)  # the times
         if cell.cell_type == "code":
             cell.outputs = join_streams(cell.outputs)
 

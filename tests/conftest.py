@@ -1,5 +1,6 @@
 """Fixtures: a seed, lists of CPU contexts, legacy and np arrays; and what several test files compare with."""
 
+import gc
 import os
 import random
 import re
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="MXNet cannot compute in bfloat16 on this processor"))
 
 
+def pytest_collection_finish(session):
+    """What all imports have made stays to the end: let no garbage collection go through it."""
+    gc.collect()
+    gc.freeze()
+
+
 def beyond_pairs(items):
     """The items of functions marked `pairwise` that hold no pair of parameters which the others lack."""
     combinations = {}
@@ -73,10 +80,29 @@ def seed():
     mx.random.seed(SEED)
 
 
+@pytest.fixture(scope="module")
+def quick_import():
+    """Child processes of this module import MXNet without scikit-learn and SciPy: 1.8 s of processor time instead of 3.0."""
+    folder = os.path.join(os.path.dirname(__file__), "without")
+    path = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path))
+        yield folder
+
+
 @pytest.fixture(params=[1, 2, 3])
 def devices(request):
     """1, 2 and 3 CPU contexts."""
     return [mx.cpu(i) for i in range(request.param)]
+
+
+def cpus(number, *marks):
+    return pytest.param([mx.cpu(i) for i in range(number)], marks=marks, id=str(number))
+
+
+mostly_two = pytest.mark.parametrize(  # in the place of `devices`, where their number hardly matters
+    "devices", [cpus(1, pytest.mark.exhaustive), cpus(2), cpus(3, pytest.mark.exhaustive)]
+)
 
 
 @pytest.fixture(params=["nd", "np"])
@@ -86,6 +112,13 @@ def arrays(request):
         mx.npx.set_np()
     yield mx.np if request.param == "np" else mx.nd
     mx.npx.reset_np()
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """A history is saved without `curves.png`, which takes longer to draw than a small network to train."""
+    monkeypatch.setattr("gluon_mgpu.loop.history.plot_history", lambda rows: None)
+    monkeypatch.setattr("gluon_mgpu.loop.history.save", lambda figure, path: path.write_bytes(b""))
 
 
 def small_net(ctx, activation="tanh", hybridize=None, normalize=False):

@@ -4,7 +4,6 @@ import errno
 import json
 import mmap
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,52 +20,23 @@ from gluon_mgpu.errors import DeviceError, StepError, TrainerError
 from gluon_mgpu.tuning.batch_size import BatchSizes, Probe, find_batch_size, recommend, search
 from gluon_mgpu.tuning.batch_size.find import resnet18_workload
 from gluon_mgpu.tuning.batch_size.probe import _lacks_memory, _measure
-from gluon_mgpu.tuning.batch_size.process import NoMemoryError, ProbeTimeoutError, _raise_end, ask
+from gluon_mgpu.tuning.batch_size.process import INSIDE, NoMemoryError, ProbeTimeoutError, _raise_end, _raise_error, ask
 from gluon_mgpu.tuning.batch_size.workload import Question, load_workload, reference_of, step_of
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
 
+from .batch_size_workloads import hold_100_mib_an_example, small_mlp
 from .conftest import assert_house_style
 
 MIB = 2**20
-HERE = "tests.test_batch_size"
+HERE = "tests.batch_size_workloads"
 
 
-# Workloads. Each probe imports this file in a process of its own.
-
-
-def hold_100_mib_an_example(batch_size, ctx):
-    held = []
-    return lambda: held or held.append(np.ones(batch_size * 100 * MIB, "uint8"))
-
-
-def small_mlp(batch_size, ctx, np_arrays=False):
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Dense(8, activation="relu"), gluon.nn.Dense(3))
-    net.initialize(ctx=ctx)
-    array = mx.np if mx.util.is_np_array() else mx.nd
-    X, y = array.ones((batch_size, 4)), array.zeros((batch_size,))
-    assert type(X) is (mx.np.ndarray if np_arrays else mx.nd.NDArray)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-    return net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y
-
-
-def fail_as_told(batch_size, ctx, how):
-    def step():
-        if how == "bad alloc":
-            os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
-            os.abort()
-        elif how == "mxnet allocation":
-            resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
-            mx.nd.ones((1024, 1024, 1024)).wait_to_read()
-        elif how == "value":
-            raise ValueError("the data holds\n7 examples")
-        elif how == "hang":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "left behind by a probe"])
-            time.sleep(600)
-
-    return step
+@pytest.fixture(autouse=True)
+def quick_probes(quick_import, monkeypatch):
+    """A probe searches modules where this process does."""
+    monkeypatch.setattr(sys, "path", [quick_import, *sys.path])
 
 
 def failing(how, **options):
@@ -141,15 +111,15 @@ def test_the_rate_is_the_median_of_the_rounds():
 
 
 def test_memory_decides():
-    """100 MiB an example in 770 MiB, of which the process itself takes more than 170 and less than 270: 5 fit, 6 do not."""
+    """100 MiB an example in 730 MiB, of which the process itself takes more than 130 and less than 230: 5 fit, 6 do not."""
     told = []
     found = find_batch_size(
-        hold_100_mib_an_example, devices="cpu", memory_limit_bytes=770 * MIB, first=5, max_batch_size=6, on_message=told.append
+        hold_100_mib_an_example, devices="cpu", memory_limit_bytes=730 * MIB, first=5, max_batch_size=6, on_message=told.append
     )
     assert tuple(told) == found.probes
     assert [(probe.batch_size, probe.fits) for probe in told] == [(5, True), (6, False)]
-    assert (found.largest, found.devices, found.ended_by, found.memory_limit_bytes) == (5, ("cpu(0)",), "", 770 * MIB)
-    assert 670 < told[0].memory_bytes / MIB < 770 < told[1].memory_bytes / MIB < 870
+    assert (found.largest, found.devices, found.ended_by, found.memory_limit_bytes) == (5, ("cpu(0)",), "", 730 * MIB)
+    assert 630 < told[0].memory_bytes / MIB < 730 < told[1].memory_bytes / MIB < 830
     assert [len(probe.examples_per_s) for probe in told] == [5, 0]
     assert [probe.reason for probe in told] == ["", "more than the limit"]
 
@@ -170,20 +140,20 @@ def test_memory_that_later_steps_will_take_counts(num_contexts, steps_to_come, m
     assert coming / MIB == pytest.approx(64 * steps_to_come, rel=0.1)
 
 
-def test_a_network_trains_on_two_devices():
-    found = find_batch_size(small_mlp, devices=[mx.cpu(0), mx.cpu(3)], first=1, max_batch_size=5)
+def test_a_network_of_np_arrays_trains_on_two_devices():
+    mx.npx.set_np()
+    try:
+        options = {"first": 3, "max_batch_size": 5, "options": {"np_arrays": True}}
+        found = find_batch_size(small_mlp, devices=[mx.cpu(0), mx.cpu(3)], **options)
+    finally:
+        mx.npx.reset_np()
     assert isinstance(found, BatchSizes)
-    assert [probe.batch_size for probe in found.probes] == [2, 4]
-    assert (found.largest, found.devices) == (4, ("cpu(0)", "cpu(3)"))
-    assert found.recommended in (2, 4)
+    assert [probe.batch_size for probe in found.probes] == [4]
+    assert (found.largest, found.recommended, found.devices) == (4, 4, ("cpu(0)", "cpu(3)"))
     assert found.ended_by == "the largest batch allowed, 5"
     assert all(100 * MIB < probe.memory_bytes < found.memory_limit_bytes for probe in found.probes)
+    assert [len(probe.examples_per_s) for probe in found.probes] == [5]
     assert all(rate > 0 for probe in found.probes for rate in probe.examples_per_s)
-
-
-def test_np_arrays_train_in_the_other_process_too():
-    """The workload looks at what kind its arrays are."""
-    assert len(ask(Question(f"{HERE}:small_mlp", {"np_arrays": True}, "cpu", 2, np=True))["examples_per_s"]) == 5
 
 
 def test_the_mode_of_the_caller_is_that_of_the_probe(arrays, monkeypatch):
@@ -344,6 +314,16 @@ def test_a_file_brings_its_neighbours(tmp_path, monkeypatch):
     assert load_workload(Question(reference, {}, "cpu"))(5, []) == 15
 
 
+def test_a_search_inside_of_a_probe_is_refused(monkeypatch, fake):
+    asked = fake(lambda batch_size: 10)
+    monkeypatch.setenv(INSIDE, "1")
+    with pytest.raises(TrainerError, match="find_batch_size: got a call from a probe") as caught:
+        find_batch_size(small_mlp)
+    assert_house_style(caught.value)
+    assert asked == []
+
+
+@pytest.mark.exhaustive
 def test_a_script_that_is_not_guarded_is_told(tmp_path):
     """Its file is imported again by the probe, and must not start another search there."""
     script = tmp_path / "trial.py"
@@ -417,6 +397,7 @@ def test_a_package_that_the_workload_misses_is_not_the_workload(tmp_path, monkey
         load_workload(Question("workload_that_misses:make", {}, "cpu"))
 
 
+@pytest.mark.exhaustive
 def test_a_device_that_is_not_there_is_told_before_a_batch_is_tried():
     tried = []
     with pytest.raises(DeviceError, match="got 'tpu'") as caught:
@@ -425,12 +406,19 @@ def test_a_device_that_is_not_there_is_told_before_a_batch_is_tried():
     assert tried == []
 
 
-def test_the_former_name_of_on_message_is_deprecated():
+def test_an_error_of_this_package_keeps_its_class():
+    answer = {"kind": "DeviceError", "message": "use_devices: got 'tpu'", "traceback": "in probe", "no_memory": False}
+    with pytest.raises(DeviceError, match="got 'tpu'") as caught:
+        _raise_error(answer, Question("a:b", {}, "tpu", 0))
+    assert "in probe" in str(caught.value.__cause__)
+
+
+def test_the_former_name_of_on_message_is_deprecated(fake):
+    fake(lambda batch_size: 10 * batch_size)
     tried = []
-    with pytest.warns(DeprecationWarning, match="tell= is deprecated.* Pass on_message= instead") as caught, pytest.raises(
-        DeviceError
-    ):
-        find_batch_size(small_mlp, devices="tpu", tell=tried.append)
+    with pytest.warns(DeprecationWarning, match="tell= is deprecated.* Pass on_message= instead") as caught:
+        found = find_batch_size(small_mlp, tell=tried.append)
+    assert tuple(tried) == found.probes != ()
     assert caught[0].filename == __file__
     with pytest.raises(TrainerError, match="got tell= and on_message=; expected one of them") as refused:
         find_batch_size(small_mlp, devices="tpu", tell=tried.append, on_message=tried.append)

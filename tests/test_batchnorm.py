@@ -25,7 +25,7 @@ from .conftest import SEED, assert_house_style, gluon_loop, largest_difference, 
 from .test_no_sync import waits as waits
 
 MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
-SIZES = {"even": [24] * 6, "uneven": [13, 9, 24, 11, 15, 9], "idle": [1, 2, 13, 1, 24, 2]}
+SIZES = {"even": [24] * 3, "uneven": [13, 9, 24, 11], "idle": [1, 2, 13, 1]}
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -80,7 +80,7 @@ def one_device():
 @pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
 def test_devices_train_as_one(one_device, arrays, num_devices, sizes, mode):
     ctx = [mx.cpu(i) for i in range(num_devices)]
     net = train(convert_sync_batchnorm(build(ctx, MODES[mode])), small_batches(SIZES[sizes]))
@@ -144,7 +144,7 @@ def test_running_statistics_are_numpys(arrays):
         np.testing.assert_allclose(layer.running_var.data(context).asnumpy(), 0.8 + 0.2 * data.var(axis=(0, 2)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["plain", "static"])
 def test_predicting_takes_the_running_statistics(mode, arrays):
     ctx = [mx.cpu(0), mx.cpu(1)]
     net = train(convert_sync_batchnorm(build(ctx, MODES[mode])), small_batches([12, 12]))
@@ -404,13 +404,13 @@ from mxnet import autograd, gluon
 from gluon_mgpu.data_parallel.batchnorm import convert_sync_batchnorm, forward_shards
 ctx = [mx.cpu(i) for i in range(4)]
 net = gluon.nn.HybridSequential()
-for _ in range(6):
+for _ in range(3):
     net.add(gluon.nn.Conv2D(4, 3, padding=1), gluon.nn.BatchNorm(), gluon.nn.Activation("relu"))
 net.initialize(ctx=ctx)
 net.hybridize()
 convert_sync_batchnorm(net)
 trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-for _ in range(5):
+for _ in range(3):
     with autograd.record():
         losses = [y.sum() for y in forward_shards(net, [mx.nd.random.uniform(shape=(2, 3, 6, 6), ctx=c) for c in ctx])]
     mgpu.backward(losses)
@@ -421,7 +421,12 @@ print("ended")
 
 
 @pytest.mark.parametrize(
-    "environment", [{"MXNET_CPU_TEMP_COPY": "1"}, {"MXNET_CPU_WORKER_NTHREADS": "2"}, {"MXNET_ENGINE_TYPE": "NaiveEngine"}]
+    "environment",
+    [
+        {"MXNET_CPU_TEMP_COPY": "1"},
+        pytest.param({"MXNET_CPU_WORKER_NTHREADS": "2"}, marks=pytest.mark.exhaustive),
+        pytest.param({"MXNET_ENGINE_TYPE": "NaiveEngine"}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_no_setting_makes_it_hang(environment):
     """MXNet's own SyncBatchNorm hangs with the first, and needs the second."""

@@ -6,11 +6,13 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import subprocess
 import threading
 import zipfile
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -19,6 +21,7 @@ import pytest
 from gluon_mgpu.checkpoint import atomic_folder, snapshot
 from gluon_mgpu.errors import SaveError, StateError, TrainerError
 from gluon_mgpu.models.seq2seq.callbacks import PlateauSchedule
+from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -65,18 +68,18 @@ def told(call, *arguments):
 
 
 def resume(folder, make_before, make_after, forget=""):
-    """Networks after four epochs in one go, and after two, saving, and two more with everything made anew."""
+    """Networks after two epochs in one go, and after one, saving, and another with everything made again."""
     straight = make_before()
-    train(*straight, epochs=4)
+    train(*straight, epochs=2)
     first = make_before()
-    train(*first, epochs=2)
+    train(*first, epochs=1)
     mgpu.save_checkpoint(folder, first[0], first[1], {"epoch": first[2].epoch})
     del first
     small_net(contexts(1))  # other layers were made in between, so that the names of parameters differ
     net, trainer, loader = make_after()
     progress = mgpu.load_checkpoint(folder, net, None if forget == "optimizer" else trainer)
     loader.epoch = 0 if forget == "epoch" else progress["epoch"]
-    train(net, trainer, loader, epochs=2)
+    train(net, trainer, loader, epochs=1)
     assert mgpu.replica_difference(net) == 0.0
     assert trainer.learning_rate == straight[1].learning_rate
     return straight[0], net
@@ -90,8 +93,7 @@ def test_resuming_on_the_same_devices_shows_in_no_bit(tmp_path, devices, arrays,
     assert largest_difference(weights_of(straight), weights_of(resumed)) == 0.0
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("before, after", [(1, 3), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("before, after, optimizer", [(1, 3, "momentum"), (2, 1, "adam"), (3, 2, "momentum")])
 def test_resuming_on_other_devices_shows_in_no_digit(tmp_path, before, after, optimizer):
     makes = [partial(make_run, contexts(num_devices), optimizer) for num_devices in (before, after)]
     straight, resumed = resume(tmp_path / "c", *makes)
@@ -108,8 +110,7 @@ def test_the_statistics_of_batch_norm_go_on(tmp_path):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("forget", ["optimizer", "epoch"])
+@pytest.mark.parametrize("forget, optimizer", [("optimizer", "momentum"), ("optimizer", "adam"), ("epoch", "momentum")])
 def test_what_is_forgotten_shows(tmp_path, optimizer, forget):
     """The tests above can fail: each thing that a checkpoint brings back matters."""
     make = partial(make_run, contexts(2), optimizer)
@@ -118,10 +119,10 @@ def test_what_is_forgotten_shows(tmp_path, optimizer, forget):
 
 
 def test_a_schedule_goes_on(tmp_path):
-    """Twelve steps in all; the learning rate is halved after the fifth and the tenth."""
+    """Six steps in all; the learning rate is halved after the second and the fourth."""
 
     def make():
-        schedule = mx.lr_scheduler.FactorScheduler(step=5, factor=0.5, base_lr=0.1)
+        schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.1)
         net = small_net(contexts(2))
         return net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule}), make_loader()
 
@@ -143,8 +144,8 @@ ALONE = ["manifest.json", "net.params", "progress.json"]
 FILES = [*ALONE, "states.npz", "training.json"]
 
 
-def test_a_checkpoint_is_five_files(tmp_path, devices):
-    net, trainer, loader = make_run(devices)
+def test_a_checkpoint_is_five_files(tmp_path):
+    net, trainer, loader = make_run(contexts(2))
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(tmp_path / "new" / "c", net, trainer, {"epoch": 7, "note": "schön"})
     assert sorted(path.name for path in (tmp_path / "new" / "c").iterdir()) == FILES
@@ -152,8 +153,8 @@ def test_a_checkpoint_is_five_files(tmp_path, devices):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["c"]
 
 
-def test_a_network_alone_is_a_checkpoint(tmp_path, devices):
-    net, trainer, loader = make_run(devices)
+def test_a_network_alone_is_a_checkpoint(tmp_path):
+    net, trainer, loader = make_run(contexts(3))
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(str(tmp_path / "c"), net)
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ALONE
@@ -163,8 +164,8 @@ def test_a_network_alone_is_a_checkpoint(tmp_path, devices):
     assert "without states.npz, training.json" in told(mgpu.load_checkpoint, tmp_path / "c", net, trainer)
 
 
-def test_plain_gluon_reads_the_network(tmp_path, devices, arrays):
-    net, trainer, loader = make_run(devices, normalize=True)
+def test_plain_gluon_reads_the_network(tmp_path, arrays):
+    net, trainer, loader = make_run(contexts(3), normalize=True)
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(tmp_path / "c", net, trainer)
     plain = small_net([mx.cpu(4)], normalize=True)
@@ -188,8 +189,8 @@ def test_what_is_saved_is_what_evaluate_measures(tmp_path):
     assert other.running_mean.data(mx.cpu(1)).asnumpy().tolist() == [1.0, 10.0]
 
 
-def test_parameters_whose_shape_is_unknown_are_loaded(tmp_path, devices):
-    net, trainer, loader = make_run(devices)
+def test_parameters_whose_shape_is_unknown_are_loaded(tmp_path):
+    net, trainer, loader = make_run(contexts(3))
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(tmp_path / "c", net)
     fresh = small_net(contexts(2))
@@ -310,7 +311,7 @@ def test_a_checkpoint_is_read_while_another_thread_writes_it(tmp_path):
     thread = threading.Thread(target=write)
     thread.start()
     try:
-        for _ in range(60):
+        for _ in range(30):
             steps = mgpu.load_checkpoint(tmp_path / "c", net, trainer)["steps"]
             assert net.weight.data(mx.cpu(0)).asscalar() == steps and set(trainer._update.counts().values()) == {steps}
     finally:
@@ -328,12 +329,27 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
         assert f"got {folder} without net.params, progress.json" in message
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "c"
     net, trainer, loader = make_run(contexts(2))
     train(net, trainer, loader, epochs=1)
-    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
-    return tmp_path / "c"
+    mgpu.save_checkpoint(folder, net, trainer)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved_once, tmp_path):
+    """The same checkpoint each time, in a folder that the test may change."""
+    return Path(shutil.copytree(saved_once, tmp_path / "c"))
+
+
+@pytest.fixture(scope="module")
+def other_run():
+    """A network with known shapes, and its trainer, into which no test loads anything."""
+    net, trainer, _ = make_run(contexts(2))
+    mgpu.eval_batch(net, *small_batches([4])[0], contexts(2))
+    return net, trainer
 
 
 def dense(units):
@@ -372,7 +388,7 @@ def test_what_is_refused_changes_nothing(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "changed", "longer", "gone"])
-def test_damaged_files_are_told(checkpoint, file, damage):
+def test_damaged_files_are_reported(checkpoint, other_run, file, damage):
     path = checkpoint / file
     content = path.read_bytes()
     half = len(content) // 2
@@ -380,8 +396,7 @@ def test_damaged_files_are_told(checkpoint, file, damage):
     path.write_bytes({"truncated": content[:half], "changed": changed, "longer": content + b"x", "gone": b""}[damage])
     if damage == "gone":
         path.unlink()
-    net, trainer, _ = make_run(contexts(2), "momentum")
-    mgpu.eval_batch(net, *small_batches([4])[0], contexts(2))
+    net, trainer = other_run
     before = weights_of(net)
     if (file, damage) == ("manifest.json", "changed"):
         changed_json = path.read_bytes().replace(b'"version": 2', b'"version": [2]')
@@ -390,6 +405,8 @@ def test_damaged_files_are_told(checkpoint, file, damage):
     assert file in message and (
         "damaged" in message or (file, damage) == ("manifest.json", "gone") or "something else" in message
     )
+    if damage in ("truncated", "longer") and file != "manifest.json":
+        assert f"{path.stat().st_size} bytes of {len(content)}" in message
     assert largest_difference(weights_of(net), before) == 0.0
 
 
@@ -475,21 +492,20 @@ def test_nothing_in_a_checkpoint_is_executed(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["names", "optimizer", "states", "counts", "random", "devices", "shapes"])
-def test_a_file_that_lacks_something_is_told(checkpoint, name):
+def test_a_file_that_lacks_something_is_reported(checkpoint, other_run, name):
     training = json.loads((checkpoint / "training.json").read_text())
     del training[name]
     forge(checkpoint, training_json=json.dumps(training).encode())
-    net, trainer, _ = make_run(contexts(1))
+    net, trainer = other_run
     assert f"training.json without {name}; expected it." in told(mgpu.load_checkpoint, checkpoint, net, trainer)
 
 
-def test_states_of_other_shapes_are_refused(checkpoint, tmp_path):
+def test_states_of_other_shapes_are_refused(checkpoint, other_run, tmp_path):
     with np.load(checkpoint / "states.npz") as file:
         arrays = {name: array[:1] for name, array in file.items()}
     np.savez(tmp_path / "other.npz", **arrays)
     forge(checkpoint, states_npz=(tmp_path / "other.npz").read_bytes())
-    net, trainer, _ = make_run(contexts(2))
-    mgpu.eval_batch(net, *small_batches([4])[0], contexts(2))
+    net, trainer = other_run
     before = weights_of(net)
     assert "expected shape" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
     assert largest_difference(weights_of(net), before) == 0.0
@@ -566,6 +582,16 @@ def test_a_learning_rate_that_was_set_goes_on(tmp_path):
     assert other.learning_rate == 0.025
 
 
+def test_the_loss_scale_is_restored(tmp_path):
+    """In float32, since CPUs have no fp16: the scaler does not know what it scales."""
+    net = dense(4)
+    trainer, other = mgpu.Trainer(net, "sgd"), mgpu.Trainer(net, "sgd")
+    trainer.loss_scaler, other.loss_scaler = LossScaler(512.0, every=9), LossScaler(1024.0, every=9)
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    mgpu.load_checkpoint(tmp_path / "c", net, other)
+    assert other.loss_scaler.state() == trainer.loss_scaler.state() == {"scale": 512.0, "num_good": 0}
+
+
 def test_the_schedule_stays_the_object_that_it_is(tmp_path):
     """A callback that moves it, such as Plateau, holds it, too."""
     net = dense(4)
@@ -578,34 +604,29 @@ def test_the_schedule_stays_the_object_that_it_is(tmp_path):
     assert schedules[1].factor == 0.25
 
 
-ALL_KINDS = {
+KINDS = {
     "nag": {"momentum": 0.9},
-    "adamw": {},
     "rmsprop": {"centered": True},
     "nadam": {},
     "lamb": {},
     "adagrad": {},
-    "adadelta": {},
-    "ftrl": {},
     "ftml": {},
-    "adamax": {},
-    "signum": {},
-    "lars": {"momentum": 0.9},
 }
+MORE_KINDS = {"adamw": {}, "adadelta": {}, "ftrl": {}, "adamax": {}, "signum": {}, "lars": {"momentum": 0.9}}
 
 
-@pytest.mark.parametrize("name", ALL_KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_KINDS)])
 def test_optimizers_go_on(tmp_path, name):
-    batches = small_batches([4] * 6)
+    batches, options = small_batches([4] * 4), {**KINDS, **MORE_KINDS}[name]
     nets = []
-    for stop in (None, 3):
+    for stop in (None, 2):
         net = small_net(contexts(2))
         nets.append(net)
-        trainer = mgpu.Trainer(net, name, dict(ALL_KINDS[name]))
+        trainer = mgpu.Trainer(net, name, dict(options))
         for i, (X, y) in enumerate(batches):
             if i == stop:
                 mgpu.save_checkpoint(tmp_path / "c", net, trainer)
-                trainer = mgpu.Trainer(net, name, dict(ALL_KINDS[name]))
+                trainer = mgpu.Trainer(net, name, dict(options))
                 for param in net.collect_params().values():
                     param.set_data(param.data(mx.cpu(0)) * 0)
                 mgpu.load_checkpoint(tmp_path / "c", net, trainer)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from mxnet.gluon import nn
 
 from .test_idx import write_idx
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PNG = b"\x89PNG\r\n\x1a\n"
 TRAIN = ["train", "resnet18"]
 
@@ -272,6 +274,11 @@ def test_train_resnet18_trains_saves_and_tells(tmp_path, data_dir):
     assert mgpu.evaluate_accuracy_gpus(net, [(images.test_images, images.test_labels)]) == row["test_accuracy"]
 
 
+@pytest.fixture
+def quick(tiny, without_pictures):
+    """A training whose network and pictures do not matter."""
+
+
 def train_tiny(data_dir, out, *options):
     output = run(*TRAIN, "--devices", "cpu:2", "--batch-size", "8", "--data-dir", data_dir, "--output", out, *options)
     return output.strip().splitlines(), json.loads((out / "history.json").read_text())["epochs"]
@@ -282,7 +289,7 @@ def losses(rows):
 
 
 @pytest.mark.parametrize("hybridize", ["off", "on", "static"])
-def test_training_learns_in_every_mode(tiny, data_dir, tmp_path, hybridize):
+def test_training_learns_in_every_mode(quick, data_dir, tmp_path, hybridize):
     lines, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "6", "--hybridize", hybridize, "--lr", "0.2")
     assert rows[-1]["test_accuracy"] == 1.0
     assert lines[-1].startswith("test accuracy 1.0000, ")
@@ -290,12 +297,12 @@ def test_training_learns_in_every_mode(tiny, data_dir, tmp_path, hybridize):
     assert len(rows) == 6
 
 
-def test_the_seed_decides_everything(tiny, data_dir, tmp_path):
-    _, first = train_tiny(data_dir, tmp_path / "1", "--epochs", "2", "--seed", "5")
+def test_the_seed_decides_everything(quick, data_dir, tmp_path):
+    _, first = train_tiny(data_dir, tmp_path / "1", "--epochs", "1", "--seed", "5")
     mx.random.seed(77)
     np.random.seed(77)
-    _, again = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--seed", "5")
-    _, other = train_tiny(data_dir, tmp_path / "3", "--epochs", "2", "--seed", "6")
+    _, again = train_tiny(data_dir, tmp_path / "2", "--epochs", "1", "--seed", "5")
+    _, other = train_tiny(data_dir, tmp_path / "3", "--epochs", "1", "--seed", "6")
     assert losses(first) == losses(again) != losses(other)
 
 
@@ -317,7 +324,7 @@ def test_the_seed_decides_the_split_and_the_order(tiny, data_dir, tmp_path, monk
 
 
 @pytest.mark.exhaustive
-def test_the_learning_rate_warms_up_and_falls(tiny, data_dir, tmp_path):
+def test_the_learning_rate_warms_up_and_falls(quick, data_dir, tmp_path):
     _, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "4", "--lr", "0.4")
     rates = [row["learning_rate"] for row in rows]
     assert max(rates) == pytest.approx(0.4, rel=0.1)  # at the end of the first epoch
@@ -325,31 +332,31 @@ def test_the_learning_rate_warms_up_and_falls(tiny, data_dir, tmp_path):
     assert rates[-1] < 0.1
 
 
-def test_an_optimizer_by_name_is_used(tiny, data_dir, tmp_path):
-    _, sgd = train_tiny(data_dir, tmp_path / "1", "--epochs", "2", "--lr", "0.01")
-    _, adam = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--lr", "0.01", "--optimizer", "adam")
+def test_an_optimizer_by_name_is_used(quick, data_dir, tmp_path):
+    _, sgd = train_tiny(data_dir, tmp_path / "1", "--epochs", "1", "--lr", "0.01")
+    _, adam = train_tiny(data_dir, tmp_path / "2", "--epochs", "1", "--lr", "0.01", "--optimizer", "adam")
     assert losses(sgd) != losses(adam)
 
 
-def test_batches_in_parts_are_batches(tiny, data_dir, tmp_path):
-    _, whole = train_tiny(data_dir, tmp_path / "1", "--epochs", "2")
-    _, parts = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--micro-steps", "3")
+def test_batches_in_parts_are_batches(quick, data_dir, tmp_path):
+    _, whole = train_tiny(data_dir, tmp_path / "1", "--epochs", "1")
+    _, parts = train_tiny(data_dir, tmp_path / "2", "--epochs", "1", "--micro-steps", "3")
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_clipping_is_done_and_told(tiny, data_dir, tmp_path):
-    _, free = train_tiny(data_dir, tmp_path / "1", "--epochs", "2")
-    _, normed = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--clip-norm", "0.01")
-    _, cut = train_tiny(data_dir, tmp_path / "3", "--epochs", "2", "--clip-value", "0.0001")
+def test_clipping_is_done_and_told(quick, data_dir, tmp_path):
+    _, free = train_tiny(data_dir, tmp_path / "1", "--epochs", "1")
+    _, normed = train_tiny(data_dir, tmp_path / "2", "--epochs", "1", "--clip-norm", "0.01")
+    _, cut = train_tiny(data_dir, tmp_path / "3", "--epochs", "1", "--clip-value", "0.0001")
     assert all("grad_norm" not in row for row in free + cut)
     assert all(row["grad_norm_max"] >= row["grad_norm"] > 0.01 for row in normed)
     assert losses(free) != losses(normed) != losses(cut) != losses(free)
 
 
-def test_devices_train_apart_on_demand(tiny, data_dir, tmp_path):
-    _, together = train_tiny(data_dir, tmp_path / "1", "--epochs", "2")
-    _, each = train_tiny(data_dir, tmp_path / "2", "--epochs", "2", "--average-every", "1")
-    _, apart = train_tiny(data_dir, tmp_path / "3", "--epochs", "2", "--average-every", "4")
+def test_devices_train_apart_on_demand(quick, data_dir, tmp_path):
+    _, together = train_tiny(data_dir, tmp_path / "1", "--epochs", "1")
+    _, each = train_tiny(data_dir, tmp_path / "2", "--epochs", "1", "--average-every", "1")
+    _, apart = train_tiny(data_dir, tmp_path / "3", "--epochs", "1", "--average-every", "4")
     assert losses(each) == pytest.approx(losses(together), rel=1e-5)
     assert losses(apart)[0] != pytest.approx(losses(together)[0], rel=1e-5)
     options = ["--average-every", "2", "--optimizer", "nadam", "--data-dir", data_dir, "--output", tmp_path / "4"]
@@ -358,7 +365,7 @@ def test_devices_train_apart_on_demand(tiny, data_dir, tmp_path):
     assert "Error: LocalSGD: got Nadam; expected" in result.output
 
 
-def test_digits_are_the_default(tiny, tmp_path):
+def test_digits_are_the_default(quick, tmp_path):
     output = run(*TRAIN, "--epochs", "1", "--devices", "cpu:1", "--output", tmp_path)
     assert output.startswith("digits: 1438 images to train on, 359 to test, 10 classes, on cpu(0)\n")
 
@@ -475,13 +482,15 @@ def test_ctrl_c_saves_and_ends_with_130(tiny, data_dir, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(PNG)
 
 
-def test_python_m_is_the_command_and_tells_errors_without_a_traceback(tmp_path):
-    command = [sys.executable, "-m", "gluon_mgpu", *TRAIN, "--devices", "cpu:0,cpu:0", "--output", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=240)
-    assert done.returncode == 1
-    assert done.stdout == b""
-    (line,) = done.stderr.decode().splitlines()
+def test_python_m_is_the_command_and_reports_errors_without_a_traceback(tmp_path, monkeypatch, capfd):
+    arguments = [*TRAIN, "--devices", "cpu:0,cpu:0", "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["gluon-mgpu", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gluon_mgpu", run_name="__main__", alter_sys=True)
+    assert ended.value.code == 1
+    out, said = capfd.readouterr()
+    assert out == ""
+    (line,) = said.splitlines()
     assert line.startswith("Error: use_devices: got cpu(0) twice in [cpu(0), cpu(0)]; expected different devices.")
 
 
@@ -505,15 +514,29 @@ def test_predict_and_translate_read_the_best_of_a_run(tmp_path):
         assert str(tmp_path / "best") in result.output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("arguments", [["devices"], ["doctor", "--json"]])
-def test_a_reader_that_leaves_ends_a_command_without_a_word(arguments):
-    """`gluon-mgpu ... | head -1` ended with `Error: [Errno 32] Broken pipe`, or with what Python says when it ends."""
+def without_reader(arguments, **options):
+    """Run a command whose reader has left; return its exit status and what it says.
+
+    It ended with `Error: [Errno 32] Broken pipe`, or with what Python prints at its end.
+    """
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "gluon_mgpu", *arguments]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=240)
+    done = subprocess.run([sys.executable, *arguments], stdout=write, stderr=subprocess.PIPE, timeout=240, **options)
     os.close(write)
-    assert done.returncode in (0, 141) and done.stderr == b""
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_leaves_ends_a_command_without_a_word():
+    status, said = without_reader(["-m", "gluon_mgpu", "devices"])
+    assert status in (0, 141) and said == b""
+
+
+def test_a_reader_that_leaves_ends_the_doctor_without_a_word(tmp_path):
+    """Without MXNet, whose import takes longer than the rest."""
+    (tmp_path / "mxnet.py").write_text("raise OSError('not here')", encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), ROOT])}
+    status, said = without_reader(["-m", "gluon_mgpu_startup.command", "doctor", "--json"], env=environ, cwd=tmp_path)
+    assert (status, said) == (141, b"")
 
 
 def test_tables_show_devices_as_text(capsys):

@@ -11,7 +11,7 @@ from gluon_mgpu.errors import TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import assert_house_style, largest_difference, small_batches, weights_of
+from .conftest import assert_house_style, largest_difference, mostly_two, small_batches, weights_of
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
@@ -75,7 +75,9 @@ def test_a_copy_trains_as_a_network_that_was_never_copied(arrays):
     assert largest_difference(*weights) == 0.0
 
 
-@pytest.mark.parametrize("way, num_devices", [("deepcopy", 1), ("deepcopy", 2), ("pickle", 2)])
+@pytest.mark.parametrize(
+    "way, num_devices", [pytest.param("deepcopy", 1, marks=pytest.mark.exhaustive), ("deepcopy", 2), ("pickle", 2)]
+)
 def test_a_copy_made_while_gradients_add_up_starts_with_none(num_devices, arrays, way):
     """It kept `grad_req="add"`, so that each of its gradients was the sum of all before."""
     devices = [mx.cpu(i) for i in range(num_devices)]
@@ -105,6 +107,7 @@ def test_a_copy_trains_with_gluons_own_trainer(arrays):
     assert largest_difference(weights_of(copied), before) > 0
 
 
+@mostly_two
 def test_frozen_constant_and_deferred_parameters_are_copied_as_they_are(devices, arrays):
     net = nn.Sequential()
     net.add(nn.Dense(4, in_units=3), nn.Dense(2))
@@ -119,6 +122,7 @@ def test_frozen_constant_and_deferred_parameters_are_copied_as_they_are(devices,
     assert copied[1].weight.shape == (2, 4) and net[1].weight._data is None
 
 
+@mostly_two
 def test_files_of_a_copy_fit_the_original(devices, arrays, tmp_path):
     net = build(devices)
     train(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), [6])
@@ -149,6 +153,7 @@ def test_copies_of_a_trainer_are_refused(devices, kind, way):
             assert_house_style(caught.value)
 
 
+@mostly_two
 def test_a_parameter_class_of_the_users_is_copied_too(devices, arrays):
     net = build(devices)
     net[6].weight.__class__ = Named

@@ -86,8 +86,7 @@ def killed_while_best_is_saved(folder, monkeypatch, num_copied):
             fit(folder)
 
 
-@pytest.mark.parametrize("num_copied", [0, 1, 4])
-@pytest.mark.parametrize("before", ["an older one", "none"])
+@pytest.mark.parametrize("num_copied, before", [(0, "an older one"), (1, "none"), (4, "an older one")])
 def test_best_is_made_again_after_a_kill_while_it_was_copied(tmp_path, monkeypatch, undisturbed, num_copied, before):
     """The history that is resumed counts the epoch as best: `best` was never written again, or stayed as the kill had left it."""
     killed_while_best_is_saved(tmp_path, monkeypatch, num_copied)
@@ -108,6 +107,15 @@ def test_a_copy_that_begins_with_its_manifest_is_not_taken_for_whole(tmp_path, u
     assert atomic_folder.recover_path(tmp_path / "best") == tmp_path / ".best.old"
     fit(tmp_path)
     assert bits(tmp_path) == undisturbed
+
+
+def test_manifests_are_copied_last(tmp_path, monkeypatch):
+    copied, copy = [], shutil.copyfile
+    fit(tmp_path, epochs=1)
+    monkeypatch.setattr(atomic_folder.shutil, "copyfile", lambda *paths: copied.append(paths[0].name) or copy(*paths))
+    atomic_folder.copy_folder(tmp_path / "last", tmp_path / "copy")
+    assert sorted(copied) == names(tmp_path / "last")
+    assert copied[-1] == "manifest.json"
 
 
 def test_a_damaged_best_is_made_again_from_an_earlier_checkpoint(tmp_path, undisturbed):
@@ -206,8 +214,7 @@ def test_a_translator_that_is_replaced_while_it_is_read_is_one_of_the_two(tmp_pa
     assert load_translator(tmp_path / "model").options["num_layers"] == 2
 
 
-@pytest.mark.parametrize("name", ["last", "best"])
-@pytest.mark.parametrize("target", ["nowhere", "folder", "file", "last"])
+@pytest.mark.parametrize("name, target", [("last", "nowhere"), ("best", "folder"), ("last", "file"), ("best", "last")])
 def test_a_link_is_refused_before_the_first_epoch(tmp_path, name, target):
     """A dangling one was a NotADirectoryError at the end of an epoch; one to a folder failed at every save."""
     (tmp_path / "folder").mkdir()

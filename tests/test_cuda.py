@@ -135,7 +135,7 @@ def test_what_a_library_needs_is_read(tmp_path, names):
 
 def test_a_real_library_is_read():
     assert "libc.so.6" in cuda_libraries.needed(mx.libinfo.find_lib_path()[0])
-    assert cuda_libraries._mxnet_library() == mx.libinfo.find_lib_path()[0]
+    assert cuda_libraries.mxnet_library() == mx.libinfo.find_lib_path()[0]
 
 
 @pytest.mark.parametrize(

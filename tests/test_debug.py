@@ -13,11 +13,13 @@ from gluon_mgpu.data_parallel import debug
 from gluon_mgpu.data_parallel.debug import debugging
 from gluon_mgpu.errors import DataError, NonFiniteLossError, StepError, TrainerError
 from gluon_mgpu.runtime import environment
+from gluon_mgpu.runtime.engine import is_serial
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
 
+pytestmark = pytest.mark.usefixtures("quick_import")
 CE = gluon.loss.SoftmaxCrossEntropyLoss
 
 
@@ -326,25 +328,17 @@ def test_what_is_no_network():
 # The engine
 
 
-def test_run_serially_too_late():
-    program = """
-        import os, gluon_mgpu, mxnet as mx
-        from gluon_mgpu import debug, errors, readiness
-        mx.nd.ones((2,)).asnumpy()
-        for engine in (None, "ThreadedEngine"):
-            if engine:
-                os.environ["MXNET_ENGINE_TYPE"] = engine
-            try:
-                debug.run_serially()
-            except errors.TrainerError as error:
-                print(error)
-            print(readiness.is_serial(), os.environ.get("MXNET_ENGINE_TYPE"))
-        """
-    told, state, second, second_state = in_a_process(program)
-    assert_house_style(told)
-    assert "started ThreadedEnginePerDevice; expected NaiveEngine before the first operation" in told
-    assert "started ThreadedEngine;" in second
-    assert (state, second_state) == ("False None", "False ThreadedEngine")
+@pytest.mark.parametrize("before, told", [(None, "ThreadedEnginePerDevice;"), ("ThreadedEngine", "ThreadedEngine;")])
+def test_run_serially_too_late(monkeypatch, before, told):
+    if is_serial():
+        pytest.skip("the engine is serial")
+    environ = {name: value for name, value in os.environ.items() if name != "MXNET_ENGINE_TYPE"}
+    monkeypatch.setattr(os, "environ", {**environ, **({"MXNET_ENGINE_TYPE": before} if before else {})})
+    with pytest.raises(TrainerError, match=f"started {told} expected NaiveEngine before the first operation") as caught:
+        debug.run_serially()
+    assert_house_style(caught.value)
+    assert os.environ.get("MXNET_ENGINE_TYPE") == before
+    assert not is_serial()
 
 
 def test_run_serially_after_the_import_and_debugging_changes_no_bit():

@@ -9,13 +9,17 @@ import sys
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+from .test_launch import launch_command
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
 PROGRAM = """
 import json, os, signal, sys, time
 
 rank, restart = os.environ.get("GLUON_MGPU_RANK", "0"), int(os.environ.get("GLUON_MGPU_RESTART", "0"))
-if rank == "2" and restart == 1:
-    os._exit(7)  # its device is gone for good
+if restart == 1:
+    if rank == "2":
+        os._exit(7)  # its device is gone for good
+    time.sleep(10_000)
 
 import gluon_mgpu as mgpu
 import numpy as np
@@ -92,11 +96,10 @@ with open(f"{folder}/{rank}.json", "w") as file:
 
 def launched(folder):
     """What the launcher says, and what each of the processes tells that are left."""
-    launch = ["-m", "gluon_mgpu", "launch", "-n", 3, "--servers", 1, "--elastic", "2:3", "--max-restarts", 3]
-    launch += ["--log-dir", folder / "logs"]
+    limits = {"fewest": 2, "most": 3, "max_restarts": 3}
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_", "HOROVOD_"))}
     done = subprocess.run(
-        [str(part) for part in [sys.executable, *launch, folder / "train.py", folder, 1]],
+        launch_command([folder / "train.py", folder, 1], folder / "logs", num_processes=3, limits=limits),
         capture_output=True,
         text=True,
         timeout=300,
@@ -108,7 +111,7 @@ def launched(folder):
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
+def jobs(tmp_path_factory, quick_import):
     """What the launcher prints, the results of the two remaining processes, and those of one process with three devices."""
     alone, job = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("job")
     for folder in (alone, job):

@@ -19,9 +19,15 @@ ADAM = ("adam", {"learning_rate": 0.01})
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01})
 
 
-@pytest.fixture(params=[2, 3])
-def several(request):
-    return CPU[: request.param]
+@pytest.fixture
+def several():
+    return CPU
+
+
+@pytest.fixture(params=[1, 3])
+def devices(request):
+    """1 and 3 CPU contexts."""
+    return [mx.cpu(i) for i in range(request.param)]
 
 
 def dense(ctx, seed=0, units=1, in_units=3):
@@ -265,6 +271,22 @@ def test_flags_look_as_mxnet_has_set_them(several):
     assert all(net.weight.data(context)._fresh_grad for net in nets for context in several)
     trainers[0].step(6)
     assert [net.weight.data(several[0])._fresh_grad for net in nets] == [0, 1]
+
+
+def test_gradients_older_than_a_pass_without_data_do_not_count(several):
+    """A process of several that gets no part of a batch makes no pass: its gradients are of the batch before."""
+    net = dense(several)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    mgpu.backward(losses_of(net, data(1, 6), several))
+    trainer.step(6)
+    mgpu.backward(losses_of(net, data(2, 6), several))
+    history.note_empty()
+    writers, names = trainer._replicas._fresh.writers, ["weight", "bias"]
+    fresh = np.ones_like(writers.calls, dtype=bool)
+    assert not writers.since_empty(fresh, names, may_be_of_others=False).any()
+    assert_refused(lambda: writers.since_empty(fresh, names, may_be_of_others=True), "several backward passes")
+    mgpu.backward(losses_of(net, data(3, 6), several))
+    assert writers.since_empty(fresh, names, may_be_of_others=True).all()
 
 
 # discard() and accumulate()

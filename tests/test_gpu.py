@@ -93,6 +93,7 @@ def test_a_device_is_found_by_name(machine):
 # Transparency
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("number", [1, 2])

@@ -12,6 +12,7 @@ from . import test_launch
 from .test_launch import Runner, kill_when_done, mark, marked, until
 
 __all__ = ["mark"]  # a fixture
+pytestmark = pytest.mark.usefixtures("quick_import")
 PUSH_AND_PULL = """
 import os, sys, time
 import mxnet as mx
@@ -144,7 +145,7 @@ step(3)
     [
         pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.exhaustive),
         pytest.param("exit(3)", 3, marks=pytest.mark.exhaustive),
-        ("os._exit(4)", 4),
+        pytest.param("os._exit(4)", 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_who_ends_while_the_others_wait_in_a_sum(run, mark, how, code):
@@ -153,8 +154,9 @@ def test_who_ends_while_the_others_wait_in_a_sum(run, mark, how, code):
     assert marked(mark) == []
 
 
-def test_who_ends_well_while_the_others_wait_in_a_sum(run, mark):
+def test_who_ends_well_while_the_others_wait_in_a_sum(run, mark, monkeypatch):
     """Left alone, it waits for the others at MXNet's exit barrier, and they for its push."""
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 0.0)
     limits = test_launch.Limits(grace_s=0.5, timeout_s=20)
     assert run(PUSH_AND_PULL + END.format("sys.exit()"), servers=1, limits=limits) == 124
     idle_s = re.search("rank 1 ended with status 0, and the others have computed nothing for ([0-9]+) s", run.err).group(1)

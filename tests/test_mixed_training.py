@@ -15,6 +15,12 @@ LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 
 
+@pytest.fixture(params=[1, 3])
+def devices(request):
+    """1 and 3 CPU contexts."""
+    return [mx.cpu(i) for i in range(request.param)]
+
+
 def scaled_trainer(net, *optimizer, scale=2.0**10, every=2, **options):
     """fp16's scaler with a network in float32: CPUs have no fp16, but the scaler does not know what it scales."""
     trainer = mgpu.Trainer(net, *optimizer, **options)

@@ -9,6 +9,12 @@ from mxnet import autograd, gluon
 from .conftest import small_batches, small_net, weights_of
 
 
+@pytest.fixture(params=[1, 3])
+def devices(request):
+    """1 and 3 CPU contexts."""
+    return [mx.cpu(i) for i in range(request.param)]
+
+
 def by_hand(net, ctx, trainer, batches):
     """The loop of the Gluon tutorials, with the divisor that was seen."""
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -27,7 +33,7 @@ def by_hand(net, ctx, trainer, batches):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop", "nag"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_even_batches_give_the_bits_of_gluon(devices, arrays, optimizer, normalize):
-    batches = small_batches([6 * len(devices)] * 5)
+    batches = small_batches([6 * len(devices)] * 3)
     ours = small_net(devices, normalize=normalize)
     trainer = mgpu.Trainer(ours, optimizer, {"learning_rate": 0.01})
     for X, y in batches:
@@ -40,7 +46,7 @@ def test_even_batches_give_the_bits_of_gluon(devices, arrays, optimizer, normali
 
 
 def test_our_trainer_is_a_drop_in_in_the_hand_written_loop(devices, arrays):
-    batches = small_batches([6 * len(devices)] * 5)
+    batches = small_batches([6 * len(devices)] * 3)
     nets = []
     for trainer_class in (gluon.Trainer, mgpu.Trainer):
         net = small_net(devices)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -44,6 +45,21 @@ def truncate(path):
         file.truncate(path.stat().st_size // 2)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Weights and history of a run of four epochs."""
+    net, history = fit(tmp_path_factory.mktemp("whole"), epochs=4)
+    return weights_of(net), history
+
+
+@pytest.fixture(scope="module")
+def three_epochs(tmp_path_factory):
+    """The folder of a run that has ended after three epochs: after 4, 8 and 12 batches."""
+    folder = tmp_path_factory.mktemp("three") / "run"
+    fit(folder, epochs=3)
+    return folder
+
+
 # From where
 
 
@@ -53,19 +69,18 @@ def test_none_begins_anew(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["auto", "run", "run/last", "run/step-00000008"])
-def test_epochs_count_from_the_beginning_of_the_run(tmp_path, where):
-    whole, expected = fit(tmp_path / "whole", epochs=4)
-    fit(tmp_path / "run", epochs=3)  # 4, 8, 12 batches
+def test_epochs_count_from_the_beginning_of_the_run(tmp_path, whole, three_epochs, where):
+    weights, expected = whole
+    shutil.copytree(three_epochs, tmp_path / "run")
     net, history = fit(tmp_path / "run", where if where == "auto" else tmp_path / where, epochs=4)
-    assert largest_difference(weights_of(net), weights_of(whole)) == 0.0
+    assert largest_difference(weights_of(net), weights) == 0.0
     assert history.column("train_loss") == expected.column("train_loss")
     assert mgpu.load_checkpoint(tmp_path / "run" / "last", net)["epoch"] == 4
 
 
 @pytest.mark.parametrize("file", ["net.params", "states.npz", "training.json", "progress.json", "manifest.json"])
-def test_the_one_before_is_taken_where_the_latest_is_damaged(tmp_path, caplog, file):
-    whole, _ = fit(tmp_path / "whole", epochs=4)
-    fit(tmp_path / "run", epochs=3)
+def test_the_one_before_is_taken_where_the_latest_is_damaged(tmp_path, caplog, whole, three_epochs, file):
+    shutil.copytree(three_epochs, tmp_path / "run")
     truncate(tmp_path / "run" / "last" / file)
     with caplog.at_level(logging.INFO, logger="gluon_mgpu"):
         net, history = fit(tmp_path / "run", "auto", epochs=4)
@@ -73,7 +88,7 @@ def test_the_one_before_is_taken_where_the_latest_is_damaged(tmp_path, caplog, f
     assert len(warnings) == 1 and str(tmp_path / "run" / "last") in warnings[0] and file in warnings[0]
     assert any("resumes from" in message and "step-00000008" in message for message in caplog.messages)
     assert len(history.rows) == 4
-    assert largest_difference(weights_of(net), weights_of(whole)) == 0.0
+    assert largest_difference(weights_of(net), whole[0]) == 0.0
     fit(tmp_path / "run", tmp_path / "run" / "last", epochs=4)  # whole again
 
 

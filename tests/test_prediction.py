@@ -162,15 +162,15 @@ def num_arrays():
 
 @pytest.mark.parametrize("form", ["NumPy", "MXNet"])
 def test_what_it_holds_does_not_grow(devices, form):
-    """The arrays that Python holds: after 60 batches no more than after 10, but for memory that waits to be written again."""
+    """The arrays that Python holds: after 30 batches no more than after 10, but for memory that waits to be written again."""
     net = linear_net(devices)
     before = num_arrays()
     held = {}
-    source = (mx.nd.array(X) if form == "MXNet" else X for X in make_batches(*[6] * 70))
+    source = (mx.nd.array(X) if form == "MXNet" else X for X in make_batches(*[6] * 32))
     for number, _ in enumerate(predict_batches(net, source, max_inflight=2)):
-        if number in (10, 60):
+        if number in (10, 30):
             held[number] = num_arrays()
-    assert held[60] - held[10] <= (2 + NUM_HELD) * len(devices) < 50
+    assert held[30] - held[10] <= (2 + NUM_HELD) * len(devices) < 50
     assert num_arrays() == before
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -18,10 +19,11 @@ from mxnet import gluon
 
 from .conftest import assert_house_style
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
 NO_HOROVOD = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(NO_HOROVOD, reason="Horovod is not installed: sh scripts/build_horovod.sh")
 BACKENDS = ["dist_sync", pytest.param("horovod", marks=needs_horovod)]
+NUMBERS = [pytest.param(2, marks=pytest.mark.exhaustive), 3]
 STARTERS = ("GLUON_MGPU_", "DMLC_", "HOROVOD_")
 BEGIN = """
 import json, sys
@@ -30,7 +32,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 from gluon_mgpu.distributed.process import this_process
-from gluon_mgpu.distributed import group, without_group
+from gluon_mgpu.distributed import any_process, group, without_group
 from mxnet import autograd, gluon, init
 me = this_process()
 folder, num_devices = sys.argv[1], int(sys.argv[2])
@@ -48,7 +50,7 @@ def launched(folder, parts, num_processes, num_devices=1, backend="dist_sync"):
     script = folder / "program.py"
     script.write_text(BEGIN + "".join(map(textwrap.dedent, parts)))
     command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", num_processes, "--log-dir", folder / "logs"]
-    command += ["--backend", backend]
+    command += ["--backend", backend, *(["--servers", 2] if backend == "dist_sync" else [])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
     done = subprocess.run(
         [str(part) for part in [*command, script, folder, num_devices]],
@@ -63,7 +65,7 @@ def launched(folder, parts, num_processes, num_devices=1, backend="dist_sync"):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(tmp_path_factory, quick_import):
     """What each process of a job tells in all parts; each job is launched once."""
     made = {}
 
@@ -80,10 +82,20 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process tells that has the devices of all."""
-    on_2_and_3 = "for num_devices in (2, 3):\n    ctx = mgpu.resolve_devices([mx.cpu(i) for i in range(num_devices)])\n"
-    (told,) = launched(tmp_path_factory.mktemp("alone"), [on_2_and_3 + TRAIN, ADVERSARIES], 1)
-    return told
+    """What this process tells alone, with a device for each process of a job."""
+    made = {}
+
+    def with_devices(num_devices):
+        if num_devices not in made:
+            folder = tmp_path_factory.mktemp("alone")
+            (folder / "program.py").write_text(BEGIN + "".join(map(textwrap.dedent, [TRAIN, ADVERSARIES])))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "argv", ["program.py", str(folder), str(num_devices)])
+                runpy.run_path(str(folder / "program.py"))
+            made[num_devices] = json.loads((folder / "0.json").read_text())
+        return made[num_devices]
+
+    return with_devices
 
 
 SAY = """
@@ -110,12 +122,12 @@ SAY = """
     g.barrier()
     tell("say", said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums,
          mean=mean.asnumpy().tolist(), weighted=[array.asnumpy().tolist() for array in weighted],
-         alone=alone, part=part)
+         alone=alone, part=part, any=[any_process(me.rank == 1), any_process(False)])
 """
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", NUMBERS)
 def test_processes_sum_and_say(job, num_processes, backend):
     found = [told["say"] for told in job(num_processes, backend)]
     expected = {2: [0.0, 3.0, 8.0], 3: [1.0, 7.0, 15.0]}[num_processes]  # (1e8 - 1e8) + 1, in float32
@@ -132,6 +144,7 @@ def test_processes_sum_and_say(job, num_processes, backend):
         by_examples = {2: 1.0, 3: (1 + 4) / 3}[num_processes]
         np.testing.assert_allclose(told["weighted"], [[by_examples, 2.0], [1.0, 2.0], told["mean"]], rtol=1e-6)
         assert told["alone"] == 4
+        assert told["any"] == [True, False]
         assert told["part"] == [np.array_split(np.arange(7.0), num_processes)[rank].tolist()]
 
 
@@ -149,7 +162,7 @@ COMPRESS = """
 """
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", NUMBERS)
 def test_gradients_are_sent_in_two_bits(job, num_processes):
     """NumPy's own way to quantise: what is over the threshold goes, the rest waits for the next step."""
     found = [told["compress"] for told in job(num_processes)]
@@ -236,12 +249,12 @@ def numbers(told):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", NUMBERS)
 def test_processes_do_not_show_in_the_weights(job, alone, num_processes, backend):
     first, *others = [told["train on 1"] for told in job(num_processes, backend)]
     for other in others:
         assert other == first  # to the bit: weights, statistics, history, metrics, outputs
-    expected = alone[f"train on {num_processes}"]
+    expected = alone(num_processes)[f"train on {num_processes}"]
     for name in expected:
         width = len(first[name]["weights"])
         found = dict(first[name], weights=first[name]["weights"])
@@ -291,11 +304,13 @@ ADVERSARIES = """
 """
 
 
-def test_a_process_without_examples_adds_none_of_another_losss_gradients(job, alone):
+@pytest.mark.parametrize("num_processes", NUMBERS)
+def test_a_process_without_examples_adds_none_of_another_losss_gradients(job, alone, num_processes):
     """The generator's pass leaves gradients in a process that has no part of the discriminator's batch."""
-    for told in job(2):
+    expected = alone(num_processes)["adversaries"]
+    for told in job(num_processes):
         for name, weights in told["adversaries"].items():
-            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, alone["adversaries"][name])) <= 1e-6
+            assert max(np.abs(np.subtract(*pair)).max() for pair in zip(weights, expected[name])) <= 1e-6
 
 
 HALF = """

@@ -4,9 +4,7 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import textwrap
 
 import gluon_mgpu as mgpu
@@ -16,32 +14,26 @@ import pytest
 from gluon_mgpu.checkpoint.rng import random_state, set_random_state
 from mxnet import gluon
 
+from .test_launch import launch_command
 from .test_processes import BEGIN
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
 PROGRAM = """
     import os, random, signal
-    kills = dict(kill.split(":") for kill in sys.argv[3].split())  # restart: network, rank, step
-    class Kill(mgpu.Callback):
-        def __init__(self, name):
-            self.name = name
+
+    class AbandonError(Exception):
+        pass
+
+    class Stop(mgpu.Callback):
+        # Before the restart, all abandon the second run of the sharded data, and rank 0 is killed in that of the others.
+        def __init__(self, run):
+            self.run = run
         def on_batch_end(self, state):
-            if f"{self.name},{me.rank},{state.step}" == kills.get(str(me.restart)):
+            if me.restart == 0 and self.run == "own, stopped" and state.step == 6:
+                raise AbandonError
+            if me.restart == 0 and self.run == "shared, stopped" and me.rank == 0 and state.step == 7:
                 os.kill(os.getpid(), signal.SIGKILL)
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
-
-    mx.random.seed(1)
-    np.random.seed(1)
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Dense(8, activation="tanh", in_units=5), gluon.nn.BatchNorm(), gluon.nn.Dropout(0.3), gluon.nn.Dense(4))
-    net.initialize(init.Xavier(), ctx=ctx)
-    net.hybridize()
-    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
-    rng = np.random.RandomState(0)
-    X, y = rng.normal(size=(45, 5)).astype("float32"), rng.randint(0, 4, 45)
-    batches = mgpu.data.ArrayLoader(X, y, 9, shuffle=True, seed=2)  # 5 and 4: their generators part
-    saves = mgpu.Checkpoint(f"{folder}/shared", monitor=None, every=2, keep=2, background=True)
-    mgpu.fit(net, loss, trainer, batches, [(X, y)], epochs=3, callbacks=[saves, Kill("shared")], resume="auto")
 
     class Noisy:
         def __iter__(self):
@@ -49,69 +41,73 @@ PROGRAM = """
                 yield X + np.float32(random.gauss(0, 1)) + mx.nd.array(np.random.normal(size=X.shape)), y
         def __len__(self):
             return len(sampler)
-    random.seed(me.rank)
-    np.random.seed(7 + me.rank)  # each process draws its own
-    sampler = mgpu.data.ShardedSampler(40, 10, shuffle=False)
     generator = np.random.RandomState(0)
     inputs, labels = generator.normal(size=(40, 5)).astype("float32"), generator.randint(0, 4, 40)
-    net = gluon.nn.Dense(4, in_units=5)
-    net.initialize(init.Constant(0.1), ctx=ctx)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, sharded_data=True)
-    saves = mgpu.Checkpoint(f"{folder}/own", monitor=None, every=1)
-    mgpu.fit(net, loss, trainer, Noisy(), epochs=3, callbacks=[saves, Kill("own")], resume="auto")
+    for run in ("own", "own, stopped"):
+        random.seed(me.rank)
+        np.random.seed(7 + me.rank)  # each process draws its own
+        sampler = mgpu.data.ShardedSampler(40, 10, shuffle=False)
+        net = gluon.nn.Dense(4, in_units=5)
+        net.initialize(init.Constant(0.1), ctx=ctx)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, sharded_data=True)
+        saves = mgpu.Checkpoint(f"{folder}/{run}", monitor=None, every=1)
+        try:
+            mgpu.fit(net, loss, trainer, Noisy(), epochs=3, callbacks=[saves, Stop(run)], resume="auto")
+        except AbandonError:
+            print("abandoned", flush=True)
+
+    rng = np.random.RandomState(0)
+    X, y = rng.normal(size=(45, 5)).astype("float32"), rng.randint(0, 4, 45)
+    for run in ("shared", "shared, stopped"):
+        mx.random.seed(1)
+        np.random.seed(1)
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Dense(8, activation="tanh", in_units=5), gluon.nn.BatchNorm(), gluon.nn.Dropout(0.3), gluon.nn.Dense(4))
+        net.initialize(init.Xavier(), ctx=ctx)
+        net.hybridize()
+        trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
+        batches = mgpu.data.ArrayLoader(X, y, 9, shuffle=True, seed=2)  # 5 and 4: their generators part
+        saves = mgpu.Checkpoint(f"{folder}/{run}", monitor=None, every=2, keep=2, background=True)
+        mgpu.fit(net, loss, trainer, batches, [(X, y)], epochs=3, callbacks=[saves, Stop(run)], resume="auto")
     print("done after", me.restart, "restarts", flush=True)
 """
 
 
-def run(folder, *, kills="", restarts=0):
-    """Launch the program in a folder, which may hold checkpoints of a job before."""
+def saved(folder, run):
+    """The files of a run's last checkpoint."""
+    return {name: (folder / run / "last" / name).read_bytes() for name in ("net.params", "states.npz")}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, quick_import):
+    """The folder of a job that trains two networks, each undisturbed and stopped, and what its launcher printed."""
+    folder = tmp_path_factory.mktemp("job")
     script = folder / "program.py"
     script.write_text(BEGIN + textwrap.dedent(PROGRAM))
-    command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", 2, "--servers", 1]
-    command += ["--max-restarts", restarts, "--log-dir", folder / "logs"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
-    return subprocess.run(
-        [str(part) for part in [*command, script, folder, 1, kills]],
+    done = subprocess.run(
+        launch_command([script, folder, 1], folder / "logs", limits={"max_restarts": 1}),
         capture_output=True,
         text=True,
         timeout=200,
         env={**environment, "OMP_NUM_THREADS": "1"},
         cwd=folder,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout, done.stderr
 
 
-def saved(folder, network):
-    """The files of a network's last checkpoint."""
-    return {name: (folder / network / "last" / name).read_bytes() for name in ("net.params", "states.npz")}
+def test_a_killed_process_does_not_show_in_the_weights(job):
+    folder, output, errors = job
+    assert "rank 0 was killed by SIGKILL" in errors
+    assert output.count("done after 1 restarts") == 2
+    assert saved(folder, "shared, stopped") == saved(folder, "shared")
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """Folders of a job that ran undisturbed, and of one whose processes were killed in both networks; what the latter printed."""
-    undisturbed, killed = tmp_path_factory.mktemp("undisturbed"), tmp_path_factory.mktemp("killed")
-    done = run(undisturbed)
-    assert done.returncode == 0 and "done after 0 restarts" in done.stdout, done.stdout + done.stderr
-    first = run(killed, kills="0:shared,0,7")
-    then = run(killed, kills="0:own,1,6", restarts=1)
-    return undisturbed, killed, first, then
-
-
-def test_without_restarts_it_ends_with_the_cause(jobs):
-    _, killed, first, _ = jobs
-    assert first.returncode == 128 + signal.SIGKILL
-    assert "rank 0 was killed by SIGKILL" in first.stdout + first.stderr
-
-
-def test_killed_processes_do_not_show_in_the_weights(jobs):
-    undisturbed, killed, _, then = jobs
-    assert then.returncode == 0, then.stdout + then.stderr
-    assert then.stdout.count("done after 1 restarts") == 2
-    assert saved(killed, "shared") == saved(undisturbed, "shared")
-
-
-def test_each_process_goes_on_with_random_numbers_of_its_own(jobs):
-    undisturbed, killed, _, _ = jobs
-    assert saved(killed, "own") == saved(undisturbed, "own")
+def test_each_process_goes_on_with_random_numbers_of_its_own(job):
+    folder, output, _ = job
+    assert output.count("abandoned") == 2
+    assert saved(folder, "own, stopped") == saved(folder, "own")
 
 
 @pytest.mark.parametrize("differ", [True, False])

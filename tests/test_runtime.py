@@ -1,4 +1,4 @@
-"""What must hold before and while MXNet is imported; each in a Python of its own."""
+"""What must hold before and while MXNet is imported: decisions here, and processes that prove them."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 
 import gluon_mgpu as mgpu
@@ -17,6 +18,8 @@ from gluon_mgpu.runtime import environment as runtime
 from gluon_mgpu.runtime import threads
 
 from .test_cuda import elf
+
+pytestmark = pytest.mark.usefixtures("quick_import")
 
 
 def run_python(program, *options, **environment):
@@ -36,7 +39,7 @@ def run_python(program, *options, **environment):
 def test_either_import_may_come_first(first):
     """With NumPy 1.24 or newer `import mxnet` alone fails; the line in gluon_mgpu.pth mends that."""
     program = f"import {first}\nprint(gluon_mgpu.split_data(mxnet.nd.ones((4,)), 2)[0].shape, mxnet.np.ones(2).sum())"
-    assert run_python(program) == ("(2,) 2.0\n", True)
+    assert run_python(program, PYTHONPATH="") == ("(2,) 2.0\n", True)  # with scikit-learn and SciPy
 
 
 def test_python_starts_without_importing_anything_more():
@@ -141,23 +144,59 @@ def test_a_python_without_distutils_is_told(monkeypatch, missing, kind, told):
     assert type(caught.value) is kind
 
 
-def test_settings_are_defaults_and_can_be_switched_off():
-    program = "import os, gluon_mgpu; print(os.environ.get('MXNET_CPU_TEMP_COPY'))"
-    environment = {name: value for name, value in os.environ.items() if name != "MXNET_CPU_TEMP_COPY"}
-    for given, expected in [
-        ({}, "128"),
-        ({"MXNET_CPU_TEMP_COPY": "8"}, "8"),
-        ({"GLUON_MGPU_RUNTIME": "off"}, "None"),
-        ({"GLUON_MGPU_RUNTIME": "off", "MXNET_CPU_TEMP_COPY": "8"}, "8"),
-    ]:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program],
-            env={**environment, **given},
-            stdout=subprocess.PIPE,
-            timeout=240,
-            text=True,
-        )
-        assert done.stdout.strip() == expected, given
+@pytest.fixture
+def load(monkeypatch):
+    """A function that loads a fake MXNet where the environment says this alone; it returns which variables are then set."""
+    fake = types.ModuleType("mxnet")
+    fake.__version__ = "1.9.1"
+
+    def load_with(environment, made=()):
+        monkeypatch.setattr(os, "environ", {**clean(**environment), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+        monkeypatch.setattr(runtime, "_set_here", set())
+        monkeypatch.setattr(runtime, "_too_late", set())
+        monkeypatch.setattr(runtime, "_is_made", lambda what: what in made)
+        runtime.load_mxnet()
+        return {name: os.environ[name] for name in ("MXNET_CPU_TEMP_COPY", "MXNET_ENGINE_TYPE") if name in os.environ}
+
+    monkeypatch.setattr(runtime.importlib, "import_module", lambda name: fake if name == "mxnet" else np)
+    return load_with
+
+
+OFF = {"GLUON_MGPU_RUNTIME": "off"}
+COPIES, SERIAL_TYPE = {"MXNET_CPU_TEMP_COPY": "128"}, {"MXNET_ENGINE_TYPE": "NaiveEngine"}
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({}, COPIES),
+        ({"MXNET_CPU_TEMP_COPY": "8"}, {"MXNET_CPU_TEMP_COPY": "8"}),
+        (OFF, {}),
+        ({**OFF, "MXNET_CPU_TEMP_COPY": "8"}, {"MXNET_CPU_TEMP_COPY": "8"}),
+        ({"GLUON_MGPU_DEBUG": "1"}, {**COPIES, **SERIAL_TYPE}),
+        ({"GLUON_MGPU_DEBUG": "off"}, COPIES),
+        ({**OFF, "GLUON_MGPU_DEBUG": "1"}, SERIAL_TYPE),
+        ({"GLUON_MGPU_DEBUG": "1", "MXNET_ENGINE_TYPE": "ThreadedEngine"}, {**COPIES, "MXNET_ENGINE_TYPE": "ThreadedEngine"}),
+    ],
+)
+def test_settings_are_defaults_and_can_be_switched_off(load, environment, expected):
+    assert load(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment, made, expected, warned",
+    [
+        ({}, runtime._BUFFERS_MADE, {}, "MXNET_CPU_TEMP_COPY=4"),
+        ({"MXNET_CPU_TEMP_COPY": "64"}, runtime._BUFFERS_MADE, {"MXNET_CPU_TEMP_COPY": "64"}, ""),
+        (OFF, runtime._BUFFERS_MADE, {}, ""),
+        ({"GLUON_MGPU_DEBUG": "1"}, runtime._ENGINE_MADE, COPIES, "errors of a backward pass come late"),
+        ({"GLUON_MGPU_DEBUG": "1", **SERIAL_TYPE}, runtime._ENGINE_MADE, {**COPIES, **SERIAL_TYPE}, ""),
+    ],
+)
+def test_settings_that_mxnet_has_read_before_are_left_alone(load, caplog, environment, made, expected, warned):
+    assert load(environment, [made]) == expected
+    assert bool(caplog.messages) == bool(warned)
+    assert warned in caplog.text
 
 
 def test_an_extra_that_is_missing_is_named():
@@ -213,33 +252,44 @@ ASK = """
 """
 
 
-def test_one_context_alone_gets_all_cores_and_keeps_them():
+@pytest.fixture(scope="module")
+def plain():
+    """The lines that one process prints, which has three cores and none of the settings."""
+    three = "import os\nos.sched_getaffinity = lambda pid: set(range(3))"
     program = """
-        import os
-        os.sched_getaffinity = lambda pid: set(range(3))
-        import gluon_mgpu as mgpu
         with mgpu.use_devices("cpu:1"):
             print(asked(0))
         with mgpu.use_devices("cpu:3"):
             print([asked(i) for i in range(3)])
     """
-    assert run_clean(ASK, program) == ["3", "[3, 1, 1]"]
+    return run_clean(three, MALLOC, ASK, program)
 
 
-def test_several_contexts_get_one_thread_each_whatever_the_environment_says():
+def test_one_context_alone_gets_all_cores_and_keeps_them(plain):
+    assert plain[3:] == ["3", "[3, 1, 1]"]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [pytest.param(environment, marks=pytest.mark.exhaustive) for environment in ({}, {"OMP_NUM_THREADS": "4"})]
+    + [{"OMP_NUM_THREADS": "4", "MXNET_OMP_MAX_THREADS": "4"}],
+)
+def test_several_contexts_get_one_thread_each_whatever_the_environment_says(environment):
     program = """
         import gluon_mgpu as mgpu
         with mgpu.use_devices("cpu:1-3"):
             print([asked(i) for i in range(1, 4)])
     """
-    for environment in ({}, {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4", "MXNET_OMP_MAX_THREADS": "4"}):
-        assert run_clean(ASK, program, **environment) == ["[1, 1, 1]"], environment
+    assert run_clean(ASK, program, **environment) == ["[1, 1, 1]"]
 
 
 @pytest.mark.parametrize(
     "environment, expected",
-    [({"OMP_NUM_THREADS": "5"}, 5), ({"OMP_NUM_THREADS": "4", "GLUON_MGPU_RUNTIME": "off"}, 4)]
-    + [({"OMP_NUM_THREADS": "5", "MXNET_CPU_WORKER_NTHREADS": "2"}, 5)],
+    [
+        ({"OMP_NUM_THREADS": "5"}, 5),
+        pytest.param({"OMP_NUM_THREADS": "4", "GLUON_MGPU_RUNTIME": "off"}, 4, marks=pytest.mark.exhaustive),
+        pytest.param({"OMP_NUM_THREADS": "5", "MXNET_CPU_WORKER_NTHREADS": "2"}, 5, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_the_environment_says_stands_for_one_context(environment, expected):
     program = """
@@ -248,6 +298,29 @@ def test_what_the_environment_says_stands_for_one_context(environment, expected)
             print(asked(0))
     """
     assert run_clean(ASK, program, **environment) == [str(expected)]
+
+
+@pytest.mark.parametrize(
+    "environment, number",
+    [
+        ({}, 7),
+        ({"OMP_NUM_THREADS": "5"}, 0),
+        ({"MXNET_OMP_MAX_THREADS": "5"}, 0),
+        ({"MXNET_CPU_WORKER_NTHREADS": "1"}, 7),
+        ({"MXNET_CPU_WORKER_NTHREADS": "2"}, 0),
+        ({"MXNET_ENGINE_TYPE": "ThreadedEngine"}, 0),
+        ({"MXNET_ENGINE_TYPE": "ThreadedEnginePerDevice"}, 7),
+        ({"GLUON_MGPU_RUNTIME": "off"}, None),
+    ],
+)
+def test_the_number_of_threads_of_one_context(monkeypatch, environment, number):
+    """0 keeps MXNet's number, None asks for nothing."""
+    found = []
+    monkeypatch.setattr(os, "environ", clean(**environment))
+    monkeypatch.setattr(runtime, "num_cores", lambda: 7)
+    monkeypatch.setattr(threads, "set_threads", lambda contexts, *, alone: found.append(alone()))
+    runtime.set_threads([mx.cpu()])
+    assert found == [number] * (number is not None)
 
 
 @pytest.mark.exhaustive
@@ -263,7 +336,15 @@ def test_mxnet_s_own_limit_stands_for_one_context():
     assert run_clean(ASK, program) == ["True"]
 
 
-def test_threads_of_new_contexts_are_set_whatever_the_environment_says():
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        pytest.param({}, [1, 1, 1, 1], marks=pytest.mark.exhaustive),
+        ({"MXNET_CPU_WORKER_NTHREADS": "3"}, [1, 1, 1, 1]),
+        pytest.param({"GLUON_MGPU_RUNTIME": "off"}, [0, 0, 0, 0], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_threads_of_new_contexts_are_set_whatever_the_environment_says(environment, expected):
     program = """
         import gluon_mgpu as mgpu
         import mxnet as mx
@@ -272,10 +353,7 @@ def test_threads_of_new_contexts_are_set_whatever_the_environment_says():
         with mgpu.use_devices("cpu:1-3"):
             print([mgpu.runtime.threads_of(i) for i in range(4)])
     """
-    for environment in ({}, {"MXNET_CPU_WORKER_NTHREADS": "3"}):
-        assert run_python(program, OMP_NUM_THREADS="4", **environment) == ("0\n[1, 1, 1, 1]\n", True)
-    told, _ = run_python(program, OMP_NUM_THREADS="4", GLUON_MGPU_RUNTIME="off")
-    assert told == "0\n[0, 0, 0, 0]\n"
+    assert run_python(program, OMP_NUM_THREADS="4", **environment) == (f"0\n{expected}\n", True)
 
 
 def test_a_context_that_has_run_keeps_its_threads():
@@ -289,11 +367,12 @@ def test_a_context_that_has_run_keeps_its_threads():
         with mgpu.use_devices("cpu:1"):
             print(asked(0) == before != 7)
         with mgpu.use_devices("cpu:2"):
-            print(asked(0) == before, asked(1))
+            print(asked(0) == before == mgpu.runtime.threads_of(0), asked(1), mgpu.runtime.threads_of(1))
     """
-    assert run_clean(ASK, program) == ["True", "True 1"]
+    assert run_clean(ASK, program) == ["True", "True 1 1"]
 
 
+@pytest.mark.exhaustive
 def test_one_context_that_has_run_keeps_its_threads():
     program = """
         import gluon_mgpu as mgpu
@@ -345,17 +424,18 @@ def serial(first="", then="", **environment):
     return [line for line in lines if "start using engine" not in line]
 
 
+@pytest.mark.exhaustive
 def test_two_contexts_of_the_serial_engine_are_not_warned_of():
     """Each operation has three threads, but none runs beside another."""
     assert serial(MXNET_ENGINE_TYPE="NaiveEngine") == ["True NaiveEngine [0, 0]", "{('3', 'environment')}"]
 
 
 def test_debugging_asks_for_the_serial_engine():
-    """Also without our other settings, and where mxnet was imported first and has run nothing."""
-    told = serial("import mxnet", GLUON_MGPU_DEBUG="1", GLUON_MGPU_RUNTIME="off")
-    assert told == ["True NaiveEngine [0, 0]", "{('3', 'off')}"]
+    """Also where mxnet was imported first and has run nothing. Each operation has three threads, but they run in turn."""
+    assert serial("import mxnet", GLUON_MGPU_DEBUG="1") == ["True NaiveEngine [0, 0]", "{('3', 'environment')}"]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_was_chosen_stands_until_it_is_replaced():
     then = "print(os.environ['MXNET_ENGINE_TYPE']); from gluon_mgpu import debug; debug.run_serially()"
     told = serial("", then, GLUON_MGPU_DEBUG="1", MXNET_ENGINE_TYPE="ThreadedEngine")
@@ -420,14 +500,18 @@ def test_cores_are_the_smaller_of_affinity_and_quota_rounded_up(cgroups, monkeyp
     assert runtime.num_cores() == expected
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot bind threads to cores")
 def test_cores_respect_the_affinity():
-    program = """
-        import os
+    found = []
+
+    def bind_and_count():  # the affinity of this thread alone
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        import gluon_mgpu as mgpu
-        print(mgpu.runtime.num_cores())
-    """
-    assert run_clean(program) == ["1"]
+        found.append(runtime.num_cores())
+
+    thread = threading.Thread(target=bind_and_count)
+    thread.start()
+    thread.join()
+    assert found == [1]
 
 
 # Memory
@@ -451,8 +535,8 @@ GLIBC = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"
 
 
 @GLIBC
-def test_large_arrays_come_from_memory_that_malloc_keeps():
-    mapped, values, _ = run_clean(MALLOC)
+def test_large_arrays_come_from_memory_that_malloc_keeps(plain):
+    mapped, values = plain[:2]
     assert mapped == "False False"
     assert values == "[('0', 'gluon_mgpu'), ('never', 'gluon_mgpu')]"
 
@@ -498,15 +582,30 @@ def test_another_allocator_is_left_alone(tmp_path):
 # mxnet first
 
 
+def test_an_mxnet_that_has_run_no_operator_gets_the_settings():
+    """The array's engine has begun by then; the buffers come with the operator after it, and show it."""
+    program = """
+        import mxnet as mx
+        array = mx.nd.array([1, 2])
+        array.wait_to_read()
+        import gluon_mgpu as mgpu
+        from gluon_mgpu.runtime import environment
+        print([(s.value, s.source) for s in mgpu.runtime.settings() if s.name == "MXNET_CPU_TEMP_COPY"])
+        print(environment._is_made(environment._ENGINE_MADE), environment._is_made(environment._BUFFERS_MADE))
+        (array + 1).wait_to_read()
+        print(environment._is_made(environment._BUFFERS_MADE))
+    """
+    assert run_clean(program) == ["[('128', 'gluon_mgpu')]", "True False", "True"]
+
+
 @pytest.mark.parametrize(
     "used, environment, told",
     [
-        ("", {}, False),
-        ("mx.nd.array([1, 2]).wait_to_read()", {}, False),
-        ("(mx.nd.array([1, 2]) + 1).wait_to_read()", {}, True),
+        pytest.param("", {}, False, marks=pytest.mark.exhaustive),
+        pytest.param("(mx.nd.array([1, 2]) + 1).wait_to_read()", {}, True, marks=pytest.mark.exhaustive),
         ("mx.random.seed(1)", {}, True),
-        ("mx.random.seed(1)", {"MXNET_CPU_TEMP_COPY": "64"}, False),
-        ("mx.random.seed(1)", {"GLUON_MGPU_RUNTIME": "off"}, False),
+        pytest.param("mx.random.seed(1)", {"MXNET_CPU_TEMP_COPY": "64"}, False, marks=pytest.mark.exhaustive),
+        pytest.param("mx.random.seed(1)", {"GLUON_MGPU_RUNTIME": "off"}, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_mxnet_that_was_used_before_is_told(used, environment, told):

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -18,7 +17,7 @@ from gluon_mgpu.loop.stopping import CaughtSignal, StopVote, Terminated, catch_s
 from mxnet import gluon
 
 from .test_fit import LOSS, Recorder, batches_of, make_net, make_trainer, three_clouds, train
-from .test_launch import mark, marked, until
+from .test_launch import launch_command, mark, marked, until
 
 __all__ = ["mark"]  # a fixture
 
@@ -195,6 +194,7 @@ def test_two_sigterms_at_once_are_one_request(defaults, clock):
         assert signals.take() == [signal.SIGINT, signal.SIGKILL]
 
 
+pytestmark = pytest.mark.usefixtures("quick_import")
 SLOW = """
     import os, sys, time
     import gluon_mgpu as mgpu
@@ -225,11 +225,11 @@ SLOW = """
 def test_a_launched_job_saves_the_step_under_way(tmp_path, mark):
     """Processes agreed after every 16 steps only, and had five seconds: with slow steps the epoch was lost."""
     (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
-    launch = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--servers", "1", "--log-dir", "logs"]
+    launch = launch_command(["slow.py", "run"], "logs")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     log, output = tmp_path / "logs" / "rank-0.log", tmp_path / "output"
     with open(output, "wb") as file:
-        launcher = subprocess.Popen([*launch, "slow.py", "run"], cwd=tmp_path, stdout=file, stderr=file, env=environ)
+        launcher = subprocess.Popen(launch, cwd=tmp_path, stdout=file, stderr=file, env=environ)
     try:
         assert until(lambda: log.exists() and "step 2." in log.read_text(), 240)
         launcher.send_signal(signal.SIGTERM)

@@ -391,7 +391,8 @@ class Leader:
 
 
 @pytest.fixture
-def leader(hosts):
+def leader(hosts, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.rendezvous._FAREWELL_S", 0.5)
     leader = Leader(hosts.port)
     yield leader
     leader.end()

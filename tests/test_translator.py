@@ -13,6 +13,8 @@ from gluon_mgpu.errors import DataError, StateError, TrainerError
 from gluon_mgpu.models.seq2seq.search import translate
 from gluon_mgpu.models.seq2seq.translator import Translator, load_translator
 
+from .conftest import mostly_two
+
 PAIRS = SentencePairs(["하나 둘", "둘 셋 넷", "넷 하나 셋", "셋"], ["one two", "two three four", "four one three", "three"])
 SIZES = {"embed_size": 6, "hidden_size": 8}
 
@@ -41,6 +43,7 @@ def weights(translator):
     return {name: param.list_data()[0].asnumpy() for name, param in params.items()}
 
 
+@mostly_two
 def test_texts_become_what_the_network_makes_of_their_tokens(devices, arrays):
     translator = made(devices)
     texts = ["둘 셋", "하나", "넷 넷 하나"]
@@ -87,6 +90,7 @@ def test_an_unknown_option_is_refused():
 # The folder
 
 
+@mostly_two
 def test_what_is_saved_is_loaded_on_any_devices(devices, arrays, tmp_path):
     translator = made([mx.cpu(0), mx.cpu(1)], cell="lstm", num_layers=2, attention="additive", layout="TNC")
     trainer = trained(translator)

@@ -9,11 +9,10 @@ from mxnet import gluon
 
 from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
 
-STEPS = 10
 BATCHES = {
-    "even": [24] * STEPS,
-    "uneven": [13, 7, 24, 11, 5, 9, 23, 14, 13, 7],
-    "fewer": [1, 2, 3, 1, 24, 2, 5, 1, 3, 7],  # than devices, in most steps
+    "even": [24] * 5,
+    "uneven": [13, 7, 24, 11, 5],
+    "fewer": [1, 2, 3, 1, 24, 2],  # than devices, in most steps
 }
 HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
 OPTIMIZERS = {
@@ -33,7 +32,7 @@ def reference(batches, optimizer, np_arrays):
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
 def test_devices_do_not_show_in_the_weights(num_devices, optimizer, batches, hybridize, arrays):
     ctx = [mx.cpu(i) for i in range(num_devices)]
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -63,23 +62,21 @@ def test_the_reference_can_tell(arrays):
 @pytest.mark.parametrize("weights", [[1, 1, 2], [0, 3, 1]])
 def test_weighted_shards_do_not_show(weights, arrays):
     ctx = [mx.cpu(i) for i in range(3)]
-    batches = small_batches(BATCHES["uneven"])
-    reference = weights_of(gluon_loop(small_net(ctx[:1]), *OPTIMIZERS["momentum"], batches))
     net = small_net(ctx)
     trainer = mgpu.Trainer(net, *OPTIMIZERS["momentum"])
 
     def split(X, y, devices):
         return mgpu.split_batch(X, y, devices, weights=weights)
 
-    for X, y in batches:
+    for X, y in small_batches(BATCHES["uneven"]):
         mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, split_f=split)
-    assert largest_difference(weights_of(net), reference) <= 1e-5
+    assert largest_difference(weights_of(net), reference("uneven", "momentum", arrays is mx.np)) <= 1e-5
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
 def test_micro_steps_do_not_show(num_devices, optimizer, hybridize, arrays):
     """Uneven batches in 3 uneven parts, some of which leave devices without data."""
     ctx = [mx.cpu(i) for i in range(num_devices)]

@@ -24,6 +24,7 @@ from mxnet.gluon import nn
 
 from .conftest import assert_house_style, small_batches, small_net
 
+pytestmark = pytest.mark.usefixtures("quick_import")
 CE = gluon.loss.SoftmaxCrossEntropyLoss
 
 
@@ -155,7 +156,7 @@ def test_python_that_cannot_run(tmp_path):
     """A thread that keeps Python's lock inside C: faulthandler tells, the watchdog when it can again."""
 
     def stand_still(x):
-        ctypes.PyDLL(None).usleep(2_500_000)
+        ctypes.PyDLL(None).usleep(1_200_000)
         until(lambda: "Likely cause" in path.read_text(encoding="utf-8"))
 
     path = tmp_path / "told"

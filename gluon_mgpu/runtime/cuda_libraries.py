@@ -131,7 +131,7 @@ def _read_string(file: BinaryIO, offset: int) -> str:
     return file.read(4096).partition(b"\0")[0].decode()
 
 
-def _mxnet_library() -> str:
+def mxnet_library() -> str:
     """Return the file that `import mxnet` will load, "" if there is none.
 
     Source: mxnet 1.9.1, libinfo.py, `find_lib_path`.
@@ -146,7 +146,7 @@ def _mxnet_library() -> str:
 
 def _wanted() -> List[str]:
     """Return the sonames of the CUDA libraries that MXNet's library needs, each after its own dependencies."""
-    sonames = {soname.partition(".so")[0]: soname for soname in needed(_mxnet_library())}
+    sonames = {soname.partition(".so")[0]: soname for soname in needed(mxnet_library())}
     if "libcublas" in sonames:  # it needs cublasLt, and finds it only in its own folder
         sonames["libcublasLt"] = sonames["libcublas"].replace("libcublas", "libcublasLt")
     return [sonames[stem] for stem in _KNOWN if stem in sonames]

@@ -116,10 +116,7 @@ def load_mxnet() -> ModuleType:
             "Run pip install 'numpy<2'."
         )
     add_aliases()
-    if not is_off():
-        _set_environment()
-        _set_allocator()
-        cuda_libraries.load()
+    apply_settings()
     if is_debug():  # an explicit request, so GLUON_MGPU_RUNTIME=off does not disable it
         _set_engine()
     try:
@@ -144,6 +141,14 @@ def load_mxnet() -> ModuleType:
             "for. Run pip install 'mxnet==1.9.1'."
         )
     return mxnet
+
+
+def apply_settings() -> None:
+    """Set what MXNet's library must find when it is loaded: variables, malloc, CUDA libraries."""
+    if not is_off():
+        _set_environment()
+        _set_allocator()
+        cuda_libraries.load()
 
 
 def require(module: str, extra: str, operation: str) -> Any:

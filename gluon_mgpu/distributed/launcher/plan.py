@@ -16,9 +16,7 @@ from .interfaces import interface_of
 from .tokens import TOKEN
 
 STARTUP = str(Path(__file__).parent / "startup")
-# MXNet runs as a server when it is imported with a role in the environment, and ends by itself. Importing gluon_mgpu applies our
-# settings: malloc keeps the memory of messages (scripts/benchmarks/RESULTS.md).
-_SERVER = (sys.executable, "-c", "import gluon_mgpu")
+_SERVER = (sys.executable, "-c", "from gluon_mgpu_startup.server import main; main()")
 _HOROVOD_RENDEZVOUS = str(Path(__file__).parent / "horovod_rendezvous.py")
 _STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK", TOKEN}  # workers must not get the launchers' secret
 BACKENDS = ("dist_sync", "horovod")

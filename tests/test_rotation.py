@@ -26,10 +26,10 @@ def snapshot_at(step):
     return take_snapshot(*make_run(step), {"step": step}, place={"step": step})
 
 
-def put(shelf, *steps, best=()):
+def put(rotation, *steps, best=()):
     for step in steps:
-        shelf.put(snapshot_at(step).write, step, is_best=step in best)
-    shelf.wait()
+        rotation.put(snapshot_at(step).write, step, is_best=step in best)
+    rotation.wait()
 
 
 def names(folder):
@@ -45,18 +45,18 @@ def value_in(folder):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_ones_and_the_best_stay(tmp_path, background):
-    shelf = CheckpointRotation(tmp_path / "run", keep=3, background=background)
-    shelf.begin(None)
-    put(shelf, 10, 20, 30, 40, best=[20])
-    assert names(shelf.folder) == ["best", "last", "step-00000020", "step-00000030"]
-    assert [value_in(shelf.folder / name) for name in names(shelf.folder)] == [20, 40, 20, 30]
-    assert [path.name for path in find_checkpoints(shelf.folder)] == ["last", "step-00000030", "step-00000020", "best"]
+    rotation = CheckpointRotation(tmp_path / "run", keep=3, background=background)
+    rotation.begin(None)
+    put(rotation, 10, 20, 30, 40, best=[20])
+    assert names(rotation.folder) == ["best", "last", "step-00000020", "step-00000030"]
+    assert [value_in(rotation.folder / name) for name in names(rotation.folder)] == [20, 40, 20, 30]
+    assert [path.name for path in find_checkpoints(rotation.folder)] == ["last", "step-00000030", "step-00000020", "best"]
 
 
 def test_one_is_kept_without_being_asked(tmp_path):
-    shelf = CheckpointRotation(tmp_path)
-    shelf.begin(None)
-    put(shelf, 10, 20, 30, best=[10, 30])
+    rotation = CheckpointRotation(tmp_path)
+    rotation.begin(None)
+    put(rotation, 10, 20, 30, best=[10, 30])
     assert names(tmp_path) == ["best", "last"]
     assert value_in(tmp_path / "best") == value_in(tmp_path / "last") == 30
 
@@ -70,12 +70,12 @@ def test_fewer_than_before_may_be_kept(tmp_path):
 def test_going_back_leaves_the_later_ones_behind(tmp_path):
     """At the first save, and not before; of the same step, the new one counts."""
     put(CheckpointRotation(tmp_path, keep=9), 10, 20, 30, 40)
-    shelf = CheckpointRotation(tmp_path, keep=9)
-    shelf.begin(tmp_path / "step-00000020")
+    rotation = CheckpointRotation(tmp_path, keep=9)
+    rotation.begin(tmp_path / "step-00000020")
     assert names(tmp_path) == ["last", "step-00000010", "step-00000020", "step-00000030"]
-    put(shelf, 25)
+    put(rotation, 25)
     assert names(tmp_path) == ["last", "step-00000010", "step-00000020"]
-    put(shelf, 25, 26)
+    put(rotation, 25, 26)
     assert names(tmp_path) == ["last", "step-00000010", "step-00000020", "step-00000025"]
 
 
@@ -122,7 +122,7 @@ def test_copies_are_checkpoints(tmp_path, what):
 
 
 def test_a_thread_writes_and_the_next_save_waits_for_it(tmp_path):
-    shelf, go = CheckpointRotation(tmp_path, background=True), threading.Event()
+    rotation, go = CheckpointRotation(tmp_path, background=True), threading.Event()
     first, second = snapshot_at(1), snapshot_at(2)
     writers = []
 
@@ -131,12 +131,12 @@ def test_a_thread_writes_and_the_next_save_waits_for_it(tmp_path):
         assert go.wait(240)
         first.write(folder)
 
-    shelf.put(slow, 1)  # returns
+    rotation.put(slow, 1)  # returns
     assert "last" not in names(tmp_path)
     threading.Timer(0.2, go.set).start()
-    shelf.put(second.write, 2)
+    rotation.put(second.write, 2)
     assert go.is_set()
-    shelf.wait()
+    rotation.wait()
     assert value_in(tmp_path / "last") == 2
     assert writers[0] is not threading.main_thread() and not writers[0].daemon
 
@@ -144,7 +144,7 @@ def test_a_thread_writes_and_the_next_save_waits_for_it(tmp_path):
 def test_what_is_copied_does_not_change_any_more(tmp_path):
     """The snapshot is taken in the queue of the devices, before what training does next."""
     net, trainer = make_run(1.0)
-    for step in range(1, 30):
+    for step in range(1, 10):
         snapshot = take_snapshot(net, trainer, {"step": step}, place={"step": step}, base=0)
         for array in net.weight.list_data():
             array[:] = array + 1
@@ -159,22 +159,22 @@ def _empty(folder):
 
 @pytest.mark.parametrize("where", ["put", "wait"])
 def test_an_error_of_the_thread_is_raised_once(tmp_path, where):
-    shelf = CheckpointRotation(tmp_path, background=True)
-    put(shelf, 1)
+    rotation = CheckpointRotation(tmp_path, background=True)
+    put(rotation, 1)
 
     def failing(folder):
         (folder / "half").write_text("")
         raise OSError("disk full")
 
-    shelf.put(failing, 2)
+    rotation.put(failing, 2)
     with pytest.raises(
         OSError,
         match="Checkpoint: got .*last, which cannot be written .disk full.; expected .* kept: last of step 1; resume=.auto. r",
     ):
-        shelf.wait() if where == "wait" else shelf.put(snapshot_at(3).write, 3)
+        rotation.wait() if where == "wait" else rotation.put(snapshot_at(3).write, 3)
     assert names(tmp_path) == ["last"] and value_in(tmp_path / "last") == 1
-    shelf.wait()
-    put(shelf, 4)
+    rotation.wait()
+    put(rotation, 4)
     assert value_in(tmp_path / "last") == 4
 
 

@@ -245,6 +245,20 @@ def test_data_that_the_network_rejects_change_nothing():
     assert step.passes.reason == ""
 
 
+def test_several_shards_on_one_device_are_recorded():
+    def halves(X, y, devices):
+        return [X[:4], X[4:]], [y[:4], y[4:]]
+
+    net = dense(**STATIC)
+    net.initialize(ctx=mx.cpu())
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    step = mgpu.compile_step(net, LOSS, trainer, split_f=halves, compiled="auto")
+    X, y = batches([8])[0]
+    batch = step(X, y)
+    assert "several shards are on one device" in step.passes.reason
+    assert np.array_equal(batch.losses[1].asnumpy(), LOSS(batch.outputs[1], y[4:]).asnumpy())
+
+
 def test_an_infinite_loss_names_its_step():
     net = dense()
     net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
@@ -288,7 +302,7 @@ def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypa
     def sizes(n):
         passes.forward("test", [mx.nd.ones((n, 36))], [mx.nd.zeros(n)])
         kept = passes._executors[mx.cpu()]._by_key
-        return [key[2][0][0][0] for key in kept]
+        return [key[2][0][0] for key in kept]
 
     assert [sizes(n) for n in (4, 8, 2, 4)] == [[4], [8], [8, 2], [8, 2, 4]]
     assert sizes(2) == [8, 4, 2]

@@ -38,9 +38,9 @@ class SyncBatchNorm(_BatchNorm):
     _plain: type
     _exists = False  # whether a layer of this process has ever been one
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # also of copies and of pickled layers
         SyncBatchNorm._exists = True
+        return super().__new__(cls)
 
     def forward(self, x: Any, *args: Any) -> Any:
         if isinstance(x, mx.sym.Symbol):

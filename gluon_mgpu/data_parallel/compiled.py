@@ -9,7 +9,7 @@ import mxnet as mx
 from mxnet import Context, autograd, gluon
 
 from ..checks import one_of
-from ..errors import TrainerError
+from ..errors import TrainerError, last_line
 from ..nested import Array, is_device_array, leaves
 from ..runtime.environment import logger
 from ..trainer.buckets import num_moves
@@ -105,8 +105,7 @@ class CompiledPasses(Passes):
     def _run(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
         outputs, losses, queued = [], [], []
         with autograd.pause():
-            bound = [self._bound(X, y) for X, y in zip(Xs, ys)]
-            for shard, (graph, executor, inputs) in enumerate(bound):
+            for shard, (graph, executor, inputs) in enumerate(self._bound(Xs, ys)):
                 with naming(operation, "network", shard, Xs[shard], ys[shard], self._net):
                     heads = executor.forward(inputs)
                 if graph.has_loss:
@@ -117,22 +116,31 @@ class CompiledPasses(Passes):
         self._queued = queued if self._trains else []
         return outputs, losses
 
-    def _bound(self, X: Any, y: Any) -> Tuple[Graph, Executor, List[Array]]:
-        """Return the graph for a shard, its executor, and the arrays that it reads."""
-        inputs = inputs_of(self._net, X, y if self._loss is not None else None)
+    def _bound(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Tuple[Graph, Executor, List[Array]]]:
+        """Return each shard's graph, its executor, and the arrays that it reads."""
+        labels = ys if self._loss is not None else [None] * len(Xs)
+        shards = [(self._graph(X, y), inputs_of(self._net, X, y)) for X, y in zip(Xs, labels)]
+        contexts = [inputs[0].context for _, inputs in shards]
+        if len(set(contexts)) < len(contexts):
+            raise NotCompilableError(f"several shards are on one device: {contexts}")
+        state = tuple([param._grad_req for param in self._params.values()]) if self._trains else ()
+        bound = []
+        for (graph, inputs), context in zip(shards, contexts):
+            executors = self._executors.get(context)
+            if executors is None:
+                executors = self._executors[context] = Executors(context)
+            try:
+                bound.append((graph, executors.get(graph, inputs, trains=self._trains, state=state), inputs))
+            except (mx.MXNetError, ValueError, RuntimeError) as error:
+                raise NotCompilableError(f"MXNet cannot bind the graph: {last_line(error)}") from error
+        return bound
+
+    def _graph(self, X: Any, y: Any) -> Graph:
         form = (_form(X), _form(y), mx.util.is_np_array())
-        graph = self._graphs.get(form)
-        if graph is None:
-            graph = self._graphs[form] = trace(self._net, self._loss, X, y)
+        if form not in self._graphs:
+            self._graphs[form] = trace(self._net, self._loss, X, y)
             self._note_arrays()
-        context = inputs[0].context
-        executors = self._executors.get(context)
-        if executors is None:
-            executors = self._executors[context] = Executors(context)
-        try:
-            return graph, executors.get(graph, inputs, trains=self._trains), inputs
-        except (mx.MXNetError, ValueError, RuntimeError) as error:
-            raise NotCompilableError(f"MXNet cannot bind the graph: {str(error).strip().splitlines()[-1]}") from error
+        return self._graphs[form]
 
     def _follow(self) -> None:
         """Trace or bind again what has changed since the latest passes."""

@@ -14,6 +14,7 @@ from mxnet import Context
 from mxnet.base import _LIB, check_call
 
 from ..nested import Array
+from ..runtime.c_api import Copy
 from ..runtime.engine_push import EngineContext, WrittenWith
 from ..trainer.buckets import place_of
 from .graph import Graph
@@ -46,7 +47,8 @@ class Executor:
         self._inputs = [mx.nd.empty(one.shape, ctx=context, dtype=one.dtype) for one in inputs]
         by_name: Dict[str, Any] = dict(zip(graph.inputs, self._inputs))
         arguments = symbol.list_arguments()
-        self._used = [i for i, name in enumerate(graph.inputs) if name in arguments]
+        used = [(i, Copy(own)) for i, (name, own) in enumerate(zip(graph.inputs, self._inputs)) if name in arguments]
+        self._used: List[Tuple[int, Copy]] = used
         gradients, reqs = {}, {}
         for name, param in graph.params.items():
             by_name[name] = param.data(context).as_nd_ndarray()
@@ -62,20 +64,19 @@ class Executor:
                 shared_exec=None if shared is None else shared._bound,
             )
         self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
-        self._outputs = list(self._bound.outputs)
+        self._outputs = [Copy(output) for output in self._bound.outputs]
         self._scale = 1.0
-        self._head: Any = mx.nd.ones_like(self._outputs[0])  # the gradient of the loss
+        self._head: Any = mx.nd.ones_like(self._bound.outputs[0])  # the gradient of the loss
         self._heads = (ctypes.c_void_p * 1)(self._head.handle)
 
         self._statistics = _written_with_gradients(graph, context) if trains else None
 
     def forward(self, inputs: Sequence[Array]) -> List[Array]:
         """Queue a forward pass, and return copies of the values of the graph's heads."""
-        own = self._inputs
-        for i in self._used:
-            inputs[i].as_nd_ndarray().copyto(own[i])
+        for i, own in self._used:
+            own.fill_from(inputs[i])
         check_call(_FORWARD(self._handle, self._trains))
-        return [output.copy() for output in self._outputs]
+        return [output.new() for output in self._outputs]
 
     def backward(self, scale: float) -> None:
         """Queue the backward pass of the latest forward pass: the gradients of the loss times a scale."""
@@ -108,10 +109,9 @@ class Executors:
         self._owner: Optional[Executor] = None
         self._size = 0  # of the owner's arrays, in elements
 
-    def get(self, graph: Graph, inputs: Sequence[Array], *, trains: bool) -> Executor:
-        """Return the executor for inputs of these shapes and dtypes, and for what the parameters do with gradients now."""
-        reqs = tuple([param._grad_req for param in graph.params.values()]) if trains else None
-        key = (id(graph), reqs, tuple([(one.shape, one.dtype) for one in inputs]))
+    def get(self, graph: Graph, inputs: Sequence[Array], *, trains: bool, state: Hashable) -> Executor:
+        """Return the executor for inputs of these shapes and dtypes, bound for this state of the parameters."""
+        key = (id(graph), state, *[(one.shape, one.dtype) for one in inputs])
         found = self._by_key.get(key)
         if found is None:
             found = self._by_key[key] = self._bind(graph, inputs, trains)

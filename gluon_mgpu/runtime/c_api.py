@@ -8,6 +8,7 @@ from typing import Any, Callable, List, Tuple
 import numpy as np
 from mxnet.base import _LIB, NDArrayHandle, OpHandle, c_handle_array, c_str, c_str_array, check_call, mx_uint
 from mxnet.kvstore.kvstore import _ctype_key_value
+from mxnet.ndarray import NDArray
 
 from ..nested import Array
 
@@ -98,6 +99,58 @@ class PushPull:
         check_call(_LIB.MXKVStorePushPull(*self._arguments, ctypes.c_int(priority)))
 
 
+class Copy:
+    """Copies of one array, or into one array, with less work in Python than `NDArray.copy` and `copyto`.
+
+    Parameters
+    ----------
+    array : NDArray
+        A legacy array.
+    """
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self._own = (ctypes.c_void_p * 1)(array.handle)
+        self._copy, self._copyto = _operator("_copy"), _operator("_copyto")
+
+    def new(self) -> Array:
+        """Queue a copy in new memory on the same device, and return it."""
+        outputs = ctypes.POINTER(ctypes.c_void_p)()
+        _invoke(self._copy, self._own, ctypes.c_int(0), outputs)
+        return NDArray(NDArrayHandle(outputs[0]))
+
+    def fill_from(self, source: Array) -> None:
+        """Queue a copy of a source of the same shape, from any device, into the array."""
+        outputs = ctypes.cast(self._own, ctypes.POINTER(ctypes.c_void_p))
+        _invoke(self._copyto, (ctypes.c_void_p * 1)(source.handle), ctypes.c_int(1), outputs)
+
+
+def _operator(name: str) -> OpHandle:
+    handle = OpHandle()
+    check_call(_LIB.NNGetOpHandle(c_str(name), ctypes.byref(handle)))
+    return handle
+
+
+def _invoke(operator: OpHandle, inputs: Any, num_outputs: Any, outputs: Any) -> None:
+    stypes = ctypes.POINTER(ctypes.c_int)()
+    check_call(
+        _LIB.MXImperativeInvokeEx(
+            operator,
+            len(inputs),
+            inputs,
+            ctypes.byref(num_outputs),
+            ctypes.byref(outputs),
+            0,
+            _NO_ATTRIBUTES,
+            _NO_ATTRIBUTES,
+            ctypes.byref(stypes),
+        )
+    )
+
+
+_NO_ATTRIBUTES = c_str_array([])
+
+
 class Operator:
     """An operator with its arrays. Each call passes attributes, which are converted only when they change.
 
@@ -110,10 +163,8 @@ class Operator:
 
     def __init__(self, name: str, inputs: List[Array], outputs: List[Array]) -> None:
         self._kept = inputs, outputs
-        handle = OpHandle()
-        check_call(_LIB.NNGetOpHandle(c_str(name), ctypes.byref(handle)))
         self._outputs = ctypes.cast(c_handle_array(outputs), ctypes.POINTER(NDArrayHandle))
-        self._arrays = handle, ctypes.c_int(len(inputs)), c_handle_array(inputs)
+        self._arrays = _operator(name), ctypes.c_int(len(inputs)), c_handle_array(inputs)
         self._num_outputs = ctypes.c_int(len(outputs))
         self._attributes: Tuple[Tuple[str, Any], ...] = ()
         self._converted: Tuple[Any, ...] = (ctypes.c_int(0), c_str_array([]), c_str_array([]))

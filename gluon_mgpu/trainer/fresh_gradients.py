@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter, is_not
-from typing import AbstractSet, Any, Callable, List, MutableSet, Optional, Set, Tuple
+from typing import Any, Callable, List, Mapping, MutableSet, Optional, Set, Tuple
 from weakref import WeakSet
 
 import numpy as np
@@ -41,6 +41,7 @@ class FreshGradients:
         self.flags, self.writers = Flags([]), Writers(0, placement.contexts)
         self._params: List[gluon.Parameter] = []
         self._gradients: List[Any] = []  # each watched parameter's list of gradients, when its flags were found
+        self._marked: Tuple[Any, Any, List[bool]] = ({}, None, [])  # the latest arguments of `mark`, and who is among them
         self._num_marked = 0  # how often the parameters had been marked as variables by then
         # The flags of graphs that were recorded before backward passes began or ceased to add, and of which watched parameters.
         self._former: Optional[Tuple[Flags, List[bool]]] = None
@@ -117,9 +118,11 @@ class FreshGradients:
             replaced |= late[0] & np.array(self._former[1])[:, None]
         return replaced
 
-    def mark(self, params: AbstractSet[int], replicas: List[bool]) -> None:
+    def mark(self, params: Mapping[int, gluon.Parameter], replicas: List[bool]) -> None:
         """Note that the gradients of these parameters, by their ids, have been written in these replicas."""
-        self.flags.put(np.outer([id(param) in params for param in self._params], replicas), True)
+        if self._marked[0] is not params or self._marked[1] is not self._params:
+            self._marked = params, self._params, [id(param) in params for param in self._params]
+        self.flags.put(np.outer(self._marked[2], replicas), True)
 
     def clear(self, which: Optional[List[bool]] = None) -> None:
         """Note that the gradients of these watched parameters, by default of all, have been used."""

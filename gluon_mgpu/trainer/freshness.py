@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import AbstractSet, Any, Dict, FrozenSet, Iterator, List, Mapping, MutableSet, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, MutableSet, Optional, Sequence, Set, Tuple
 from weakref import WeakSet
 
 import numpy as np
@@ -151,13 +151,13 @@ class Watcher:
         """Return the flags that the call may set, first those of the writers' parameters in their order."""
         raise NotImplementedError
 
-    def mark_written(self, params: AbstractSet[int], contexts: Sequence[Context]) -> Set[int]:
-        """Set the flags of gradients that a call has written without autograd, and return the parameters it knows, by their ids.
+    def mark_written(self, params: Mapping[int, gluon.Parameter], contexts: Sequence[Context]) -> Set[int]:
+        """Set the flags of gradients that a call has written without autograd, and return the ids of its own parameters.
 
         Parameters
         ----------
-        params : set of int
-            The ids of the parameters.
+        params : dict of int to gluon.Parameter
+            By their ids.
         contexts : sequence of mxnet.Context
         """
         raise NotImplementedError
@@ -392,7 +392,7 @@ def writing_gradients(params: Mapping[int, gluon.Parameter], contexts: Sequence[
         seen = _before_call()
         try:
             yield
-            known = [watcher.mark_written(params.keys(), contexts) for watcher, _, _ in seen]
+            known = [watcher.mark_written(params, contexts) for watcher, _, _ in seen]
             for number in params.keys() - set().union(*known):  # unfrozen since the last step, or of no trainer
                 for context in contexts if params[number]._grad else ():
                     params[number].data(context)._fresh_grad = True

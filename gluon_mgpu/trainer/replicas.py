@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import AbstractSet, Any, List, Sequence, Set, Tuple
+from typing import Any, List, Mapping, Sequence, Set, Tuple
 
-from mxnet import Context, autograd
+from mxnet import Context, autograd, gluon
 
 from ..errors import StaleGradientError, TrainerError
 from ..runtime.gradient_flags import Flags
@@ -178,7 +178,7 @@ class Replicas(Watcher):
             self._drop_earlier()
         return self._fresh.all_flags()
 
-    def mark_written(self, params: AbstractSet[int], contexts: Sequence[Context]) -> Set[int]:
+    def mark_written(self, params: Mapping[int, gluon.Parameter], contexts: Sequence[Context]) -> Set[int]:
         """Set the flags of gradients that a call has written without autograd, and return the trainable parameters' ids."""
         self._fresh.mark(params, [context in contexts for context in self.contexts])
         return {id(self.params[index]) for index in self._placement.trainable}

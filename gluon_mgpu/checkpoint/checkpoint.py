@@ -20,7 +20,7 @@ from ..trainer.parameters import average_replicas, devices_of, shape_fits
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
 from .atomic_folder import commit, explained, new_folder
-from .snapshot import FILES, OLD_STATES, Content, check_content, read_content, restore, states_of, take_snapshot
+from .snapshot import FILES, OLD_STATES, CheckpointData, check_content, read_content, restore, states_of, take_snapshot
 
 
 def save_checkpoint(
@@ -117,15 +117,15 @@ class ReadCheckpoint:
 
     Attributes
     ----------
-    content : Content
+    content : CheckpointData
     """
 
-    content: Content
+    content: CheckpointData
     _net: gluon.Block
     _trainer: Optional[Trainer]
     _states: List[Dict[int, Any]]
 
-    def restore(self) -> Content:
+    def restore(self) -> CheckpointData:
         """Set the network and its trainer to the checkpoint's state; return the content without the parameters."""
         if self._trainer is not None:
             average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
@@ -142,7 +142,7 @@ def read_checkpoint(
     net: gluon.Block,
     trainer: Optional[Trainer] = None,
     *,
-    check: Callable[[Content], None] = lambda content: None,
+    check: Callable[[CheckpointData], None] = lambda content: None,
 ) -> ReadCheckpoint:
     """Read a checkpoint of this network and trainer, and check all of it; `check` may raise for further reasons.
 
@@ -193,7 +193,7 @@ def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str
         )
 
 
-def check_parameters(content: Content, net: gluon.Block) -> None:
+def check_parameters(content: CheckpointData, net: gluon.Block) -> None:
     """Raise `StateError` unless a checkpoint holds exactly this network's parameters."""
     params = net._collect_params_with_prefix().items()
     here = {name: (np.dtype(param.dtype).name, tuple(param.shape or ())) for name, param in params}
@@ -214,7 +214,7 @@ def check_parameters(content: Content, net: gluon.Block) -> None:
     _check_shared(content, net)
 
 
-def _check_shared(content: Content, net: gluon.Block) -> None:
+def _check_shared(content: CheckpointData, net: gluon.Block) -> None:
     """Raise `StateError` if a parameter with several names in the network has different values under these names."""
     names: Dict[int, str] = {}
     for name, param in net._collect_params_with_prefix().items():
@@ -226,7 +226,7 @@ def _check_shared(content: Content, net: gluon.Block) -> None:
             )
 
 
-def set_parameters(content: Content, net: gluon.Block) -> Content:
+def set_parameters(content: CheckpointData, net: gluon.Block) -> CheckpointData:
     """Set a network's parameters to those of a checkpoint that `check_parameters` has accepted; return it without them.
 
     This does what Gluon's `load_parameters` does, but reads no file: the checked file may have been replaced.

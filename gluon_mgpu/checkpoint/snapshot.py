@@ -148,7 +148,7 @@ def take_snapshot(
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointData:
     """The content of a checkpoint's folder, read from files whose checksums were right.
 
     Attributes
@@ -175,7 +175,7 @@ class Content:
         return {**place, "generators": begun} if begun is not None and "generators" in place else place
 
 
-def read_content(folder: Path, *, with_training: bool) -> Content:
+def read_content(folder: Path, *, with_training: bool) -> CheckpointData:
     """Return the content of a checkpoint.
 
     All files are of the same version, even if another program replaces the folder meanwhile.
@@ -189,7 +189,7 @@ def read_content(folder: Path, *, with_training: bool) -> Content:
         return content_of(opened, with_training=with_training)
 
 
-def content_of(opened: OpenFolder, *, with_training: bool) -> Content:
+def content_of(opened: OpenFolder, *, with_training: bool) -> CheckpointData:
     """Return the content of a checkpoint whose files are open: see `read_content`."""
     if MANIFEST not in opened:
         return _without_manifest(opened, with_training)
@@ -204,10 +204,10 @@ def content_of(opened: OpenFolder, *, with_training: bool) -> Content:
         )
     training = _read_json(opened, TRAINING) if with_training else None
     arrays = _read_arrays(opened, STATES) if with_training else {}
-    return Content(opened.path, _read_json(opened, PROGRESS), arrays, training, _read_params(opened))
+    return CheckpointData(opened.path, _read_json(opened, PROGRESS), arrays, training, _read_params(opened))
 
 
-def check_content(content: Content, net: gluon.Block, trainer: Trainer) -> None:
+def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:
     """Raise `StateError` unless the content has the form of `take_snapshot`, and fits this network and optimizer."""
     training: Any = content.training
     _check_training(content, TRAINING_FILE, training)
@@ -239,7 +239,7 @@ def check_content(content: Content, net: gluon.Block, trainer: Trainer) -> None:
     _check_running(content, net, trainer)
 
 
-def states_of(content: Content, net: gluon.Block, trainer: Trainer) -> List[Dict[int, Any]]:
+def states_of(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> List[Dict[int, Any]]:
     """Return the optimizer's states on each device, before the trainer takes them.
 
     Raises
@@ -256,7 +256,7 @@ def states_of(content: Content, net: gluon.Block, trainer: Trainer) -> List[Dict
     return states
 
 
-def restore(content: Content, net: gluon.Block, trainer: Trainer, states: List[Dict[int, Any]]) -> None:
+def restore(content: CheckpointData, net: gluon.Block, trainer: Trainer, states: List[Dict[int, Any]]) -> None:
     """Restore a trainer from checked content; its network already has the parameters."""
     training: Any = content.training
     trainer.resolve_shapes()  # the loaded parameters may have set them
@@ -276,7 +276,7 @@ def restore(content: Content, net: gluon.Block, trainer: Trainer, states: List[D
     mx.random.seed(rng.seed_of(**_seeds(training["random"])))
 
 
-def _check_training(content: Content, shape: schema.Schema, training: Any) -> None:
+def _check_training(content: CheckpointData, shape: schema.Schema, training: Any) -> None:
     schema.check(shape, training, operation="load_checkpoint", file=content.folder / TRAINING)
 
 
@@ -304,14 +304,14 @@ def _misplaced(training: Dict[str, Any]) -> Optional[schema.Wrong]:
     return None
 
 
-def _shapes(content: Content, net: gluon.Block, trainer: Trainer) -> Dict[int, Tuple[int, ...]]:
+def _shapes(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> Dict[int, Tuple[int, ...]]:
     """Return the shapes of the loaded parameters, by their index in the trainer."""
     names = {id(param): name for name, param in net._collect_params_with_prefix().items()}
     found = {index: names.get(id(param), "") for index, param in enumerate(trainer._replicas.params)}
     return {index: tuple(content.params[name].shape) for index, name in found.items() if name in content.params}
 
 
-def _check_running(content: Content, net: gluon.Block, trainer: Trainer) -> None:
+def _check_running(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:
     """Raise `StateError` unless the content holds exactly one set of running statistics per saved device."""
     training: Any = content.training
     running = _running(net)
@@ -357,7 +357,7 @@ def _kept(state: Any, name: str, arrays: Dict[str, Array]) -> Any:
     )
 
 
-def _states(content: Content) -> Dict[int, Any]:
+def _states(content: CheckpointData) -> Dict[int, Any]:
     """Return the saved states of the optimizer, as NumPy arrays."""
 
     def state(form: Any) -> Any:
@@ -369,7 +369,7 @@ def _states(content: Content) -> Dict[int, Any]:
     return {int(index): state(form) for index, form in training["states"].items()}
 
 
-def _counts(content: Content) -> Dict[int, int]:
+def _counts(content: CheckpointData) -> Dict[int, int]:
     training: Any = content.training
     return {int(index): int(count) for index, count in training["counts"].items()}
 
@@ -482,7 +482,7 @@ def _read_json(opened: OpenFolder, name: str) -> Dict[str, Any]:
     return content
 
 
-def _without_manifest(opened: OpenFolder, with_training: bool) -> Content:
+def _without_manifest(opened: OpenFolder, with_training: bool) -> CheckpointData:
     """Return the content of a folder of an older version, without the parts that only a pickle holds."""
     _check_there(opened, [name for name in (PARAMS, PROGRESS) if name not in opened])
     if with_training and OLD_STATES in opened:
@@ -493,7 +493,7 @@ def _without_manifest(opened: OpenFolder, with_training: bool) -> Content:
         )
     if with_training or STATES in opened:
         _check_there(opened, [MANIFEST])
-    return Content(opened.path, _read_json(opened, PROGRESS), {}, None, _read_params(opened))
+    return CheckpointData(opened.path, _read_json(opened, PROGRESS), {}, None, _read_params(opened))
 
 
 def _check_there(opened: OpenFolder, missing: List[str]) -> None:

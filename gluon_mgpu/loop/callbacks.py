@@ -16,7 +16,7 @@ from ..checkpoint.atomic_folder import MANIFEST, explained, make, open_folder
 from ..checkpoint.checkpoint import check_folder
 from ..checkpoint.rng import draw_base
 from ..checkpoint.rotation import CheckpointRotation, checkpoint_in, find_checkpoints, outer_of
-from ..checkpoint.snapshot import FILES, OLD_STATES, PROGRESS, Content, ProgressRecord, Snapshot, take_snapshot
+from ..checkpoint.snapshot import FILES, OLD_STATES, PROGRESS, CheckpointData, ProgressRecord, Snapshot, take_snapshot
 from ..checks import flag, instance, one_of, path_of, real_number, short, whole_number
 from ..distributed import group
 from ..distributed.process import this_process
@@ -63,7 +63,7 @@ class FitState:
         Batches trained on in this epoch, and since the run began.
     pending : int
         Batches since the last update; see `accumulate_grad_batches`.
-    resumed : Content, optional
+    resumed : CheckpointData, optional
         The content of the checkpoint that the run resumed from. Its rows are in the history.
     where : callable () -> (dict, dict of NDArray), optional
         Returns what a checkpoint needs to resume here. It does not wait.
@@ -82,7 +82,7 @@ class FitState:
     batches: int = 0
     step: int = 0
     pending: int = 0
-    resumed: Optional[Content] = None
+    resumed: Optional[CheckpointData] = None
     where: Optional[Callable[[], Tuple[ProgressRecord, Dict[str, Array]]]] = None
 
 

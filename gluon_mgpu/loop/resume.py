@@ -15,7 +15,7 @@ from ..checkpoint.checkpoint import ReadCheckpoint, read_checkpoint
 from ..checkpoint.rng import RANDOM_STATE, random_state, set_random_state
 from ..checkpoint.rotation import checkpoint_in, find_checkpoints
 from ..checkpoint.snapshot import PROGRESS as PROGRESS_FILE
-from ..checkpoint.snapshot import TRAINING, Content
+from ..checkpoint.snapshot import TRAINING, CheckpointData
 from ..data_parallel.iterators import batches_of
 from ..distributed import group
 from ..distributed.process import this_process
@@ -76,7 +76,7 @@ class FitProgress:
 
 
 def find_resumable(
-    resume: Union[str, Path], folder: Optional[Path], net: gluon.Block, trainer: Trainer, check: Callable[[Content], None]
+    resume: Union[str, Path], folder: Optional[Path], net: gluon.Block, trainer: Trainer, check: Callable[[CheckpointData], None]
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, or None if there is none. Nothing changes yet.
 
@@ -86,7 +86,7 @@ def find_resumable(
         The folder of a checkpoint, or of a run, whose latest good checkpoint is taken. `"auto"`: the run in `folder`, if any.
     folder : pathlib.Path, optional
         Where this run saves.
-    check : callable (Content)
+    check : callable (CheckpointData)
         Raises `StateError` if the run cannot resume from this content.
 
     Raises
@@ -106,7 +106,7 @@ def find_resumable(
 
 
 def _latest_good(
-    folder: Path, net: gluon.Block, trainer: Trainer, check: Callable[[Content], None], *, may_be_missing: bool
+    folder: Path, net: gluon.Block, trainer: Trainer, check: Callable[[CheckpointData], None], *, may_be_missing: bool
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint in a folder, or the latest good one of the run in it."""
     single = checkpoint_in(folder)
@@ -133,7 +133,7 @@ def _latest_good(
     return None
 
 
-def _check_same_step(content: Optional[Content]) -> None:
+def _check_same_step(content: Optional[CheckpointData]) -> None:
     """Raise `StateError` unless all processes of a job resume from the same step: each reads its own checkpoint."""
     processes = group()
     if processes is None:
@@ -152,7 +152,7 @@ def progress_of(rows: List[Row], epoch: int) -> Dict[str, Any]:
     return {"epoch": epoch, "epochs_completed": len(rows), "history": rows}
 
 
-def position_of(content: Content) -> FitProgress:
+def position_of(content: CheckpointData) -> FitProgress:
     """Return the position of the run that saved a checkpoint.
 
     Raises

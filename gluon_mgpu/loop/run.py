@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 import mxnet as mx
 
-from ..checkpoint.snapshot import STATES, TRAINING, Content, ProgressRecord
+from ..checkpoint.snapshot import STATES, TRAINING, CheckpointData, ProgressRecord
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.step import Batch, checking_outputs
 from ..distributed.process import this_process
@@ -83,7 +83,7 @@ class Run:
         self._are_metrics_checked = False
         self._add_queued: Callable[[], None] = _do_nothing
 
-    def restore(self, content: Content) -> None:
+    def restore(self, content: CheckpointData) -> None:
         """Continue from a checkpoint, with its history."""
         state, position = self._state, position_of(content)
         self.start, self._row, self._is_in_epoch = position, position.row, position.batches > 0
@@ -249,7 +249,7 @@ class Run:
         self._norms.restore(self.start.norms, arrays, contexts[0])
 
 
-def check_resumable(content: Content, train_iter: Iterable[Any]) -> None:
+def check_resumable(content: CheckpointData, train_iter: Iterable[Any]) -> None:
     """Raise `StateError` unless a run over this data can continue from a checkpoint: see `Run.position` and `Run.restore`."""
     position = position_of(content)
     check_data(position, train_iter)

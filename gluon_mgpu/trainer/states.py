@@ -34,7 +34,7 @@ _NUM_DEVICES = 16  # Gluon counts updates by device number: for a number that th
 _ADVICE = "Use another file, or save it again"
 _SHOWN = 120  # characters of another library's error
 
-Content = Dict[str, Any]
+StateData = Dict[str, Any]
 
 
 def write_states(
@@ -71,7 +71,9 @@ def write_states(
         raise
 
 
-def read_states(fname: str, replicas: Replicas, optimizer: opt.Optimizer, order: Sequence[int]) -> Tuple[Content, opt.Optimizer]:
+def read_states(
+    fname: str, replicas: Replicas, optimizer: opt.Optimizer, order: Sequence[int]
+) -> Tuple[StateData, opt.Optimizer]:
     """Return the content of a file and its optimizer, having checked that they belong to this network and optimizer.
 
     A file of `gluon.Trainer` is read in Gluon's order, which is `order`; only its shapes can be checked.
@@ -129,7 +131,7 @@ def states_on(
     return on_devices
 
 
-def _read(fname: str, replicas: Replicas, order: Sequence[int]) -> Content:
+def _read(fname: str, replicas: Replicas, order: Sequence[int]) -> StateData:
     with open(fname, "rb") as file:
         pickled = io.BytesIO(file.read())
     first = _unpickled(fname, lambda: pickle.load(pickled))
@@ -209,7 +211,7 @@ def check_counts(
     raise StateError(f"{operation}: got {fname} with {found}; expected {expected}. {_ADVICE}.")
 
 
-def check_same(fname: str, content: Content, replicas: Replicas, operation: str = "load_states") -> None:
+def check_same(fname: str, content: StateData, replicas: Replicas, operation: str = "load_states") -> None:
     """Raise `StateError` unless a file's parameters have the names and shapes of this network, in its order."""
     # A parameter's own name counts the layers before it: dense7_weight. Its last word does not.
     exact = replicas.structural and content["structural"]
@@ -227,7 +229,7 @@ def check_same(fname: str, content: Content, replicas: Replicas, operation: str 
         )
 
 
-def _numbered_states(fname: str, content: Any, order: Sequence[int], counts: Optional[Dict[int, int]] = None) -> Content:
+def _numbered_states(fname: str, content: Any, order: Sequence[int], counts: Optional[Dict[int, int]] = None) -> StateData:
     """Return the content of a `gluon.Trainer`'s file by position in the network; `order` holds the position of each number."""
     states, optimizer = content if isinstance(content, tuple) and len(content) == 2 else (content, None)
     known = isinstance(states, dict) and all(schema.is_whole(key) and 0 <= key < len(order) for key in states)

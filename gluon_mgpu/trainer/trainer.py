@@ -24,7 +24,7 @@ from .precision import precision_of, set_precision
 from .reduction import Reduction, clip_values, global_norm, scale_to_norm
 from .replicas import Replicas
 from .running_stats import claim_examples, is_running_stat, remember_equal
-from .states import Content, read_states, states_on, write_states
+from .states import StateData, read_states, states_on, write_states
 from .update import Update
 
 
@@ -431,7 +431,7 @@ class Trainer(gluon.Trainer):
         self._use(optimizer)
         self._update.restore(states, content["counts"], content.get("order"))
 
-    def check_states(self, fname: str) -> Tuple[Content, opt.Optimizer]:
+    def check_states(self, fname: str) -> Tuple[StateData, opt.Optimizer]:
         """Return the content of a file of states and its optimizer; check that they belong to this trainer.
 
         Raises

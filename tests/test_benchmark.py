@@ -437,9 +437,9 @@ def test_a_round_waits_before_each_part():
             return lambda: calls.append(name)
 
     found = run_round(Contender(), replace(CASE, repeats=2, num_steps=3))
-    parts = ["wait", "split", "wait", "update"] * 2
+    parts = ["wait", "split", "wait", "update", "wait", "step"] * 2
     assert calls == ["step", "wait", *parts, "wait", "step", "step", "step", "wait"]
-    assert set(found) == {"split_s", "update_s", "whole_s"}
+    assert set(found) == {"split_s", "update_s", "dispatch_s", "whole_s"}
 
 
 def test_inputs_are_the_same_for_all_contenders():

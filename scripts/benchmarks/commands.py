@@ -89,7 +89,7 @@ def step(num_devices: List[int], contenders: List[str], hybridize: bool, memory:
     run = _Comparison(**options)
     case = replace(run.sized(workloads.STEP), hybridize=hybridize)
     rows = run.measure(workloads.step_rows(contenders, run.few(num_devices), case))
-    tables = [report.contender_table(rows), report.parts_table(rows), report.whole_table(rows)]
+    tables = [report.contender_table(rows), report.parts_table(rows), report.dispatch_table(rows), report.whole_table(rows)]
     memory_rows: List[Row] = []
     if memory:
         case = replace(run.sized(workloads.MEMORY), hybridize=hybridize)

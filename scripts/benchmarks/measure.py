@@ -42,17 +42,17 @@ def _step(contender: Any, case: Case) -> Dict[str, float]:
     """Time each part with the engine idle before it, so that only the host's time counts; then whole steps in a steady queue.
 
     ```
-    wait │split│ wait │forward│ wait │backward│ wait │update│   then   wait │step step step ... wait│
+    wait │split│ wait │forward│ wait │backward│ wait │update│   then   wait │step│   then   wait │step step step ... wait│
     ```
     """
     _warm_up(contender)
-    parts: Dict[str, List[float]] = {name: [] for name in contender.parts}
+    parts: Dict[str, List[float]] = {name: [] for name in (*contender.parts, "step")}
     for _ in range(case.repeats):
         for name, times in parts.items():
             contender.wait()
             times.append(_seconds(getattr(contender, name)))
     found = {f"{name}_s": median(times) for name, times in parts.items()}
-    return {**found, **_train(contender, case)}
+    return {**found, "dispatch_s": found.pop("step_s"), **_train(contender, case)}
 
 
 def _train(contender: Any, case: Case) -> Dict[str, float]:

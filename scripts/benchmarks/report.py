@@ -149,6 +149,21 @@ def parts_table(rows: Sequence[Row]) -> Table:
     return "ms to dispatch each part of a step, with the devices idle before it: medians", columns, lines
 
 
+def dispatch_table(rows: Sequence[Row]) -> Table:
+    """Return the table of milliseconds to dispatch a whole step, with its ratio to ours."""
+    lines = [
+        [
+            str(row.case.num_devices),
+            row.contender,
+            ranged(values(row, "dispatch_s"), 1e3),
+            ranged(ratio_to_ours(row, rows, "dispatch_s")),
+        ]
+        for row in measured(rows)
+    ]
+    columns = ["contexts", "contender", "ms", "time / ours"]
+    return "ms to dispatch a whole step, with the devices idle before it: median (range)", columns, lines
+
+
 def whole_table(rows: Sequence[Row]) -> Table:
     """Return the table of milliseconds of a whole step, with its ratio to ours."""
     lines = [

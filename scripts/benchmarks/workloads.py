@@ -10,14 +10,14 @@ from compare import Row
 from gluon_mgpu.runtime import environment
 
 _OTHERS = ("gluoncv", "gluoncv-threads", "d2l", "torch", "torch-compile", "torch-ddp")
-STEP_CONTENDERS = ("ours", "ours-static", "gluon", *_OTHERS)
-TRAIN_CONTENDERS = ("ours", "gluon", "gluon-defaults", *_OTHERS)
+STEP_CONTENDERS = ("ours", "ours-compiled", "ours-static", "gluon", *_OTHERS)
+TRAIN_CONTENDERS = ("ours", "ours-compiled", "gluon", "gluon-defaults", *_OTHERS)
 EVALUATE_CONTENDERS = ("ours", "gluon", "d2l", "torch", "torch-compile")
 SIZE_CONTENDERS = ("ours", "ours-static", "gluon")
 SEQ2SEQ_CONTENDERS = ("ours", "ours-padded", "gluon-cells", "korean-post", "torch")
 _ALL = (STEP_CONTENDERS, TRAIN_CONTENDERS, EVALUATE_CONTENDERS, SIZE_CONTENDERS, SEQ2SEQ_CONTENDERS)
 CONTENDERS = tuple(dict.fromkeys(name for names in _ALL for name in names))
-MEMORY_CONTENDERS = ("ours", "ours-static", "gluon", "gluoncv", "d2l", "torch")
+MEMORY_CONTENDERS = ("ours", "ours-compiled", "ours-static", "gluon", "gluoncv", "d2l", "torch")
 
 STEP = Case("step")
 MEMORY = Case("memory", num_devices=2)
@@ -133,7 +133,7 @@ def _environment(contender: str, num_devices: int = 0, *, threads: int = 0) -> D
     The loops on MXNet get the settings that importing gluon_mgpu makes, so that only the code differs. d2l, gluon-defaults and
     korean-post run as published, without settings. Ours chooses its own on one context with all cores.
     """
-    ours = contender in ("ours", "ours-static", "ours-padded")
+    ours = contender in ("ours", "ours-compiled", "ours-static", "ours-padded")
     if contender in ("d2l", "gluon-defaults", "korean-post") or (ours and num_devices == 1 and not threads):
         return {}
     variables = {"OMP_NUM_THREADS": str(threads or (_threads(num_devices) if num_devices else 1))}

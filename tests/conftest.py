@@ -1,6 +1,5 @@
 """Fixtures: a seed, lists of CPU contexts, legacy and np arrays; and what several test files compare with."""
 
-import gc
 import os
 import random
 import re
@@ -17,6 +16,8 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .pairwise import all_pairs
+
+collect_ignore = ["without"]  # stand-ins of packages, for child processes
 
 SEED = int(os.environ.get("GLUON_MGPU_TEST_SEED", "0"))
 
@@ -51,12 +52,6 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.name == "gluon_mgpu.trainer.precision.set_precision":
                 item.add_marker(pytest.mark.skip(reason="MXNet cannot compute in bfloat16 on this processor"))
-
-
-def pytest_collection_finish(session):
-    """What all imports have made stays to the end: let no garbage collection go through it."""
-    gc.collect()
-    gc.freeze()
 
 
 def beyond_pairs(items):

@@ -10,6 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
+from gluon_mgpu.trainer import buckets
 from gluon_mgpu.trainer.buckets import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -707,6 +708,17 @@ def test_a_step_that_raised_does_not_sum_again():
         trainer.step(4)
     trainer.update(4)
     assert net.weight.data(CTX[1]).asscalar() == pytest.approx(0.9)
+
+
+def test_graphs_made_before_the_package_was_imported_are_found():
+    net = small_net(CTX, hybridize=MODES["static"])
+    net(mx.nd.array(small_batches([4])[0][0], ctx=CTX[0]))
+    gc.collect()
+    gc.freeze()
+    try:
+        assert any(block is net for block in buckets._compiled_so_far())
+    finally:
+        gc.unfreeze()
 
 
 def test_frozen_garbage_does_not_hide_a_graph():

@@ -242,3 +242,16 @@ def test_shards_of_many_forms_are_held_within_one_bound():
         sums.add_shard(mx.nd.ones((1000, width, 4)), mx.nd.zeros((1000, 4)))
     assert sum(held.num_bytes for held in sums._pairs.values()) <= 2**23 + 8 * 1000 * 40 * 4
     assert sums.read() == {"accuracy": 1.0}
+
+
+def test_sums_go_on_after_shards_were_joined_and_after_they_were_read():
+    """Up to 64 shards wait to be joined: 150 make two full groups and a rest, and reading in between adds them up as well."""
+    sums = mgpu.DeviceSums([mgpu.accuracy])
+    correct = np.random.RandomState(0).randint(0, 2, 150)
+    for number, is_correct in enumerate(correct, 1):
+        sums.add_shard(mx.nd.array([[0.0, 1.0]]), mx.nd.array([is_correct]))
+        if number in (10, 100):
+            assert sums.read() == {"accuracy": pytest.approx(correct[:number].mean())}
+        if number == 70:
+            sums.state()
+    assert sums.read() == {"accuracy": pytest.approx(correct.mean())}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, MutableMapping, Optional, Sequence, Set, Tuple
-from weakref import WeakKeyDictionary
+from typing import Any, Dict, Iterator, List, MutableMapping, MutableSet, Optional, Sequence, Set, Tuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import mxnet as mx
 import numpy as np
@@ -170,13 +170,7 @@ def _forget_graphs(placed: Set[int]) -> None:
     A graph with `static_alloc` and `static_shape` would still write gradients into the former arrays. It may belong to another
     block than the parameters, such as one that wraps theirs.
     """
-    kinds = set(_subclasses(gluon.HybridBlock))
-    was_frozen = gc.get_freeze_count() > 0
-    if was_frozen:
-        gc.unfreeze()  # get_objects() does not list frozen objects
-    blocks = [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "_cached_op", None) is not None]
-    if was_frozen:
-        gc.freeze()
+    blocks = [block for block in _compiled if getattr(block, "_cached_op", None) is not None]
     stale = [block for block in blocks if any(not is_input and id(value) in placed for is_input, value in block._cached_op_args)]
     if stale:
         mx.nd.waitall()  # once: their operations must not be deleted while they run
@@ -184,7 +178,34 @@ def _forget_graphs(placed: Set[int]) -> None:
         block._clear_cached_op()
 
 
+def _compiled_so_far() -> List[gluon.HybridBlock]:
+    """Return the blocks of this process that have graphs now."""
+    kinds = set(_subclasses(gluon.HybridBlock))
+    was_frozen = gc.get_freeze_count() > 0
+    if was_frozen:
+        gc.unfreeze()  # get_objects() does not list frozen objects
+    found = [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "_cached_op", None) is not None]
+    if was_frozen:
+        gc.freeze()
+    return found
+
+
+def _note_graphs() -> None:
+    """Let `_compiled` see each block that makes a graph from now on. Every graph of MXNet comes from this method."""
+    build = gluon.HybridBlock._build_cache
+
+    def noted(block: gluon.HybridBlock, *args: Any) -> Any:
+        _compiled.add(block)
+        return build(block, *args)
+
+    gluon.HybridBlock._build_cache = noted
+
+
 def _subclasses(kind: Any) -> Iterator[Any]:
     yield kind
     for one in kind.__subclasses__():
         yield from _subclasses(one)
+
+
+_compiled: MutableSet[gluon.HybridBlock] = WeakSet(_compiled_so_far())  # blocks that have, or had, graphs
+_note_graphs()

@@ -63,9 +63,11 @@ def _mutants() -> List[Mutant]:
     module("data_parallel/step", "test_step")
     add(
         "the nominal batch size divides",
-        "num_examples if num_units is None else num_units, ignore_stale_grad",
-        "1, ignore_stale_grad",
+        "num_examples if num_units is None else num_units, self.ignore_stale_grad",
+        "1, self.ignore_stale_grad",
     )
+
+    module("data_parallel/passes", "test_step")
     add(
         "the loss is not scaled for fp16",
         "backward(trainer.scale(losses) if losses else [])",
@@ -74,10 +76,19 @@ def _mutants() -> List[Mutant]:
     )
     add(
         "evaluation runs in training mode",
-        "with autograd.pause(train_mode=False):\n        outputs, losses",
-        "with autograd.pause(train_mode=True):\n        outputs, losses",
+        "autograd.pause(train_mode=False)",
+        "autograd.pause(train_mode=True)",
         "test_evaluation",
     )
+
+    module("data_parallel/compiled", "test_compiled")
+    add("an executor writes into gradients that have moved", "self._moves != num_moves() or ", "")
+    add("a gradient that a compiled pass writes is not marked", "writing_gradients(self._params,", "writing_gradients({},")
+
+    module("data_parallel/executors", "test_compiled")
+    add("outputs are not copied", "[output.new() for output in self._outputs]", "list(self._bound.outputs)")
+    add("running statistics are written without telling the engine", "self._statistics.push()", "pass")
+    add("passes that add use the executor of those that write", "(id(graph), state, *", "(id(graph), *")
 
     module("trainer/trainer", "test_trainer", "test_step")
     add(

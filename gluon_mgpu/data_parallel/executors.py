@@ -20,6 +20,7 @@ from ..trainer.buckets import place_of
 from .graph import Graph
 
 MOST = 64  # executors of one device
+MOST_ELEMENTS = 2**27  # of the arrays of all executors of recurrent graphs on one device, if none shared memory
 
 _FORWARD, _BACKWARD = _LIB.MXExecutorForward, _LIB.MXExecutorBackwardEx
 
@@ -38,11 +39,23 @@ class Executor:
         Arrays of the shapes and dtypes to bind for.
     trains : bool
         Whether a backward pass will follow.
+    size : int
+        Elements of all its arrays, about.
     shared : Executor, optional
         Use its memory, and add to it what this one needs more.
     """
 
-    def __init__(self, graph: Graph, context: Context, inputs: Sequence[Array], *, trains: bool, shared: Any = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        context: Context,
+        inputs: Sequence[Array],
+        *,
+        trains: bool,
+        size: int,
+        shared: Optional[Executor] = None,
+    ) -> None:
+        self.size = size
         symbol = graph.symbol
         self._inputs = [mx.nd.empty(one.shape, ctx=context, dtype=one.dtype) for one in inputs]
         by_name: Dict[str, Any] = dict(zip(graph.inputs, self._inputs))
@@ -55,7 +68,7 @@ class Executor:
             if trains and param.grad_req != "null":
                 gradients[name], reqs[name] = param.grad(context).as_nd_ndarray(), param.grad_req
         with _settings(graph.bulk_sizes):
-            self._bound = symbol.bind(
+            self._bound: Any = symbol.bind(
                 context,
                 {name: by_name[name] for name in arguments},
                 args_grad=gradients,
@@ -95,8 +108,9 @@ class Executors:
     owner: bound for the largest shape, never run    ◄── use its memory ──  executors of the shapes that came last
     ```
 
-    A larger shape replaces them all. MXNet's recurrent operator keeps memory of its own, which nothing can share, in each
-    executor that has run. So of a graph with such operators, only the latest shape is kept; another one is bound again.
+    A larger shape replaces them all. The least recently used shapes leave, and are bound again when they come back: beyond 64,
+    and of recurrent graphs beyond a bound on their sizes, because MXNet's recurrent operator keeps memory of its own in each
+    executor, which nothing can share.
 
     Parameters
     ----------
@@ -107,7 +121,6 @@ class Executors:
         self._context = context
         self._by_key: OrderedDict[Hashable, Executor] = OrderedDict()
         self._owner: Optional[Executor] = None
-        self._size = 0  # of the owner's arrays, in elements
 
     def get(self, graph: Graph, inputs: Sequence[Array], *, trains: bool, state: Hashable) -> Executor:
         """Return the executor for inputs of these shapes and dtypes, bound for this state of the parameters."""
@@ -115,8 +128,7 @@ class Executors:
         found = self._by_key.get(key)
         if found is None:
             found = self._by_key[key] = self._bind(graph, inputs, trains)
-            if len(self._by_key) > (1 if graph.is_recurrent else MOST):
-                self._by_key.popitem(last=False)
+            self._drop(graph.is_recurrent)
         self._by_key.move_to_end(key)
         return found
 
@@ -125,14 +137,23 @@ class Executors:
         if self._owner is not None:
             mx.nd.waitall()  # their operations must not be deleted while they run
         self._by_key.clear()
-        self._owner, self._size = None, 0
+        self._owner = None
 
     def _bind(self, graph: Graph, inputs: Sequence[Array], trains: bool) -> Executor:
         size = (1 + trains) * _num_elements(graph.symbol, {name: one.shape for name, one in zip(graph.inputs, inputs)})
-        if size > self._size:
+        if self._owner is None or size > self._owner.size:
             self.clear()
-            self._owner, self._size = Executor(graph, self._context, inputs, trains=trains), size
-        return Executor(graph, self._context, inputs, trains=trains, shared=self._owner)
+            self._owner = Executor(graph, self._context, inputs, trains=trains, size=size)
+        return Executor(graph, self._context, inputs, trains=trains, size=size, shared=self._owner)
+
+    def _drop(self, is_recurrent: bool) -> None:
+        """Drop the least recently used executors beyond the limits."""
+        assert self._owner is not None, "an executor has been bound"
+        limit = max(MOST_ELEMENTS, 3 * self._owner.size)
+        total = sum(one.size for one in self._by_key.values()) if is_recurrent else 0
+        while len(self._by_key) > MOST or (total > limit and len(self._by_key) > 1):
+            _, dropped = self._by_key.popitem(last=False)
+            total -= dropped.size
 
 
 def _written_with_gradients(graph: Graph, context: Context) -> Optional[WrittenWith]:

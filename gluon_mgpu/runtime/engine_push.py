@@ -59,8 +59,9 @@ class WrittenWith:
 
     def __init__(self, arrays: Sequence[Any], others: Sequence[Any], device: EngineContext) -> None:
         self._library, self._check_call = _mxnet()
-        self._kept = arrays, others, device
-        reads, writes = [(ctypes.c_void_p * len(some))(*(one.handle.value for one in some)) for some in (others, arrays)]
+        own = [[one.detach() for one in some] for some in (others, arrays)]  # a trainer may give an array other memory
+        self._kept = own, device
+        reads, writes = [(ctypes.c_void_p * len(some))(*(one.handle.value for one in some)) for some in own]
         nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # a C function: it needs no interpreter
         where = ctypes.byref(ctypes.c_int(AT_ONCE))
         queued = reads, len(others), writes, len(arrays), where, 0, b"gluon_mgpu_written_with"

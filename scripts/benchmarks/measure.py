@@ -52,7 +52,7 @@ def _step(contender: Any, case: Case) -> Dict[str, float]:
             contender.wait()
             times.append(_seconds(getattr(contender, name)))
     found = {f"{name}_s": median(times) for name, times in parts.items()}
-    return {**found, "dispatch_s": found.pop("step_s"), **_train(contender, case)}
+    return {"dispatch_s": found.pop("step_s"), **found, **_train(contender, case)}
 
 
 def _train(contender: Any, case: Case) -> Dict[str, float]:

@@ -151,32 +151,26 @@ def parts_table(rows: Sequence[Row]) -> Table:
 
 def dispatch_table(rows: Sequence[Row]) -> Table:
     """Return the table of milliseconds to dispatch a whole step, with its ratio to ours."""
-    lines = [
-        [
-            str(row.case.num_devices),
-            row.contender,
-            ranged(values(row, "dispatch_s"), 1e3),
-            ranged(ratio_to_ours(row, rows, "dispatch_s")),
-        ]
-        for row in measured(rows)
-    ]
-    columns = ["contexts", "contender", "ms", "time / ours"]
-    return "ms to dispatch a whole step, with the devices idle before it: median (range)", columns, lines
+    return _times_table(rows, "dispatch_s", "ms to dispatch a whole step, with the devices idle before it: median (range)")
 
 
 def whole_table(rows: Sequence[Row]) -> Table:
     """Return the table of milliseconds of a whole step, with its ratio to ours."""
+    return _times_table(rows, "whole_s", f"ms of a whole step, {_common(rows, 'num_steps')} before each wait: median (range)")
+
+
+def _times_table(rows: Sequence[Row], name: str, title: str) -> Table:
+    """Return the table of one measurement in milliseconds, with its ratio to ours."""
     lines = [
         [
             str(row.case.num_devices),
             row.contender,
-            ranged(values(row, "whole_s"), 1e3),
-            ranged(ratio_to_ours(row, rows, "whole_s")),
+            ranged(values(row, name), 1e3),
+            ranged(ratio_to_ours(row, rows, name)),
         ]
         for row in measured(rows)
     ]
-    columns = ["contexts", "contender", "ms", "time / ours"]
-    return f"ms of a whole step, {_common(rows, 'num_steps')} before each wait: median (range)", columns, lines
+    return title, ["contexts", "contender", "ms", "time / ours"], lines
 
 
 def _common(rows: Sequence[Row], name: str) -> str:

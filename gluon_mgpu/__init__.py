@@ -26,12 +26,14 @@ from .loop.fit import fit
 from .loop.history import History
 from .loop.metrics import DeviceSums, accuracy, top_k_accuracy
 from .loop.predict import predict, predict_batches
+from .loop.trace import Trace
 from .models.seq2seq.search import Translation, plot_attention, translate
 from .models.seq2seq.translator import Translator, load_translator
 from .monitor import Monitor
 from .monitor.leaks import LeakCheck
 from .monitor.watchdog import Watchdog
 from .moved import __getattr__ as __getattr__
+from .plots import plot_trace
 from .runtime.timing import Timer
 from .trainer.local_sgd import LocalSGD
 from .trainer.loss_scaler import LossScaler
@@ -114,6 +116,8 @@ __all__ = [
     "debugging",
     "run_serially",
     "LeakCheck",
+    "Trace",
+    "plot_trace",
     "Monitor",
     "Watchdog",
     # rooms

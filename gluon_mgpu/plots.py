@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any, Dict, Sequence, Tuple, Union
+from typing import Any, Dict, List, Sequence, Tuple, Union
 
 from .runtime.environment import require
 
@@ -115,3 +116,70 @@ def plot_batch_sizes(
         axes.legend(fontsize=8)
     made.tight_layout()
     return made
+
+
+def plot_trace(path: Union[str, Path], *, steps: int = 3) -> Any:
+    """Return a figure of a trace that `fit(trace=...)` has written: what the host and each device did, against time.
+
+    Parameters
+    ----------
+    path : str or pathlib.Path
+    steps : int
+        How many of its steps to show, from the first.
+
+    Raises
+    ------
+    OSError
+        The file cannot be read.
+    """
+    events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    borders = [event["ts"] / 1e3 for event in spans if event["name"].startswith("step ")]
+    end = (borders + [(events[-1]["ts"] + events[-1]["dur"]) / 1e3])[min(steps, len(borders))] if borders else 0.0
+    made = figure(12, 1.2 + 0.45 * len(lanes))
+    axes = made.subplots()
+    bars: Dict[str, Dict[int, List[Tuple[float, float]]]] = {}
+    for event in spans:
+        if event["ts"] / 1e3 < end and not event["name"].startswith("step "):
+            kind = _kind_of(event)
+            bars.setdefault(kind, {}).setdefault(event["tid"], []).append((event["ts"] / 1e3, event["dur"] / 1e3))
+    tids = list(lanes)
+    for kind in (kind for kind in _TRACE_COLORS if kind in bars):
+        for number, (tid, pieces) in enumerate(bars[kind].items()):
+            label = kind if not number else None
+            axes.broken_barh(pieces, (tids.index(tid) - 0.4, 0.8), color=_TRACE_COLORS[kind], linewidth=0, label=label)
+    for border in borders[: steps + 1]:
+        axes.axvline(border, color="black", linewidth=0.5, linestyle=":")
+    groups = {event["tid"]: event["cat"] for event in spans}
+    axes.set_yticks(range(len(tids)))
+    axes.set_yticklabels([_lane_label(groups.get(tid, ""), lanes[tid]) for tid in tids], fontsize=8)
+    axes.set(xlabel="ms", xlim=(0, end), ylim=(len(tids) - 0.5, -0.5))
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    made.tight_layout()
+    return made
+
+
+_TRACE_COLORS = {
+    "data": "tab:olive",
+    "split": "tab:cyan",
+    "dispatch": "tab:purple",
+    "wait": "lightgray",
+    "callbacks": "tab:pink",
+    "between epochs": "gray",
+    "operations": "tab:blue",
+    "backward operations": "tab:green",
+    "sums and updates": "tab:orange",
+    "idle": "tab:red",
+}
+
+
+def _kind_of(event: Dict[str, Any]) -> str:
+    """Return the name in the legend of a span of a trace."""
+    if event["cat"] == "devices" and not event["name"].startswith("idle"):
+        return "backward operations" if "backward" in event["name"] else "operations"
+    return event["cat"] if event["cat"] == "sums and updates" else str(event["name"].split(":")[0])
+
+
+def _lane_label(group: str, lane: str) -> str:
+    return {"host": "host", "sums and updates": f"{lane}: sums, updates"}.get(group, lane)

@@ -138,6 +138,12 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             "beginning if there is none; or its folder.",
         ),
         click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
+        click.option(
+            "--trace",
+            type=FILE,
+            metavar="FILE.json",
+            help="Write where the time of steps 11 to 20 goes: a trace for https://ui.perfetto.dev, and a picture FILE.png.",
+        ),
         positive("--watchdog", help="Seconds without a step after which the stacks of all threads are printed."),
         click.option("--leak-check", is_flag=True, help="Report at the end whether memory grows with the steps."),
     )

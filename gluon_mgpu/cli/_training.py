@@ -20,8 +20,10 @@ from ..loop.callbacks import Callback
 from ..loop.fit import fit
 from ..loop.history import History
 from ..loop.stopping import Terminated
+from ..loop.trace import Trace
 from ..monitor.leaks import LeakCheck
 from ..monitor.watchdog import Watchdog
+from ..plots import plot_trace, save
 from ..trainer.local_sgd import LocalSGD
 from ..trainer.trainer import Trainer
 from ._options import HYBRIDIZE
@@ -51,6 +53,7 @@ class TrainingOptions:
     keep: int
     resume: Optional[str]
     debug: bool
+    trace: Optional[Path]
     watchdog: Optional[float]
     leak_check: bool
 
@@ -114,7 +117,7 @@ def run_fit(
     options: TrainingOptions,
     **more: Any,
 ) -> History:
-    """Call `fit` with these callbacks and those of `--watchdog` and `--leak-check`, and return the history."""
+    """Call `fit` with these callbacks and those of `--watchdog`, `--leak-check` and `--trace`, and return the history."""
     callbacks = list(callbacks)
     leak_check = LeakCheck() if options.leak_check else None
     if leak_check is not None:
@@ -124,7 +127,8 @@ def run_fit(
         callbacks.append(watchdog)
         test_iter = watchdog.watch(test_iter)
     shared = ("epochs", "micro_steps", "compiled", "resume")
-    common: Dict[str, Any] = {name: getattr(options, name) for name in shared}
+    trace = None if options.trace is None else Trace(options.trace)
+    common: Dict[str, Any] = {"trace": trace, **{name: getattr(options, name) for name in shared}}
     try:
         history = fit(net, loss, trainer, train_iter, test_iter, callbacks=callbacks, **common, **more)
     except (KeyboardInterrupt, Terminated) as interrupt:
@@ -133,6 +137,10 @@ def run_fit(
         print_once(f"stopped: {history.stopped}")
     if leak_check is not None:
         print_once(leak_check.report())
+    if trace is not None and trace.summary is not None:
+        picture = trace.summary.path.with_suffix(".png")
+        save(plot_trace(trace.summary.path), picture)
+        print_once(f"trace: {trace.summary}\ndrawn in {picture}; https://ui.perfetto.dev shows the file")
     return history
 
 

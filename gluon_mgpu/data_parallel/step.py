@@ -108,6 +108,7 @@ def make_step(
     ignore_stale_grad: Any,
     micro_steps: Any,
     make_passes: Callable[..., Passes],
+    on_phase: Callable[[str], None] = lambda phase: None,
 ) -> TrainStep:
     """Return the step for these arguments of `train_batch`, checked.
 
@@ -116,6 +117,8 @@ def make_step(
     operation : str
         The caller's name, for errors.
     make_passes : callable (net, loss, *, trains) -> Passes
+    on_phase : callable (str)
+        Called when a part of the step begins: `split`, `forward`, `backward`, `update`; and `dispatch` at its end.
 
     Raises
     ------
@@ -130,7 +133,8 @@ def make_step(
     _check_functions(operation, loss, split_f)
     flag(operation, "ignore_stale_grad", ignore_stale_grad)
     micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
-    return TrainStep(net, loss, trainer, split_f, ignore_stale_grad, micro_steps, make_passes(net, loss, trains=True))
+    passes = make_passes(net, loss, trains=True)
+    return TrainStep(net, loss, trainer, split_f, ignore_stale_grad, micro_steps, passes, on_phase)
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class TrainStep:
     ignore_stale_grad: bool
     micro_steps: int
     passes: Passes
+    on_phase: Callable[[str], None]
 
     def __call__(self, X: Any, y: Any) -> Batch:
         """Train on one batch."""
@@ -171,8 +176,10 @@ class TrainStep:
 
     def _train(self, X: Any, y: Any) -> Batch:
         net, loss, trainer, split_f = self.net, self.loss, self.trainer, self.split_f
+        self.on_phase("split")
         _check_loss("train_batch", loss, y, split_f)
         Xs, ys = _split(net, loss, split_f, X, y, trainer.contexts)
+        self.on_phase("forward")
         if not trainer.resolve_shapes():
             Passes(net, None, trains=False).forward("train_batch", Xs[:1], ys[:1])
             trainer.resolve_shapes()
@@ -182,11 +189,14 @@ class TrainStep:
         num_units = _num_units("train_batch", loss, y)
         if not losses:
             trainer._replicas.drop_earlier()
+        self.on_phase("backward")
         self.passes.backward(trainer, losses)
+        self.on_phase("update")
         claim_examples(stats_of(net) if self.passes.running_stats is None else self.passes.running_stats)
         if isinstance(split_f, Balancer):
             split_f.watch(losses)
         trainer.step(num_examples if num_units is None else num_units, self.ignore_stale_grad)
+        self.on_phase("dispatch")
         own_units = num_units if process_shard()[1] == 1 else _own_units("train_batch", loss, y, split_f, trainer.contexts)
         return Batch(outputs, ys, losses, num_examples, own_units)
 

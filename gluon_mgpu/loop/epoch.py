@@ -21,6 +21,7 @@ from .stopping import StopVote
 
 REPORT_S = 0.5
 REPORT_BATCHES = 64
+DISPATCH = ("split", "forward", "backward", "update", "dispatch")  # phases in which a batch is queued
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ class EpochOptions:
     may_stop : callable () -> bool
         Returns whether the pass can stop after this batch; the same in all processes.
     on_phase : callable (str)
-        Called when a phase begins: `data`, waiting for the next batch; `dispatch`, queueing it; `devices`, waiting for an earlier
-        batch or for the sums; `callbacks`; and "" at the end.
+        Called when a phase begins: `data`, waiting for the next batch; `dispatch`, queueing it, of which a training step names
+        `split`, `forward`, `backward` and `update`; `devices`, waiting for an earlier batch or for the sums; `callbacks`; and ""
+        at the end.
     """
 
     operation: str

@@ -28,8 +28,9 @@ from .evaluate import run_evaluation
 from .history import History
 from .metrics import Metrics, accuracy, named_metrics
 from .resume import find_resumable, num_batches_of
-from .run import Run, call_each, check_resumable
+from .run import Run, call_each, check_resumable, phase_reporter
 from .stopping import CaughtSignal, Terminated, agree_on_signal, catch_signals
+from .trace import Trace
 
 
 def fit(
@@ -49,6 +50,7 @@ def fit(
     micro_steps: int = 1,
     accumulate_grad_batches: int = 1,
     compiled: str = "auto",
+    trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
@@ -85,6 +87,9 @@ def fit(
     compiled : "auto", "on" or "off"
         Whether the passes of training and evaluation run as compiled graphs, which needs less time of the host: see
         `compile_step`. "auto" does so where it can.
+    trace : str, pathlib.Path or Trace, optional
+        Write to this file where the time of steps 11 to 20 goes, for https://ui.perfetto.dev: see `Trace`, which sets other
+        steps.
     resume : "auto" or folder, optional
         Resume from a checkpoint that `Checkpoint` has saved, also within an epoch. `epochs` and the history count from the
         beginning of the run. `"auto"` takes the latest good checkpoint of the `Checkpoint` among the callbacks. If there is none,
@@ -120,24 +125,28 @@ def fit(
     _check_arguments(net, loss, trainer, train_iter, test_iter, split_f)
     named_metrics(metrics)
     callbacks = _checked_callbacks(callbacks)
+    if trace is not None:
+        callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
     split_f = _weighted_split(weights, split_f, trainer)
     make_passes = passes_of(check_mode("fit", compiled))
     remember_equal(net)  # values may have been loaded since the trainer was created
     checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
     caught = CaughtSignal()
+    on_phase = phase_reporter(callbacks, state)
     run = Run(
         state,
         callbacks,
         train_iter,
         test_iter,
         metrics=metrics,
-        train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes),
+        train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
         evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f, passes=make_passes(net, loss, trains=False)),
         batches_per_update=accumulate_grad_batches,
         max_inflight=max_inflight,
         balancer=split_f if isinstance(split_f, Balancer) else None,
         caught=caught,
+        on_phase=on_phase,
     )
     if bn is not None:
         set_batch_norm(net, bn)

@@ -41,6 +41,8 @@ class Run:
         It splits the batches.
     caught : CaughtSignal
         The signal that asked this process to stop.
+    on_phase : callable (str)
+        See `EpochOptions`.
 
     Attributes
     ----------
@@ -62,6 +64,7 @@ class Run:
         max_inflight: int,
         balancer: Optional[Balancer],
         caught: CaughtSignal,
+        on_phase: Callable[[str], None],
     ) -> None:
         self.start = FitProgress()
         self._state, self._callbacks = state, callbacks
@@ -74,7 +77,7 @@ class Run:
             check_finite=True,
             stop_signal=lambda: caught.signum,
             may_stop=lambda: not state.pending,  # between two updates: a stop before that would make half of one, or lose it
-            on_phase=self._phase_reporter(),
+            on_phase=on_phase,
         )
         self._sums, self._norms = DeviceSums(metrics), GradNorms()
         self._num_examples, self._started = 0, time.perf_counter()  # of this epoch, in this process
@@ -215,11 +218,6 @@ class Run:
 
         return report if callbacks else None
 
-    def _phase_reporter(self) -> Callable[[str], None]:
-        """Return a function that calls `on_phase`; it does nothing where no callback overrides it."""
-        callbacks = [callback for callback in self._callbacks if _overrides(callback, "on_phase")]
-        return (lambda phase: call_each(callbacks, "on_phase", self._state, phase)) if callbacks else (lambda phase: None)
-
     def _check_metrics(self, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
         """Raise `TrainerError` if the metrics do not accept the network's output: before the first update."""
         for output, label in zip(outputs[:1], labels):
@@ -306,6 +304,12 @@ def call_each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> No
     """Call a method of every callback, in their order."""
     for callback in callbacks:
         getattr(callback, method)(*arguments)
+
+
+def phase_reporter(callbacks: Sequence[Callback], state: FitState) -> Callable[[str], None]:
+    """Return a function that calls `on_phase`; it does nothing where no callback overrides it."""
+    callbacks = [callback for callback in callbacks if _overrides(callback, "on_phase")]
+    return (lambda phase: call_each(callbacks, "on_phase", state, phase)) if callbacks else (lambda phase: None)
 
 
 def _overrides(callback: Callback, method: str) -> bool:

@@ -19,7 +19,7 @@ from ..checks import path_of, real_number, short
 from ..distributed.process import this_process
 from ..errors import TrainerError
 from ..loop.callbacks import Callback, FitState
-from ..loop.epoch import EpochProgress
+from ..loop.epoch import DISPATCH, EpochProgress
 from ..plots import figure, save
 from ..runtime import threads
 from ..runtime.engine import ON_WORKER, Marker
@@ -185,7 +185,7 @@ class Monitor(Callback):
         self.count_arrays()
 
     def on_phase(self, state: FitState, phase: str) -> None:
-        self._laps.enter(phase)
+        self._laps.enter("dispatch" if phase in DISPATCH else phase)
 
     def on_epoch_end(self, state: FitState) -> None:
         with self._lock:

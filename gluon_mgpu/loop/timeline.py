@@ -1,0 +1,216 @@
+"""Where the time of a step goes: the host's phases, the devices' operations, and the time in which a device is idle."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import Any, Dict, Iterable, Iterator, List, Sequence, Tuple
+
+from ..runtime.profiler import Operation
+
+_SHORT_S = 1e-4  # the engine's threads hand an operation over in less
+_HOST = "host"
+_UPDATES = "sums and updates"
+_UNEXPLAINED = "idle: no cause found"
+_PHASES = {
+    "data": "data",
+    "split": "split",
+    "dispatch": "dispatch",
+    "forward": "dispatch: forward",
+    "backward": "dispatch: backward",
+    "update": "dispatch: update",
+    "devices": "wait",
+    "callbacks": "callbacks",
+    "": "between epochs",
+}
+_Interval = Tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A named piece of time on a lane; begin and end in seconds, on the clock of `time.time`."""
+
+    name: str
+    begin: float
+    end: float
+
+    def clipped(self, begin: float, end: float) -> Span:
+        """Return the part within these bounds."""
+        return Span(self.name, max(self.begin, begin), min(self.end, end))
+
+
+class Timeline:
+    """Some steps, by lane: the host; each device; the sums and updates of each device.
+
+    Parameters
+    ----------
+    steps : sequence of Span
+        One after the other.
+    phases : sequence of (float, str)
+        When each of the host's phases began, seconds, and its name as in `EpochOptions.on_phase`.
+    operations : sequence of Operation
+        By their begin.
+    devices : sequence of str
+        Also those on which nothing ran.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Span],
+        phases: Sequence[Tuple[float, str]],
+        operations: Iterable[Operation],
+        devices: Sequence[str],
+    ) -> None:
+        self.steps = list(steps)
+        self.begin, self.end = steps[0].begin, steps[-1].end
+        ends = [begin for begin, _ in phases[1:]] + [self.end]
+        self.phases = self._within(Span(_PHASES.get(name, name), begin, end) for (begin, name), end in zip(phases, ends))
+        by_device: Dict[str, List[Operation]] = {device: [] for device in devices}
+        for operation in operations:
+            by_device.setdefault(operation.device, []).append(operation)
+        self.operations: Dict[str, List[Span]] = {}
+        self.updates: Dict[str, List[Span]] = {}
+        for device, own in by_device.items():
+            is_update = _belong_to_updates([operation.name for operation in own])
+            spans = [Span(operation.name, operation.begin, operation.end) for operation in own]
+            self.operations[device] = self._within(span for span, updates in zip(spans, is_update) if not updates)
+            self.updates[device] = self._within(span for span, updates in zip(spans, is_update) if updates)
+        self._busy = {one: _union([*self.operations[one], *self.updates[one]]) for one in self.operations}
+        self.idle = {device: list(self._idle(device)) for device in self.operations}
+
+    def shares(self) -> Dict[str, Dict[str, float]]:
+        """Return the share of the time that each name takes: of the host, and of each device."""
+        total = self.end - self.begin
+        found = {_HOST: _sums(self.phases, total)}
+        for device in self.operations:
+            updating = _length(_union(self.updates[device])) / total
+            computing = _length(self._busy[device]) / total - updating
+            found[device] = {"operations": computing, _UPDATES: updating, **_sums(self.idle[device], total)}
+        return found
+
+    def attributed(self) -> float:
+        """Return the share of the time that has a name, of the lane where it is lowest."""
+        covered = _length(_union(self.phases)) / (self.end - self.begin)
+        return min(covered, *(1 - shares.get(_UNEXPLAINED, 0.0) for shares in self.shares().values()))
+
+    def events(self) -> List[Dict[str, Any]]:
+        """Return the lanes as events of Chrome's trace format, times in microseconds.
+
+        Source: Google, "Trace Event Format", duration and metadata events.
+        """
+        lanes = [(_HOST, "training thread", [*self.steps, *self.phases])]
+        for kind, of_kind in (("devices", self.operations), (_UPDATES, self.updates)):
+            for device, spans in of_kind.items():
+                spans = sorted([*spans, *(self.idle[device] if of_kind is self.operations else [])], key=lambda span: span.begin)
+                for number, lane in enumerate(_without_overlap(spans), 1):
+                    lanes.append((kind, device if number == 1 else f"{device}, thread {number}", lane))
+        groups = list(dict.fromkeys(group for group, _, _ in lanes))
+        found = [_metadata("process", group, {"pid": pid}, pid) for pid, group in enumerate(groups, 1)]
+        for tid, (group, name, spans) in enumerate(lanes, 1):
+            place = {"pid": 1 + groups.index(group), "tid": tid}
+            found.append(_metadata("thread", name, place, tid))
+            for span in spans:
+                times = {"ts": 1e6 * (span.begin - self.begin), "dur": 1e6 * (span.end - span.begin)}
+                rounded = {key: round(value, 3) for key, value in times.items()}
+                found.append([{"ph": "X", **place, "cat": group, "name": span.name, **rounded}])
+        return [event for events in found for event in events]
+
+    def _within(self, spans: Iterable[Span]) -> List[Span]:
+        return [span.clipped(self.begin, self.end) for span in spans if span.begin < self.end and span.end > self.begin]
+
+    def _idle(self, device: str) -> Iterator[Span]:
+        """Yield the time in which a device runs nothing, each piece named by what it waits for."""
+        others = _union(Span("", *busy) for other, several in self._busy.items() if other != device for busy in several)
+        updates = {span.begin for span in self.updates[device]}
+        edges = [self.begin, *(edge for busy in self._busy[device] for edge in busy), self.end]
+        begins = [phase.begin for phase in self.phases]
+        for begin, end in zip(edges[::2], edges[1::2]):
+            if end <= begin:
+                continue
+            if end - begin < _SHORT_S:
+                yield Span("idle: between operations", begin, end)
+                continue
+            waits_for_devices = end in updates  # the next operation adds or applies gradients
+            for phase in self.phases[max(0, bisect_right(begins, begin) - 1) : bisect_left(begins, end)]:
+                piece = phase.clipped(begin, end)
+                if phase.name == "wait" or (waits_for_devices and others):
+                    yield from _divided(piece, others)
+                else:
+                    yield Span(f"idle: host in {phase.name.split(':')[0]}", piece.begin, piece.end)
+
+
+def _metadata(kind: str, name: str, place: Dict[str, int], order: int) -> List[Dict[str, Any]]:
+    """Return the events that name a group of lanes (`process`) or a lane (`thread`), and put it in its place."""
+    common: Dict[str, Any] = {"ph": "M", **place}
+    return [
+        {**common, "name": f"{kind}_name", "args": {"name": name}},
+        {**common, "name": f"{kind}_sort_index", "args": {"sort_index": order}},
+    ]
+
+
+def _divided(piece: Span, others: List[_Interval]) -> Iterator[Span]:
+    """Yield idle time in which the host waits, divided by whether another device works."""
+    at = piece.begin
+    for begin, end in others[max(0, bisect_right(others, (at,)) - 1) :]:
+        if begin >= piece.end:
+            break
+        if end <= at:
+            continue
+        if begin > at:
+            yield _unexplained(at, begin)
+        yield Span("idle: waits for another device", max(at, begin), min(end, piece.end))
+        at = min(end, piece.end)
+    if at < piece.end:
+        yield _unexplained(at, piece.end)
+
+
+def _unexplained(begin: float, end: float) -> Span:
+    return Span(_UNEXPLAINED if end - begin >= _SHORT_S else "idle: between operations", begin, end)
+
+
+def _belong_to_updates(names: Sequence[str]) -> List[bool]:
+    """Return whether each of a device's operations sums gradients over devices, moves them for that, or updates weights."""
+    found = [_is_update(name) for name in names]
+    others = [place for place, name in enumerate(names) if not name.startswith("Copy")]
+    for before, after in zip([-1, *others], others):
+        if found[after]:
+            found[before + 1 : after] = [True] * (after - before - 1)  # copies that end in a sum or an update
+    return found
+
+
+def _is_update(name: str) -> bool:
+    return name == "ElementwiseSum" or "_update" in name or name.startswith(("KVStore", "horovod", "multi_"))
+
+
+def _union(spans: Iterable[Span]) -> List[_Interval]:
+    """Return the times that are covered, in order."""
+    found: List[_Interval] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        if found and span.begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], span.end)
+        else:
+            found.append((span.begin, span.end))
+    return found
+
+
+def _without_overlap(spans: Sequence[Span]) -> List[List[Span]]:
+    """Return the spans on as few lanes as do not show one above another."""
+    lanes: List[List[Span]] = [[]]
+    for span in spans:
+        free = next((lane for lane in lanes if not lane or lane[-1].end <= span.begin), None)
+        if free is None:
+            lanes.append([span])
+        else:
+            free.append(span)
+    return lanes
+
+
+def _length(intervals: Sequence[_Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _sums(spans: Sequence[Span], total: float) -> Dict[str, float]:
+    found: Dict[str, float] = {}
+    for span in spans:
+        found[span.name] = found.get(span.name, 0.0) + (span.end - span.begin) / total
+    return found

@@ -1,0 +1,113 @@
+"""MXNet's profiler: which operation ran on which device, and when."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import mxnet as mx
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of MXNet's engine: one operator, or several that ran as one.
+
+    Attributes
+    ----------
+    device : str
+        As `str(context)`: `cpu(0)`.
+    name : str
+    begin, end : float, seconds
+        On the clock of `time.time`.
+    """
+
+    device: str
+    name: str
+    begin: float
+    end: float
+
+
+class Recording:
+    """MXNet's profiler while it runs. There is one profiler in a process, so a program that uses it must not record here."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="gluon-mgpu-")
+        self._devices = recordable_devices()
+        self._path = _configure(self._folder.name)
+        mx.profiler.set_state("run")
+
+    def stop(self) -> List[Operation]:
+        """Wait for the devices, stop the profiler, and return the operations that were queued since it began, by their begin."""
+        mx.nd.waitall()  # an operation that runs after the stop is not recorded
+        mx.profiler.set_state("stop")
+        mx.profiler.dump(True)
+        with self._folder:
+            return operations_of(self._path.read_text(encoding="utf-8"), self._devices)
+
+
+@lru_cache(maxsize=None)
+def recordable_devices() -> Tuple[str, ...]:
+    """Return the devices that the profiler has a place for, by their number in its files.
+
+    It counts as many CPU contexts as this process had cores when MXNet was loaded. An operation on a device without a place ends
+    the process. Where there are no GPUs, two more CPU contexts get the places of pinned and shared memory.
+
+    Source: MXNet 1.9.1, src/profiler/profiler.cc, Profiler::Profiler, and profiler.h, Profiler::DeviceIndex.
+    """
+    with tempfile.TemporaryDirectory(prefix="gluon-mgpu-") as folder:
+        path = _configure(folder)
+        mx.profiler.set_state("run")  # without it, nothing is written
+        mx.profiler.set_state("stop")
+        mx.profiler.dump(True)  # only the first file of a process lists them
+        events = _events(path.read_text(encoding="utf-8"))
+    names = [event["args"]["name"] for event in events if event["ph"] == "M" and "/" in event["args"]["name"]]
+    if not any(name.startswith("gpu/") for name in names):
+        return tuple(f"cpu({i})" for i in range(len(names)))
+    return tuple(re.sub(r"(.*)/(\d*)", lambda found: f"{found[1].replace(' ', '_')}({found[2] or 0})", name) for name in names)
+
+
+def operations_of(text: str, devices: Tuple[str, ...]) -> List[Operation]:
+    """Return the operations of one of the profiler's files, by their begin.
+
+    Parameters
+    ----------
+    text : str
+    devices : tuple of str
+        By their number in the file.
+
+    Examples
+    --------
+    >>> events = [dict(ph=ph, name="dot", pid=1, tid=7, ts=ts) for ph, ts in (("B", 2000000), ("E", 2500000))]
+    >>> operations_of(json.dumps({"traceEvents": events}), ("cpu(0)", "cpu(1)"))
+    [Operation(device='cpu(1)', name='dot', begin=2.0, end=2.5)]
+    """
+    begun: Dict[Tuple[Any, ...], float] = {}
+    found = []
+    for event in _events(text):
+        if event["ph"] not in "BE" or event["name"] == "DeleteVariable":  # it runs on whichever thread drops an array
+            continue
+        key = event["pid"], event["tid"], event["name"]
+        if event["ph"] == "B":
+            begun[key] = event["ts"] / 1e6
+        elif key in begun:
+            found.append(Operation(devices[event["pid"]], event["name"], begun.pop(key), event["ts"] / 1e6))
+    return sorted(found, key=lambda operation: operation.begin)
+
+
+def _configure(folder: str) -> Path:
+    path = Path(folder) / "profile.json"
+    # a continuous dump starts a thread that fails when the profiler is used a second time
+    kinds = {"profile_symbolic": True, "profile_imperative": True, "profile_memory": False, "profile_api": False}
+    mx.profiler.set_config(**kinds, aggregate_stats=False, continuous_dump=False, filename=str(path))
+    return path
+
+
+def _events(text: str) -> List[Dict[str, Any]]:
+    # from its second file on, MXNet writes a comma before the first event
+    found: List[Dict[str, Any]] = json.loads(re.sub(r"\[\s*,", "[", text, count=1))["traceEvents"]
+    return found

@@ -1,0 +1,225 @@
+"""Trace: lanes, names of idle time, the window of steps, and that training does not notice."""
+
+import json
+import logging
+import time
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import SaveError, TrainerError
+from gluon_mgpu.loop.timeline import Span, Timeline
+from gluon_mgpu.plots import plot_trace
+from gluon_mgpu.runtime.profiler import Operation, operations_of, recordable_devices
+from mxnet import gluon
+from mxnet.gluon import nn
+
+MS = 1e-3
+
+
+def timeline(phases, operations, devices=("cpu(0)", "cpu(1)"), length=10):
+    """Of one step; times in ms from its begin."""
+    ops = sorted((Operation(device, name, b * MS, e * MS) for device, name, b, e in operations), key=lambda one: one.begin)
+    return Timeline([Span("step 1", 0.0, length * MS)], [(b * MS, name) for b, name in phases], ops, devices)
+
+
+def in_ms(spans):
+    return [(span.name, round(span.begin / MS, 6), round(span.end / MS, 6)) for span in spans]
+
+
+def test_idle_time_is_named_by_what_the_host_does():
+    found = timeline([(0, "data"), (4, "split"), (5, "forward"), (6, "devices")], [("cpu(0)", "dot", 5.5, 10)], ("cpu(0)",))
+    assert in_ms(found.idle["cpu(0)"]) == [
+        ("idle: host in data", 0, 4),
+        ("idle: host in split", 4, 5),
+        ("idle: host in dispatch", 5, 5.5),
+    ]
+    assert found.shares()["cpu(0)"] == pytest.approx(
+        {
+            "operations": 0.45,
+            "sums and updates": 0,
+            "idle: host in data": 0.4,
+            "idle: host in split": 0.1,
+            "idle: host in dispatch": 0.05,
+        }
+    )
+    assert found.shares()["host"] == pytest.approx({"data": 0.4, "split": 0.1, "dispatch: forward": 0.1, "wait": 0.4})
+    assert found.attributed() == pytest.approx(1.0)
+
+
+def test_a_device_that_is_done_waits_for_the_other():
+    operations = [("cpu(0)", "dot", 0, 4), ("cpu(1)", "dot", 0, 9)]
+    found = timeline([(0, "devices")], operations)
+    assert in_ms(found.idle["cpu(0)"]) == [("idle: waits for another device", 4, 9), ("idle: no cause found", 9, 10)]
+    assert found.attributed() == pytest.approx(0.9)
+
+
+def test_before_a_sum_it_waits_for_the_other_whatever_the_host_does():
+    operations = [("cpu(0)", "dot", 0, 4), ("cpu(1)", "dot", 0, 9), ("cpu(0)", "ElementwiseSum", 9, 10)]
+    found = timeline([(0, "forward")], operations)
+    assert in_ms(found.idle["cpu(0)"]) == [("idle: waits for another device", 4, 9)]
+    assert in_ms(found.idle["cpu(1)"]) == [("idle: host in dispatch", 9, 10)]
+
+
+def test_short_gaps_belong_to_the_engine():
+    operations = [("cpu(0)", "dot", 0, 4), ("cpu(0)", "dot", 4.05, 10)]
+    found = timeline([(0, "data")], operations, ("cpu(0)",))
+    assert in_ms(found.idle["cpu(0)"]) == [("idle: between operations", 4, 4.05)]
+
+
+def test_overlapping_operations_count_once():
+    found = timeline([(0, "devices")], [("cpu(0)", "dot", 0, 6), ("cpu(0)", "dot", 2, 4), ("cpu(0)", "sum", 5, 8)], ("cpu(0)",))
+    assert found.shares()["cpu(0)"]["operations"] == pytest.approx(0.8)
+    lanes = {event["tid"] for event in found.events() if event["ph"] == "X" and event["cat"] == "devices"}
+    assert len(lanes) == 2  # dot and the dot within it
+
+
+def test_copies_before_a_sum_or_an_update_are_part_of_it():
+    names = ["Copy", "dot", "_backward_dot", "Copy", "ElementwiseSum", "Copy", "sgd_mom_update", "Copy"]
+    found = timeline([(0, "data")], [("cpu(0)", name, i, i + 1) for i, name in enumerate(names)], ("cpu(0)",))
+    assert [span.name for span in found.operations["cpu(0)"]] == ["Copy", "dot", "_backward_dot", "Copy"]
+    assert [span.begin / MS for span in found.updates["cpu(0)"]] == pytest.approx([3, 4, 5, 6])
+
+
+def test_what_runs_before_and_after_the_steps_is_cut_off():
+    found = timeline([(-3, "data"), (2, "devices")], [("cpu(0)", "dot", -2, 1), ("cpu(0)", "dot", 9, 14)], ("cpu(0)",))
+    assert in_ms(found.operations["cpu(0)"]) == [("dot", 0, 1), ("dot", 9, 10)]
+    assert sum(found.shares()["host"].values()) == pytest.approx(1.0)
+
+
+def test_files_of_the_profiler_after_the_first_begin_with_a_comma():
+    text = '{"traceEvents": [\n,\n{"ph": "B", "name": "dot", "pid": 0, "tid": 1, "ts": 1000000},'
+    text += '{"ph": "E", "name": "dot", "pid": 0, "tid": 1, "ts": 1000005}]}'
+    assert operations_of(text, ("cpu(0)",)) == [Operation("cpu(0)", "dot", 1.0, 1.000005)]
+
+
+def train(trace, ctx, *, batches=20, epochs=1, sleep_s=0.0, compiled="auto", missing=-1):
+    """Train a small network; return its weights."""
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8))
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    net.hybridize(static_alloc=True, static_shape=True)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    X, y = mx.nd.ones((12, 4)), mx.nd.arange(12) % 2
+
+    class Data:
+        def __iter__(self):
+            for number in range(batches):
+                time.sleep(sleep_s)
+                if number == missing:
+                    raise LookupError("no such batch")
+                yield X, y
+
+        def __len__(self):
+            return batches
+
+    mgpu.fit(
+        net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, Data(), epochs=epochs, callbacks=[], trace=trace, compiled=compiled
+    )
+    return [param.data(ctx[0]).asnumpy() for param in net.collect_params().values()]
+
+
+def read(path):
+    """The events of a trace by lane: `(group, lane)`."""
+    events = json.loads(path.read_text())["traceEvents"]
+    groups = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    lanes = {event["tid"]: (groups[event["pid"]], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+    return {lane: [e for e in events if e["ph"] == "X" and e["tid"] == tid] for tid, lane in lanes.items()}
+
+
+@pytest.mark.parametrize("compiled", ["auto", "off"])
+def test_a_trace_has_a_lane_for_the_host_and_two_for_each_device(compiled, tmp_path):
+    trace = mgpu.Trace(tmp_path / "new" / "trace.json", warm_up=7, steps=4)
+    train(trace, [mx.cpu(0), mx.cpu(1)], compiled=compiled)
+    lanes = read(trace.path)
+    assert list(lanes)[0] == ("host", "training thread")
+    assert {(group, device) for group in ("devices", "sums and updates") for device in ("cpu(0)", "cpu(1)")} <= set(lanes)
+    host = lanes["host", "training thread"]
+    assert [event["name"] for event in host[:4]] == ["step 8", "step 9", "step 10", "step 11"]
+    for phase in ("data", "split", "dispatch: forward", "dispatch: backward", "dispatch: update", "dispatch", "wait"):
+        assert sum(event["name"] == phase for event in host) >= 4, phase
+    length = sum(event["dur"] for event in host[:4])
+    assert sum(event["dur"] for event in host[4:]) == pytest.approx(length)
+    for device in ("cpu(0)", "cpu(1)"):
+        updates = [event["name"] for event in lanes["sums and updates", device]]
+        assert "multi_sgd_update" in updates
+        assert any("FullyConnected" in event["name"] or "Bulk" in event["name"] for event in lanes["devices", device])
+        assert sum(trace.summary.shares[device].values()) == pytest.approx(1.0)
+    for (group, lane), events in lanes.items():
+        ordered = sorted(events, key=lambda event: event["ts"])[1:] if group == "host" else events
+        if group != "host":
+            assert all(one["ts"] + one["dur"] <= other["ts"] + 0.01 for one, other in zip(ordered, ordered[1:])), lane
+    assert trace.summary.steps == 4
+    assert f"4 steps of {1000 * trace.summary.seconds:.1f} ms in {trace.path}" in str(trace.summary)
+    assert trace.summary.seconds * 4e6 == pytest.approx(length)
+
+
+def test_slow_data_is_seen_on_the_devices(tmp_path):
+    trace = mgpu.Trace(tmp_path / "trace.json", warm_up=6, steps=3)
+    train(trace, [mx.cpu(0)], batches=12, sleep_s=0.1)
+    seconds = 3 * trace.summary.seconds
+    assert trace.summary.shares["host"]["data"] * seconds >= 0.3
+    assert trace.summary.shares["cpu(0)"]["idle: host in data"] > 0
+
+
+def test_training_does_not_change(tmp_path):
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    for one, other in zip(train(None, ctx), train(str(tmp_path / "trace.json"), ctx)):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_trace_may_span_epochs_and_end_with_the_run(tmp_path):
+    trace = mgpu.Trace(tmp_path / "trace.json", warm_up=3, steps=100)
+    train(trace, [mx.cpu(0)], batches=4, epochs=2)
+    lanes = read(trace.path)
+    assert [event["name"] for event in lanes["host", "training thread"][:5]] == [f"step {i}" for i in range(4, 9)]
+    assert any(event["name"] == "between epochs" for event in lanes["host", "training thread"])
+
+
+def test_a_run_within_the_warm_up_writes_nothing(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "gluon_mgpu"):
+        train(tmp_path / "trace.json", [mx.cpu(0)], batches=6)
+    assert "got a run of 6 steps; expected more than the 10" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_fails_leaves_the_profiler_stopped(tmp_path):
+    trace = mgpu.Trace(tmp_path / "trace.json", warm_up=3, steps=100)
+    with pytest.raises(LookupError):
+        train(trace, [mx.cpu(0)], missing=12)
+    assert trace.summary.steps == 9
+    again = mgpu.Trace(tmp_path / "again.json", warm_up=3, steps=2)
+    train(again, [mx.cpu(0)])
+    assert again.summary.steps == 2 and again.path.exists()
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(TrainerError, match="ends in .json"):
+        mgpu.Trace("trace.png")
+    with pytest.raises(TrainerError, match="warm_up"):
+        mgpu.Trace("trace.json", warm_up=0)
+    with pytest.raises(TrainerError, match="trace|path"):
+        train(3, [mx.cpu(0)])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveError, match="file"):
+        train(tmp_path / "file" / "trace.json", [mx.cpu(0)])
+
+
+def test_contexts_that_the_profiler_cannot_record_are_refused(tmp_path):
+    """MXNet would end the process."""
+    beyond = mx.cpu(len(recordable_devices()))
+    with pytest.raises(TrainerError, match="fewer devices"):
+        train(tmp_path / "trace.json", [mx.cpu(0), beyond])
+
+
+def test_the_figure_shows_every_lane(tmp_path):
+    trace = mgpu.Trace(tmp_path / "trace.json", warm_up=2, steps=4)
+    train(trace, [mx.cpu(0), mx.cpu(1)])
+    axes = plot_trace(trace.path, steps=2).axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == "host" and {"cpu(0)", "cpu(1)", "cpu(0): sums, updates", "cpu(1): sums, updates"} <= set(labels)
+    second = [e for e in read(trace.path)["host", "training thread"] if e["name"] == "step 4"][0]
+    assert axes.get_xlim()[1] == pytest.approx((second["ts"] + second["dur"]) / 1e3, rel=1e-3)
+    assert {"dispatch", "sums and updates"} <= {text.get_text() for text in axes.get_legend().get_texts()}

@@ -61,6 +61,7 @@ class CompiledPasses(Passes):
         self._executors: Dict[Context, Executors] = {}
         self._arrays: List[Tuple[gluon.Parameter, Any, Any]] = []  # each with Gluon's lists of its weights and gradients
         self._params: Dict[int, gluon.Parameter] = {}  # by their ids
+        self._states: Dict[Tuple[str, ...], int] = {}  # which of them are frozen: each state has a number
         self._moves = num_moves()
         self._queued: List[Executor] = []
 
@@ -121,9 +122,10 @@ class CompiledPasses(Passes):
         labels = ys if self._loss is not None else [None] * len(Xs)
         shards = [(self._graph(X, y), inputs_of(self._net, X, y)) for X, y in zip(Xs, labels)]
         contexts = [inputs[0].context for _, inputs in shards]
-        if len(set(contexts)) < len(contexts):
+        if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
             raise NotCompilableError(f"several shards are on one device: {contexts}")
-        state = tuple([param._grad_req for param in self._params.values()]) if self._trains else ()
+        reqs = tuple([param._grad_req for param in self._params.values()]) if self._trains else ()
+        state = self._states.setdefault(reqs, len(self._states))  # a number compares sooner
         bound = []
         for (graph, inputs), context in zip(shards, contexts):
             executors = self._executors.get(context)

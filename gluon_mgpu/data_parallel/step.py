@@ -310,18 +310,21 @@ def _count_all(
 
 def _count(operation: str, split_f: SplitFunction, losses: Sequence[Array], label: Any, labels: Sequence[Any]) -> int:
     """Return the number of examples of these losses; check that each loss holds one number per example of its shard."""
+    num_examples = 0
     for shard, (loss, sizes) in enumerate(zip(losses, _shard_sizes(split_f, label, labels))):
         if not is_device_array(loss):
             raise TrainerError(
                 f"{operation}: got a loss of type {type(loss).__name__}; expected an MXNet array. Use a loss of gluon.loss."
             )
-        if not loss.shape or (sizes and loss.shape[0] not in sizes):
+        shape = loss.shape
+        if not shape or (sizes and shape[0] not in sizes):
             raise TrainerError(
-                f"{operation}: got a loss of shape {loss.shape} for shard {shard} on {loss.context}, which holds "
+                f"{operation}: got a loss of shape {shape} for shard {shard} on {loss.context}, which holds "
                 f"{' or '.join(map(str, sorted(sizes)))} examples; expected one number for each example, so that uneven "
                 "shards count correctly. Leave the mean out of the loss, and pass it the axis of the examples (batch_axis)."
             )
-    return sum(int(loss.shape[0]) for loss in losses)
+        num_examples += int(shape[0])
+    return num_examples
 
 
 def _own_units(operation: str, loss: Any, label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Optional[int]:

@@ -15,6 +15,7 @@ from mxnet import Context
 from ..checks import explaining, short
 from ..errors import DeviceError
 from ..nested import Array, is_device_array, map_leaves
+from ..runtime.c_api import copied_to
 
 
 def copyto(data: Any, target: Any) -> Any:
@@ -97,7 +98,9 @@ def _explaining(operation: str, target: Any) -> Iterator[None]:
 def on_device(leaf: Array, ctx: Context) -> Array:
     """Return one array on a context: the same object if it is already there (np's `as_in_context` would make a new one)."""
     array = _as_device_array(leaf, ctx)
-    return array if array.context == ctx else array.as_in_context(ctx)
+    if array.context == ctx:
+        return array
+    return copied_to(array, ctx) if type(array) is mx.nd.NDArray else array.as_in_context(ctx)
 
 
 def _copy(leaf: Array, ctx: Context) -> Array:

@@ -159,6 +159,12 @@ def _is_horovods() -> bool:
     return "HOROVOD_RANK" in os.environ and os.environ.get("DMLC_ROLE") != "worker"
 
 
+@functools.lru_cache(maxsize=None)  # each step asks, and reading the environment is slow
+def _place() -> Tuple[int, int]:
+    process = this_process()
+    return process.rank, process.num_processes
+
+
 @functools.lru_cache(maxsize=None)
 def _group() -> Optional[Group]:
     process = this_process()
@@ -182,8 +188,9 @@ def any_process(yes: bool) -> bool:
 
 def process_shard() -> Tuple[int, int]:
     """Return the index of this process's part of every batch, and the number of parts: (0, 1) if it takes the whole batch."""
-    process = this_process()
-    return (0, 1) if _apart.get() or _own.get() else (process.rank, process.num_processes)
+    if _apart.get() or _own.get():
+        return 0, 1
+    return _place()
 
 
 @contextmanager

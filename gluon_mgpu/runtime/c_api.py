@@ -6,9 +6,11 @@ import ctypes
 from typing import Any, Callable, List, Tuple
 
 import numpy as np
+from mxnet import Context
 from mxnet.base import _LIB, NDArrayHandle, OpHandle, c_handle_array, c_str, c_str_array, check_call, mx_uint
 from mxnet.kvstore.kvstore import _ctype_key_value
 from mxnet.ndarray import NDArray
+from mxnet.ndarray.ndarray import _new_alloc_handle
 
 from ..nested import Array
 
@@ -99,6 +101,10 @@ class PushPull:
         check_call(_LIB.MXKVStorePushPull(*self._arguments, ctypes.c_int(priority)))
 
 
+_INVOKE = _LIB.MXImperativeInvokeEx
+_NO_ATTRIBUTES = c_str_array([])
+
+
 class Copy:
     """Copies of one array, or into one array, with less work in Python than `NDArray.copy` and `copyto`.
 
@@ -111,18 +117,28 @@ class Copy:
     def __init__(self, array: Array) -> None:
         self._array = array
         self._own = (ctypes.c_void_p * 1)(array.handle)
-        self._copy, self._copyto = _operator("_copy"), _operator("_copyto")
+        self._source = (ctypes.c_void_p * 1)()
+        target = ctypes.cast(self._own, ctypes.POINTER(ctypes.c_void_p))
+        self._fill = _arguments(_COPYTO, self._source, 1, target)
 
     def new(self) -> Array:
         """Queue a copy in new memory on the same device, and return it."""
         outputs = ctypes.POINTER(ctypes.c_void_p)()
-        _invoke(self._copy, self._own, ctypes.c_int(0), outputs)
+        check_call(_INVOKE(*_arguments(_COPY, self._own, 0, outputs)))
         return NDArray(NDArrayHandle(outputs[0]))
 
     def fill_from(self, source: Array) -> None:
         """Queue a copy of a source of the same shape, from any device, into the array."""
-        outputs = ctypes.cast(self._own, ctypes.POINTER(ctypes.c_void_p))
-        _invoke(self._copyto, (ctypes.c_void_p * 1)(source.handle), ctypes.c_int(1), outputs)
+        self._source[0] = source.handle.value
+        check_call(_INVOKE(*self._fill))
+
+
+def copied_to(array: Array, context: Context) -> Array:
+    """Queue a copy of a legacy, dense array on another device, and return it."""
+    new = NDArray(_new_alloc_handle(array.shape, context, True, array.dtype))
+    source, target = (ctypes.c_void_p * 1)(array.handle), (ctypes.c_void_p * 1)(new.handle)
+    check_call(_INVOKE(*_arguments(_COPYTO, source, 1, ctypes.cast(target, ctypes.POINTER(ctypes.c_void_p)))))
+    return new
 
 
 def _operator(name: str) -> OpHandle:
@@ -131,24 +147,14 @@ def _operator(name: str) -> OpHandle:
     return handle
 
 
-def _invoke(operator: OpHandle, inputs: Any, num_outputs: Any, outputs: Any) -> None:
-    stypes = ctypes.POINTER(ctypes.c_int)()
-    check_call(
-        _LIB.MXImperativeInvokeEx(
-            operator,
-            len(inputs),
-            inputs,
-            ctypes.byref(num_outputs),
-            ctypes.byref(outputs),
-            0,
-            _NO_ATTRIBUTES,
-            _NO_ATTRIBUTES,
-            ctypes.byref(stypes),
-        )
-    )
+_COPY, _COPYTO = _operator("_copy"), _operator("_copyto")
 
 
-_NO_ATTRIBUTES = c_str_array([])
+def _arguments(operator: OpHandle, inputs: Any, num_outputs: int, outputs: Any) -> Tuple[Any, ...]:
+    """Return the arguments of `_INVOKE` for an operator without attributes."""
+    number, stypes = ctypes.c_int(num_outputs), ctypes.POINTER(ctypes.c_int)()
+    given = len(inputs), inputs, ctypes.byref(number), ctypes.byref(outputs)
+    return (operator, *given, 0, _NO_ATTRIBUTES, _NO_ATTRIBUTES, ctypes.byref(stypes))
 
 
 class Operator:
@@ -177,7 +183,7 @@ class Operator:
             self._attributes = attributes
         stypes = ctypes.POINTER(ctypes.c_int)()
         check_call(
-            _LIB.MXImperativeInvokeEx(
+            _INVOKE(
                 *self._arrays,
                 ctypes.byref(self._num_outputs),
                 ctypes.byref(self._outputs),

@@ -53,7 +53,8 @@ _unclaimed: Dict[Context, float] = {}  # examples of backward passes before the 
 def note_examples(losses: Sequence[Array]) -> None:
     """Note the number of examples in each device's backward pass: the size of each loss's first axis."""
     for loss in losses:
-        _unclaimed[loss.context] = _unclaimed.get(loss.context, 0) + (loss.shape[0] if loss.shape else 1)
+        context, shape = loss.context, loss.shape
+        _unclaimed[context] = _unclaimed.get(context, 0) + (shape[0] if shape else 1)
 
 
 def claim_examples(stats: Iterable[gluon.Parameter]) -> None:

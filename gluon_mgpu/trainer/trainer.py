@@ -182,7 +182,7 @@ class Trainer(gluon.Trainer):
         buckets before a graph holds them.
         """
         known = self._replicas.resolve_shapes()
-        if has_values(self._replicas.params):
+        if self._joint.is_joint and has_values(self._replicas.params):
             self._joint.begin()
         return known
 

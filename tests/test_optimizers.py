@@ -82,3 +82,36 @@ def test_adamw_is_known_to_gluon_and_survives_its_file(tmp_path):
     trainer.save_states(str(tmp_path / "states"))
     trainer.load_states(str(tmp_path / "states"))
     assert type(trainer._optimizer).__name__ == "AdamW" and trainer._optimizer.beta1 == 0.8
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "wd": 0.01}, {"momentum": 0.5, "clip_gradient": 0.01}])
+def test_sgd_of_parameters_outside_of_buckets_is_gluons(options, num_devices):
+    """Convolutions, with prepared operators: also while rates, multipliers and states change. All devices see one batch."""
+    X = mx.nd.random.uniform(shape=(4, 2, 5, 5))
+
+    def train(make, ctx):
+        net = nn.HybridSequential(prefix="")
+        for i in range(6):
+            net.add(nn.Conv2D(3, 3, padding=1, in_channels=3 if i else 2, use_bias=False, prefix=f"conv{i}_"))
+        mx.random.seed(4)
+        net.initialize(mx.init.Xavier(), ctx=ctx)
+        net[1].weight.lr_mult, net[2].weight.wd_mult = 0.5, 3.0
+        schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5)
+        trainer = make(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule, **options})
+        for number in range(6):
+            if number == 3 and "momentum" in options:
+                for updater, context in zip(trainer._updaters, ctx):
+                    updater.states[1] = mx.nd.ones_like(net[1].weight.data(context))
+            if number == 4:
+                net[3].weight.grad_req = "null"
+            with autograd.record():
+                losses = [(net(X.as_in_context(context)) ** 2).mean(axis=(1, 2, 3)) for context in ctx]
+            autograd.backward(losses)
+            trainer.step(len(X) * len(ctx))
+        return [block.weight.data(ctx[-1]).asnumpy() for block in net]
+
+    expected = train(lambda net, *rest: gluon.Trainer(list(net.collect_params().values()), *rest), [mx.cpu()])
+    found = train(mgpu.Trainer, [mx.cpu(i) for i in range(num_devices)])
+    for one, other in zip(found, expected):
+        (np.testing.assert_array_equal if num_devices == 1 else np.testing.assert_allclose)(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
@@ -10,7 +11,7 @@ from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
 from ..errors import StateError
-from ..nested import is_device_array, leaves, num_bytes
+from ..nested import Array, is_device_array, leaves, num_bytes
 from ..runtime.c_api import Operator
 from ..runtime.environment import logger
 from .buckets import Bucket, BucketSlice, place_of
@@ -29,6 +30,17 @@ _REPLICABLE = (*_CONTIGUOUS, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt.Adamax, op
 
 _CONTAINERS = (list, tuple, dict, np.ndarray)
 State = Any  # an optimizer's state of a parameter: None, an array, or nested tuples of arrays
+
+
+@dataclass
+class _Prepared:
+    """Operators for parameters of one replica, each with the parameters that it updates; [] if some cannot have one.
+
+    `states` are those of all the parameters when they were prepared.
+    """
+
+    states: List[State]
+    operators: List[Tuple[Sequence[int], Operator]]
 
 
 class Update:
@@ -66,6 +78,7 @@ class Update:
         self._joint: List[Tuple[Buffer, List[State], List[Operator]]] = []
         self._early: List[int] = []  # parameters that Gluon updates before the schedule advances
         self._single: List[int] = []  # other parameters that are updated one by one
+        self._prepared: Dict[int, _Prepared] = {}  # their operators, by replica
         self._most_updates = 0  # of all parameters that take part, when these buffers were prepared
         self._has_schedule = False  # when they were prepared
         self._num_uncounted = 0  # updates since, counted only for the first parameter of each joint buffer
@@ -89,11 +102,11 @@ class Update:
             self._start(replica)
             for buffer, states, operators in self._joint:
                 if operators:
-                    self._run_sgd(buffer.indices[0], operators[replica])
+                    self._run_sgd(buffer.indices[:1], operators[replica])
                     continue
                 first, weight, gradient = buffer.indices[0], buffer.weights[replica], buffer.gradients[replica]
                 optimizer.update_multi_precision(first, weight, gradient, states[replica])
-            if self._single:
+            if self._single and not self._run_prepared(replica):
                 self._run_single(self._single, replica)
         if self._num_updated < len(self._contexts):
             for buffer in buffers:
@@ -168,7 +181,7 @@ class Update:
         in_order = [index for index in self._order if index in taking_part]
         early = self._before_schedule(in_order)
         single: Set[int] = set()
-        self._joint = []
+        self._joint, self._prepared = [], {}
         for buffer in buffers:
             if early.isdisjoint(buffer.indices) and buffer.weights and type(self._optimizer) in _CONTIGUOUS:
                 states = [self._contiguous_states(buffer, replica) for replica in range(self._num_updated)]
@@ -216,17 +229,54 @@ class Update:
 
         A call through `mxnet.optimizer.SGD` takes the host three times as long.
         """
-        half = buffer.weights[0].dtype == np.float16 and self._optimizer.multi_precision
-        if type(self._optimizer) is not opt.SGD or half or (states[0] is None) != (self._optimizer.momentum <= 0):
+        if not self._has_sgd_operator(buffer.weights[0], states[0]):
             return []
-        arrays = [[w, g] if s is None else [w, g, s] for w, g, s in zip(buffer.weights, buffer.gradients, states)]
-        return [Operator("multi_sgd_update" if len(one) == 2 else "multi_sgd_mom_update", one, one[:1]) for one in arrays]
+        return [_sgd_operator([one]) for one in zip(buffer.weights, buffer.gradients, states)]
 
-    def _run_sgd(self, index: int, operator: Operator) -> None:
+    def _has_sgd_operator(self, weight: Array, state: State) -> bool:
+        half = weight.dtype == np.float16 and self._optimizer.multi_precision
+        return type(self._optimizer) is opt.SGD and not half and (state is None) == (self._optimizer.momentum <= 0)
+
+    def _run_prepared(self, replica: int) -> bool:
+        """Run the operators of the single parameters that are prepared; return whether there are any.
+
+        They have their states after the first update.
+        """
+        prepared, states = self._prepared.get(replica), self.updaters[replica].states
+        if prepared is None:
+            if type(self._optimizer) is not opt.SGD or any(index not in states for index in self._single):
+                return False
+            prepared = self._prepared[replica] = self._prepare_single(replica)
+        if any(states.get(index) is not state for index, state in zip(self._single, prepared.states)):
+            del self._prepared[replica]  # the user has replaced them
+            return False
+        for indices, operator in prepared.operators:
+            self._run_sgd(indices, operator)
+        return bool(prepared.operators)
+
+    def _prepare_single(self, replica: int) -> _Prepared:
+        """Return MXNet's operators of SGD for the parameters that are not in buckets: as Gluon groups them."""
+        updater, optimizer = self.updaters[replica], self._optimizer
+        prepared = _Prepared([updater.states[index] for index in self._single], [])
+        by_dtype: Dict[Any, List[Tuple[int, Tuple[Array, Array, State]]]] = {}
+        for index, state in zip(self._single, prepared.states):
+            weight, gradient = self._params[index]._data[replica], self._params[index]._grad[replica]
+            is_dense = all(array.stype == "default" for array in (weight, gradient, state) if array is not None)
+            is_ready = updater.aggregate_updates and updater.states_synced[index]
+            if not (is_dense and is_ready and self._has_sgd_operator(weight, state)):
+                return prepared
+            by_dtype.setdefault(weight.dtype, []).append((index, (weight, gradient, state)))
+        for same in by_dtype.values():
+            for begin in range(0, len(same), optimizer.aggregate_num):
+                indices, arrays = zip(*same[begin : begin + optimizer.aggregate_num])
+                prepared.operators.append((indices, _sgd_operator(arrays)))
+        return prepared
+
+    def _run_sgd(self, indices: Sequence[int], operator: Operator) -> None:
         optimizer = self._optimizer
-        optimizer._update_count(index)
-        attributes = [("lrs", (optimizer._get_lr(index),)), ("wds", (optimizer._get_wd(index),)), ("num_weights", 1)]
-        attributes.append(("rescale_grad", optimizer.rescale_grad))
+        optimizer._update_count(list(indices))
+        rates: List[Tuple[str, Any]] = [("lrs", tuple(optimizer._get_lrs(indices))), ("wds", tuple(optimizer._get_wds(indices)))]
+        attributes = [*rates, ("num_weights", len(indices)), ("rescale_grad", optimizer.rescale_grad)]
         if optimizer.momentum > 0:
             attributes.append(("momentum", optimizer.momentum))
         if optimizer.clip_gradient:
@@ -262,6 +312,13 @@ class Update:
                 for index in buffer.indices[1:]:
                     counts[index] = counts.get(index, self._optimizer.begin_num_update) + self._num_uncounted
         self._num_uncounted = 0
+
+
+def _sgd_operator(parameters: Sequence[Tuple[Array, Array, State]]) -> Operator:
+    """Return MXNet's operator of SGD for some parameters, each as (weight, gradient, momentum or None)."""
+    name = "multi_sgd_update" if parameters[0][2] is None else "multi_sgd_mom_update"
+    arrays = [array for one in parameters for array in one if array is not None]
+    return Operator(name, arrays, [weight for weight, _, _ in parameters])
 
 
 def filled(state: State, value: State, where: str) -> State:

@@ -42,6 +42,10 @@ def _num_devices(default: str) -> Callable[..., Any]:
     )
 
 
+def _network(purpose: str) -> Callable[..., Any]:
+    return click.option("--network", type=click.Choice(["mlp", "resnet18"]), default="mlp", show_default=True, help=purpose)
+
+
 def _comparison_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that all comparisons have."""
     options = [
@@ -81,17 +85,20 @@ def main() -> None:
 @main.command()
 @_num_devices("1,2,4,8,16")
 @contenders_option(workloads.STEP_CONTENDERS)
+@_network("mlp: 62 small parameters; resnet18: batch 8, without the figures of memory.")
 @_hybridize
 @click.option("--memory/--no-memory", default=True, show_default=True, help="Also measure memory after many steps.")
 @_comparison_options
-def step(num_devices: List[int], contenders: List[str], hybridize: bool, memory: bool, output: Path, **options: Any) -> None:
-    """Compare the host's cost of dispatching a step: a network of 62 small parameters."""
+def step(
+    num_devices: List[int], contenders: List[str], network: str, hybridize: bool, memory: bool, output: Path, **options: Any
+) -> None:
+    """Compare the host's cost of dispatching a step."""
     run = _Comparison(**options)
-    case = replace(run.sized(workloads.STEP), hybridize=hybridize)
+    case = replace(run.sized(workloads.STEPS[network]), hybridize=hybridize)
     rows = run.measure(workloads.step_rows(contenders, run.few(num_devices), case))
     tables = [report.contender_table(rows), report.parts_table(rows), report.dispatch_table(rows), report.whole_table(rows)]
     memory_rows: List[Row] = []
-    if memory:
+    if memory and network == "mlp":
         case = replace(run.sized(workloads.MEMORY), hybridize=hybridize)
         memory_rows = run.measure(workloads.memory_rows(contenders, min(2, max(num_devices)), case), rounds=1)
         tables += [report.memory_table(memory_rows)] if memory_rows else []
@@ -116,7 +123,7 @@ def train(num_devices: List[int], contenders: List[str], hybridize: bool, output
 @main.command()
 @_num_devices("1,2")
 @contenders_option(workloads.EVALUATE_CONTENDERS)
-@click.option("--network", type=click.Choice(["mlp", "resnet18"]), default="mlp", show_default=True, help="Network to evaluate.")
+@_network("Network to evaluate.")
 @_hybridize
 @_comparison_options
 def evaluate(num_devices: List[int], contenders: List[str], network: str, hybridize: bool, output: Path, **options: Any) -> None:

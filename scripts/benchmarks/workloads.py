@@ -19,7 +19,7 @@ _ALL = (STEP_CONTENDERS, TRAIN_CONTENDERS, EVALUATE_CONTENDERS, SIZE_CONTENDERS,
 CONTENDERS = tuple(dict.fromkeys(name for names in _ALL for name in names))
 MEMORY_CONTENDERS = ("ours", "ours-compiled", "ours-static", "gluon", "gluoncv", "d2l", "torch")
 
-STEP = Case("step")
+STEPS = {"mlp": Case("step"), "resnet18": Case("step", network="resnet18", batch_size=8, num_steps=5)}
 MEMORY = Case("memory", num_devices=2)
 TRAIN = Case("train", network="resnet18", num_steps=2)
 EVALUATE = Case("evaluate", num_layers=3, units=64, batch_size=16, num_batches=200)
@@ -45,8 +45,8 @@ def quick(case: Case) -> Case:
     )
 
 
-def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = STEP) -> List[Row]:
-    """Return the rows of a step's cost for the host: a network of many small parameters, for each number of contexts."""
+def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = STEPS["mlp"]) -> List[Row]:
+    """Return the rows of a step's cost for the host, for each number of contexts."""
     return [
         Row(contender, _contexts(k), replace(case, num_devices=k), _environment(contender, k if _is_torch(contender) else 0))
         for k in num_devices

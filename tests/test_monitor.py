@@ -208,6 +208,22 @@ def test_children_count():
         child.communicate(b"\n", timeout=240)
 
 
+def test_a_process_that_ends_while_it_is_read_counts_for_nothing(monkeypatch):
+    reader = HostReader(whole_tree=True)
+    ended = reader._psutil.NoSuchProcess(4711)
+
+    def failing(*_, **__):
+        raise ended
+
+    for name in ("cpu_times", "memory_info", "children", "status"):
+        monkeypatch.setattr(type(reader._process), name, failing)
+    host, _ = reader.read()
+    assert (host.rss_bytes, host.children_bytes, host.num_children, host.cores) == (0, 0, 0, 0.0)
+    assert reader.pids() == [os.getpid()] and not reader.is_running()
+    assert HostReader(0).is_running()  # the machine
+    assert threads_of(2**22 + 1) == {} and name_thread(2**22 + 1, "cpu(0)") is None
+
+
 def test_what_is_dear_is_found_seldom():
     found = []
     seldom = Throttled(lambda: found.append(1) or len(found), every_s=1000.0)

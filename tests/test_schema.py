@@ -165,6 +165,14 @@ ALTERED = {
         setting("shapes", 0, []),
         "shapes[0] = a list of 0; expected (4, 5), as in net.params",
     ),
+    "an order with one update twice": (
+        lambda c: c.update(order=[0, *c["order"][:-1]]),
+        "order = a list of 8; expected each of 0 to 7 once",
+    ),
+    "examples of devices that are not there": (
+        setting("seen", "1.running_mean", "examples", [3]),
+        'seen["1.running_mean"].examples = a list of 1; expected one for each of 2 devices',
+    ),
     "a name of three lines": (setting("names", 0, "a\nb\n" + "x" * 500), "of another network"),
 }
 
@@ -232,6 +240,7 @@ def moved_dtype(arrays):
 ARRAYS = {
     "no statistics of a device": lambda arrays: arrays.pop("device/1/1.running_mean"),
     "states of another dtype": moved_dtype,
+    "statistics of another shape": lambda arrays: arrays.update({"device/1/1.running_mean": np.zeros(3, "float32")}),
     "a sum of two numbers": lambda arrays: arrays.update({"sum/cpu(0)/loss": np.ones(2)}),
     "a sum of no metric": lambda arrays: arrays.update({"sum/x": np.ones(1)}),
     "texts": lambda arrays: arrays.update({"state/0": np.array(["a"])}),
@@ -465,6 +474,24 @@ def test_other_examples_in_an_epoch_are_refused(saved, run, tmp_path):
 def test_schemas(one, good, wrong):
     assert all(one(value) is None for value in good)
     assert all(one(value) is not None for value in wrong)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"a": 1, "b": 2}, "with x = an object of 2 keys; expected"),
+        ([1] * 1000, "with x = a list of 1000; expected"),
+        (np.zeros((1000, 2), "float32"), r"with x = an array of shape (1000, 2) and dtype float32; expected"),
+        ({1, 2}, "with x = an object of type set; expected"),
+        (True, "with x = true; expected"),
+        ("a" * 1000, 'with x = "aaaa'),
+    ],
+)
+def test_errors_show_what_a_value_is_and_not_all_of_it(value, told):
+    with pytest.raises(StateError) as caught:
+        schema.check(schema.record({"x": schema.integer()}), {"x": value}, operation="load", file="f")
+    assert_told(caught.value, told)
+    assert len(str(caught.value)) < 200
 
 
 def test_errors_are_one_short_line():

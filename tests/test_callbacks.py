@@ -282,7 +282,9 @@ def test_early_stopping_begins_anew_with_each_fit():
     assert len(train([Scripted("test_loss", FALLING), stopping]).rows) == 10
 
 
-@pytest.mark.parametrize("options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "smallest"}, {"monitor": None}, {"monitor": 5}])
+@pytest.mark.parametrize(
+    "options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "smallest"}, {"monitor": None}, {"monitor": 5}]
+)
 def test_early_stopping_refuses_bad_options(options):
     with pytest.raises(TrainerError, match="got (patience|min_delta|mode|monitor)=") as caught:
         mgpu.EarlyStopping(**options)

@@ -109,7 +109,10 @@ def test_bad_arguments_are_told(lengths, options, told):
     [
         (lambda: padding_share([[1, 1]], "x"), "^padding_share: got buckets="),
         (lambda: padding_share([[1, 1]], []), "^padding_share: got buckets=\\[\\];"),
-        (lambda: padding_share([[9, 9]], plan_buckets([[1, 1]], 2)), "^padding_share: got lengths=.*expected those of these buckets"),
+        (
+            lambda: padding_share([[9, 9]], plan_buckets([[1, 1]], 2)),
+            "^padding_share: got lengths=.*those of these buckets",
+        ),
         (lambda: padding_share([[1, 1]] * 2, plan_buckets([[9, 9]], 18)), "^padding_share: got lengths=.*these buckets"),
         (lambda: balance_shards([[1, 2]], 2), r"^balance_shards: got lengths=ndarray of shape \(1, 2\)"),
         (lambda: balance_shards([[1], [1, 2]], 2), r"^balance_shards: got lengths=\[\[1\], \[1, 2\]\]; expected an array"),

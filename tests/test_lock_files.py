@@ -10,7 +10,7 @@ import gluon_mgpu as mgpu
 import pytest
 from gluon_mgpu.errors import SaveError
 from gluon_mgpu.loop.callbacks import Checkpoint
-from gluon_mgpu.runtime.file_locks import LOCK, FolderLock, open_lock, sign, signature
+from gluon_mgpu.runtime.file_locks import LOCK, FolderLock, open_lock, signature
 
 from .conftest import assert_house_style
 from .test_crash_images import fit, names

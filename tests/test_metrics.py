@@ -259,7 +259,10 @@ def test_sums_go_on_after_shards_were_joined_and_after_they_were_read():
 
 def test_bool_labels_are_two_classes(arrays):
     output, label = scores(40, 2), np.random.randint(0, 2, 40).astype(bool)
-    assert value(mgpu.accuracy, shard(arrays, output), shard(arrays, label, "bool")) == ((output.argmax(axis=1) == label).sum(), 40)
+    assert value(mgpu.accuracy, shard(arrays, output), shard(arrays, label, "bool")) == (
+        (output.argmax(axis=1) == label).sum(),
+        40,
+    )
 
 
 def test_a_metric_of_its_own_sees_each_shard_once():

@@ -83,7 +83,9 @@ def test_parts_that_cannot_be_are_told(sizes, seed, found):
         split_pairs(pairs, 3)
 
 
-@pytest.mark.parametrize("length, told", [((len,), "length=.*a pair of them"), (str.upper, r"length\(text\)='A'; expected a number")])
+@pytest.mark.parametrize(
+    "length, told", [((len,), "length=.*a pair of them"), (str.upper, r"length\(text\)='A'; expected a number")]
+)
 def test_a_length_that_measures_nothing_is_reported(length, told):
     with pytest.raises(DataError, match=f"^filter_pairs: got {told}") as caught:
         filter_pairs(SentencePairs(["a"], ["1"]), length=length)

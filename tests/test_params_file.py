@@ -86,7 +86,7 @@ def test_what_it_writes_passes_the_check():
     ],
 )
 def test_a_wrong_number_is_found_before_mxnet_trusts_it(at, form, value, told):
-    """An array of 2 rows and 3 columns begins at byte 24, its shape at 36, its device at 52, its numbers at 64, its name at 96."""
+    """An array of 2 x 3 numbers begins at byte 24, its shape at 36, its device at 52, its numbers at 64, its name at 96."""
     content = bytearray(written({"weight": ARRAYS["0.weight"]}))
     struct.pack_into(form, content, at, value)
     with pytest.raises(ValueError, match=told):

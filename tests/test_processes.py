@@ -14,6 +14,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu import distributed
+from gluon_mgpu.distributed.dist_sync import DistSync
 from gluon_mgpu.errors import MissingExtraError, ProcessError
 from mxnet import gluon
 
@@ -406,6 +407,55 @@ def test_a_job_without_a_store_is_told(monkeypatch):
     monkeypatch.delenv("DMLC_ROLE", raising=False)
     with pytest.raises(ProcessError, match="gluon-mgpu launch") as raised:
         distributed.Group(distributed.Process(0, 2, 0, 2, 0, 1, 0))
+    assert_house_style(raised.value)
+
+
+def group_of(backend):
+    """A group of two processes whose backend is a stand-in."""
+    group = object.__new__(distributed.Group)
+    group.process, group.backend, group._compression = distributed.Process(0, 2, 0, 2, 0, 1, 0), backend, {}
+    return group
+
+
+def test_trainers_that_share_a_store_compress_alike():
+    calls = []
+    group = group_of(SimpleNamespace(compress=calls.append))
+    for params in ({"type": "2bit"}, {"type": "2bit", "threshold": 0.5}):
+        group.compress(params)
+    assert calls == [{"type": "2bit"}]  # the store keeps rounding errors, which a second call would drop
+    with pytest.raises(ProcessError, match="compression_params .*0.25.*as in an earlier trainer") as raised:
+        group.compress({"type": "2bit", "threshold": 0.25})
+    assert_house_style(raised.value)
+
+
+def test_messages_of_any_length_come_back_and_too_long_ones_are_refused():
+    """The other process sends three bytes; float32 holds a length exactly up to 2**24."""
+    sent = []
+
+    def all_gather(numbers):
+        sent.append(numbers)
+        other = np.zeros_like(numbers)
+        other[:3] = (3,) if len(numbers) == 1 else (7, 0, 255)
+        return np.stack([numbers, other])
+
+    group = group_of(SimpleNamespace(all_gather=all_gather))
+    for message in (b"", b"\x00\xff", bytes(range(256)) * 5):
+        assert group.all_gather_bytes(message) == [message, b"\x07\x00\xff"]
+    assert len({len(numbers) for numbers in sent}) <= 3  # few sizes: a store keeps an array for each
+    with pytest.raises(ProcessError, match="processes: got a message of .* bytes") as raised:
+        group.all_gather_bytes(bytes(2**24 + 1))
+    assert_house_style(raised.value)
+
+
+def test_the_store_of_mxnet_compresses_float32_to_2_bits_only():
+    store = object.__new__(DistSync)
+    store._compression = {}
+    with pytest.raises(ProcessError, match="expected type '2bit'") as raised:
+        store.compress({"type": "1bit"})
+    assert_house_style(raised.value)
+    store._compression = {"type": "2bit"}
+    with pytest.raises(ProcessError, match="a gradient of float64 and compression_params") as raised:
+        store.all_reduce([mx.nd.ones((2,), dtype="float64")], exact=False)
     assert_house_style(raised.value)
 
 

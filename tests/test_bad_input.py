@@ -61,6 +61,8 @@ WRONG = {
     "a norm to clip to of zero": lambda w: mgpu.Trainer(w.net, "sgd", clip_norm=0),
     "a value to clip to that is none": lambda w: mgpu.Trainer(w.net, "sgd", clip_value="1"),
     "devices apart for no step": lambda w: LocalSGD(w.net, "sgd", every=0),
+    "a trained bias of frozen weights": lambda w: frozen_weight(w).step(6),
+    "weights on other devices than the trainer's": lambda w: moved(w).step(6),
     "an optimizer that is a class": lambda w: mgpu.Trainer(w.net, mx.optimizer.SGD),
     "options that are a number": lambda w: mgpu.Trainer(w.net, "sgd", 0.1),
     "options by number": lambda w: mgpu.Trainer(w.net, "sgd", {1: 0.1}),
@@ -133,6 +135,27 @@ class TwoHeads(gluon.Block):
 
     def forward(self, x):
         return self.net(x), self.net(x)
+
+
+def frozen_weight(world):
+    """A trainer of another network, whose first layer trains only its bias: MXNet computes no such gradient on a CPU."""
+    net = nn.Dense(1, in_units=2)
+    net.initialize(ctx=CTX)
+    net.weight.grad_req = "null"
+    trainer = mgpu.Trainer(net, "sgd")
+    with mx.autograd.record():
+        losses = [net(mx.nd.ones((3, 2), ctx=context)) for context in CTX]
+    mgpu.backward(losses)
+    return trainer
+
+
+def moved(world):
+    """A trainer of another network, which has left the trainer's devices before its first step."""
+    net = nn.Dense(1, in_units=2)
+    net.initialize(ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd")
+    net.collect_params().reset_ctx(mx.cpu(2))
+    return trainer
 
 
 def endless():

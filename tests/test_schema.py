@@ -333,6 +333,7 @@ STATES = {
     "a count as a text": (setting("counts", 0, "3"), 'counts[0] = "3"; expected a whole number'),
     "a count dropped": (setting("counts", 0, dropped), "with a state or a count of 0.weight, and not both"),
     "objects as a state": (lambda c: c["states"].update({0: c["states"][0].astype(object)}), "expected numbers"),
+    "a state of another form": (lambda c: c["states"].update({0: [c["states"][0]]}), "got list in|another form of state"),
     "no version": (setting("version", dropped), "without version"),
     "a scale as a text": (setting("loss_scaler", "8"), "expected an object with scale or num_good, or null"),
 }
@@ -355,6 +356,17 @@ def test_an_altered_file_of_states_is_refused_before_anything_changes(run, tmp_p
     alter(content)
     (tmp_path / "states").write_bytes(pickle.dumps(content))
     assert_refused(run, lambda: run.trainer.load_states(str(tmp_path / "states")), words)
+
+
+def test_an_order_with_one_update_twice_is_refused(run, tmp_path):
+    path = tmp_path / "states"
+    run.trainer.save_states(str(path))
+    with open(path, "rb") as file:
+        gluons, content = pickle.load(file), pickle.load(file)
+    content["order"][1] = content["order"][0]
+    path.write_bytes(pickle.dumps(gluons) + pickle.dumps(content))
+    words = "with an order of 8 numbers; expected each of 0 to 7"
+    assert_refused(run, lambda: run.trainer.load_states(str(path)), words)
 
 
 def test_gluons_states_with_counts_of_another_kind_are_refused(run, tmp_path):

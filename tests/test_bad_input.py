@@ -113,6 +113,7 @@ WRONG = {
     "more parts than can be counted": lambda w: w.train(micro_steps=10**30),
     "more devices than threads": lambda w: mgpu.resolve_devices("cpu:20000"),
     "a device for each number": lambda w: mgpu.resolve_devices(10**30),
+    "a folder with a name of 5000 letters": lambda w: mgpu.save_checkpoint("x" * 5000, w.net),
     "a folder that is an array": lambda w: mgpu.save_checkpoint(X, w.net),
     "a patience that is a word": lambda w: mgpu.EarlyStopping(patience="long"),
     "shards of unlike arrays": lambda w: mgpu.gather([mx.nd.ones((1, 2)), mx.nd.ones((1, 2), dtype="int32")]),

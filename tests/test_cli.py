@@ -170,6 +170,7 @@ def test_wrong_usage_is_told(arguments):
         ("resnet18", "3,1,1", "got 3 numbers for 2 devices"),
         ("resnet18", "1,-1", "not all 0"),
         ("resnet18", "0,0", "not all 0"),
+        ("resnet18", "1,many", "got '1,many'; expected auto, or a number for each device"),
         ("seq2seq", "3,1,1", "got 3 numbers for 2 devices"),
         pytest.param("seq2seq", "1,-1", "not all 0", marks=pytest.mark.exhaustive),
         pytest.param("seq2seq", "0,0", "not all 0", marks=pytest.mark.exhaustive),

@@ -111,6 +111,10 @@ ALTERED = {
         lambda c: (c["place"].update(batches=7, step=7, num_batches=4), c["random"].update(step=7)),
         "got a train_iter of 4 batches, and a checkpoint after 7",
     ),
+    "examples before the first batch": (
+        setting("place", "batches", 0),
+        "place.examples = 9; expected 0 where",
+    ),
     "more batches than steps": (setting("place", "batches", 9), "place.batches = 9; expected at most as many as place.step, 3"),
     "an epoch that is not the history's": (
         setting("place", "epoch", 2),

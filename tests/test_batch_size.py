@@ -515,7 +515,7 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, monkeypatch):
         given.update(options, workload=workload)
         for probe in probes:
             on_message(probe)
-        return BatchSizes(("cpu(0)",), 2**31, probes, 32, recommend(probes))
+        return BatchSizes(("cpu(0)",), 2**31, probes, 32, recommend(probes), ended_by="no answer")
 
     monkeypatch.setattr("gluon_mgpu.cli.find_batch_size.find_batch_size", found)
     arguments = ["--memory-limit", "1.5GiB", "--image-size", "32", "--output", str(tmp_path), "--devices", "cpu"]
@@ -525,6 +525,7 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, monkeypatch):
     assert given["workload"] is resnet18_workload
     assert "batch 64: 2.00 GiB, does not fit ([no])\n" in result.output
     assert "no: [no]" in result.output
+    assert "\nNo larger batch was tried: no answer\nlargest batch that fits: 32\n" in result.output
     assert "largest batch that fits: 32\nrecommended: 16, the smallest within 5 % of the best speed\n" in result.output
     assert "hyper-parameter" in result.output
     written = json.loads((tmp_path / "batch_size.json").read_text())

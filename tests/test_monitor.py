@@ -311,12 +311,12 @@ def test_from_outside_gpus_have_the_numbers_of_the_driver(monkeypatch):
 
 def test_a_long_run_keeps_few_samples(monkeypatch):
     """Pairs are merged, so that the whole run stays in the summary: their times add up."""
-    monkeypatch.setattr(callback, "_MOST", 4)
+    monkeypatch.setattr(callback, "_MOST", 5)
     sample = Reader(0).read()
     samples = []
     for number in range(1, 20):
         samples = callback._merged([*samples, replace(sample, over_s=1.0)])
-        assert len(samples) < 4 and sum(one.over_s for one in samples) == pytest.approx(number)
+        assert len(samples) < 5 and sum(one.over_s for one in samples) == pytest.approx(number)
 
 
 def test_without_a_process_it_is_the_machine():

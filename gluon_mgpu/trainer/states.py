@@ -67,7 +67,7 @@ def write_states(
             os.fsync(file.fileno())
         os.replace(temporary, fname)
     except BaseException:
-        with suppress(FileNotFoundError):
+        with suppress(OSError, ValueError):  # the first error counts
             os.unlink(temporary)
         raise
 

@@ -7,6 +7,7 @@ import pytest
 from gluon_mgpu.checks import short
 from gluon_mgpu.errors import StepError, TrainerError
 from gluon_mgpu.trainer.local_sgd import LocalSGD
+from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -60,6 +61,11 @@ WRONG = {
     "a norm to clip to of zero": lambda w: mgpu.Trainer(w.net, "sgd", clip_norm=0),
     "a value to clip to that is none": lambda w: mgpu.Trainer(w.net, "sgd", clip_value="1"),
     "devices apart for no step": lambda w: LocalSGD(w.net, "sgd", every=0),
+    "a trained bias of frozen weights": lambda w: frozen_weight(w).step(6),
+    "weights on other devices than the trainer's": lambda w: moved(w).step(6),
+    "an optimizer that is a class": lambda w: mgpu.Trainer(w.net, mx.optimizer.SGD),
+    "options that are a number": lambda w: mgpu.Trainer(w.net, "sgd", 0.1),
+    "options by number": lambda w: mgpu.Trainer(w.net, "sgd", {1: 0.1}),
     "an optimizer that is none": lambda w: mgpu.Trainer(w.net, "bogus"),
     "a split that returns nothing": lambda w: w.train(split_f=lambda X, y, ctx: None),
     "no data at all": lambda w: w.fit(None),
@@ -84,6 +90,7 @@ WRONG = {
     "batches of no examples": lambda w: mgpu.data.ArrayLoader(X, Y, 0),
     "arrays of other lengths": lambda w: mgpu.data.ArrayLoader(X, Y[:2], 2),
     "no arrays": lambda w: mgpu.data.ArrayLoader(X[:0], Y[:0], 2),
+    "rows of unequal length": lambda w: mgpu.data.ArrayLoader([[1.0], [1.0, 2.0]], [0, 1], 2),
     "a last batch that is neither": lambda w: mgpu.data.ArrayLoader(X, Y, 2, last_batch="rollover"),
     "no classes": lambda w: mgpu.models.resnet18(0),
     "a test set that is a number": lambda w: w.fit(test_iter=5),
@@ -106,9 +113,12 @@ WRONG = {
     "more parts than can be counted": lambda w: w.train(micro_steps=10**30),
     "more devices than threads": lambda w: mgpu.resolve_devices("cpu:20000"),
     "a device for each number": lambda w: mgpu.resolve_devices(10**30),
+    "a folder with a name of 5000 letters": lambda w: mgpu.save_checkpoint("x" * 5000, w.net),
     "a folder that is an array": lambda w: mgpu.save_checkpoint(X, w.net),
     "a patience that is a word": lambda w: mgpu.EarlyStopping(patience="long"),
     "shards of unlike arrays": lambda w: mgpu.gather([mx.nd.ones((1, 2)), mx.nd.ones((1, 2), dtype="int32")]),
+    "rows of unequal length to split": lambda w: mgpu.split_data([[1.0], [1.0, 2.0]], 2),
+    "losses to scale that are numbers": lambda w: LossScaler().scale_losses([1.0]),
     "an axis that is a word": lambda w: mgpu.gather([mx.nd.ones((1, 2))], batch_axis="N"),
     "shards that are a network": lambda w: mgpu.forward_shards(w.net, w.net),
     "shards that the network does not take": lambda w: mgpu.forward_shards(w.net, [mx.nd.ones((2, 3))]),
@@ -126,6 +136,27 @@ class TwoHeads(gluon.Block):
 
     def forward(self, x):
         return self.net(x), self.net(x)
+
+
+def frozen_weight(world):
+    """A trainer of another network, whose first layer trains only its bias: MXNet computes no such gradient on a CPU."""
+    net = nn.Dense(1, in_units=2)
+    net.initialize(ctx=CTX)
+    net.weight.grad_req = "null"
+    trainer = mgpu.Trainer(net, "sgd")
+    with mx.autograd.record():
+        losses = [net(mx.nd.ones((3, 2), ctx=context)) for context in CTX]
+    mgpu.backward(losses)
+    return trainer
+
+
+def moved(world):
+    """A trainer of another network, which has left the trainer's devices before its first step."""
+    net = nn.Dense(1, in_units=2)
+    net.initialize(ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd")
+    net.collect_params().reset_ctx(mx.cpu(2))
+    return trainer
 
 
 def endless():

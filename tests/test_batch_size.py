@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -19,9 +20,9 @@ from gluon_mgpu.cli.find_batch_size import find_batch_size_
 from gluon_mgpu.errors import DeviceError, StepError, TrainerError
 from gluon_mgpu.tuning.batch_size import BatchSizes, Probe, find_batch_size, recommend, search
 from gluon_mgpu.tuning.batch_size.find import resnet18_workload
-from gluon_mgpu.tuning.batch_size.probe import _lacks_memory, _measure
+from gluon_mgpu.tuning.batch_size.probe import _answer, _lacks_memory, _measure, _memory, peak_bytes
 from gluon_mgpu.tuning.batch_size.process import INSIDE, NoMemoryError, ProbeTimeoutError, _raise_end, _raise_error, ask
-from gluon_mgpu.tuning.batch_size.workload import Question, load_workload, reference_of, step_of
+from gluon_mgpu.tuning.batch_size.workload import Question, _main_place, load_workload, reference_of, step_of
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
@@ -451,6 +452,58 @@ def test_what_a_workload_returns_is_checked(made):
     assert_house_style(caught.value)
 
 
+def test_arguments_of_train_batch_are_a_step_and_a_function_is_one():
+    step = step_of(small_mlp(4, [mx.cpu(0)]), "a:b")
+    assert callable(step) and step_of(step, "a:b") is step
+    made = resnet18_workload(2, [mx.cpu(0)], image_size=8)
+    assert step_of(made, "a:b")().num_examples == 2
+
+
+def test_an_answer_holds_rounds_memory_and_devices(monkeypatch, arrays):
+    """As a probe's process gives it; a question of no batch only asks for devices and memory."""
+    monkeypatch.setattr("gluon_mgpu.tuning.batch_size.probe._ROUND_S", 0)
+    is_np = mx.util.is_np_array()
+    for batch_size, rounds in ((4, 5), (0, 0)):
+        answer = _answer(Question(f"{HERE}:small_mlp", {"np_arrays": is_np}, "cpu:2", batch_size, np=is_np))
+        assert len(answer["examples_per_s"]) == rounds and all(rate > 0 for rate in answer["examples_per_s"])
+        assert answer["memory_bytes"] > 2**24 and 2**20 < answer["room_bytes"] < 2**50
+        assert answer["devices"] == ["cpu(0)", "cpu(1)"]
+    assert json.loads(json.dumps(answer)) == answer and mx.util.is_np_array() == is_np
+
+
+def test_the_fullest_gpu_and_the_smallest_one_decide(monkeypatch):
+    of_gpus = {0: (6 * 2**30, 16 * 2**30), 1: (20 * 2**30, 24 * 2**30)}  # free and total
+    monkeypatch.setattr(mx.context, "gpu_memory_info", of_gpus.get)
+    assert _memory([mx.gpu(0), mx.gpu(1)], 0.0) == (10 * 2**30, 16 * 2**30)
+
+
+def test_a_peak_between_two_reads_counts(monkeypatch):
+    """The process has answered, and says itself that it held more than the limit."""
+    line = json.dumps({"examples_per_s": [1.0], "peak_bytes": 300 * MIB}).encode() + b"\n"
+    monkeypatch.setattr("gluon_mgpu.tuning.batch_size.process._watch", lambda *_: (line, 10 * MIB))
+    monkeypatch.setattr("gluon_mgpu.tuning.batch_size.process._START", "pass")
+    question = Question(f"{HERE}:small_mlp", {}, "cpu", 4)
+    assert ask(question, limit_bytes=300 * MIB)["examples_per_s"] == [1.0]
+    with pytest.raises(NoMemoryError, match="more than the limit") as caught:
+        ask(question, limit_bytes=300 * MIB - 1)
+    assert caught.value.peak_bytes == 300 * MIB
+
+
+def test_a_process_that_has_ended_holds_nothing():
+    assert peak_bytes(2**22 + 1) == 0
+
+
+def test_the_workload_of_a_module_that_runs_is_found_by_its_name(monkeypatch):
+    """python -m package.module: its functions are imported from there, not from __main__."""
+    main = SimpleNamespace(__spec__=SimpleNamespace(name="package.module"), __file__="/nowhere/module.py")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert _main_place() == "package.module"
+    main.__spec__ = None
+    assert _main_place() == ""  # the file is gone, as in a notebook
+    main.__file__ = __file__
+    assert _main_place() == os.path.abspath(__file__)
+
+
 # The command
 
 
@@ -462,7 +515,7 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, monkeypatch):
         given.update(options, workload=workload)
         for probe in probes:
             on_message(probe)
-        return BatchSizes(("cpu(0)",), 2**31, probes, 32, recommend(probes))
+        return BatchSizes(("cpu(0)",), 2**31, probes, 32, recommend(probes), ended_by="no answer")
 
     monkeypatch.setattr("gluon_mgpu.cli.find_batch_size.find_batch_size", found)
     arguments = ["--memory-limit", "1.5GiB", "--image-size", "32", "--output", str(tmp_path), "--devices", "cpu"]
@@ -472,6 +525,7 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, monkeypatch):
     assert given["workload"] is resnet18_workload
     assert "batch 64: 2.00 GiB, does not fit ([no])\n" in result.output
     assert "no: [no]" in result.output
+    assert "\nNo larger batch was tried: no answer\nlargest batch that fits: 32\n" in result.output
     assert "largest batch that fits: 32\nrecommended: 16, the smallest within 5 % of the best speed\n" in result.output
     assert "hyper-parameter" in result.output
     written = json.loads((tmp_path / "batch_size.json").read_text())

@@ -189,6 +189,22 @@ def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
     assert all(line.endswith(" left") for line in lines if " batch " in line)
 
 
+def test_progress_without_a_length_foretells_nothing(capsys, monkeypatch):
+    """A generator has no length: how much is left is known only once the first epoch has ended."""
+    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_BATCHES", 1)
+    net, batches = make_net([mx.cpu()]), make_batches(2)
+
+    class Stream:
+        def __iter__(self):
+            return iter(batches)
+
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    mgpu.fit(net, loss, mgpu.Trainer(net, "sgd"), Stream(), epochs=1, callbacks=[mgpu.Progress(every_s=0)])
+    *reports, end = capsys.readouterr().out.splitlines()
+    assert reports[0].startswith("epoch 1/1  batch 1/?  ") and reports[-1].startswith("epoch 1/1  batch 2/?  ")
+    assert all(line.endswith(" examples/s") for line in reports) and end.startswith("epoch 1/1  train ")
+
+
 def test_fit_shows_progress_unless_told_otherwise(capsys):
     train(None, epochs=1)
     assert capsys.readouterr().out.startswith("epoch 1/1  train accuracy ")
@@ -266,9 +282,11 @@ def test_early_stopping_begins_anew_with_each_fit():
     assert len(train([Scripted("test_loss", FALLING), stopping]).rows) == 10
 
 
-@pytest.mark.parametrize("options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "smallest"}])
+@pytest.mark.parametrize(
+    "options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "smallest"}, {"monitor": None}, {"monitor": 5}]
+)
 def test_early_stopping_refuses_bad_options(options):
-    with pytest.raises(TrainerError, match="got (patience|min_delta|mode)=") as caught:
+    with pytest.raises(TrainerError, match="got (patience|min_delta|mode|monitor)=") as caught:
         mgpu.EarlyStopping(**options)
     assert_house_style(caught.value)
 

@@ -13,6 +13,7 @@ import zipfile
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -641,6 +642,40 @@ def test_what_a_file_cannot_hold_is_told_before_anything_is_written(tmp_path):
     trainer.optimizer.weight_previous[0] = mx.nd.ones((1,))
     assert "weight_previous of type dict in DCASGD" in told(mgpu.save_checkpoint, tmp_path / "c", net, trainer)
     assert list(tmp_path.iterdir()) == []
+
+
+class Noting(mx.optimizer.SGD):
+    """Keeps an object as the state of each weight."""
+
+    def create_state(self, index, weight):
+        return SimpleNamespace(number=index)
+
+    def update(self, index, weight, grad, state):
+        self._update_count(index)
+
+
+def test_a_state_that_no_file_can_hold_is_told(tmp_path):
+    net = small_net(contexts(2))
+    trainer = mgpu.Trainer(net, Noting())
+    mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
+    assert "got SimpleNamespace as an optimizer's state" in told(mgpu.save_checkpoint, tmp_path / "c", net, trainer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_with_two_names_is_saved_under_both(tmp_path):
+    net, other = tied(), tied()
+    mgpu.save_checkpoint(tmp_path / "c", net)
+    mgpu.load_checkpoint(tmp_path / "c", other)
+    assert sorted(mx.nd.load(str(tmp_path / "c" / "net.params"))) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert largest_difference(weights_of(net), weights_of(other)) == 0.0 and other[0].weight is other[1].weight
+
+
+def tied():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3, in_units=3))
+    net.add(nn.Dense(3, in_units=3, params=net[0].params))
+    net.initialize(mx.init.Normal(1.0), ctx=contexts(2))
+    return net
 
 
 def test_gradients_that_were_not_applied_are_told(tmp_path):

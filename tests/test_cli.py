@@ -18,6 +18,9 @@ from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from gluon_mgpu.cli._options import best_of
 from gluon_mgpu.cli._table import print_table
+from gluon_mgpu.cli._training import enable_debugging
+from gluon_mgpu.cli.main import CommandGroup
+from gluon_mgpu.loop.stopping import Terminated
 from gluon_mgpu.tuning.profiling import measure_overlap
 from mxnet.gluon import nn
 
@@ -170,6 +173,7 @@ def test_wrong_usage_is_told(arguments):
         ("resnet18", "3,1,1", "got 3 numbers for 2 devices"),
         ("resnet18", "1,-1", "not all 0"),
         ("resnet18", "0,0", "not all 0"),
+        ("resnet18", "1,many", "got '1,many'; expected auto, or a number for each device"),
         ("seq2seq", "3,1,1", "got 3 numbers for 2 devices"),
         pytest.param("seq2seq", "1,-1", "not all 0", marks=pytest.mark.exhaustive),
         pytest.param("seq2seq", "0,0", "not all 0", marks=pytest.mark.exhaustive),
@@ -480,6 +484,38 @@ def test_ctrl_c_saves_and_ends_with_130(tiny, data_dir, tmp_path, monkeypatch):
     history = json.loads((tmp_path / "out" / "history.json").read_text())
     assert (history["stopped"], len(history["epochs"])) == ("interrupted", 1)
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(PNG)
+
+
+def ended(error):
+    """The result of a command that raises an error."""
+
+    @click.command()
+    def command():
+        raise error
+
+    return CliRunner().invoke(CommandGroup("group", commands={"command": command}), ["command"])
+
+
+def test_a_command_that_sigterm_ends_says_where_and_exits_with_143():
+    result = ended(Terminated("fit: stopped in epoch 2"))
+    assert (result.exit_code, result.output) == (143, "Terminated. fit: stopped in epoch 2\n")
+
+
+def test_a_broken_pipe_is_not_an_error_of_the_command():
+    """It is an OSError; but an error message would have no reader."""
+    result = ended(BrokenPipeError())
+    assert isinstance(result.exception, BrokenPipeError) and result.output == ""
+    assert ended(FileNotFoundError(2, "No such file or directory", "x")).output.startswith("Error: ")
+
+
+def test_debugging_begins_before_anything_runs(monkeypatch):
+    monkeypatch.delenv("GLUON_MGPU_DEBUG", raising=False)
+    asked = []
+    monkeypatch.setattr("gluon_mgpu.cli._training.run_serially", lambda: asked.append(os.environ["GLUON_MGPU_DEBUG"]))
+    with monkeypatch.context() as patch:
+        patch.setenv("GLUON_MGPU_DEBUG", "0")
+        enable_debugging()
+    assert asked == ["1"]
 
 
 def test_python_m_is_the_command_and_reports_errors_without_a_traceback(tmp_path, monkeypatch, capfd):

@@ -1,6 +1,7 @@
 """Compiled passes: the same bits as recorded ones, whatever happens between steps; and why some passes cannot be compiled."""
 
 import logging
+import os
 from contextlib import nullcontext
 
 import gluon_mgpu as mgpu
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel import executors
 from gluon_mgpu.data_parallel.compiled import CompiledPasses
+from gluon_mgpu.data_parallel.graph import NotCompilableError, inputs_of, trace
 from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
 from gluon_mgpu.models.seq2seq.loss import SequenceLoss
 from gluon_mgpu.models.seq2seq.network import Seq2Seq
+from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -85,6 +88,13 @@ def set_weights(i, net, trainer):
         net[5].weight.set_data(mx.nd.ones((3, 8)))
 
 
+def scale_losses(i, net, trainer):
+    if i == 1:
+        trainer.loss_scaler = LossScaler(scale=8.0, every=2)  # 16 from the third step, 32 from the fifth
+    if i == 6:
+        trainer.loss_scaler.scale = 1.0
+
+
 def load_weights(i, net, trainer):
     if i == 2:
         mx.nd.waitall()  # a static graph writes running statistics without telling the engine
@@ -104,7 +114,7 @@ def hybridize_again(i, net, trainer):
         net.hybridize(**STATIC)
 
 
-@pytest.mark.parametrize("change", [set_weights, load_weights, freeze_and_thaw, hybridize_again])
+@pytest.mark.parametrize("change", [set_weights, scale_losses, load_weights, freeze_and_thaw, hybridize_again])
 def test_weights_may_change_between_steps(change, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_same_bits(trained("on", 2, change, has_shapes=True), trained("off", 2, change, has_shapes=True))
@@ -211,7 +221,15 @@ CANNOT = [
     (dense, lambda output, y: LOSS(output, y), "the loss is a function"),
     (lambda: mgpu.convert_sync_batchnorm(build(2)), LOSS, "synchronised over the devices"),
     (lambda: with_hook(build(2)), LOSS, "has hooks"),
+    (lambda: sparse(), LOSS, "has sparse gradients"),
 ]
+
+
+def sparse():
+    net = nn.HybridSequential()
+    net.add(nn.Flatten(), nn.HybridLambda("zeros_like"), nn.Embedding(4, 2, sparse_grad=True), nn.Dense(3, in_units=72))
+    net.hybridize()
+    return net
 
 
 @pytest.mark.parametrize("make, loss, reason", CANNOT)
@@ -231,6 +249,67 @@ def test_what_cannot_be_compiled_is_recorded_or_refused(make, loss, reason, capl
     assert step.passes.reason
     lines = [record.getMessage() for record in caplog.records if "not compiled" in record.getMessage()]
     assert len(lines) == 1 and (reason in lines[0] or "not hybridized" in lines[0])
+
+
+class Own(nn.HybridBlock):
+    """A network whose graph a function makes."""
+
+    def __init__(self, graph):
+        super().__init__()
+        self.graph_of = graph
+
+    def hybrid_forward(self, F, x):
+        return self.graph_of(F, x)
+
+
+class InPython(Own):
+    """A network whose inputs Python prepares, and which asks for Python."""
+
+    def graph_inputs(self, X):
+        return None
+
+
+class Pair(gluon.loss.L2Loss):
+    """Returns two losses."""
+
+    def hybrid_forward(self, F, output, label, sample_weight=None):
+        return [super().hybrid_forward(F, output, label)] * 2
+
+
+@mx.operator.register("identity_of_these_tests")
+class IdentityProp(mx.operator.CustomOpProp):
+    """An operator that is written in Python."""
+
+
+@pytest.mark.parametrize(
+    "net, loss, told",
+    [
+        (Own(lambda F, x: F.Custom(x, op_type="identity_of_these_tests")), None, "written in Python"),
+        (Own(lambda F, x: x + F.var("unheard_of")), None, "the graph reads unheard_of, which no layer holds"),
+        (Own(lambda F, x: x * 2), Pair(), "the loss returns"),
+        (InPython(lambda F, x: x), None, "runs these steps in Python"),
+        (Own(lambda F, x: F.no_such_operator(x)), None, "tracing failed"),
+    ],
+)
+def test_graphs_that_would_not_be_the_network_are_refused(net, loss, told):
+    with pytest.raises(NotCompilableError, match=told):
+        trace(net, loss, mx.nd.ones((2, 3)), mx.nd.ones((2, 3)))
+
+
+@pytest.mark.parametrize("data", [mx.nd.ones((2, 3)).tostype("row_sparse"), np.ones((2, 3))], ids=["sparse", "numpy"])
+def test_data_that_no_graph_reads_are_refused(data):
+    with pytest.raises(NotCompilableError, match="the data hold .*; expected dense MXNet arrays"):
+        inputs_of(dense(), mx.nd.ones((2, 3)), data)
+
+
+def test_what_mxnet_reads_when_it_binds_a_graph_is_put_back(monkeypatch):
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "MKLDNN")
+    monkeypatch.delenv("MXNET_SUBGRAPH_VERBOSE", raising=False)
+    net = dense(forward_bulk_size=3)
+    net.initialize(ctx=mx.cpu())
+    CompiledPasses(net, LOSS, trains=False, mode="on").forward("test", [mx.nd.ones((2, 36))], [mx.nd.zeros(2)])
+    assert os.environ["MXNET_SUBGRAPH_BACKEND"] == "MKLDNN" and "MXNET_SUBGRAPH_VERBOSE" not in os.environ
+    assert "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD" not in os.environ
 
 
 def test_data_that_the_network_rejects_change_nothing():

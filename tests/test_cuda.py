@@ -401,3 +401,16 @@ def test_the_extra_brings_every_library_in_a_version_that_was_tried():
     assert {name.replace("-", "_") for name in wheels} == set(PACKAGES.values())
     assert wheels["cudnn"].startswith("8.")
     assert "mxnet-cu112==1.9.1" in lines
+
+
+def test_a_module_that_is_only_called_nvidia_has_no_wheels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia", types.ModuleType("nvidia"))
+    assert list(cuda_libraries._wheel_folders()) == []
+
+
+def test_a_function_of_cuda_that_fails_has_no_answer():
+    def fails(pointer):
+        return 35  # cudaErrorInsufficientDriver
+
+    with pytest.raises(OSError, match="cudaRuntimeGetVersion failed"):
+        cuda_libraries._ask(types.SimpleNamespace(cudaRuntimeGetVersion=fails), "cudaRuntimeGetVersion")

@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StateError
-from gluon_mgpu.trainer.optimizer_config import describe, differences, restore_optimizer
+from gluon_mgpu.trainer.optimizer_config import describe, differences, failure, misfit, plain_attributes, restore_optimizer
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
@@ -109,3 +109,41 @@ def test_methods_are_not_overwritten():
     description["values"].update({"update": "gone", "__class__": "gone", "a b": "gone"})
     restore_optimizer(description, optimizer)
     assert callable(optimizer.update) and type(optimizer) is opt.SGD and "a b" not in vars(optimizer)
+
+
+def misfits(theirs, thing, **options):
+    wrong = misfit(describe(thing)["values"], {**describe(thing)["values"], **theirs}, thing, **options)
+    return None if wrong is None else (wrong.path, wrong.expected)
+
+
+def test_values_of_another_kind_do_not_replace_those_of_known_optimizers():
+    assert misfits({"momentum": 0.5, "lazy_update": False}, opt.SGD()) is None
+    assert misfits({"momentum": None}, opt.SGD()) == (("momentum",), "a finite number")
+    assert misfits({"lazy_update": 1}, opt.SGD()) == (("lazy_update",), "true or false")
+    assert misfits({"momentum": True}, opt.SGD()) == (("momentum",), "a finite number")
+    assert misfits({"clip_weights": None}, opt.RMSProp(clip_weights=0.5)) is None  # an option that may be missing
+    assert misfits({"extra": 1.0}, opt.SGD()) is None
+    assert misfits({"extra": 1.0}, opt.SGD(), exact=True) == (("extra",), "no attributes but those of SGD")
+
+
+def test_ones_own_optimizers_may_count_with_any_numbers_and_gain_attributes():
+    """A flag that becomes a count, or an attribute that the first step makes, is their own affair. Their methods are not."""
+    assert misfits({"gamma": 3, "later": 2.0}, Own(), exact=True) is None
+    assert misfits({"gamma": True}, Own()) is None
+    assert misfits({"gamma": "text"}, Own()) == (("gamma",), "a finite number")
+    assert misfits({"seen": [1, 2]}, Own()) == (("seen",), "a tuple")
+    for name in ("update", "__class__", "a b"):
+        assert misfits({name: 1.0}, Own(), exact=True) == ((name,), "no attributes but those of Own")
+
+
+def test_an_attribute_that_is_no_plain_value_is_named_by_its_class():
+    optimizer = Own()
+    optimizer.table = np.zeros(2)
+    assert plain_attributes(optimizer)["table"] == {"ndarray": None} and plain_attributes(optimizer)["gamma"] == 1.0
+
+
+def test_a_schedule_without_a_rate_cannot_train():
+    schedule = lr_scheduler.FactorScheduler(1, base_lr=0.5)
+    assert failure(opt.SGD(lr_scheduler=schedule), {0: 1}) == ""
+    schedule.base_lr = float("nan")
+    assert failure(opt.SGD(lr_scheduler=schedule), {0: 1}) == "its schedule returns no finite number"

@@ -392,3 +392,35 @@ def test_a_gpu_runs():
 def test_digits_of_other_scripts_are_no_counts():
     with pytest.raises(DeviceError):
         mgpu.resolve_devices("\u00b2")
+
+
+# What MXNet itself answers, without the stand-ins above
+
+
+@pytest.mark.skipif(bool(mx.context.num_gpus()), reason="there are GPUs")
+def test_a_gpu_is_usable_if_an_operation_gives_the_right_numbers(monkeypatch):
+    ask = mxnet_gpus.why_not.__wrapped__
+    assert ask(0).startswith("A test operation failed: ") and "\n" not in ask(0)
+    monkeypatch.setattr(mx, "gpu", mx.cpu)  # a device that works
+    assert ask(0) == ""
+    monkeypatch.setattr(mx.nd, "ones", mx.nd.zeros)  # a kernel that did not run leaves old memory
+    assert "gave a wrong result" in ask(0)
+
+
+def test_a_driver_that_does_not_work_shows_no_gpu(monkeypatch):
+    def failing():
+        raise mx.MXNetError("CUDA: initialization error")
+
+    monkeypatch.setattr(mx.context, "num_gpus", failing)
+    assert mxnet_gpus.num_gpus.__wrapped__() == 0
+    monkeypatch.setattr(mx.context, "num_gpus", lambda: 3)
+    assert mxnet_gpus.num_gpus.__wrapped__() == 3
+
+
+def test_why_gpus_are_hidden(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "holds no GPU code" in mxnet_gpus.why_hidden(0, 2)
+    monkeypatch.setattr(mx.runtime.Features, "is_enabled", lambda self, feature: feature == "CUDA")
+    assert mxnet_gpus.why_hidden(0, 2) == "List the devices with gluon-mgpu devices."
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert mxnet_gpus.why_hidden(1, 2) == "CUDA_VISIBLE_DEVICES=1 lets MXNet see 1 of 2."

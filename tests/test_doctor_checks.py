@@ -160,6 +160,12 @@ def test_an_environment_that_hides_all_gpus_is_told(value):
     assert explains(reading(*v100s, CUDA_VISIBLE_DEVICES=value), GPU_BUILD)
 
 
+def test_gpus_that_are_hidden_without_the_environment_are_not_its_fault():
+    """MIG is on, and has no devices: no value of the variable would show one."""
+    found = check_gpus(reading(replace(MIG, mig=()), CUDA_VISIBLE_DEVICES="0"), GPU_BUILD)
+    assert "no MIG device" in found[0].what and not any("CUDA_VISIBLE_DEVICES" in problem.what for problem in found)
+
+
 def test_an_environment_that_shows_some_is_fine():
     pair = [replace(A100, index=i, uuid=f"GPU-{i}") for i in range(2)]
     shown = reading(*pair, CUDA_VISIBLE_DEVICES="1")
@@ -412,6 +418,16 @@ def test_horovod_says_what_it_was_built_with(monkeypatch):
 def test_horovod_that_was_built_without_mxnet_is_told(monkeypatch):
     install_horovod(monkeypatch, ImportError("Extension horovod.mxnet has not been built.\nmore"))
     one(check_horovod(inspect_horovod()), "has not been built", "HOROVOD_WITH_MXNET=1")
+    assert inspect_horovod().described().startswith("0.28.1, which does not work with this MXNet: Extension horovod.mxnet")
+
+
+def test_horovod_that_no_package_manager_has_installed_has_no_version(monkeypatch):
+    def missing(name):
+        raise stores.metadata.PackageNotFoundError(name)
+
+    install_horovod(monkeypatch, SimpleNamespace(gloo_built=lambda: True))
+    monkeypatch.setattr(stores.metadata, "version", missing)
+    assert inspect_horovod().described() == "of unknown version, built with gloo"
 
 
 def test_horovod_without_mpi_and_gloo_is_told():

@@ -1,5 +1,6 @@
 """Folders that are whole or not there, whenever the program is killed."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -132,3 +133,52 @@ def test_a_file_name_that_leads_elsewhere_is_refused(tmp_path):
     path.write_text(json.dumps(manifest))
     with pytest.raises(StateError, match="which is not a checkpoint"):
         checked(tmp_path / "f")
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    """Opening a pipe for reading waits for a writer, and none may ever come."""
+    write(tmp_path / "f", 1)
+    (tmp_path / "f" / "number").unlink()
+    os.mkfifo(tmp_path / "f" / "number")
+    with open_folder(tmp_path / "f", ("manifest.json", "number", "bytes"), "test") as opened:
+        assert "number" not in opened and "bytes" in opened
+        with pytest.raises(StateError, match="number"):
+            opened.check("test")
+
+
+def test_a_new_folder_with_a_file_cut_short_does_not_replace_the_old_one(tmp_path):
+    """A power failure may keep names and lose data: the manifest is there, and a file has another size."""
+    write(tmp_path / "f", 1)
+    (tmp_path / "f").rename(tmp_path / ".f.old")
+    write(tmp_path / "g", 2)
+    (tmp_path / "g").rename(tmp_path / ".f.new")
+    assert recover_path(tmp_path / "f") == tmp_path / ".f.new"
+    (tmp_path / ".f.new" / "bytes").write_bytes(b"abc")
+    assert recover_path(tmp_path / "f") == tmp_path / ".f.old"
+
+
+def test_a_folder_that_cannot_be_removed_is_reported_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    def busy(path, ignore_errors=False):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    write(tmp_path / "f", 1)
+    monkeypatch.setattr(atomic_folder.shutil, "rmtree", busy)
+    remove(tmp_path / "f")
+    assert "could not remove the unused folder" in caplog.text and "Device or resource busy" in caplog.text
+    assert not (tmp_path / "f").exists()
+
+
+def test_two_processes_may_remove_the_same_folder(tmp_path, monkeypatch):
+    """A file that the other one removes first is no error; what is left is removed all the same."""
+    real = atomic_folder.shutil.rmtree
+
+    def raced(path, ignore_errors=False):
+        if not ignore_errors:
+            (path / "number").unlink()
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", "number")
+        real(path, ignore_errors=True)
+
+    write(tmp_path / "f", 1)
+    monkeypatch.setattr(atomic_folder.shutil, "rmtree", raced)
+    remove(tmp_path / "f")
+    assert list(tmp_path.iterdir()) == []

@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import os
 import signal
@@ -168,3 +169,30 @@ def test_what_stands_in_a_lock_is_printable(own_folder):
     claim("GPU-1")
     (folder() / "GPU-1.lock").write_bytes(b"\x1b[31mprocess 7\n\xff")
     assert signature(locks._held["GPU-1"]) == "[31mprocess 7\ufffd"
+
+
+def test_a_folder_without_locks_reserves_nothing(monkeypatch, caplog):
+    """A network file system may have files and no locks: jobs run there as they did before."""
+
+    def unsupported(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(locks, "_PATIENCE_S", 0.02)
+    with caplog.at_level("DEBUG", "gluon_mgpu"):
+        assert claim("GPU-1") == "" and not is_ours("GPU-1")
+    assert "could not lock GPU-1" in caplog.text
+    with choosing():
+        pass
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_lock_file_of_another_user_is_used_as_it_is(monkeypatch):
+    """Only its owner may change who may open it."""
+    changed = []
+    monkeypatch.setattr(os, "fchmod", lambda file, mode: changed.append(mode))
+    assert claim("GPU-1") == "" and changed == [0o666]
+    release("GPU-1")
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert claim("GPU-1") == "" and is_ours("GPU-1") and changed == [0o666]

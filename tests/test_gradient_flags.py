@@ -164,3 +164,12 @@ def test_settings_show_how_flags_are_read(monkeypatch, decide_again):
     why_not_memory.cache_clear()
     monkeypatch.setattr(gradient_flags.platform, "machine", lambda: "aarch64")
     assert shown() == [("C interface", "gluon_mgpu")]
+
+
+def test_memory_that_cannot_be_read_gives_no_addresses(monkeypatch):
+    """A container may forbid it after the self-check has read it: flags are then read through the C interface."""
+    found = variables(2, 1)
+    handles = [weight.handle for weights in found for weight in weights]
+    assert why_not_memory() or len(gradient_flags._addresses_of_flags(handles)) == 2
+    monkeypatch.setattr(gradient_flags, "_MEMORY", "/proc/self/no such file")
+    assert gradient_flags._addresses_of_flags(handles) == []

@@ -56,6 +56,9 @@ def test_variables_that_cannot_be(name, value):
         this_process(environ)
     assert_house_style(raised.value)
     assert f"GLUON_MGPU_{name}" in str(raised.value)
+    with pytest.raises(LaunchError, match="this_process: got environ of type list") as raised:
+        this_process(list(environ.items()))
+    assert_house_style(raised.value)
 
 
 def test_host_files():

@@ -4,6 +4,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.data_parallel import iterators
 from gluon_mgpu.errors import TrainerError
 from mxnet import gluon
 
@@ -79,3 +80,12 @@ def test_data_without_labels_predict_and_do_not_train():
         mgpu.fit(net, LOSS, mgpu.Trainer(net, "sgd"), data, epochs=1, callbacks=[])
     assert_house_style(caught.value)
     assert largest_difference(before, weights_of(net)) == 0.0
+
+
+def test_batches_of_an_iterator_in_cpp_can_be_kept(tmp_path):
+    """It writes each batch into the same memory: a queue of batches would hold the last one several times."""
+    (tmp_path / "numbers.csv").write_text("\n".join(str(i) for i in range(100)))
+    data = mx.io.CSVIter(data_csv=str(tmp_path / "numbers.csv"), data_shape=(1,), batch_size=2)
+    for _ in range(2):
+        batches = list(iterators.batches_of(data))
+        assert [int(number) for X in batches for number in X.data[0].asnumpy().ravel()] == list(range(100))

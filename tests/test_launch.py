@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import selectors
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from gluon_mgpu.distributed import LaunchError
-from gluon_mgpu.distributed.launcher.job import Job, make_log_dir, run_job
-from gluon_mgpu.distributed.launcher.plan import STARTUP, Machine, Plan, program_command, shares
+from gluon_mgpu.distributed.launcher.job import Job, _check_reachable, _watch_input, make_log_dir, run_job
+from gluon_mgpu.distributed.launcher.node import _name
+from gluon_mgpu.distributed.launcher.plan import STARTUP, Machine, Plan, _place, bindable_cores, program_command, shares
 from gluon_mgpu.distributed.launcher.supervisor import Limits
 
 from .conftest import assert_house_style
@@ -597,6 +599,51 @@ def test_a_program_that_cannot_be_run(run, tmp_path):
     broken.chmod(0o755)
     assert run_job(Job((str(broken),), log_dir=run.logs)) == 127
     assert b"broken" in run.capture.readouterr().err
+
+
+def test_the_input_of_ssh_is_a_pipe(tmp_path):
+    """A file as standard input has no end that tells of a lost connection."""
+    (tmp_path / "file").write_text("")
+    before = os.dup(0)
+    try:
+        with open(tmp_path / "file") as file, selectors.DefaultSelector() as selector:
+            os.dup2(file.fileno(), 0)
+            with pytest.raises(LaunchError, match="got a file as standard input") as raised:
+                _watch_input(selector)
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+    assert_house_style(raised.value)
+
+
+@pytest.mark.parametrize(
+    "named, host, interface, is_told",
+    [
+        ("node0", "127.0.1.1", None, True),  # as /etc/hosts of Debian has it
+        ("node0", "127.0.1.1", "lo", False),
+        ("node0", "10.0.0.1", None, False),
+        ("localhost", "127.0.0.1", None, False),
+        ("127.0.0.2", "127.0.0.2", None, False),
+    ],
+)
+def test_a_rendezvous_that_no_other_node_reaches_is_told(named, host, interface, is_told):
+    job = Job(("true",), num_nodes=2, rendezvous=(named, 9000), interface=interface, token="the-token-of-these-tests")
+    if not is_told:
+        assert _check_reachable(job, host) is None
+        return
+    with pytest.raises(LaunchError, match="node0, which is 127.0.1.1 on this machine") as raised:
+        _check_reachable(job, host)
+    assert_house_style(raised.value)
+
+
+def test_cores_are_known_where_the_system_tells_little(monkeypatch):
+    assert _place(10**6) == (0, 0, 10**6)  # a core without a topology, as in some containers
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert bindable_cores() == ()
+
+
+def test_signals_have_names():
+    assert [_name(number) for number in (signal.SIGKILL, signal.SIGSEGV, 40)] == ["SIGKILL", "SIGSEGV", "signal 40"]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,25 @@
 """Launching on several machines: launchers that meet, miss each other, and are told nonsense; network namespaces as hosts."""
 
+import errno
 import json
+import select
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import uuid
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from gluon_mgpu.distributed import LaunchError
+from gluon_mgpu.distributed.launcher.connection import wait_for_events
 from gluon_mgpu.distributed.launcher.handshake import CHALLENGE_BYTES
 from gluon_mgpu.distributed.launcher.job import Job, run_job
+from gluon_mgpu.distributed.launcher.node import Failure
+from gluon_mgpu.distributed.launcher.rendezvous import Member, Rendezvous
 from gluon_mgpu.distributed.launcher.supervisor import Limits
 
 from .conftest import assert_house_style
@@ -260,6 +268,95 @@ def can_connect(port):
     except OSError:
         return False
     return True
+
+
+@pytest.fixture
+def rendezvous():
+    """A rendezvous in this process, which handles events when `turn` is called."""
+    with selectors.DefaultSelector() as selector, ExitStack() as plugs:
+        made = Rendezvous("127.0.0.1", 0, 2, token=TOKEN, selector=selector, silence_s=60.0, report=lambda text: None)
+        made.plugs, made.port = plugs, made._listener.getsockname()[1]
+        made.turn = lambda: [wait_for_events(selector), made.poll()]
+        yield made
+        made.finish(0, "")
+
+
+def call(rendezvous):
+    """Connect, and read the challenge."""
+    plug = rendezvous.plugs.enter_context(socket.create_connection(("127.0.0.1", rendezvous.port), timeout=240))
+    assert until(lambda: rendezvous.turn() and select.select([plug], [], [], 0)[0])
+    assert len(plug.recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES
+    return plug
+
+
+def test_callers_that_say_nothing_make_room_for_others(rendezvous, monkeypatch):
+    """One address, or many, must not keep a node out, nor use up the files of this process."""
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.rendezvous._EACH_CALLERS", 3)
+    plugs = [call(rendezvous) for _ in range(4)]
+    assert plugs[0].recv(1) == b"" and len(rendezvous._callers) == 3
+    rendezvous._most = 3
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.rendezvous._EACH_CALLERS", 100)
+    plugs.append(call(rendezvous))
+    assert plugs[1].recv(1) == b"" and len(rendezvous._callers) == 3
+    plugs[2].settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        plugs[2].recv(1)
+
+
+def test_without_a_free_file_the_oldest_caller_is_closed(rendezvous, monkeypatch):
+    plugs, waits = [call(rendezvous) for _ in range(2)], []
+
+    def exhausted():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.rendezvous.time.sleep", waits.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "_listener", SimpleNamespace(accept=exhausted))
+        rendezvous._accept()
+        assert plugs[0].recv(1) == b"" and len(rendezvous._callers) == 1 and waits == []
+        rendezvous._accept()
+        rendezvous._accept()  # no caller is left to close: it does not spin
+        assert plugs[1].recv(1) == b"" and rendezvous._callers == [] and waits == [0.01]
+    call(rendezvous)
+
+
+def test_callers_that_have_proved_that_they_know_the_token_are_kept(rendezvous):
+    call(rendezvous)
+    rendezvous._most, rendezvous._callers[0].wire = 1, object()
+    second = rendezvous.plugs.enter_context(socket.create_connection(("127.0.0.1", rendezvous.port), timeout=240))
+    assert until(lambda: rendezvous._accept() or select.select([second], [], [], 0)[0])
+    assert second.recv(1) == b""
+    assert len(rendezvous._callers) == 1 and not rendezvous._callers[0].connection.closed
+
+
+def test_a_node_whose_processes_do_not_end_is_given_up():
+    sent = []
+    wire = SimpleNamespace(send=lambda kind, **fields: sent.append((kind, fields)), close=lambda: sent.append("close"))
+    member = Member(wire, 1, 2)
+    member.kill()
+    assert sent == [] and not member.lost  # nothing runs there
+    member.running = True
+    member.kill()
+    member.kill()
+    assert sent == [("stop", {"signal": 9}), "close"]
+    assert member.lost and not member.running and member.failure == Failure("node 1", "does not end", 1)
+
+
+def test_events_of_a_file_that_a_handler_has_closed_are_dropped():
+    """Another file may already have its number."""
+    called, (a, b), (c, d) = [], socket.socketpair(), socket.socketpair()
+    with selectors.DefaultSelector() as selector, a, b, c, d:
+
+        def closing(own, other):
+            called.append(own)
+            selector.unregister(other)
+
+        selector.register(a, selectors.EVENT_READ, lambda: closing(a, c))
+        selector.register(c, selectors.EVENT_READ, lambda: closing(c, a))
+        for other in (b, d):
+            other.send(b"x")
+        wait_for_events(selector)
+        assert len(called) == 1
 
 
 def test_a_refused_node_says_why(hosts):

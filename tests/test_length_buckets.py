@@ -104,6 +104,28 @@ def test_bad_arguments_are_told(lengths, options, told):
     assert_house_style(caught.value)
 
 
+@pytest.mark.parametrize(
+    "call, told",
+    [
+        (lambda: padding_share([[1, 1]], "x"), "^padding_share: got buckets="),
+        (lambda: padding_share([[1, 1]], []), "^padding_share: got buckets=\\[\\];"),
+        (
+            lambda: padding_share([[9, 9]], plan_buckets([[1, 1]], 2)),
+            "^padding_share: got lengths=.*those of these buckets",
+        ),
+        (lambda: padding_share([[1, 1]] * 2, plan_buckets([[9, 9]], 18)), "^padding_share: got lengths=.*these buckets"),
+        (lambda: balance_shards([[1, 2]], 2), r"^balance_shards: got lengths=ndarray of shape \(1, 2\)"),
+        (lambda: balance_shards([[1], [1, 2]], 2), r"^balance_shards: got lengths=\[\[1\], \[1, 2\]\]; expected an array"),
+        (lambda: balance_shards({1: 2}, 2), "^balance_shards: got lengths={1: 2}; expected an array"),
+        (lambda: balance_shards([1, 2], 0), "^balance_shards: got num_shards=0"),
+    ],
+)
+def test_lengths_of_something_else_are_reported(call, told):
+    with pytest.raises(DataError, match=told) as caught:
+        call()
+    assert_house_style(caught.value)
+
+
 def tokens_of_shards(lengths, num_shards):
     """The tokens of each slice that a split makes, after balancing."""
     order = balance_shards(lengths, num_shards)

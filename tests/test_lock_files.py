@@ -10,7 +10,7 @@ import gluon_mgpu as mgpu
 import pytest
 from gluon_mgpu.errors import SaveError
 from gluon_mgpu.loop.callbacks import Checkpoint
-from gluon_mgpu.runtime.file_locks import LOCK, FolderLock
+from gluon_mgpu.runtime.file_locks import LOCK, FolderLock, open_lock, signature
 
 from .conftest import assert_house_style
 from .test_crash_images import fit, names
@@ -129,6 +129,96 @@ def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
     fit(tmp_path, epochs=1)
     assert "Checkpoint: cannot lock" in caplog.text and "(No locks available)" in caplog.text
     assert names(tmp_path) == ["best", "last"]
+
+
+def test_a_lock_file_that_another_process_creates_meanwhile_is_opened(tmp_path, monkeypatch):
+    """Two first runs of a folder: neither finds the file, and one creates it. A file that always vanishes is an error."""
+    path, real, created = tmp_path / LOCK, os.open, []
+
+    def late(name, flags, *mode):
+        if flags & os.O_CREAT:
+            created.append(name)
+            path.write_text("theirs")
+        return real(name, flags, *mode)
+
+    monkeypatch.setattr(os, "open", late)
+    file = open_lock(path)
+    assert signature(file) == "theirs" and created == [path]
+    os.close(file)
+
+    def vanishing(name, flags, *mode):
+        raise FileExistsError if flags & os.O_CREAT else FileNotFoundError
+
+    monkeypatch.setattr(os, "open", vanishing)
+    with pytest.raises(FileNotFoundError, match="is created and removed repeatedly") as caught:
+        open_lock(path)
+    assert caught.value.errno == errno.ENOENT and caught.value.filename == str(path)
+
+
+def test_a_lock_holds_without_the_name_of_its_holder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pread", full)
+    lock = FolderLock(tmp_path, "first")
+    lock.acquire()
+    with pytest.raises(SaveError, match="second: got .*, which another process has locked; expected"):
+        FolderLock(tmp_path, "second").acquire()
+    lock.release()
+    assert names(tmp_path) == []
+
+
+def test_a_holder_does_not_remove_the_lock_file_of_the_next_one(tmp_path):
+    """Its own file was removed, by hand or by a clean-up, and another run has locked a new one."""
+    first, second = FolderLock(tmp_path, "first"), FolderLock(tmp_path, "second")
+    first.acquire()
+    (tmp_path / LOCK).unlink()
+    second.acquire()
+    first.release()
+    with pytest.raises(SaveError, match=f"third: got .*, which process {os.getpid()} on"):
+        FolderLock(tmp_path, "third").acquire()
+    second.release()
+    assert names(tmp_path) == []
+
+
+def test_a_lock_on_a_file_that_the_holder_has_removed_is_not_one(tmp_path, monkeypatch):
+    """Between opening and locking, the holder ended and removed its file: a lock on it would keep no other process out."""
+    from gluon_mgpu.runtime import file_locks
+
+    opened, path = [], tmp_path / LOCK
+
+    def slow(name):
+        opened.append(open_lock(name))
+        if len(opened) == 1:
+            path.unlink()
+        return opened[-1]
+
+    monkeypatch.setattr(file_locks, "open_lock", slow)
+    lock = FolderLock(tmp_path, "test")
+    lock.acquire(patience_s=240.0)
+    assert len(opened) == 2 and os.path.samestat(path.stat(), os.fstat(lock._file))
+    lock.release()
+
+
+def test_a_fork_forgets_its_locks_and_the_parent_keeps_them(tmp_path):
+    from gluon_mgpu.runtime import file_locks
+
+    lock = FolderLock(tmp_path, "test")
+    lock.acquire()
+    held = os.dup(lock._file)  # as the parent's own descriptor: the lock stays while one is open
+    file_locks._forget_all()
+    assert lock._file is None
+    lock.release()  # the child's clean-up does nothing
+    with pytest.raises(SaveError, match="has locked"):
+        FolderLock(tmp_path, "other").acquire()
+    os.close(held)
+    FolderLock(tmp_path, "other").acquire()
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        FolderLock(tmp_path / "gone", "test").acquire()
 
 
 def test_a_job_that_is_started_again_waits_for_the_process_before(tmp_path, holder, monkeypatch):

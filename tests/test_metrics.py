@@ -255,3 +255,52 @@ def test_sums_go_on_after_shards_were_joined_and_after_they_were_read():
         if number == 70:
             sums.state()
     assert sums.read() == {"accuracy": pytest.approx(correct.mean())}
+
+
+def test_bool_labels_are_two_classes(arrays):
+    output, label = scores(40, 2), np.random.randint(0, 2, 40).astype(bool)
+    assert value(mgpu.accuracy, shard(arrays, output), shard(arrays, label, "bool")) == (
+        (output.argmax(axis=1) == label).sum(),
+        40,
+    )
+
+
+def test_a_metric_of_its_own_sees_each_shard_once():
+    """Shards are joined for this package's metrics; others may count calls, or not be sums over examples."""
+    seen = []
+
+    def largest(output, label):
+        seen.append(output.shape)
+        return output.max().reshape((1,)), 1
+
+    sums = mgpu.DeviceSums([mgpu.accuracy, largest])
+    for number in range(3):
+        sums.add_shard(mx.nd.array([[0.0, number]]), mx.nd.array([1]))
+    assert seen == [(1, 2)] * 3
+    assert sums.read() == {"accuracy": pytest.approx(2 / 3), "largest": 1.0}
+
+
+def test_losses_of_many_shards_are_joined_and_released():
+    """150 shards of two losses each make two full groups and a rest; the mean is over all 300."""
+    sums, losses = mgpu.DeviceSums(), scores(150, 2)
+    for row in losses:
+        sums.add_batch(mgpu.Batch([], [], [mx.nd.array(row)], 2))
+        assert all(len(held._held) < 64 for held in [*sums._losses.values(), *sums._values.values()])
+    assert sums.read() == {"loss": pytest.approx(losses.astype("float64").mean(), abs=1e-12)}
+    assert sums.read() == {"loss": pytest.approx(losses.astype("float64").mean(), abs=1e-12)}
+
+
+@pytest.mark.parametrize(
+    "output, label",
+    [
+        (mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([[1], [1]])),  # a label in a column
+        (mx.nd.array([[0.1, 0.9], [0.8, 0.2]]).tostype("row_sparse"), mx.nd.array([1, 1])),
+    ],
+)
+def test_shards_that_cannot_be_joined_are_counted_one_by_one(output, label):
+    sums = mgpu.DeviceSums({"hits": lambda X, y: mgpu.accuracy(X.tostype("default"), y)})
+    sums._joined, sums._alone = sums._metrics, {}
+    for _ in range(2):
+        sums.add_shard(output, label)
+        assert not sums._pairs
+    assert sums.read() == {"hits": 0.5}

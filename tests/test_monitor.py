@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
 from click.testing import CliRunner
+from gluon_mgpu.cli.monitor import _live
 from gluon_mgpu.cli.monitor import monitor as command
 from gluon_mgpu.errors import DataError, TrainerError
 from gluon_mgpu.monitor import Finding, GpuSample, LiveArrays, Monitor, Reader, callback, read_samples
@@ -208,6 +210,22 @@ def test_children_count():
         child.communicate(b"\n", timeout=240)
 
 
+def test_a_process_that_ends_while_it_is_read_counts_for_nothing(monkeypatch):
+    reader = HostReader(whole_tree=True)
+    ended = reader._psutil.NoSuchProcess(4711)
+
+    def failing(*_, **__):
+        raise ended
+
+    for name in ("cpu_times", "memory_info", "children", "status"):
+        monkeypatch.setattr(type(reader._process), name, failing)
+    host, _ = reader.read()
+    assert (host.rss_bytes, host.children_bytes, host.num_children, host.cores) == (0, 0, 0, 0.0)
+    assert reader.pids() == [os.getpid()] and not reader.is_running()
+    assert HostReader(0).is_running()  # the machine
+    assert threads_of(2**22 + 1) == {} and name_thread(2**22 + 1, "cpu(0)") is None
+
+
 def test_what_is_dear_is_found_seldom():
     found = []
     seldom = Throttled(lambda: found.append(1) or len(found), every_s=1000.0)
@@ -264,6 +282,41 @@ def test_lines_where_there_is_no_terminal():
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
     assert len(lines) == 2 and lines[1]["host"]["rss_bytes"] > 2**24 and lines[1]["gpus"] == []
+
+
+def test_a_table_where_there_is_a_terminal(capsys):
+    reader = Reader(0, whole_tree=True)
+    with _live(reader, 0) as show:
+        show(reader.read(), [Finding("idle", "cpu(0)", "data", "the devices compute little")])
+    reader.close()
+    told = capsys.readouterr().out
+    assert "machine" in told and "process" not in told and "idle: the devices compute little" in told
+
+
+def test_from_outside_gpus_have_the_numbers_of_the_driver(monkeypatch):
+    """Which of them a process sees is its own affair."""
+    nvml = install(monkeypatch, v100s(3))
+    nvml.gpus[2].processes = [(77, "python", 2**30)]
+    nvml.gpus[2].refuses["nvmlDeviceGetUtilizationRates"] = "NotSupported"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    reader = GpuReader()
+    found = reader.read([77])
+    reader.close()
+    assert [gpu.name for gpu in found] == ["GPU 0", "GPU 1", "GPU 2"]
+    assert (found[2].own_bytes, found[2].load, found[1].load) == (2**30, None, 0.0)
+    file = io.StringIO()
+    Console(file=file, width=160).print(view(replace(Reader(0).read(), gpus=found), [], pid=0))
+    assert "?" in next(line for line in file.getvalue().splitlines() if "GPU 2" in line)
+
+
+def test_a_long_run_keeps_few_samples(monkeypatch):
+    """Pairs are merged, so that the whole run stays in the summary: their times add up."""
+    monkeypatch.setattr(callback, "_MOST", 5)
+    sample = Reader(0).read()
+    samples = []
+    for number in range(1, 20):
+        samples = callback._merged([*samples, replace(sample, over_s=1.0)])
+        assert len(samples) < 5 and sum(one.over_s for one in samples) == pytest.approx(number)
 
 
 def test_without_a_process_it_is_the_machine():

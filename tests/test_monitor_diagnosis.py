@@ -196,6 +196,14 @@ def test_joined_samples_keep_peaks_and_means():
     assert one.cpus[0].cores == pytest.approx(0.8)
 
 
+def test_joined_samples_keep_the_larger_growth():
+    small, large = LiveArrays(8, 2, (1, 2), "int8"), LiveArrays(800, 2, (10, 2), "float32")
+    for pair, kept in (((small, large), large), ((large, small), large), ((small, None), small), ((None, small), small)):
+        first, second = over_time(2, cpus=(cpu(0),))
+        first, second = (replace(one, cpus=(replace(cpu(0), held=held),)) for one, held in zip((first, second), pair))
+        assert joined(first, second).cpus[0].held == kept
+
+
 def test_summary():
     samples = over_time(
         gpus=(gpu(0, 10.0, load=0.9, held=LiveArrays(GIB)), gpu(1, 4.0, load=0.5, held=LiveArrays(GIB))), spent={"devices": 1.0}

@@ -104,6 +104,37 @@ def test_a_gpu_that_is_lost_from_the_start(monkeypatch, refuses):
     assert gpus[2].free_bytes is None
 
 
+def test_a_gpu_that_is_lost_while_it_is_identified_leaves_the_others(monkeypatch):
+    fake = install(monkeypatch, v100s(3))
+    fake.gpus[1].refuses["nvmlDeviceGetUUID"] = "GpuIsLost"
+    gpus = read_driver().gpus
+    assert [(gpu.index, gpu.uuid, gpu.trouble) for gpu in gpus] == [
+        (0, fake.gpus[0].uuid, ""),
+        (1, "", "GPU is lost"),
+        (2, fake.gpus[2].uuid, ""),
+    ]
+
+
+def test_a_gpu_that_is_lost_while_links_are_read_has_none(monkeypatch):
+    fake = install(monkeypatch, v100s(3))
+    with Nvml() as nvml:
+        fake.gpus[0].refuses["nvmlDeviceGetTopologyCommonAncestor"] = "GpuIsLost"
+        assert [(link.a, link.b) for link in nvml.read().links] == [(1, 2)]
+
+
+def test_a_library_that_does_not_close_is_not_an_error(monkeypatch):
+    fake = install(monkeypatch, v100s(1))
+    nvml = Nvml()
+
+    def failing():
+        raise fake._error("Unknown")
+
+    fake.nvmlShutdown = failing
+    nvml.close()
+    with pytest.raises(DriverError, match="closed"):
+        nvml.read()
+
+
 def test_the_order_is_that_of_pci_addresses(monkeypatch):
     install(monkeypatch, [FakeGpu("GPU-b", bus=0xB0), FakeGpu("GPU-a", bus=0x0A)])
     assert [(gpu.index, gpu.uuid) for gpu in read_driver().gpus] == [(0, "GPU-a"), (1, "GPU-b")]
@@ -136,6 +167,14 @@ def test_links_through_an_nvswitch(monkeypatch):
     install(monkeypatch, gpus)
     (link,) = read_driver().links
     assert (link.kind, link.num_links, link.bytes_per_s) == ("NVLink", 17, 17 * 26562e6)
+
+
+def test_nvlinks_of_unknown_speed(monkeypatch):
+    fake = install(monkeypatch, v100s(2))
+    for gpu in fake.gpus:
+        gpu.refuses["nvmlDeviceGetFieldValues"] = "NotSupported"
+    (link,) = read_driver().links
+    assert (link.kind, link.num_links, link.bytes_per_s) == ("NVLink", 2, None)
 
 
 def test_links_that_nobody_tells_of(monkeypatch):

@@ -79,3 +79,14 @@ def test_parts_that_cannot_be_are_told(sizes, seed, found):
     with pytest.raises(DataError, match=f"^split_pairs: got .*{found}") as caught:
         split_pairs(pairs, sizes, seed=seed)
     assert_house_style(caught.value)
+    with pytest.raises(DataError, match="^split_pairs: got sizes=3; expected a list"):
+        split_pairs(pairs, 3)
+
+
+@pytest.mark.parametrize(
+    "length, told", [((len,), "length=.*a pair of them"), (str.upper, r"length\(text\)='A'; expected a number")]
+)
+def test_a_length_that_measures_nothing_is_reported(length, told):
+    with pytest.raises(DataError, match=f"^filter_pairs: got {told}") as caught:
+        filter_pairs(SentencePairs(["a"], ["1"]), length=length)
+    assert_house_style(caught.value)

@@ -126,6 +126,14 @@ def test_sides_of_other_lengths_are_told():
     told(caught.value, "1 source and 2 target")
 
 
+@pytest.mark.parametrize("source", ["text", {"a": 1}, 5, ["a", None]])
+def test_sides_that_are_no_texts_are_reported(source):
+    """The letters of a text, or the keys of a dict, would pass for sentences."""
+    with pytest.raises(DataError) as caught:
+        SentencePairs(source, ["b"])
+    told(caught.value, "SentencePairs: got source=", "expected a list of texts")
+
+
 def test_normalising_twice_changes_nothing():
     assert normalise("\u3000a\u00a0 b\n") == "a b"
     text = normalise("e\u0301  가")

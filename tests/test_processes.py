@@ -14,7 +14,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu import distributed
+from gluon_mgpu.distributed.dist_sync import DistSync
 from gluon_mgpu.errors import MissingExtraError, ProcessError
+from gluon_mgpu.trainer import running_stats
+from gluon_mgpu.trainer.across_processes import ProcessSync
 from mxnet import gluon
 
 from .conftest import assert_house_style
@@ -406,6 +409,86 @@ def test_a_job_without_a_store_is_told(monkeypatch):
     monkeypatch.delenv("DMLC_ROLE", raising=False)
     with pytest.raises(ProcessError, match="gluon-mgpu launch") as raised:
         distributed.Group(distributed.Process(0, 2, 0, 2, 0, 1, 0))
+    assert_house_style(raised.value)
+
+
+def group_of(backend):
+    """A group of two processes whose backend is a stand-in."""
+    group = object.__new__(distributed.Group)
+    group.process, group.backend, group._compression = distributed.Process(0, 2, 0, 2, 0, 1, 0), backend, {}
+    return group
+
+
+def test_trainers_that_share_a_store_compress_alike():
+    calls = []
+    group = group_of(SimpleNamespace(compress=calls.append))
+    for params in ({"type": "2bit"}, {"type": "2bit", "threshold": 0.5}):
+        group.compress(params)
+    assert calls == [{"type": "2bit"}]  # the store keeps rounding errors, which a second call would drop
+    with pytest.raises(ProcessError, match="compression_params .*0.25.*as in an earlier trainer") as raised:
+        group.compress({"type": "2bit", "threshold": 0.25})
+    assert_house_style(raised.value)
+
+
+def test_compression_that_a_job_cannot_do_is_refused(monkeypatch):
+    """Gradients would be compressed together with weights, or with the number of examples."""
+    compressed = []
+    monkeypatch.setattr("gluon_mgpu.trainer.across_processes.group", lambda: SimpleNamespace(compress=compressed.append))
+    bits, params = {"type": "2bit"}, SimpleNamespace(all_take_part=False)
+    with pytest.raises(mgpu.errors.TrainerError, match="'2bit' and sharded_data") as raised:
+        ProcessSync(params, bits, sharded_data=True)
+    assert_house_style(raised.value)
+    sync = ProcessSync(params, bits, sharded_data=False)
+    with pytest.raises(mgpu.errors.TrainerError, match="parameters without shapes") as raised:
+        sync.compress(has_shapes=False)
+    assert_house_style(raised.value)
+    assert compressed == []
+    sync.compress(has_shapes=True)
+    assert compressed == [bits] and params.all_take_part
+
+
+def test_statistics_of_all_processes_reach_every_device(monkeypatch):
+    def average(arrays, behind):
+        for number, array in enumerate(arrays):
+            array[:] = number + 7  # what the processes agree on
+
+    monkeypatch.setattr(running_stats, "group", lambda: SimpleNamespace(average=average))
+    layer = gluon.nn.BatchNorm(in_channels=2)
+    layer.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    running_stats.average_over_group(layer)
+    for param in (layer.running_mean, layer.running_var):
+        one, other = (param.data(mx.cpu(i)).asnumpy().tolist() for i in (0, 1))
+        assert one == other and one in ([7.0, 7.0], [8.0, 8.0])
+
+
+def test_messages_of_any_length_come_back_and_too_long_ones_are_refused():
+    """The other process sends three bytes; float32 holds a length exactly up to 2**24."""
+    sent = []
+
+    def all_gather(numbers):
+        sent.append(numbers)
+        other = np.zeros_like(numbers)
+        other[:3] = (3,) if len(numbers) == 1 else (7, 0, 255)
+        return np.stack([numbers, other])
+
+    group = group_of(SimpleNamespace(all_gather=all_gather))
+    for message in (b"", b"\x00\xff", bytes(range(256)) * 5):
+        assert group.all_gather_bytes(message) == [message, b"\x07\x00\xff"]
+    assert len({len(numbers) for numbers in sent}) <= 3  # few sizes: a store keeps an array for each
+    with pytest.raises(ProcessError, match="processes: got a message of .* bytes") as raised:
+        group.all_gather_bytes(bytes(2**24 + 1))
+    assert_house_style(raised.value)
+
+
+def test_the_store_of_mxnet_compresses_float32_to_2_bits_only():
+    store = object.__new__(DistSync)
+    store._compression = {}
+    with pytest.raises(ProcessError, match="expected type '2bit'") as raised:
+        store.compress({"type": "1bit"})
+    assert_house_style(raised.value)
+    store._compression = {"type": "2bit"}
+    with pytest.raises(ProcessError, match="a gradient of float64 and compression_params") as raised:
+        store.all_reduce([mx.nd.ones((2,), dtype="float64")], exact=False)
     assert_house_style(raised.value)
 
 

@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.trainer.buckets import Bucket
 from gluon_mgpu.trainer.buffers import Buffer
 from gluon_mgpu.trainer.reduction import Reduction, all_finite, clip_values, global_norm
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+
+from .conftest import assert_house_style
 
 
 def flat_buffer(sizes_by_device, ctx):
@@ -50,6 +54,44 @@ def test_every_device_sums_its_slice():
     assert len(keys) == 4 and sum(sizes) == 200003
     assert max(sizes) - min(sizes) <= 4 * 16  # whole cache lines
     assert [len(one) for one in slices] == [4] * 4
+
+
+class Doubling:
+    """A group whose other process has the same gradients; it notes how often it prepares a sum."""
+
+    def __init__(self):
+        self.prepared = 0
+
+    def all_reduce(self, gradients, *, exact=False):
+        self.prepared += 1
+
+        def run(priority):
+            total = 2 * sum(gradient.asnumpy() for gradient in gradients)
+            for gradient in gradients:
+                gradient[:] = mx.nd.array(total, ctx=gradient.context)
+
+        return SimpleNamespace(run=run)
+
+
+def test_sums_over_processes_are_prepared_once(monkeypatch):
+    """Each prepared sum takes keys of the store, which are never given back."""
+    processes = Doubling()
+    monkeypatch.setattr("gluon_mgpu.trainer.reduction.group", lambda: processes)
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    reduction = Reduction("device", ctx)
+    one, two = flat_buffer(np.ones((2, 8), "float32"), ctx), Buffer((3,), [], [mx.nd.ones((2, 3), ctx=c) for c in ctx])
+    for number, buffers in enumerate(([one], [two], [one, two], [one]), 1):
+        reduction.sum(buffers)
+        assert processes.prepared == min(number, 2)
+    assert [gradient.asnumpy().tolist() for gradient in one.gradients] == [[4.0**3] * 8] * 2
+    sparse = Buffer((4,), [], [mx.nd.sparse.zeros("row_sparse", (5, 2), ctx=c) for c in ctx])
+    with pytest.raises(TrainerError, match="a sparse gradient in a job of several processes") as caught:
+        reduction.sum([sparse])
+    assert_house_style(caught.value)
+
+
+def test_devices_of_two_kinds_sum_on_the_host():
+    assert [Reduction("device", ctx)._name for ctx in ([mx.cpu(0), mx.cpu(1)], [mx.gpu(0), mx.cpu(0)])] == ["device", "local"]
 
 
 def test_steps_that_use_other_parameters_reuse_the_store():

@@ -657,6 +657,79 @@ def test_settings_say_who_set_them():
     assert off["MXNET_CPU_TEMP_COPY"] == ("4", "off")
 
 
+class Libc:
+    """A C library whose mallopt refuses what is not in `takes`; without malloc, it is not glibc."""
+
+    def __init__(self, takes):
+        self.takes, self.calls = takes, []
+
+    def mallopt(self, parameter, value):
+        self.calls.append((parameter, value))
+        return int(parameter in self.takes)
+
+
+@pytest.mark.parametrize(
+    "environment, reason",
+    [
+        ({}, ""),
+        ({"MALLOC_ARENA_MAX": "2"}, "MALLOC_ARENA_MAX in the environment has priority."),
+        ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"}, "GLIBC_TUNABLES in the environment has priority."),
+        ({"GLIBC_TUNABLES": "glibc.rtld.nns=4"}, ""),
+    ],
+)
+def test_who_sets_the_allocator(monkeypatch, environment, reason):
+    monkeypatch.setattr(os, "environ", {"PATH": "", **environment})
+    monkeypatch.setattr(runtime, "_library_of", lambda function: "libc.so.6")
+    assert runtime._why_not_allocator() == reason
+    libc = Libc(takes=[parameter for parameter, _ in runtime.ALLOCATOR.values()])
+    libc.malloc = libc.gnu_get_libc_version = None
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(runtime, "_set_here", set())
+    runtime._set_allocator()
+    assert libc.calls == ([] if reason else list(runtime.ALLOCATOR.values()))
+    assert runtime._set_here == (set() if reason else set(runtime.ALLOCATOR))
+
+
+def test_an_allocator_that_refuses_or_is_another_one_is_left_alone(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": ""})
+    monkeypatch.setattr(runtime, "_set_here", set())
+    libc = Libc(takes=[])
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    assert runtime._why_not_allocator() == "The C library is not glibc."
+    libc.malloc, libc.gnu_get_libc_version = "/usr/lib/libjemalloc.so.2", "/lib/libc.so.6"
+    monkeypatch.setattr(runtime, "_library_of", lambda function: function)
+    assert runtime._why_not_allocator() == "The allocator is libjemalloc.so.2."
+    libc.malloc = libc.gnu_get_libc_version
+    runtime._set_allocator()
+    assert len(libc.calls) == 1 and runtime._set_here == set()  # one of two settings alone would only cost memory
+
+
+@pytest.mark.parametrize("others, reason", [([], "A single context gets every core"), ([1], "Two CPU contexts with several")])
+def test_threads_say_why_they_are_so_many(monkeypatch, others, reason):
+    for name, value in (("ask_threads", 1 if others else 8), ("were_set", True), ("contexts_seen", [0, *others])):
+        monkeypatch.setattr(threads, name, lambda *_, value=value: value)
+    setting = runtime._threads_setting(0)
+    assert (setting.value, setting.source) == ("1" if others else "8", "gluon_mgpu") and setting.reason.startswith(reason)
+
+
+def test_without_openmp_threads_are_unknown(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert threads.ask_threads(7) == 0
+
+
+def test_a_library_that_does_not_show_its_engine_has_made_none():
+    assert runtime._is_made("no_such_symbol") is False
+
+
+def test_an_old_numpy_has_all_names(monkeypatch):
+    monkeypatch.setattr(runtime.importlib, "import_module", lambda name: types.SimpleNamespace(__version__="1.19.5"))
+    setting = runtime._aliases_setting()
+    assert (setting.value, setting.source) == ("not needed", "-") and "NumPy 1.19.5" in setting.reason
+
+
 def test_numpy_names_are_told():
     (names,) = [setting for setting in runtime.settings() if setting.name == "NumPy names"]
     old = tuple(int(part) for part in np.__version__.split(".")[:2]) < (1, 24)

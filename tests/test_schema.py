@@ -111,6 +111,10 @@ ALTERED = {
         lambda c: (c["place"].update(batches=7, step=7, num_batches=4), c["random"].update(step=7)),
         "got a train_iter of 4 batches, and a checkpoint after 7",
     ),
+    "examples before the first batch": (
+        setting("place", "batches", 0),
+        "place.examples = 9; expected 0 where",
+    ),
     "more batches than steps": (setting("place", "batches", 9), "place.batches = 9; expected at most as many as place.step, 3"),
     "an epoch that is not the history's": (
         setting("place", "epoch", 2),
@@ -164,6 +168,14 @@ ALTERED = {
     "a shape that is not the parameter's": (
         setting("shapes", 0, []),
         "shapes[0] = a list of 0; expected (4, 5), as in net.params",
+    ),
+    "an order with one update twice": (
+        lambda c: c.update(order=[0, *c["order"][:-1]]),
+        "order = a list of 8; expected each of 0 to 7 once",
+    ),
+    "examples of devices that are not there": (
+        setting("seen", "1.running_mean", "examples", [3]),
+        'seen["1.running_mean"].examples = a list of 1; expected one for each of 2 devices',
     ),
     "a name of three lines": (setting("names", 0, "a\nb\n" + "x" * 500), "of another network"),
 }
@@ -232,6 +244,7 @@ def moved_dtype(arrays):
 ARRAYS = {
     "no statistics of a device": lambda arrays: arrays.pop("device/1/1.running_mean"),
     "states of another dtype": moved_dtype,
+    "statistics of another shape": lambda arrays: arrays.update({"device/1/1.running_mean": np.zeros(3, "float32")}),
     "a sum of two numbers": lambda arrays: arrays.update({"sum/cpu(0)/loss": np.ones(2)}),
     "a sum of no metric": lambda arrays: arrays.update({"sum/x": np.ones(1)}),
     "texts": lambda arrays: arrays.update({"state/0": np.array(["a"])}),
@@ -324,6 +337,7 @@ STATES = {
     "a count as a text": (setting("counts", 0, "3"), 'counts[0] = "3"; expected a whole number'),
     "a count dropped": (setting("counts", 0, dropped), "with a state or a count of 0.weight, and not both"),
     "objects as a state": (lambda c: c["states"].update({0: c["states"][0].astype(object)}), "expected numbers"),
+    "a state of another form": (lambda c: c["states"].update({0: [c["states"][0]]}), "got list in|another form of state"),
     "no version": (setting("version", dropped), "without version"),
     "a scale as a text": (setting("loss_scaler", "8"), "expected an object with scale or num_good, or null"),
 }
@@ -346,6 +360,17 @@ def test_an_altered_file_of_states_is_refused_before_anything_changes(run, tmp_p
     alter(content)
     (tmp_path / "states").write_bytes(pickle.dumps(content))
     assert_refused(run, lambda: run.trainer.load_states(str(tmp_path / "states")), words)
+
+
+def test_an_order_with_one_update_twice_is_refused(run, tmp_path):
+    path = tmp_path / "states"
+    run.trainer.save_states(str(path))
+    with open(path, "rb") as file:
+        gluons, content = pickle.load(file), pickle.load(file)
+    content["order"][1] = content["order"][0]
+    path.write_bytes(pickle.dumps(gluons) + pickle.dumps(content))
+    words = "with an order of 8 numbers; expected each of 0 to 7"
+    assert_refused(run, lambda: run.trainer.load_states(str(path)), words)
 
 
 def test_gluons_states_with_counts_of_another_kind_are_refused(run, tmp_path):
@@ -465,6 +490,24 @@ def test_other_examples_in_an_epoch_are_refused(saved, run, tmp_path):
 def test_schemas(one, good, wrong):
     assert all(one(value) is None for value in good)
     assert all(one(value) is not None for value in wrong)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"a": 1, "b": 2}, "with x = an object of 2 keys; expected"),
+        ([1] * 1000, "with x = a list of 1000; expected"),
+        (np.zeros((1000, 2), "float32"), r"with x = an array of shape (1000, 2) and dtype float32; expected"),
+        ({1, 2}, "with x = an object of type set; expected"),
+        (True, "with x = true; expected"),
+        ("a" * 1000, 'with x = "aaaa'),
+    ],
+)
+def test_errors_show_what_a_value_is_and_not_all_of_it(value, told):
+    with pytest.raises(StateError) as caught:
+        schema.check(schema.record({"x": schema.integer()}), {"x": value}, operation="load", file="f")
+    assert_told(caught.value, told)
+    assert len(str(caught.value)) < 200
 
 
 def test_errors_are_one_short_line():

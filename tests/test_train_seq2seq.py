@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.cli.train_seq2seq import _korean_numbers, train_seq2seq
+from gluon_mgpu.cli.train_seq2seq import _korean_numbers, _schedule, train_seq2seq
 from gluon_mgpu.cli.translate import translate
 from gluon_mgpu.models.seq2seq.translator import load_translator
 
@@ -354,3 +354,9 @@ def test_what_cannot_be_translated_is_told(model, tmp_path):
     )
     message = fail("translate", "--model", model, "--beam", "2", "--n-best", "3", exit_code=2)
     assert message == "Error: got --n-best 3 of --beam 2; expected as many or fewer. Widen the beam."
+
+
+def test_schedules_warm_up_over_a_tenth_of_a_short_run():
+    plateau, cosine = (_schedule({"schedule": kind, "lr": 0.5, "epochs": 4}, 10) for kind in ("plateau", "cosine"))
+    assert [plateau(step) for step in (0, 4, 40)] == [pytest.approx(rate) for rate in (0.05, 0.5, 0.5)]
+    assert [cosine(step) for step in (0, 4, 40)] == [pytest.approx(rate) for rate in (0.05, 0.5, 0.0)]

@@ -10,7 +10,7 @@ from gluon_mgpu import plots
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.models.seq2seq.loss import SequenceLoss
 from gluon_mgpu.models.seq2seq.network import Seq2Seq
-from gluon_mgpu.models.seq2seq.search import plot_attention, translate
+from gluon_mgpu.models.seq2seq.search import _letters, plot_attention, translate
 from matplotlib import font_manager
 from matplotlib.ft2font import FT2Font
 from mxnet import autograd
@@ -243,3 +243,24 @@ def test_a_picture_of_other_words():
     with pytest.raises(TrainerError, match="1 target and 2 source tokens") as caught:
         plot_attention(np.ones((2, 2)), ["a", "b"], ["c"])
     assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize(
+    "weights, source, told",
+    [
+        (np.ones((1, 2)), "ab", "source='ab'; expected a list of texts"),
+        (np.ones((1, 2)), ["a", 5], "source="),
+        ("weights", ["a", "b"], "weights='weights'; expected a NumPy array"),
+        ([["x", "y"]], ["a", "b"], "weights="),
+    ],
+)
+def test_a_picture_of_something_else(weights, source, told):
+    with pytest.raises(TrainerError, match=f"^plot_attention: got {told}") as caught:
+        plot_attention(weights, source, ["c"])
+    assert_house_style(caught.value)
+
+
+def test_a_font_that_is_gone_has_no_letters(tmp_path):
+    """matplotlib lists fonts that were installed when it made its list."""
+    (tmp_path / "not a font.ttf").write_bytes(b"text")
+    assert _letters(str(tmp_path / "gone.ttf")) == _letters(str(tmp_path / "not a font.ttf")) == set()

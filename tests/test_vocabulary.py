@@ -228,6 +228,10 @@ def test_the_order_of_tokens_matters_to_the_fingerprint():
         (["a"], {"kind": "words", "size": 4}, "size=4"),
         (["a"], {"kind": "words", "size": 5.5}, "size=5.5"),
         (["a"], {"kind": "words", "min_count": 0}, "min_count=0"),
+        ("a text", {"kind": "words"}, "texts='a text'; expected sentences"),
+        (5, {"kind": "words"}, "texts=5; expected sentences"),
+        (["a"], {"character_coverage": 1.5}, "character_coverage=1.5"),
+        (["a"], {"character_coverage": "all"}, "character_coverage='all'"),
     ],
 )
 def test_bad_arguments_are_told(texts, options, told):

@@ -193,7 +193,9 @@ def open_folder(folder: Path, names: Sequence[str], operation: str) -> Iterator[
 
 
 def _opened(folder: Path, names: Sequence[str], stack: ExitStack) -> OpenFolder:
-    for attempt in count(1):
+    attempt = 0
+    while True:
+        attempt += 1
         with ExitStack() as opened:
             path = recover_path(folder)
             number = _open_directory(path)
@@ -207,7 +209,6 @@ def _opened(folder: Path, names: Sequence[str], stack: ExitStack) -> OpenFolder:
                 stack.push(opened.pop_all())
                 return OpenFolder(path, files)
         time.sleep(0.001)
-    raise AssertionError("the last attempt returns")
 
 
 def _open_directory(path: Path) -> Optional[int]:

@@ -19,7 +19,7 @@ from .horovod import Horovod
 from .process import Process, this_process
 
 _LEAST_BYTES = 256  # smallest buffer of a message: it doubles until the message fits
-_MOST_BYTES = 2**24  # largest message: its size is sent as a float32, which is exact up to here
+_MOST_BYTES = 2**24 - 1  # largest message: its size is sent as a float32, to which 2**24 and 2**24 + 1 are the same
 
 
 class Backend(Protocol):

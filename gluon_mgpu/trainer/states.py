@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import warnings
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -66,7 +67,7 @@ def write_states(
             os.fsync(file.fileno())
         os.replace(temporary, fname)
     except BaseException:
-        if os.path.exists(temporary):
+        with suppress(OSError, ValueError):  # the first error counts
             os.unlink(temporary)
         raise
 

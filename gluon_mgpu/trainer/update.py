@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
@@ -207,19 +208,14 @@ class Update:
         """
         if self._optimizer.lr_scheduler is None or not self._is_known or len(set(map(self._num_updates, in_order))) <= 1:
             return set()
-        found: Set[int] = set()
         most = max(map(self._num_updates, in_order))
         size = max(1, self._optimizer.aggregate_num) if isinstance(self._optimizer, opt.SGD) else 1
         by_dtype: Dict[Any, List[int]] = {}  # MXNet's Updater sorts them like this if it takes several
         for index in in_order:
             by_dtype.setdefault(np.dtype(self._params[index].dtype) if size > 1 else None, []).append(index)
-        for same in by_dtype.values():
-            for begin in range(0, len(same), size):
-                group = same[begin : begin + size]
-                if most in map(self._num_updates, group):
-                    return found
-                found.update(group)
-        return found
+        groups = [same[begin : begin + size] for same in by_dtype.values() for begin in range(0, len(same), size)]
+        before = takewhile(lambda group: most not in map(self._num_updates, group), groups)
+        return {index for group in before for index in group}
 
     def _num_updates(self, index: int) -> int:
         return self._counts[0].get(index, self._optimizer.begin_num_update)

@@ -1,0 +1,102 @@
+"""The output of a job's processes: what a terminal shows, and what the logs keep."""
+
+import errno
+import io
+
+import pytest
+from gluon_mgpu.distributed.launcher.output import Log, Output
+
+
+class Stream(io.BytesIO):
+    """A terminal, or a stream whose reader has ended."""
+
+    def __init__(self, is_terminal=False, is_closed=False):
+        super().__init__()
+        self.is_terminal, self.is_closed = is_terminal, is_closed
+
+    def isatty(self):
+        return self.is_terminal
+
+    def write(self, data):
+        if self.is_closed:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return super().write(data)
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A log of rank 7, and a list of what it shows."""
+    shown = []
+    log = Log(tmp_path / "rank-7.log", b"[7] ", lambda data, stream: shown.append((data, stream)))
+    yield log, shown
+    log.close()
+
+
+@pytest.mark.parametrize("out, err, no_colour, coloured", [(1, 1, "", 1), (1, 0, "", 0), (0, 1, "", 0), (1, 1, "1", 0)])
+def test_names_are_coloured_on_a_terminal_only(tmp_path, monkeypatch, out, err, no_colour, coloured):
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    streams = Stream(out), Stream(err)
+    output = Output(tmp_path, *streams)
+    for number in range(2):
+        log = output.log(str(number), number, restart=0)
+        log.write(b"line\n", 0)
+        log.close()
+    first, second = streams[0].getvalue().splitlines()
+    assert (first, second) == (
+        (b"\x1b[36m[0] \x1b[0mline", b"\x1b[33m[1] \x1b[0mline") if coloured else (b"[0] line", b"[1] line")
+    )
+    assert (tmp_path / "rank-1.log").read_bytes() == b"line\n"  # as it came
+
+
+def test_a_closed_terminal_ends_nothing(tmp_path):
+    output = Output(tmp_path, Stream(is_closed=True), Stream(is_closed=True))
+    log = output.log("0", 0, restart=2)
+    log.write(b"line\n", 0)
+    log.close()
+    output.report("the end")
+    assert (tmp_path / "restart-2" / "rank-0.log").read_bytes() == b"line\n"
+    assert (tmp_path / "launcher.log").read_bytes() == b"gluon-mgpu launch: the end\n"
+
+
+def test_a_full_disk_is_a_complaint_and_the_output_is_shown(log):
+    log, shown = log
+
+    class Full:
+        def __init__(self):
+            self.errors = [errno.ENOSPC, errno.EIO]
+
+        def write(self, data):
+            raise OSError(number := self.errors.pop(0), {errno.ENOSPC: "No space left on device"}.get(number, "another"))
+
+        def close(self):
+            pass
+
+    log._file.close()
+    log._file = Full()
+    log.write(b"one\n", 0)
+    log.write(b"two\n", 1)
+    assert shown == [(b"[7] one\n", 0), (b"[7] two\n", 1)]
+    assert log.complaint == f"{log.path}: No space left on device"  # the first one
+
+
+def test_a_long_traceback_keeps_both_ends(log):
+    log, _ = log
+    lines = ["Traceback (most recent call last):", *(f"  frame {i}" for i in range(100)), "ValueError: " + "x" * 1000]
+    log.write("\n".join(["before", *lines]).encode(), 1)  # the last line is not complete
+    found = log.last_lines()
+    assert len(found) == 40
+    assert found[:10] == lines[:10] and found[10] == "..." and found[11:39] == lines[-29:-1]
+    assert found[39] == lines[-1][:500]
+
+
+def test_without_a_traceback_the_last_lines_are_shown(log):
+    log, _ = log
+    log.write(b"".join(b"%d\n" % i for i in range(30)), 1)
+    log.write(b"not an error\n", 0)
+    assert log.last_lines() == [str(i) for i in range(20, 30)]
+
+
+def test_a_line_without_an_end_is_shown_at_last(log):
+    log, shown = log
+    log.write(b"x" * 70_000, 0)
+    assert [(len(data), stream) for data, stream in shown] == [(4 + 70_000 + 1, 0)]

@@ -1,13 +1,17 @@
 """Compiled passes: the same bits as recorded ones, whatever happens between steps; and why some passes cannot be compiled."""
 
+import gc
 import logging
 import os
+import threading
+import weakref
 from contextlib import nullcontext
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.data_parallel import compiled as compiled_module
 from gluon_mgpu.data_parallel import executors
 from gluon_mgpu.data_parallel.compiled import CompiledPasses
 from gluon_mgpu.data_parallel.graph import NotCompilableError, inputs_of, trace
@@ -348,6 +352,56 @@ def test_an_infinite_loss_names_its_step():
     data[1][0][3] = np.inf
     with pytest.raises(NonFiniteLossError, match=r"at step 2 on cpu\(1\)"):
         mgpu.fit(net, LOSS, trainer, data, epochs=1, callbacks=[], compiled="on")
+
+
+def test_a_second_fit_needs_no_second_graph(monkeypatch):
+    """Unless something else than the data is different."""
+    traced = []
+    monkeypatch.setattr(compiled_module, "trace", lambda net, loss, X, y: traced.append(loss) or trace(net, loss, X, y))
+    net = build(2, dropout=0.0)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    data = batches([6, 5])
+
+    def fit(loss=LOSS, trainer=trainer, **options):
+        traced.clear()
+        history = mgpu.fit(net, loss, trainer, data, data, epochs=1, callbacks=[], **options)
+        assert np.isfinite(history.rows[-1]["test_loss"])
+        return len(traced)
+
+    assert fit() == 2  # to train, and to evaluate
+    assert fit() == 0
+    net[-1].weight.set_data(mx.nd.zeros((3, 8)))
+    assert fit() == 0
+    assert fit(loss=gluon.loss.SoftmaxCrossEntropyLoss(weight=0.5)) == 2
+    net.hybridize(**STATIC)
+    assert fit(loss=LOSS) == 2
+    assert fit(compiled="off") == 0
+    assert fit(trainer=mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})) == 2
+
+
+def test_a_trainer_that_is_dropped_drops_its_graphs():
+    net = build(1, dropout=0.0)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    mgpu.fit(net, LOSS, trainer, batches([6]), epochs=1, callbacks=[])
+    passes = weakref.ref(trainer._kept_passes[True])
+    mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    del trainer
+    gc.collect()
+    assert passes() is None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_graphs_that_draw_are_bound_where_the_seed_reaches_them(dropout, monkeypatch):
+    """Others in a thread of their context, so that recurrent operators of two contexts run at the same time."""
+    threads = set()
+    bind = mx.sym.Symbol.bind
+    monkeypatch.setattr(
+        mx.sym.Symbol, "bind", lambda *rest, **more: threads.add(threading.current_thread()) or bind(*rest, **more)
+    )
+    net = build(2, dropout=dropout)
+    mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd"))(*batches([6])[0])
+    assert (threads == {threading.main_thread()}) is (dropout > 0)
+    assert len(threads) == (1 if dropout else 2)
 
 
 def test_what_a_step_returns_outlives_later_steps():

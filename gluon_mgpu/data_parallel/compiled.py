@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Dict, Hashable, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd, gluon
@@ -64,6 +64,10 @@ class CompiledPasses(Passes):
         self._states: Dict[Tuple[str, ...], int] = {}  # which of them are frozen: each state has a number
         self._moves = num_moves()
         self._queued: List[Executor] = []
+
+    def is_of(self, net: gluon.Block, loss: Any, mode: str) -> bool:
+        """Return whether these are the passes of this network and loss, in this mode, and could be compiled so far."""
+        return not self.reason and self._net is net and self._loss is loss and self._mode == mode
 
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
         """Queue the forward passes of all shards, and return their outputs and losses, which later passes leave alone.
@@ -193,9 +197,26 @@ def check_mode(operation: str, compiled: Any) -> str:
     return str(compiled)
 
 
-def passes_of(compiled: str) -> Callable[..., Passes]:
-    """Return what makes the passes of a network and its loss, for one of `MODES`."""
-    return Passes if compiled == "off" else partial(CompiledPasses, mode=compiled)
+def passes_of(compiled: str, trainer: Optional[Trainer] = None) -> Callable[..., Passes]:
+    """Return what makes the passes of a network and its loss, for one of `MODES`.
+
+    With a trainer, it returns the passes of the trainer's latest run, if that had the same network and loss: tracing and binding
+    them again would take as long as some steps.
+    """
+    if compiled == "off":
+        return Passes
+    make = partial(CompiledPasses, mode=compiled)
+    if trainer is None:
+        return make
+    kept = trainer._kept_passes
+
+    def make_or_reuse(net: gluon.Block, loss: Any, *, trains: bool) -> Passes:
+        if trains not in kept or not kept[trains].is_of(net, loss, compiled):
+            kept[trains] = make(net, loss, trains=trains)
+        found: Passes = kept[trains]
+        return found
+
+    return make_or_reuse
 
 
 def compile_step(

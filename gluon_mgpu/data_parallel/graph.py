@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -37,6 +38,8 @@ class Graph:
     has_loss : bool
     is_recurrent : bool
         Whether it holds MXNet's recurrent operator.
+    draws : bool
+        Whether an operator may draw random numbers, as Dropout does.
     bulk_sizes : dict
         The options of the network's `hybridize` that say how many operators become one operation of the engine.
     """
@@ -46,6 +49,7 @@ class Graph:
     params: Dict[str, gluon.Parameter]
     has_loss: bool
     is_recurrent: bool
+    draws: bool
     bulk_sizes: Dict[str, Any]
     _form: Any
 
@@ -149,7 +153,8 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         names += labels
         symbol = [_classic(losses), *map(mx.sym.BlockGrad, heads)]
     group = mx.sym.Group(symbol)
-    operators = {node["op"] for node in json.loads(group.tojson())["nodes"]}
+    nodes = json.loads(group.tojson())["nodes"]
+    operators = {node["op"] for node in nodes}
     if "Custom" in operators:
         raise NotCompilableError("an operator is written in Python (mx.operator.CustomOp)")
     params = {**net.collect_params(), **(loss.collect_params() if loss is not None else {})}
@@ -158,10 +163,22 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     if unknown:
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
-    return Graph(group, names, used, loss is not None, bool(operators & _RECURRENT), bulk_sizes, net._out_format)
+    draws = any(map(_may_draw, nodes))
+    return Graph(group, names, used, loss is not None, bool(operators & _RECURRENT), draws, bulk_sizes, net._out_format)
 
 
 _RECURRENT = {"RNN", "_npx_rnn"}
+_RANDOM = re.compile(
+    "random|sample|dropout|shuffle|choice|normal|uniform|gamma|poisson|bernoulli|binomial|multinomial|exponential|gumbel|laplace|"
+    "logistic$|pareto|rayleigh|weibull|power|leakyrelu|leaky_relu|generate"
+)
+
+
+def _may_draw(node: Dict[str, Any]) -> bool:
+    """Return whether an operator may ask MXNet for random numbers. More names than necessary do no harm."""
+    if node["op"] in _RECURRENT:
+        return float(node.get("attrs", {}).get("p", 0)) > 0
+    return _RANDOM.search(node["op"].lower()) is not None
 
 
 def _is_np(symbol: Any) -> bool:

@@ -128,7 +128,7 @@ def fit(
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
     split_f = _weighted_split(weights, split_f, trainer)
-    make_passes = passes_of(check_mode("fit", compiled))
+    make_passes = passes_of(check_mode("fit", compiled), trainer)
     remember_equal(net)  # values may have been loaded since the trainer was created
     checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)

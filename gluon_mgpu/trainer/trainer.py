@@ -142,6 +142,7 @@ class Trainer(gluon.Trainer):
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self._grad_norm: Optional[Array] = None
+        self._kept_passes: Dict[bool, Any] = {}  # of the latest run of fit(); see `data_parallel.compiled.passes_of`
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Buffer]] = None  # summed by allreduce_grads(), not applied by update() yet

@@ -30,7 +30,7 @@ from measure import inputs, run_round
 PROGRAM = Path(workloads.__file__).parent
 ROOT = PROGRAM.parent.parent
 PNG = b"\x89PNG\r\n\x1a\n"
-CASE = workloads.quick(workloads.STEP)
+CASE = workloads.quick(workloads.STEPS["mlp"])
 
 
 def bench(*arguments, exit_code=0):
@@ -199,7 +199,7 @@ def test_the_folder_is_a_program(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert ended.value.code == 0
     assert output.startswith("Usage: python scripts/benchmarks ")
-    commands = ["balance", "checkpoint", "evaluate", "precision", "scaling", "seq2seq", "size", "step", "train"]
+    commands = ["balance", "checkpoint", "evaluate", "precision", "scaling", "seq2seq", "size", "step", "trace", "train"]
     assert sorted(main.commands) == commands
     assert all(f"\n  {name} " in output for name in commands)
 

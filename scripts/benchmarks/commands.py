@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import balance as balances
 import checkpoint_command
@@ -14,6 +14,7 @@ import precision as precisions
 import report
 import scaling_command
 import seq2seq as translations
+import tracing
 import workloads
 from case import Case
 from charts import plot_lines, plot_ranges
@@ -23,6 +24,7 @@ from gluon_mgpu.cli._options import numbers
 from gluon_mgpu.cli._output import print_table, write_results
 from gluon_mgpu.cli.main import CommandGroup
 from gluon_mgpu.devices.select import use_devices
+from result_files import json_option, save_json
 
 _output = click.option(
     "--output",
@@ -219,6 +221,18 @@ def precision(specs: str, rounds: int, accuracy: bool, output: Path) -> None:
         print_table(*precisions.accuracy_table(learned))
     results = {"rounds": [asdict(one) for one in found], "learned": [asdict(one) for one in learned]}
     write_results(output, "precision", results, plot_ranges(precisions.ranges(found), "speed relative to fp32"))
+
+
+@main.command()
+@click.option("--rounds", type=click.IntRange(2), default=15, show_default=True, help="Rounds; each with a trace and without.")
+@click.option("--num-steps", type=click.IntRange(20), default=200, show_default=True, help="Steps of each part of a run.")
+@json_option
+def trace(rounds: int, num_steps: int, json_path: Optional[Path]) -> None:
+    """Measure what a trace of some steps costs a run on two CPU contexts: in these steps, before and after them."""
+    with use_devices("cpu:2") as ctx, progress() as show:
+        found = tracing.measure(ctx, rounds=rounds, num_steps=num_steps, on_message=show)
+    print_table(*tracing.table(found))
+    save_json(json_path, tracing.results(found, rounds=rounds, num_steps=num_steps))
 
 
 class _Comparison:

@@ -195,10 +195,12 @@ def test_no_progress_stops_it(tsv, tmp_path):
 
 
 def test_memory_and_hangs_are_watched_on_demand(tsv, tmp_path):
-    lines, _ = train(
-        tsv, tmp_path / "run", "--epochs", "2", "--batch-tokens", "50", "--watchdog", "200", "--leak-check", "--weights", "auto"
-    )
+    trace = tmp_path / "trace.json"
+    options = ["--watchdog", "200", "--leak-check", "--weights", "auto", "--trace", str(trace)]
+    lines, _ = train(tsv, tmp_path / "run", "--epochs", "2", "--batch-tokens", "50", *options)
     assert any(line.startswith("host: ") for line in lines)
+    assert any(line.startswith("trace: ") for line in lines)
+    assert trace.exists() and trace.with_suffix(".png").exists()
 
 
 def test_ctrl_c_saves_and_ends_with_130(tsv, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -309,6 +310,8 @@ def call_each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> No
 def phase_reporter(callbacks: Sequence[Callback], state: FitState) -> Callable[[str], None]:
     """Return a function that calls `on_phase`; it does nothing where no callback overrides it."""
     callbacks = [callback for callback in callbacks if _overrides(callback, "on_phase")]
+    if len(callbacks) == 1:
+        return partial(callbacks[0].on_phase, state)  # called several times per step
     return (lambda phase: call_each(callbacks, "on_phase", state, phase)) if callbacks else (lambda phase: None)
 
 

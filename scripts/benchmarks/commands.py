@@ -224,8 +224,8 @@ def precision(specs: str, rounds: int, accuracy: bool, output: Path) -> None:
 
 
 @main.command()
-@click.option("--rounds", type=click.IntRange(2), default=15, show_default=True, help="Rounds; each with a trace and without.")
-@click.option("--num-steps", type=click.IntRange(20), default=200, show_default=True, help="Steps of each part of a run.")
+@click.option("--rounds", type=click.IntRange(2), default=60, show_default=True, help="Rounds; each with a trace and without.")
+@click.option("--num-steps", type=click.IntRange(20), default=20, show_default=True, help="Steps of each part of a run.")
 @json_option
 def trace(rounds: int, num_steps: int, json_path: Optional[Path]) -> None:
     """Measure what a trace of some steps costs a run on two CPU contexts: in these steps, before and after them."""

@@ -17,13 +17,13 @@ from with_mxnet import mlp
 _LAYERS, _UNITS, _BATCH_SIZE = 31, 32, 64  # the network of `step`: its steps are short, so what each of them adds shows
 WARM_UP, PARTS = 20, ("before", "in", "after")
 
-Found = Dict[str, List[float]]  # CPU seconds per step of each part of a run, one per round; the traced ones end in `traced`
+Found = Dict[str, List[float]]  # seconds per step of each part of a run, one per round; the traced ones end in `traced`
 
 
 def measure(
     contexts: Sequence[Context], *, rounds: int, num_steps: int, on_message: Callable[[str], None] = lambda text: None
 ) -> Found:
-    """Return the CPU seconds per step before, in and after a trace of `num_steps`, and without one, in turns."""
+    """Return the training thread's CPU seconds per step before, in and after a trace, and without one, in turns."""
     found: Found = {f"{part}{kind}": [] for part in PARTS for kind in ("", " traced")}
     rng = np.random.RandomState(0)
     X, y = rng.randn(_BATCH_SIZE, _UNITS).astype("float32"), rng.randint(0, 10, _BATCH_SIZE).astype("float32")
@@ -46,7 +46,7 @@ def measure(
 
 
 class _Clock(mgpu.Callback):
-    """Takes the CPU time of three parts of a run, which other programs of the machine change little.
+    """Takes the CPU time of the training thread in three parts of a run, which other programs of the machine change little.
 
     What a trace does between its last step and the next is in none of them.
     """
@@ -61,7 +61,7 @@ class _Clock(mgpu.Callback):
     def on_batch_end(self, state: Any) -> None:
         self._number += 1
         if self._number in self._borders:
-            self._times.append(time.process_time())
+            self._times.append(time.thread_time())
 
     def seconds(self) -> List[float]:
         """Return the seconds per step of each part."""
@@ -79,7 +79,7 @@ def table(found: Found) -> Tuple[str, List[str], List[List[str]]]:
         times = [f"{1e3 * median(times):.3f}" for times in (without, traced)]
         rows.append([f"{part} the trace", *times, f"{median(ratios):.3f} ({quarter:.3f} to {three_quarters:.3f})"])
     columns = ["steps", "without a trace", "with it", "with / without (quartiles)"]
-    return "CPU ms per step of a run with a trace and of one without", columns, rows
+    return "CPU ms of the training thread per step, with a trace and without", columns, rows
 
 
 def results(found: Found, *, rounds: int, num_steps: int) -> Dict[str, Any]:

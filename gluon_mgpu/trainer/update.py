@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -29,6 +29,7 @@ _CONTIGUOUS = (*_ELEMENTWISE, opt.LAMB)
 # device, and the result is copied.
 _REPLICABLE = (*_CONTIGUOUS, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt.Adamax, opt.FTML, opt.Signum)
 
+_MOST_ELEMENTS = 2**20  # of one update: about 4 ms
 _CONTAINERS = (list, tuple, dict, np.ndarray)
 State = Any  # an optimizer's state of a parameter: None, an array, or nested tuples of arrays
 
@@ -263,8 +264,8 @@ class Update:
                 return prepared
             by_dtype.setdefault(weight.dtype, []).append((index, (weight, gradient, state)))
         for same in by_dtype.values():
-            for begin in range(0, len(same), optimizer.aggregate_num):
-                indices, arrays = zip(*same[begin : begin + optimizer.aggregate_num])
+            for some in _in_groups(same, optimizer.aggregate_num):
+                indices, arrays = zip(*some)
                 prepared.operators.append((indices, _sgd_operator(arrays)))
         return prepared
 
@@ -308,6 +309,24 @@ class Update:
                 for index in buffer.indices[1:]:
                     counts[index] = counts.get(index, self._optimizer.begin_num_update) + self._num_uncounted
         self._num_uncounted = 0
+
+
+def _in_groups(parameters: Sequence[Tuple[int, Any]], most: int) -> Iterator[List[Tuple[int, Any]]]:
+    """Yield groups of neighbours, with at most so many parameters and, if there are several, `_MOST_ELEMENTS`.
+
+    A device computes its share of a sum between two updates, and the other devices wait for it.
+    """
+    some: List[Tuple[int, Any]] = []
+    size = 0
+    for one in parameters:
+        weight = one[1][0]
+        if some and (len(some) == most or size + weight.size > _MOST_ELEMENTS):
+            yield some
+            some, size = [], 0
+        some.append(one)
+        size += weight.size
+    if some:
+        yield some
 
 
 def _sgd_operator(parameters: Sequence[Tuple[Array, Array, State]]) -> Operator:

@@ -316,10 +316,11 @@ def test_what_mxnet_reads_when_it_binds_a_graph_is_put_back(monkeypatch):
     assert "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD" not in os.environ
 
 
-def test_data_that_the_network_rejects_change_nothing():
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_data_that_the_network_rejects_change_nothing(mode):
     net = build(2)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    step = mgpu.compile_step(net, LOSS, trainer, compiled="auto")
+    step = mgpu.compile_step(net, LOSS, trainer, compiled=mode)
     X, y = batches()[0]
     step(X, y)
     before = net[5].weight.data(mx.cpu(0)).asnumpy()

@@ -74,8 +74,10 @@ class CompiledPasses(Passes):
 
         Raises
         ------
+        StepError
+            The network or the loss rejects a shard.
         TrainerError
-            They cannot be compiled, and the mode is `"on"`. Nothing was queued.
+            They cannot be compiled, and the mode is `"on"`. Nothing was changed.
         """
         self._queued = []
         self._follow()
@@ -85,6 +87,8 @@ class CompiledPasses(Passes):
                 return self._run(operation, Xs, ys)
             except NotCompilableError as error:
                 reason = str(error)
+                if self._mode == "on":  # raises StepError if the data are to blame
+                    Passes(self._net, self._loss, trains=False).forward(operation, Xs, ys)
         if self._mode == "on":
             raise TrainerError(
                 f"{operation}: got a network, loss or data that cannot be compiled: {reason}; expected one graph. Pass "

@@ -16,7 +16,7 @@ from ..devices.select import check_contexts
 from ..distributed import own_batches, process_shard
 from ..errors import ShardError, TrainerError
 from ..nested import Array, is_device_array, leaves
-from ..trainer.running_stats import claim_examples, stats_of
+from ..trainer.running_stats import claim_examples
 from ..trainer.trainer import Trainer
 from .balancer import Balancer
 from .passes import Passes, dtype_of
@@ -192,7 +192,7 @@ class TrainStep:
         self.on_phase("backward")
         self.passes.backward(trainer, losses)
         self.on_phase("update")
-        claim_examples(stats_of(net) if self.passes.running_stats is None else self.passes.running_stats)
+        claim_examples(trainer.running_stats_of(net) if self.passes.running_stats is None else self.passes.running_stats)
         if isinstance(split_f, Balancer):
             split_f.watch(losses)
         trainer.step(num_examples if num_units is None else num_units, self.ignore_stale_grad)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from mxnet import Context, gluon, lr_scheduler
 from mxnet import optimizer as opt
@@ -23,7 +24,7 @@ from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .reduction import Reduction, clip_values, global_norm, scale_to_norm
 from .replicas import Replicas
-from .running_stats import claim_examples, is_running_stat, remember_equal
+from .running_stats import claim_examples, is_running_stat, remember_equal, stats_of
 from .states import StateData, read_states, states_on, write_states
 from .update import Update
 
@@ -152,6 +153,7 @@ class Trainer(gluon.Trainer):
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
         if has_values(self._replicas.params):
             self._joint.begin()
+        self._made_of = weakref.ref(params) if isinstance(params, gluon.Block) else None
         self._running = [param for param in self._params if is_running_stat(param)]
         remember_equal(self._running)
         self._joint.compress(has_shapes=has_values(self._replicas.params))
@@ -166,6 +168,10 @@ class Trainer(gluon.Trainer):
     def contexts(self) -> List[Context]:
         """The devices, in the order of the replicas."""
         return list(self._replicas.contexts)
+
+    def running_stats_of(self, net: gluon.Block) -> Iterable[gluon.Parameter]:
+        """Return BatchNorm's running statistics of a network: without looking through it if the trainer was made of it."""
+        return self._running if self._made_of is not None and self._made_of() is net else stats_of(net)
 
     @property
     def grad_norm(self) -> Optional[Array]:

@@ -207,6 +207,14 @@ def _mutants() -> List[Mutant]:
 
     module("distributed/launcher/handshake", "test_strangers")
     add("a wrong proof is accepted", "hmac.compare_digest(", "bool(")
+    module("loop/timeline", "test_trace")
+    add("a device waits for the host before a sum", "waits_for_devices = end in updates", "waits_for_devices = False")
+    add("operations before the trace count", "span.clipped(self.begin, self.end) for span", "span for span")
+    module("trainer/update", "test_optimizers")
+    add("prepared operators keep states that were replaced", "any(states.get(index) is not state for", "any(state is None for")
+    add("rates of another parameter", "optimizer._get_lrs(indices)", "optimizer._get_lrs(indices[::-1])")
+    module("data_parallel/executors", "test_compiled")
+    add("Dropout is bound where no seed reaches it", "bind() if graph.draws else", "bind() if False else")
     return found
 
 

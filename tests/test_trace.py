@@ -62,6 +62,17 @@ def test_before_a_sum_it_waits_for_the_other_whatever_the_host_does():
     assert in_ms(found.idle["cpu(1)"]) == [("idle: host in dispatch", 9, 10)]
 
 
+def test_sums_over_processes_have_a_context_of_their_own():
+    operations = [("cpu(0)", "dot", 0, 4), ("cpu(1)", "KVStoreDistDefaultPush", 5, 7), ("cpu(0)", "ElementwiseSum", 8, 10)]
+    found = timeline([(0, "data")], operations, ("cpu(0)",))
+    assert in_ms(found.idle["cpu(0)"]) == [
+        ("idle: no cause found", 4, 5),
+        ("idle: waits for other processes", 5, 7),
+        ("idle: no cause found", 7, 8),
+    ]
+    assert found.shares()["cpu(1)"] == pytest.approx({"operations": 0, "sums and updates": 0.2})
+
+
 def test_short_gaps_belong_to_the_engine():
     operations = [("cpu(0)", "dot", 0, 4), ("cpu(0)", "dot", 4.05, 10)]
     found = timeline([(0, "data")], operations, ("cpu(0)",))

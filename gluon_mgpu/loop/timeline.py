@@ -76,7 +76,9 @@ class Timeline:
             self.operations[device] = self._within(span for span, updates in zip(spans, is_update) if not updates)
             self.updates[device] = self._within(span for span, updates in zip(spans, is_update) if updates)
         self._busy = {one: _union([*self.operations[one], *self.updates[one]]) for one in self.operations}
-        self.idle = {device: list(self._idle(device)) for device in self.operations}
+        self._devices = set(devices)
+        # MXNet's store of several processes works on a context of its own, which is never idle
+        self.idle = {device: list(self._idle(device)) if device in self._devices else [] for device in self.operations}
 
     def shares(self) -> Dict[str, Dict[str, float]]:
         """Return the share of the time that each name takes: of the host, and of each device."""
@@ -118,9 +120,15 @@ class Timeline:
     def _within(self, spans: Iterable[Span]) -> List[Span]:
         return [span.clipped(self.begin, self.end) for span in spans if span.begin < self.end and span.end > self.begin]
 
+    def _busy_on(self, devices: Iterable[str]) -> List[_Interval]:
+        return _union(Span("", *busy) for device in devices for busy in self._busy[device])
+
     def _idle(self, device: str) -> Iterator[Span]:
         """Yield the time in which a device runs nothing, each piece named by what it waits for."""
-        others = _union(Span("", *busy) for other, several in self._busy.items() if other != device for busy in several)
+        causes = [
+            ("idle: waits for another device", self._busy_on([other for other in self._devices if other != device])),
+            ("idle: waits for other processes", self._busy_on([other for other in self._busy if other not in self._devices])),
+        ]
         updates = {span.begin for span in self.updates[device]}
         edges = [self.begin, *(edge for busy in self._busy[device] for edge in busy), self.end]
         begins = [phase.begin for phase in self.phases]
@@ -133,8 +141,8 @@ class Timeline:
             waits_for_devices = end in updates  # the next operation adds or applies gradients
             for phase in self.phases[max(0, bisect_right(begins, begin) - 1) : bisect_left(begins, end)]:
                 piece = phase.clipped(begin, end)
-                if phase.name == "wait" or (waits_for_devices and others):
-                    yield from _divided(piece, others)
+                if phase.name == "wait" or (waits_for_devices and any(intervals for _, intervals in causes)):
+                    yield from _divided(piece, causes)
                 else:
                     yield Span(f"idle: host in {phase.name.split(':')[0]}", piece.begin, piece.end)
 
@@ -148,20 +156,24 @@ def _metadata(kind: str, name: str, place: Dict[str, int], order: int) -> List[D
     ]
 
 
-def _divided(piece: Span, others: List[_Interval]) -> Iterator[Span]:
-    """Yield idle time in which the host waits, divided by whether another device works."""
+def _divided(piece: Span, causes: Sequence[Tuple[str, List[_Interval]]]) -> Iterator[Span]:
+    """Yield idle time divided by what goes on elsewhere: the first of these causes that has an interval there."""
+    if not causes:
+        yield _unexplained(piece.begin, piece.end)
+        return
+    (name, intervals), *rest = causes
     at = piece.begin
-    for begin, end in others[max(0, bisect_right(others, (at,)) - 1) :]:
+    for begin, end in intervals[max(0, bisect_right(intervals, (at,)) - 1) :]:
         if begin >= piece.end:
             break
         if end <= at:
             continue
         if begin > at:
-            yield _unexplained(at, begin)
-        yield Span("idle: waits for another device", max(at, begin), min(end, piece.end))
+            yield from _divided(Span("", at, begin), rest)
+        yield Span(name, max(at, begin), min(end, piece.end))
         at = min(end, piece.end)
     if at < piece.end:
-        yield _unexplained(at, piece.end)
+        yield from _divided(Span("", at, piece.end), rest)
 
 
 def _unexplained(begin: float, end: float) -> Span:

@@ -77,8 +77,8 @@ class EpochOptions:
         Returns whether the pass can stop after this batch; the same in all processes.
     on_phase : callable (str)
         Called when a phase begins: `data`, waiting for the next batch; `dispatch`, queueing it, of which a training step names
-        `split`, `forward`, `backward` and `update`; `devices`, waiting for an earlier batch or for the sums; `callbacks`; and ""
-        at the end.
+        `split`, `forward`, `backward` and `update`; `devices`, waiting for an earlier batch, for the sums or for other processes;
+        `callbacks`; and "" at the end.
     """
 
     operation: str
@@ -180,6 +180,7 @@ class EpochRunner:
         """Return the signal that stops the pass after this batch, 0 for none."""
         options = self._options
         if options.stop_signal is not None:
+            options.on_phase("devices")  # processes wait for each other here
             self._stopped = self._vote.after_step(options.stop_signal(), may_stop=options.may_stop())
         return self._stopped
 

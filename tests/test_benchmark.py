@@ -88,7 +88,7 @@ def await_(condition, seconds=240):
 # The four comparisons, end to end
 
 
-STEP_NAMES = {"split_s", "forward_s", "backward_s", "update_s", "whole_s"}
+STEP_NAMES = {"dispatch_s", "split_s", "forward_s", "backward_s", "update_s", "whole_s"}
 FAKE_GLUON = f"""
     say(versions={{}})
     for number, request in enumerate(requests):

@@ -260,7 +260,7 @@ def test_a_disk_that_fails_is_told_with_the_folder_and_what_is_left(tmp_path, mo
                 raise OSError(number, os.strerror(number))
 
             if state.epoch == 2:
-                saves._shelf.wait()
+                saves._rotation.wait()
                 monkeypatch.setattr(os, "fsync", failing)
 
     saves = Checkpoint(tmp_path, None, background=background)

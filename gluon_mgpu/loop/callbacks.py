@@ -295,7 +295,7 @@ class Checkpoint(Callback):
         best = Best("test_accuracy" if monitor is None else monitor, mode)
         self._best = None if monitor is None else best
         self._every = every
-        self._shelf = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
+        self._rotation = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
         self._lock: Optional[FolderLock] = None
 
     def hold(self) -> None:
@@ -337,7 +337,7 @@ class Checkpoint(Callback):
             processes.barrier()  # each has read its checkpoint before the first one deletes old ones
         self.hold()
         if not this_process().rank:
-            self._shelf.begin(None if state.resumed is None else state.resumed.folder)
+            self._rotation.begin(None if state.resumed is None else state.resumed.folder)
             self._restore_best(state)
 
     def on_batch_end(self, state: FitState) -> None:
@@ -360,9 +360,9 @@ class Checkpoint(Callback):
                 self._save(state)
         finally:
             try:
-                self._shelf.wait()
+                self._rotation.wait()
                 if state.error is None and not this_process().rank:
-                    self._shelf.end()
+                    self._rotation.end()
             finally:
                 self.release()
 
@@ -373,7 +373,7 @@ class Checkpoint(Callback):
         epoch, rows = self._best.epoch, state.history.rows
         resumed = outer_of(state.resumed.folder)
         others = [resumed, *(outer_of(path) for path in find_checkpoints(resumed.parent))]
-        if not self._shelf.restore_best(lambda folder: self._is_of(folder, epoch, rows[:epoch]), others):
+        if not self._rotation.restore_best(lambda folder: self._is_of(folder, epoch, rows[:epoch]), others):
             logger.warning(
                 "%s: %s is not of epoch %d, the best one by %s, and no complete checkpoint of that epoch is left",
                 type(self).__name__,
@@ -408,7 +408,7 @@ class Checkpoint(Callback):
         progress = progress_of(state.history.rows, state.epoch)
         snapshot = take_snapshot(state.net, state.trainer, progress, place=place, arrays=arrays, base=self._base)
         if not this_process().rank:
-            self._shelf.put(self._writing(snapshot), state.step, is_best=is_best, num_bytes=snapshot.num_bytes)
+            self._rotation.put(self._writing(snapshot), state.step, is_best=is_best, num_bytes=snapshot.num_bytes)
         self._saved = here
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:

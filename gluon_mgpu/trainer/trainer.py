@@ -137,7 +137,7 @@ class Trainer(gluon.Trainer):
         _check_options(self._replicas, update_on_kvstore)
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction = Reduction(kvstore, self._replicas.contexts)
-        self._joint = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
+        self._process_sync = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         make_copyable({type(param) for param in self._params})
         self._clip_norm, self._clip_value = clip_norm, clip_value
@@ -152,17 +152,17 @@ class Trainer(gluon.Trainer):
             set_precision(params, precision)
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
         if has_values(self._replicas.params):
-            self._joint.begin()
+            self._process_sync.begin()
         self._made_of = weakref.ref(params) if isinstance(params, gluon.Block) else None
         self._running = [param for param in self._params if is_running_stat(param)]
         remember_equal(self._running)
-        self._joint.compress(has_shapes=has_values(self._replicas.params))
+        self._process_sync.compress(has_shapes=has_values(self._replicas.params))
         self._replicas.take_over()
 
     @property
     def sharded_data(self) -> bool:
         """Whether every process of a job reads its own batches."""
-        return self._joint.sharded_data
+        return self._process_sync.sharded_data
 
     @property
     def contexts(self) -> List[Context]:
@@ -189,8 +189,8 @@ class Trainer(gluon.Trainer):
         buckets before a graph holds them.
         """
         known = self._replicas.resolve_shapes()
-        if self._joint.is_joint and has_values(self._replicas.params):
-            self._joint.begin()
+        if self._process_sync.is_joint and has_values(self._replicas.params):
+            self._process_sync.begin()
         return known
 
     def scale(self, losses: Sequence[Array]) -> Sequence[Array]:
@@ -465,7 +465,7 @@ class Trainer(gluon.Trainer):
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
-        self._joint.begin()
+        self._process_sync.begin()
         buffers = self._replicas.collect(ignore_stale_grad)
         self._reduce(buffers)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
@@ -480,7 +480,7 @@ class Trainer(gluon.Trainer):
         num_examples, self._num_counted = self._num_counted + batch_size, 0
         multiplied = self._multiplied_by(buffers)
         if self.sharded_data:
-            self._joint.divide(buffers, self.contexts, num_examples)
+            self._process_sync.divide(buffers, self.contexts, num_examples)
             num_examples = 1
         if multiplied is not None:
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples

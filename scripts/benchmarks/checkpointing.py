@@ -261,7 +261,7 @@ class _Saving(Checkpoint):
 
     def __init__(self, folder: Path, *, background: bool) -> None:
         super().__init__(folder, None, every=1, background=background)
-        self._shelf = self.rotation = _TimedRotation(folder, background=background)
+        self._rotation = self.rotation = _TimedRotation(folder, background=background)
 
     def on_epoch_end(self, state: FitState) -> None:
         pass

@@ -53,7 +53,7 @@ def test_a_pushed_function_runs_once_and_after_pending_writes(where):
         may_end.set()
     y = mx.nd.Custom(mx.nd.ones((2,)), op_type="readiness_waiter")
     device = engine_push.EngineContext(engine_push.CPU, 0)
-    engine_push.push(lambda: events.append("call"), device=device, reads=[y], where=where, name=b"test")
+    engine_push.push(lambda: events.append("call"), device=device, reads=[y], where=where)
     assert is_serial() or events == []
     may_end.set()
     mx.nd.waitall()

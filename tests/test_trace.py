@@ -11,7 +11,8 @@ import pytest
 from gluon_mgpu.errors import SaveError, TrainerError
 from gluon_mgpu.loop.timeline import Span, Timeline
 from gluon_mgpu.plots import plot_trace
-from gluon_mgpu.runtime.profiler import Operation, operations_of, recordable_devices
+from gluon_mgpu.runtime.engine import ON_WORKER, Marker
+from gluon_mgpu.runtime.profiler import Operation, Recording, operations_of, recordable_devices
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -223,6 +224,17 @@ def test_contexts_that_the_profiler_cannot_record_are_refused(tmp_path):
     beyond = mx.cpu(len(recordable_devices()))
     with pytest.raises(TrainerError, match="fewer devices"):
         train(tmp_path / "trace.json", [mx.cpu(0), beyond])
+
+
+def test_markers_on_contexts_that_the_profiler_cannot_record():
+    """A watchdog looks at the workers of all contexts, also while a trace is recorded. MXNet would end the process."""
+    recording = Recording()
+    marker = Marker(context=mx.cpu(len(recordable_devices()) + 1), where=ON_WORKER)
+    (mx.nd.ones((2, 2), ctx=mx.cpu(1)) * 2).wait_to_read()
+    operations = recording.stop()
+    assert marker.done
+    assert {operation.device for operation in operations} <= {"cpu(0)", "cpu(1)"}
+    assert "_mul_scalar" in {operation.name for operation in operations}
 
 
 def test_the_figure_shows_every_lane(tmp_path):

@@ -55,7 +55,7 @@ class Marker:
         self.done, self.thread = False, 0
         context = context or mx.cpu(0)
         device = EngineContext(context.device_typeid, context.device_id)
-        push(self._reach, device=device, reads=arrays, where=where, name=b"gluon_mgpu_marker")
+        push(self._reach, device=device, reads=arrays, where=where)
 
     def _reach(self) -> None:
         self.thread = threading.get_native_id()
@@ -78,4 +78,4 @@ def when_ready(arrays: Sequence[Array], function: Callable[[], None], *, on_work
     """
     arrays = list(arrays)
     device = EngineContext(CPU, arrays[0].context.device_id if on_worker else 0)
-    push(function, device=device, reads=arrays, where=ON_WORKER if on_worker else ON_PRIORITY_WORKER, name=b"when_ready")
+    push(function, device=device, reads=arrays, where=ON_WORKER if on_worker else ON_PRIORITY_WORKER)

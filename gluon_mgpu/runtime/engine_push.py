@@ -22,8 +22,11 @@ class EngineContext(ctypes.Structure):
     _fields_ = [("dev_type", ctypes.c_int), ("dev_id", ctypes.c_int32)]
 
 
-def push(function: Callable[[], None], *, device: EngineContext, reads: Sequence[Any] = (), where: int, name: bytes) -> None:
+def push(function: Callable[[], None], *, device: EngineContext, reads: Sequence[Any] = (), where: int) -> None:
     """Queue a function in MXNet's engine. The engine calls it once, unless an operation that writes `reads` fails.
+
+    It has no name, so MXNet's profiler leaves it out: the profiler ends the process at operations on contexts that it has no
+    place for.
 
     Parameters
     ----------
@@ -35,14 +38,12 @@ def push(function: Callable[[], None], *, device: EngineContext, reads: Sequence
     where : int
         `AT_ONCE`: in the calling thread if `reads` are ready, otherwise on the device's worker as soon as they are.
         `ON_WORKER`: on the device's worker, behind its queue. `ON_PRIORITY_WORKER`: on a worker that belongs to no device.
-    name : bytes
-        What profilers show.
     """
     library, check_call = _mxnet()
     number = next(_numbers)
     _functions[number] = function
     handles = (ctypes.c_void_p * max(1, len(reads)))(*(array.handle.value for array in reads))
-    queued = handles, len(reads), None, 0, ctypes.byref(ctypes.c_int(where)), 0, name
+    queued = handles, len(reads), None, 0, ctypes.byref(ctypes.c_int(where)), 0, None
     check_call(library.MXEnginePushSyncND(_CALL, ctypes.c_void_p(number), None, ctypes.byref(device), *queued))
 
 
@@ -64,7 +65,7 @@ class WrittenWith:
         reads, writes = [(ctypes.c_void_p * len(some))(*(one.handle.value for one in some)) for some in own]
         nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # a C function: it needs no interpreter
         where = ctypes.byref(ctypes.c_int(AT_ONCE))
-        queued = reads, len(others), writes, len(arrays), where, 0, b"gluon_mgpu_written_with"
+        queued = reads, len(others), writes, len(arrays), where, 0, None
         self._arguments = (nothing, None, None, ctypes.byref(device), *queued)
 
     def push(self) -> None:

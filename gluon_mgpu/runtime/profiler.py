@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import tempfile
@@ -36,6 +37,7 @@ class Recording:
     """MXNet's profiler while it runs. There is one profiler in a process, so a program that uses it must not record here."""
 
     def __init__(self) -> None:
+        _settle()
         self._folder = tempfile.TemporaryDirectory(prefix="gluon-mgpu-")
         self._devices = recordable_devices()
         self._path = _configure(self._folder.name)
@@ -59,6 +61,7 @@ def recordable_devices() -> Tuple[str, ...]:
 
     Source: MXNet 1.9.1, src/profiler/profiler.cc, Profiler::Profiler, and profiler.h, Profiler::DeviceIndex.
     """
+    _settle()
     with tempfile.TemporaryDirectory(prefix="gluon-mgpu-") as folder:
         path = _configure(folder)
         mx.profiler.set_state("run")  # without it, nothing is written
@@ -97,6 +100,12 @@ def operations_of(text: str, devices: Tuple[str, ...]) -> List[Operation]:
         elif key in begun:
             found.append(Operation(devices[event["pid"]], event["name"], begun.pop(key), event["ts"] / 1e6))
     return sorted(found, key=lambda operation: operation.begin)
+
+
+def _settle() -> None:
+    """Finish what is queued, and drop garbage: freeing an array is an operation, too, on a context that may have no place."""
+    gc.collect()
+    mx.nd.waitall()
 
 
 def _configure(folder: str) -> Path:

@@ -198,7 +198,7 @@ def _run_on_each(device_id: int, function: Callable[[], None]) -> None:
             done.release()
 
     for _ in range(num_workers):
-        push(run, device=EngineContext(CPU, device_id), where=ON_WORKER, name=b"set_threads")
+        push(run, device=EngineContext(CPU, device_id), where=ON_WORKER)
     for _ in range(num_workers):
         done.acquire(timeout=_WAIT_S)
 

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import multiprocessing
 import os
 import threading
 import weakref
@@ -403,6 +404,18 @@ def test_graphs_that_draw_are_bound_where_the_seed_reaches_them(dropout, monkeyp
     mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd"))(*batches([6])[0])
     assert (threads == {threading.main_thread()}) is (dropout > 0)
     assert len(threads) == (1 if dropout else 2)
+
+
+def test_a_forked_process_binds_in_threads_of_its_own():
+    """The parent's exist there in name only: waiting for them would take forever."""
+    context = mx.cpu(0)
+    assert executors._in_own_thread(context, lambda: 3) == 3
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(executors._in_own_thread(context, lambda: 4)))
+    child.start()
+    child.join(60)
+    exitcode = child.exitcode
+    child.kill()
+    assert exitcode == 4
 
 
 def test_what_a_step_returns_outlives_later_steps():

@@ -203,6 +203,7 @@ def _in_own_thread(context: Context, bind: Callable[[], Any]) -> Any:
 
 
 _threads: Dict[Context, ThreadPoolExecutor] = {}
+os.register_at_fork(after_in_child=_threads.clear)  # a forked process has none of them
 
 
 @contextmanager

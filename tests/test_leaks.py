@@ -4,6 +4,7 @@ import gc
 import logging
 import mmap
 import re
+import threading
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -12,7 +13,7 @@ import pytest
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.monitor import leaks
 from gluon_mgpu.monitor.leaks import Growth, LeakCheck, MemoryReading, judge, theil_sen
-from gluon_mgpu.runtime.engine import is_serial
+from gluon_mgpu.runtime.engine import is_serial, when_ready
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -192,12 +193,19 @@ def test_a_queue_without_back_pressure_is_no_leak():
     def run(wait):
         check = LeakCheck(every=3)
         batch, matrix = mx.nd.ones((125, 500)), mx.nd.ones((500, 500), ctx=mx.cpu(1))
-        for _ in range(150):
+        matrix.wait_to_read()
+        slow = None
+        for step in range(144):
+            if not wait and step % 12 == 0:  # the other device runs nothing for 11 steps, then all of them
+                slow = threading.Event()
+                when_ready([matrix], lambda slow=slow: slow.wait(60), on_worker=True)
             x = batch + 1
             x.wait_to_read()  # kept until the other device comes to it
             total = mx.nd.dot(mx.nd.dot(x.as_in_context(mx.cpu(1)), matrix), matrix).sum()
             if wait:
                 total.wait_to_read()
+            elif step % 12 == 11:
+                slow.set()  # the check waits for all that is queued in this step, the fourth that it looks at
             check.step([total])
         return check.growth()["host"]
 

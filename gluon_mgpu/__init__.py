@@ -35,7 +35,7 @@ from .monitor.watchdog import Watchdog
 from .moved import __getattr__ as __getattr__
 from .pipeline.network import Pipeline
 from .pipeline.split import split_stages
-from .plots import plot_trace
+from .plots import plot_schedule, plot_trace
 from .runtime.timing import Timer
 from .trainer.local_sgd import LocalSGD
 from .trainer.loss_scaler import LossScaler
@@ -123,6 +123,7 @@ __all__ = [
     "LeakCheck",
     "Trace",
     "plot_trace",
+    "plot_schedule",
     "Monitor",
     "Watchdog",
     # rooms

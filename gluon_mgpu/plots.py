@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple, Union
 
+from .checks import whole_number
+from .errors import TrainerError
 from .runtime.environment import require
+from .runtime.profiler import Operation, batches_of
 
 
 def figure(width: float = 10, height: float = 4) -> Any:
@@ -135,8 +138,9 @@ def plot_trace(path: Union[str, Path], *, steps: int = 3) -> Any:
     events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     spans = [event for event in events if event["ph"] == "X"]
-    borders = [event["ts"] / 1e3 for event in spans if event["name"].startswith("step ")]
-    end = (borders + [(events[-1]["ts"] + events[-1]["dur"]) / 1e3])[min(steps, len(borders))] if borders else 0.0
+    marked = [event for event in spans if event["name"].startswith("step ")]
+    borders = [event["ts"] / 1e3 for event in marked] + [(event["ts"] + event["dur"]) / 1e3 for event in marked[-1:]]
+    end = borders[min(steps, len(marked))] if borders else 0.0
     made = figure(12, 1.2 + 0.45 * len(lanes))
     axes = made.subplots()
     bars: Dict[str, Dict[int, List[Tuple[float, float]]]] = {}
@@ -170,16 +174,106 @@ _TRACE_COLORS = {
     "operations": "tab:blue",
     "backward operations": "tab:green",
     "sums and updates": "tab:orange",
+    "forward tasks": "tab:blue",
+    "backward tasks": "tab:green",
     "idle": "tab:red",
 }
 
 
+def plot_schedule(path: Union[str, Path], *, step: int = 0) -> Any:
+    """Return a figure of a pipeline's tasks in one batch, as they ran: one lane per device, one box per task, idle time between.
+
+    A box holds the number of its micro-batch, `stage:micro-batch` if its device has several stages. The share of idle time is
+    that of the time from the first task of the batch to the last.
+
+    Parameters
+    ----------
+    path : str or pathlib.Path
+        A trace that `fit(trace=...)` has written.
+    step : int
+        Which of its batches: 0 is the first. With `micro_steps`, each part of a batch counts.
+
+    Raises
+    ------
+    TrainerError
+        The trace has no tasks, or fewer batches.
+    OSError
+        The file cannot be read.
+    """
+    step = whole_number("plot_schedule", "step", step, low=0, advice="0 is the first batch of the trace.")
+    lanes, batches = _read_tasks(path)
+    if not batches:
+        raise TrainerError(
+            f"plot_schedule: got {path}, a trace without tasks; expected a trace of a Pipeline. Call fit(pipeline, ..., "
+            "trace='trace.json'), or plot_trace for other networks."
+        )
+    if step >= len(batches):
+        raise TrainerError(
+            f"plot_schedule: got step={step} of a trace of {len(batches)} batches; expected at most {len(batches) - 1}. Trace "
+            "more steps: Trace(path, steps=20)."
+        )
+    tasks = batches[step]
+    begin, end = tasks[0].begin, max(task.end for task in tasks)
+    made = figure(12, 1.3 + 0.5 * len(lanes))
+    axes = made.subplots()
+    labels = []
+    for at, device in enumerate(lanes):
+        own = [task for task in tasks if task.device == device]
+        has_stages = len({task.name.split(".")[0][1:] for task in own}) > 1
+        axes.broken_barh([(0, end - begin)], (at - 0.4, 0.8), **_IDLE_STYLE, label="idle" if not at else None)
+        for task in own:
+            _draw_task(axes, task, at, begin, end - begin, has_stages=has_stages)
+        idle = 1 - sum(task.end - task.begin for task in own) / (end - begin)
+        labels.append(f"{device}\n{idle:.0%} idle")
+    for kind, color in _TASK_COLORS.items():
+        axes.broken_barh([], (0, 0), color=color, label=_TASK_NAMES[kind])
+    axes.set_yticks(range(len(lanes)))
+    axes.set_yticklabels(labels, fontsize=9)
+    axes.set(xlabel="ms", xlim=(0, end - begin), ylim=(len(lanes) - 0.5, -0.5))
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[1:] + handles[:1], names[1:] + names[:1], fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    made.tight_layout()
+    return made
+
+
+_TASK_COLORS = {"F": _TRACE_COLORS["forward tasks"], "B": _TRACE_COLORS["backward tasks"]}
+_TASK_NAMES = {"F": "forward", "B": "backward"}
+_IDLE_STYLE = {"facecolor": "white", "edgecolor": "lightgray", "hatch": "////", "linewidth": 0}
+_LETTER = 1 / 115  # the width of a digit of size 10, as a share of the figure's
+
+
+def _draw_task(axes: Any, task: Operation, at: int, begin: float, total: float, *, has_stages: bool) -> None:
+    """Draw a task's box, and its label if there is room for it."""
+    width = task.end - task.begin
+    axes.broken_barh(
+        [(task.begin - begin, width)], (at - 0.4, 0.8), facecolor=_TASK_COLORS[task.name[0]], edgecolor="white", linewidth=0.8
+    )
+    stage, micro_batch = task.name[1:].split(".")
+    label = f"{stage}:{micro_batch}" if has_stages else micro_batch
+    size = min(10.0, 10 * width / total / _LETTER / len(label))
+    if size >= 6:
+        axes.text(task.begin - begin + width / 2, at, label, ha="center", va="center", color="white", fontsize=size)
+
+
+def _read_tasks(path: Union[str, Path]) -> Tuple[List[str], List[List[Operation]]]:
+    """Return the lanes of the tasks of a trace, and the tasks of each batch in ms."""
+    events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+    groups = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X" and groups[event["pid"]] == "tasks"]
+    tasks = [Operation(lanes[one["tid"]], one["name"], one["ts"] / 1e3, (one["ts"] + one["dur"]) / 1e3) for one in spans]
+    devices = [event["args"]["name"] for event in events if event["name"] == "thread_name" and groups[event["pid"]] == "tasks"]
+    return devices, batches_of(tasks)
+
+
 def _kind_of(event: Dict[str, Any]) -> str:
     """Return the name in the legend of a span of a trace."""
+    if event["cat"] == "tasks":
+        return "forward tasks" if event["name"].startswith("F") else "backward tasks"
     if event["cat"] == "devices" and not event["name"].startswith("idle"):
         return "backward operations" if "backward" in event["name"] else "operations"
     return event["cat"] if event["cat"] == "sums and updates" else str(event["name"].split(":")[0])
 
 
 def _lane_label(group: str, lane: str) -> str:
-    return {"host": "host", "sums and updates": f"{lane}: sums, updates"}.get(group, lane)
+    return {"host": "host", "sums and updates": f"{lane}: sums, updates", "tasks": f"{lane}: tasks"}.get(group, lane)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import SaveError, TrainerError
 from gluon_mgpu.loop.timeline import Span, Timeline
-from gluon_mgpu.plots import plot_trace
+from gluon_mgpu.plots import plot_schedule, plot_trace
 from gluon_mgpu.runtime.engine import ON_WORKER, Marker
-from gluon_mgpu.runtime.profiler import Operation, Recording, operations_of, recordable_devices
+from gluon_mgpu.runtime.profiler import Operation, Recording, TaskMark, operations_of, recordable_devices
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -100,6 +100,58 @@ def test_what_runs_before_and_after_the_steps_is_cut_off():
     assert sum(found.shares()["host"].values()) == pytest.approx(1.0)
 
 
+def marks(*tasks):
+    """The marks of tasks (device, name, begin, end) as the profiler records them: short operations on cpu(0)."""
+    return [
+        ("cpu(0)", str(TaskMark(name, device, edge)), at, at)
+        for device, name, begin, end in tasks
+        for edge, at in (("begins", begin), ("ends", end))
+    ]
+
+
+TASKS = [("cpu(0)", "F0.0", 0, 2), ("cpu(1)", "F1.0", 2, 4), ("cpu(1)", "B1.0", 4, 6), ("cpu(0)", "B0.0", 6, 9)]
+
+
+def test_tasks_are_lanes_and_their_marks_are_no_operations():
+    operations = [(device, "dot", b, e) for device, _, b, e in TASKS]
+    found = timeline([(0, "forward")], [*operations, *marks(*TASKS)])
+    assert {device: in_ms(spans) for device, spans in found.tasks.items()} == {
+        "cpu(0)": [("F0.0", 0, 2), ("B0.0", 6, 9)],
+        "cpu(1)": [("F1.0", 2, 4), ("B1.0", 4, 6)],
+    }
+    assert {span.name for spans in found.operations.values() for span in spans} == {"dot"}
+    lanes = {(e["cat"], e["name"]) for e in found.events() if e["ph"] == "X" and e["cat"] == "tasks"}
+    assert lanes == {("tasks", name) for _, name, _, _ in TASKS}
+    assert timeline([(0, "forward")], operations).tasks == {}
+
+
+def test_between_its_tasks_a_device_waits_for_the_other_whatever_the_host_does():
+    found = timeline([(0, "forward")], [*((device, "dot", b, e) for device, _, b, e in TASKS), *marks(*TASKS)])
+    assert in_ms(found.idle["cpu(0)"]) == [("idle: waits for another device", 2, 6), ("idle: host in dispatch", 9, 10)]
+    assert in_ms(found.idle["cpu(1)"]) == [("idle: waits for another device", 0, 2), ("idle: host in dispatch", 6, 10)]
+
+
+def test_a_task_that_nobody_delays_waits_for_the_host():
+    """All tasks of the batch have begun, but the host has not queued the operations of the next one."""
+    tasks = [("cpu(0)", "F0.0", 0, 2), ("cpu(0)", "B0.0", 5, 8)]
+    found = timeline([(0, "forward")], [*((device, "dot", b, e) for device, _, b, e in tasks), *marks(*tasks)])
+    assert in_ms(found.idle["cpu(0)"]) == [("idle: host in dispatch", 2, 5), ("idle: host in dispatch", 8, 10)]
+
+
+def test_a_task_begins_with_its_first_operation():
+    """The mark of a batch's first task is there before the weights are: it waits for the tasks and the update before."""
+    tasks = [("cpu(0)", "F0.0", 0, 1), ("cpu(0)", "B0.0", 1, 4), ("cpu(0)", "F0.0", 2, 8)]
+    operations = [("cpu(0)", "dot", 0, 1), ("cpu(0)", "dot", 1, 4), ("cpu(0)", "sgd_update", 4, 6), ("cpu(0)", "dot", 6.5, 8)]
+    found = timeline([(0, "forward")], [*operations, *marks(*tasks)], ("cpu(0)",))
+    assert in_ms(found.tasks["cpu(0)"]) == [("F0.0", 0, 1), ("B0.0", 1, 4), ("F0.0", 6.5, 8)]
+
+
+def test_batches_that_begin_before_the_steps_are_left_out_and_the_last_one_is_complete():
+    before, within = [("cpu(0)", "F0.0", -2, 1), ("cpu(0)", "B0.0", 1, 3)], [("cpu(0)", "F0.0", 4, 9), ("cpu(0)", "B0.0", 9, 12)]
+    found = timeline([(0, "devices")], marks(*before, *within), ("cpu(0)",))
+    assert in_ms(found.tasks["cpu(0)"]) == [("F0.0", 4, 9), ("B0.0", 9, 12)]
+
+
 def test_files_of_the_profiler_after_the_first_begin_with_a_comma():
     text = '{"traceEvents": [\n,\n{"ph": "B", "name": "dot", "pid": 0, "tid": 1, "ts": 1000000},'
     text += '{"ph": "E", "name": "dot", "pid": 0, "tid": 1, "ts": 1000005}]}'
@@ -153,7 +205,7 @@ def test_a_trace_has_a_lane_for_the_host_and_two_for_each_device(compiled, tmp_p
     for phase in ("data", "split", "dispatch: forward", "dispatch: backward", "dispatch: update", "dispatch", "wait"):
         assert sum(event["name"] == phase for event in host) >= 4, phase
     length = sum(event["dur"] for event in host[:4])
-    assert sum(event["dur"] for event in host[4:]) == pytest.approx(length)
+    assert sum(event["dur"] for event in host[4:]) == pytest.approx(length, abs=0.05)  # each is rounded to 0.001
     for device in ("cpu(0)", "cpu(1)"):
         updates = [event["name"] for event in lanes["sums and updates", device]]
         assert "multi_sgd_update" in updates
@@ -246,3 +298,73 @@ def test_the_figure_shows_every_lane(tmp_path):
     second = [e for e in read(trace.path)["host", "training thread"] if e["name"] == "step 4"][0]
     assert axes.get_xlim()[1] == pytest.approx((second["ts"] + second["dur"]) / 1e3, rel=1e-3)
     assert {"dispatch", "sums and updates"} <= {text.get_text() for text in axes.get_legend().get_texts()}
+
+
+def train_pipeline(trace, ctx, *, micro_batches=2, batches=12, **options):
+    """Train a network of two layers as a pipeline."""
+    layers = [nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8)]
+    pipeline = mgpu.Pipeline(layers, ctx, micro_batches, **options)
+    pipeline.initialize()
+    trainer = mgpu.Trainer(pipeline, "sgd", {"learning_rate": 0.1})
+    data = [(np.ones((6, 4), "float32"), np.zeros(6, "float32"))] * batches
+    mgpu.fit(pipeline, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, epochs=1, callbacks=[], trace=trace)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def pipeline_trace(tmp_path_factory):
+    trace = mgpu.Trace(tmp_path_factory.mktemp("trace") / "trace.json", warm_up=3, steps=4)
+    train_pipeline(trace, [mx.cpu(0), mx.cpu(1)])
+    return trace.path
+
+
+def test_a_trace_of_a_pipeline_has_its_tasks(pipeline_trace):
+    lanes = read(pipeline_trace)
+    assert {lane for group, lane in lanes if group == "tasks"} == {"cpu(0)", "cpu(1)"}
+    for stage in (0, 1):
+        names = [event["name"] for event in lanes["tasks", f"cpu({stage})"]]
+        expected = ["F0.0", "F0.1", "B0.0", "B0.1"] if stage == 0 else ["F1.0", "B1.0", "F1.1", "B1.1"]
+        assert len(names) >= 4 and names == expected * (len(names) // 4)
+        assert not any(event["name"].startswith("task ") for event in lanes["devices", f"cpu({stage})"])
+
+
+def test_the_schedule_shows_a_box_for_each_task(pipeline_trace):
+    axes = plot_schedule(pipeline_trace, step=1).axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert [label.split("\n")[0] for label in labels] == ["cpu(0)", "cpu(1)"]
+    assert all(0 <= int(label.split("\n")[1].replace("% idle", "")) < 100 for label in labels)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward", "backward", "idle"]
+    begins = sorted(event["ts"] for event in read(pipeline_trace)["tasks", "cpu(0)"] if event["name"] == "F0.0")
+    ends = [event["ts"] + event["dur"] for event in read(pipeline_trace)["tasks", "cpu(0)"] if event["name"] == "B0.1"]
+    assert axes.get_xlim()[1] == pytest.approx((sorted(ends)[1] - begins[1]) / 1e3, rel=1e-6)
+    shown = [collection for collection in axes.collections if len(collection.get_paths())]
+    assert len(shown) == 2 + 8  # the background of each lane, and two forward and two backward tasks of each stage
+
+
+def test_the_schedule_of_a_device_with_several_stages_names_them(tmp_path):
+    trace = mgpu.Trace(tmp_path / "trace.json", warm_up=2, steps=3)
+    trainer = train_pipeline(trace, [[mx.cpu(0), mx.cpu(0)]], micro_batches=1)
+    assert trainer.devices == [mx.cpu(0)]
+    texts = [text.get_text() for text in plot_schedule(trace.path).axes[0].texts]
+    assert texts and set(texts) <= {"0:0", "1:0"}
+
+
+def test_all_devices_of_a_trainer_are_traced(tmp_path):
+    trace = mgpu.Trace(tmp_path / "trace.json", warm_up=2, steps=2)
+    trainer = train_pipeline(trace, [mx.cpu(1), mx.cpu(0)], batches=6)
+    assert trainer.contexts == [mx.cpu(1)] and trainer.devices == [mx.cpu(1), mx.cpu(0)]
+    assert {lane for group, lane in read(trace.path) if group == "devices"} >= {"cpu(0)", "cpu(1)"}
+    beyond = mx.cpu(len(recordable_devices()))
+    with pytest.raises(TrainerError, match="fewer devices"):
+        train_pipeline(tmp_path / "other.json", [mx.cpu(0), beyond])
+
+
+def test_a_schedule_that_is_not_there(pipeline_trace, tmp_path):
+    trace = mgpu.Trace(tmp_path / "trace.json", warm_up=2, steps=2)
+    train(trace, [mx.cpu(0)], batches=5)
+    with pytest.raises(TrainerError, match="a trace without tasks; expected a trace of a Pipeline"):
+        plot_schedule(trace.path)
+    with pytest.raises(TrainerError, match="got step=99 of a trace of . batches; expected at most"):
+        plot_schedule(pipeline_trace, step=99)
+    with pytest.raises(TrainerError, match="step"):
+        plot_schedule(pipeline_trace, step=-1)

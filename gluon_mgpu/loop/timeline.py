@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
-from typing import Any, Dict, Iterable, Iterator, List, Sequence, Tuple
+from dataclasses import dataclass, replace
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
 
-from ..runtime.profiler import Operation
+from ..runtime.profiler import Operation, batches_of, is_mark, tasks_of
 
 _SHORT_S = 1e-4  # the engine's threads hand an operation over in less
 _HOST = "host"
 _UPDATES = "sums and updates"
+_TASKS = "tasks"
 _UNEXPLAINED = "idle: no cause found"
 _PHASES = {
     "data": "data",
@@ -40,7 +41,7 @@ class Span:
 
 
 class Timeline:
-    """Some steps, by lane: the host; each device; the sums and updates of each device.
+    """Some steps, by lane: the host; each device; the sums and updates of each device; the tasks of each device of a pipeline.
 
     Parameters
     ----------
@@ -58,16 +59,18 @@ class Timeline:
         self,
         steps: Sequence[Span],
         phases: Sequence[Tuple[float, str]],
-        operations: Iterable[Operation],
+        operations: Sequence[Operation],
         devices: Sequence[str],
     ) -> None:
         self.steps = list(steps)
         self.begin, self.end = steps[0].begin, steps[-1].end
         ends = [begin for begin, _ in phases[1:]] + [self.end]
         self.phases = self._within(Span(_PHASES.get(name, name), begin, end) for (begin, name), end in zip(phases, ends))
+        self._devices = list(devices)
         by_device: Dict[str, List[Operation]] = {device: [] for device in devices}
         for operation in operations:
-            by_device.setdefault(operation.device, []).append(operation)
+            if not is_mark(operation.name):
+                by_device.setdefault(operation.device, []).append(operation)
         self.operations: Dict[str, List[Span]] = {}
         self.updates: Dict[str, List[Span]] = {}
         for device, own in by_device.items():
@@ -75,8 +78,9 @@ class Timeline:
             spans = [Span(operation.name, operation.begin, operation.end) for operation in own]
             self.operations[device] = self._within(span for span, updates in zip(spans, is_update) if not updates)
             self.updates[device] = self._within(span for span, updates in zip(spans, is_update) if updates)
+        self._batches = _without_waiting(batches_of(tasks_of(operations)), by_device)
+        self.tasks = self._tasks()
         self._busy = {one: _union([*self.operations[one], *self.updates[one]]) for one in self.operations}
-        self._devices = set(devices)
         # MXNet's store of several processes works on a context of its own, which is never idle
         self.idle = {device: list(self._idle(device)) if device in self._devices else [] for device in self.operations}
 
@@ -106,6 +110,7 @@ class Timeline:
                 spans = sorted([*spans, *(self.idle[device] if of_kind is self.operations else [])], key=lambda span: span.begin)
                 for number, lane in enumerate(_without_overlap(spans), 1):
                     lanes.append((kind, device if number == 1 else f"{device}, thread {number}", lane))
+        lanes += [(_TASKS, device, spans) for device, spans in self.tasks.items()]
         groups = list(dict.fromkeys(group for group, _, _ in lanes))
         found = [_metadata("process", group, {"pid": pid}, pid) for pid, group in enumerate(groups, 1)]
         for tid, (group, name, spans) in enumerate(lanes, 1):
@@ -120,6 +125,23 @@ class Timeline:
     def _within(self, spans: Iterable[Span]) -> List[Span]:
         return [span.clipped(self.begin, self.end) for span in spans if span.begin < self.end and span.end > self.begin]
 
+    def _tasks(self) -> Dict[str, List[Span]]:
+        """Return the tasks of each device: of all batches that begin within the steps, even if they end later."""
+        found: Dict[str, List[Span]] = {device: [] for device in self._devices if self._batches}
+        for batch in self._batches:
+            if self.begin <= batch[0].begin < self.end:
+                for task in batch:
+                    found.setdefault(task.device, []).append(Span(task.name, task.begin, task.end))
+        return found
+
+    def _between_tasks(self, device: str) -> List[_Interval]:
+        """Return the times in which a device has tasks of a batch to do, and others compute: it waits for them."""
+        batches: List[_Interval] = []
+        for batch in self._batches:
+            ends = [task.end for task in batch if task.device == device]
+            batches += [(batch[0].begin, max(ends))] if ends else []
+        return _common(batches, self._busy_on([other for other in self._devices if other != device]))
+
     def _busy_on(self, devices: Iterable[str]) -> List[_Interval]:
         return _union(Span("", *busy) for device in devices for busy in self._busy[device])
 
@@ -129,6 +151,7 @@ class Timeline:
             ("idle: waits for another device", self._busy_on([other for other in self._devices if other != device])),
             ("idle: waits for other processes", self._busy_on([other for other in self._busy if other not in self._devices])),
         ]
+        others = causes[0][0], self._between_tasks(device)
         updates = {span.begin for span in self.updates[device]}
         edges = [self.begin, *(edge for busy in self._busy[device] for edge in busy), self.end]
         begins = [phase.begin for phase in self.phases]
@@ -144,7 +167,7 @@ class Timeline:
                 if phase.name == "wait" or (waits_for_devices and any(intervals for _, intervals in causes)):
                     yield from _divided(piece, causes)
                 else:
-                    yield Span(f"idle: host in {phase.name.split(':')[0]}", piece.begin, piece.end)
+                    yield from _divided(piece, [others], f"idle: host in {phase.name.split(':')[0]}")
 
 
 def _metadata(kind: str, name: str, place: Dict[str, int], order: int) -> List[Dict[str, Any]]:
@@ -156,10 +179,10 @@ def _metadata(kind: str, name: str, place: Dict[str, int], order: int) -> List[D
     ]
 
 
-def _divided(piece: Span, causes: Sequence[Tuple[str, List[_Interval]]]) -> Iterator[Span]:
-    """Yield idle time divided by what goes on elsewhere: the first of these causes that has an interval there."""
+def _divided(piece: Span, causes: Sequence[Tuple[str, List[_Interval]]], last: str = "") -> Iterator[Span]:
+    """Yield idle time divided by what goes on elsewhere: the first of these causes that has an interval there, or the last."""
     if not causes:
-        yield _unexplained(piece.begin, piece.end)
+        yield Span(last, piece.begin, piece.end) if last else _unexplained(piece.begin, piece.end)
         return
     (name, intervals), *rest = causes
     at = piece.begin
@@ -169,11 +192,11 @@ def _divided(piece: Span, causes: Sequence[Tuple[str, List[_Interval]]]) -> Iter
         if end <= at:
             continue
         if begin > at:
-            yield from _divided(Span("", at, begin), rest)
+            yield from _divided(Span("", at, begin), rest, last)
         yield Span(name, max(at, begin), min(end, piece.end))
         at = min(end, piece.end)
     if at < piece.end:
-        yield from _divided(Span("", at, piece.end), rest)
+        yield from _divided(Span("", at, piece.end), rest, last)
 
 
 def _unexplained(begin: float, end: float) -> Span:
@@ -194,6 +217,27 @@ def _is_update(name: str) -> bool:
     return name == "ElementwiseSum" or "_update" in name or name.startswith(("KVStore", "horovod", "multi_"))
 
 
+def _without_waiting(
+    batches: Sequence[Sequence[Operation]], operations: Mapping[str, Sequence[Operation]]
+) -> List[List[Operation]]:
+    """Return the tasks of batches, each from its first operation on: its mark may be early, as a task also waits for weights."""
+    begins: Dict[str, List[float]] = {}
+    for device, own in operations.items():
+        is_update = _belong_to_updates([operation.name for operation in own])
+        begins[device] = [operation.begin for operation, updates in zip(own, is_update) if not updates]
+    free: Dict[str, float] = {}  # when the task before ended
+    found = []
+    for batch in batches:
+        tasks = []
+        for task in sorted(batch, key=lambda task: task.end):
+            earliest, first = max(task.begin, free.get(task.device, task.begin)), begins.get(task.device, [])
+            at = bisect_left(first, earliest)
+            tasks.append(replace(task, begin=first[at] if at < len(first) and first[at] < task.end else earliest))
+            free[task.device] = task.end
+        found.append(sorted(tasks, key=lambda task: task.begin))
+    return found
+
+
 def _union(spans: Iterable[Span]) -> List[_Interval]:
     """Return the times that are covered, in order."""
     found: List[_Interval] = []
@@ -203,6 +247,12 @@ def _union(spans: Iterable[Span]) -> List[_Interval]:
         else:
             found.append((span.begin, span.end))
     return found
+
+
+def _common(left: Sequence[_Interval], right: Sequence[_Interval]) -> List[_Interval]:
+    """Return the times that are in both; the intervals of each are in order and do not overlap."""
+    both = [(max(a[0], b[0]), min(a[1], b[1])) for a in left for b in right[max(0, bisect_right(right, a) - 1) :] if b[0] < a[1]]
+    return [(begin, end) for begin, end in both if begin < end]
 
 
 def _without_overlap(spans: Sequence[Span]) -> List[List[Span]]:

@@ -63,7 +63,8 @@ class Trace(Callback):
 
     The file is in Chrome's trace format: open it at https://ui.perfetto.dev or chrome://tracing. It has a lane for the phases of
     the host (data, split, dispatch, wait, callbacks), one for the operations of each device, and one for each device's sums of
-    gradients and updates. Idle time of a device has a name, such as `idle: host in data`.
+    gradients and updates. Idle time of a device has a name, such as `idle: host in data`. A `Pipeline` has another lane for each
+    device, with a span for each task: `F0.3` is the forward pass of stage 0 for micro-batch 3. `plot_schedule` draws them.
 
     The operations come from MXNet's profiler, which runs for a few steps before the trace and for its steps. Operators that
     MXNet runs as one are one operation there; with MXNET_EXEC_BULK_EXEC_TRAIN=0 and without `hybridize`, each is its own.
@@ -101,7 +102,7 @@ class Trace(Callback):
         self._recording: Optional[Recording] = None
 
     def on_fit_begin(self, state: FitState) -> None:
-        devices = [str(context) for context in state.trainer.contexts]
+        devices = [str(context) for context in state.trainer.devices]
         missing = [device for device in devices if device not in recordable_devices()]
         if missing:
             raise TrainerError(

@@ -201,7 +201,7 @@ class Monitor(Callback):
 
     def _contexts_of_run(self) -> List[Context]:
         if self._state is not None:
-            return list(self._state.trainer.contexts)
+            return self._state.trainer.devices
         return [mx.cpu(i) for i in threads.contexts_seen()] or [mx.cpu(0)]
 
     def _path(self, suffix: str) -> Path:

@@ -293,7 +293,7 @@ class LeakCheck(Callback):
         return "\n".join(lines)
 
     def on_fit_begin(self, state: FitState) -> None:
-        self._contexts = self._contexts or [context for context in state.trainer.contexts if context.device_type == "gpu"]
+        self._contexts = self._contexts or [context for context in state.trainer.devices if context.device_type == "gpu"]
         self._begin()
 
     def on_epoch_begin(self, state: FitState) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Set, Tuple
 
 import mxnet as mx
 
@@ -129,6 +129,31 @@ def tasks_of(operations: Sequence[Operation]) -> List[Operation]:
 
 
 _MARK = re.compile(r"task (\S+) on (\S+) (begins|ends)")
+
+
+def is_mark(name: str) -> bool:
+    """Return whether the operation of this name is a `TaskMark`."""
+    return _MARK.fullmatch(name) is not None
+
+
+def batches_of(tasks: Sequence[Operation]) -> List[List[Operation]]:
+    """Return tasks by batch: a batch has each task once on each device, and they end before those of the next batch.
+
+    Examples
+    --------
+    >>> tasks = [Operation("cpu(0)", name, at, at + 1) for at, name in enumerate(["F0.0", "F0.1", "B0.0", "F0.0", "B0.0"])]
+    >>> [[task.name for task in batch] for batch in batches_of(tasks)]
+    [['F0.0', 'F0.1', 'B0.0'], ['F0.0', 'B0.0']]
+    """
+    found: List[List[Operation]] = []
+    known: Set[Tuple[str, str]] = set()
+    for task in sorted(tasks, key=lambda task: task.end):
+        if not found or (task.device, task.name) in known:
+            found.append([])
+            known.clear()
+        found[-1].append(task)
+        known.add((task.device, task.name))
+    return [sorted(batch, key=lambda task: task.begin) for batch in found]
 
 
 def operations_of(text: str, devices: Tuple[str, ...]) -> List[Operation]:

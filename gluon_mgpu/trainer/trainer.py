@@ -168,6 +168,11 @@ class Trainer(gluon.Trainer):
         """The devices, in the order of the replicas."""
         return list(self._replicas.contexts)
 
+    @property
+    def devices(self) -> List[Context]:
+        """All devices, each once: with a `Pipeline`, those of all stages, otherwise `contexts`."""
+        return list(self._replicas.devices)
+
     def running_stats_of(self, net: gluon.Block) -> Iterable[gluon.Parameter]:
         """Return BatchNorm's running statistics of a network: without looking through it if the trainer was made of it."""
         return self._running if self._made_of is not None and self._made_of() is net else stats_of(net)

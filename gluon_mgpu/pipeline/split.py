@@ -81,8 +81,8 @@ def split_stages(net: gluon.Block, num_stages: int, sample: Any, *, balance: str
     if graph is None:
         raise _undivided(net, "it is not a HybridBlock")
     cut = CutGraph(graph)
-    _check_number(num_stages, len(cut.operators), "operators")
     places = _places(cut, max(num_stages, min(_MOST_PIECES, len(cut.operators))))
+    _check_number(num_stages, len(places) + 1, "operators on its input")
     pieces = cut.stages(places, net)
     costs = _costs(pieces, X, balance)
     sizes = [len(cut.crossing(place)) for place in places]
@@ -122,8 +122,9 @@ def _places(cut: CutGraph, num_pieces: int) -> List[int]:
     bounds = [round(part * count / num_pieces) for part in range(num_pieces + 1)]
     places = []
     for begin, end in zip(bounds[:-1], bounds[1:-1]):
-        choices = range(max(begin, 0) + 1, end + 1)
-        places.append(min(choices, key=lambda place: (len(cut.crossing(place)), -place)))
+        choices = [place for place in range(begin + 1, end + 1) if cut.is_after_data(place)]
+        if choices:
+            places.append(min(choices, key=lambda place: (len(cut.crossing(place)), -place)))
     return places
 
 

@@ -162,6 +162,17 @@ class CutGraph:
         self._nodes: List[Dict[str, Any]] = self._document["nodes"]
         self._heads: List[Entry] = [(head[0], head[1]) for head in self._document["heads"]]
         self.operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
+        self._reads_data = {number for number, node in enumerate(self._nodes) if node["name"] in graph.inputs}
+        for number in self.operators:  # in the order of computation
+            if any(source in self._reads_data for source, _ in self._reads(number)):
+                self._reads_data.add(number)
+
+    def is_after_data(self, place: int) -> bool:
+        """Return whether the operator before a place depends on the network's input, so that a part may end there.
+
+        A part of operators on parameters alone would have no input: no device, and no place in a schedule.
+        """
+        return self.operators[place - 1] in self._reads_data
 
     def crossing(self, place: int) -> List[Entry]:
         """Return the arrays that operators from number `place` on read, of those before."""

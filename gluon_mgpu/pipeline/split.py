@@ -87,7 +87,9 @@ def split_stages(net: gluon.Block, num_stages: int, sample: Any, *, balance: str
     costs = _costs(pieces, X, balance)
     sizes = [len(cut.crossing(place)) for place in places]
     chosen = _divide(costs, num_stages, sizes)
-    return cut.stages([places[at - 1] for at in chosen], net)
+    stages = cut.stages([places[at - 1] for at in chosen], net)
+    stages.costs = _sums(costs, [0, *chosen, len(costs)])
+    return stages
 
 
 def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stages: int, X: Any, balance: str) -> Stages:
@@ -103,7 +105,13 @@ def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stage
         if is_hybridized:
             block.hybridize(**{name: value for name, value in net._flags if not name.startswith("static_")})
         blocks.append(block)
-    return of_blocks(blocks, net)
+    stages = of_blocks(blocks, net)
+    stages.costs = _sums(costs, bounds)
+    return stages
+
+
+def _sums(costs: Sequence[float], bounds: Sequence[int]) -> List[float]:
+    return [sum(costs[begin:end]) for begin, end in zip(bounds, bounds[1:])]
 
 
 _CONTAINERS = (gluon.nn.Sequential, gluon.nn.HybridSequential)

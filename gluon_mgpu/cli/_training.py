@@ -23,11 +23,12 @@ from ..loop.stopping import Terminated
 from ..loop.trace import Trace
 from ..monitor.leaks import LeakCheck
 from ..monitor.watchdog import Watchdog
-from ..plots import plot_trace, save
+from ..plots import plot_schedule, plot_trace, save
 from ..trainer.local_sgd import LocalSGD
 from ..trainer.trainer import Trainer
 from ._options import HYBRIDIZE
 from ._output import print_once
+from ._pipeline import check_stages, divided, num_replicas, number_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class TrainingOptions:
     trace: Optional[Path]
     watchdog: Optional[float]
     leak_check: bool
+    stages: Optional[int]
+    micro_batches: Optional[int]
+    pipeline_schedule: Optional[str]
+    recompute: bool
 
     @property
     def saving(self) -> Dict[str, Any]:
@@ -79,18 +84,22 @@ def enable_debugging() -> None:
 def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
     """Yield the devices that the options select, and seed MXNet and NumPy."""
     with use_devices(options.devices, **options.choice) as ctx:  # before anything runs on a device: it sets their threads
-        _check_weights(options.weights, len(ctx))
+        check_stages(options, len(ctx))
+        _check_weights(options.weights, num_replicas(options, ctx), "device" if options.stages is None else "replica")
         mx.random.seed(options.seed)
         np.random.seed(options.seed)
         yield ctx
 
 
-def prepare_network(net: gluon.Block, ctx: Sequence[mx.Context], options: TrainingOptions) -> None:
-    """Initialise a network on the devices, and compile it as `--hybridize` says."""
-    net.initialize(init.Xavier(), ctx=list(ctx))
+def prepare_network(
+    net: gluon.Block, ctx: Sequence[mx.Context], options: TrainingOptions, train_iter: Iterable[Any], batch_axis: Any = 0
+) -> gluon.Block:
+    """Initialise a network on the devices, and compile it as `--hybridize` says. Return it, or its pipeline with `--stages`."""
+    net.initialize(init.Xavier(), ctx=list(ctx) if options.stages is None else ctx[0])
     flags = HYBRIDIZE[options.hybridize]
     if flags is not None:
         net.hybridize(**flags)
+    return net if options.stages is None else divided(net, ctx, options, train_iter, batch_axis)
 
 
 def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) -> Trainer:
@@ -140,15 +149,20 @@ def run_fit(
     if trace is not None and trace.summary is not None:
         picture = trace.summary.path.with_suffix(".png")
         save(plot_trace(trace.summary.path), picture)
-        print_once(f"trace: {trace.summary}\ndrawn in {picture}; https://ui.perfetto.dev shows the file")
+        drawn = str(picture)
+        if options.stages is not None:
+            schedule = picture.with_name(f"{picture.stem}-schedule.png")
+            save(plot_schedule(trace.summary.path), schedule)
+            drawn += f", and the schedule in {schedule}"
+        print_once(f"trace: {trace.summary}\ndrawn in {drawn}; https://ui.perfetto.dev shows the file")
     return history
 
 
-def _check_weights(weights: Union[None, str, List[float]], num_devices: int) -> None:
-    """Raise unless the numbers of `--weights` are valid, one for each device."""
+def _check_weights(weights: Union[None, str, List[float]], num_parts: int, part: str) -> None:
+    """Raise unless the numbers of `--weights` are valid, one for each part of a batch."""
     if isinstance(weights, list):
-        if len(weights) != num_devices:
-            found = f"{len(weights)} numbers for {num_devices} devices; expected one for each."
+        if len(weights) != num_parts:
+            found = f"{number_of(len(weights), 'number')} for {number_of(num_parts, part)}; expected one for each."
         elif not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
             found = f"{', '.join(f'{weight:g}' for weight in weights)}; expected finite numbers of 0 or more, not all 0."
         else:

@@ -16,6 +16,7 @@ from ..loop.callbacks import Callback, Checkpoint, Progress, SaveHistory
 from ..models import resnet18
 from ._options import FOLDER, count, devices_option, output_option, positive, seed_option, training_options
 from ._output import print_once
+from ._pipeline import pipeline_options
 from ._training import create_trainer, enable_debugging, prepare_network, prepared_devices, run_fit, split_options
 
 
@@ -52,6 +53,7 @@ def train() -> None:
     help="BatchNorm's statistics: separate per device (local), averaged to predict and to save, or of the whole batch (sync).",
 )
 @training_options(hybridize="static", clip_norm=None, precise_layers="convolutions and Dense layers")
+@pipeline_options()
 def train_resnet18(batch_size: int, data: str, data_dir: Optional[Path], bn: str, **options: Any) -> None:
     """Train ResNet-18 on images of digits or clothes, on several devices.
 
@@ -71,7 +73,7 @@ def train_resnet18(batch_size: int, data: str, data_dir: Optional[Path], bn: str
             f"{images.num_classes} classes, on {names}"
         )
         net = resnet18(images.num_classes)
-        prepare_network(net, ctx, shared)
+        net = prepare_network(net, ctx, shared, train_iter)
         trainer = create_trainer(net, _schedule(shared.lr, len(train_iter), shared.epochs), shared)
         loss = gluon.loss.SoftmaxCrossEntropyLoss()
         callbacks: List[Callback] = [

@@ -39,6 +39,7 @@ from ..models.seq2seq.translator import Translator, load_translator
 from ..trainer.trainer import Trainer
 from ._options import FILE, all_of, count, devices_option, output_option, positive, seed_option, share, training_options
 from ._output import print_once
+from ._pipeline import num_replicas, pipeline_options
 from ._training import (
     TrainingOptions,
     create_trainer,
@@ -118,6 +119,7 @@ _training_options = all_of(
     output_option("runs/seq2seq", "curves.png, history.csv, history.json, and the models best and last"),
     seed_option("Seed of the weights, of the split of the data, and of the order of the pairs."),
     training_options(hybridize="on", clip_norm=5.0, precise_layers="Dense layers"),
+    pipeline_options(),
 )
 
 
@@ -153,14 +155,14 @@ def _train(
     translator: Translator, corpus: Corpus, ctx: List[mx.Context], shared: TrainingOptions, options: Dict[str, Any]
 ) -> History:
     """Train on the devices, and return the history."""
-    train_iter, valid_iter = (
-        _loader(pairs, translator, len(ctx), options, shuffle=pairs is corpus.train) for pairs in (corpus.train, corpus.valid)
-    )
-    prepare_network(translator.net, ctx, shared)
+    shards = num_replicas(shared, ctx)
+    train_iter = _loader(corpus.train, translator, shards, options, shuffle=True)
+    valid_iter = _loader(corpus.valid, translator, shards, options, shuffle=False)
+    net = prepare_network(translator.net, ctx, shared, train_iter, train_iter.split_axes[0])
     schedule = _schedule(options, len(train_iter))
-    trainer = create_trainer(translator.net, schedule, shared)
+    trainer = create_trainer(net, schedule, shared)
     return run_fit(
-        translator.net,
+        net,
         SequenceLoss(options["label_smoothing"], layout=options["layout"]),
         trainer,
         train_iter,
@@ -173,14 +175,14 @@ def _train(
 
 
 def _loader(
-    pairs: SentencePairs, translator: Translator, num_devices: int, options: Dict[str, Any], *, shuffle: bool
+    pairs: SentencePairs, translator: Translator, num_shards: int, options: Dict[str, Any], *, shuffle: bool
 ) -> PairLoader:
     return PairLoader(
         *encode_pairs(pairs, translator.source_vocabulary, translator.target_vocabulary),
         options["batch_tokens"],
         shuffle=shuffle,
         seed=options["seed"],
-        num_shards=num_devices * this_process().num_processes,
+        num_shards=num_shards * this_process().num_processes,
         batch_axis=LAYOUTS.index(options["layout"]),
     )
 

@@ -14,6 +14,7 @@ from mxnet.gluon.parameter import DeferredInitializationError
 
 from ..checks import explaining, instance, one_of, short
 from ..errors import StepError, TrainerError
+from ..trainer.groups import spans_devices
 from ..trainer.parameters import average_replicas, blocks_of
 from ..trainer.running_stats import average_over_group, average_running_stats
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
@@ -153,7 +154,7 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     Raises
     ------
     TrainerError
-        The network contains a BatchNorm with its own forward computation. Nothing was changed.
+        The network contains a BatchNorm with its own forward computation, or is a `Pipeline`. Nothing was changed.
 
     Examples
     --------
@@ -167,6 +168,11 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     Source: the name is that of PyTorch's `nn.SyncBatchNorm.convert_sync_batchnorm`.
     """
     blocks = _blocks("convert_sync_batchnorm", net)
+    if spans_devices(net):
+        raise TrainerError(
+            f"convert_sync_batchnorm: got a {type(net).__name__}, whose stages see one micro-batch at a time; expected a whole "
+            "network on each device. Use 'average' or 'local', which normalise each micro-batch."
+        )
     for block in blocks:
         _check_convertible(block)
     for block in blocks:

@@ -126,10 +126,10 @@ class Timeline:
         return [span.clipped(self.begin, self.end) for span in spans if span.begin < self.end and span.end > self.begin]
 
     def _tasks(self) -> Dict[str, List[Span]]:
-        """Return the tasks of each device: of all batches that begin within the steps, even if they end later."""
+        """Return the tasks of each device: of all batches since the steps began, even of one that was queued and ran later."""
         found: Dict[str, List[Span]] = {device: [] for device in self._devices if self._batches}
         for batch in self._batches:
-            if self.begin <= batch[0].begin < self.end:
+            if batch[0].begin >= self.begin:
                 for task in batch:
                     found.setdefault(task.device, []).append(Span(task.name, task.begin, task.end))
         return found

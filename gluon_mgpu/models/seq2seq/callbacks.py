@@ -14,12 +14,15 @@ from ...errors import TrainerError
 from ...loop.callbacks import Best, Callback, Checkpoint, FitState, Progress
 from ...loop.epoch import EpochProgress
 from ...loop.history import History
+from ...trainer.groups import spans_devices
 from .scores import translation_scores
 from .translator import PARTS, Translator, check_replaceable
 
 
 class ValidateTranslations(Callback):
     """Translates sentences after each epoch, greedily, and adds `test_exact_match`, `test_bleu` and `test_chrf` to its row.
+
+    With a `Pipeline`, it translates with a copy of the network on the first device, which it drops afterwards.
 
     Callbacks that read these columns come after it.
 
@@ -37,7 +40,10 @@ class ValidateTranslations(Callback):
         self._translator, self._pairs = translator, pairs
 
     def on_epoch_end(self, state: FitState) -> None:
-        scores = translation_scores(self._translator.best(self._pairs.source), self._pairs.target)
+        translator = self._translator
+        if spans_devices(state.net):  # the search calls parts of the network that are on several devices
+            translator = translator.on_device(state.trainer.contexts[0])
+        scores = translation_scores(translator.best(self._pairs.source), self._pairs.target)
         state.history.rows[-1].update({f"test_{name}": score for name, score in scores.items()})
 
 

@@ -139,6 +139,14 @@ class Translator:
         """Return the best translation of each text."""
         return [found[0].text for found in self.translate(texts, **search)]
 
+    def on_device(self, context: Context) -> Translator:
+        """Return a translator with copies of the weights on one device: to translate with a network that spans devices."""
+        made = Translator(self.source_vocabulary, self.target_vocabulary, **self.options)
+        values = self.net._collect_params_with_prefix()
+        for name, param in made.net._collect_params_with_prefix().items():
+            param._load_init(values[name].list_data()[0].as_in_context(context), context)
+        return made
+
     def save(self, folder: PathLike, trainer: Optional[Trainer] = None, progress: Optional[Dict[str, Any]] = None) -> None:
         """Write a folder that `load_translator` reads.
 

@@ -1,0 +1,124 @@
+"""Options of the training programs that divide the network over devices, and the pipeline that they ask for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Iterable, List, Sequence
+
+import click
+import mxnet as mx
+from mxnet import gluon
+
+from ..data_parallel.sharding import split_data
+from ..distributed.process import this_process
+from ..nested import num_bytes
+from ..pipeline.network import Pipeline
+from ..pipeline.schedule import SCHEDULES
+from ..pipeline.split import split_stages
+from ..runtime.units import format_bytes
+from ._options import all_of
+from ._output import print_once
+
+_MICRO_BATCHES = 4  # for each stage, by default
+
+
+def pipeline_options() -> Callable[[Any], Any]:
+    """Return `--stages` and the options that belong to it."""
+    return all_of(
+        click.option(
+            "--stages",
+            type=click.IntRange(1),
+            help="Divide the network into this many stages of about equal time, each on a device of its own. The number of "
+            "devices is a multiple: 4 devices with 2 stages hold the network twice. By default each device holds it.",
+        ),
+        click.option(
+            "--micro-batches",
+            type=click.IntRange(1),
+            help=f"Parts of a batch that follow one another through the stages; {_MICRO_BATCHES} for each stage by default.",
+        ),
+        click.option(
+            "--pipeline-schedule",
+            type=click.Choice(SCHEDULES),
+            help="Order of the stages' passes: 1f1b, the default, holds the activations of fewer micro-batches than gpipe.",
+        ),
+        click.option(
+            "--recompute",
+            is_flag=True,
+            help="With --stages: compute activations again for the backward pass instead of holding them. Slower.",
+        ),
+    )
+
+
+def check_stages(options: Any, num_devices: int) -> None:
+    """Raise `click.UsageError` unless the options fit each other and the devices."""
+    if options.stages is None:
+        given = {
+            "--micro-batches": options.micro_batches,
+            "--pipeline-schedule": options.pipeline_schedule,
+            "--recompute": options.recompute,
+        }
+        for name, value in given.items():
+            if value:
+                raise click.UsageError(f"got {name} without --stages; expected both. Add --stages 2, or leave {name} out.")
+    elif num_devices % options.stages:
+        multiple = -(-num_devices // options.stages) * options.stages
+        raise click.BadParameter(
+            f"got {options.stages} stages for {number_of(num_devices, 'device')}; expected a multiple of {options.stages} "
+            f"devices, one for each stage of each replica. Choose {multiple} with --devices, or other stages.",
+            param_hint="--stages",
+        )
+
+
+def number_of(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Examples
+    --------
+    >>> number_of(1, "device"), number_of(2, "device")
+    ('1 device', '2 devices')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def num_replicas(options: Any, ctx: Sequence[mx.Context]) -> int:
+    """Return the number of copies of the network: each takes its part of a batch."""
+    return len(ctx) // (options.stages or 1)
+
+
+def divided(net: gluon.Block, ctx: Sequence[mx.Context], options: Any, train_iter: Iterable[Any], batch_axis: Any) -> Pipeline:
+    """Return the pipeline of a network that is initialised on the first device, and print where its stages are.
+
+    Parameters
+    ----------
+    net : gluon.Block
+    ctx : list of mxnet.Context
+        Replica by replica.
+    options : TrainingOptions
+    train_iter : iterable of (X, y)
+        Its first batch is read from a copy, so that it stays as it is.
+    batch_axis : int or nested ints
+        That of its features.
+    """
+    stages, replicas, processes = options.stages, num_replicas(options, ctx), this_process().num_processes
+    micro_batches = options.micro_batches or _MICRO_BATCHES * stages
+    X = next(iter(copy.copy(train_iter)))[0]
+    sample = split_data(X, replicas * processes * micro_batches, batch_axis, even_split=False)[0]
+    # processes exchange the gradients of equal stages, and each would measure its own
+    parts = split_stages(net, stages, sample, balance="time" if processes == 1 else "bytes")
+    placed = [list(ctx[begin : begin + stages]) for begin in range(0, len(ctx), stages)]
+    pipeline = Pipeline(parts, placed, micro_batches, options.pipeline_schedule or SCHEDULES[0], options.recompute)
+    print_once(_description(pipeline, "time" if processes == 1 else "bytes"))
+    return pipeline
+
+
+def _description(pipeline: Pipeline, cost: str) -> str:
+    """Return a line that says where each stage is, and how large."""
+    found: List[str] = []
+    costs = pipeline.stages.costs
+    for number, stage in enumerate(pipeline.stages):
+        params = stage.params()
+        places = " and ".join(str(devices[number]) for devices in pipeline.devices)
+        size = format_bytes(sum(map(num_bytes, params)))
+        found.append(f"{places} {len(params)} parameters of {size}, {costs[number] / sum(costs):.0%} of the {cost}")
+    how = f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches, {pipeline.schedule}"
+    return f"pipeline of {how}{', recompute' * pipeline.recompute}: {'; '.join(found)}"

@@ -1,0 +1,163 @@
+"""Training programs with --stages: networks divided over devices, stopped and resumed on others."""
+
+import json
+from functools import partial
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import pytest
+from mxnet.gluon import nn
+
+from .conftest import largest_difference, weights_of
+from .test_cli import PNG, data_dir  # noqa: F401  a fixture
+from .test_cli_resume import pressed, rows_in, run  # noqa: F401  a fixture
+from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
+
+
+def network(num_classes):
+    net = nn.HybridSequential()
+    net.add(nn.Flatten(), nn.Dense(8, activation="relu"), nn.Dense(6, activation="relu"), nn.Dense(num_classes))
+    return net
+
+
+@pytest.fixture
+def images(monkeypatch, data_dir, without_pictures):  # noqa: F811
+    """The command that trains a small network in the place of ResNet-18, on 4 batches of 8 images."""
+    monkeypatch.setattr("gluon_mgpu.cli.train.resnet18", network)
+    return ["train", "resnet18", "--data-dir", data_dir, "--batch-size", "8", "--lr", "0.05"]
+
+
+@pytest.fixture
+def sentences(tsv):  # noqa: F811
+    return ["train", "seq2seq", "--tsv", tsv, *SMALL, *WORDS, "--clip-norm", "0.5"]
+
+
+def same_rows(left, right):
+    assert [row.keys() for row in left] == [row.keys() for row in right]
+    for one, other in zip(left, right):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--devices", "cpu:2", "--stages", "2"], "pipeline of 2 stages, 8 micro-batches, 1f1b: cpu(0) "),
+        (
+            ["--devices", "cpu:4", "--stages", "2", "--micro-batches", "3", "--recompute"],
+            "pipeline of 2 stages, 3 micro-batches, 1f1b, recompute: cpu(0) and cpu(2) ",
+        ),
+        (
+            ["--devices", "cpu:3", "--stages", "3", "--micro-batches", "2", "--pipeline-schedule", "gpipe"],
+            "pipeline of 3 stages, 2 micro-batches, gpipe: cpu(0) ",
+        ),
+    ],
+)
+def test_stages_train_like_one_device(images, tmp_path, options, told):
+    command = partial(run, *images, "--epochs", "2", "--hybridize", "on")
+    command("--devices", "cpu:1", "--output", tmp_path / "one")
+    output = command(*options, "--output", tmp_path / "stages")
+    (line,) = (line for line in output.splitlines() if line.startswith("pipeline of "))
+    assert line.startswith(told) and line.count("% of the time") == int(options[3])
+    shares = [int(part.split()[-1].rstrip("%")) for part in line.split(" of the time")[:-1]]
+    assert abs(sum(shares) - 100) <= len(shares)
+    same_rows(rows_in(tmp_path / "stages"), rows_in(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("name", ["images", "sentences"])
+def test_a_run_resumes_with_other_stages_and_on_one_device(name, request, pressed, tmp_path):  # noqa: F811
+    command = partial(run, *request.getfixturevalue(name), "--epochs", "3", "--checkpoint-every", "1", "--resume", "auto")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    command("--devices", "cpu:1", "--output", whole)
+    pressed += [(1, 2), (2, 2)]
+    for devices, options in (("cpu:2", ["--stages", "2"]), ("cpu:3", ["--stages", "3"]), ("cpu:1", [])):
+        is_last = not pressed
+        output = command("--devices", devices, *options, "--output", parts, exit_code=0 if is_last else 130)
+        assert ("Interrupted. fit: stopped in epoch" in output) == (not is_last)
+    same_rows(rows_in(parts), rows_in(whole))
+
+
+@pytest.mark.parametrize("options", [[], ["--tied", "--embed-size", "12", "--layout", "TNC"]], ids=["NTC", "tied-TNC"])
+def test_a_translator_trains_in_stages_and_is_tried_after_each_epoch(sentences, tmp_path, options):
+    command = partial(run, *sentences, *options, "--epochs", "2")
+    command("--devices", "cpu:1", "--output", tmp_path / "one")
+    output = command("--devices", "cpu:2", "--stages", "2", "--micro-batches", "2", "--output", tmp_path / "stages")
+    assert "pipeline of 2 stages, 2 micro-batches, 1f1b: cpu(0) " in output
+    rows = rows_in(tmp_path / "stages")
+    assert all("test_exact_match" in row for row in rows)
+    same_rows(rows, rows_in(tmp_path / "one"))
+    one, stages = (mgpu.load_translator(tmp_path / name / "last", mx.cpu(0)) for name in ("one", "stages"))
+    assert largest_difference(weights_of(one.net), weights_of(stages.net)) < 1e-5
+
+
+def test_a_copy_on_one_device_translates_like_the_original():
+    vocabularies = [mgpu.data.build_vocabulary([side], "words") for side in ("하나 둘 셋", "one two three")]
+    translator = mgpu.Translator(*vocabularies, embed_size=4, hidden_size=8, cell="lstm")
+    translator.net.initialize(mx.init.Uniform(0.5), ctx=mx.cpu(0))
+    texts, search = ["하나 둘", "셋"], {"beam_size": 2, "num_best": 2}
+    expected = [[found.text for found in best] for best in translator.translate(texts, **search)]
+    batch = tuple(mx.nd.ones(shape, dtype="int32") for shape in ((2, 3), (2,), (2, 4)))
+    mgpu.Pipeline(mgpu.split_stages(translator.net, 2, batch, balance="bytes"), [mx.cpu(0), mx.cpu(1)])
+    mx.random.seed(5)
+    drawn = mx.nd.random.uniform(shape=(3,)).asnumpy().tolist()
+    mx.random.seed(5)
+    on_one = translator.on_device(mx.cpu(1))
+    assert mx.nd.random.uniform(shape=(3,)).asnumpy().tolist() == drawn  # training draws the same numbers
+    assert {str(param.list_ctx()) for param in on_one.net.collect_params().values()} == {"[cpu(1)]"}
+    assert [[found.text for found in best] for best in on_one.translate(texts, **search)] == expected
+
+
+def test_the_schedule_is_drawn_with_the_trace(images, tmp_path):
+    command = partial(run, *images, "--epochs", "4", "--devices", "cpu:2", "--stages", "2", "--micro-batches", "2")
+    output = command("--output", tmp_path / "out", "--trace", tmp_path / "run.json")
+    assert f"drawn in {tmp_path}/run.png, and the schedule in {tmp_path}/run-schedule.png;" in output
+    for name in ("run.png", "run-schedule.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG)
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event.get("cat") == "tasks"} == {
+        f"{kind}{stage}.{number}" for kind in "FB" for stage in (0, 1) for number in (0, 1)
+    }
+
+
+STAGES = ["--devices", "cpu:2", "--stages", "2"]
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--devices", "cpu:3", "--stages", "2"], "got 2 stages for 3 devices; expected a multiple of 2 devices"),
+        (["--devices", "cpu:1", "--stages", "2"], "got 2 stages for 1 device; expected a multiple of 2 devices"),
+        (["--micro-batches", "4"], "got --micro-batches without --stages; expected both"),
+        (["--pipeline-schedule", "1f1b"], "got --pipeline-schedule without --stages; expected both"),
+        (["--recompute"], "got --recompute without --stages; expected both"),
+        ([*STAGES, "--weights", "3,1"], "got 2 numbers for 1 replica; expected one for each"),
+    ],
+)
+def test_options_that_do_not_fit_are_wrong_usage(images, tmp_path, options, told):
+    output = fail_of(images, tmp_path, options, exit_code=2)
+    assert told in output
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--bn", "sync"], "convert_sync_batchnorm: got a Pipeline, whose stages see one micro-batch at a time"),
+        (["--weights", "auto"], "fit: got weights or a Balancer for a Pipeline"),
+        (["--average-every", "2"], "LocalSGD: got a Pipeline, which spans devices"),
+        (["--compiled", "on"], "fit: got compiled='on' for a Pipeline"),
+        (["--optimizer", "nadam"], "Trainer: got Nadam for a network that spans devices"),
+    ],
+)
+def test_options_that_a_pipeline_does_not_have_are_refused(images, tmp_path, options, told):
+    assert told in fail_of(images, tmp_path, [*STAGES, *options], exit_code=1)
+
+
+def test_input_feeding_is_refused(sentences, tmp_path):
+    output = fail_of(sentences, tmp_path, [*STAGES, "--input-feeding"], exit_code=1)
+    assert "cannot be divided: the network runs these steps in Python" in output
+
+
+def fail_of(command, tmp_path, options, exit_code):
+    """The output of a command that fails before it writes."""
+    output = run(*command, "--epochs", "1", "--output", tmp_path / "out", *options, exit_code=exit_code)
+    assert "Traceback" not in output and not (tmp_path / "out").exists()
+    return output

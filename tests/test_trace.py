@@ -146,6 +146,12 @@ def test_a_task_begins_with_its_first_operation():
     assert in_ms(found.tasks["cpu(0)"]) == [("F0.0", 0, 1), ("B0.0", 1, 4), ("F0.0", 6.5, 8)]
 
 
+def test_the_next_batch_may_be_queued_while_the_first_task_runs():
+    tasks = [("cpu(0)", "F0.0", 0, 3), ("cpu(0)", "B0.0", 3, 4), ("cpu(0)", "F0.0", 1, 6), ("cpu(0)", "B0.0", 6, 8)]
+    found = timeline([(0, "forward")], marks(*tasks), ("cpu(0)",))
+    assert in_ms(found.tasks["cpu(0)"]) == [("F0.0", 0, 3), ("B0.0", 3, 4), ("F0.0", 4, 6), ("B0.0", 6, 8)]
+
+
 def test_batches_that_begin_before_the_steps_are_left_out_and_the_last_one_is_complete():
     before, within = [("cpu(0)", "F0.0", -2, 1), ("cpu(0)", "B0.0", 1, 3)], [("cpu(0)", "F0.0", 4, 9), ("cpu(0)", "B0.0", 9, 12)]
     found = timeline([(0, "devices")], marks(*before, *within), ("cpu(0)",))

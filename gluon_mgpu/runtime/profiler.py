@@ -114,7 +114,8 @@ def tasks_of(operations: Sequence[Operation]) -> List[Operation]:
     >>> tasks_of([Operation("cpu(0)", str(mark), at, at) for mark, at in marks])
     [Operation(device='cpu(1)', name='F0.0', begin=1.0, end=3.0)]
     """
-    begun: Dict[Tuple[str, str], float] = {}
+    # the first task of the next batch may be ready before this batch's has ended: several begins of one name
+    begun: Dict[Tuple[str, str], List[float]] = {}
     found = []
     for operation in operations:
         mark = _MARK.fullmatch(operation.name)
@@ -122,9 +123,9 @@ def tasks_of(operations: Sequence[Operation]) -> List[Operation]:
             continue
         task, device, edge = mark.groups()
         if edge == "begins":
-            begun[task, device] = operation.end
-        elif (task, device) in begun:
-            found.append(Operation(device, task, begun.pop((task, device)), operation.begin))
+            begun.setdefault((task, device), []).append(operation.end)
+        elif begun.get((task, device)):
+            found.append(Operation(device, task, begun[task, device].pop(0), operation.begin))
     return sorted(found, key=lambda task: task.begin)
 
 

@@ -34,6 +34,7 @@ from .monitor.leaks import LeakCheck
 from .monitor.watchdog import Watchdog
 from .moved import __getattr__ as __getattr__
 from .pipeline.network import Pipeline
+from .pipeline.recompute import recompute
 from .pipeline.split import split_stages
 from .plots import plot_schedule, plot_trace
 from .runtime.timing import Timer
@@ -93,6 +94,7 @@ __all__ = [
     # networks that span devices
     "Pipeline",
     "split_stages",
+    "recompute",
     # many steps
     "fit",
     "evaluate",

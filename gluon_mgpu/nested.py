@@ -22,6 +22,11 @@ def is_device_array(value: Any) -> bool:
     return isinstance(value, mx.nd.NDArray)  # mx.np.ndarray is a subclass
 
 
+def is_float(array: Array) -> bool:
+    """Return whether an MXNet array holds floating point, bfloat16 included, which gradients can be of."""
+    return np.dtype(array.dtype).kind not in "iub"
+
+
 def is_leaf(value: Any) -> bool:
     """Return whether this is one array: of MXNet, of NumPy, or plain numbers that Gluon would turn into an array."""
     if is_device_array(value) or isinstance(value, (np.ndarray, np.generic, numbers.Number)):

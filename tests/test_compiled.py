@@ -19,6 +19,7 @@ from gluon_mgpu.data_parallel.graph import NotCompilableError, inputs_of, trace
 from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
 from gluon_mgpu.models.seq2seq.loss import SequenceLoss
 from gluon_mgpu.models.seq2seq.network import Seq2Seq
+from gluon_mgpu.runtime.context_threads import in_own_thread
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 from mxnet.gluon import nn
@@ -409,8 +410,8 @@ def test_graphs_that_draw_are_bound_where_the_seed_reaches_them(dropout, monkeyp
 def test_a_forked_process_binds_in_threads_of_its_own():
     """The parent's exist there in name only: waiting for them would take forever."""
     context = mx.cpu(0)
-    assert executors._in_own_thread(context, lambda: 3) == 3
-    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(executors._in_own_thread(context, lambda: 4)))
+    assert in_own_thread(context, lambda: 3) == 3
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(in_own_thread(context, lambda: 4)))
     child.start()
     child.join(60)
     exitcode = child.exitcode

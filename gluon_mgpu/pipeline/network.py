@@ -102,6 +102,11 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         return [devices[0] for devices in self.devices]
 
     @property
+    def all_contexts(self) -> List[Context]:
+        """All devices, each once."""
+        return list(dict.fromkeys(context for devices in self.devices for context in devices))
+
+    @property
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.stages)

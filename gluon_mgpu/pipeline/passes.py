@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
-import numpy as np
 from mxnet import Context, autograd
-from mxnet.ndarray.ndarray import _new_alloc_handle
 
 from ..data_parallel.passes import Passes, naming
 from ..data_parallel.sharding import count_examples, split_data
-from ..nested import Array, is_device_array, leaves, map_leaves
+from ..nested import Array, is_device_array, is_float, leaves, map_leaves
+from ..runtime.c_api import unallocated
 from ..runtime.context_threads import in_own_thread
 from ..runtime.engine_push import queue_in_order
 from ..runtime.profiler import Recording, TaskMark
@@ -23,9 +22,6 @@ from ..trainer.trainer import Trainer
 from .running_stats import BatchStats, batch_norms
 from .schedule import Planned, Task, plan
 from .stage import NETWORK, draws_numbers
-
-if TYPE_CHECKING:
-    from .network import Pipeline
 
 
 @dataclass(eq=False)
@@ -70,7 +66,7 @@ class PipelinePasses(Passes):
         None for passes forward only.
     """
 
-    def __init__(self, pipeline: Pipeline, loss: Any, trainer: Optional[Trainer] = None) -> None:
+    def __init__(self, pipeline: Any, loss: Any, trainer: Optional[Trainer] = None) -> None:
         super().__init__(pipeline, loss, trains=trainer is not None)
         self.adds = trainer is not None and pipeline.micro_batches > 1
         self._pipeline, self._trainer = pipeline, trainer
@@ -225,9 +221,9 @@ class _Run:
         with autograd.pause():
             for producer, array in zip(producers, pipeline.inputs_of(stage, micro_batch.arrays, found)):
                 array = array.copyto(device)  # also from the same device: no task may write what another one reads
-                needs = producer != NETWORK and self._needs_backward[producer] and _is_float(array)
+                needs = producer != NETWORK and self._needs_backward[producer] and is_float(array)
                 inputs.append(array)
-                gradients.append(_unallocated(array) if needs else None)
+                gradients.append(unallocated(array) if needs else None)
         self._in_order(task, inputs)
         micro_batch.inputs[stage], micro_batch.gradients[stage] = inputs, gradients
         recomputes = pipeline.recompute and self._needs_backward[stage] and stage < pipeline.num_stages - 1
@@ -322,15 +318,6 @@ _MANY = 2**16  # more than a stage's inputs
 
 def _on(leaf: Any, device: Context) -> Any:
     return leaf.as_in_context(device) if is_device_array(leaf) else leaf
-
-
-def _is_float(array: Array) -> bool:
-    return np.dtype(array.dtype).kind not in "iub"  # bfloat16 is of kind V
-
-
-def _unallocated(array: Array) -> Array:
-    """Return an array of the same form whose memory the first operation that writes it allocates."""
-    return mx.nd.NDArray(_new_alloc_handle(array.shape, array.context, True, array.dtype))
 
 
 def _filled(array: Array, value: float) -> Array:

@@ -15,7 +15,7 @@ from mxnet import autograd, gluon
 from ..checks import one_of, reason_of, short, whole_number
 from ..data_parallel.graph import NotCompilableError, trace
 from ..errors import TrainerError
-from ..nested import Array, is_device_array, map_leaves, num_bytes
+from ..nested import Array, is_device_array, is_float, map_leaves, num_bytes
 from ..trainer.parameters import devices_of
 from .stage import CutGraph, Stage, Stages, of_blocks
 
@@ -187,7 +187,7 @@ def _find(source: Tuple[int, int], arrays: Sequence[Array], outputs: Sequence[Se
 
 def _timed(piece: Stage, inputs: List[Array]) -> Tuple[List[Array], float]:
     """Return a piece's outputs and the seconds of its forward and backward pass, which write no gradients."""
-    floats = [array for array in inputs if np.dtype(array.dtype).kind not in "iub"]
+    floats = [array for array in inputs if is_float(array)]
     for array in floats:
         array.attach_grad()
     context = inputs[0].context
@@ -198,7 +198,7 @@ def _timed(piece: Stage, inputs: List[Array]) -> Tuple[List[Array], float]:
         begin = perf_counter()
         with autograd.record(train_mode=False):  # no random numbers, and running statistics stay
             outputs = piece.run(inputs)
-        heads = [one for one in outputs if np.dtype(one.dtype).kind not in "iub" and not any(one is array for array in inputs)]
+        heads = [one for one in outputs if is_float(one) and not any(one is array for array in inputs)]
         if heads and variables:
             _gradients(heads, variables)
         mx.nd.waitall()

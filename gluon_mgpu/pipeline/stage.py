@@ -246,7 +246,7 @@ class CutGraph:
             "attrs": self._document.get("attrs", {}),
         }
         block = GraphStage(mx.sym.load_json(json.dumps(document)), inputs, self.graph.params, self.graph.bulk_sizes)
-        return Stage(block, lambda arrays: block(*arrays), sources, any(may_draw(self._nodes[number]) for number in part))
+        return Stage(block, lambda arrays: block.forward(*arrays), sources, any(may_draw(self._nodes[number]) for number in part))
 
 
 _MOST_OUTPUTS = 64  # of one operator

@@ -48,6 +48,11 @@ def write_unheld(array: Array, data: np.ndarray) -> None:
     np.copyto(_memory_of(array), data, casting="unsafe")
 
 
+def unallocated(array: Array) -> Array:
+    """Return a legacy array of the same form and device, whose memory the first operation that writes it allocates."""
+    return NDArray(_new_alloc_handle(array.shape, array.context, True, array.dtype))
+
+
 def values_of(array: Array) -> np.ndarray:
     """Return an array's values, read-only: a view of a dense array on the CPU, otherwise a copy. It waits for the values.
 

@@ -61,7 +61,7 @@ class GroupedReplicas:
     Parameters
     ----------
     net : gluon.Block
-        It has `replica_contexts`: the device of each replica that takes its data.
+        It has `replica_contexts`: the device of each replica that takes its data; and `all_contexts`: its devices, each once.
     **options
         As for `Replicas`.
 
@@ -92,9 +92,7 @@ class GroupedReplicas:
         place = {name: index for index, name in enumerate(named)}
         self.groups = [Replicas(_Part(net, params), **options) for params in placed.values()]
         self.indices = [[place[name] for name in params] for params in placed.values()]
-        self.devices: List[Context] = []
-        for group in self.groups:
-            self.devices += [context for context in group.contexts if context not in self.devices]
+        self.devices: List[Context] = list(net.all_contexts)
 
     @property
     def needs_sum(self) -> bool:

@@ -1,0 +1,519 @@
+"""Networks divided over devices compute what one device computes, in the order of their schedule."""
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import DeviceError, StaleGradientError, TrainerError
+from gluon_mgpu.pipeline.schedule import SCHEDULES, most_held, plan
+from gluon_mgpu.pipeline.split import _divide
+from gluon_mgpu.runtime.profiler import Recording, tasks_of
+from hypothesis import given
+from hypothesis import strategies as st
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style, largest_difference
+from .test_no_sync import waits as waits
+
+CE = gluon.loss.SoftmaxCrossEntropyLoss()
+SIZES = (14, 14, 9)  # the last batch has fewer examples than the others, and no multiple of the micro-batches
+
+
+def batches(sizes=SIZES, features=16):
+    rng = np.random.RandomState(0)
+    return [(rng.randn(n, features).astype("float32"), rng.randint(0, 5, n).astype("int32")) for n in sizes]
+
+
+def seeded(net, ctx=None):
+    mx.random.seed(3)
+    net.initialize(mx.init.Xavier(), ctx=ctx or mx.cpu(0))
+    return net
+
+
+def dense(num_layers=4, dropout=0.0):
+    net = nn.HybridSequential()
+    for _ in range(num_layers):
+        net.add(nn.Dense(16, in_units=16, activation="tanh"))
+        if dropout:
+            net.add(nn.Dropout(dropout))
+    net.add(nn.Dense(5, in_units=16))
+    return seeded(net)
+
+
+class Crossing(nn.HybridBlock):
+    """A skip connection over all layers, and one weight in two of them."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.Dense(16, in_units=16, activation="tanh")
+            self.second = nn.Dense(16, in_units=16, activation="tanh")
+            self.third = nn.Dense(16, in_units=16, activation="tanh", params=self.first.params)
+            self.last = nn.Dense(5, in_units=32)
+
+    def hybrid_forward(self, F, x):
+        h = self.first(x)
+        concat = F.np.concatenate if mx.util.is_np_array() else F.concat
+        both = h + x, self.third(self.second(h))
+        return self.last(concat(both, axis=1) if mx.util.is_np_array() else concat(*both, dim=1))
+
+
+def contexts(num_stages, num_replicas=1):
+    found = [[mx.cpu(r * num_stages + s) for s in range(num_stages)] for r in range(num_replicas)]
+    return found if num_replicas > 1 else found[0]
+
+
+def values(net):
+    return [param.data(param.list_ctx()[0]).asnumpy() for param in net.collect_params().values()]
+
+
+def trained(net, optimizer="sgd", data=None, epochs=2, **options):
+    """The values after training, and the trainer."""
+    params = {"learning_rate": 0.05, "momentum": 0.9} if optimizer == "sgd" else {"learning_rate": 0.003, "epsilon": 1e-5}
+    trainer = mgpu.Trainer(net, optimizer, params, **options)
+    mgpu.fit(net, CE, trainer, data or batches(), epochs=epochs, metrics=(), callbacks=[], compiled="off")
+    return values(net), trainer
+
+
+# Transparency
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_stages_train_what_one_device_trains(num_stages, micro_batches, schedule, recompute, optimizer):
+    alone, _ = trained(dense(), optimizer)
+    stages = mgpu.split_stages(dense(), num_stages, batches()[0][0], balance="bytes")
+    model = mgpu.Pipeline(stages, contexts(num_stages), micro_batches, schedule, recompute)
+    found, _ = trained(model, optimizer)
+    scale = max(np.abs(value).max() for value in alone)
+    assert largest_difference(found, alone) <= (0 if micro_batches == 1 else 1e-6 * scale)
+
+
+@pytest.mark.parametrize(
+    "num_stages, micro_batches, num_replicas, recompute", [(2, 1, 2, False), (3, 4, 1, True), (3, 2, 2, True)]
+)
+def test_skip_connections_and_tied_weights(arrays, num_stages, micro_batches, num_replicas, recompute):
+    bounds = {"clip_norm": 0.5, "clip_value": 0.1}
+    alone, expected = trained(seeded(Crossing()), **bounds)
+    stages = mgpu.split_stages(seeded(Crossing()), num_stages, batches()[0][0], balance="bytes")
+    assert {source for stage in stages for source in stage.sources} - {(-1, 0)}, "some arrays cross"
+    model = mgpu.Pipeline(stages, contexts(num_stages, num_replicas), micro_batches, recompute=recompute)
+    found, trainer = trained(model, **bounds)
+    assert largest_difference(found, alone) < 1e-6
+    assert float(trainer.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
+    tied = next(param for name, param in model._collect_params_with_prefix().items() if name == "first.weight")
+    copies = [array.asnumpy() for array in tied.list_data()]
+    assert len(copies) >= num_replicas
+    assert all((copy == copies[0]).all() for copy in copies)
+
+
+def test_a_tied_weight_is_on_all_devices_that_use_it_and_others_on_one():
+    stages = mgpu.split_stages(seeded(Crossing()), 4, batches()[0][0], balance="bytes")
+    model = mgpu.Pipeline(stages, contexts(4), 2)
+    params = list(model.collect_params().values())
+    used = [sum(param in stage.params() for stage in stages) for param in params]
+    assert [len(param.list_ctx()) for param in params] == used
+    assert sorted(set(used)) == [1, 2]
+    trainer = trained(model)[1]
+    held = trainer.bytes_per_device()
+    total = sum(4 * param.data(param.list_ctx()[0]).size * count for param, count in zip(params, used))
+    assert sum(device["weights"] for device in held.values()) >= total  # and the padding of buckets
+    assert set(held) == {f"cpu({i})" for i in range(4)}
+
+
+class Two(nn.Block):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(16, in_units=16)
+
+    def forward(self, x):
+        return self.layer(x), x
+
+
+class Three(Two):
+    def forward(self, h, x):
+        return mx.nd.tanh(self.layer(h)), x
+
+
+class Joined(nn.Block):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(5, in_units=32)
+
+    def forward(self, h, x):
+        return self.layer(mx.nd.concat(h, x, dim=1))
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1), (2,)], ids=str)
+@pytest.mark.parametrize("devices", [(0, 1, 2), (0, 1, 0)], ids=["own", "shared"])
+def test_blocks_with_tuples_and_frozen_stages(frozen, devices):
+    def stages():
+        blocks = [seeded(kind()) for kind in (Two, Three, Joined)]
+        for i in frozen:
+            blocks[i].collect_params().setattr("grad_req", "null")
+        return blocks
+
+    alone, _ = trained(mgpu.Pipeline(stages(), [mx.cpu(0)] * 3))
+    before = [value for block in stages() for value in values(block)]
+    found, _ = trained(mgpu.Pipeline(stages(), [mx.cpu(i) for i in devices], 4))
+    assert largest_difference(found, alone) < 1e-6
+    moved = [not (one == other).all() for one, other in zip(found, before)]
+    assert moved == [stage not in frozen for stage in range(3) for _ in range(2)]
+
+
+def test_dropout_draws_the_same_numbers_in_all_schedules_and_again():
+    def losses(schedule, recompute):
+        stages = mgpu.split_stages(dense(dropout=0.5), 3, batches()[0][0], balance="bytes")
+        model = mgpu.Pipeline(stages, contexts(3), 4, schedule, recompute)
+        mx.random.seed(7)
+        return trained(model)[0]
+
+    expected = losses("1f1b", False)
+    assert largest_difference(losses("1f1b", False), expected) == 0
+    assert largest_difference(losses("1f1b", True), expected) == 0
+    assert largest_difference(losses("gpipe", True), losses("gpipe", False)) == 0
+    assert largest_difference(losses("gpipe", False), expected) < 1e-6  # in another order of the sum
+    assert largest_difference(trained(dense(dropout=0.5))[0], expected) > 1e-3
+
+
+def test_hybridized_stages_compute_the_same(arrays):
+    found = []
+    for options in (None, {}, {"static_alloc": True, "static_shape": True}):
+        net = dense()
+        if options is not None:
+            net.hybridize(**options)
+        model = mgpu.Pipeline(mgpu.split_stages(net, 2, batches()[0][0], balance="bytes"), contexts(2), 4)
+        flags = [dict(block._flags)["static_alloc"] for block in net._children.values() if block._active]
+        assert not any(flags)
+        found.append(trained(model)[0])
+    assert largest_difference(found[0], found[1]) < 1e-6
+    assert largest_difference(found[1], found[2]) == 0
+
+
+# BatchNorm
+
+
+def normalized():
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=16, momentum=0.8), nn.Dense(16, in_units=16), nn.BatchNorm(in_channels=16))
+    net.add(nn.Dense(5, in_units=16))
+    return seeded(net)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_running_statistics_move_once_a_batch(recompute):
+    """Those of the first layer, whose input does not depend on micro-batches, by the statistics of the whole batch."""
+    net, data = normalized(), batches()
+    trained(net, data=data, epochs=1)
+    model = mgpu.Pipeline(mgpu.split_stages(normalized(), 2, data[0][0], balance="bytes"), contexts(2), 4, recompute=recompute)
+    trained(model, data=data, epochs=1)
+    one, other = (found._collect_params_with_prefix() for found in (net, model))
+    for name in ("0.running_mean", "0.running_var"):
+        expected, found = (params[name].data(params[name].list_ctx()[0]).asnumpy() for params in (one, other))
+        assert np.abs(expected - float(name.endswith("var"))).max() > 0.05, "they move"
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_running_statistics_of_replicas_are_averaged_by_examples():
+    net, data = normalized(), batches((12, 12))
+    net.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
+    trained(net, data=data, epochs=1)
+    model = mgpu.Pipeline(mgpu.split_stages(normalized(), 2, data[0][0], balance="bytes"), contexts(2, 2))
+    trained(model, data=data, epochs=1)
+    for found in (net, model):
+        mgpu.average_running_stats(found)
+    one, other = (
+        [p.data(p.list_ctx()[1]).asnumpy() for p in found.collect_params(".*running").values()] for found in (net, model)
+    )
+    assert largest_difference(one, other) < 1e-6
+
+
+def test_a_batch_that_fails_leaves_the_running_statistics():
+    class Fails(nn.Block):
+        def forward(self, x):
+            raise ValueError("this stage fails")
+
+    model = mgpu.Pipeline([normalized(), Fails()], contexts(2), 2)
+    before = [value.copy() for value in values(model)]
+    trainer = mgpu.Trainer(model, "sgd")
+    with pytest.raises(ValueError, match="this stage fails"):
+        mgpu.train_batch(model, CE, trainer, *batches()[0])
+    assert largest_difference(values(model), before) == 0
+
+
+# The order
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.sampled_from(SCHEDULES), st.data())
+def test_every_schedule_runs_each_task_once_after_what_it_needs(num_stages, num_micro_batches, schedule, data):
+    sources = [
+        sorted({stage - 1, *data.draw(st.sets(st.integers(0, stage - 1), max_size=2))}) if stage else []
+        for stage in range(num_stages)
+    ]
+    devices = [data.draw(st.integers(0, num_stages - 1)) for _ in range(num_stages)]
+    planned = plan(sources, devices, num_micro_batches, schedule)
+    at = {(one.task.kind, one.task.stage, one.task.micro_batch): place for place, one in enumerate(planned)}
+    assert len(at) == len(planned) == 2 * num_stages * num_micro_batches
+    for (kind, stage, micro_batch), place in at.items():
+        if kind == "F":
+            assert all(at["F", source, micro_batch] < place for source in sources[stage])
+        else:
+            assert at["F", stage, micro_batch] < place
+            assert all(at["B", other, micro_batch] < place for other in range(num_stages) if stage in sources[other])
+    for device in set(devices):
+        own = [one for one in planned if one.device == device]
+        assert all(before.end <= after.begin for before, after in zip(own, own[1:])), "one task at a time"
+    for stage in range(num_stages):
+        most = num_stages - stage if schedule == "1f1b" else num_micro_batches
+        assert most_held(planned, stage) <= most
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_stages, num_micro_batches", [(2, 8), (4, 4), (4, 16)])
+def test_a_schedule_of_equal_stages_takes_the_least_time(num_stages, num_micro_batches, schedule):
+    planned = plan([[s - 1] if s else [] for s in range(num_stages)], list(range(num_stages)), num_micro_batches, schedule)
+    assert max(one.end for one in planned) == 3 * (num_micro_batches + num_stages - 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_devices_run_their_tasks_in_the_planned_order(schedule):
+    """A stage whose next inputs are ready would run ahead: here the second one is much slower than the first."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, in_units=16), nn.Dense(2000, in_units=16), nn.Dense(2000, in_units=2000), nn.Dense(5, in_units=2000))
+    seeded(net)
+    first, second = nn.HybridSequential(), nn.HybridSequential()
+    first.add(net[0])
+    second.add(*[net[i] for i in (1, 2, 3)])
+    model = mgpu.Pipeline([first, second], contexts(2), 6, schedule)
+    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01})
+    data = batches((48,))[0]
+    mgpu.train_batch(model, CE, trainer, *data)
+    recording = Recording()
+    try:
+        mgpu.train_batch(model, CE, trainer, *data)
+    finally:
+        operations = recording.stop()
+    planned = plan([[], [0]], [0, 1], 6, schedule)
+    tasks = tasks_of(operations)
+    for device in (0, 1):
+        ran = [task for task in tasks if task.device == f"cpu({device})"]
+        assert [task.name for task in ran] == [str(one.task) for one in planned if one.device == device]
+        assert all(before.end <= after.begin for before, after in zip(ran, ran[1:]))
+    held = 0
+    for name in [task.name for task in tasks if task.device == "cpu(0)"]:
+        held += 1 if name.startswith("F") else -1
+        assert held <= (2 if schedule == "1f1b" else 6)
+
+
+def test_a_step_does_not_wait(waits):
+    model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0], balance="bytes"), contexts(2), 4)
+    trainer = mgpu.Trainer(model, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
+    mgpu.train_batch(model, CE, trainer, *batches()[0])  # the first one finds out whether it draws
+    del waits[:]
+    for X, y in batches():
+        mgpu.train_batch(model, CE, trainer, X, y)
+    assert waits == []
+
+
+def test_nothing_is_left_of_a_batch(waits):
+    model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0], balance="bytes"), contexts(2), 4)
+    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01})
+    check = mgpu.LeakCheck(every=2)
+    for _ in range(60):
+        check.step(mgpu.train_batch(model, CE, trainer, *batches()[0]).losses)
+    assert check.growth()["host"].verdict != "leak", check.report()
+
+
+# Division
+
+
+def test_layers_are_divided_by_bytes_and_by_time():
+    net = nn.HybridSequential()
+    inner = nn.HybridSequential()
+    inner.add(nn.Dense(300, in_units=300), nn.Dense(300, in_units=300))
+    net.add(nn.Dense(300, in_units=16), inner, nn.Dense(5, in_units=300))
+    seeded(net)
+    by_bytes = mgpu.split_stages(net, 2, batches()[0][0], balance="bytes")
+    assert [len(stage.block) for stage in by_bytes] == [2, 2]  # within the inner container
+    slow = nn.HybridSequential()
+    slow.add(nn.Dense(1500, in_units=16), nn.Dense(1500, in_units=1500), nn.Dense(5, in_units=1500), nn.Dense(5, in_units=5))
+    by_time = mgpu.split_stages(seeded(slow), 2, np.zeros((64, 16)))
+    assert [len(stage.block) for stage in by_time][1] >= 2  # the large layer alone, or with the one before
+
+
+def test_measuring_changes_nothing():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, in_units=16), nn.BatchNorm(in_channels=16), nn.Dropout(0.5), nn.Dense(5, in_units=16))
+    before = [value.copy() for value in values(seeded(net))]
+    mx.random.seed(1)
+    expected = mx.nd.random.uniform(shape=(4,)).asnumpy()
+    mx.random.seed(1)
+    mgpu.split_stages(net, 2, batches()[0][0])
+    assert (mx.nd.random.uniform(shape=(4,)).asnumpy() == expected).all()
+    assert largest_difference(values(net), before) == 0
+    assert not any(param.data()._fresh_grad for param in net.collect_params().values() if param.grad_req != "null")
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 5))
+def test_no_other_division_has_a_smaller_largest_part(costs, num_parts):
+    if num_parts > len(costs):
+        return
+    places = _divide(costs, num_parts, [1] * (len(costs) - 1))
+    bounds = [0, *places, len(costs)]
+    assert all(begin < end for begin, end in zip(bounds, bounds[1:]))
+    assert len(bounds) == num_parts + 1
+
+    def best(count, parts):
+        if parts == 1:
+            return sum(costs[:count])
+        return min(max(best(at, parts - 1), sum(costs[at:count])) for at in range(parts - 1, count))
+
+    assert max(sum(costs[begin:end]) for begin, end in zip(bounds, bounds[1:])) == best(len(costs), num_parts)
+
+
+def test_the_graph_of_a_network_of_gluons_zoo_is_divided():
+    make = gluon.model_zoo.vision.get_model
+    X = mx.nd.array(np.random.RandomState(0).randn(2, 3, 32, 32))
+    net = seeded(make("resnet18_v2", classes=5))
+    expected = net(X).asnumpy()
+    for num_stages in (2, 5):
+        model = mgpu.Pipeline(mgpu.split_stages(net, num_stages, X, balance="bytes"), contexts(num_stages))
+        np.testing.assert_allclose(model(X).asnumpy(), expected, rtol=1e-4, atol=1e-5)
+        net.collect_params().reset_ctx(mx.cpu(0))
+
+
+# What works as for any network
+
+
+@pytest.mark.parametrize("num_stages", [None, 3])
+def test_a_run_resumes_on_other_stages(tmp_path, num_stages):
+    def network(stages):
+        return (
+            dense() if stages is None else mgpu.Pipeline(mgpu.split_stages(dense(), stages, batches()[0][0]), contexts(stages), 4)
+        )
+
+    def run(stages, epochs, resume=None):
+        net = network(stages)
+        trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.003, "epsilon": 1e-5})
+        saving = [mgpu.Checkpoint(tmp_path, "train_loss")]
+        mgpu.fit(net, CE, trainer, batches(), epochs=epochs, callbacks=saving, resume=resume)
+        return values(net)
+
+    expected, _ = trained(dense(), "adam", epochs=3)
+    run(2, 1)
+    assert largest_difference(run(num_stages, 3, "auto"), expected) < 2e-6
+
+
+def test_files_fit_with_and_without_a_pipeline(tmp_path):
+    net = dense()
+    model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2), 2)
+    _, trainer = trained(model)
+    model.save_parameters(str(tmp_path / "params"))
+    net.load_parameters(str(tmp_path / "params"))
+    assert largest_difference(values(net), values(model)) == 0
+    trainer.save_states(str(tmp_path / "states"))
+    alone = mgpu.Trainer(net, "sgd", {"learning_rate": 0.05, "momentum": 0.9})
+    alone.load_states(str(tmp_path / "states"))
+    mgpu.train_batch(net, CE, alone, *batches()[0])
+    mgpu.train_batch(model, CE, trainer, *batches()[0])
+    assert largest_difference(values(net), values(model)) < 1e-6
+
+
+def test_evaluate_predict_and_a_loop_by_hand(arrays):
+    net, data = dense(), batches()
+    model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, data[0][0]), contexts(2, 2), 4)
+    assert mgpu.evaluate(model, data, loss=CE) == pytest.approx(mgpu.evaluate(net, data, loss=CE), rel=1e-5)
+    outputs = mgpu.predict(model, [X for X, _ in data])
+    np.testing.assert_allclose(outputs, mgpu.predict(net, [X for X, _ in data]), rtol=1e-5, atol=1e-6)
+    trainers = [mgpu.Trainer(one, "sgd", {"learning_rate": 0.1}) for one in (net, model)]
+    for one, trainer in zip((net, model), trainers):
+        Xs, ys = mgpu.split_batch(*data[0], trainer.contexts)
+        with autograd.record():
+            found = [one(X) for X in Xs]
+            losses = [CE(output, y.as_in_context(output.context)) for output, y in zip(found, ys)]
+        mgpu.backward(losses)
+        trainer.step(len(data[0][0]))
+    assert largest_difference(values(net), values(model)) < 1e-6
+
+
+@pytest.mark.parametrize("batches_per_update, micro_steps", [(2, 1), (1, 2)])
+def test_batches_add_up(batches_per_update, micro_steps):
+    found = []
+    for model in (dense(), mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2), 2)):
+        trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.05})
+        options = {"accumulate_grad_batches": batches_per_update, "micro_steps": micro_steps}
+        mgpu.fit(model, CE, trainer, batches(), epochs=2, callbacks=[], **options)
+        found.append(values(model))
+    assert largest_difference(*found) < 1e-6
+
+
+def test_fewer_examples_than_replicas():
+    found = [
+        trained(net, data=batches((5, 1, 3)))[0]
+        for net in (dense(), mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2, 2), 4))
+    ]
+    assert largest_difference(*found) < 1e-6
+
+
+def test_shapes_that_the_first_batch_decides():
+    blocks = [nn.Dense(16, activation="tanh"), nn.Dense(5)]
+    model = mgpu.Pipeline(blocks, contexts(2), 4)
+    model.initialize(mx.init.Xavier())
+    trained(model)
+    assert [block.weight.shape for block in blocks] == [(16, 16), (5, 16)]
+    assert [block.weight.list_ctx() for block in blocks] == [[mx.cpu(0)], [mx.cpu(1)]]
+    assert repr(model).splitlines()[1] == "  stage 0 on cpu(0): 2 parameters"
+
+
+# What is refused
+
+
+def stale(model):
+    trainer = mgpu.Trainer(model, "sgd")
+    trainer.step(1)
+
+
+def synchronised():
+    net = normalized()
+    mgpu.set_batch_norm(net, "sync")
+    return net
+
+
+REFUSED = {
+    "no list": (lambda: mgpu.Pipeline(dense(), contexts(2)), TrainerError, "a list of Blocks"),
+    "devices": (lambda: mgpu.Pipeline([dense()], contexts(2)), TrainerError, "2 devices for 1 stages"),
+    "ctx": (lambda: mgpu.Pipeline([dense()], "cpu"), TrainerError, "one such list for each replica"),
+    "twice": (lambda: mgpu.Pipeline([dense()], [[mx.cpu(0)], [mx.cpu(0)]]), DeviceError, "twice|different"),
+    "schedule": (lambda: mgpu.Pipeline([dense()], [mx.cpu(0)], 1, "2f2b"), TrainerError, "1f1b"),
+    "micro_batches": (lambda: mgpu.Pipeline([dense()], [mx.cpu(0)], 0), TrainerError, "micro_batches"),
+    "sync": (lambda: mgpu.Pipeline([synchronised()], [mx.cpu(0)]), TrainerError, "revert_sync_batchnorm"),
+    "sample": (lambda: mgpu.split_stages(dense(), 2, np.zeros((3, 7))), TrainerError, "sample that the network"),
+    "layers": (lambda: mgpu.split_stages(dense(), 9, np.zeros((3, 16))), TrainerError, "of 5 layers"),
+    "python": (lambda: mgpu.split_stages(seeded(Two()), 2, np.zeros((3, 16))), TrainerError, "your own list of Blocks"),
+    "network": (lambda: mgpu.split_stages(3, 2, np.zeros((3, 16))), TrainerError, "a gluon.Block"),
+    "ctx again": (lambda: mgpu.Pipeline([dense()], [mx.cpu(0)]).initialize(ctx=mx.cpu(1)), TrainerError, "have devices"),
+    "nadam": (lambda: mgpu.Trainer(mgpu.Pipeline([dense()], [mx.cpu(0)]), "nadam"), TrainerError, "adamw"),
+    "local": (lambda: mgpu.LocalSGD(mgpu.Pipeline([dense()], [mx.cpu(0)]), "sgd", every=2), TrainerError, "a whole network"),
+    "step": (lambda: stale(mgpu.Pipeline([dense()], [mx.cpu(0)])), StaleGradientError, "no gradient"),
+    "elsewhere": (lambda: mgpu.Pipeline([dense()], [mx.cpu(1)])(mx.nd.zeros((1, 16))), TrainerError, "where the first stage is"),
+}
+
+
+@pytest.mark.parametrize("make, error, match", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(make, error, match):
+    with pytest.raises(error, match=match) as raised:
+        make()
+    assert_house_style(raised.value)
+
+
+@pytest.mark.parametrize("options", [{"compiled": "on"}, {"weights": "auto"}], ids=str)
+def test_what_fit_refuses(options):
+    model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2, 2), 4)
+    with pytest.raises(TrainerError) as raised:
+        mgpu.fit(model, CE, mgpu.Trainer(model, "sgd"), batches(), epochs=1, callbacks=[], **options)
+    assert_house_style(raised.value)

@@ -1,0 +1,173 @@
+"""Blocks that are computed again in the backward pass give the gradients of those that keep their activations."""
+
+import gc
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.pipeline.recompute import _calls
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style, largest_difference
+from .test_pipeline import CE, batches, seeded
+
+
+def layers(hybridized=False):
+    block = nn.HybridSequential()
+    block.add(nn.Dense(16, in_units=16), nn.BatchNorm(in_channels=16), nn.Activation("tanh"))
+    if hybridized:
+        block.hybridize()
+    return block
+
+
+class Residual(nn.Block):
+    """A block that is used twice, next to paths around it, with integers, tuples and a layer that is not used."""
+
+    def __init__(self, wrapped, hybridized):
+        super().__init__()
+        self.embedding = wrapped(Embedded())
+        self.first = nn.Dense(16, in_units=16)
+        self.block = wrapped(layers(hybridized))
+
+    def forward(self, x):
+        tokens = mx.nd.arange(x.shape[0], ctx=x.context).astype("int32") % 5
+        h, x = self.embedding(tokens, self.first(x))
+        h = h + self.block(h)
+        return h + self.block(h) + x
+
+
+class Embedded(nn.Block):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Embedding(5, 16)
+        self.unused = nn.Dense(3, in_units=3)
+
+    def forward(self, tokens, x):
+        return self.weight(tokens) + x, x
+
+
+def build(wrapped, hybridized, ctx):
+    net = nn.Sequential()
+    net.add(Residual(wrapped, hybridized), nn.Dense(5, in_units=16))
+    return seeded(net, ctx)
+
+
+def plain(block):
+    return block
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"micro_steps": 2}], ids=str)
+def test_it_trains_the_same_weights(options, hybridized):
+    found = []
+    for wrapped in (plain, mgpu.recompute):
+        net = build(wrapped, hybridized, [mx.cpu(0), mx.cpu(1)])
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.05, "momentum": 0.9}, find_unused_parameters=True)
+        mgpu.fit(net, CE, trainer, batches(), epochs=2, callbacks=[], **options)
+        found.append({name: param.data(mx.cpu(0)).asnumpy() for name, param in net._collect_params_with_prefix().items()})
+    assert list(found[0]) == list(found[1])  # files fit
+    difference = largest_difference(*(list(one.values()) for one in found))
+    assert difference < 1e-6  # in another order of the sums of a block that is used twice
+    gc.collect()
+    assert not _calls._kept
+
+
+def test_gradients_belong_to_the_numbers_that_dropout_drew(arrays):
+    block = mgpu.recompute(nn.Dropout(0.5))
+    x = arrays.ones((50, 40))
+    x.attach_grad()
+    mx.random.seed(1)
+    outputs = []
+    for _ in range(2):
+        with autograd.record():
+            y = block(x)
+        y.backward()
+        assert (x.grad.asnumpy() == y.asnumpy()).all()
+        assert 0.4 < (y.asnumpy() == 0).mean() < 0.6
+        outputs.append(y.asnumpy())
+    assert (outputs[0] != outputs[1]).any()
+    mx.random.seed(1)
+    with autograd.record():
+        assert (block(x).asnumpy() == outputs[0]).all()
+
+
+def test_the_next_numbers_do_not_repeat_those_of_the_block():
+    block = mgpu.recompute(nn.Dropout(0.5))
+    x = mx.nd.ones((50, 40))
+    with autograd.record():
+        first, second = block(x), nn.Dropout(0.5)(x)
+    assert (first.asnumpy() != second.asnumpy()).any()
+
+
+def test_a_loop_with_gluons_trainer():
+    found = []
+    for wrapped in (plain, mgpu.recompute):
+        net = nn.Sequential()
+        net.add(wrapped(nn.Dense(16, in_units=16, activation="tanh")), nn.Dense(5, in_units=16))
+        seeded(net)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        for X, y in batches():
+            with autograd.record():
+                loss = CE(net(mx.nd.array(X)), mx.nd.array(y))
+            loss.backward()
+            trainer.step(len(y))
+        found.append([param.data().asnumpy() for param in net.collect_params().values()])
+    assert largest_difference(*found) == 0
+
+
+def test_activations_are_not_kept():
+    inner = []
+
+    class Watched(nn.Block):
+        def forward(self, x):
+            inner.append(x * 2)
+            return inner[-1] * inner[-1]
+
+    x = mx.nd.ones((4, 4))
+    x.attach_grad()
+    with autograd.record():
+        y = mgpu.recompute(Watched())(x)
+    assert len(autograd.get_symbol(y).get_internals().list_outputs()) == 2  # x, and the block: nothing in between
+    y.backward()
+    assert (x.grad.asnumpy() == 8).all()
+    assert len(inner) == 2
+
+
+def test_prediction_and_shapes_that_are_not_known():
+    net = nn.Sequential()
+    net.add(mgpu.recompute(nn.Dense(16)), nn.Dense(5))
+    net.initialize()
+    X = mx.nd.ones((3, 7))
+    with autograd.record():
+        recorded = net(X)
+    assert np.array_equal(recorded.asnumpy(), net(X).asnumpy())
+    assert net[0].block.weight.shape == (16, 7)
+
+
+def test_an_error_of_the_second_forward_pass_is_raised(caplog):
+    class Once(nn.Block):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 1:
+                raise ValueError("the second time")
+            return x * 2
+
+    x = mx.nd.ones((2,))
+    x.attach_grad()
+    with autograd.record():
+        y = mgpu.recompute(Once())(x)
+    with pytest.raises(mx.MXNetError):
+        y.backward()
+        x.grad.wait_to_read()
+    assert "the second time" in caplog.text
+
+
+def test_what_is_refused():
+    with pytest.raises(TrainerError, match="a gluon.Block") as raised:
+        mgpu.recompute(3)
+    assert_house_style(raised.value)

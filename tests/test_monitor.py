@@ -70,6 +70,18 @@ def fit(monitor, batches, epochs=1):
         return mgpu.fit(net, CE(), trainer, batches, epochs=epochs, callbacks=[monitor])
 
 
+def test_all_devices_of_a_pipeline_are_watched():
+    monitor = Monitor(interval_s=0.1)
+    with mgpu.use_devices("cpu:2") as ctx:
+        net = mgpu.Pipeline([gluon.nn.Dense(8, in_units=36), gluon.nn.Dense(3, in_units=8)], ctx, micro_batches=2)
+        net.initialize()
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+        history = mgpu.fit(net, CE(), trainer, Slow(3, 0.1), epochs=1, callbacks=[monitor])
+    assert history.rows[-1]["host_gib"] > 0
+    if not is_serial():
+        assert {"load_cpu(0)", "load_cpu(1)"} <= set(history.rows[-1])
+
+
 def test_fit_is_watched(tmp_path, caplog):
     caplog.set_level(logging.INFO, "gluon_mgpu")
     monitor = Monitor(tmp_path / "run", interval_s=0.1)

@@ -67,6 +67,10 @@ def check_stages(options: Any, num_devices: int) -> None:
             f"devices, one for each stage of each replica. Choose {multiple} with --devices, or other stages.",
             param_hint="--stages",
         )
+    elif options.precision != "fp32":  # it would be set for the layers, but not for the stages that are compiled of them
+        raise click.UsageError(
+            f"got --precision {options.precision} with --stages; expected fp32, in which stages compute. Leave one of them out."
+        )
 
 
 def number_of(count: int, noun: str) -> str:
@@ -119,6 +123,6 @@ def _description(pipeline: Pipeline, cost: str) -> str:
         params = stage.params()
         places = " and ".join(str(devices[number]) for devices in pipeline.devices)
         size = format_bytes(sum(map(num_bytes, params)))
-        found.append(f"{places} {len(params)} parameters of {size}, {costs[number] / sum(costs):.0%} of the {cost}")
+        found.append(f"{places} {len(params)} parameters of {size}, {costs[number] / (sum(costs) or 1):.0%} of the {cost}")
     how = f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches, {pipeline.schedule}"
     return f"pipeline of {how}{', recompute' * pipeline.recompute}: {'; '.join(found)}"

@@ -199,7 +199,19 @@ def test_the_folder_is_a_program(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert ended.value.code == 0
     assert output.startswith("Usage: python scripts/benchmarks ")
-    commands = ["balance", "checkpoint", "evaluate", "precision", "scaling", "seq2seq", "size", "step", "trace", "train"]
+    commands = [
+        "balance",
+        "checkpoint",
+        "evaluate",
+        "pipeline",
+        "precision",
+        "scaling",
+        "seq2seq",
+        "size",
+        "step",
+        "trace",
+        "train",
+    ]
     assert sorted(main.commands) == commands
     assert all(f"\n  {name} " in output for name in commands)
 

@@ -77,7 +77,7 @@ def job(tmp_path_factory, quick_import):
         if key not in made:
             last = COMPRESS if backend == "dist_sync" else HALF  # it changes how gradients are sent
             folder = tmp_path_factory.mktemp("job")
-            made[key] = launched(folder, [SAY, TRAIN, ADVERSARIES, last], num_processes, backend=backend)
+            made[key] = launched(folder, [SAY, TRAIN, PIPELINE, ADVERSARIES, last], num_processes, backend=backend)
         return made[key]
 
     return of
@@ -91,7 +91,7 @@ def alone(tmp_path_factory):
     def with_devices(num_devices):
         if num_devices not in made:
             folder = tmp_path_factory.mktemp("alone")
-            (folder / "program.py").write_text(BEGIN + "".join(map(textwrap.dedent, [TRAIN, ADVERSARIES])))
+            (folder / "program.py").write_text(BEGIN + "".join(map(textwrap.dedent, [TRAIN, PIPELINE, ADVERSARIES])))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", ["program.py", str(folder), str(num_devices)])
                 runpy.run_path(str(folder / "program.py"))
@@ -270,6 +270,36 @@ def test_processes_do_not_show_in_the_weights(job, alone, num_processes, backend
 def test_the_same_program_gives_the_same_bits_again(tmp_path, job, backend):
     for told, before in zip(launched(tmp_path, [TRAIN], 3, backend=backend), job(3, backend)):
         assert told["train on 1"] == before["train on 1"]
+
+
+PIPELINE = """
+    layers = [gluon.nn.Dense(8, in_units=6, activation="tanh"), gluon.nn.Dense(3, in_units=8)]
+    mx.random.seed(2)
+    for layer in layers:
+        layer.initialize(init.Xavier())
+    net = gluon.nn.Sequential()
+    net.add(*layers)
+    if me.num_processes > 1:
+        net = mgpu.Pipeline(layers, [mx.cpu(0), mx.cpu(1)], micro_batches=3)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, clip_norm=0.5)
+    draw = np.random.RandomState(0)
+    for size in (12, 7, 1, 12):
+        X, y = draw.randn(size, 6).astype("float32"), draw.randint(0, 3, size)
+        mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y)
+    found = [param.data(param.list_ctx()[0]).asnumpy().tolist() for param in net.collect_params().values()]
+    tell("pipeline", weights=found, norm=float(trainer.grad_norm))
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_processes", NUMBERS)
+def test_pipelines_in_processes_train_what_one_device_trains(job, alone, num_processes, backend):
+    """Batches of fewer examples than processes included."""
+    expected = alone(num_processes)["pipeline"]
+    for told in job(num_processes, backend):
+        for found, one in zip(told["pipeline"]["weights"], expected["weights"]):
+            np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
+        assert told["pipeline"]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
 
 
 ADVERSARIES = """

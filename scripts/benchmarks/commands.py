@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import balance as balances
 import checkpoint_command
 import click
+import pipelines
 import precision as precisions
 import report
 import scaling_command
@@ -233,6 +234,19 @@ def trace(rounds: int, num_steps: int, json_path: Optional[Path]) -> None:
         found = tracing.measure(ctx, rounds=rounds, num_steps=num_steps, on_message=show)
     print_table(*tracing.table(found))
     save_json(json_path, tracing.results(found, rounds=rounds, num_steps=num_steps))
+
+
+@main.command()
+@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Rounds; each measures everything.")
+@click.option("--micro-batches", type=click.IntRange(1), default=8, show_default=True, help="Parts of a batch.")
+@json_option
+def pipeline(rounds: int, micro_batches: int, json_path: Optional[Path]) -> None:
+    """Compare two stages on two CPU contexts with one context: time and memory of a step, by schedule."""
+    with use_devices("cpu:2") as ctx, progress() as show:
+        found = pipelines.measure(ctx, rounds=rounds, micro_batches=micro_batches, on_message=show)
+        memory = pipelines.peaks(micro_batches, on_message=show)
+    print_table(*pipelines.table(found, memory, micro_batches))
+    save_json(json_path, pipelines.results(found, memory, rounds=rounds, micro_batches=micro_batches))
 
 
 class _Comparison:

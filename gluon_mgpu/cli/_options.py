@@ -142,7 +142,8 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             "--trace",
             type=FILE,
             metavar="FILE.json",
-            help="Write where the time of steps 11 to 20 goes: a trace for https://ui.perfetto.dev, and a picture FILE.png.",
+            help="Write where the time of steps 11 to 20 goes: a trace for https://ui.perfetto.dev, and a picture FILE.png; with "
+            "--stages also the schedule, FILE-schedule.png.",
         ),
         positive("--watchdog", help="Seconds without a step after which the stacks of all threads are printed."),
         click.option("--leak-check", is_flag=True, help="Report at the end whether memory grows with the steps."),

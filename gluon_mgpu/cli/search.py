@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from ..errors import DataError, last_line
 from ..loop.callbacks import Callback, Checkpoint
+from ..loop.stopping import Terminated
 from ..plots import plot_trials, save
 from ..runtime.environment import require
 from ..runtime.file_locks import FolderLock
@@ -110,9 +111,12 @@ def search(context: click.Context, /, program: str, resume: bool, output: Path, 
             asked.write(output)
         request = read_request(output)
         try:
-            run_trials(_trainable(request, output.absolute()), output)
-        finally:
+            results = run_trials(_trainable(request, output.absolute()), output)
+        except (KeyboardInterrupt, Terminated):
             _summarize(Results(request, output))
+            raise
+        _check_trained(results)
+        _summarize(results)
     finally:
         lock.release()
 
@@ -231,14 +235,7 @@ def _summarize(results: Results) -> None:
     """Write the files of a search, and print its best trial as a command."""
     request, folder, best = results.request, results.folder, results.best()
     if best is None:
-        failed = next((trial for trial in results.trials.values() if trial.status == "failed"), None)
-        if failed is None:
-            return
-        raise DataError(
-            f"search: got no trial with a {request.metric}; the first failed with {failed.reason}; expected one that trains. "
-            f"Read {folder / 'logs'}, and change --space."
-        )
-    results.save()
+        return
     values = {trial.number: results.value(trial) for trial in results.trials.values()}
     points = [(trial.options, values[trial.number], trial is best) for trial in results.trials.values()]
     kinds = {name: one.kind for name, one in read_space(request.space).items()}
@@ -247,6 +244,16 @@ def _summarize(results: Results) -> None:
     print(f"saved results.csv, results.json, search.png and best_trial in {folder}")
     print(f"best: trial {best.number}, {request.metric} {values[best.number]:.4g}")
     print(request.command(best.options), flush=True)
+
+
+def _check_trained(results: Results) -> None:
+    """Raise if no trial has a value."""
+    if results.best() is None:
+        metric, reasons = results.request.metric, [trial.reason for trial in results.trials.values() if trial.reason]
+        raise DataError(
+            f"search: got no trial with {metric!r} ({reasons[0] if reasons else 'no column of this name'}); expected one or "
+            f"more. Read the trials' output in {results.folder / 'logs'}. Correct --space, --metric or the options after --."
+        )
 
 
 def _copy_best(folder: Path, number: int) -> None:

@@ -32,13 +32,13 @@ _RAY = "ray"  # Ray Tune's folder in that of the search
 _TEMPORARY = "ray-temporary.txt"  # names Ray's temporary folder, to remove it after a kill
 _PREFIX = "gluon_mgpu-ray-"
 _RETRIES = 3  # of a trial whose process was killed
-_ENDED = {"TERMINATED": "stopped", "ERROR": "failed"}
-_STATUS = {"PENDING": "waiting", "RUNNING": "running", "PAUSED": "paused", **_ENDED}
+_STATUS = {"PENDING": "waiting", "RUNNING": "running", "PAUSED": "paused", "TERMINATED": "stopped", "ERROR": "failed"}
 _OBJECT_STORE_BYTES = 100 * 2**20
 # Ray inherits these: no reports to its makers, one table (ours), relative paths that stay valid, and its state saved at once.
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -189,6 +189,7 @@ def make_watch(folder: str) -> Any:
     tune = require_tune("search")
     results = Results(read_request(Path(folder)), Path(folder))
     shown = _Shown(results)
+    known: Dict[str, Any] = {}
 
     class Watch(tune.Callback):  # type: ignore[name-defined]
         """Records each result."""
@@ -215,13 +216,12 @@ def make_watch(folder: str) -> Any:
             shown.end()
 
         def _update(self, trial: Any) -> bool:
-            own, before = results.trials[_number_of(trial)], _STATUS.get(trial.status, "waiting")
-            if own.status in ("done", "failed") and trial.status == "TERMINATED":
-                return False
+            own, before = results.trials[_number_of(trial)], (trial.status, trial.last_result.get("ended"))
+            own.status = _STATUS[trial.status] if before[1] is None else "failed" if before[1] else "done"
             if trial.status == "ERROR":
                 own.reason = str(trial.get_error() or "its process ended").strip().splitlines()[-1]
-            changed, own.status = own.status != before, before
-            return changed
+            seen, known[trial.trial_id] = known.get(trial.trial_id), before
+            return seen != before
 
         def __reduce__(self) -> Any:
             return make_watch, (folder,)

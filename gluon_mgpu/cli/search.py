@@ -223,7 +223,7 @@ def run_trial(options: Options, temporary: str, program: str, arguments: List[st
         except Exception as error:  # such as a loss of NaN: it would fail again
             traceback.print_exc()
             ended = f"{type(error).__name__}: {last_line(error)}"
-    tune.report({"ended": ended})
+    tune.report({"ended": ended, "epoch": 0})
 
 
 def _with_report(callbacks: List[Callback]) -> List[Callback]:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List
@@ -22,7 +23,7 @@ from ..loop.stopping import Terminated
 from ..runtime.environment import require
 from ..runtime.threads import num_cores
 from .report import require_tune
-from .results import Results, Trial, read_request
+from .results import Request, Results, Trial, read_request
 from .space import Options, Values, read_space
 
 Trainable = Callable[[Options, str], None]
@@ -55,7 +56,7 @@ def run_trials(trainable: Trainable, folder: Path) -> Results:
     ----------
     trainable : callable (dict, str)
         Trains one trial, in a process of its own. It receives its hyper-parameters, and a folder for files that need not stay.
-        It reports with `ReportToTune`, and at its end `{"ended": ""}`, or why it failed.
+        It reports with `ReportToTune`, and at its end `{"ended": "", "epoch": 0}`, or why it failed.
     folder : pathlib.Path
         Holds the search's `Request`, and receives the results.
 
@@ -71,7 +72,9 @@ def run_trials(trainable: Trainable, folder: Path) -> Results:
     random.seed(request.seed)  # population-based training draws from it
     with _started_ray(request.devices, folder) as (resources, temporary), _sigterm_as_interrupt() as terminated:
         tuner = _tuner(tune, tune.with_resources(_named(trainable, temporary), resources), folder)
-        tuner.fit()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Consider boosting PBT")  # trials have processes of their own
+            tuner.fit()
     results = Results(request, folder)
     unfinished = [trial for trial in results.trials.values() if trial.status in ("waiting", "running", "paused")]
     if unfinished:
@@ -108,10 +111,11 @@ def _tuner(tune: Any, trainable: Any, folder: Path) -> Any:
         ),
         run_config=tune.RunConfig(
             name=_RAY,
+            stop={"epoch": request.epochs},  # what follows it in a training program is of no use here
             storage_path=str(folder.absolute()),
             callbacks=[make_watch(str(folder))],
             failure_config=tune.FailureConfig(max_failures=_RETRIES),
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=2 + _interval(request.epochs)),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=_num_kept(request)),
             verbose=0,
         ),
     )
@@ -129,6 +133,14 @@ def _number_of(trial: Any) -> int:
 def _interval(epochs: int) -> int:
     """Return the number of epochs between two changes by population-based training."""
     return max(1, epochs // 4)
+
+
+def _num_kept(request: Request) -> int:
+    """Return how many checkpoints of each trial to keep: two, so that Ray Tune's saved state, which is older, names one.
+
+    Population-based training copies a checkpoint of the trial's previous interval.
+    """
+    return _interval(request.epochs) + 2 if request.scheduler == "pbt" else 2
 
 
 def make_scheduler(folder: str) -> Any:
@@ -151,7 +163,7 @@ def make_scheduler(folder: str) -> Any:
 
         def on_trial_add(self, controller: Any, trial: Any) -> None:
             super().on_trial_add(controller, trial)
-            reached = trial.last_result.get("epoch", request.epochs if "ended" in trial.last_result else 0)
+            reached = request.epochs if "ended" in trial.last_result else trial.last_result.get("epoch", 0)
             for row in Results(request, Path(folder)).trials[_number_of(trial)].rows:
                 if row["epoch"] <= reached:
                     self.on_trial_result(controller, trial, row)  # its decision was made before the restart
@@ -198,7 +210,7 @@ def make_watch(folder: str) -> Any:
             own = results.trials[_number_of(trial)]
             own.options = dict(trial.config["options"])
             if "ended" in result:
-                own.status, own.reason = "failed" if result["ended"] else "done", result["ended"]
+                own.reason = result["ended"]
             elif "epoch" in result:
                 names = [name for name in result if name not in _RAYS and not name.startswith("config")]
                 own.add({name: result[name] for name in names if isinstance(result[name], (int, float, str))})
@@ -216,12 +228,18 @@ def make_watch(folder: str) -> Any:
             shown.end()
 
         def _update(self, trial: Any) -> bool:
-            own, before = results.trials[_number_of(trial)], (trial.status, trial.last_result.get("ended"))
-            own.status = _STATUS[trial.status] if before[1] is None else "failed" if before[1] else "done"
+            own, before = results.trials[_number_of(trial)], known.get(trial.trial_id)
+            own.status = _STATUS[trial.status]
             if trial.status == "ERROR":
                 own.reason = str(trial.get_error() or "its process ended").strip().splitlines()[-1]
-            seen, known[trial.trial_id] = known.get(trial.trial_id), before
-            return seen != before
+            elif trial.status != "TERMINATED":
+                own.reason = ""  # of an earlier attempt
+            elif own.reason:
+                own.status = "failed"
+            elif "ended" in trial.last_result or trial.last_result.get("epoch") == results.request.epochs:
+                own.status = "done"
+            known[trial.trial_id] = own.status
+            return own.status != before
 
         def __reduce__(self) -> Any:
             return make_watch, (folder,)

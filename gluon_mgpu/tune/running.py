@@ -224,8 +224,7 @@ def make_watch(folder: str) -> Any:
             shown.refresh(bool(changed))
 
         def on_experiment_end(self, trials: List[Any], **info: Any) -> None:
-            self.on_step_end(0, trials)
-            shown.end()
+            shown.end()  # after Ctrl-C, Ray now has the status of finished trials for all others
 
         def _update(self, trial: Any) -> bool:
             own, before = results.trials[_number_of(trial)], known.get(trial.trial_id)

@@ -85,6 +85,7 @@ def test_a_changed_value_stays_in_the_space():
 def any_ray(monkeypatch):
     """The command believes that Ray is installed."""
     monkeypatch.setattr(command, "require_tune", lambda operation: None)
+    monkeypatch.setattr(command, "set_defaults", lambda: None)
 
 
 @pytest.fixture
@@ -166,6 +167,7 @@ def test_a_search_is_resumed_only_with_its_own_options(asked, tmp_path):
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(command, "set_defaults", lambda: None)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.tune", None)
     with pytest.raises(MissingExtraError, match=r"gluon_mgpu\[tune\]") as caught:

@@ -22,7 +22,7 @@ from ..runtime.environment import require
 from ..runtime.file_locks import FolderLock
 from ..tune.report import ReportToTune, require_tune, trial_folder
 from ..tune.results import REQUEST, Request, Results, read_request
-from ..tune.running import MUTABLE, run_trials
+from ..tune.running import MUTABLE, run_trials, set_defaults
 from ..tune.space import Options, arguments_of, read_space, sample_trials
 from ._options import count, output_option, seed_option
 from ._training import FitExtras
@@ -97,6 +97,7 @@ def search(context: click.Context, /, program: str, resume: bool, output: Path, 
     Options after -- go to every trial: gluon-mgpu search resnet18 --trials 8 -- --data mnist. Ctrl-C keeps all results, and
     --resume continues.
     """
+    set_defaults()
     require_tune("search")
     asked = None if resume else _request(program, **options)  # raises before anything is written
     if asked is None:

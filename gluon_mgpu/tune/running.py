@@ -35,10 +35,12 @@ _PREFIX = "gluon_mgpu-ray-"
 _RETRIES = 3  # of a trial whose process was killed
 _STATUS = {"PENDING": "waiting", "RUNNING": "running", "PAUSED": "paused", "TERMINATED": "stopped", "ERROR": "failed"}
 _OBJECT_STORE_BYTES = 100 * 2**20
-# Ray inherits these: no reports to its makers, one table (ours), relative paths that stay valid, and its state saved at once.
+# Ray reads them at its import, and its processes inherit them: no reports to its makers, one table (ours), relative paths that
+# stay valid, its state saved at once, and no other address than 127.0.0.1, which Ray otherwise replaces by one of a network.
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -47,6 +49,12 @@ _SETTINGS = {
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
 }
+
+
+def set_defaults() -> None:
+    """Set what Ray reads from the environment, unless it is set already: before Ray is imported."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
 def run_trials(trainable: Trainable, folder: Path) -> Results:
@@ -306,8 +314,6 @@ def _short(value: Any) -> str:
 def _started_ray(devices: str, folder: Path) -> Iterator[Any]:
     """Start Ray on this machine alone; yield the resources of a trial, and a temporary folder. Both end with the block."""
     ray = require("ray", "tune", "search")
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
     kind, number = devices.split(":")
     left = folder / _TEMPORARY
     if left.exists():

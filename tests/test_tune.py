@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -473,12 +475,21 @@ def writes_to(path):
     """The processes that have opened a file."""
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
+        with suppress(OSError):
             if os.readlink(link) == str(path):
                 found.append(int(link.parts[2]))
-        except OSError:
-            pass
     return found
+
+
+def listening(pids):
+    """The addresses at which processes accept connections, in the kernel's hexadecimal form."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                sockets.add(os.readlink(link))
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 
 def naming(name):
@@ -575,6 +586,8 @@ def test_a_killed_trial_resumes(straight, tmp_path):
     wait_until(lambda: any(line.startswith("trial 1 ") for line in lines(tmp_path)), process, tmp_path)
     trials = writes_to(tmp_path / "s" / "logs" / "trial-1.txt")
     assert len(trials) == 1 and trials != [process.pid]
+    rays = naming((tmp_path / "s" / "ray-temporary.txt").read_text())
+    assert {"0100007F", "0000000000000000FFFF00000100007F"} >= listening([*rays, *trials, process.pid]) != set()  # 127.0.0.1
     os.kill(trials[0], signal.SIGKILL)
     finish(process, tmp_path)
     found = results_of(tmp_path / "s")
@@ -582,6 +595,82 @@ def test_a_killed_trial_resumes(straight, tmp_path):
     assert [[epoch for epoch, _, _ in rows] for rows in figures(found).values()] == [[1, 2, 3, 4]] * 2
     log = (tmp_path / "s" / "logs" / "trial-1.txt").read_text()
     assert log.count("gluon-mgpu train resnet18") == 2 and "resumes from" in log
+
+
+GPUS = """
+import sys, time
+import ray
+from gluon_mgpu.tune import running
+from gluon_mgpu.tune.results import Request
+
+folder, init = running.Path(sys.argv[1]), ray.init
+ray.init = lambda **options: init(num_gpus=2, **options)  # Ray only counts them
+
+
+def make():
+    log = str(folder / "log.txt")
+
+    def run(options, temporary):
+        import os, sys, time
+        from ray import tune
+
+        with open(log, "a") as file:
+            file.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {'mxnet' in sys.modules} {os.getcwd()}\\n")
+        time.sleep(5)  # both at once
+        tune.report({"epoch": 1, "test_accuracy": 0.5})
+
+    return run
+
+
+trials = [{"lr": 0.1}, {"lr": 0.2}]
+usual = {"program": "resnet18", "arguments": [], "space": ["lr=log:0.1:1"], "metric": "test_accuracy", "mode": "max"}
+Request(trials=trials, scheduler="none", devices="gpu:1", epochs=1, seed=0, **usual).write(folder)
+running.set_defaults()
+results = running.run_trials(make(), folder)
+assert [trial.status for trial in results.trials.values()] == ["done", "done"], results.trials
+"""
+
+
+@with_ray
+def test_each_trial_gets_its_gpu_before_mxnet_is_imported(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    words = [sys.executable, "-W", "ignore", "-c", GPUS, str(tmp_path)]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+    assert done.returncode == 0, done.stdout.decode()
+    seen = sorted(line.split() for line in (tmp_path / "log.txt").read_text().splitlines())
+    assert seen == [["0", "False", str(tmp_path)], ["1", "False", str(tmp_path)]]
+
+
+@with_ray
+def test_the_function_that_is_sent_to_a_trial_imports_nothing(tmp_path):
+    from ray import cloudpickle
+
+    sent = cloudpickle.dumps(command._trainable(make_request(), tmp_path))
+    (tmp_path / "sent").write_bytes(sent)
+    code = "import pickle, sys; pickle.load(open('sent', 'rb')); assert 'mxnet' not in sys.modules, sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+@with_ray
+def test_more_devices_than_the_machine_has(tmp_path):
+    for devices, told in (("cpu:999", "cores; expected at most that many"), ("gpu:99", "GPUs; expected at most that many")):
+        finish(start("resnet18", "--devices-per-trial", devices, "--output", "s", cwd=tmp_path), tmp_path, 1)
+        assert told in " ".join((tmp_path / "output.txt").read_text().split())
+        shutil.rmtree(tmp_path / "s")
+
+
+@with_ray
+def test_the_program_of_the_guide_runs(tmp_path, rays_folder):
+    page = (Path(__file__).parent.parent / "docs" / "search.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:python|py)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    first = f"import ray\nray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir={rays_folder!r})\n"
+    (tmp_path / "page.py").write_text(first + "\n".join(blocks))
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "HOME": str(tmp_path)}
+    words = [sys.executable, "-W", "ignore", "page.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=270)
+    assert done.returncode == 0, done.stdout.decode()
+    assert re.search(r"^{'lr': [\d.e-]+}$", done.stdout.decode(), re.MULTILINE), done.stdout.decode()
 
 
 PBT = """

@@ -209,7 +209,8 @@ def make_results(folder, request=None):
     results = Results(request or make_request(), folder)
     for number, values in ((1, (0.5, 0.7)), (2, (0.9, 0.8)), (3, (0.9,))):
         for epoch, value in enumerate(values, 1):
-            results.trials[number].add({"epoch": epoch, "test_accuracy": value, "train_loss": 1 / epoch})
+            trial = results.trials[number]
+            trial.add({"epoch": epoch, "test_accuracy": value, "train_loss": 1 / epoch}, trial.options)
     return results
 
 
@@ -225,24 +226,26 @@ def test_the_best_trial_has_the_best_epoch(tmp_path):
 
 def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
     results = make_results(tmp_path)
-    results.trials[1].add({"epoch": 3, "test_accuracy": float("nan")})
-    results.trials[3].add({"epoch": 2, "test_accuracy": float("inf")})
+    for number, epoch, value in ((1, 3, float("nan")), (3, 2, float("inf"))):
+        trial = results.trials[number]
+        trial.add({"epoch": epoch, "test_accuracy": value}, trial.options)
     assert [results.value(trial) for trial in results.trials.values()] == [0.7, 0.9, 0.9]
 
 
 def test_a_trial_that_resumes_repeats_no_row():
     trial = Trial(1, {"lr": 0.1})
     for epoch in (1, 2, 3, 2):
-        trial.add({"epoch": epoch, "test_accuracy": float(epoch)})
+        trial.add({"epoch": epoch, "test_accuracy": float(epoch)}, trial.options)
     assert [row["epoch"] for row in trial.rows] == [1, 2]
 
 
 def test_epochs_before_a_change_of_hyperparameters_do_not_count():
     """Population-based training replaces the weights that reached them."""
     trial = Trial(1, {"lr": 0.1})
-    trial.add({"epoch": 1, "test_accuracy": 0.9})
+    trial.add({"epoch": 1, "test_accuracy": 0.9}, trial.options)
     trial.options = {"lr": 0.2}
-    trial.add({"epoch": 2, "test_accuracy": 0.5})
+    assert trial.best_row("test_accuracy", "max") is None
+    trial.add({"epoch": 2, "test_accuracy": 0.5}, trial.options)
     assert trial.best_row("test_accuracy", "max")["epoch"] == 2
     assert [row["options"]["lr"] for row in trial.rows] == [0.1, 0.2]
 
@@ -767,3 +770,7 @@ def test_a_population_is_searched(straight, tmp_path):
     rates = [[row["options"]["lr"] for row in trial["rows"]] for trial in found["trials"]]
     assert any(len(set(own)) > 1 for own in rates)  # a trial has changed its learning rate
     assert all(0.003 <= rate <= 0.3 for own in rates for rate in own)
+    factors = {}
+    for row in (row for trial in found["trials"] for row in trial["rows"][:-1]):  # the schedule's, alike for all trials
+        factors.setdefault(row["epoch"], []).append(row["learning_rate"] / row["options"]["lr"])
+    assert all(own == pytest.approx([own[0]] * len(own)) for own in factors.values())

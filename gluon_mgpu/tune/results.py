@@ -107,10 +107,10 @@ class Trial:
     reason: str = ""
     rows: List[Dict[str, Any]] = field(default_factory=list)
 
-    def add(self, row: Dict[str, Any]) -> None:
+    def add(self, row: Dict[str, Any], options: Options) -> None:
         """Add the row of an epoch, and remove rows of this epoch and later ones: a trial that resumes repeats them."""
         self.rows = [one for one in self.rows if one["epoch"] < row["epoch"]]
-        self.rows.append({**row, "options": dict(self.options)})
+        self.rows.append({**row, "options": dict(options)})
 
     def best_row(self, metric: str, mode: str) -> Optional[Dict[str, Any]]:
         """Return the best row with the current hyper-parameters, None if there is none with a number."""

@@ -78,7 +78,7 @@ def run_trials(trainable: Trainable, folder: Path) -> Results:
     tune = require_tune("search")
     request = read_request(folder)
     random.seed(request.seed)  # population-based training draws from it
-    with _started_ray(request.devices, folder) as (resources, temporary), _sigterm_as_interrupt() as terminated:
+    with _sigterm_as_interrupt() as terminated, _started_ray(request.devices, folder) as (resources, temporary):
         tuner = _tuner(tune, tune.with_resources(_named(trainable, temporary), resources), folder)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Consider boosting PBT")  # trials have processes of their own
@@ -216,12 +216,13 @@ def make_watch(folder: str) -> Any:
 
         def on_trial_result(self, iteration: int, trials: List[Any], trial: Any, result: Dict[str, Any], **info: Any) -> None:
             own = results.trials[_number_of(trial)]
-            own.options = dict(trial.config["options"])
+            own.options = dict(trial.config["options"])  # the scheduler may already have changed those of this result
             if "ended" in result:
                 own.reason = result["ended"]
             elif "epoch" in result:
                 names = [name for name in result if name not in _RAYS and not name.startswith("config")]
-                own.add({name: result[name] for name in names if isinstance(result[name], (int, float, str))})
+                row = {name: result[name] for name in names if isinstance(result[name], (int, float, str))}
+                own.add(row, result["config"]["options"])
                 shown.report(own)
             results.save()
 
@@ -271,7 +272,7 @@ class _Shown:
         """Print the last row of a trial, except on a terminal."""
         request, row = self._results.request, trial.rows[-1]
         if self._live is None:
-            options = "  ".join(f"{name} {value}" for name, value in trial.options.items())
+            options = "  ".join(f"{name} {value}" for name, value in row["options"].items())
             value = _short(row.get(request.metric, "?"))
             print(f"trial {trial.number}  epoch {row['epoch']}/{request.epochs}  {request.metric} {value}  {options}", flush=True)
 

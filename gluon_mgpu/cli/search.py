@@ -89,12 +89,12 @@ _DEFAULT_SPACES = "; ".join(f"for {name}, {' '.join(program.space)}" for name, p
 @output_option("runs/search", "results.csv, results.json, search.png, best_trial, and what --resume needs")
 @seed_option("Seed of the trials' hyper-parameters, and of each trial's weights and data.")
 @click.option("--resume", is_flag=True, help="Continue the search in --output, with the options that it was started with.")
-@click.argument("arguments", metavar="[-- TRAINING OPTIONS]", nargs=-1)
+@click.argument("arguments", metavar="[ARGUMENTS...]", nargs=-1)
 @click.pass_context
 def search(context: click.Context, /, program: str, resume: bool, output: Path, **options: Any) -> None:
     """Search for hyper-parameters of gluon-mgpu train PROGRAM: several trials, each in a process of its own.
 
-    Options after -- go to every trial: gluon-mgpu search resnet18 --trials 8 -- --data mnist. Ctrl-C keeps all results, and
+    Arguments after -- go to every trial: gluon-mgpu search resnet18 --trials 8 -- --data mnist. Ctrl-C keeps all results, and
     --resume continues.
     """
     set_defaults()

@@ -33,6 +33,8 @@ from .monitor import Monitor
 from .monitor.leaks import LeakCheck
 from .monitor.watchdog import Watchdog
 from .moved import __getattr__ as __getattr__
+from .pipeline.network import Pipeline
+from .pipeline.split import split_stages
 from .plots import plot_trace
 from .runtime.timing import Timer
 from .trainer.local_sgd import LocalSGD
@@ -88,6 +90,9 @@ __all__ = [
     "forward_shards",
     "average_running_stats",
     "replica_difference",
+    # networks that span devices
+    "Pipeline",
+    "split_stages",
     # many steps
     "fit",
     "evaluate",

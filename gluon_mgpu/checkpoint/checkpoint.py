@@ -16,7 +16,7 @@ from ..distributed.process import this_process
 from ..errors import StateError
 from ..runtime.c_api import values_of
 from ..schema import shown
-from ..trainer.parameters import average_replicas, devices_of, shape_fits
+from ..trainer.parameters import average_replicas, shape_fits
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
 from .atomic_folder import commit, explained, new_folder
@@ -274,9 +274,8 @@ def set_parameters(content: CheckpointData, net: gluon.Block) -> CheckpointData:
 
     This does what Gluon's `load_parameters` does, but reads no file: the checked file may have been replaced.
     """
-    ctx = devices_of(net)
     for name, param in net._collect_params_with_prefix().items():
-        param._load_init(content.params[name], ctx)
+        param._load_init(content.params[name], param.list_ctx())
     return replace(content, params={})
 
 

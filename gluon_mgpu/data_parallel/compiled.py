@@ -14,6 +14,7 @@ from ..nested import Array, is_device_array, leaves
 from ..runtime.environment import logger
 from ..trainer.buckets import num_moves
 from ..trainer.freshness import writing_gradients
+from ..trainer.groups import spans_devices
 from ..trainer.running_stats import is_running_stat, note_examples
 from ..trainer.trainer import Trainer
 from .executors import Executor, Executors
@@ -201,6 +202,15 @@ def check_mode(operation: str, compiled: Any) -> str:
     return str(compiled)
 
 
+def check_one_graph(operation: str, net: Any, compiled: str) -> None:
+    """Raise `TrainerError` if a network on several devices must be compiled as one graph."""
+    if compiled == "on" and spans_devices(net):
+        raise TrainerError(
+            f"{operation}: got compiled='on' for a {type(net).__name__}, whose stages are on different devices; expected 'auto' "
+            "or 'off'. Its stages run as hybridized: call net.hybridize()."
+        )
+
+
 def passes_of(compiled: str, trainer: Optional[Trainer] = None) -> Callable[..., Passes]:
     """Return what makes the passes of a network and its loss, for one of `MODES`.
 
@@ -221,6 +231,12 @@ def passes_of(compiled: str, trainer: Optional[Trainer] = None) -> Callable[...,
         return found
 
     return make_or_reuse
+
+
+def evaluating_passes(make_passes: Callable[..., Passes], net: Any, loss: Any) -> Passes:
+    """Return the forward passes of a network: its own, if it spans devices."""
+    found: Passes = net.make_passes(loss) if spans_devices(net) else make_passes(net, loss, trains=False)
+    return found
 
 
 def compile_step(
@@ -271,4 +287,5 @@ def compile_step(
     [[0.75, 0.75]]
     """
     make = passes_of(check_mode("compile_step", compiled))
+    check_one_graph("compile_step", net, compiled)
     return make_step("compile_step", net, loss, trainer, split_f, ignore_stale_grad, micro_steps, make)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -17,6 +15,7 @@ from mxnet.base import _LIB, check_call
 
 from ..nested import Array
 from ..runtime.c_api import Copy
+from ..runtime.context_threads import environment_with, in_own_thread
 from ..runtime.engine_push import EngineContext, WrittenWith
 from ..trainer.buckets import place_of
 from .graph import Graph
@@ -79,7 +78,7 @@ class Executor:
             shared_exec=None if shared is None else shared._bound,
         )
         with _settings(graph.bulk_sizes):
-            self._bound: Any = bind() if graph.draws else _in_own_thread(context, bind)
+            self._bound: Any = bind() if graph.draws else in_own_thread(context, bind)
         self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
         self._outputs = [Copy(output) for output in self._bound.outputs]
         self._scale = 1.0
@@ -176,36 +175,6 @@ def _written_with_gradients(graph: Graph, context: Context) -> Optional[WrittenW
     return WrittenWith(statistics, list(gradients.values()), EngineContext(context.device_typeid, context.device_id))
 
 
-def _in_own_thread(context: Context, bind: Callable[[], Any]) -> Any:
-    """Return `bind()`, called in a thread of this context.
-
-    MXNet has one set of temporary arrays and one source of random numbers for all CPU contexts, but another for each thread that
-    binds. Operators that hold the same ones run one after the other, and its recurrent operator holds random numbers even if it
-    draws none. The operators of one context run one after the other anyway, and share one temporary array here.
-
-    `mx.random.seed` does not reach the sources of other threads, so an operator that draws must not be bound here.
-
-    Source: MXNet 1.9.1, src/operator/rnn.cc, RNNResourceEx, and src/resource.cc, ResourceManager.
-    """
-    shapes, arrays = mx.util.is_np_shape(), mx.util.is_np_array()
-
-    def call() -> Any:
-        with mx.util.np_shape(shapes), mx.util.np_array(arrays):
-            return bind()
-
-    thread = _threads.get(context)
-    if thread is not None:
-        return thread.submit(call).result()
-    # kept, because MXNet keeps a thread's resources when the thread ends; it makes them when they are first asked for
-    thread = _threads[context] = ThreadPoolExecutor(1, thread_name_prefix=f"bind {context}")
-    with _environment({"MXNET_CPU_TEMP_COPY": "1"}):
-        return thread.submit(call).result()
-
-
-_threads: Dict[Context, ThreadPoolExecutor] = {}
-os.register_at_fork(after_in_child=_threads.clear)  # a forked process has none of them
-
-
 @contextmanager
 def _settings(bulk_sizes: Dict[str, Any]) -> Iterator[None]:
     """Set what MXNet reads in the environment when it binds a graph.
@@ -219,23 +188,8 @@ def _settings(bulk_sizes: Dict[str, Any]) -> Iterator[None]:
     """
     wanted = {"MXNET_SUBGRAPH_BACKEND": "default", "MXNET_SUBGRAPH_VERBOSE": "0"}  # the default backend changes nothing
     wanted.update({_BULK_SIZES[name]: str(size) for name, size in bulk_sizes.items() if name in _BULK_SIZES})
-    with _environment(wanted):
+    with environment_with(wanted):
         yield
-
-
-@contextmanager
-def _environment(wanted: Dict[str, str]) -> Iterator[None]:
-    """Set variables of the environment within this block."""
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 _BULK_SIZES = {

@@ -163,7 +163,7 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     if unknown:
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
-    draws = any(map(_may_draw, nodes))
+    draws = any(map(may_draw, nodes))
     return Graph(group, names, used, loss is not None, bool(operators & _RECURRENT), draws, bulk_sizes, net._out_format)
 
 
@@ -174,7 +174,7 @@ _RANDOM = re.compile(
 )
 
 
-def _may_draw(node: Dict[str, Any]) -> bool:
+def may_draw(node: Dict[str, Any]) -> bool:
     """Return whether an operator may ask MXNet for random numbers. More names than necessary do no harm."""
     if node["op"] in _RECURRENT:
         return float(node.get("attrs", {}).get("p", 0)) > 0

@@ -33,12 +33,19 @@ class Passes:
     ----------
     running_stats : list of gluon.Parameter, optional
         Those of the network, if the passes know them.
+    adds : bool
+        Whether there are several backward passes for each device, whose gradients add up.
     """
 
     running_stats: Optional[List[gluon.Parameter]] = None
+    adds = False
 
     def __init__(self, net: gluon.Block, loss: Any, *, trains: bool) -> None:
         self._net, self._loss, self._trains = net, loss, trains
+
+    def arrange(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
+        """Return the shards of a batch as `forward` takes them."""
+        return list(Xs), list(ys)
 
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
         """Return every shard's output, and its losses if there is a loss. It does not wait.

@@ -16,6 +16,7 @@ from ..devices.select import check_contexts
 from ..distributed import own_batches, process_shard
 from ..errors import ShardError, TrainerError
 from ..nested import Array, is_device_array, leaves
+from ..trainer.groups import spans_devices
 from ..trainer.running_stats import claim_examples
 from ..trainer.trainer import Trainer
 from .balancer import Balancer
@@ -133,7 +134,15 @@ def make_step(
     _check_functions(operation, loss, split_f)
     flag(operation, "ignore_stale_grad", ignore_stale_grad)
     micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
-    passes = make_passes(net, loss, trains=True)
+    if spans_devices(net):
+        if isinstance(split_f, Balancer):
+            raise TrainerError(
+                f"{operation}: got weights or a Balancer for a {type(net).__name__}; expected equal parts, as it measures whole "
+                "networks. Give the stages equal costs instead: split_stages() measures them."
+            )
+        passes = net.make_passes(loss, trainer=trainer)
+    else:
+        passes = make_passes(net, loss, trains=True)
     return TrainStep(net, loss, trainer, split_f, ignore_stale_grad, micro_steps, passes, on_phase)
 
 
@@ -153,11 +162,11 @@ class TrainStep:
     def __call__(self, X: Any, y: Any) -> Batch:
         """Train on one batch."""
         with own_batches(self.trainer.sharded_data):
-            return self._train(X, y) if self.micro_steps == 1 else self._train_parts(X, y)
+            return self._train_parts(X, y) if self.micro_steps > 1 or self.passes.adds else self._train(X, y)
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, split_f = self.trainer, self.split_f
-        axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
+        axis = _batch_axis(split_f)
         parts = split_data((X, y), self.micro_steps, axis, even_split=False)
         try:
             with trainer.accumulate():
@@ -179,6 +188,7 @@ class TrainStep:
         self.on_phase("split")
         _check_loss("train_batch", loss, y, split_f)
         Xs, ys = _split(net, loss, split_f, X, y, trainer.contexts)
+        Xs, ys = self.passes.arrange("train_batch", Xs, ys, _batch_axis(split_f))
         self.on_phase("forward")
         if not trainer.resolve_shapes():
             Passes(net, None, trains=False).forward("train_batch", Xs[:1], ys[:1])
@@ -224,7 +234,8 @@ def eval_batch(
     check_network("eval_batch", net)
     _check_functions("eval_batch", loss, split_f, optional=True)
     check_contexts(devices, "eval_batch")
-    return run_eval_batch(Passes(net, loss, trains=False), net, X, y, devices, loss, split_f)
+    passes = net.make_passes(loss) if spans_devices(net) else Passes(net, loss, trains=False)
+    return run_eval_batch(passes, net, X, y, devices, loss, split_f)
 
 
 def run_eval_batch(
@@ -233,6 +244,7 @@ def run_eval_batch(
     """Do what `eval_batch` does, through these passes. The arguments are checked."""
     _check_loss("eval_batch", loss, y, split_f)
     Xs, ys = _split(net, loss, split_f, X, y, devices)
+    Xs, ys = passes.arrange("eval_batch", Xs, ys, _batch_axis(split_f))
     outputs, losses = passes.forward("eval_batch", Xs, ys)
     counts = losses or process_shard()[1] > 1
     num_examples = _count_all("eval_batch", split_f, losses, y, ys, devices) if counts else _num_labels(ys)
@@ -377,8 +389,12 @@ def _computes_as(loss: Any, kind: Any) -> bool:
 _ON_AXIS_0 = (gluon.loss.L1Loss, gluon.loss.L2Loss, gluon.loss.SigmoidBCELoss, gluon.loss.SoftmaxCELoss)  # with np arrays
 
 
+def _batch_axis(split_f: SplitFunction) -> Any:
+    return getattr(split_f, "keywords", {}).get("batch_axis", 0)
+
+
 def _label_axis(split_f: SplitFunction) -> Any:
-    axis = getattr(split_f, "keywords", {}).get("batch_axis", 0)
+    axis = _batch_axis(split_f)
     return axis[1] if isinstance(axis, (list, tuple)) else axis
 
 

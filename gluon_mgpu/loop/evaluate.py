@@ -8,7 +8,7 @@ from mxnet import gluon
 
 from ..checks import check_function
 from ..data_parallel.batchnorm import average_over_processes, sync_running_stats
-from ..data_parallel.compiled import check_mode, passes_of
+from ..data_parallel.compiled import check_mode, evaluating_passes, passes_of
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.passes import Passes
 from ..data_parallel.sharding import split_batch
@@ -86,7 +86,9 @@ def evaluate(
     """
     make_passes = passes_of(check_mode("evaluate", compiled))
     check_network("evaluate", net)
-    return run_evaluation(net, data_iter, metrics, loss=loss, split_f=split_f, passes=make_passes(net, loss, trains=False)).means
+    return run_evaluation(
+        net, data_iter, metrics, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)
+    ).means
 
 
 def run_evaluation(

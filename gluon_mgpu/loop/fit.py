@@ -13,7 +13,7 @@ from ..checkpoint.checkpoint import ReadCheckpoint
 from ..checks import check_function, one_of, short, whole_number
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
-from ..data_parallel.compiled import check_mode, passes_of
+from ..data_parallel.compiled import check_mode, check_one_graph, evaluating_passes, passes_of
 from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import plan_shards, split_batch
@@ -134,6 +134,7 @@ def fit(
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
     split_f = _weighted_split(weights, split_f, trainer)
     make_passes = passes_of(check_mode("fit", compiled), trainer)
+    check_one_graph("fit", net, compiled)
     remember_equal(net)  # values may have been loaded since the trainer was created
     checkpoint = None
     if resume is not None:
@@ -149,7 +150,7 @@ def fit(
         test_iter,
         metrics=metrics,
         train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
-        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f, passes=make_passes(net, loss, trains=False)),
+        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)),
         batches_per_update=accumulate_grad_batches,
         max_inflight=max_inflight,
         balancer=split_f if isinstance(split_f, Balancer) else None,

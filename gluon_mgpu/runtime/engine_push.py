@@ -47,6 +47,33 @@ def push(function: Callable[[], None], *, device: EngineContext, reads: Sequence
     check_call(library.MXEnginePushSyncND(_CALL, ctypes.c_void_p(number), None, ctypes.byref(device), *queued))
 
 
+def queue_in_order(device: Any, reads: Sequence[Any], writes: Sequence[Any], name: str = "") -> None:
+    """Let operations that use `writes` wait for the pending operations that write `reads`.
+
+    Parameters
+    ----------
+    device : mxnet.Context
+        Where those operations run. On a CPU context, its own worker does this: another one's may be busy.
+    reads, writes : sequence of NDArray
+        No array of one shares memory with one of the other: the engine would wait for itself.
+    name : str
+        For MXNet's profiler, which notes when the order lets the operations begin. Without a name it leaves this out.
+    """
+    library, check_call = _mxnet()
+    handles = [(ctypes.c_void_p * max(1, len(some)))(*(one.handle.value for one in some)) for some in (reads, writes)]
+    is_cpu, label = device.device_type == "cpu", name.encode() if name else None
+    worker = EngineContext(CPU, device.device_id if is_cpu else 0)
+    where = ctypes.byref(ctypes.c_int(AT_ONCE if is_cpu else ON_PRIORITY_WORKER))
+    queued = handles[0], len(reads), handles[1], len(writes), where, 0, label
+    check_call(library.MXEnginePushSyncND(_nothing(), None, None, ctypes.byref(worker), *queued))
+
+
+@lru_cache(maxsize=None)
+def _nothing() -> Any:
+    """Return a C function without an effect: it needs no interpreter."""
+    return ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
+
+
 class WrittenWith:
     """Lets arrays count as written when others are: for operations that write them without telling the engine.
 
@@ -63,10 +90,9 @@ class WrittenWith:
         own = [[one.detach() for one in some] for some in (others, arrays)]  # a trainer may give an array other memory
         self._kept = own, device
         reads, writes = [(ctypes.c_void_p * len(some))(*(one.handle.value for one in some)) for some in own]
-        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # a C function: it needs no interpreter
         where = ctypes.byref(ctypes.c_int(AT_ONCE))
         queued = reads, len(others), writes, len(arrays), where, 0, None
-        self._arguments = (nothing, None, None, ctypes.byref(device), *queued)
+        self._arguments = (_nothing(), None, None, ctypes.byref(device), *queued)
 
     def push(self) -> None:
         """Queue it, behind the pending operations that write the others."""

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import mxnet as mx
 
@@ -34,7 +34,15 @@ class Operation:
 
 
 class Recording:
-    """MXNet's profiler while it runs. There is one profiler in a process, so a program that uses it must not record here."""
+    """MXNet's profiler while it runs. There is one profiler in a process, so a program that uses it must not record here.
+
+    Attributes
+    ----------
+    is_on : bool
+        Of the class: whether one records now.
+    """
+
+    is_on = False
 
     def __init__(self) -> None:
         _settle()
@@ -42,9 +50,11 @@ class Recording:
         self._devices = recordable_devices()
         self._path = _configure(self._folder.name)
         mx.profiler.set_state("run")
+        Recording.is_on = True
 
     def stop(self) -> List[Operation]:
         """Wait for the devices, stop the profiler, and return the operations that were queued since it began, by their begin."""
+        Recording.is_on = False
         mx.nd.waitall()  # an operation that runs after the stop is not recorded
         mx.profiler.set_state("stop")
         mx.profiler.dump(True)
@@ -72,6 +82,53 @@ def recordable_devices() -> Tuple[str, ...]:
     if not any(name.startswith("gpu/") for name in names):
         return tuple(f"cpu({i})" for i in range(len(names)))
     return tuple(re.sub(r"(.*)/(\d*)", lambda found: f"{found[1].replace(' ', '_')}({found[2] or 0})", name) for name in names)
+
+
+@dataclass(frozen=True)
+class TaskMark:
+    """The begin or the end of a pipeline's task, as the name of an operation of the engine that does nothing.
+
+    Attributes
+    ----------
+    task : str
+        `F0.3`: forward pass of stage 0 for micro-batch 3.
+    device : str
+    edge : str
+        `begins` or `ends`.
+    """
+
+    task: str
+    device: str
+    edge: str
+
+    def __str__(self) -> str:
+        return f"task {self.task} on {self.device} {self.edge}"
+
+
+def tasks_of(operations: Sequence[Operation]) -> List[Operation]:
+    """Return the tasks of pipelines among a recording's operations, by their begin: those whose begin and end were marked.
+
+    Examples
+    --------
+    >>> marks = [(TaskMark("F0.0", "cpu(1)", edge), at) for edge, at in (("begins", 1.0), ("ends", 3.0))]
+    >>> tasks_of([Operation("cpu(0)", str(mark), at, at) for mark, at in marks])
+    [Operation(device='cpu(1)', name='F0.0', begin=1.0, end=3.0)]
+    """
+    begun: Dict[Tuple[str, str], float] = {}
+    found = []
+    for operation in operations:
+        mark = _MARK.fullmatch(operation.name)
+        if mark is None:
+            continue
+        task, device, edge = mark.groups()
+        if edge == "begins":
+            begun[task, device] = operation.end
+        elif (task, device) in begun:
+            found.append(Operation(device, task, begun.pop((task, device)), operation.begin))
+    return sorted(found, key=lambda task: task.begin)
+
+
+_MARK = re.compile(r"task (\S+) on (\S+) (begins|ends)")
 
 
 def operations_of(text: str, devices: Tuple[str, ...]) -> List[Operation]:

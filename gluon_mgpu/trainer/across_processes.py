@@ -83,8 +83,10 @@ class ProcessSync:
         for replica, count in enumerate(self._counts):
             count[:] = 0 if replica else num_examples
         self._count_sum.run(0)
+        by_context = dict(zip(contexts, self._counts))
         for buffer in buffers:
-            for gradient, count in zip(buffer.gradients, self._counts):
+            for gradient in buffer.gradients:
+                count = by_context[gradient.context]
                 classic = gradient.as_nd_ndarray()
                 factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))
                 mx.nd.broadcast_div(classic, factor, out=classic)

@@ -212,6 +212,7 @@ class History:
         self.latest_doubtful = 0
         self.is_one_call = False
         self.is_empty_pass = True
+        self.is_inside = False  # of a call that consists of several
 
     @contextmanager
     def single_call(self) -> Iterator[None]:
@@ -350,6 +351,8 @@ Seen = List[Tuple[Watcher, List[Flags], List[Any]]]
 def _before_call() -> Seen:
     """Clear the flags that are set, and return them, so that new flags show which gradients the call writes."""
     seen: Seen = []
+    if history.is_inside:
+        return seen
     for watcher in list(_watching):
         flags = watcher.before_call()
         seen.append((watcher, flags, [one.read() for one in flags]))
@@ -376,6 +379,19 @@ def _after_call(seen: Seen) -> None:
         for one, which in zip(flags, found):
             if which.any():
                 one.put(which, True)
+
+
+@contextmanager
+def as_one_call() -> Iterator[None]:
+    """Let all backward calls inside count as one, of one pass: a pipeline makes one for each stage and micro-batch."""
+    with history.single_call():
+        seen = _before_call()
+        history.is_inside = True
+        try:
+            yield
+        finally:
+            history.is_inside = False
+            _after_call(seen)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from ..checks import whole_number
 from ..distributed import group
 from ..errors import TrainerError
 from .buffers import Buffer
+from .groups import spans_devices
 from .parameters import Params, replica_difference
 from .trainer import Trainer
 
@@ -75,6 +76,11 @@ class LocalSGD(Trainer):
         if group() is not None:
             raise TrainerError(
                 "LocalSGD: got a job of several processes; expected one process, whose devices are averaged. Use a Trainer."
+            )
+        if spans_devices(params):
+            raise TrainerError(
+                f"LocalSGD: got a {type(params).__name__}, which spans devices; expected a whole network on each device. Use "
+                "a Trainer."
             )
         super().__init__(params, optimizer, optimizer_params, **options)
         if not self._update.is_alike:

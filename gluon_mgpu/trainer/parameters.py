@@ -161,6 +161,8 @@ def devices_of(net: gluon.Block) -> List[Context]:
     TrainerError
         It has no parameters, or is not initialised.
     """
+    if hasattr(net, "replica_contexts"):  # it spans devices
+        return list(net.replica_contexts)
     params = list(net.collect_params().values())
     if not params or (params[0]._data is None and not params[0]._deferred_init):
         raise TrainerError(

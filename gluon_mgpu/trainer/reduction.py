@@ -260,6 +260,12 @@ def clip_global_norm(gradients: Sequence[Array], max_norm: float) -> Array:
 def scale_to_norm(gradients: Sequence[Array], max_norm: float) -> Array:
     """Do the same as `clip_global_norm`, without checks of the arguments."""
     norm = global_norm(gradients)
+    scale_to_limit(gradients, norm, max_norm)
+    return norm
+
+
+def scale_to_limit(gradients: Sequence[Array], norm: Array, max_norm: float) -> None:
+    """Scale one device's gradients, whose common norm is known on that device, so that it is at most `max_norm`."""
     # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero
     scale = max_norm / mx.nd.maximum(norm, max_norm)
     # by 1 if the norm is not finite: the padding between parameters in a bucket is 0, and must not become NaN forever
@@ -267,4 +273,3 @@ def scale_to_norm(gradients: Sequence[Array], max_norm: float) -> Array:
     for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
         factor = scale.astype(gradient.dtype, copy=False).reshape((1,) * len(gradient.shape))
         mx.nd.broadcast_mul(gradient, factor, out=gradient)
-    return norm

@@ -57,6 +57,7 @@ class Replicas(Watcher):
         self._placement = Placement(params, bucket_bytes)
         self.names, self.structural = self._placement.names, self._placement.structural
         self.params, self.contexts = self._placement.params, self._placement.contexts
+        self.devices = self.contexts
         self.all_take_part = False
         self._static_graph = static_graph
         self._unused = UnusedParameters(self.names, find_unused=find_unused)
@@ -189,6 +190,11 @@ class Replicas(Watcher):
             self._sums.note_call(written, self._fresh.replaced(written, late), history.latest_pass())
 
     @property
+    def needs_sum(self) -> bool:
+        """Whether there are several devices, whose gradients must be summed."""
+        return len(self.contexts) > 1
+
+    @property
     def is_adding(self) -> bool:
         """Whether backward passes add to the gradients that are there."""
         return self._sums.is_on
@@ -263,6 +269,15 @@ class Replicas(Watcher):
         self._fresh.clear()
         self._fresh.clear_former()
         history.begin_era()
+
+    def has_trainable(self) -> bool:
+        """Return whether a parameter is trained."""
+        return any(param.grad_req != "null" for param in self.params)
+
+    def check_reached(self) -> None:
+        """Raise `StaleGradientError` if counted passes have not reached a parameter on any device."""
+        watched = self._fresh.watched
+        self._check_unused(self._fresh.used(self._fresh.read() | self._sums.reached(watched)), ignore_stale_grad=False)
 
     def has_new(self) -> bool:
         """Return whether there is a gradient that was not used or counted."""

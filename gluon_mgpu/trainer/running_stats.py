@@ -57,6 +57,12 @@ def note_examples(losses: Sequence[Array]) -> None:
         _unclaimed[context] = _unclaimed.get(context, 0) + (shape[0] if shape else 1)
 
 
+def note_examples_on(contexts: Iterable[Context], number: int) -> None:
+    """Note examples of a backward pass that goes through several devices."""
+    for context in contexts:
+        _unclaimed[context] = _unclaimed.get(context, 0) + number
+
+
 def claim_examples(stats: Iterable[gluon.Parameter]) -> None:
     """Count the examples of the latest backward passes for these running statistics."""
     if _unclaimed:

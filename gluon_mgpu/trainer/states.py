@@ -115,7 +115,8 @@ def states_on(
     StateError
         The states do not fit the parameters.
     """
-    on_devices: List[Dict[int, Any]] = [{} for _ in replicas.contexts]
+    most_copies = max(len(param.list_ctx()) for param in replicas.params)
+    on_devices: List[Dict[int, Any]] = [{} for _ in range(most_copies)]
     for index, value in states.items():
         name, param = replicas.names[index], replicas.params[index]
         if param._data is None and index not in (shapes or {}):
@@ -123,7 +124,7 @@ def states_on(
                 f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "
                 "network."
             )
-        for context, restored in zip(replicas.contexts, on_devices):
+        for context, restored in zip(param.list_ctx(), on_devices):
             if param._data is None:
                 weight = mx.nd.zeros(shapes[index], ctx=context, dtype=param.dtype)  # type: ignore[index]
             else:

@@ -19,14 +19,13 @@ from .across_processes import ProcessSync
 from .buckets import BUCKET_BYTES
 from .buffers import Buffer
 from .copies import make_copyable
+from .groups import GroupedBuffers, clip, make_reduction, make_replicas, make_update
 from .loss_scaler import LossScaler
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
-from .reduction import Reduction, clip_values, global_norm, scale_to_norm
-from .replicas import Replicas
+from .reduction import clip_values, global_norm, scale_to_norm
 from .running_stats import claim_examples, is_running_stat, remember_equal, stats_of
 from .states import StateData, read_states, states_on, write_states
-from .update import Update
 
 
 class Trainer(gluon.Trainer):
@@ -127,7 +126,7 @@ class Trainer(gluon.Trainer):
         switches = {"measure_grad_norm": measure_grad_norm, "static_graph": static_graph, "sharded_data": sharded_data}
         for name, value in {**switches, "find_unused_parameters": find_unused_parameters}.items():
             flag("Trainer", name, value)
-        self._replicas = Replicas(
+        self._replicas: Any = make_replicas(
             params, bucket_bytes=bucket_bytes, static_graph=static_graph, find_unused=find_unused_parameters
         )
         self._optimizer: opt.Optimizer
@@ -136,7 +135,7 @@ class Trainer(gluon.Trainer):
         _check_optimizer(optimizer, optimizer_params)
         _check_options(self._replicas, update_on_kvstore)
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
-        self._reduction = Reduction(kvstore, self._replicas.contexts)
+        self._reduction = make_reduction(kvstore, self._replicas)
         self._process_sync = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         make_copyable({type(param) for param in self._params})
@@ -366,9 +365,9 @@ class Trainer(gluon.Trainer):
         if self._summed is not None:
             self._apply(self._replicas.collect_summed(self._summed, ignore_stale_grad), batch_size)
             return
-        if len(self.contexts) > 1:
+        if self._replicas.needs_sum:
             raise TrainerError(
-                f"Trainer.update: got gradients that were not summed over {len(self.contexts)} devices; expected "
+                f"Trainer.update: got gradients that were not summed over {len(self._replicas.devices)} devices; expected "
                 "allreduce_grads() before. Call step(), which does both."
             )
         self._complete("Trainer.update")
@@ -394,7 +393,7 @@ class Trainer(gluon.Trainer):
         >>> Trainer(net, "sgd").bytes_per_device()
         {'cpu(0)': {'weights': 1024, 'gradients': 1024, 'states': 0, 'sums': 0}}
         """
-        parts = zip(self.contexts, self._replicas.bytes_held(), self._update.bytes_held(), self._reduction.bytes_held())
+        parts = zip(self._replicas.devices, self._replicas.bytes_held(), self._update.bytes_held(), self._reduction.bytes_held())
         return {
             str(context): {"weights": weights, "gradients": gradients, "states": states, "sums": sums}
             for context, (weights, gradients), states, sums in parts
@@ -480,7 +479,7 @@ class Trainer(gluon.Trainer):
         num_examples, self._num_counted = self._num_counted + batch_size, 0
         multiplied = self._multiplied_by(buffers)
         if self.sharded_data:
-            self._process_sync.divide(buffers, self.contexts, num_examples)
+            self._process_sync.divide(buffers, self._replicas.devices, num_examples)
             num_examples = 1
         if multiplied is not None:
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples
@@ -505,8 +504,17 @@ class Trainer(gluon.Trainer):
             "Call save_states(fname), copy the network, make a new trainer of the copy, and call its load_states(fname)."
         )
 
+    def _check_contexts(self) -> List[Context]:
+        """Return the devices of the replicas: what `gluon.Trainer` asks of its parameters, ours may be on different ones."""
+        return self.contexts
+
     def _clip(self, buffers: List[Buffer]) -> None:
         rescale = self._optimizer.rescale_grad
+        if isinstance(buffers, GroupedBuffers):
+            limits = (None if bound is None else bound / rescale for bound in (self._clip_norm, self._clip_value))
+            norm = clip(buffers, self.contexts[0], *limits, measures=self._measures)
+            self._grad_norm = self._grad_norm if norm is None else (norm * rescale).as_np_ndarray()
+            return
         for replica in range(len(self.contexts)) if buffers else ():
             gradients = [buffer.gradients[replica] for buffer in buffers]
             norm = None
@@ -521,7 +529,7 @@ class Trainer(gluon.Trainer):
 
     def _use(self, optimizer: opt.Optimizer) -> None:
         self._optimizer = optimizer
-        self._update = Update(optimizer, self._params, self.contexts, self._order)
+        self._update = make_update(optimizer, self._replicas, self._order)
         self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
 
 
@@ -552,7 +560,7 @@ def _check_optimizer(optimizer: Any, params: Any) -> None:
             opt.create(optimizer, **params)
 
 
-def _check_options(replicas: Replicas, update_on_kvstore: Any) -> None:
+def _check_options(replicas: Any, update_on_kvstore: Any) -> None:
     if update_on_kvstore is not None and update_on_kvstore is not False:
         raise TrainerError(
             f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; expected None or False. The weights are updated on the "

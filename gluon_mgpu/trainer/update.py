@@ -70,6 +70,7 @@ class Update:
         self.updaters = [opt.get_updater(optimizer) for _ in contexts]
         self._optimizer = optimizer
         self._params = list(params)
+        self._by_index = dict(enumerate(self._params))  # for an optimizer that updates other groups of parameters, too
         self._contexts = list(contexts)
         self._order = list(order)
         self._counts: List[Dict[int, int]] = [{} for _ in contexts]  # updates of each parameter, by replica
@@ -120,6 +121,7 @@ class Update:
         # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by replica.
         device_id = self._contexts[replica].device_id
         self._optimizer._all_index_update_counts = {device_id: self._counts[replica]}
+        self._optimizer.param_dict = self._by_index
         self._optimizer._set_current_context(device_id)
 
     def _run_single(self, indices: List[int], replica: int) -> None:
@@ -131,6 +133,11 @@ class Update:
     def order(self) -> List[int]:
         """The positions of the parameters in Gluon's order, when the training of these states began."""
         return list(self._order)
+
+    @property
+    def is_alike_anywhere(self) -> bool:
+        """Whether the optimizer updates each parameter from its own gradient, state and count alone."""
+        return self._is_known
 
     @property
     def is_alike(self) -> bool:

@@ -1,0 +1,1 @@
+"""Networks divided over devices: stages, micro-batches, schedules, recomputation."""

@@ -1,0 +1,271 @@
+"""Pipeline: a network whose stages are on different devices."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+from mxnet import Context, gluon
+from mxnet.initializer import Uniform
+
+from ..checks import flag, one_of, short, whole_number
+from ..data_parallel.batchnorm import SyncBatchNorm
+from ..data_parallel.passes import Passes
+from ..devices.select import check_contexts
+from ..errors import TrainerError
+from ..nested import Array
+from ..trainer.parameters import blocks_of
+from ..trainer.trainer import Trainer
+from .passes import PipelinePasses
+from .schedule import SCHEDULES
+from .stage import NETWORK, Source, Stages, of_blocks
+
+
+class Pipeline(gluon.Block):  # type: ignore[misc]
+    """A network divided into stages, each on a device of its own, for networks that are too large for one device.
+
+    ```
+    gpu(0)   F0 F1    B0 F2 B1 F3 B2    B3        F: forward, B: backward pass of a micro-batch through this device's stage;
+    gpu(1)      F0 B0 F1 B1 F2 B2 F3 B3           activations and gradients are copied from device to device
+    ```
+
+    `train_batch`, `fit`, `evaluate`, `predict` and checkpoints take it like any network. The weights after training are those of
+    the same network on one device. Each stage's parameters are on its device alone. A parameter of two stages, such as a tied
+    embedding, is on both devices, and its gradients are summed.
+
+    BatchNorm normalises each micro-batch separately, like `micro_steps`; its running statistics move once a batch, by the mean
+    and variance of all its micro-batches, weighted by their examples. Dropout draws other numbers than on one device, the same
+    ones for all schedules and with `recompute`.
+
+    Parameters
+    ----------
+    stages : Stages or list of gluon.Block
+        The result of `split_stages`, or your own blocks: the first one is called with the network's input, each other one with
+        the output of the one before, or with several if that is a tuple. Initialised or not: initialised parameters are moved.
+    ctx : list of mxnet.Context, or list of such lists
+        A device for each stage. A device may have several stages. A list of lists makes replicas of the pipeline:
+        `[[gpu(0), gpu(1)], [gpu(2), gpu(3)]]` splits each batch over two replicas of two stages, and sums their gradients.
+    micro_batches : int
+        The parts of a batch that follow one another through the stages. 1 uses one device at a time: plain model parallelism.
+        With p stages, a device computes at most m / (m + p - 1) of the time, so 4 p or more is usual.
+    schedule : str
+        `"1f1b"`: stage s of p holds the activations of p - s micro-batches. `"gpipe"`: those of all.
+    recompute : bool
+        Hold only the inputs of each stage, and compute its forward pass again before its backward pass: about a third more
+        arithmetic, and the activations of one micro-batch per device.
+
+    Raises
+    ------
+    TrainerError
+        The stages or options are invalid, or a stage cannot be in a pipeline.
+    DeviceError
+        The devices are invalid.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> from gluon_mgpu import fit, Trainer
+    >>> stages = [gluon.nn.Dense(8, in_units=4), gluon.nn.Dense(2, in_units=8)]
+    >>> model = Pipeline(stages, [mx.cpu(0), mx.cpu(1)], micro_batches=2)
+    >>> model.initialize()
+    >>> trainer = Trainer(model, "sgd", {"learning_rate": 0.1})
+    >>> data = [(mx.nd.ones((6, 4)), mx.nd.zeros(6))]
+    >>> history = fit(model, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, epochs=1, callbacks=[])
+    >>> model(mx.nd.ones((3, 4))).context
+    cpu(1)
+
+    Source: Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019; Kim et al., "torchgpipe", 2020 (BatchNorm).
+    """
+
+    def __init__(
+        self,
+        stages: Union[Stages, Sequence[gluon.Block]],
+        ctx: Sequence[Any],
+        micro_batches: int = 1,
+        schedule: str = "1f1b",
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(prefix="")
+        self.micro_batches = whole_number("Pipeline", "micro_batches", micro_batches, advice="4 for each stage is usual.")
+        one_of("Pipeline", "schedule", schedule, SCHEDULES, advice="'1f1b' holds fewer activations.")
+        flag("Pipeline", "recompute", recompute)
+        self.schedule, self.recompute = schedule, recompute
+        self.stages = _checked_stages(stages)
+        self.devices = _checked_devices(ctx, len(self.stages))
+        self.net = self.stages.net  # registers it: its layers are found, its structural names are the pipeline's
+        _use_dynamic_memory(self.net, self.stages)
+        self._stage_params = [stage.params() for stage in self.stages]
+        self._place()
+
+    @property
+    def replica_contexts(self) -> List[Context]:
+        """The first device of each replica, where its part of the batch goes."""
+        return [devices[0] for devices in self.devices]
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.stages)
+
+    def sources(self, stage: int) -> Optional[List[Source]]:
+        """Return where a stage's inputs come from; None for all outputs of the one before."""
+        return self.stages[stage].sources
+
+    def producers(self, stage: int) -> List[int]:
+        """Return the stages whose outputs a stage reads."""
+        sources = self.stages[stage].sources
+        if sources is None:
+            return [stage - 1] if stage else []
+        return sorted({producer for producer, _ in sources if producer != NETWORK})
+
+    def initialize(
+        self,
+        init: Any = None,
+        ctx: Any = None,
+        verbose: bool = False,
+        force_reinit: bool = False,
+    ) -> None:
+        """Initialise the parameters on the devices of their stages.
+
+        Raises
+        ------
+        TrainerError
+            `ctx` is given: the stages have their devices.
+        """
+        if ctx is not None:
+            raise TrainerError(f"Pipeline.initialize: got ctx={short(ctx)}; expected none. The pipeline's stages have devices.")
+        default = Uniform() if init is None else init
+        for param, contexts in self._contexts():
+            param.initialize(None, contexts, default, force_reinit)
+
+    def hybridize(self, active: bool = True, **options: Any) -> None:
+        """Hybridize the stages. `static_alloc` and `static_shape` are ignored: several micro-batches are in a stage at a time."""
+        options = {name: value for name, value in options.items() if not name.startswith("static_")}
+        self.net.hybridize(active, **options)
+        for stage in self.stages:
+            stage.block.hybridize(active, **options)
+
+    def forward(self, X: Any) -> Any:
+        """Return the network's output, on the last device of the replica whose first device holds `X`.
+
+        It may be recorded: gradients then flow through all stages, without micro-batches.
+        """
+        arrays = self.stages.inputs(X)
+        replica = self.replica_of(arrays[0].context)
+        found: List[List[Array]] = []
+        for number, stage in enumerate(self.stages):
+            inputs = [one.as_in_context(self.devices[replica][number]) for one in self.inputs_of(number, arrays, found)]
+            found.append(stage.run(inputs))
+        return self.stages.output(found[-1])
+
+    def inputs_of(self, stage: int, arrays: Sequence[Array], found: Sequence[Sequence[Array]]) -> List[Array]:
+        """Return the arrays that a stage reads, of the network's inputs and the outputs of earlier stages, on their devices."""
+        sources = self.stages[stage].sources
+        if sources is None:
+            return list(found[stage - 1] if stage else arrays)
+        return [arrays[at] if producer == NETWORK else found[producer][at] for producer, at in sources]
+
+    def replica_of(self, context: Context) -> int:
+        """Return the number of the replica whose data are on a device."""
+        for number, first in enumerate(self.replica_contexts):
+            if first == context:
+                return number
+        raise TrainerError(
+            f"Pipeline: got data on {context}; expected one of {self.replica_contexts}, where the first stage is. Move "
+            "the data there."
+        )
+
+    def trained(self, stage: int) -> List[gluon.Parameter]:
+        """Return a stage's parameters that have gradients."""
+        return [param for param in self._stage_params[stage] if param.grad_req != "null"]
+
+    def make_passes(self, loss: Any, *, trainer: Optional[Trainer] = None) -> Passes:
+        """Return the passes of a batch: scheduled ones for a trainer, forward ones without."""
+        return PipelinePasses(self, loss, trainer)
+
+    def collect_params(self, select: Optional[str] = None) -> gluon.ParameterDict:
+        """Return the network's parameters, as its own `collect_params` does."""
+        return self.net.collect_params(select)
+
+    def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, gluon.Parameter]:
+        found: Dict[str, gluon.Parameter] = self.net._collect_params_with_prefix(prefix)
+        return found
+
+    def __repr__(self) -> str:
+        lines = [f"Pipeline({self.micro_batches} micro-batches, {self.schedule}{', recompute' * self.recompute})"]
+        for number, params in enumerate(self._stage_params):
+            places = ", ".join(str(devices[number]) for devices in self.devices)
+            lines.append(f"  stage {number} on {places}: {len(params)} parameters")
+        return "\n".join(lines)
+
+    def _contexts(self) -> List[Tuple[gluon.Parameter, List[Context]]]:
+        """Return each parameter with the devices of the stages that use it, replica by replica."""
+        used: Dict[int, List[int]] = {}
+        params = {id(param): param for own in self._stage_params for param in own}
+        for number, own in enumerate(self._stage_params):
+            for param in own:
+                used.setdefault(id(param), []).append(number)
+        found = []
+        for key, param in params.items():
+            contexts: List[Context] = []
+            for devices in self.devices:
+                contexts += [devices[number] for number in used[key] if devices[number] not in contexts]
+            found.append((param, contexts))
+        return found
+
+    def _place(self) -> None:
+        """Move the initialised parameters to the devices of their stages."""
+        placed = self._contexts()
+        known = {id(param) for param, _ in placed}
+        unused = [name for name, param in self._collect_params_with_prefix().items() if id(param) not in known]
+        if unused:
+            raise TrainerError(
+                f"Pipeline: got stages without {', '.join(unused[:3])} of {self.net.name}; expected all of its parameters. Pass "
+                "stages that use them all, or leave these layers out."
+            )
+        for param, contexts in placed:
+            if (param._data is not None or param._deferred_init) and param.list_ctx() != contexts:
+                param.reset_ctx(contexts)
+
+
+def _checked_stages(stages: Any) -> Stages:
+    if isinstance(stages, Stages):
+        return stages
+    is_list = isinstance(stages, (list, tuple)) and stages and all(isinstance(one, gluon.Block) for one in stages)
+    if not is_list:
+        raise TrainerError(
+            f"Pipeline: got stages={short(stages)}; expected a list of Blocks. Pass split_stages(net, num_stages=2, sample=X)."
+        )
+    net = gluon.nn.Sequential(prefix="")
+    net.add(*stages)
+    return of_blocks(stages, net)
+
+
+def _checked_devices(ctx: Any, num_stages: int) -> List[List[Context]]:
+    replicas = [ctx] if isinstance(ctx, (list, tuple)) and all(isinstance(one, Context) for one in ctx) else ctx
+    if not isinstance(replicas, (list, tuple)) or not replicas or not all(isinstance(one, (list, tuple)) for one in replicas):
+        raise TrainerError(
+            f"Pipeline: got ctx={short(ctx)}; expected a list of {num_stages} devices, or one such list for each replica. Pass "
+            "[mx.gpu(0), mx.gpu(1)]."
+        )
+    for devices in replicas:
+        if len(devices) != num_stages:
+            raise TrainerError(
+                f"Pipeline: got {len(devices)} devices for {num_stages} stages; expected one for each, in each replica. "
+                "Split the network into as many stages."
+            )
+    check_contexts([context for devices in replicas for context in dict.fromkeys(devices)], "Pipeline")
+    return [list(devices) for devices in replicas]
+
+
+def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
+    """Check the layers, and let hybridized ones allocate memory for each micro-batch."""
+    blocks = {id(block): block for one in (net, *(stage.block for stage in stages)) for block in blocks_of(one)}
+    for block in blocks.values():
+        if isinstance(block, (SyncBatchNorm, gluon.contrib.nn.SyncBatchNorm)):
+            raise TrainerError(
+                f"Pipeline: got {block.name}, a {type(block).__name__}; expected nn.BatchNorm, as a stage sees one micro-batch "
+                "at a time. Call revert_sync_batchnorm(net) first."
+            )
+        if getattr(block, "_active", False) and any(value for name, value in block._flags if name.startswith("static_")):
+            block._flags = [(name, False if name.startswith("static_") else value) for name, value in block._flags]
+            block._clear_cached_op()

@@ -1,0 +1,337 @@
+"""The passes of one batch through a pipeline: its tasks, queued in the order of the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, autograd
+from mxnet.ndarray.ndarray import _new_alloc_handle
+
+from ..data_parallel.passes import Passes, naming
+from ..data_parallel.sharding import count_examples, split_data
+from ..nested import Array, is_device_array, leaves, map_leaves
+from ..runtime.context_threads import in_own_thread
+from ..runtime.engine_push import queue_in_order
+from ..runtime.profiler import Recording, TaskMark
+from ..trainer.freshness import as_one_call, history
+from ..trainer.running_stats import note_examples_on
+from ..trainer.trainer import Trainer
+from .running_stats import BatchStats, batch_norms
+from .schedule import Planned, Task, plan
+from .stage import NETWORK, draws_numbers
+
+if TYPE_CHECKING:
+    from .network import Pipeline
+
+
+@dataclass(eq=False)
+class _MicroBatch:
+    """One micro-batch on its way through a replica.
+
+    Attributes
+    ----------
+    arrays : list of NDArray
+        The network's inputs, on the first device.
+    inputs : dict of int to list of NDArray
+        What each stage read, until its backward pass: copies on its device.
+    gradients : dict of int to list
+        Those of these inputs, where they are needed, None elsewhere.
+    outputs : dict of int to list of NDArray
+    """
+
+    shard: int
+    X: Any
+    y: Any
+    arrays: List[Array]
+    num_examples: int
+    inputs: Dict[int, List[Array]] = field(default_factory=dict)
+    gradients: Dict[int, List[Optional[Array]]] = field(default_factory=dict)
+    outputs: Dict[int, List[Array]] = field(default_factory=dict)
+    loss: Any = None
+    result: Any = None  # the network's output
+    seeds: List[int] = field(default_factory=list)  # one for each stage; [] if none draws
+
+
+class PipelinePasses(Passes):
+    """Forward and backward passes of a batch through a `Pipeline`, which queues all tasks at once and waits for none.
+
+    MXNet's engine runs whatever is ready, in any order. So the first input of each task also waits for the task before it on the
+    same device: the devices keep to the schedule, and no stage runs ahead with activations that it would have to hold.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+    loss : callable (output, label) -> NDArray, or None
+    trainer : Trainer, optional
+        None for passes forward only.
+    """
+
+    def __init__(self, pipeline: Pipeline, loss: Any, trainer: Optional[Trainer] = None) -> None:
+        super().__init__(pipeline, loss, trains=trainer is not None)
+        self.adds = trainer is not None and pipeline.micro_batches > 1
+        self._pipeline, self._trainer = pipeline, trainer
+        self._plans: Dict[int, List[Planned]] = {}  # by the number of micro-batches
+        self._sizes: List[int] = []  # examples of each micro-batch
+
+    def arrange(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
+        """Return micro-batches, the labels where the outputs will be: one item per micro-batch instead of one per replica."""
+        pipeline = self._pipeline
+        arranged: Tuple[List[Any], List[Any]] = ([], [])
+        self._sizes = []
+        for X, y in zip(Xs, ys):
+            parts = [(X, y)]
+            if self._trains and pipeline.micro_batches > 1:
+                parts = split_data((X, y), pipeline.micro_batches, batch_axis, even_split=False)
+            replica = self._replica(X)
+            last = pipeline.devices[replica][-1]
+            for one, label in parts:
+                self._sizes.append(count_examples(operation, (one, label), batch_axis))
+                arranged[0].append(one)
+                arranged[1].append(map_leaves(lambda _, leaf, device=last: _on(leaf, device), label))
+        return arranged
+
+    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
+        """Queue the tasks of all micro-batches, with a trainer also their backward passes. Return outputs and losses."""
+        if self._trainer is None:
+            return super().forward(operation, Xs, ys)
+        replicas: List[List[_MicroBatch]] = [[] for _ in self._pipeline.devices]
+        for shard, (X, y) in enumerate(zip(Xs, ys)):
+            micro_batch = _MicroBatch(shard, X, y, self._pipeline.stages.inputs(X), self._sizes[shard])
+            replicas[self._replica(X)].append(micro_batch)
+        self._seed(replicas)
+        scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
+        runs = [_Run(self, replica, own, operation, scale) for replica, own in enumerate(replicas) if own]
+        if runs:
+            with as_one_call():
+                _queue(runs)
+        else:
+            history.note_empty()
+        in_order = sorted((one for own in replicas for one in own), key=lambda one: one.shard)
+        for run in runs:
+            run.note_examples()
+        return [one.result for one in in_order], [one.loss for one in in_order]
+
+    def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
+        """Do nothing: the forward passes have queued the backward passes, as the schedule alternates them."""
+
+    def plan(self, num_micro_batches: int) -> List[Planned]:
+        """Return the tasks of so many micro-batches on one replica."""
+        if num_micro_batches not in self._plans:
+            pipeline = self._pipeline
+            numbers = {context: number for number, context in enumerate(dict.fromkeys(pipeline.devices[0]))}
+            devices = [numbers[context] for context in pipeline.devices[0]]
+            sources = [pipeline.producers(stage) for stage in range(pipeline.num_stages)]
+            self._plans[num_micro_batches] = plan(sources, devices, num_micro_batches, pipeline.schedule)
+        return self._plans[num_micro_batches]
+
+    def _replica(self, X: Any) -> int:
+        first = next(leaf for _, leaf in leaves(X))
+        return self._pipeline.replica_of(first.context)
+
+    def _seed(self, replicas: List[List[_MicroBatch]]) -> None:
+        """Draw a seed for each task, so that its random numbers depend neither on the schedule nor on recomputation."""
+        pipeline = self._pipeline
+        micro_batches = [one for own in replicas for one in own]
+        if not micro_batches or not any(self._may_draw(stage) for stage in range(pipeline.num_stages)):
+            return
+        count = len(micro_batches) * pipeline.num_stages
+        drawn = mx.nd.random.randint(0, 2**31 - 1, shape=(count,), ctx=pipeline.devices[0][0]).asnumpy().tolist()
+        for number, one in enumerate(micro_batches):
+            one.seeds = drawn[number * pipeline.num_stages : (number + 1) * pipeline.num_stages]
+
+    def _may_draw(self, stage: int) -> bool:
+        return self._pipeline.stages[stage].draws is not False  # unknown before the first batch
+
+
+def _queue(runs: Sequence[_Run]) -> None:
+    """Queue the tasks of all replicas in the order of their times."""
+    tasks = sorted(((one.begin, run.replica, one.task) for run in runs for one in run.tasks), key=lambda item: item[:2])
+    by_replica = {run.replica: run for run in runs}
+    try:
+        for _, replica, task in tasks:
+            by_replica[replica].queue(task)
+    except BaseException:
+        for run in runs:
+            run.give_up()
+        raise
+    for run in runs:
+        run.finish()
+
+
+class _Run:
+    """The tasks of one batch on one replica."""
+
+    def __init__(
+        self, passes: PipelinePasses, replica: int, micro_batches: List[_MicroBatch], operation: str, scale: float
+    ) -> None:
+        pipeline = passes._pipeline
+        self.replica, self.tasks = replica, passes.plan(len(micro_batches))
+        self._passes, self._pipeline, self._operation, self._scale = passes, pipeline, operation, scale
+        self._micro_batches = micro_batches
+        self.devices = pipeline.devices[replica]
+        self._readers = [
+            [reader for reader in range(pipeline.num_stages) if stage in pipeline.producers(reader)]
+            for stage in range(pipeline.num_stages)
+        ]
+        self._needs_backward: List[bool] = []  # a stage that trains, or comes after one that does
+        self._trained: List[Optional[Array]] = []  # a gradient of each stage's parameters
+        for stage in range(pipeline.num_stages):
+            gradients = [param.grad(self.devices[stage]) for param in pipeline.trained(stage)]
+            self._trained.append(gradients[0] if gradients else None)
+            before = any(self._needs_backward[producer] for producer in pipeline.producers(stage))
+            self._needs_backward.append(bool(gradients) or before)
+        self._last: Dict[Context, List[Array]] = {}  # what the latest task of each device writes
+        self._stats: Dict[int, BatchStats] = {}
+        if len(micro_batches) > 1:
+            for stage in range(pipeline.num_stages):
+                layers = batch_norms(pipeline.net, pipeline.stages[stage].params())
+                if layers:
+                    self._stats[stage] = BatchStats(layers, self.devices[stage])
+
+    def queue(self, task: Task) -> None:
+        """Queue a task."""
+        micro_batch = self._micro_batches[task.micro_batch]
+        with naming(self._operation, f"stage {task.stage}", micro_batch.shard, micro_batch.X, micro_batch.y, self._pipeline):
+            function = self._forward if task.kind == "F" else self._backward
+            device = self.devices[task.stage]
+            in_own_thread(device, partial(function, task, micro_batch))
+            if Recording.is_on:
+                queue_in_order(device, self._last[device], [], _mark(task, device, "ends"))
+
+    def finish(self) -> None:
+        """Move the running statistics."""
+        for stats in self._stats.values():
+            stats.finish()
+
+    def give_up(self) -> None:
+        """Undo what a batch that failed has changed, except for gradients."""
+        for stats in self._stats.values():
+            stats.restore()
+
+    def note_examples(self) -> None:
+        """Count the examples for the running statistics of all of this replica's devices."""
+        note_examples_on(set(self.devices), sum(one.num_examples for one in self._micro_batches))
+
+    def _forward(self, task: Task, micro_batch: _MicroBatch) -> None:
+        pipeline, stage, device = self._pipeline, task.stage, self.devices[task.stage]
+        sources = pipeline.stages[stage].sources
+        producers = [stage - 1 if stage else NETWORK] * _MANY if sources is None else [producer for producer, _ in sources]
+        found = [micro_batch.outputs.get(number, []) for number in range(pipeline.num_stages)]
+        inputs, gradients = [], []
+        with autograd.pause():
+            for producer, array in zip(producers, pipeline.inputs_of(stage, micro_batch.arrays, found)):
+                array = array.copyto(device)  # also from the same device: no task may write what another one reads
+                needs = producer != NETWORK and self._needs_backward[producer] and _is_float(array)
+                inputs.append(array)
+                gradients.append(_unallocated(array) if needs else None)
+        self._in_order(task, inputs)
+        micro_batch.inputs[stage], micro_batch.gradients[stage] = inputs, gradients
+        recomputes = pipeline.recompute and self._needs_backward[stage] and stage < pipeline.num_stages - 1
+        outputs = self._run(stage, micro_batch, records=not recomputes)
+        if stage in self._stats and device.device_type == "gpu" and not recomputes:
+            self._stats[stage].add(micro_batch.num_examples, counts=False)  # cuDNN moves them in the forward pass
+        self._last[device] = outputs
+        micro_batch.outputs[stage] = [one.detach() for one in outputs] if recomputes else outputs
+
+    def _run(self, stage: int, micro_batch: _MicroBatch, *, records: bool) -> List[Array]:
+        """Run a stage on its inputs, and the loss after the last one."""
+        pipeline, device = self._pipeline, self.devices[stage]
+        if micro_batch.seeds and self._passes._may_draw(stage):
+            mx.random.seed(micro_batch.seeds[stage], device)
+        inputs, gradients = micro_batch.inputs[stage], micro_batch.gradients[stage]
+        marked = [(array, gradient) for array, gradient in zip(inputs, gradients) if gradient is not None]
+        if marked and records:
+            autograd.mark_variables(*map(list, zip(*marked)), "write")
+        part = pipeline.stages[stage]
+        if part.draws is None:
+            part.draws = draws_numbers(part.block, inputs)
+        with autograd.record() if records else autograd.pause(train_mode=True):
+            outputs: List[Array] = part.run(inputs)
+            if stage == pipeline.num_stages - 1:
+                micro_batch.result = pipeline.stages.output(outputs)
+                micro_batch.loss = self._passes._loss(micro_batch.result, micro_batch.y)
+                outputs = [*outputs, micro_batch.loss]
+        return outputs
+
+    def _backward(self, task: Task, micro_batch: _MicroBatch) -> None:
+        pipeline, stage, device = self._pipeline, task.stage, self.devices[task.stage]
+        is_last = stage == pipeline.num_stages - 1
+        if self._needs_backward[stage]:
+            outputs = micro_batch.outputs[stage]
+            with autograd.pause():
+                if is_last:
+                    loss = micro_batch.loss
+                    given: List[Optional[Array]] = [None] * (len(outputs) - 1) + [_filled(loss, self._scale)]
+                else:
+                    given = self._gradients_of(stage, micro_batch, len(outputs))
+            recomputes = pipeline.recompute and not is_last
+            waiting = [one for one in given if one is not None]
+            self._in_order(task, waiting + (micro_batch.inputs[stage] if recomputes else []))
+            if recomputes:
+                if stage in self._stats:
+                    self._stats[stage].clear()  # on GPUs the first forward pass has moved them, too
+                outputs = self._run(stage, micro_batch, records=True)
+            own = set(map(id, micro_batch.inputs[stage]))  # a stage may pass an input on
+            heads = [pair for pair in zip(outputs, given) if pair[1] is not None and id(pair[0]) not in own]
+            if heads:
+                # shared and frozen inputs: without retain_graph, MXNet fails in the second of several passes
+                autograd.backward(*map(list, zip(*heads)), retain_graph=True)
+            if stage in self._stats:
+                self._stats[stage].add(micro_batch.num_examples)
+            written = [one for one in micro_batch.gradients[stage] if one is not None]
+            trained = self._trained[stage]
+            self._last[device] = written + ([] if trained is None else [trained])
+        micro_batch.outputs[stage] = []  # the graph holds the activations, and goes with its outputs
+        micro_batch.inputs[stage] = []
+        if is_last:
+            micro_batch.loss = micro_batch.loss.detach()
+            micro_batch.result = map_leaves(lambda _, leaf: leaf.detach(), micro_batch.result)
+
+    def _gradients_of(self, stage: int, micro_batch: _MicroBatch, count: int) -> List[Optional[Array]]:
+        """Return the gradients of a stage's outputs on its device: the sums over all stages that read them."""
+        found: List[Optional[Array]] = [None] * count
+        for reader in self._readers[stage]:
+            sources = self._pipeline.stages[reader].sources
+            places = [(stage, at) for at in range(count)] if sources is None else sources
+            for (producer, at), gradient in zip(places, micro_batch.gradients[reader]):
+                if producer == stage and gradient is not None:
+                    here = gradient.copyto(self.devices[stage])
+                    before = found[at]
+                    found[at] = here if before is None else before + here
+        return found
+
+    def _in_order(self, task: Task, arrays: Sequence[Array]) -> None:
+        """Let a task wait for the one before it on the same device."""
+        device = self.devices[task.stage]
+        last = self._last.get(device, [])
+        if arrays and (last or Recording.is_on):
+            queue_in_order(device, last, arrays, _mark(task, device, "begins"))
+
+
+def _mark(task: Task, device: Context, edge: str) -> str:
+    """Return a name for MXNet's profiler while it records, otherwise none."""
+    return str(TaskMark(str(task), str(device), edge)) if Recording.is_on else ""
+
+
+_MANY = 2**16  # more than a stage's inputs
+
+
+def _on(leaf: Any, device: Context) -> Any:
+    return leaf.as_in_context(device) if is_device_array(leaf) else leaf
+
+
+def _is_float(array: Array) -> bool:
+    return np.dtype(array.dtype).kind not in "iub"  # bfloat16 is of kind V
+
+
+def _unallocated(array: Array) -> Array:
+    """Return an array of the same form whose memory the first operation that writes it allocates."""
+    return mx.nd.NDArray(_new_alloc_handle(array.shape, array.context, True, array.dtype))
+
+
+def _filled(array: Array, value: float) -> Array:
+    return mx.nd.full(array.shape, value, ctx=array.context, dtype=array.dtype)

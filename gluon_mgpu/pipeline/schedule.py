@@ -1,0 +1,131 @@
+"""Schedules of a pipeline: which task runs on which device after which other one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Dict, List, Optional, Sequence, Tuple
+
+SCHEDULES = ("1f1b", "gpipe")
+_COSTS = {"F": 1.0, "B": 2.0}  # a backward pass computes about twice as much as a forward pass
+
+
+@dataclass(frozen=True)
+class Task:
+    """One stage's forward (`F`) or backward (`B`) pass of one micro-batch."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A task in a simulation: it begins and ends at these times, on this device."""
+
+    task: Task
+    device: int
+    begin: float
+    end: float
+
+
+def plan(
+    sources: Sequence[Sequence[int]],
+    devices: Sequence[int],
+    num_micro_batches: int,
+    schedule: str = "1f1b",
+    *,
+    costs: Sequence[Tuple[float, float]] = (),
+) -> List[Planned]:
+    """Simulate a schedule and return its tasks by the time at which they begin. Each device runs its tasks in this order.
+
+    ```
+    gpipe  device 0: F0 F0 F0 F0             B0 B0 B0 B0     all forward passes, then all backward passes: the activations of
+           device 1:    F1 F1 F1 F1 B1 B1 B1 B1              all micro-batches are held
+    1f1b   device 0: F0 F0    B0 F0 B0 F0 B0    B0           one forward, one backward pass: stage s of p holds those of p - s
+           device 1:    F1 B1 F1 B1 F1 B1 F1 B1              micro-batches
+    ```
+
+    Parameters
+    ----------
+    sources : sequence of sequences of int
+        For each stage, the stages whose outputs it reads, all of them earlier ones.
+    devices : sequence of int
+        For each stage, the number of its device. A device may have several stages.
+    num_micro_batches : int
+    schedule : str
+        One of `SCHEDULES`.
+    costs : sequence of (forward, backward), optional
+        The time that each stage's tasks take, in any unit.
+
+    Examples
+    --------
+    >>> [str(one.task) for one in plan([[], [0]], [0, 1], 2)]
+    ['F0.0', 'F1.0', 'F0.1', 'B1.0', 'B0.0', 'F1.1', 'B1.1', 'B0.1']
+
+    Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019; Narayanan et al.,
+    "PipeDream: generalized pipeline parallelism for DNN training", 2019 (1F1B, here with a flush after each batch).
+    """
+    num_stages = len(sources)
+    readers: List[List[int]] = [[other for other in range(num_stages) if stage in sources[other]] for stage in range(num_stages)]
+    times = [dict(zip("FB", costs[stage] if costs else (_COSTS["F"], _COSTS["B"]))) for stage in range(num_stages)]
+    ends: Dict[Task, float] = {}
+    started = {"F": [0] * num_stages, "B": [0] * num_stages}
+    free = dict.fromkeys(devices, 0.0)
+    planned: List[Planned] = []
+
+    def needed(task: Task) -> List[Task]:
+        if task.kind == "F":
+            return [Task("F", source, task.micro_batch) for source in sources[task.stage]]
+        after = [Task("B", reader, task.micro_batch) for reader in readers[task.stage]]
+        return [Task("F", task.stage, task.micro_batch), *after]
+
+    def candidates(stage: int) -> List[Task]:
+        """Return the tasks of a stage that its order allows next, the preferred one first."""
+        forward, backward = started["F"][stage], started["B"][stage]
+        is_1f1b = schedule == "1f1b"
+        found = []
+        if forward < num_micro_batches and (not is_1f1b or forward - backward < num_stages - stage):
+            found.append(Task("F", stage, forward))
+        if backward < (forward if is_1f1b else num_micro_batches * (forward == num_micro_batches)):
+            found.insert(0, Task("B", stage, backward if is_1f1b else num_micro_batches - 1 - backward))
+        return found
+
+    while len(planned) < 2 * num_stages * num_micro_batches:
+        best: Optional[Tuple[float, bool, int, Task]] = None
+        for stage in range(num_stages):
+            for task in candidates(stage):
+                if all(one in ends for one in needed(task)):
+                    begin = max([free[devices[stage]], *(ends[one] for one in needed(task))])
+                    # on a tie a backward pass comes first, and then the later stage: both free memory sooner
+                    key = (begin, task.kind != "B", -stage, task)
+                    if best is None or key[:3] < best[:3]:
+                        best = key
+        assert best is not None, "a schedule of stages in order never waits for itself"
+        begin, _, _, task = best
+        end = begin + times[task.stage][task.kind]
+        ends[task] = free[devices[task.stage]] = end
+        started[task.kind][task.stage] += 1
+        planned.append(Planned(task, devices[task.stage], begin, end))
+    return sorted(planned, key=lambda one: one.begin)
+
+
+def most_held(planned: Sequence[Planned], stage: int) -> int:
+    """Return of how many micro-batches a stage holds the activations, at most.
+
+    Examples
+    --------
+    >>> stages = [[], [0], [1]]
+    >>> [most_held(plan(stages, [0, 1, 2], 8), stage) for stage in range(3)]
+    [3, 2, 1]
+    >>> most_held(plan(stages, [0, 1, 2], 8, "gpipe"), 0)
+    8
+    """
+    held = most = 0
+    for one in planned:
+        if one.task.stage == stage:
+            held += 1 if one.task.kind == "F" else -1
+            most = max(most, held)
+    return most

@@ -1,0 +1,230 @@
+"""split_stages(): a network divided into stages of equal cost."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import accumulate
+from statistics import median
+from time import perf_counter
+from typing import Any, Callable, List, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+from ..checks import one_of, reason_of, short, whole_number
+from ..data_parallel.graph import NotCompilableError, trace
+from ..errors import TrainerError
+from ..nested import Array, is_device_array, map_leaves, num_bytes
+from ..trainer.parameters import devices_of
+from .stage import CutGraph, Stage, Stages, of_blocks
+
+BALANCES = ("time", "bytes")
+_MOST_PIECES = 48  # that are measured
+_NUM_RUNS = 3  # of each, after one that is not measured
+
+
+def split_stages(net: gluon.Block, num_stages: int, sample: Any, *, balance: str = "time") -> Stages:
+    """Return a network's stages for a `Pipeline`, so that the largest cost of a stage is as small as possible.
+
+    ```
+    Sequential, HybridSequential      between two of its layers; containers in it are opened
+    any other HybridBlock             anywhere in its graph: skip connections may go over several stages
+    ```
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Initialised, in front of `Pipeline`, which moves the parameters.
+    num_stages : int
+    sample : array, or nested data
+        Features of one micro-batch, shapes (b, ...): MXNet's arrays, or NumPy's.
+    balance : str
+        The cost of a layer: `"time"`, which its forward and backward pass takes on the network's first device, or `"bytes"` of
+        its parameters. Measuring changes no weights, running statistics or random numbers.
+
+    Raises
+    ------
+    TrainerError
+        The network cannot be divided, or into so many stages.
+
+    Examples
+    --------
+    >>> net = gluon.nn.HybridSequential()
+    >>> net.add(gluon.nn.Dense(8), gluon.nn.Dense(8), gluon.nn.Dense(80))
+    >>> net.initialize()
+    >>> stages = split_stages(net, 2, mx.nd.ones((4, 8)), balance="bytes")
+    >>> [len(stage.block) for stage in stages]
+    [2, 1]
+    """
+    if not isinstance(net, gluon.Block):
+        raise TrainerError(f"split_stages: got {short(net)} as the network; expected a gluon.Block. Pass the network.")
+    whole_number("split_stages", "num_stages", num_stages, advice="Pass the number of devices.")
+    one_of("split_stages", "balance", balance, BALANCES, advice="'time' measures the layers.")
+    X = _on_device(sample, net)
+    try:
+        with autograd.pause(train_mode=False):
+            net(X)  # the first batch decides shapes
+    except (mx.MXNetError, ValueError, TypeError, AssertionError) as error:
+        raise TrainerError(
+            f"split_stages: got a sample that the network does not accept ({reason_of(error)}); expected features of one "
+            "micro-batch. Pass X of a batch."
+        ) from error
+    layers = _layers(net)
+    if len(layers) > 1 or type(net) in _CONTAINERS:
+        _check_number(num_stages, len(layers), "layers")
+        return _stages_of_layers(net, layers, num_stages, X, balance)
+    try:
+        graph = trace(net, None, X, None) if isinstance(net, gluon.HybridBlock) else None
+    except NotCompilableError as error:
+        raise _undivided(net, str(error)) from error
+    if graph is None:
+        raise _undivided(net, "it is not a HybridBlock")
+    cut = CutGraph(graph)
+    _check_number(num_stages, len(cut.operators), "operators")
+    places = _places(cut, max(num_stages, min(_MOST_PIECES, len(cut.operators))))
+    pieces = cut.stages(places, net)
+    costs = _costs(pieces, X, balance)
+    sizes = [len(cut.crossing(place)) for place in places]
+    chosen = _divide(costs, num_stages, sizes)
+    return cut.stages([places[at - 1] for at in chosen], net)
+
+
+def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stages: int, X: Any, balance: str) -> Stages:
+    costs = _costs(of_blocks(layers, net), X, balance)
+    bounds = [0, *_divide(costs, num_stages, [1] * (len(layers) - 1)), len(layers)]
+    is_hybridized = bool(getattr(net, "_active", False))
+    blocks = []
+    for begin, end in zip(bounds, bounds[1:]):
+        part = layers[begin:end]
+        kind = gluon.nn.HybridSequential if all(isinstance(layer, gluon.HybridBlock) for layer in part) else gluon.nn.Sequential
+        block = kind(prefix="")
+        block.add(*part)
+        if is_hybridized:
+            block.hybridize(**{name: value for name, value in net._flags if not name.startswith("static_")})
+        blocks.append(block)
+    return of_blocks(blocks, net)
+
+
+_CONTAINERS = (gluon.nn.Sequential, gluon.nn.HybridSequential)
+
+
+def _layers(net: gluon.Block) -> List[gluon.Block]:
+    """Return the layers of nested containers, in the order in which they run."""
+    if type(net) not in _CONTAINERS or net._forward_hooks or net._forward_pre_hooks:
+        return [net]
+    return [layer for child in net._children.values() for layer in _layers(child)]
+
+
+def _places(cut: CutGraph, num_pieces: int) -> List[int]:
+    """Return where to cut a graph into pieces: in each of so many equal parts, where the fewest arrays cross."""
+    count = len(cut.operators)
+    bounds = [round(part * count / num_pieces) for part in range(num_pieces + 1)]
+    places = []
+    for begin, end in zip(bounds[:-1], bounds[1:-1]):
+        choices = range(max(begin, 0) + 1, end + 1)
+        places.append(min(choices, key=lambda place: (len(cut.crossing(place)), -place)))
+    return places
+
+
+def _divide(costs: Sequence[float], num_parts: int, crossing: Sequence[int]) -> List[int]:
+    """Return where to divide neighbours so that the largest sum is smallest, and on a tie the fewest arrays cross.
+
+    Examples
+    --------
+    >>> _divide([1, 1, 1, 3], 2, [1, 1, 1])
+    [3]
+    >>> _divide([5, 1, 1, 1], 3, [1, 1, 1])
+    [1, 2]
+    """
+    before = [0.0, *accumulate(costs)]
+    count = len(costs)
+    # best[n]: for the first n pieces in the parts so far, the largest sum, the arrays that cross, and the places
+    best: List[Tuple[float, int, List[int]]] = [(before[n], 0, []) for n in range(count + 1)]
+    for part in range(2, num_parts + 1):
+        following = list(best)
+        for n in range(part, count + 1):
+            options = []
+            for m in range(part - 1, n):
+                largest, arrays, places = best[m]
+                options.append((max(largest, before[n] - before[m]), arrays + crossing[m - 1], [*places, m]))
+            following[n] = min(options, key=lambda option: option[:2])
+        best = following
+    return best[count][2]
+
+
+def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
+    if balance == "bytes":
+        found = {id(param): piece for piece in reversed(pieces) for param in piece.params()}  # the first one that uses it
+        return [float(sum(num_bytes(p) for p in piece.params() if found[id(p)] is piece)) for piece in pieces]
+    arrays = pieces.inputs(X)
+    outputs: List[List[Array]] = []
+    costs = []
+    for piece in pieces:
+        sources = piece.sources
+        inputs = (
+            (outputs[-1] if outputs else arrays) if sources is None else [_find(source, arrays, outputs) for source in sources]
+        )
+        results, seconds = _timed(piece, [array.detach() for array in inputs])
+        outputs.append(results)
+        costs.append(seconds)
+    return costs
+
+
+def _find(source: Tuple[int, int], arrays: Sequence[Array], outputs: Sequence[Sequence[Array]]) -> Array:
+    producer, at = source
+    return arrays[at] if producer < 0 else outputs[producer][at]
+
+
+def _timed(piece: Stage, inputs: List[Array]) -> Tuple[List[Array], float]:
+    """Return a piece's outputs and the seconds of its forward and backward pass, which write no gradients."""
+    floats = [array for array in inputs if np.dtype(array.dtype).kind not in "iub"]
+    for array in floats:
+        array.attach_grad()
+    context = inputs[0].context
+    variables = floats + [param.data(context) for param in piece.params() if param.grad_req != "null"]
+    seconds = []
+    for _ in range(_NUM_RUNS + 1):
+        mx.nd.waitall()
+        begin = perf_counter()
+        with autograd.record(train_mode=False):  # no random numbers, and running statistics stay
+            outputs = piece.run(inputs)
+        heads = [one for one in outputs if np.dtype(one.dtype).kind not in "iub" and not any(one is array for array in inputs)]
+        if heads and variables:
+            _gradients(heads, variables)
+        mx.nd.waitall()
+        seconds.append(perf_counter() - begin)
+    return [output.detach() for output in outputs], median(seconds[1:])
+
+
+def _gradients(heads: List[Array], variables: List[Array]) -> None:
+    with suppress(mx.MXNetError):  # no variable leads to these outputs, as those of an operator without a gradient
+        autograd.grad(heads, variables, train_mode=False)
+
+
+def _on_device(sample: Any, net: gluon.Block) -> Any:
+    device = devices_of(net)[0]
+    make: Callable[..., Array] = mx.np.array if mx.util.is_np_array() else mx.nd.array
+
+    def moved(_: str, leaf: Any) -> Array:
+        if is_device_array(leaf):
+            return leaf.as_in_context(device)
+        values = np.asarray(leaf)
+        return make(values, ctx=device, dtype="float32" if values.dtype == np.float64 else values.dtype)
+
+    return map_leaves(moved, sample)
+
+
+def _check_number(num_stages: int, most: int, what: str) -> None:
+    if num_stages > most:
+        raise TrainerError(
+            f"split_stages: got num_stages={num_stages} for a network of {most} {what}; expected at most {most}. Use fewer "
+            "devices."
+        )
+
+
+def _undivided(net: gluon.Block, reason: str) -> TrainerError:
+    return TrainerError(
+        f"split_stages: got a {type(net).__name__} that cannot be divided: {reason}; expected a Sequential, or a HybridBlock "
+        "that can be traced. Pass your own list of Blocks to Pipeline."
+    )

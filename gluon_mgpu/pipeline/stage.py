@@ -1,0 +1,238 @@
+"""The stages of a network: blocks one after the other, or the parts of its graph."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import gluon
+
+from ..data_parallel.graph import Graph, inputs_of, may_draw
+from ..nested import Array, is_device_array, leaves, map_leaves
+
+NETWORK = -1  # as a producer: the network's own inputs
+Source = Tuple[int, int]  # a producer, and the number of its output
+
+
+@dataclass(eq=False)
+class Stage:
+    """A part of a network that one device computes.
+
+    Attributes
+    ----------
+    block : gluon.Block
+    run : callable (list of NDArray) -> list of NDArray
+        From the arrays of `sources` to the stage's outputs.
+    sources : list of (int, int), optional
+        Where its inputs come from: the number of an earlier stage, or `NETWORK`, and the number of the output. None for all
+        outputs of the stage before; of the first stage, all inputs of the network.
+    draws : bool, optional
+        Whether it may draw random numbers, as Dropout does; None if that is not known.
+    """
+
+    block: gluon.Block
+    run: Callable[[List[Array]], List[Array]]
+    sources: Optional[List[Source]] = None
+    draws: Optional[bool] = None
+
+    def params(self) -> List[gluon.Parameter]:
+        """Return its parameters and running statistics."""
+        return list(self.block.collect_params().values())
+
+
+class Stages(List[Stage]):
+    """The stages of a network: what `split_stages` returns.
+
+    Attributes
+    ----------
+    net : gluon.Block
+        The network, whose structural names the parameters keep.
+    graph : Graph, optional
+        The network's graph, if the stages are parts of it.
+    """
+
+    def __init__(self, stages: Iterable[Stage], net: gluon.Block, graph: Optional[Graph] = None) -> None:
+        super().__init__(stages)
+        self.net, self.graph = net, graph
+        self._form: Any = None  # of the latest inputs
+
+    def inputs(self, X: Any) -> List[Array]:
+        """Return the arrays of a shard that the first stages read."""
+        if self.graph is not None:
+            return inputs_of(self.net, X)
+        self._form = X
+        return [leaf for _, leaf in leaves(X)]
+
+    def output(self, arrays: Sequence[Array]) -> Any:
+        """Return the network's output in its own form, from the outputs of the last stage."""
+        if self.graph is not None:
+            return self.graph.outputs(arrays)
+        return arrays[0] if len(arrays) == 1 else tuple(arrays)
+
+
+def of_blocks(blocks: Sequence[gluon.Block], net: gluon.Block) -> Stages:
+    """Return stages of blocks. The first one is called with the network's input, each other one with the outputs before it."""
+    stages = Stages([], net)
+
+    def runner(number: int, block: gluon.Block) -> Callable[[List[Array]], List[Array]]:
+        def run(arrays: List[Array]) -> List[Array]:
+            if number == 0:
+                rest = iter(arrays)
+                arrays = [map_leaves(lambda _, leaf: next(rest), stages._form)]
+            found = block(*arrays)
+            return list(found) if isinstance(found, (list, tuple)) else [found]
+
+        return run
+
+    for number, block in enumerate(blocks):
+        stages.append(Stage(block, runner(number, block)))
+    return stages
+
+
+def draws_numbers(block: gluon.Block, inputs: Sequence[Array]) -> bool:
+    """Return whether a block may draw random numbers: true if its Python code cannot be traced."""
+    if not isinstance(block, gluon.HybridBlock):
+        return any(draws_numbers(child, inputs) for child in block._children.values()) if _only_calls_children(block) else True
+    try:
+        _, symbol = block._get_graph(*inputs)
+        nodes = json.loads(symbol.tojson())["nodes"]
+    except Exception:  # whatever a user's code raises for symbols
+        return True
+    return any(map(may_draw, nodes))
+
+
+def _only_calls_children(block: gluon.Block) -> bool:
+    return type(block) is gluon.nn.Sequential
+
+
+class GraphStage(gluon.Block):  # type: ignore[misc]
+    """A part of a network's graph.
+
+    Parameters
+    ----------
+    symbol : mxnet.symbol.Symbol
+    inputs : list of str
+    params : dict of str to gluon.Parameter
+    bulk_sizes : dict
+        Options of `hybridize`.
+    """
+
+    def __init__(
+        self, symbol: Any, inputs: Sequence[str], params: Dict[str, gluon.Parameter], bulk_sizes: Dict[str, Any]
+    ) -> None:
+        super().__init__(prefix="")
+        self._inputs = {name: at for at, name in enumerate(inputs)}
+        self._names = symbol.list_inputs()
+        self._own = {name: params[name] for name in self._names if name in params}
+        self._operator = mx.nd.CachedOp(symbol, list(bulk_sizes.items()))
+
+    def collect_params(self, select: Optional[str] = None) -> Dict[str, gluon.Parameter]:
+        """Return the parameters that this part uses."""
+        return dict(self._own)
+
+    def forward(self, *arrays: Array) -> List[Array]:
+        """Return the outputs, as legacy arrays, from arrays in the order of `inputs`."""
+        context = arrays[0].context
+        given = [
+            arrays[self._inputs[name]].as_nd_ndarray() if name in self._inputs else self._own[name].data(context).as_nd_ndarray()
+            for name in self._names
+        ]
+        with mx.util.np_array(False):
+            found = self._operator(*given)
+        return [found] if is_device_array(found) else list(found)
+
+
+Entry = Tuple[int, int]  # a node's number, and its output's
+
+
+class CutGraph:
+    """A network's graph as a list of operators, which can be divided at any place.
+
+    Parameters
+    ----------
+    graph : Graph
+        Without a loss.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._document = json.loads(graph.symbol.tojson())
+        self._nodes: List[Dict[str, Any]] = self._document["nodes"]
+        self._heads: List[Entry] = [(head[0], head[1]) for head in self._document["heads"]]
+        self.operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
+
+    def crossing(self, place: int) -> List[Entry]:
+        """Return the arrays that operators from number `place` on read, of those before."""
+        before = set(self.operators[:place])
+        read = [entry for number in self.operators[place:] for entry in self._reads(number)] + self._heads
+        return sorted({entry for entry in read if entry[0] in before})
+
+    def stages(self, places: Sequence[int], net: gluon.Block) -> Stages:
+        """Return the stages between these places: positions in `operators`, without the first and the last."""
+        bounds = [0, *places, len(self.operators)]
+        parts = [self.operators[begin:end] for begin, end in zip(bounds, bounds[1:])]
+        home = {number: stage for stage, part in enumerate(parts) for number in part}
+        wanted: List[List[Entry]] = [[] for _ in parts]  # the outputs of each stage that others read
+        for stage, part in enumerate(parts):
+            for entry in [entry for number in part for entry in self._reads(number)] + self._heads * (stage == len(parts) - 1):
+                source = home.get(entry[0])
+                if source is not None and source != stage and entry not in wanted[source]:
+                    wanted[source].append(entry)
+        return Stages(
+            [self._stage(stage, part, home, wanted, is_last=stage == len(parts) - 1) for stage, part in enumerate(parts)],
+            net,
+            self.graph,
+        )
+
+    def _reads(self, number: int) -> List[Entry]:
+        return [(one[0], one[1]) for one in self._nodes[number]["inputs"]]
+
+    def _stage(self, stage: int, part: Sequence[int], home: Dict[int, int], wanted: List[List[Entry]], *, is_last: bool) -> Stage:
+        nodes: List[Dict[str, Any]] = []
+        places: Dict[Entry, Entry] = {}  # of what has been added
+        inputs: List[str] = []
+        sources: List[Source] = []
+
+        def found(entry: Entry) -> List[int]:
+            number, output = entry
+            if entry not in places:
+                node = self._nodes[number]
+                if node["op"] == "null":
+                    nodes.append(dict(node))
+                    name = node["name"]
+                    if name in self.graph.inputs:
+                        inputs.append(name)
+                        sources.append((NETWORK, self.graph.inputs.index(name)))
+                else:  # of an earlier stage
+                    name = f"from{number}_{output}"
+                    nodes.append({"op": "null", "name": name, "inputs": []})
+                    inputs.append(name)
+                    sources.append((home[number], wanted[home[number]].index(entry)))
+                places[entry] = (len(nodes) - 1, 0)
+            return [*places[entry], 0]
+
+        for number in part:
+            read = [found(entry) for entry in self._reads(number)]
+            nodes.append({**self._nodes[number], "inputs": read})
+            for output in range(_MOST_OUTPUTS):
+                places[number, output] = (len(nodes) - 1, output)
+        heads: List[List[int]] = []
+        for entry in self._heads if is_last else wanted[stage]:
+            place = found(entry)
+            if nodes[place[0]]["op"] == "null":  # an output of an earlier stage: an operator must return it
+                nodes.append({"op": "_copy", "name": f"output{len(heads)}", "inputs": [place]})
+                place = [len(nodes) - 1, 0, 0]
+            heads.append(place)
+        document = {
+            "nodes": nodes,
+            "arg_nodes": [at for at, node in enumerate(nodes) if node["op"] == "null"],
+            "heads": heads,
+            "attrs": self._document.get("attrs", {}),
+        }
+        block = GraphStage(mx.sym.load_json(json.dumps(document)), inputs, self.graph.params, self.graph.bulk_sizes)
+        return Stage(block, lambda arrays: block(*arrays), sources, any(may_draw(self._nodes[number]) for number in part))
+
+
+_MOST_OUTPUTS = 64  # of one operator

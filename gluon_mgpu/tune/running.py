@@ -78,7 +78,7 @@ def run_trials(trainable: Trainable, folder: Path) -> Results:
     tune = require_tune("search")
     request = read_request(folder)
     random.seed(request.seed)  # population-based training draws from it
-    with _sigterm_as_interrupt() as terminated, _started_ray(request.devices, folder) as (resources, temporary):
+    with _started_ray(request.devices, folder) as (resources, temporary), _sigterm_as_interrupt() as terminated:
         tuner = _tuner(tune, tune.with_resources(_named(trainable, temporary), resources), folder)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Consider boosting PBT")  # trials have processes of their own
@@ -351,7 +351,10 @@ def _started_ray(devices: str, folder: Path) -> Iterator[Any]:
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[List[int]]:
-    """Treat SIGTERM as Ctrl-C, which Ray Tune handles; the yielded list then holds its number."""
+    """Treat SIGTERM as Ctrl-C, which Ray Tune handles; the yielded list then holds its number.
+
+    Starting Ray replaces the handler of SIGTERM, so this comes after it.
+    """
     caught: List[int] = []
 
     def handle(signum: int, _frame: Any) -> None:

@@ -133,7 +133,7 @@ def plot_trials(trials: Sequence[Tuple[Dict[str, Any], Optional[float], bool]], 
     rows = -(-len(kinds) // columns)
     made = figure(4 * columns, 3.4 * rows)
     charts = made.subplots(rows, columns, squeeze=False).flat
-    for axes, (name, kind) in zip(charts, kinds.items()):
+    for (name, kind), axes in zip(kinds.items(), charts):
         choices = sorted({options[name] for options, _, _ in shown}, key=lambda one: (isinstance(one, str), one))
         for options, value, is_best in shown:
             place = choices.index(options[name]) if kind == "choice" else options[name]

@@ -288,6 +288,8 @@ def test_the_picture_shows_each_trial_and_marks_the_best():
     assert [tuple(dots.get_offsets()[0]) for dots in right.collections] == [(0, 0.5), (1, 0.7)]
     assert [text.get_text() for text in right.get_xticklabels()] == ["gru", "lstm"]
     assert left.collections[1].get_sizes() > left.collections[0].get_sizes()
+    five = plot_trials([], dict.fromkeys("abcde", "int"), "test_accuracy")
+    assert [axes.axison for axes in five.axes] == [True] * 5 + [False]  # no empty chart in the last row
 
 
 # Reports and checkpoints, with a stand-in for Ray

@@ -55,7 +55,7 @@ PROGRAMS = {
         metric=monitored,
     ),
 }
-_OURS = ("devices", "gpus", "output", "resume", "epochs", "seed")  # of a trial: this command sets them
+_OURS = ("devices", "output", "resume", "epochs", "seed")  # of a trial: this command sets them
 _DEFAULT_SPACES = "; ".join(f"for {name}, {' '.join(program.space)}" for name, program in PROGRAMS.items())
 
 
@@ -150,7 +150,7 @@ def _request(
     searched = sample_trials(read_space(texts), trials, seed)
     known = {word for parameter in parsed.command.params for word in parameter.opts if not getattr(parameter, "is_flag", False)}
     for name in searched[0]:
-        if f"--{name}" not in known or name in _OURS or parsed.params[name.replace("-", "_")] is None and not known:
+        if f"--{name}" not in known or name in _OURS:
             raise click.BadParameter(
                 f"got {name!r}; expected options of gluon-mgpu train {program} that take a value.", param_hint="--space"
             )

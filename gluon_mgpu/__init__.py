@@ -6,7 +6,7 @@ from .runtime import environment, exits
 moved.install()
 exits.wait_at_exit(environment.load_mxnet())  # before anything below asks for mxnet
 
-from . import data, errors, models, runtime
+from . import data, errors, models, runtime, tune
 from .checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from .data_parallel.balancer import Balancer
 from .data_parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm, forward_shards, revert_sync_batchnorm, set_batch_norm
@@ -133,4 +133,5 @@ __all__ = [
     "errors",
     "models",
     "runtime",
+    "tune",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from .checks import whole_number
 from .errors import TrainerError
@@ -117,6 +117,41 @@ def plot_batch_sizes(
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
+    made.tight_layout()
+    return made
+
+
+def plot_trials(trials: Sequence[Tuple[Dict[str, Any], Optional[float], bool]], kinds: Dict[str, str], metric: str) -> Any:
+    """Return a figure of a search: the metric of each trial against each hyper-parameter; the best trial is a star.
+
+    Parameters
+    ----------
+    trials : sequence of (hyper-parameters, value, whether it is the best)
+        Trials without a value are left out.
+    kinds : dict of name -> "log", "uniform", "int" or "choice"
+    metric : str
+    """
+    shown = sorted((trial for trial in trials if trial[1] is not None), key=lambda trial: trial[2])  # the best one on top
+    columns = min(3, len(kinds))
+    rows = -(-len(kinds) // columns)
+    made = figure(4 * columns, 3.4 * rows)
+    charts = made.subplots(rows, columns, squeeze=False).flat
+    for (name, kind), axes in zip(kinds.items(), charts):
+        choices = sorted({options[name] for options, _, _ in shown}, key=lambda one: (isinstance(one, str), one))
+        for options, value, is_best in shown:
+            place = choices.index(options[name]) if kind == "choice" else options[name]
+            style = {"marker": "*", "s": 160, "color": "tab:orange"} if is_best else {"marker": "o", "s": 24, "color": "tab:blue"}
+            axes.scatter([place], [value], alpha=0.8, linewidth=0, **style)
+        if kind == "choice":
+            axes.set_xticks(range(len(choices)))
+            axes.set_xticklabels([str(one) for one in choices])
+            axes.set_xlim(-0.5, len(choices) - 0.5)
+        elif kind == "log":
+            axes.set_xscale("log")
+        axes.set(xlabel=name, ylabel=metric)
+        axes.grid(alpha=0.3)
+    for axes in charts:  # the rest of the last row
+        axes.set_axis_off()
     made.tight_layout()
     return made
 

@@ -800,3 +800,147 @@ def test_states_are_a_zip_of_plain_arrays(checkpoint):
     training = json.loads((checkpoint / "training.json").read_text())
     assert training["optimizer"]["values"]["momentum"] == 0.9
     assert set(training["versions"]) == {"gluon_mgpu", "mxnet", "numpy", "python"}
+
+
+# Weights and states without the position and the hyper-parameters
+
+
+def moved_of(trainer):
+    """The optimizer's states of one device, and its update counts."""
+    states = [trainer._updaters[0].states[index] for index in sorted(trainer._updaters[0].states)]
+    arrays = [array for state in states for array in (state if isinstance(state, (list, tuple)) else [state])]
+    return [array.asnumpy() for array in arrays], trainer._update.counts()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("devices_after", [1, 2])
+def test_states_only_keep_the_trainers_hyperparameters(tmp_path, optimizer, devices_after):
+    first = make_run(contexts(2), optimizer)
+    train(*first, epochs=1)
+    mgpu.save_checkpoint(tmp_path / "c", first[0], first[1], {"batch": 3})
+    name, options = OPTIMIZERS[optimizer]
+    other = {**options, "learning_rate": 0.025, "wd": 0.5, **({"momentum": 0.8} if optimizer == "momentum" else {"beta1": 0.8})}
+    net = small_net(contexts(devices_after))
+    trainer = mgpu.Trainer(net, name, other)
+    random.seed(4)
+    np.random.seed(4)
+    mx.random.seed(4)
+    assert mgpu.load_checkpoint(tmp_path / "c", net, trainer, states_only=True) == {"batch": 3}
+    assert trainer.learning_rate == 0.025
+    assert all(getattr(trainer.optimizer, {"learning_rate": "lr"}.get(key, key)) == value for key, value in other.items())
+    assert trainer.optimizer.num_update == 3
+    assert largest_difference(all_of(net), all_of(first[0])) == 0.0
+    (mine, counts), (theirs, counts_before) = moved_of(trainer), moved_of(first[1])
+    assert largest_difference(mine, theirs) == 0.0 and counts == counts_before and set(counts.values()) == {3}
+    drawn = random.random(), np.random.random(), mx.nd.random.uniform(shape=(2,)).asnumpy().tolist()
+    random.seed(4)
+    np.random.seed(4)
+    mx.random.seed(4)
+    assert drawn == (random.random(), np.random.random(), mx.nd.random.uniform(shape=(2,)).asnumpy().tolist())
+
+
+def test_states_only_are_those_of_a_run_that_changed_its_learning_rate(tmp_path):
+    """As if the first trainer had got the other learning rate after its first epoch."""
+    straight = make_run(contexts(2))
+    train(*straight, epochs=1)
+    straight[1].set_learning_rate(0.01)
+    train(*straight, epochs=1)
+    first = make_run(contexts(2))
+    train(*first, epochs=1)
+    mgpu.save_checkpoint(tmp_path / "c", *first[:2])
+    name, options = OPTIMIZERS["momentum"]
+    net = small_net(contexts(2))
+    trainer, loader = mgpu.Trainer(net, name, {**options, "learning_rate": 0.01}), make_loader()
+    mgpu.load_checkpoint(tmp_path / "c", net, trainer, states_only=True)
+    loader.epoch = 1
+    train(net, trainer, loader, epochs=1)
+    assert largest_difference(weights_of(net), weights_of(straight[0])) == 0.0
+
+
+@pytest.mark.parametrize("make", [lambda: mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.4), lambda: PlateauSchedule(0.4)])
+def test_a_schedule_of_other_options_follows_the_update_counts(tmp_path, make):
+    net = small_net(contexts(1))
+    schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.1, base_lr=0.1)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9, "lr_scheduler": schedule})
+    train(net, trainer, make_loader(), epochs=2)
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    net = small_net(contexts(1))
+    schedule = make()
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.4, "momentum": 0.9, "lr_scheduler": schedule})
+    mgpu.load_checkpoint(tmp_path / "c", net, trainer, states_only=True)
+    expected = 0.4 if isinstance(schedule, PlateauSchedule) else 0.1  # halved after updates 2 and 4, of 6
+    assert trainer.learning_rate == pytest.approx(expected)
+
+
+def test_a_factor_that_a_callback_lowered_stays(tmp_path):
+    def make(learning_rate):
+        net, schedule = small_net(contexts(1)), PlateauSchedule(learning_rate)
+        return net, mgpu.Trainer(net, "sgd", {"learning_rate": learning_rate, "lr_scheduler": schedule}), schedule
+
+    net, trainer, schedule = make(0.1)
+    train(net, trainer, make_loader(), epochs=1)
+    schedule.factor = 0.25
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    net, trainer, schedule = make(0.8)
+    mgpu.load_checkpoint(tmp_path / "c", net, trainer, states_only=True)
+    assert trainer.learning_rate == pytest.approx(0.2)
+
+
+def test_a_resumed_run_keeps_its_position_and_takes_the_trainers_hyperparameters(tmp_path):
+    straight = make_run(contexts(2))
+    train(*straight, epochs=2)
+    straight[1].set_learning_rate(0.02)
+    name, options = OPTIMIZERS["momentum"]
+    straight[1].optimizer.momentum = 0.5
+    train(*straight, epochs=1)
+
+    first = make_run(contexts(2))
+    mgpu.fit(*[first[0], LOSS, first[1], first[2]], epochs=2, callbacks=[mgpu.Checkpoint(tmp_path / "run", None)])
+    net = small_net(contexts(2))
+    trainer = mgpu.Trainer(net, name, {**options, "learning_rate": 0.02, "momentum": 0.5})
+    saves = mgpu.Checkpoint(tmp_path / "run", None)
+    common = {"epochs": 3, "callbacks": [saves], "resume": "auto"}
+    before = weights_before(net)
+    assert "momentum 0.9 where this one has 0.5" in told(lambda: mgpu.fit(net, LOSS, trainer, make_loader(), **common))
+    assert weights_before(net) == before  # nothing was changed
+    history = mgpu.fit(net, LOSS, trainer, make_loader(), hyperparameters="trainer", **common)
+    assert history.column("epoch") == [1, 2, 3]
+    assert history.column("learning_rate") == [0.1, 0.1, 0.02]
+    assert largest_difference(weights_of(net), weights_of(straight[0])) == 0.0
+
+
+def weights_before(net):
+    """Which parameters have no values yet."""
+    return [param._data is None for param in net.collect_params().values()]
+
+
+def test_states_of_another_form_or_class_raise(tmp_path):
+    net, trainer, loader = make_run(contexts(1))
+    train(net, trainer, loader, epochs=1)
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    net = small_net(contexts(1))
+    before = weights_before(net)
+    for name, options, expected in (("adam", {}, "SGD where this one has Adam"), ("sgd", {}, "such as momentum")):
+        other = mgpu.Trainer(net, name, options)
+        assert expected in told(lambda: mgpu.load_checkpoint(tmp_path / "c", net, other, states_only=True))  # noqa: B023
+    assert weights_before(net) == before and any(before)
+    assert "without a trainer" in told(lambda: mgpu.load_checkpoint(tmp_path / "c", net, states_only=True))
+    with pytest.raises(TrainerError) as caught:
+        mgpu.fit(net, LOSS, trainer, loader, epochs=1, hyperparameters="mine")
+    assert_house_style(caught.value)
+
+
+def test_the_loss_scale_is_one_of_the_states(tmp_path):
+    def make():
+        net = small_net(contexts(1))
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+        trainer.loss_scaler = LossScaler(8.0)
+        return net, trainer
+
+    net, trainer = make()
+    train(net, trainer, make_loader(), epochs=1)
+    trainer.loss_scaler.scale = 2.0
+    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    net, trainer = make()
+    mgpu.load_checkpoint(tmp_path / "c", net, trainer, states_only=True)
+    assert trainer.loss_scaler.scale == 2.0

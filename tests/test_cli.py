@@ -140,6 +140,7 @@ def test_the_commands_are_these():
         "monitor",
         "predict",
         "predict resnet18",
+        "search",
         "train",
         "train resnet18",
         "train seq2seq",

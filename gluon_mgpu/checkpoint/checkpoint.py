@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import numpy as np
 from mxnet import gluon
 
-from ..checks import instance, path_of
+from ..checks import flag, instance, path_of
 from ..data_parallel.step import check_network
 from ..distributed.process import this_process
 from ..errors import StateError
@@ -91,11 +91,23 @@ def save_checkpoint(
         commit(folder)
 
 
-def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None) -> Dict[str, Any]:
-    """Load a checkpoint of `save_checkpoint` into a network, on any number of devices.
+def load_checkpoint(
+    folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None, *, states_only: bool = False
+) -> Dict[str, Any]:
+    """Load a checkpoint of `save_checkpoint` or `fit` into a network, on any number of devices.
 
     With a trainer, the random generators of Python, NumPy and MXNet are restored. On the same number of devices, each device also
     gets its own running statistics. Without a trainer, or on another number of devices, all get the mean.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+    net : gluon.Block
+    trainer : Trainer, optional
+    states_only : bool
+        Load the weights, the optimizer's states with their update counts, and the loss scale. The trainer keeps its learning
+        rate, its other hyper-parameters and its schedule, which follows the update counts. The random generators keep their
+        state.
 
     Returns
     -------
@@ -107,8 +119,31 @@ def load_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
     StateError
         The checkpoint is missing, damaged or of a newer version, or it belongs to another network, optimizer or schedule.
         Nothing was changed.
+
+    Examples
+    --------
+    Train on with ten times the learning rate:
+
+    >>> import tempfile
+    >>> import mxnet as mx
+    >>> net = gluon.nn.Dense(1, in_units=1)
+    >>> net.initialize(mx.init.One())
+    >>> trainer = Trainer(net, "sgd", {"learning_rate": 1.0, "momentum": 0.8})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(folder + "/c", net, Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}))
+    ...     load_checkpoint(folder + "/c", net, trainer, states_only=True)
+    {}
+    >>> trainer.learning_rate
+    1.0
     """
-    return read_checkpoint(folder, net, trainer).restore().progress
+    flag("load_checkpoint", "states_only", states_only)
+    if states_only and trainer is None:
+        raise StateError(
+            "load_checkpoint: got states_only=True without a trainer; expected the trainer that takes the states. Pass it, or "
+            "leave states_only out to load the network alone."
+        )
+    read = read_checkpoint(folder, net, trainer, hyperparameters=not states_only)
+    return read.restore(generators=not states_only).progress
 
 
 @dataclass(frozen=True)
@@ -124,14 +159,19 @@ class ReadCheckpoint:
     _net: gluon.Block
     _trainer: Optional[Trainer]
     _states: List[Dict[int, Any]]
+    _hyperparameters: bool = True
 
-    def restore(self) -> CheckpointData:
-        """Set the network and its trainer to the checkpoint's state; return the content without the parameters."""
+    def restore(self, *, generators: bool = True) -> CheckpointData:
+        """Set the network and its trainer to the checkpoint's state; return the content without the parameters.
+
+        With `generators`, also restore the RNG state of Python, NumPy and MXNet.
+        """
         if self._trainer is not None:
             average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
         without = set_parameters(self.content, self._net)
         if self._trainer is not None:
-            restore(without, self._net, self._trainer, self._states)
+            with_ = {"hyperparameters": self._hyperparameters, "generators": generators}
+            restore(without, self._net, self._trainer, self._states, **with_)
         else:
             remember_equal(self._net)
         return without
@@ -143,8 +183,11 @@ def read_checkpoint(
     trainer: Optional[Trainer] = None,
     *,
     check: Callable[[CheckpointData], None] = lambda content: None,
+    hyperparameters: bool = True,
 ) -> ReadCheckpoint:
     """Read a checkpoint of this network and trainer, and check all of it; `check` may raise for further reasons.
+
+    Without `hyperparameters`, the trainer keeps its own, which may differ from those of the checkpoint.
 
     Raises
     ------
@@ -157,9 +200,9 @@ def read_checkpoint(
     check_parameters(content, net)
     if trainer is None:
         return ReadCheckpoint(content, net, None, [])
-    check_content(content, net, trainer)
+    check_content(content, net, trainer, hyperparameters=hyperparameters)
     check(content)
-    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer))
+    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer), hyperparameters)
 
 
 def _check_given(operation: str, net: Any, trainer: Any) -> None:

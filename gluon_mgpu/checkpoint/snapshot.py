@@ -22,7 +22,17 @@ from ..errors import StateError
 from ..nested import Array, is_device_array, leaves
 from ..runtime.c_api import values_of
 from ..trainer import loss_scaler
-from ..trainer.optimizer_config import DESCRIPTION, describe, differences, failure, misfit, restore_optimizer, with_values
+from ..trainer.optimizer_config import (
+    DESCRIPTION,
+    describe,
+    differences,
+    failure,
+    misfit,
+    other_class,
+    restore_optimizer,
+    with_values,
+    without_hyperparameters,
+)
 from ..trainer.parameters import average_replicas, has_values
 from ..trainer.running_stats import SEEN, describe_seen, remember_equal, restore_seen, weighted_mean, weights_of
 from ..trainer.states import SHAPE, check_counts, check_same, states_on
@@ -207,19 +217,23 @@ def content_of(opened: OpenFolder, *, with_training: bool) -> CheckpointData:
     return CheckpointData(opened.path, _read_json(opened, PROGRESS), arrays, training, _read_params(opened))
 
 
-def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:
-    """Raise `StateError` unless the content has the form of `take_snapshot`, and fits this network and optimizer."""
+def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer, *, hyperparameters: bool = True) -> None:
+    """Raise `StateError` unless the content has the form of `take_snapshot`, and fits this network and optimizer.
+
+    Without `hyperparameters`, the trainer keeps its own, and only the class of its optimizer must be the same.
+    """
     training: Any = content.training
     _check_training(content, TRAINING_FILE, training)
     _check_training(content, lambda found: _misnamed_states(content.arrays, found["states"]), training)
     check_same(str(content.folder), training, trainer._replicas, "load_checkpoint")
-    differing = differences(training["optimizer"], trainer.optimizer)
+    differing = (differences if hyperparameters else other_class)(training["optimizer"], trainer.optimizer)
     if differing:
         raise StateError(
             f"load_checkpoint: got {content.folder} of a trainer with {'; '.join(differing[:3])}; expected the same "
-            "optimizer and schedule. Make the trainer with the options of the checkpoint, or load the network alone."
+            "optimizer and schedule. Make the trainer with the options of the checkpoint, or keep its own: "
+            "load_checkpoint(states_only=True), or fit(hyperparameters='trainer')."
         )
-    _check_training(content, lambda found: _misfit(found["optimizer"], trainer), training)
+    _check_training(content, lambda found: _misfit(found["optimizer"], trainer, hyperparameters), training)
     check_counts(
         str(content.folder / TRAINING),
         _states(content),
@@ -228,7 +242,8 @@ def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -
         trainer.optimizer,
         "load_checkpoint",
     )
-    broken = failure(with_values(training["optimizer"], trainer.optimizer), _counts(content))
+    described = _to_restore(training["optimizer"], trainer, hyperparameters)
+    broken = failure(with_values(described, trainer.optimizer), _counts(content))
     if broken:
         raise StateError(
             f"load_checkpoint: got {content.folder / TRAINING} of an optimizer that cannot train ({broken}); expected the "
@@ -256,13 +271,24 @@ def states_of(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> Li
     return states
 
 
-def restore(content: CheckpointData, net: gluon.Block, trainer: Trainer, states: List[Dict[int, Any]]) -> None:
-    """Restore a trainer from checked content; its network already has the parameters."""
+def restore(
+    content: CheckpointData,
+    net: gluon.Block,
+    trainer: Trainer,
+    states: List[Dict[int, Any]],
+    *,
+    hyperparameters: bool = True,
+    generators: bool = True,
+) -> None:
+    """Restore a trainer from checked content; its network already has the parameters.
+
+    The arguments `hyperparameters` and `generators` (the RNG state) say what else to restore.
+    """
     training: Any = content.training
     trainer.resolve_shapes()  # the loaded parameters may have set them
     if trainer.loss_scaler is not None and training.get("loss_scaler") is not None:
         trainer.loss_scaler.restore(training["loss_scaler"])
-    restore_optimizer(training["optimizer"], trainer.optimizer)
+    restore_optimizer(_to_restore(training["optimizer"], trainer, hyperparameters), trainer.optimizer)
     trainer.discard()
     trainer._use(trainer.optimizer)
     trainer._update.restore(states, _counts(content), training.get("order"))
@@ -272,21 +298,27 @@ def restore(content: CheckpointData, net: gluon.Block, trainer: Trainer, states:
             for i, array in enumerate(param.list_data()):
                 array.as_nd_ndarray()[:] = mx.nd.array(content.arrays[f"device/{i}/{name}"], ctx=array.context, dtype=array.dtype)
         restore_seen(_running(net), training.get("seen", {}))
-    rng.set_random_state(_own_generators(training).get("now", training["random"]))
-    mx.random.seed(rng.seed_of(**_seeds(training["random"])))
+    if generators:
+        rng.set_random_state(_own_generators(training).get("now", training["random"]))
+        mx.random.seed(rng.seed_of(**_seeds(training["random"])))
 
 
 def _check_training(content: CheckpointData, shape: schema.Schema, training: Any) -> None:
     schema.check(shape, training, operation="load_checkpoint", file=content.folder / TRAINING)
 
 
-def _misfit(saved: Dict[str, Any], trainer: Trainer) -> Optional[schema.Wrong]:
+def _to_restore(described: Dict[str, Any], trainer: Trainer, hyperparameters: bool) -> Dict[str, Any]:
+    return described if hyperparameters else without_hyperparameters(described, trainer.optimizer)
+
+
+def _misfit(saved: Dict[str, Any], trainer: Trainer, hyperparameters: bool) -> Optional[schema.Wrong]:
     """Return the first wrong value in the description of an optimizer with the class and options of this trainer's."""
-    mine, optimizer = describe(trainer.optimizer), trainer.optimizer
+    optimizer = trainer.optimizer
+    mine, saved = (_to_restore(one, trainer, hyperparameters) for one in (describe(optimizer), saved))
     wrong = misfit(mine["values"], saved["values"], optimizer, exact=True)
     if wrong is not None:
         return wrong.below("values").below("optimizer")
-    if mine["schedule"] is not None:
+    if mine["schedule"] is not None and saved["schedule"] is not None:
         wrong = misfit(mine["schedule"]["values"], saved["schedule"]["values"], optimizer.lr_scheduler, exact=True)
     return wrong and wrong.below("values").below("schedule").below("optimizer")
 

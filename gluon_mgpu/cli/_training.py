@@ -7,7 +7,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import click
 import mxnet as mx
@@ -29,6 +29,22 @@ from ..trainer.trainer import Trainer
 from ._options import HYBRIDIZE
 from ._output import print_once
 from ._pipeline import check_stages, divided, num_replicas, number_of
+
+
+@dataclass(frozen=True)
+class FitExtras:
+    """What another command adds to the call of `fit` in a training program: it passes this as click's `obj`.
+
+    Attributes
+    ----------
+    callbacks : callable (list of Callback) -> list of Callback
+        Returns the callbacks to use instead of the program's.
+    options : dict
+        Further arguments of `fit`.
+    """
+
+    callbacks: Callable[[List[Callback]], List[Callback]]
+    options: Dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -135,6 +151,9 @@ def run_fit(
         watchdog = Watchdog(options.watchdog)
         callbacks.append(watchdog)
         test_iter = watchdog.watch(test_iter)
+    extras = click.get_current_context().find_object(FitExtras)
+    if extras is not None:
+        callbacks, more = extras.callbacks(callbacks), {**more, **extras.options}
     shared = ("epochs", "micro_steps", "compiled", "resume")
     trace = None if options.trace is None else Trace(options.trace)
     common: Dict[str, Any] = {"trace": trace, **{name: getattr(options, name) for name in shared}}

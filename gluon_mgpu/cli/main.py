@@ -21,6 +21,7 @@ from .find_batch_size import find_batch_size_
 from .launch import launch
 from .monitor import monitor
 from .predict import predict
+from .search import search
 from .train import train
 from .train_seq2seq import train_seq2seq
 from .translate import translate
@@ -77,6 +78,7 @@ main.add_command(train)
 main.add_command(translate)
 main.add_command(predict)
 main.add_command(find_batch_size_)
+main.add_command(search)
 main.add_command(agree)
 main.add_command(launch)
 main.add_command(monitor)

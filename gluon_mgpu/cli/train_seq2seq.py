@@ -196,14 +196,20 @@ def _callbacks(
     options: Dict[str, Any],
 ) -> List[Callback]:
     """Return the callbacks; those that add columns come before those that read them."""
-    monitor = "test_exact_match" if _is_embedded(options) else "test_chrf"
+    monitor = monitored(options)
     if not has_sacrebleu():
-        monitor = "test_exact_match" if _is_embedded(options) else "test_loss"
         print_once("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
     callbacks: List[Callback] = [ValidateTranslations(translator, corpus.valid), TokenProgress(train_iter)]
     callbacks += [Plateau(schedule)] if isinstance(schedule, PlateauSchedule) else []
     callbacks += [SaveTranslator(shared.output, translator, monitor, **shared.saving), SaveHistory(shared.output)]
     return [*callbacks, EarlyStopping(monitor, options["patience"])]
+
+
+def monitored(options: Dict[str, Any]) -> str:
+    """Return the column of the history by which the best model is chosen."""
+    if _is_embedded(options):
+        return "test_exact_match"
+    return "test_chrf" if has_sacrebleu() else "test_loss"
 
 
 def _load_corpus(options: Dict[str, Any]) -> Tuple[Corpus, Tuple[Vocabulary, Vocabulary]]:

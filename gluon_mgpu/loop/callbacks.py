@@ -321,6 +321,10 @@ class Checkpoint(Callback):
             self._lock.release()
             self._lock = None
 
+    def wait(self) -> None:
+        """Wait until the latest checkpoint is written, and raise its error."""
+        self._rotation.wait()
+
     def on_fit_begin(self, state: FitState) -> None:
         if self._best is not None:
             self._best.begin(state)

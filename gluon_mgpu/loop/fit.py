@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 from mxnet import gluon
 
 from ..checkpoint.checkpoint import ReadCheckpoint
-from ..checks import check_function, short, whole_number
+from ..checks import check_function, one_of, short, whole_number
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
 from ..data_parallel.compiled import check_mode, check_one_graph, evaluating_passes, passes_of
@@ -52,6 +52,7 @@ def fit(
     compiled: str = "auto",
     trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
+    hyperparameters: str = "checkpoint",
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
 
@@ -94,6 +95,9 @@ def fit(
         Resume from a checkpoint that `Checkpoint` has saved, also within an epoch. `epochs` and the history count from the
         beginning of the run. `"auto"` takes the latest good checkpoint of the `Checkpoint` among the callbacks. If there is none,
         the run starts from the beginning. A folder is that of a checkpoint, or of a run.
+    hyperparameters : "checkpoint" or "trainer"
+        Whose learning rate, schedule and other options of the optimizer a resumed run uses. With "checkpoint", other options
+        than the trainer's raise, and the learning rate is the checkpoint's. With "trainer", the trainer keeps its own.
 
     Returns
     -------
@@ -124,6 +128,7 @@ def fit(
         whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
     _check_arguments(net, loss, trainer, train_iter, test_iter, split_f)
     named_metrics(metrics)
+    one_of("fit", "hyperparameters", hyperparameters, ("checkpoint", "trainer"), advice="Pass 'trainer' to change them.")
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
@@ -131,7 +136,10 @@ def fit(
     make_passes = passes_of(check_mode("fit", compiled), trainer)
     check_one_graph("fit", net, compiled)
     remember_equal(net)  # values may have been loaded since the trainer was created
-    checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
+    checkpoint = None
+    if resume is not None:
+        keeps = hyperparameters == "checkpoint"
+        checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter, hyperparameters=keeps)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
     caught = CaughtSignal()
     on_phase = phase_reporter(callbacks, state)
@@ -212,7 +220,13 @@ def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback
 
 
 def _read_checkpoint(
-    resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, train_iter: Iterable[Any]
+    resume: Union[str, Path],
+    callbacks: Sequence[Callback],
+    net: gluon.Block,
+    trainer: Trainer,
+    train_iter: Iterable[Any],
+    *,
+    hyperparameters: bool,
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     if not isinstance(resume, (str, Path)):
@@ -226,7 +240,8 @@ def _read_checkpoint(
             if callback.folder.is_dir():
                 held.callback(callback.release)
                 callback.hold()
-        return find_resumable(resume, saving[0].folder if saving else None, net, trainer, check)
+        folder = saving[0].folder if saving else None
+        return find_resumable(resume, folder, net, trainer, check, hyperparameters=hyperparameters)
 
 
 def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sized, Union
@@ -76,7 +77,13 @@ class FitProgress:
 
 
 def find_resumable(
-    resume: Union[str, Path], folder: Optional[Path], net: gluon.Block, trainer: Trainer, check: Callable[[CheckpointData], None]
+    resume: Union[str, Path],
+    folder: Optional[Path],
+    net: gluon.Block,
+    trainer: Trainer,
+    check: Callable[[CheckpointData], None],
+    *,
+    hyperparameters: bool = True,
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, or None if there is none. Nothing changes yet.
 
@@ -88,6 +95,8 @@ def find_resumable(
         Where this run saves.
     check : callable (CheckpointData)
         Raises `StateError` if the run cannot resume from this content.
+    hyperparameters : bool
+        False: the trainer keeps its own; see `fit`.
 
     Raises
     ------
@@ -100,18 +109,17 @@ def find_resumable(
             "fit: got resume='auto' and no callback that saves; expected a folder with checkpoints. Pass "
             "callbacks=[Checkpoint(folder)], or resume=folder."
         )
-    checkpoint = _latest_good(where, net, trainer, check, may_be_missing=resume == "auto")
+    read = partial(read_checkpoint, net=net, trainer=trainer, check=check, hyperparameters=hyperparameters)
+    checkpoint = _latest_good(where, read, may_be_missing=resume == "auto")
     _check_same_step(None if checkpoint is None else checkpoint.content)
     return checkpoint
 
 
-def _latest_good(
-    folder: Path, net: gluon.Block, trainer: Trainer, check: Callable[[CheckpointData], None], *, may_be_missing: bool
-) -> Optional[ReadCheckpoint]:
+def _latest_good(folder: Path, read: Callable[[Path], ReadCheckpoint], *, may_be_missing: bool) -> Optional[ReadCheckpoint]:
     """Return the checkpoint in a folder, or the latest good one of the run in it."""
     single = checkpoint_in(folder)
     if single is not None:
-        return read_checkpoint(single, net, trainer, check=check)
+        return read(single)
     paths = find_checkpoints(folder)
     if not paths and not may_be_missing:
         raise StateError(
@@ -120,7 +128,7 @@ def _latest_good(
     first_error: Optional[StateError] = None
     for path in paths:
         try:
-            checkpoint = read_checkpoint(path, net, trainer, check=check)
+            checkpoint = read(path)
         except StateError as error:
             logger.warning("fit: cannot resume from %s: %s", path, error)
             first_error = first_error or error
@@ -164,7 +172,7 @@ def position_of(content: CheckpointData) -> FitProgress:
     if not place:
         raise StateError(
             f"fit: got {content.folder}, which holds no position of a run; expected a checkpoint that fit saved. Load other "
-            "checkpoints with load_checkpoint."
+            "checkpoints with load_checkpoint(folder, net, trainer, states_only=True), and call fit without resume."
         )
     schema.check(PLACE, {"place": place}, operation="fit", file=content.folder / TRAINING)
     schema.check(PROGRESS, content.progress, operation="fit", file=content.folder / PROGRESS_FILE)

@@ -22,6 +22,7 @@ _MOST_CAUGHT_UP = 10**6  # steps that a schedule counts one by one, in about a s
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
+_MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule"}  # m_schedule is Nadam's
 
 Description = Dict[str, Any]
 
@@ -67,6 +68,33 @@ def differences(saved: Description, optimizer: opt.Optimizer) -> List[str]:
         values = [(name, theirs["values"].get(name), mine["values"][name]) for name in mine["values"] if name in options]
         found += [f"{of}{name} {_shown(one)} where this one has {_shown(other)}" for name, one, other in values if one != other]
     return found
+
+
+def other_class(saved: Description, optimizer: opt.Optimizer) -> List[str]:
+    """Return, in words, that a described optimizer is of another class; [] if it is of the same one."""
+    mine = {"class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"}
+    is_same = current_class(saved["class"]) == mine["class"]
+    return [] if is_same else [f"{_class_name(saved)} where this one has {_class_name(mine)}"]
+
+
+def without_hyperparameters(described: Description, optimizer: opt.Optimizer) -> Description:
+    """Return the values of a description that training changes by itself: no learning rate, and no option.
+
+    Of a schedule, these are its `moved` values if this optimizer's schedule is of the same class. MXNet's schedules find their
+    position by the number of updates.
+
+    Examples
+    --------
+    >>> without_hyperparameters(describe(opt.SGD(momentum=0.9)), opt.SGD())["values"]
+    {'num_update': 0}
+    """
+    values = {name: value for name, value in described["values"].items() if name in _MOVED_BY_OPTIMIZERS}
+    schedule, mine = described["schedule"], _described(optimizer.lr_scheduler, set())
+    if schedule is None or mine is None or current_class(schedule["class"]) != mine["class"]:
+        return {**described, "values": values, "schedule": None}
+    names = getattr(optimizer.lr_scheduler, "moved", ())
+    moved = {name: value for name, value in schedule["values"].items() if name in names}
+    return {**described, "values": values, "schedule": {**schedule, "values": moved}}
 
 
 def misfit(mine: Mapping[str, Any], theirs: Mapping[str, Any], thing: Any, *, exact: bool = False) -> Optional[schema.Wrong]:

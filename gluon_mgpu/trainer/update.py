@@ -372,7 +372,8 @@ def filled(state: State, value: State, where: str) -> State:
         return type(state)(filled(*pair, where) for pair in zip(state, value))
     if (state is None) != (value is None) or isinstance(state, str) != isinstance(value, str) or isinstance(value, _CONTAINERS):
         raise StateError(
-            f"load_states: got another form of state in {where}; expected the optimizer options of the file, such as momentum."
+            f"load_states: got another form of state in {where}; expected the optimizer options of the file, such as momentum. "
+            "Make the trainer with them."
         )
     return value
 

@@ -129,7 +129,6 @@ STAGES = ["--devices", "cpu:2", "--stages", "2"]
         (["--micro-batches", "4"], "got --micro-batches without --stages; expected both"),
         (["--pipeline-schedule", "1f1b"], "got --pipeline-schedule without --stages; expected both"),
         (["--recompute"], "got --recompute without --stages; expected both"),
-        ([*STAGES, "--precision", "bf16"], "got --precision bf16 with --stages; expected fp32"),
         ([*STAGES, "--weights", "3,1"], "got 2 numbers for 1 replica; expected one for each"),
     ],
 )

@@ -8,6 +8,7 @@ from gluon_mgpu.errors import DeviceError, StaleGradientError, TrainerError
 from gluon_mgpu.pipeline.schedule import SCHEDULES, most_held, plan
 from gluon_mgpu.pipeline.split import _divide
 from gluon_mgpu.runtime.profiler import Recording, tasks_of
+from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import autograd, gluon
@@ -193,6 +194,25 @@ def test_hybridized_stages_compute_the_same(arrays):
         found.append(trained(model)[0])
     assert largest_difference(found[0], found[1]) < 1e-6
     assert largest_difference(found[1], found[2]) == 0
+
+
+@pytest.mark.parametrize(
+    "make, hybridized", [(dense, False), (dense, True), (lambda: seeded(Crossing()), True)], ids=["layers", "hybridized", "graph"]
+)
+def test_stages_compute_in_the_precision_of_the_network(make, hybridized):
+    if not can_compute_bf16():
+        pytest.skip("MXNet cannot compute in bfloat16 on this processor")
+    found = []
+    for divides in (False, True):
+        net = make()
+        if hybridized:
+            net.hybridize()
+        mgpu.set_precision(net, "bf16")
+        if divides:
+            net = mgpu.Pipeline(mgpu.split_stages(net, 2, batches()[0][0]), contexts(2), 2)
+        found.append(trained(net, precision="bf16")[0])
+    assert largest_difference(*found) < 0.02
+    assert largest_difference(found[1], trained(make())[0]) > 1e-5, "not in float32"
 
 
 # BatchNorm
@@ -499,6 +519,7 @@ REFUSED = {
     "ctx again": (lambda: mgpu.Pipeline([dense()], [mx.cpu(0)]).initialize(ctx=mx.cpu(1)), TrainerError, "have devices"),
     "nadam": (lambda: mgpu.Trainer(mgpu.Pipeline([dense()], [mx.cpu(0)]), "nadam"), TrainerError, "adamw"),
     "local": (lambda: mgpu.LocalSGD(mgpu.Pipeline([dense()], [mx.cpu(0)]), "sgd", every=2), TrainerError, "a whole network"),
+    "precision": (lambda: mgpu.set_precision(mgpu.Pipeline([dense()], [mx.cpu(0)]), "bf16"), TrainerError, "before split_stages"),
     "step": (lambda: stale(mgpu.Pipeline([dense()], [mx.cpu(0)])), StaleGradientError, "no gradient"),
     "elsewhere": (lambda: mgpu.Pipeline([dense()], [mx.cpu(1)])(mx.nd.zeros((1, 16))), TrainerError, "where the first stage is"),
 }

@@ -16,6 +16,7 @@ from ..pipeline.network import Pipeline
 from ..pipeline.schedule import SCHEDULES
 from ..pipeline.split import split_stages
 from ..runtime.units import format_bytes
+from ..trainer.precision import set_precision
 from ._options import all_of
 from ._output import print_once
 
@@ -67,10 +68,6 @@ def check_stages(options: Any, num_devices: int) -> None:
             f"devices, one for each stage of each replica. Choose {multiple} with --devices, or other stages.",
             param_hint="--stages",
         )
-    elif options.precision != "fp32":  # it would be set for the layers, but not for the stages that are compiled of them
-        raise click.UsageError(
-            f"got --precision {options.precision} with --stages; expected fp32, in which stages compute. Leave one of them out."
-        )
 
 
 def number_of(count: int, noun: str) -> str:
@@ -107,15 +104,15 @@ def divided(net: gluon.Block, ctx: Sequence[mx.Context], options: Any, train_ite
     micro_batches = options.micro_batches or _MICRO_BATCHES * stages
     X = next(iter(copy.copy(train_iter)))[0]
     sample = split_data(X, replicas * processes * micro_batches, batch_axis, even_split=False)[0]
-    # processes exchange the gradients of equal stages, and each would measure its own
-    parts = split_stages(net, stages, sample, balance="time" if processes == 1 else "bytes")
+    set_precision(net, options.precision)
+    parts = split_stages(net, stages, sample)
     placed = [list(ctx[begin : begin + stages]) for begin in range(0, len(ctx), stages)]
     pipeline = Pipeline(parts, placed, micro_batches, options.pipeline_schedule or SCHEDULES[0], options.recompute)
-    print_once(_description(pipeline, "time" if processes == 1 else "bytes"))
+    print_once(_description(pipeline))
     return pipeline
 
 
-def _description(pipeline: Pipeline, cost: str) -> str:
+def _description(pipeline: Pipeline) -> str:
     """Return a line that says where each stage is, and how large."""
     found: List[str] = []
     costs = pipeline.stages.costs
@@ -123,6 +120,6 @@ def _description(pipeline: Pipeline, cost: str) -> str:
         params = stage.params()
         places = " and ".join(str(devices[number]) for devices in pipeline.devices)
         size = format_bytes(sum(map(num_bytes, params)))
-        found.append(f"{places} {len(params)} parameters of {size}, {costs[number] / (sum(costs) or 1):.0%} of the {cost}")
+        found.append(f"{places} {len(params)} parameters of {size}, {costs[number] / (sum(costs) or 1):.0%} of the time")
     how = f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches, {pipeline.schedule}"
     return f"pipeline of {how}{', recompute' * pipeline.recompute}: {'; '.join(found)}"

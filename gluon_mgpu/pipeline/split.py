@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from itertools import accumulate
 from statistics import median
@@ -14,9 +15,11 @@ from mxnet import autograd, gluon
 
 from ..checks import one_of, reason_of, short, whole_number
 from ..data_parallel.graph import NotCompilableError, trace
+from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, is_float, map_leaves, num_bytes
 from ..trainer.parameters import devices_of
+from ..trainer.precision import precision_of, set_precision
 from .stage import CutGraph, Stage, Stages, of_blocks
 
 BALANCES = ("time", "bytes")
@@ -32,10 +35,12 @@ def split_stages(net: gluon.Block, num_stages: int, sample: Any, *, balance: str
     any other HybridBlock             anywhere in its graph: skip connections may go over several stages
     ```
 
+    In a job of several processes all of them call it, and use what process 0 measures.
+
     Parameters
     ----------
     net : gluon.Block
-        Initialised, in front of `Pipeline`, which moves the parameters.
+        Initialised, and in its precision (`set_precision`), in front of `Pipeline`, which moves the parameters.
     num_stages : int
     sample : array, or nested data
         Features of one micro-batch, shapes (b, ...): MXNet's arrays, or NumPy's.
@@ -95,13 +100,15 @@ def split_stages(net: gluon.Block, num_stages: int, sample: Any, *, balance: str
 def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stages: int, X: Any, balance: str) -> Stages:
     costs = _costs(of_blocks(layers, net), X, balance)
     bounds = [0, *_divide(costs, num_stages, [1] * (len(layers) - 1)), len(layers)]
-    is_hybridized = bool(getattr(net, "_active", False))
+    is_hybridized, precision = bool(getattr(net, "_active", False)), precision_of(net)
     blocks = []
     for begin, end in zip(bounds, bounds[1:]):
         part = layers[begin:end]
         kind = gluon.nn.HybridSequential if all(isinstance(layer, gluon.HybridBlock) for layer in part) else gluon.nn.Sequential
         block = kind(prefix="")
         block.add(*part)
+        if precision != "fp32":
+            set_precision(block, precision)
         if is_hybridized:
             block.hybridize(**{name: value for name, value in net._flags if not name.startswith("static_")})
         blocks.append(block)
@@ -177,7 +184,16 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
         results, seconds = _timed(piece, [array.detach() for array in inputs])
         outputs.append(results)
         costs.append(seconds)
-    return costs
+    return _agreed(costs)
+
+
+def _agreed(costs: List[float]) -> List[float]:
+    """Return the costs that process 0 has measured: the processes of a job exchange the gradients of equal stages."""
+    processes = group()
+    if processes is None:
+        return costs
+    found: List[float] = json.loads(processes.all_gather_bytes(json.dumps(costs).encode())[0])
+    return found
 
 
 def _find(source: Tuple[int, int], arrays: Sequence[Array], outputs: Sequence[Sequence[Array]]) -> Array:

@@ -117,6 +117,11 @@ def _compiled_of(net: gluon.Block) -> List[gluon.HybridBlock]:
 
 def _check(net: Any, precision: Any) -> None:
     one_of("set_precision", "precision", precision, list(PRECISIONS), advice="fp32 is MXNet's own.")
+    if precision != precision_of(net) and hasattr(net, "replica_contexts"):
+        raise TrainerError(
+            f"set_precision: got {precision} for a {type(net).__name__}, whose stages are graphs already; expected the network "
+            "before it is divided. Call set_precision(net, ...) before split_stages()."
+        )
     if not isinstance(net, gluon.Block):
         raise TrainerError(
             f"set_precision: got {type(net).__name__}; expected the network, whose operators have the precision. "

@@ -141,6 +141,7 @@ def test_memory_that_later_steps_will_take_counts(num_contexts, steps_to_come, m
     assert coming / MIB == pytest.approx(64 * steps_to_come, rel=0.1)
 
 
+@pytest.mark.exhaustive
 def test_a_network_of_np_arrays_trains_on_two_devices():
     mx.npx.set_np()
     try:

@@ -444,6 +444,7 @@ def test_checkpoints_are_measured(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.png"]
 
 
+@pytest.mark.exhaustive
 def test_quick_checkpoints_ignore_the_given_sizes():
     done = CliRunner().invoke(main, ["checkpoint", "--quick", "--devices", "cpu", "--rounds", "99", "--shape", "999"])
     assert done.exit_code == 0, done.output

@@ -1,5 +1,7 @@
 """Networks divided over devices compute what one device computes, in the order of their schedule."""
 
+from collections import Counter
+
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
@@ -96,13 +98,15 @@ def test_stages_train_what_one_device_trains(num_stages, micro_batches, schedule
 
 
 @pytest.mark.parametrize(
-    "num_stages, micro_batches, num_replicas, recompute", [(2, 1, 2, False), (3, 4, 1, True), (3, 2, 2, True)]
+    "num_stages, micro_batches, num_replicas, recompute", [(2, 1, 2, False), (5, 4, 1, True), (3, 2, 2, True)]
 )
 def test_skip_connections_and_tied_weights(arrays, num_stages, micro_batches, num_replicas, recompute):
     bounds = {"clip_norm": 0.5, "clip_value": 0.1}
     alone, expected = trained(seeded(Crossing()), **bounds)
     stages = mgpu.split_stages(seeded(Crossing()), num_stages, batches()[0][0], balance="bytes")
-    assert {source for stage in stages for source in stage.sources} - {(-1, 0)}, "some arrays cross"
+    readers = Counter(source for stage in stages for source in stage.sources)
+    assert readers[-1, 0] == 2, "the input goes over several stages"
+    assert num_stages < 5 or readers[1, 0] == 2, "two stages read the output of another"
     model = mgpu.Pipeline(stages, contexts(num_stages, num_replicas), micro_batches, recompute=recompute)
     found, trainer = trained(model, **bounds)
     assert largest_difference(found, alone) < 1e-6

@@ -14,6 +14,8 @@ from mxnet.gluon import nn
 from .conftest import assert_house_style, largest_difference
 from .test_pipeline import CE, batches, seeded
 
+pytestmark = pytest.mark.timeout(60)  # a second forward pass that waits for the update waits forever
+
 
 def layers(hybridized=False):
     block = nn.HybridSequential()

@@ -32,6 +32,8 @@ class _MicroBatch:
     ----------
     arrays : list of NDArray
         The network's inputs, on the first device.
+    num_examples : int
+        0 for a batch that is not divided.
     inputs : dict of int to list of NDArray
         What each stage read, until its backward pass: copies on its device.
     gradients : dict of int to list
@@ -71,7 +73,9 @@ class PipelinePasses(Passes):
         self.adds = trainer is not None and pipeline.micro_batches > 1
         self._pipeline, self._trainer = pipeline, trainer
         self._plans: Dict[int, List[Planned]] = {}  # by the number of micro-batches
-        self._sizes: List[int] = []  # examples of each micro-batch
+        self._sizes: List[int] = []  # examples of each micro-batch, if there are several
+        several = pipeline.stages if self.adds else []
+        self.batch_norms = [batch_norms(pipeline.net, stage.params()) for stage in several]  # their statistics are put together
 
     def arrange(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
         """Return micro-batches, the labels where the outputs will be: one item per micro-batch instead of one per replica."""
@@ -80,12 +84,12 @@ class PipelinePasses(Passes):
         self._sizes = []
         for X, y in zip(Xs, ys):
             parts = [(X, y)]
-            if self._trains and pipeline.micro_batches > 1:
+            if self.adds:
                 parts = split_data((X, y), pipeline.micro_batches, batch_axis, even_split=False)
+                self._sizes += [count_examples(operation, part, batch_axis) for part in parts]
             replica = self._replica(X)
             last = pipeline.devices[replica][-1]
             for one, label in parts:
-                self._sizes.append(count_examples(operation, (one, label), batch_axis))
                 arranged[0].append(one)
                 arranged[1].append(map_leaves(lambda _, leaf, device=last: _on(leaf, device), label))
         return arranged
@@ -96,7 +100,7 @@ class PipelinePasses(Passes):
             return super().forward(operation, Xs, ys)
         replicas: List[List[_MicroBatch]] = [[] for _ in self._pipeline.devices]
         for shard, (X, y) in enumerate(zip(Xs, ys)):
-            micro_batch = _MicroBatch(shard, X, y, self._pipeline.stages.inputs(X), self._sizes[shard])
+            micro_batch = _MicroBatch(shard, X, y, self._pipeline.stages.inputs(X), self._sizes[shard] if self.adds else 0)
             replicas[self._replica(X)].append(micro_batch)
         self._seed(replicas)
         scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
@@ -182,11 +186,9 @@ class _Run:
             self._needs_backward.append(bool(gradients) or before)
         self._last: Dict[Context, List[Array]] = {}  # what the latest task of each device writes
         self._stats: Dict[int, BatchStats] = {}
-        if len(micro_batches) > 1:
-            for stage in range(pipeline.num_stages):
-                layers = batch_norms(pipeline.net, pipeline.stages[stage].params())
-                if layers:
-                    self._stats[stage] = BatchStats(layers, self.devices[stage])
+        for stage, layers in enumerate(passes.batch_norms if len(micro_batches) > 1 else []):
+            if layers:
+                self._stats[stage] = BatchStats(layers, self.devices[stage])
 
     def queue(self, task: Task) -> None:
         """Queue a task."""
@@ -210,7 +212,8 @@ class _Run:
 
     def note_examples(self) -> None:
         """Count the examples for the running statistics of all of this replica's devices."""
-        note_examples_on(set(self.devices), sum(one.num_examples for one in self._micro_batches))
+        number = sum(one.num_examples or int((*one.loss.shape, 1)[0]) for one in self._micro_batches)
+        note_examples_on(set(self.devices), number)
 
     def _forward(self, task: Task, micro_batch: _MicroBatch) -> None:
         pipeline, stage, device = self._pipeline, task.stage, self.devices[task.stage]

@@ -1,0 +1,262 @@
+"""Layouts of a training over devices: which there are, what is predicted for each, and which one to use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ..pipeline.schedule import SCHEDULES, most_held, plan
+
+_MOST_PER_STAGE = 4  # micro-batches, as the training programs use them
+_MOST_MICRO_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train on all devices.
+
+    Attributes
+    ----------
+    kind : str
+        `"data"`: each device holds the network. `"model"`: each holds a stage of it.
+    batch_size : int
+        Of the whole batch, in the unit of the training program's option: examples, or tokens.
+    precision : str
+    stages : int
+        Devices that hold the network together; the others hold replicas.
+    micro_batches : int
+        The parts of a replica's batch: micro-batches of a pipeline, micro-steps of data parallelism.
+    schedule : str
+    recompute : bool
+    """
+
+    kind: str
+    batch_size: int
+    precision: str = "fp32"
+    stages: int = 1
+    micro_batches: int = 1
+    schedule: str = SCHEDULES[0]
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"batch {self.batch_size}", self.precision]
+        if self.kind == "data":
+            return ", ".join(["data parallel", *parts, *[f"{self.micro_batches} micro-steps"] * (self.micro_batches > 1)])
+        how = [f"{self.micro_batches} micro-batches", self.schedule, *["recompute"] * self.recompute]
+        return ", ".join([f"{self.stages} stages", *parts, *how])
+
+    @property
+    def network(self) -> Layout:
+        """The layout without what can be changed while the same network stays on the devices."""
+        return Layout(self.kind, self.batch_size, self.precision, self.stages)
+
+
+def layouts_of(num_devices: int, batch_sizes: Sequence[int], precisions: Sequence[str] = ("fp32",)) -> List[Layout]:
+    """Return all layouts; the first one is the default: data parallel, with the first batch size and precision.
+
+    Examples
+    --------
+    >>> for layout in layouts_of(2, [64])[:6]:
+    ...     print(layout)
+    data parallel, batch 64, fp32
+    data parallel, batch 64, fp32, 2 micro-steps
+    data parallel, batch 64, fp32, 4 micro-steps
+    2 stages, batch 64, fp32, 2 micro-batches, 1f1b
+    2 stages, batch 64, fp32, 2 micro-batches, 1f1b, recompute
+    2 stages, batch 64, fp32, 2 micro-batches, gpipe
+    """
+    found = []
+    for precision in precisions:
+        for size in batch_sizes:
+            found += [Layout("data", size, precision, micro_batches=parts) for parts in powers_of_2(_MOST_MICRO_STEPS)]
+            for stages in range(2, num_devices + 1):
+                if num_devices % stages:
+                    continue
+                for parts in sorted(powers_of_2(_MOST_PER_STAGE * stages), key=lambda parts: (parts < stages, parts)):
+                    for schedule in SCHEDULES if parts > 1 else SCHEDULES[:1]:
+                        found += [Layout("model", size, precision, stages, parts, schedule, how) for how in (False, True)]
+    return found
+
+
+def powers_of_2(most: int) -> List[int]:
+    """Return 1, 2, 4, ... up to a number.
+
+    Examples
+    --------
+    >>> powers_of_2(12)
+    [1, 2, 4, 8]
+    """
+    return [2**power for power in range(most.bit_length())]
+
+
+class Curve:
+    """What was measured at some sizes: lines between them, which continue on both sides.
+
+    Examples
+    --------
+    >>> curve = Curve({8: 1.0, 16: 1.5, 64: 6.3})
+    >>> curve.at(12), curve.at(4), round(curve.at(80), 6)
+    (1.25, 0.75, 7.9)
+    >>> Curve({8: 1.0}).at(12), Curve({8: 2.0, 16: 8.0}).at(4)
+    (1.5, 0.0)
+    """
+
+    def __init__(self, points: Optional[Mapping[float, float]] = None) -> None:
+        self.points: Dict[float, float] = dict(points or {})
+
+    def at(self, size: float) -> float:
+        """Return the value at a size, 0 or more."""
+        if size in self.points:
+            return self.points[size]
+        if len(self.points) == 1:
+            ((known, value),) = self.points.items()
+            return value * size / known
+        sizes = sorted(self.points)
+        upper = min(max(1, sum(known < size for known in sizes)), len(sizes) - 1)
+        (left, low), (right, high) = ((known, self.points[known]) for known in sizes[upper - 1 : upper + 1])
+        return max(0.0, low + (high - low) * (size - left) / (right - left))
+
+
+@dataclass
+class Costs:
+    """What was measured of a network on its devices, in one precision.
+
+    Attributes
+    ----------
+    batches : dict of int to Curve
+        Data parallel: seconds of a batch by its examples, for each number of micro-steps.
+    tasks : list of dict
+        Pipeline: for each stage, `F` and `B`, the seconds of its tasks by the examples of a micro-batch, with the copies that
+        they read.
+    rest : Curve
+        Pipeline: seconds of a batch outside its tasks, to load the data, to sum and to update, by its examples.
+    sources : list of list of int
+        Pipeline: see `schedule.plan`.
+    slowdown : float
+        Pipeline: the seconds of the tasks of one batch as it ran, divided by those of the simulation, whose tasks were measured
+        one at a time. Devices that share a memory or a host slow each other down.
+    fixed_bytes : list of int
+        Weights, gradients and the optimizer's states, for each stage; data parallel: one number.
+    held_bytes : list of float
+        Activations per example of a micro-batch.
+    recomputed_bytes : list of float
+        The same with recomputation.
+    """
+
+    batches: Dict[int, Curve] = field(default_factory=dict)
+    tasks: List[Dict[str, Curve]] = field(default_factory=list)
+    rest: Curve = field(default_factory=Curve)
+    sources: List[List[int]] = field(default_factory=list)
+    slowdown: float = 1.0
+    fixed_bytes: List[int] = field(default_factory=list)
+    held_bytes: List[float] = field(default_factory=list)
+    recomputed_bytes: List[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for a layout.
+
+    Attributes
+    ----------
+    layout : Layout
+    seconds : float
+        Of a batch.
+    examples_per_s : float
+    bytes_per_device : int, optional
+        On the fullest device; None if activations could not be measured.
+    """
+
+    layout: Layout
+    seconds: float
+    examples_per_s: float
+    bytes_per_device: Optional[int]
+
+
+def predict(layout: Layout, costs: Costs, num_examples: int, num_devices: int) -> Optional[Prediction]:
+    """Return what is predicted for a layout; None if it was not measured, or has more micro-batches than examples.
+
+    Parameters
+    ----------
+    layout : Layout
+    costs : Costs
+        Of its network and precision.
+    num_examples : int
+        Of the whole batch.
+    num_devices : int
+    """
+    part = num_examples * layout.stages / num_devices / layout.micro_batches  # examples of a micro-batch of one replica
+    if part < 1:
+        return None
+    if layout.kind == "data":
+        if layout.micro_batches not in costs.batches:
+            return None
+        seconds, held = costs.batches[layout.micro_batches].at(num_examples), [1]
+    else:
+        if not costs.tasks:
+            return None
+        times = [(task["F"].at(part), task["B"].at(part)) for task in costs.tasks]
+        if layout.recompute:
+            times = [(forward, backward + forward) for forward, backward in times[:-1]] + times[-1:]
+        planned = plan(costs.sources, range(layout.stages), layout.micro_batches, layout.schedule, costs=times)
+        seconds = costs.rest.at(num_examples) + costs.slowdown * max(one.end for one in planned)
+        held = [most_held(planned, stage) for stage in range(layout.stages)]
+    return Prediction(layout, seconds, num_examples / seconds, _bytes_per_device(layout, costs, part, held))
+
+
+def _bytes_per_device(layout: Layout, costs: Costs, part: float, held: Sequence[int]) -> Optional[int]:
+    if not costs.held_bytes:
+        return None
+    per_example = [count * one for count, one in zip(held, costs.held_bytes)]
+    if layout.recompute:
+        per_example[:-1] = costs.recomputed_bytes[:-1]  # the last stage does not recompute
+    return max(int(fixed + part * one) for fixed, one in zip(costs.fixed_bytes, per_example))
+
+
+def ranked(predictions: Sequence[Prediction], memory_limit: Optional[int] = None) -> List[Prediction]:
+    """Return predictions by speed, the fastest first, without those of more bytes per device than the limit."""
+    fitting = [one for one in predictions if not memory_limit or (one.bytes_per_device or 0) <= memory_limit]
+    return sorted(fitting, key=lambda one: -one.examples_per_s)
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How many times as fast a layout is as another: the median over rounds, the lowest and the highest."""
+
+    times: float
+    lowest: float
+    highest: float
+
+    def __str__(self) -> str:
+        return f"{self.times:.2f} ({self.lowest:.2f}-{self.highest:.2f})"
+
+
+def margin(rates: Sequence[float], reference: Sequence[float]) -> Margin:
+    """Compare the examples/s of two layouts round by round: what slows the machine down for a round slows both.
+
+    Examples
+    --------
+    >>> print(margin([12.0, 6.0, 13.0], [10.0, 5.0, 10.0]))
+    1.20 (1.20-1.30)
+    """
+    ratios = [one / other for one, other in zip(rates, reference)]
+    return Margin(median(ratios), min(ratios), max(ratios))
+
+
+def choose(rates: Mapping[Layout, Sequence[float]], default: Layout) -> Tuple[Layout, Layout, Margin]:
+    """Return the layout to use, the fastest one, and the fastest one's margin over the default.
+
+    The layout to use is the fastest one if it beats the default in every round, otherwise the default.
+
+    Examples
+    --------
+    >>> default, other = layouts_of(2, [64])[0], layouts_of(2, [64])[3]
+    >>> choose({default: [10.0, 11.0], other: [12.0, 12.0]}, default)[0] is other
+    True
+    >>> choose({default: [10.0, 13.0], other: [14.0, 12.0]}, default)[0] is default
+    True
+    """
+    fastest = max(rates, key=lambda layout: margin(rates[layout], rates[default]).times)
+    found = margin(rates[fastest], rates[default])
+    return (fastest if found.lowest > 1 else default), fastest, found

@@ -50,6 +50,7 @@ def same_rows(left, right):
             ["--devices", "cpu:3", "--stages", "3", "--micro-batches", "2", "--pipeline-schedule", "gpipe"],
             "pipeline of 3 stages, 2 micro-batches, gpipe: cpu(0) ",
         ),
+        (["--devices", "cpu:2", "--stages", "4", "--micro-batches", "4"], "pipeline of 4 stages, 4 micro-batches, 1f1b: cpu(0) "),
     ],
 )
 def test_stages_train_like_one_device(images, tmp_path, options, told):

@@ -36,9 +36,8 @@ def pipeline_options(*parallel: str) -> Callable[[Any], Any]:
         click.option(
             "--stages",
             type=click.IntRange(1),
-            help="Divide the network into this many stages of about equal time, each on a device of its own. The number of "
-            "devices is a multiple: 4 devices with 2 stages hold the network twice. By default as many as devices, with "
-            "--parallel model.",
+            help="Divide the network into this many stages of about equal time, by default one for each device with --parallel "
+            "model. 4 devices with 2 stages hold the network twice; 2 devices with 4 stages hold two stages each, in turn.",
         ),
         click.option(
             "--micro-batches",
@@ -76,11 +75,12 @@ def check_stages(options: Any, num_devices: int) -> None:
         for name, value in given.items():
             if value:
                 raise click.UsageError(f"got {name} without --stages; expected both. Add --stages 2, or leave {name} out.")
-    elif options.stages is not None and num_devices % options.stages:
+    elif options.stages is not None and num_devices % options.stages and (num_devices == 1 or options.stages % num_devices):
         multiple = -(-num_devices // options.stages) * options.stages
         raise click.BadParameter(
             f"got {options.stages} stages for {number_of(num_devices, 'device')}; expected a multiple of {options.stages} "
-            f"devices, one for each stage of each replica. Choose {multiple} with --devices, or other stages.",
+            "devices, one for each stage of each replica, or stages that are a multiple of the devices. Choose "
+            f"{multiple} with --devices, or other stages.",
             param_hint="--stages",
         )
 
@@ -98,7 +98,7 @@ def number_of(count: int, noun: str) -> str:
 
 def num_replicas(options: Any, ctx: Sequence[mx.Context]) -> int:
     """Return the number of copies of the network: each takes its part of a batch."""
-    return len(ctx) // (_num_stages(options, ctx) if is_divided(options) else 1)
+    return max(1, len(ctx) // _num_stages(options, ctx)) if is_divided(options) else len(ctx)
 
 
 def _num_stages(options: Any, ctx: Sequence[mx.Context]) -> int:
@@ -126,7 +126,7 @@ def divided(net: gluon.Block, ctx: Sequence[mx.Context], options: Any, train_ite
     set_precision(net, options.precision)
     shared = net.data_parallel_layers() if options.parallel == "hybrid" else ()
     parts = split_stages(net, stages, sample, data_parallel=shared)
-    placed = [list(ctx[begin : begin + stages]) for begin in range(0, len(ctx), stages)]
+    placed = [[ctx[(begin + stage) % len(ctx)] for stage in range(stages)] for begin in range(0, replicas * stages, stages)]
     pipeline = Pipeline(parts, placed, micro_batches, options.pipeline_schedule or SCHEDULES[0], options.recompute)
     print_once(_description(pipeline))
     return pipeline

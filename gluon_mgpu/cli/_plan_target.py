@@ -28,7 +28,19 @@ from .train_seq2seq import train_seq2seq
 
 PROGRAMS: Dict[str, click.Command] = {"resnet18": train_resnet18, "seq2seq": train_seq2seq}
 _BATCH = {"resnet18": "batch_size", "seq2seq": "batch_tokens"}
-_OURS = ("devices", "precision", "micro_steps", "stages", "micro_batches", "pipeline_schedule", "recompute", "weights", "debug")
+_KINDS = {"resnet18": ("data", "model"), "seq2seq": ("data", "model", "hybrid")}
+_OURS = (
+    "devices",
+    "precision",
+    "micro_steps",
+    "parallel",
+    "stages",
+    "micro_batches",
+    "pipeline_schedule",
+    "recompute",
+    "weights",
+    "debug",
+)
 _FILE_BATCH_SIZE = 64
 
 
@@ -39,9 +51,12 @@ class Target:
     ----------
     batch_size : int
         The default.
+    kinds : sequence of str
+        The kinds of layouts that it has.
     """
 
     batch_size: int
+    kinds: Sequence[str] = ("data", "model")
 
     def visit(self, layout: Layout, contexts: Sequence[Context], work: Callable[[Trial], None]) -> None:
         """Put the network on the devices as a layout says, and call `work` with it. The network is gone afterwards."""
@@ -76,6 +91,7 @@ class Program(Target):
                     "plan --help."
                 )
         self.batch_size = parsed.params[self._batch_option]
+        self.kinds = _KINDS[name]
 
     def visit(self, layout: Layout, contexts: Sequence[Context], work: Callable[[Trial], None]) -> None:
         def instead(net: Any, loss: Any, trainer: Any, train_iter: Any, **options: Any) -> NoReturn:
@@ -105,6 +121,7 @@ class Program(Target):
             words += ["--precision", layout.precision]
         if layout.kind == "data":
             return words + (["--micro-steps", str(layout.micro_batches)] if layout.micro_batches > 1 else [])
+        words += ["--parallel", layout.kind] if layout.kind != "model" else []
         words += ["--stages", str(layout.stages), "--micro-batches", str(layout.micro_batches)]
         words += ["--pipeline-schedule", layout.schedule] if layout.schedule != SCHEDULES[0] else []
         return words + ["--recompute"] * layout.recompute

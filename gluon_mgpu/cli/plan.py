@@ -6,6 +6,7 @@ import csv
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -70,7 +71,7 @@ class Plan:
         for network in dict.fromkeys(layout.network for layout in self.layouts):
             if has_time() or network == self.default.network:
                 on_message(f"measuring the parts: {network.stages} stages, batch {network.batch_size}, {network.precision}")
-                self._visit(network, lambda trial, network=network: self._measure_parts(network, trial, has_time))
+                self._visit(network, partial(self._measure_parts, network, has_time))
         self._predict()
 
     def run(self, layouts: Sequence[Layout], rounds: int, on_message: Callable[[str], None]) -> None:
@@ -81,16 +82,11 @@ class Plan:
         networks = list(dict.fromkeys(layout.network for layout in layouts))
         for number in range(1, rounds + 1):
             found: Dict[Layout, float] = {}
-
-            def run_all(trial: Trial, own: Sequence[Layout], found: Dict[Layout, float] = found, number: int = number) -> None:
-                for layout in own:
-                    on_message(f"round {number} of {rounds}: {layout}")
-                    found[layout] = trial.rate(layout)
-
             for network in networks[:: 1 if number % 2 else -1]:
                 own = [one for one in layouts if one.network == network and one not in self.left_out]
                 if own:
-                    self._visit(network, lambda trial, own=own: run_all(trial, own))
+                    on_message(f"round {number} of {rounds}: {network}, {len(own)} layouts")
+                    self._visit(network, partial(_run_all, own, found))
             for layout in found:
                 if layout not in self.left_out:
                     self.rates.setdefault(layout, []).append(found[layout])
@@ -105,7 +101,7 @@ class Plan:
             reason = error.message if isinstance(error, click.UsageError) else last_line(error)
             self.left_out.update({layout: reason for layout in self.layouts if layout.network == network})
 
-    def _measure_parts(self, network: Layout, trial: Trial, has_time: Callable[[], bool]) -> None:
+    def _measure_parts(self, network: Layout, has_time: Callable[[], bool], trial: Trial) -> None:
         costs = self.costs.setdefault((network.kind, network.stages, network.precision), Costs())
         self.num_examples[network.batch_size] = trial.num_examples
         own = list(dict.fromkeys(layout.micro_batches for layout in self.layouts if layout.network == network))
@@ -144,6 +140,11 @@ class Plan:
             row["examples_per_s"], row["rounds"] = (median(rates), rates) if rates else (None, [])
             found.append({**row, "left_out": self.left_out.get(layout, "")})
         return found
+
+
+def _run_all(layouts: Sequence[Layout], found: Dict[Layout, float], trial: Trial) -> None:
+    for layout in layouts:
+        found[layout] = trial.rate(layout)
 
 
 @click.command()
@@ -204,7 +205,8 @@ def plan(
         raise click.BadParameter(f"got {output.name}; expected a name that ends in .json or .csv.", param_hint="--output")
     target = target_of(what, arguments)
     contexts = resolve_devices(devices, **choice)
-    layouts = layouts_of(len(contexts), list(dict.fromkeys(batch_sizes or [target.batch_size])), list(dict.fromkeys(precisions)))
+    sizes = list(dict.fromkeys(batch_sizes or [target.batch_size]))
+    layouts = layouts_of(len(contexts), sizes, list(dict.fromkeys(precisions)), target.kinds)
     made = Plan(target, contexts, layouts, memory_limit)
     try:
         with Console(stderr=True).status("measuring the parts") as status:

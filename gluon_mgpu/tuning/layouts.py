@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import median
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ..pipeline.schedule import SCHEDULES, most_held, plan
+from ..pipeline.schedule import SCHEDULES, Planned, most_held, plan
 
 _MOST_PER_STAGE = 4  # micro-batches, as the training programs use them
 _MOST_MICRO_STEPS = 4
@@ -19,7 +20,8 @@ class Layout:
     Attributes
     ----------
     kind : str
-        `"data"`: each device holds the network. `"model"`: each holds a stage of it.
+        `"data"`: each device holds the network. `"model"`: each holds a stage. `"hybrid"`: each holds a stage, and all share the
+        last one.
     batch_size : int
         Of the whole batch, in the unit of the training program's option: examples, or tokens.
     precision : str
@@ -40,11 +42,12 @@ class Layout:
     recompute: bool = False
 
     def __str__(self) -> str:
-        parts = [f"batch {self.batch_size}", self.precision]
-        if self.kind == "data":
-            return ", ".join(["data parallel", *parts, *[f"{self.micro_batches} micro-steps"] * (self.micro_batches > 1)])
-        how = [f"{self.micro_batches} micro-batches", self.schedule, *["recompute"] * self.recompute]
-        return ", ".join([f"{self.stages} stages", *parts, *how])
+        parts = ["data parallel" if self.kind == "data" else f"{'hybrid of ' * (self.kind == 'hybrid')}{self.stages} stages"]
+        parts += [f"batch {self.batch_size}", self.precision]
+        if self.micro_batches > 1:
+            parts.append(f"{self.micro_batches} micro-{'steps' if self.kind == 'data' else 'batches'}")
+        parts += [self.schedule] * (self.schedule != SCHEDULES[0]) + ["recompute"] * self.recompute
+        return ", ".join(parts)
 
     @property
     def network(self) -> Layout:
@@ -52,30 +55,32 @@ class Layout:
         return Layout(self.kind, self.batch_size, self.precision, self.stages)
 
 
-def layouts_of(num_devices: int, batch_sizes: Sequence[int], precisions: Sequence[str] = ("fp32",)) -> List[Layout]:
+def layouts_of(
+    num_devices: int, batch_sizes: Sequence[int], precisions: Sequence[str] = ("fp32",), kinds: Sequence[str] = ("data", "model")
+) -> List[Layout]:
     """Return all layouts; the first one is the default: data parallel, with the first batch size and precision.
 
     Examples
     --------
-    >>> for layout in layouts_of(2, [64])[:6]:
+    >>> for layout in layouts_of(2, [64])[:7]:
     ...     print(layout)
     data parallel, batch 64, fp32
     data parallel, batch 64, fp32, 2 micro-steps
     data parallel, batch 64, fp32, 4 micro-steps
-    2 stages, batch 64, fp32, 2 micro-batches, 1f1b
-    2 stages, batch 64, fp32, 2 micro-batches, 1f1b, recompute
+    2 stages, batch 64, fp32, 2 micro-batches
+    2 stages, batch 64, fp32, 2 micro-batches, recompute
     2 stages, batch 64, fp32, 2 micro-batches, gpipe
+    2 stages, batch 64, fp32, 2 micro-batches, gpipe, recompute
     """
     found = []
     for precision in precisions:
         for size in batch_sizes:
             found += [Layout("data", size, precision, micro_batches=parts) for parts in powers_of_2(_MOST_MICRO_STEPS)]
-            for stages in range(2, num_devices + 1):
-                if num_devices % stages:
-                    continue
+            divisors = [stages for stages in range(2, num_devices + 1) if not num_devices % stages]
+            for kind, stages in product((kind for kind in kinds if kind != "data"), divisors):
                 for parts in sorted(powers_of_2(_MOST_PER_STAGE * stages), key=lambda parts: (parts < stages, parts)):
                     for schedule in SCHEDULES if parts > 1 else SCHEDULES[:1]:
-                        found += [Layout("model", size, precision, stages, parts, schedule, how) for how in (False, True)]
+                        found += [Layout(kind, size, precision, stages, parts, schedule, how) for how in (False, True)]
     return found
 
 
@@ -131,27 +136,47 @@ class Costs:
         they read.
     rest : Curve
         Pipeline: seconds of a batch outside its tasks, to load the data, to sum and to update, by its examples.
-    sources : list of list of int
+    sources, devices : list
         Pipeline: see `schedule.plan`.
+    num_parts : int
+        Pipeline: the last stages that compute the loss, one on each device of a hybrid.
     slowdown : float
         Pipeline: the seconds of the tasks of one batch as it ran, divided by those of the simulation, whose tasks were measured
         one at a time. Devices that share a memory or a host slow each other down.
     fixed_bytes : list of int
-        Weights, gradients and the optimizer's states, for each stage; data parallel: one number.
-    held_bytes : list of float
-        Activations per example of a micro-batch.
-    recomputed_bytes : list of float
-        The same with recomputation.
+        Weights, gradients and the optimizer's states, for each device of a replica; data parallel: one number.
+    held_bytes : dict of bool to list of float
+        Activations per example that is held, on the same devices: without recomputation, and with it. Empty if unknown.
     """
 
     batches: Dict[int, Curve] = field(default_factory=dict)
     tasks: List[Dict[str, Curve]] = field(default_factory=list)
     rest: Curve = field(default_factory=Curve)
     sources: List[List[int]] = field(default_factory=list)
+    devices: List[int] = field(default_factory=list)
+    num_parts: int = 1
     slowdown: float = 1.0
     fixed_bytes: List[int] = field(default_factory=list)
-    held_bytes: List[float] = field(default_factory=list)
-    recomputed_bytes: List[float] = field(default_factory=list)
+    held_bytes: Dict[bool, List[float]] = field(default_factory=dict)
+
+    def simulate(self, layout: Layout, part: float) -> List[Planned]:
+        """Return the tasks of a pipeline's batch, with so many examples in each micro-batch."""
+        times = []
+        for stage, task in enumerate(self.tasks):
+            forward, backward = task["F"].at(part), task["B"].at(part)
+            times.append((forward, backward + forward * (layout.recompute and not self._is_last(stage))))
+        return plan(self.sources, self.devices, layout.micro_batches, layout.schedule, costs=times)
+
+    def num_held(self, planned: Sequence[Planned], *, recompute: bool) -> List[int]:
+        """Return of how many micro-batches each device holds the activations, at most. The last stages do not recompute."""
+        found = [1] * (max(self.devices) + 1)
+        for stage, device in enumerate(self.devices):
+            if not recompute or self._is_last(stage):
+                found[device] = max(found[device], most_held(planned, stage))
+        return found
+
+    def _is_last(self, stage: int) -> bool:
+        return stage >= len(self.devices) - self.num_parts
 
 
 @dataclass(frozen=True)
@@ -187,7 +212,7 @@ def predict(layout: Layout, costs: Costs, num_examples: int, num_devices: int) -
     num_devices : int
     """
     part = num_examples * layout.stages / num_devices / layout.micro_batches  # examples of a micro-batch of one replica
-    if part < 1:
+    if part < costs.num_parts:
         return None
     if layout.kind == "data":
         if layout.micro_batches not in costs.batches:
@@ -196,22 +221,14 @@ def predict(layout: Layout, costs: Costs, num_examples: int, num_devices: int) -
     else:
         if not costs.tasks:
             return None
-        times = [(task["F"].at(part), task["B"].at(part)) for task in costs.tasks]
-        if layout.recompute:
-            times = [(forward, backward + forward) for forward, backward in times[:-1]] + times[-1:]
-        planned = plan(costs.sources, range(layout.stages), layout.micro_batches, layout.schedule, costs=times)
+        planned = costs.simulate(layout, part)
         seconds = costs.rest.at(num_examples) + costs.slowdown * max(one.end for one in planned)
-        held = [most_held(planned, stage) for stage in range(layout.stages)]
-    return Prediction(layout, seconds, num_examples / seconds, _bytes_per_device(layout, costs, part, held))
-
-
-def _bytes_per_device(layout: Layout, costs: Costs, part: float, held: Sequence[int]) -> Optional[int]:
-    if not costs.held_bytes:
-        return None
-    per_example = [count * one for count, one in zip(held, costs.held_bytes)]
-    if layout.recompute:
-        per_example[:-1] = costs.recomputed_bytes[:-1]  # the last stage does not recompute
-    return max(int(fixed + part * one) for fixed, one in zip(costs.fixed_bytes, per_example))
+        held = costs.num_held(planned, recompute=layout.recompute)
+    num_bytes = None
+    if layout.recompute in costs.held_bytes:
+        per_device = zip(costs.fixed_bytes, held, costs.held_bytes[layout.recompute])
+        num_bytes = max(int(fixed + count * part * one) for fixed, count, one in per_device)
+    return Prediction(layout, seconds, num_examples / seconds, num_bytes)
 
 
 def ranked(predictions: Sequence[Prediction], memory_limit: Optional[int] = None) -> List[Prediction]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
+from functools import partial
 from statistics import median
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
@@ -16,7 +17,7 @@ from ..data_parallel.compiled import passes_of
 from ..data_parallel.sharding import count_examples, split_batch
 from ..data_parallel.step import SplitFunction, TrainStep, make_step
 from ..pipeline.network import Pipeline
-from ..pipeline.schedule import Task, most_held, plan
+from ..pipeline.schedule import Task
 from ..runtime.profiler import memory_peaks
 from ..trainer.trainer import Trainer
 from .layouts import Costs, Curve, Layout
@@ -84,13 +85,13 @@ class Trial:
                 continue
             step = self.step_of(Layout("data", 0, micro_batches=number))
             if number > 1 and not costs.held_bytes:  # a new shape: its buffers are made now, the parameters' exist
-                peaks = memory_peaks(lambda step=step: step(self.X, self.y), self.trainer.devices)
-                part = self.num_examples / len(self.trainer.devices) / number
-                costs.held_bytes = [max(peaks.values()) / part] if peaks else []
+                peaks = memory_peaks(partial(step, self.X, self.y), self.trainer.devices)
+                if peaks:
+                    costs.held_bytes[False] = [max(peaks.values()) * len(peaks) * number / self.num_examples]
             self._seconds(step, _WARM_UP_STEPS)
             seconds = median(self._seconds(step, 1) for _ in range(_LEAST_STEPS))
             costs.batches.setdefault(number, Curve()).points[self.num_examples] = seconds
-        costs.fixed_bytes = [max(self._fixed_bytes().values())]
+        costs.fixed_bytes = [max(sum(parts.values()) for parts in self.trainer.bytes_per_device().values())]
 
     def measure_tasks(self, costs: Costs, micro_batches: Sequence[int], has_time: Callable[[], bool]) -> None:
         """Measure a pipeline: its tasks one at a time, with so many micro-batches, and one batch as it runs.
@@ -99,16 +100,17 @@ class Trial:
         """
         net = self.net
         assert isinstance(net, Pipeline)
-        replicas = len(net.devices)
         for number in micro_batches:
-            part = self.num_examples / replicas / number
+            part = self.num_examples / len(net.devices) / number
             is_known = costs.tasks and (part in costs.tasks[0]["F"].points or not has_time())
-            if part < 1 or (is_known and self.num_examples in costs.rest.points):
+            if part < net.num_parts or (is_known and self.num_examples in costs.rest.points):
                 continue
             is_first = not costs.tasks
             if is_first:
                 costs.tasks = [{"F": Curve(), "B": Curve()} for _ in net.stages]
                 costs.sources = [net.producers(stage) for stage in range(net.num_stages)]
+                costs.devices = [net.devices[0].index(device) for device in net.devices[0]]
+                costs.num_parts = net.num_parts
             layout = Layout("model", 0, stages=net.num_stages, micro_batches=number)
             self._timed(layout)
             times, rest = self._timed(layout)
@@ -120,19 +122,20 @@ class Trial:
 
     def _measure_whole(self, costs: Costs, layout: Layout, part: float) -> None:
         """Measure a batch of a pipeline as it runs: its seconds, and its bytes with recomputation and without."""
-        net, step = self.net, self.step_of(layout)
+        net, step, planned = self.net, self.step_of(layout), costs.simulate(layout, part)
         self._seconds(step, 1)
         seconds = median(self._seconds(step, 1) for _ in range(_LEAST_STEPS)) - costs.rest.at(self.num_examples)
-        times = [(task["F"].at(part), task["B"].at(part)) for task in costs.tasks]
-        planned = plan(costs.sources, range(net.num_stages), layout.micro_batches, layout.schedule, costs=times)
         costs.slowdown = max(0.5, seconds / max(one.end for one in planned))
-        fixed = self._fixed_bytes()
-        costs.fixed_bytes = [max(fixed[str(devices[stage])] for devices in net.devices) for stage in range(net.num_stages)]
-        held = [most_held(planned, stage) for stage in range(net.num_stages)]
-        costs.held_bytes = [one / count for one, count in zip(self._stage_bytes(step, part), held)]
-        net.recompute = True
-        costs.recomputed_bytes = self._stage_bytes(step, part)
-        net.recompute = False
+        devices = list(zip(*net.devices))[: max(costs.devices) + 1]  # each with its replicas
+        fixed = {device: sum(parts.values()) for device, parts in self.trainer.bytes_per_device().items()}
+        costs.fixed_bytes = [max(fixed[str(one)] for one in replicas) for replicas in devices]
+        for recompute in (False, True):
+            net.recompute = recompute
+            peaks = memory_peaks(partial(step, self.X, self.y), net.all_contexts)
+            held = costs.num_held(planned, recompute=recompute)
+            if peaks:
+                per_device = [max(peaks[str(one)] for one in replicas) for replicas in devices]
+                costs.held_bytes[recompute] = [one / count / part for one, count in zip(per_device, held)]
 
     def _timed(self, layout: Layout) -> Tuple[Dict[Tuple[str, int], List[float]], float]:
         """Train on the batch with one task at a time. Return the seconds of each stage's tasks, and those outside tasks."""
@@ -155,16 +158,6 @@ class Trial:
         total = self._seconds(step, 1)
         return found, max(0.0, total - sum(map(sum, found.values())))
 
-    def _stage_bytes(self, step: TrainStep, part: float) -> List[float]:
-        """Return the bytes per example of a micro-batch that each stage's device holds in a batch; [] if they are unknown."""
-        peaks = memory_peaks(lambda: step(self.X, self.y), self.net.all_contexts)
-        if not peaks:
-            return []
-        return [max(peaks[str(devices[stage])] for devices in self.net.devices) / part for stage in range(self.net.num_stages)]
-
-    def _fixed_bytes(self) -> Dict[str, int]:
-        return {device: sum(parts.values()) for device, parts in self.trainer.bytes_per_device().items()}
-
     def _seconds(self, step: TrainStep, num_steps: int) -> float:
         """Return the seconds of one batch, over so many."""
         mx.nd.waitall()
@@ -178,7 +171,7 @@ class Trial:
 
 def _typical(batches: Iterable[Any], batch_axis: Any) -> Tuple[Any, Any, int]:
     """Return the batch with the median number of examples, of the first ones, and that number."""
-    found = []
+    found: List[Tuple[int, int, Any, Any]] = []
     for X, y in copy.copy(batches):  # the loader's epochs stay
         found.append((count_examples("plan", (X, y), batch_axis), len(found), X, y))
         if len(found) == _MOST_READ:

@@ -22,9 +22,10 @@ from ..tuning.layouts import Costs, Layout, Prediction, choose, layouts_of, marg
 from ..tuning.trial import Trial
 from ._options import FILE, count, devices_option, numbers, positive, size_in_bytes
 from ._output import print_table
-from ._plan_target import PROGRAMS, Target, target_of
+from ._plan_target import Target, target_of
 
 _NOT_MEASURED = "not measured within --seconds"
+_SHOWN = 10  # layouts, and all that were run
 
 
 @dataclass
@@ -61,6 +62,11 @@ class Plan:
         """What the training program does without options."""
         return self.layouts[0]
 
+    @property
+    def reference(self) -> Layout:
+        """The layout that others are compared with: the default, or what is predicted to be the fastest if that cannot run."""
+        return self.predictions[0].layout if self.default in self.left_out else self.default
+
     def measure(self, seconds: float, on_message: Callable[[str], None]) -> None:
         """Measure the parts of all layouts, for about so long, and predict each layout's speed."""
         end = time.monotonic() + seconds
@@ -68,11 +74,18 @@ class Plan:
         def has_time() -> bool:
             return time.monotonic() < end
 
-        for network in dict.fromkeys(layout.network for layout in self.layouts):
-            if has_time() or network == self.default.network:
-                on_message(f"measuring the parts: {network.stages} stages, batch {network.batch_size}, {network.precision}")
-                self._visit(network, partial(self._measure_parts, network, has_time))
-        self._predict()
+        try:
+            for network in dict.fromkeys(layout.network for layout in self.layouts):
+                if has_time() or network == self.default.network:
+                    on_message(f"measuring the parts: {network}")
+                    self._visit(network, partial(self._measure_parts, network, has_time))
+        finally:  # also after Ctrl-C
+            self._predict()
+        if not self.predictions:
+            raise TrainerError(
+                f"plan: got no layout that can run: {self.default}: {self.left_out[self.default]}; expected one or more. Check "
+                "the network, or raise --memory-limit."
+            )
 
     def run(self, layouts: Sequence[Layout], rounds: int, on_message: Callable[[str], None]) -> None:
         """Train some batches in each layout, round by round, so that a slow moment of the machine affects all.
@@ -92,14 +105,15 @@ class Plan:
                     self.rates.setdefault(layout, []).append(found[layout])
 
     def _visit(self, network: Layout, work: Callable[[Trial], None]) -> None:
-        """Call `work` with the network on its devices. Layouts that cannot be are left out, except for the default."""
+        """Call `work` with the network on its devices. Layouts that cannot run are left out."""
         try:
             self.target.visit(network, self.contexts, work)
         except (TrainerError, StepError, MXNetError, click.UsageError) as error:
-            if network == self.default.network:
-                raise
             reason = error.message if isinstance(error, click.UsageError) else last_line(error)
-            self.left_out.update({layout: reason for layout in self.layouts if layout.network == network})
+            for layout in self.layouts:
+                if layout.network == network:
+                    self.left_out[layout] = reason
+                    self.rates.pop(layout, None)
 
     def _measure_parts(self, network: Layout, has_time: Callable[[], bool], trial: Trial) -> None:
         costs = self.costs.setdefault((network.kind, network.stages, network.precision), Costs())
@@ -111,13 +125,13 @@ class Plan:
             trial.measure_tasks(costs, own, has_time)
 
     def _predict(self) -> None:
-        per_size = self.num_examples[self.default.batch_size] / self.default.batch_size
+        size, known = next(iter(self.num_examples.items()), (1, 1))
         found = []
         for layout in self.layouts:
             if layout in self.left_out:
                 continue
             costs = self.costs.get((layout.kind, layout.stages, layout.precision), Costs())
-            num_examples = self.num_examples.get(layout.batch_size, round(per_size * layout.batch_size))
+            num_examples = self.num_examples.get(layout.batch_size, round(known / size * layout.batch_size))
             one = predict(layout, costs, num_examples, len(self.contexts))
             if one is None:
                 is_small = num_examples * layout.stages < len(self.contexts) * layout.micro_batches
@@ -148,7 +162,7 @@ def _run_all(layouts: Sequence[Layout], found: Dict[Layout, float], trial: Trial
 
 
 @click.command()
-@click.argument("what", metavar=f"{'|'.join(PROGRAMS)}|FILE.py:FUNCTION")
+@click.argument("network")
 @devices_option
 @click.option(
     "--batch-size",
@@ -168,7 +182,7 @@ def _run_all(layouts: Sequence[Layout], found: Dict[Layout, float], trial: Trial
     help="Number format. Give it several times to compare: --precision fp32 --precision bf16.",
 )
 @positive("--seconds", default=60.0, show_default=True, help="Time to measure parts; what is left over is estimated or left out.")
-@count("--top", default=3, help="How many of the layouts that are predicted to be the fastest to run.")
+@count("--top", default=3, help="How many of the layouts that are predicted to be the fastest it runs.")
 @count("--rounds", default=5, help="How often to run each of them, and the default.")
 @click.option(
     "--memory-limit",
@@ -180,7 +194,7 @@ def _run_all(layouts: Sequence[Layout], found: Dict[Layout, float], trial: Trial
 @click.option("--output", type=FILE, metavar="FILE.json|FILE.csv", help="Write all layouts to this file.")
 @click.argument("arguments", metavar="[ARGUMENTS...]", nargs=-1)
 def plan(
-    what: str,
+    network: str,
     arguments: Sequence[str],
     devices: str,
     choice: Dict[str, Any],
@@ -193,17 +207,18 @@ def plan(
     exhaustive: bool,
     output: Optional[Path],
 ) -> None:
-    """Measure a training on these devices, and print the command of its fastest layout.
+    """Find the fastest way to train on these devices, and print its command.
 
-    It measures one batch: data parallel, and stage by stage. From this it predicts the examples/s and the bytes per device of
-    each layout. Then it runs the best ones and the default, which holds the network on each device.
+    NETWORK is resnet18 or seq2seq, for gluon-mgpu train, or FILE.py:FUNCTION. It measures one batch, data parallel and stage by
+    stage, and predicts examples/s and bytes per device of each layout: data parallelism, pipelines, hybrids, their micro-batches,
+    schedules and recomputation. Then it runs the best ones and the default, data parallelism, in turns.
 
     FUNCTION takes batch_size and ctx, and returns (net, loss, trainer, X, y), as for find-batch-size. Arguments after -- go to
     the training program: gluon-mgpu plan seq2seq --devices cpu:2 -- --hidden-size 300. Ctrl-C keeps what was measured.
     """
     if output is not None and output.suffix not in (".json", ".csv"):
         raise click.BadParameter(f"got {output.name}; expected a name that ends in .json or .csv.", param_hint="--output")
-    target = target_of(what, arguments)
+    target = target_of(network, arguments)
     contexts = resolve_devices(devices, **choice)
     sizes = list(dict.fromkeys(batch_sizes or [target.batch_size]))
     layouts = layouts_of(len(contexts), sizes, list(dict.fromkeys(precisions)), target.kinds)
@@ -213,7 +228,7 @@ def plan(
             made.measure(seconds, status.update)
             predicted = [one.layout for one in made.predictions]
             chosen = predicted if exhaustive else predicted[:top]
-            made.run(list(dict.fromkeys([made.default, *chosen])), rounds, status.update)
+            made.run(list(dict.fromkeys([made.reference, *chosen])), rounds, status.update)
     finally:  # also after Ctrl-C
         _show(made)
         if output is not None:
@@ -229,20 +244,23 @@ def _show(made: Plan) -> None:
     common = common if all(common in name for name in names.values()) else ""
     names = {layout: name.replace(common, "") if common else name for layout, name in names.items()}
     predicted = {one.layout: one for one in made.predictions}
-    for layout in dict.fromkeys([*predicted, *made.rates]):
+    shown = dict.fromkeys([*made.rates, *list(predicted)[:_SHOWN]])
+    for layout in sorted(shown, key=lambda one: -median(made.rates.get(one, [0.0]))):
         one, rates = predicted.get(layout), made.rates.get(layout)
         rows.append(
             [
                 names[layout] + " (default)" * (layout == made.default),
                 f"{one.examples_per_s:.1f}" if one else "-",
                 f"{median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f})" if rates else "-",
-                str(margin(rates, made.rates[made.default])) if rates and made.default in made.rates else "-",
+                str(margin(rates, made.rates[made.reference])) if rates else "-",
                 format_bytes(one.bytes_per_device) if one else "-",
             ]
         )
     if rows:
         title = f"layouts on {', '.join(map(str, made.contexts))}{common}: examples/s"
-        print_table(title, ["layout", "predicted", "measured", "times the default", "per device"], rows)
+        print_table(title, ["layout", "predicted", "measured", "compared", "per device"], rows)
+        if len(shown) < len(predicted):
+            click.echo(f"and {len(predicted) - len(shown)} layouts that are predicted to be slower: --output writes all")
     reasons: Dict[str, List[Layout]] = {}
     for layout, reason in made.left_out.items():
         reasons.setdefault(reason, []).append(layout)
@@ -252,16 +270,17 @@ def _show(made: Plan) -> None:
 
 def _print_choice(made: Plan, devices: str, top: int, exhaustive: bool) -> None:
     """Print the command of the layout to use, and why."""
-    finalists = [made.default, *(one.layout for one in made.predictions[:top])]
-    use, fastest, found = choose({one: rates for one, rates in made.rates.items() if one in finalists}, made.default)
-    if use != made.default:
-        click.echo(f"fastest: {use}, {found} times the default")
-    elif fastest == made.default:
-        click.echo("fastest: the default")
+    finalists = {made.reference, *(one.layout for one in made.predictions[:top])}
+    name = "the default" if made.reference == made.default else str(made.reference)
+    use, fastest, found = choose({one: rates for one, rates in made.rates.items() if one in finalists}, made.reference)
+    if use != made.reference:
+        click.echo(f"fastest: {use}, {found} times {name}")
+    elif fastest == made.reference:
+        click.echo(f"fastest: {name}")
     else:
-        click.echo(f"the default: {fastest} is {found} times as fast, which is within the noise")
+        click.echo(f"{name}: {fastest} is {found} times as fast, which is within the noise")
     if exhaustive:
-        best = max(made.rates, key=lambda layout: margin(made.rates[layout], made.rates[made.default]).times)
+        best = max(made.rates, key=lambda layout: margin(made.rates[layout], made.rates[made.reference]).times)
         share = margin(made.rates[use], made.rates[best])
         click.echo(f"the choice is {share} times as fast as the fastest of all {len(made.rates)} layouts: {best}")
     click.echo(made.target.command(use, devices))

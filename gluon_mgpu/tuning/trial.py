@@ -25,6 +25,7 @@ from .layouts import Costs, Curve, Layout
 _MOST_READ = 64  # batches, of which the typical one is taken
 _WARM_UP_STEPS = 2  # the first one makes graphs and states; MXNet's buffers still grow in the second
 _LEAST_STEPS = 3
+_ROUND_S = 1.0
 _QUEUED = 2  # batches, as fit's max_inflight
 
 
@@ -72,11 +73,11 @@ class Trial:
             micro_steps = 1
         return make_step("plan", net, self.loss, self.trainer, self._split_f, False, micro_steps, self._make_passes, on_phase)
 
-    def rate(self, layout: Layout, least_s: float = 1.0) -> float:
-        """Train for some batches, and return examples/s."""
+    def rate(self, layout: Layout) -> float:
+        """Train for some batches, for about a second, and return examples/s."""
         step = self.step_of(layout)
         seconds = self._seconds(step, _WARM_UP_STEPS)
-        return self.num_examples / self._seconds(step, max(_LEAST_STEPS, round(least_s / seconds)))
+        return self.num_examples / self._seconds(step, max(_LEAST_STEPS, round(_ROUND_S / seconds)))
 
     def measure_batches(self, costs: Costs, micro_steps: Sequence[int], has_time: Callable[[], bool]) -> None:
         """Measure data parallelism: batches in so many micro-steps. The first number is measured in any case."""

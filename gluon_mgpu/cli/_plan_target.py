@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from contextlib import redirect_stdout
-from typing import Any, Callable, Dict, List, NoReturn, Sequence
+from typing import Any, Callable, Dict, List, NoReturn, Sequence, Union
 
 import click
 from click.core import ParameterSource
@@ -44,34 +44,11 @@ _OURS = (
 _FILE_BATCH_SIZE = 64
 
 
-class Target:
-    """What is arranged: it makes its network in each layout.
-
-    Attributes
-    ----------
-    batch_size : int
-        The default.
-    kinds : sequence of str
-        The kinds of layouts that it has.
-    """
-
-    batch_size: int
-    kinds: Sequence[str] = ("data", "model")
-
-    def visit(self, layout: Layout, contexts: Sequence[Context], work: Callable[[Trial], None]) -> None:
-        """Put the network on the devices as a layout says, and call `work` with it. The network is gone afterwards."""
-        raise NotImplementedError
-
-    def command(self, layout: Layout, devices: str) -> str:
-        """Return what the user runs, or writes, to train in a layout."""
-        raise NotImplementedError
-
-
 class _Measured(Exception):  # noqa: N818  it is not an error
     """Ends a training program before it trains."""
 
 
-class Program(Target):
+class Program:
     """A training program of `gluon-mgpu train`.
 
     Parameters
@@ -79,6 +56,13 @@ class Program(Target):
     name : str
     arguments : sequence of str
         Further ones, for every layout.
+
+    Attributes
+    ----------
+    batch_size : int
+        The default.
+    kinds : sequence of str
+        The kinds of layouts that it has.
     """
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
@@ -91,9 +75,11 @@ class Program(Target):
                     "plan --help."
                 )
         self.batch_size = parsed.params[self._batch_option]
-        self.kinds = _KINDS[name]
+        self.kinds: Sequence[str] = _KINDS[name]
 
     def visit(self, layout: Layout, contexts: Sequence[Context], work: Callable[[Trial], None]) -> None:
+        """Put the network on the devices as a layout says, and call `work` with it. The network is gone afterwards."""
+
         def instead(net: Any, loss: Any, trainer: Any, train_iter: Any, **options: Any) -> NoReturn:
             used = {name: options[name] for name in ("split_f", "compiled", "bn") if name in options}
             work(Trial(net, loss, trainer, train_iter, **used))
@@ -109,6 +95,7 @@ class Program(Target):
                 pass
 
     def command(self, layout: Layout, devices: str) -> str:
+        """Return the command that trains in a layout."""
         words = ["gluon-mgpu", "train", self._name, "--devices", devices, *self._options(layout), *self._arguments]
         return " ".join(map(shlex.quote, words))
 
@@ -127,8 +114,8 @@ class Program(Target):
         return words + ["--recompute"] * layout.recompute
 
 
-class File(Target):
-    """A function of the user's: the same as `gluon-mgpu find-batch-size --workload` takes.
+class File:
+    """A function of the user's, with the methods of `Program`: the same as `gluon-mgpu find-batch-size --workload` takes.
 
     Parameters
     ----------
@@ -137,6 +124,7 @@ class File(Target):
     """
 
     batch_size = _FILE_BATCH_SIZE
+    kinds: Sequence[str] = ("data", "model")
 
     def __init__(self, reference: str) -> None:
         try:
@@ -146,6 +134,7 @@ class File(Target):
         self._reference = reference
 
     def visit(self, layout: Layout, contexts: Sequence[Context], work: Callable[[Trial], None]) -> None:
+        """Do what `Program.visit` does."""
         with use_devices(list(contexts)) as ctx:
             made = self._make(layout.batch_size, ctx if layout.kind == "data" else ctx[:1])
             if not isinstance(made, tuple) or len(made) != 5:
@@ -165,6 +154,7 @@ class File(Target):
             work(Trial(net, loss, trainer, [(X, y)]))
 
     def command(self, layout: Layout, devices: str) -> str:
+        """Return the lines of Python that make a layout."""
         lines = [f"ctx = mgpu.resolve_devices({devices!r})"]
         if layout.precision != "fp32":
             lines.append(f"mgpu.set_precision(net, {layout.precision!r})  # before the Trainer")
@@ -186,6 +176,9 @@ class File(Target):
                 f"# then Trainer(net, ...), and batches of {layout.batch_size}",
             ]
         )
+
+
+Target = Union[Program, File]
 
 
 def target_of(what: str, arguments: Sequence[str]) -> Target:

@@ -300,7 +300,7 @@ def test_a_file_and_every_layout(quick, file, tmp_path):
     smallest = sorted(int(row["predicted_bytes_per_device"]) for row in rows)
     limit = str(next(size for size in smallest if size > smallest[0]))  # excludes the default
     output = invoke(file, "--devices", "cpu:2", "--rounds", "1", "--memory-limit", limit)
-    assert "left out: data parallel; " in output and "mgpu.Pipeline(" in output
+    assert "left out: all of data parallel" in output and "mgpu.Pipeline(" in output
 
 
 @pytest.mark.exhaustive
@@ -311,7 +311,7 @@ def test_the_translator_has_hybrids(quick, tsv, tmp_path):  # noqa: F811
     rows = json.loads((tmp_path / "plan.json").read_text())["layouts"]
     assert {row["kind"] for row in rows if row["rounds"]} == {"data", "model", "hybrid"}
     output = invoke("seq2seq", *options, "--", "--tsv", tsv, *small, "--input-feeding")
-    assert "left out: hybrid of 2 stages" in output and "got --parallel hybrid with --input-feeding" in output
+    assert "left out: all of hybrid of 2 stages: " in output and "got --parallel hybrid with --input-feeding" in output
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mxnet import Context, MXNetError
 from rich.console import Console
 
 from ..devices.select import resolve_devices
-from ..errors import StepError, TrainerError, last_line
+from ..errors import DeviceError, StepError, TrainerError, last_line
 from ..runtime.units import format_bytes
 from ..tuning.layouts import Costs, Layout, Prediction, choose, layouts_of, margin, predict, ranked
 from ..tuning.trial import Trial
@@ -108,7 +108,7 @@ class Plan:
         """Call `work` with the network on its devices. Layouts that cannot run are left out."""
         try:
             self.target.visit(network, self.contexts, work)
-        except (TrainerError, StepError, MXNetError, click.UsageError) as error:
+        except (TrainerError, StepError, DeviceError, MXNetError, click.UsageError) as error:
             reason = error.message if isinstance(error, click.UsageError) else last_line(error)
             for layout in self.layouts:
                 if layout.network == network:
@@ -242,7 +242,7 @@ def _show(made: Plan) -> None:
     names = {layout: str(layout) for layout in made.layouts}
     common = f", batch {made.default.batch_size}, {made.default.precision}"
     common = common if all(common in name for name in names.values()) else ""
-    names = {layout: name.replace(common, "") if common else name for layout, name in names.items()}
+    names = {layout: name.replace(common, "") if common else name for layout, name in names.items()}  # networks are among them
     predicted = {one.layout: one for one in made.predictions}
     shown = dict.fromkeys([*made.rates, *list(predicted)[:_SHOWN]])
     for layout in sorted(shown, key=lambda one: -median(made.rates.get(one, [0.0]))):
@@ -265,7 +265,9 @@ def _show(made: Plan) -> None:
     for layout, reason in made.left_out.items():
         reasons.setdefault(reason, []).append(layout)
     for reason, own in reasons.items():
-        click.echo(f"left out: {'; '.join(names[layout] for layout in own)}: {reason}")
+        kept = {layout.network for layout in made.layouts if layout not in own}
+        told = dict.fromkeys(names[one] if one.network in kept else f"all of {names[one.network]}" for one in own)
+        click.echo(f"left out: {'; '.join(told)}: {reason}")
 
 
 def _print_choice(made: Plan, devices: str, top: int, exhaustive: bool) -> None:

@@ -181,6 +181,19 @@ def test_replicas_must_have_equally_many_devices():
     assert_house_style(raised.value)
 
 
+def test_the_order_of_tasks_follows_the_measured_times():
+    net = dense()
+    stages = mgpu.split_stages(net, 2, batches()[0][0], data_parallel=list(net)[-2:])
+    assert stages.is_timed and len(stages.costs) == 3
+    stages.costs = [430.0, 60.0, 200.0]
+    model = mgpu.Pipeline(stages, contexts(2), 2)
+    found = model.make_passes(None, trainer=mgpu.Trainer(model, "sgd")).plan(2)
+    assert max(one.end for one in found) == pytest.approx(2 * (430 + 100)), "the first device is idle"
+    stages.is_timed = False
+    order = [one.task for one in mgpu.Pipeline(stages, contexts(2), 2).make_passes(None, trainer=None).plan(2)]
+    assert order != [one.task for one in found]
+
+
 def test_only_what_follows_from_the_layers_is_on_all_devices():
     model = hybrid(dense(), 2)
     assert [len(param.list_ctx()) for param in model.collect_params().values()] == [1] * 6 + [2] * 4

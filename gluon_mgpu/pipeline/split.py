@@ -20,7 +20,7 @@ from ..errors import TrainerError
 from ..nested import Array, is_device_array, is_float, map_leaves, num_bytes
 from ..trainer.parameters import blocks_of, devices_of
 from ..trainer.precision import precision_of, set_precision
-from .stage import CutGraph, Stage, Stages, of_blocks
+from .stage import CutGraph, Stage, Stages, draws_numbers, of_blocks
 
 BALANCES = ("time", "bytes")
 _MOST_PIECES = 48  # that are measured
@@ -102,7 +102,7 @@ def split_stages(
     sizes = [len(cut.crossing(place)) for place in places]
     chosen = _divide(costs[: len(places) + 1], num_stages, sizes)
     stages = cut.stages([places[at - 1] for at in chosen], net)
-    stages.costs = [*_sums(costs, [0, *chosen, len(places) + 1]), *after]
+    stages.costs, stages.is_timed = [*_sums(costs, [0, *chosen, len(places) + 1]), *after], balance == "time"
     return stages
 
 
@@ -140,7 +140,7 @@ def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stage
             block.hybridize(**{name: value for name, value in net._flags if not name.startswith("static_")})
         blocks.append(block)
     stages = of_blocks(blocks, net)
-    stages.costs = _sums(costs, bounds)
+    stages.costs, stages.is_timed = _sums(costs, bounds), balance == "time"
     return stages
 
 
@@ -236,23 +236,25 @@ def _timed(piece: Stage, inputs: List[Array], *, is_first: bool) -> Tuple[List[A
         array.attach_grad()
     context = inputs[0].context
     variables = floats + [param.data(context) for param in piece.params() if param.grad_req != "null"]
+    draws = draws_numbers(piece.block, inputs) if piece.draws is None else piece.draws
+    trains = not draws  # Dropout would move MXNet's random numbers, which cannot be set back
+    running = [param.data(context) for param in piece.params() if param.grad_req == "null"]
+    former = [array.copy() for array in running]
     seconds = []
     for _ in range(_NUM_RUNS + 1):
         mx.nd.waitall()
         begin = perf_counter()
-        with autograd.record(train_mode=False):  # no random numbers, and running statistics stay
+        with autograd.record(train_mode=trains):
             outputs = piece.run(inputs)
         heads = [one for one in outputs if is_float(one) and not any(one is array for array in inputs)]
         if heads and variables:
-            _gradients(heads, variables)
+            with suppress(mx.MXNetError):  # no variable leads to these outputs, as those of an operator without a gradient
+                autograd.grad(heads, variables, train_mode=trains)
         mx.nd.waitall()
         seconds.append(perf_counter() - begin)
+    for array, before in zip(running, former):
+        before.copyto(array)
     return [output.detach() for output in outputs], median(seconds[1:])
-
-
-def _gradients(heads: List[Array], variables: List[Array]) -> None:
-    with suppress(mx.MXNetError):  # no variable leads to these outputs, as those of an operator without a gradient
-        autograd.grad(heads, variables, train_mode=False)
 
 
 def _on_device(sample: Any, net: gluon.Block) -> Any:

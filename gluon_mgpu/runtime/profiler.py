@@ -93,7 +93,7 @@ def _places() -> Tuple[str, ...]:
 def memory_peaks(work: Callable[[], Any], contexts: Sequence[mx.Context]) -> Dict[str, int]:
     """Run a function, and return the most bytes that each device held while it ran, in addition to those before.
 
-    Empty if the profiler has no place for a device: see `recordable_devices`. The function is run in any case.
+    Empty if the profiler has no place for a device (see `recordable_devices`), or no figures. The function is run in any case.
 
     Examples
     --------
@@ -120,6 +120,8 @@ def memory_peaks(work: Callable[[], Any], contexts: Sequence[mx.Context]) -> Dic
     for context in contexts:
         name = f"Memory: {places[str(context)]}"
         held = [(event["ts"], event["args"][name]) for event in events if name in event["args"]]  # in any order
+        if not held:
+            return {}
         found[str(context)] = max(value for _, value in held) - min(held)[1]
     return found
 

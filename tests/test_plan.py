@@ -212,8 +212,10 @@ def test_each_task_of_a_pipeline_is_measured():
     assert (costs.sources, costs.devices, costs.num_parts) == ([[], [0]], [0, 1], 1)
     assert costs.slowdown >= 0.5 and list(costs.rest.points) == [16]
     assert costs.fixed_bytes == [sum(parts.values()) for parts in trial.trainer.bytes_per_device().values()]
-    trial.measure_tasks(costs, [8], lambda: False)  # out of time
+    before = {part: costs.tasks[0]["F"].at(part) for part in (4, 8, 16)}
+    trial.measure_tasks(costs, [2, 8], lambda: False)  # again, and out of time: the shortest counts
     assert sorted(costs.tasks[0]["F"].points) == [4, 8, 16]
+    assert all(costs.tasks[0]["F"].at(part) <= seconds for part, seconds in before.items())
 
 
 def test_the_profiler_counts_what_each_schedule_holds():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from ..pipeline.schedule import SCHEDULES, Planned, most_held, plan
 
@@ -96,7 +97,7 @@ def powers_of_2(most: int) -> List[int]:
 
 
 class Curve:
-    """What was measured at some sizes: lines between them, which continue on both sides.
+    """The shortest times measured at some sizes: other programs only lengthen them. Lines between them continue on both sides.
 
     Examples
     --------
@@ -105,10 +106,17 @@ class Curve:
     (1.25, 0.75, 7.9)
     >>> Curve({8: 1.0}).at(12), Curve({8: 2.0, 16: 8.0}).at(4)
     (1.5, 0.0)
+    >>> curve.add(8, [0.9, 1.1])
+    >>> curve.at(8)
+    0.9
     """
 
     def __init__(self, points: Optional[Mapping[float, float]] = None) -> None:
         self.points: Dict[float, float] = dict(points or {})
+
+    def add(self, size: float, seconds: Iterable[float]) -> None:
+        """Add measurements at a size."""
+        self.points[size] = min([*seconds, self.points.get(size, math.inf)])
 
     def at(self, size: float) -> float:
         """Return the value at a size, 0 or more."""
@@ -140,9 +148,11 @@ class Costs:
         Pipeline: see `schedule.plan`.
     num_parts : int
         Pipeline: the last stages that compute the loss, one on each device of a hybrid.
+    whole : Curve
+        Pipeline: seconds of a batch as it ran, by its examples.
     slowdown : float
-        Pipeline: the seconds of the tasks of one batch as it ran, divided by those of the simulation, whose tasks were measured
-        one at a time. Devices that share a memory or a host slow each other down.
+        Pipeline: the seconds of the tasks of that batch, divided by those of the simulation, whose tasks were measured one at a
+        time. Devices that share a memory or a host slow each other down.
     fixed_bytes : list of int
         Weights, gradients and the optimizer's states, for each device of a replica; data parallel: one number.
     held_bytes : dict of bool to list of float
@@ -155,6 +165,7 @@ class Costs:
     sources: List[List[int]] = field(default_factory=list)
     devices: List[int] = field(default_factory=list)
     num_parts: int = 1
+    whole: Curve = field(default_factory=Curve)
     slowdown: float = 1.0
     fixed_bytes: List[int] = field(default_factory=list)
     held_bytes: Dict[bool, List[float]] = field(default_factory=dict)

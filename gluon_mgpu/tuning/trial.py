@@ -6,7 +6,6 @@ import copy
 import time
 from collections import defaultdict
 from functools import partial
-from statistics import median
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 import mxnet as mx
@@ -81,8 +80,8 @@ class Trial:
 
     def measure_batches(self, costs: Costs, micro_steps: Sequence[int], has_time: Callable[[], bool]) -> None:
         """Measure data parallelism: batches in so many micro-steps. The first number is measured in any case."""
-        for number in micro_steps:
-            if self.num_examples < number * len(self.trainer.contexts) or (costs.batches and not has_time()):
+        for at, number in enumerate(micro_steps):
+            if self.num_examples < number * len(self.trainer.contexts) or (at and not has_time()):
                 continue
             step = self.step_of(Layout("data", 0, micro_batches=number))
             if number > 1 and not costs.held_bytes:  # a new shape: its buffers are made now, the parameters' exist
@@ -90,8 +89,8 @@ class Trial:
                 if peaks:
                     costs.held_bytes[False] = [max(peaks.values()) * len(peaks) * number / self.num_examples]
             self._seconds(step, _WARM_UP_STEPS)
-            seconds = median(self._seconds(step, 1) for _ in range(_LEAST_STEPS))
-            costs.batches.setdefault(number, Curve()).points[self.num_examples] = seconds
+            seconds = [self._seconds(step, 1) for _ in range(_LEAST_STEPS)]
+            costs.batches.setdefault(number, Curve()).add(self.num_examples, seconds)
         costs.fixed_bytes = [max(sum(parts.values()) for parts in self.trainer.bytes_per_device().values())]
 
     def measure_tasks(self, costs: Costs, micro_batches: Sequence[int], has_time: Callable[[], bool]) -> None:
@@ -101,32 +100,33 @@ class Trial:
         """
         net = self.net
         assert isinstance(net, Pipeline)
-        for number in micro_batches:
+        if not costs.tasks:
+            costs.tasks = [{"F": Curve(), "B": Curve()} for _ in net.stages]
+            costs.sources = [net.producers(stage) for stage in range(net.num_stages)]
+            costs.devices = [net.devices[0].index(device) for device in net.devices[0]]
+            costs.num_parts = net.num_parts
+        for at, number in enumerate(micro_batches):
             part = self.num_examples / len(net.devices) / number
-            is_known = costs.tasks and (part in costs.tasks[0]["F"].points or not has_time())
-            if part < net.num_parts or (is_known and self.num_examples in costs.rest.points):
+            if part < net.num_parts or (at and not has_time()):
                 continue
-            is_first = not costs.tasks
-            if is_first:
-                costs.tasks = [{"F": Curve(), "B": Curve()} for _ in net.stages]
-                costs.sources = [net.producers(stage) for stage in range(net.num_stages)]
-                costs.devices = [net.devices[0].index(device) for device in net.devices[0]]
-                costs.num_parts = net.num_parts
             layout = Layout("model", 0, stages=net.num_stages, micro_batches=number)
             self._timed(layout)
             times, rest = self._timed(layout)
             for (kind, stage), seconds in times.items():
-                costs.tasks[stage][kind].points[part] = median(seconds)
-            costs.rest.points[self.num_examples] = rest
-            if is_first:
+                costs.tasks[stage][kind].add(part, seconds)
+            costs.rest.add(self.num_examples, [rest])
+            if not at:
                 self._measure_whole(costs, layout, part)
 
     def _measure_whole(self, costs: Costs, layout: Layout, part: float) -> None:
         """Measure a batch of a pipeline as it runs: its seconds, and its bytes with recomputation and without."""
         net, step, planned = self.net, self.step_of(layout), costs.simulate(layout, part)
         self._seconds(step, 1)
-        seconds = median(self._seconds(step, 1) for _ in range(_LEAST_STEPS)) - costs.rest.at(self.num_examples)
+        costs.whole.add(self.num_examples, [self._seconds(step, 1) for _ in range(_LEAST_STEPS)])
+        seconds = costs.whole.at(self.num_examples) - costs.rest.at(self.num_examples)
         costs.slowdown = max(0.5, seconds / max(one.end for one in planned))
+        if costs.fixed_bytes:
+            return
         devices = list(zip(*net.devices))[: max(costs.devices) + 1]  # each with its replicas
         fixed = {device: sum(parts.values()) for device, parts in self.trainer.bytes_per_device().items()}
         costs.fixed_bytes = [max(fixed[str(one)] for one in replicas) for replicas in devices]

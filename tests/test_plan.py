@@ -273,6 +273,21 @@ def test_the_command_of_a_training_program(quick, monkeypatch, data_dir, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "plan.json"]  # the program has not trained
 
 
+def test_ctrl_c_prints_the_choice_so_far(quick, file, monkeypatch):
+    run, calls = Trial.rate, []
+
+    def rate(trial, layout):
+        calls.append(layout)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(trial, layout)
+
+    monkeypatch.setattr(Trial, "rate", rate)
+    output = invoke(file, "--devices", "cpu:1", "--top", "2", "--rounds", "3", exit_code=130).splitlines()
+    assert calls[0] == calls[2] == Layout("data", 64) and output[-1] == "Interrupted."
+    assert any(line.startswith(("fastest: ", "the default: ")) for line in output)
+
+
 @pytest.fixture
 def file(tmp_path):
     text = "import gluon_mgpu as mgpu\nimport numpy as np\nfrom mxnet import gluon, init\nfrom mxnet.gluon import nn\n"

@@ -235,7 +235,8 @@ def plan(
         _show(made)
         if output is not None:
             _write(made, output)
-    _print_choice(made, devices, top, exhaustive)
+        if made.rates:
+            _print_choice(made, devices, top, exhaustive)
 
 
 def _show(made: Plan) -> None:

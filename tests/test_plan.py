@@ -143,6 +143,8 @@ def plan_of(target, layouts=None):
 @pytest.mark.parametrize("model, kind", [(9.0, "data"), (10.0, "data"), (12.0, "model")])
 def test_the_choice_is_never_slower_than_the_default(model, kind):
     plan = plan_of(Made({"data": 10.0, "model": model}))
+    plan.measure(60.0, str)
+    plan.target.visited.clear()
     plan.run([plan.default, plan.layouts[3]], 3, str)
     assert choose(plan.rates, plan.default)[0].kind == kind
     assert [one.kind for one in plan.target.visited] == ["data", "model", "model", "data", "data", "model"]  # in turns
@@ -169,6 +171,17 @@ def test_without_the_default_the_others_are_compared():
     assert plan.reference == plan.predictions[0].layout
 
 
+def test_a_layout_that_fails_while_it_runs_is_left_out():
+    plan = plan_of(Made({"data": 10.0, "model": 12.0}))
+    plan.measure(60.0, str)
+    del plan.target.rates["data"]
+    plan.run([plan.default, plan.layouts[3]], 2, str)
+    assert plan.rates == {plan.layouts[3]: [12.0, 12.0]} and plan.reference.kind == "model"
+    del plan.target.rates["model"]
+    with pytest.raises(mgpu.errors.TrainerError, match="plan: got no layout that can run: "):
+        plan.run([plan.layouts[3]], 2, str)
+
+
 def test_without_any_layout_it_reports_why():
     with pytest.raises(mgpu.errors.TrainerError, match="plan: got no layout that can run: data .*: split_stages: got a"):
         plan_of(Made({})).measure(60.0, str)
@@ -183,6 +196,7 @@ def test_ctrl_c_keeps_the_complete_rounds():
             raise KeyboardInterrupt
 
     plan = plan_of(Made({"data": 10.0, "model": 12.0}, during), layouts)
+    plan.measure(60.0, str)
     with pytest.raises(KeyboardInterrupt):
         plan.run([layouts[0], layouts[3]], 5, str)
     assert plan.rates == {layouts[0]: [10.0, 10.0], layouts[3]: [12.0, 12.0]}

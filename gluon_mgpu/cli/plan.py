@@ -66,7 +66,7 @@ class Plan:
     @property
     def reference(self) -> Layout:
         """The layout that others are compared with: the default, or what is predicted to be the fastest if that cannot run."""
-        return self.predictions[0].layout if self.default in self.left_out else self.default
+        return next(one for one in [self.default, *(one.layout for one in self.predictions)] if one not in self.left_out)
 
     def measure(self, seconds: float, on_message: Callable[[str], None]) -> None:
         """Measure the parts of all layouts, for about so long, and predict each layout's speed."""
@@ -83,11 +83,7 @@ class Plan:
                         self._visit(network, partial(self._measure_parts, network, has_time))
         finally:  # also after Ctrl-C
             self._predict()
-        if not self.predictions:
-            raise TrainerError(
-                f"plan: got no layout that can run: {self.default}: {self.left_out[self.default]}; expected one or more. Check "
-                "the network, or raise --memory-limit."
-            )
+        self._check()
 
     def run(self, layouts: Sequence[Layout], rounds: int, on_message: Callable[[str], None]) -> None:
         """Train some batches in each layout, round by round, so that a slow moment of the machine affects all.
@@ -105,6 +101,15 @@ class Plan:
             for layout in found:
                 if layout not in self.left_out:
                     self.rates.setdefault(layout, []).append(found[layout])
+            self._check()
+
+    def _check(self) -> None:
+        """Raise if no layout can run."""
+        if all(one.layout in self.left_out for one in self.predictions):
+            raise TrainerError(
+                f"plan: got no layout that can run: {self.default}: {self.left_out[self.default]}; expected one or more. Check "
+                "the network, or raise --memory-limit."
+            )
 
     def _visit(self, network: Layout, work: Callable[[Trial], None]) -> None:
         """Call `work` with the network on its devices. Layouts that cannot run are left out."""

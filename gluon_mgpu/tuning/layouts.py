@@ -230,7 +230,7 @@ def predict(layout: Layout, costs: Costs, num_examples: int, num_devices: int) -
             return None
         seconds, held = costs.batches[layout.micro_batches].at(num_examples), [1]
     else:
-        if not costs.tasks:
+        if not costs.rest.points:
             return None
         planned = costs.simulate(layout, part)
         seconds = costs.rest.at(num_examples) + costs.slowdown * max(one.end for one in planned)

@@ -70,7 +70,7 @@ def group(params: Sequence[gluon.Parameter], indices: Sequence[int]) -> List[Buf
 
 def one_each(params: Sequence[gluon.Parameter], indices: Sequence[int]) -> List[Buffer]:
     """Return one buffer per parameter, for parameters outside of buckets and for steps that leave some parameters out."""
-    return [Buffer((index,), params[index].list_data(), params[index].list_grad()) for index in indices]
+    return [Buffer((index,), params[index]._data, params[index].list_grad()) for index in indices]
 
 
 def zero(gradient: Array) -> None:

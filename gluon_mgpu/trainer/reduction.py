@@ -72,12 +72,9 @@ class Reduction:
         if self._num_devices == 1 and self._group is None:
             return
         if buffers is not self._latest:
-            if self._group is not None:
-                self._calls = [[self._over_processes(self._group, buffer)] for buffer in buffers]
-            else:
-                divided = [(buffer, self._divided(buffer)) for buffer in buffers]
-                self._calls = [[self._call(*part, buffer.owner) for part in parts] for buffer, parts in divided]
-                self._shares = [self._share(buffer, *parts[0][0]) for buffer, parts in divided if buffer.owner is not None]
+            self._calls, self._shares = [], []
+            for buffer in buffers:
+                self._prepare(buffer)
             self._latest = buffers
         for place, calls in enumerate(self._calls):
             for call in calls:
@@ -89,12 +86,15 @@ class Reduction:
         for call in self._shares:
             call.run(0)
 
-    def _share(self, buffer: Buffer, key: int) -> PushPull:
-        """Return the copies of a buffer's weights. A sum over one device is its array, which the store then copies."""
-        owner = buffer.owner
-        assert owner is not None, "only an owner has weights to share"
-        others = buffer.weights[:owner] + buffer.weights[owner + 1 :]
-        return PushPull(self._store, [key], [[buffer.weights[owner]]], [others])
+    def _prepare(self, buffer: Buffer) -> None:
+        if self._group is not None:
+            self._calls.append([self._over_processes(self._group, buffer)])
+            return
+        parts, owner, weights = self._divided(buffer), buffer.owner, buffer.weights
+        self._calls.append([self._call(*part, owner) for part in parts])
+        if owner is not None:  # the store copies a "sum" over one device to the others
+            ((keys, _),) = parts
+            self._shares.append(PushPull(self._store, keys, [[weights[owner]]], [weights[:owner] + weights[owner + 1 :]]))
 
     def _over_processes(self, processes: Group, buffer: Buffer) -> Any:
         """Return the sum of a buffer over all devices of all processes, prepared once for each set of parameters."""

@@ -82,9 +82,9 @@ class Trainer(gluon.Trainer):
         number of examples of this process, 0 or more, and divides by that of all processes. By default all processes read the
         same batches, `split_batch` gives each its part, and `step` takes the number of examples of the complete batch.
     shard_optimizer : bool
-        One device updates each parameter, keeps the optimizer's states of it, and copies the weights to the others: on k devices,
-        each holds about 1/k of the states and computes 1/k of the update. The weights have the same bits. This is stage 1 of ZeRO,
-        PyTorch's `ZeroRedundancyOptimizer`, within one process.
+        Let one device update each parameter, keep the optimizer's states of it, and copy its weights to the others. So each of k
+        devices holds about 1/k of the states and computes 1/k of the update. The weights do not change. This is stage 1 of ZeRO,
+        or PyTorch's `ZeroRedundancyOptimizer`, on the devices of one process.
     bucket_bytes : int, bytes
         The size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced while
         the backward pass still computes the first. With `shard_optimizer`, it is divided by the number of devices.
@@ -498,6 +498,11 @@ class Trainer(gluon.Trainer):
         self._apply(buffers, batch_size)
 
     def _reduce(self, buffers: List[Buffer]) -> None:
+        if self._replicas.is_sharded and getattr(self, "_amp_loss_scaler", None) is not None:
+            raise TrainerError(
+                "Trainer.step: got MXNet's AMP and shard_optimizer=True; expected sums on one device, where AMP checks them. "
+                "Pass precision='fp16' instead of calling amp.init_trainer, or leave shard_optimizer out."
+            )
         self._reduction.sum(buffers)
 
     def _apply(self, buffers: List[Buffer], batch_size: float) -> None:

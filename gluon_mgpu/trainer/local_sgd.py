@@ -84,8 +84,8 @@ class LocalSGD(Trainer):
             )
         if options.get("shard_optimizer"):
             raise TrainerError(
-                "LocalSGD: got shard_optimizer=True; expected the states of all parameters on each device. Leave it out, or use a "
-                "Trainer."
+                "LocalSGD: got shard_optimizer=True; expected the states of all parameters on each device. Leave it out, or use "
+                "a Trainer."
             )
         super().__init__(params, optimizer, optimizer_params, **options)
         if not self._update.is_alike:

@@ -40,6 +40,22 @@ def test_it_agrees(tmp_path):
     assert (tmp_path / "agree.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    "options, exit_code, told",
+    [
+        (["--devices", "cpu:4", "--stages", "2", "--micro-batches", "3"], 0, "cpu(0), cpu(1), cpu(2), cpu(3) and cpu(0) agree"),
+        (["--devices", "cpu:3", "--stages", "2"], 2, "got --stages 2 for 3 devices; expected a multiple"),
+        (["--micro-batches", "3"], 2, "got --micro-batches without --stages; expected both"),
+    ],
+)
+def test_pipelines_agree(tmp_path, options, exit_code, told):
+    result = invoke(*QUICK, *options, "--output", tmp_path)
+    assert result.exit_code == exit_code, result.output
+    assert told in result.output
+    if not exit_code:
+        assert json.loads((tmp_path / "agree.json").read_text())["same_batch"]["num_comparable"] == 12
+
+
 @pytest.fixture
 def without_curves(monkeypatch):
     monkeypatch.setattr(module, "plot_agreement", lambda *found: figure(1, 1))

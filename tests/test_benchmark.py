@@ -203,6 +203,7 @@ def test_the_folder_is_a_program(monkeypatch, capsys):
         "balance",
         "checkpoint",
         "evaluate",
+        "hybrid",
         "pipeline",
         "precision",
         "scaling",

@@ -50,6 +50,7 @@ def same_rows(left, right):
             ["--devices", "cpu:3", "--stages", "3", "--micro-batches", "2", "--pipeline-schedule", "gpipe"],
             "pipeline of 3 stages, 2 micro-batches, gpipe: cpu(0) ",
         ),
+        (["--devices", "cpu:2", "--stages", "4", "--micro-batches", "4"], "pipeline of 4 stages, 4 micro-batches, 1f1b: cpu(0) "),
     ],
 )
 def test_stages_train_like_one_device(images, tmp_path, options, told):
@@ -61,6 +62,43 @@ def test_stages_train_like_one_device(images, tmp_path, options, told):
     shares = [int(part.split()[-1].rstrip("%")) for part in line.split(" of the time")[:-1]]
     assert abs(sum(shares) - 100) <= len(shares)
     same_rows(rows_in(tmp_path / "stages"), rows_in(tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--devices", "cpu:2", "--parallel", "model"], "pipeline of 2 stages, 8 micro-batches, 1f1b: cpu(0) "),
+        (
+            ["--devices", "cpu:4", "--parallel", "hybrid", "--stages", "2", "--micro-batches", "2"],
+            "pipeline of 3 stages, of which all devices share the last, 2 micro-batches, 1f1b: cpu(0) and cpu(2) ",
+        ),
+        (["--devices", "cpu:1", "--parallel", "hybrid"], "pipeline of 2 stages, 4 micro-batches, 1f1b: cpu(0) "),
+    ],
+)
+def test_parallel_ways_train_like_one_device_and_resume_on_it(sentences, pressed, tmp_path, options, told):  # noqa: F811
+    command = partial(run, *sentences, "--epochs", "2", "--checkpoint-every", "1", "--resume", "auto")
+    command("--devices", "cpu:1", "--output", tmp_path / "one")
+    pressed.append((1, 2))
+    output = command(*options, "--output", tmp_path / "parts", exit_code=130)
+    (line,) = (line for line in output.splitlines() if line.startswith("pipeline of "))
+    assert line.startswith(told)
+    assert line.endswith(" of the time") and line.count("% of the time") == int(told.split()[2])
+    if "hybrid" in options:
+        assert f"; {' and '.join(f'cpu({i})' for i in range(int(options[1][-1])))} 4 parameters of " in line
+    command("--devices", "cpu:1", "--output", tmp_path / "parts")
+    same_rows(rows_in(tmp_path / "parts"), rows_in(tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--parallel", "hybrid", "--input-feeding"], "got --parallel hybrid with --input-feeding; expected one of them: with"),
+        (["--parallel", "data", "--stages", "2"], "got --stages with --parallel data; expected one of them"),
+        (["--parallel", "data", "--recompute"], "got --recompute without --stages; expected both"),
+    ],
+)
+def test_ways_that_do_not_go_together(sentences, tmp_path, options, message):
+    assert message in run(*sentences, "--devices", "cpu:2", *options, "--output", tmp_path, exit_code=2)
 
 
 @pytest.mark.parametrize("name", ["images", "sentences"])

@@ -28,7 +28,7 @@ from ..trainer.local_sgd import LocalSGD
 from ..trainer.trainer import Trainer
 from ._options import HYBRIDIZE
 from ._output import print_once
-from ._pipeline import check_stages, divided, num_replicas, number_of
+from ._pipeline import check_stages, divided, is_divided, num_replicas, number_of
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class TrainingOptions:
     trace: Optional[Path]
     watchdog: Optional[float]
     leak_check: bool
+    parallel: Optional[str]
     stages: Optional[int]
     micro_batches: Optional[int]
     pipeline_schedule: Optional[str]
@@ -102,7 +103,7 @@ def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
     """Yield the devices that the options select, and seed MXNet and NumPy."""
     with use_devices(options.devices, **options.choice) as ctx:  # before anything runs on a device: it sets their threads
         check_stages(options, len(ctx))
-        _check_weights(options.weights, num_replicas(options, ctx), "device" if options.stages is None else "replica")
+        _check_weights(options.weights, num_replicas(options, ctx), "replica" if is_divided(options) else "device")
         mx.random.seed(options.seed)
         np.random.seed(options.seed)
         yield ctx
@@ -111,12 +112,12 @@ def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
 def prepare_network(
     net: gluon.Block, ctx: Sequence[mx.Context], options: TrainingOptions, train_iter: Iterable[Any], batch_axis: Any = 0
 ) -> gluon.Block:
-    """Initialise a network on the devices, and compile it as `--hybridize` says. Return it, or its pipeline with `--stages`."""
-    net.initialize(init.Xavier(), ctx=list(ctx) if options.stages is None else ctx[0])
+    """Initialise a network on the devices, and compile it as `--hybridize` says. Return it, or its pipeline."""
+    net.initialize(init.Xavier(), ctx=ctx[0] if is_divided(options) else list(ctx))
     flags = HYBRIDIZE[options.hybridize]
     if flags is not None:
         net.hybridize(**flags)
-    return net if options.stages is None else divided(net, ctx, options, train_iter, batch_axis)
+    return divided(net, ctx, options, train_iter, batch_axis) if is_divided(options) else net
 
 
 def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) -> Trainer:
@@ -171,7 +172,7 @@ def run_fit(
         picture = trace.summary.path.with_suffix(".png")
         save(plot_trace(trace.summary.path), picture)
         drawn = str(picture)
-        if options.stages is not None:
+        if is_divided(options):
             schedule = picture.with_name(f"{picture.stem}-schedule.png")
             save(plot_schedule(trace.summary.path), schedule)
             drawn += f", and the schedule in {schedule}"

@@ -32,6 +32,8 @@ NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": re
     "--devices", "spec", default="cpu:2", show_default=True, help="Devices, as for use_devices; the first one also trains alone."
 )
 @click.option("--network", type=click.Choice(list(NETWORKS)), default="mlp", show_default=True, help="resnet18 takes minutes.")
+@click.option("--stages", type=click.IntRange(1), help="Divide the network on several devices into so many stages.")
+@click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="With --stages: parts of a batch.")
 @click.option("--epochs", type=click.IntRange(1), default=10, show_default=True, help="Passes over the digits.")
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Images per batch, over all devices.")
 @click.option(
@@ -64,6 +66,8 @@ NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": re
 def agree(
     spec: str,
     network: str,
+    stages: Optional[int],
+    micro_batches: int,
     epochs: int,
     batch_size: int,
     lr: float,
@@ -82,9 +86,14 @@ def agree(
     The exit code is 1 unless all agree.
     """
     params: Dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
-    recipe = Recipe(NETWORKS[network], load_digits(), batch_size, epochs, lr, optimizer, params, rule=scaling)
+    if micro_batches > 1 and stages is None:
+        raise click.UsageError("got --micro-batches without --stages; expected both. Add --stages 2, or leave it out.")
+    pipeline = {"num_stages": stages or 0, "micro_batches": micro_batches}
+    recipe = Recipe(NETWORKS[network], load_digits(), batch_size, epochs, lr, optimizer, params, rule=scaling, **pipeline)
     over_seeds: Optional[LargerBatch] = None
     with use_devices(spec) as ctx, Console(stderr=True).status("the same batches") as status:
+        if stages is not None and len(ctx) % stages:
+            raise click.UsageError(f"got --stages {stages} for {len(ctx)} devices; expected a multiple. Choose other --devices.")
         same = same_batch(recipe, ctx)
         if larger:
             over_seeds = larger_batch(recipe, ctx, seeds=range(num_seeds), margin=margin, tell=status.update)

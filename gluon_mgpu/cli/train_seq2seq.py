@@ -119,7 +119,7 @@ _training_options = all_of(
     output_option("runs/seq2seq", "curves.png, history.csv, history.json, and the models best and last"),
     seed_option("Seed of the weights, of the split of the data, and of the order of the pairs."),
     training_options(hybridize="on", clip_norm=5.0, precise_layers="Dense layers"),
-    pipeline_options(),
+    pipeline_options("hybrid"),
 )
 
 
@@ -137,6 +137,11 @@ def train_seq2seq(**options: Any) -> None:
     if shared.debug:
         enable_debugging()
     corpus, vocabularies = _load_corpus(options)
+    if shared.parallel == "hybrid" and options["input_feeding"]:
+        raise click.UsageError(
+            "got --parallel hybrid with --input-feeding; expected one of them: with input feeding, each step of the decoder "
+            "waits for the attention of the step before, so that attention cannot be a stage after it. Leave one out."
+        )
     with prepared_devices(shared) as ctx:
         names = ", ".join(map(str, ctx))
         print_once(f"{corpus.name}: {corpus}")

@@ -16,6 +16,7 @@ from ..nested import Array
 from ..trainer.parameters import blocks_of
 from ..trainer.trainer import Trainer
 from .passes import PipelinePasses
+from .running_stats import batch_norms
 from .schedule import SCHEDULES
 from .stage import NETWORK, Source, Stages, of_blocks
 
@@ -32,6 +33,14 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
     the same network on one device. Each stage's parameters are on its device alone. A parameter of two stages, such as a tied
     embedding, is on both devices, and its gradients are summed.
 
+    If the last stage is data-parallel (`split_stages(..., data_parallel=layers)`), all devices of a replica compute it, each for
+    its part of a micro-batch, and the gradients of this stage alone are summed: a hybrid of data and model parallelism.
+
+    ```
+    gpu(0)   F0 F1 L0 L0' F2 L1 ...   F: this device's stage; L, L': forward and backward pass of the last stage and the loss
+    gpu(1)      F0 L0 L0' F1 L1 ...   for one half of the micro-batch
+    ```
+
     BatchNorm normalises each micro-batch separately, like `micro_steps`; its running statistics move once a batch, by the mean
     and variance of all its micro-batches, weighted by their examples. Dropout draws other numbers than on one device, the same
     ones for all schedules and with `recompute`.
@@ -42,8 +51,9 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         The result of `split_stages`, or your own blocks: the first one is called with the network's input, each other one with
         the output of the one before, or with several if that is a tuple. Initialised or not: initialised parameters are moved.
     ctx : list of mxnet.Context, or list of such lists
-        A device for each stage. A device may have several stages. A list of lists makes replicas of the pipeline:
-        `[[gpu(0), gpu(1)], [gpu(2), gpu(3)]]` splits each batch over two replicas of two stages, and sums their gradients.
+        A device for each stage, without a data-parallel one. A device may have several stages. A list of lists makes replicas of
+        the pipeline: `[[gpu(0), gpu(1)], [gpu(2), gpu(3)]]` splits each batch over two replicas of two stages, and sums their
+        gradients.
     micro_batches : int
         The parts of a batch that follow one another through the stages. 1 uses one device at a time: plain model parallelism.
         With p stages, a device computes at most m / (m + p - 1) of the time, so 4 p or more is usual.
@@ -52,6 +62,15 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
     recompute : bool
         Hold only the inputs of each stage, and compute its forward pass again before its backward pass: about a third more
         arithmetic, and the activations of one micro-batch per device.
+
+    Attributes
+    ----------
+    stages : Stages
+        A data-parallel stage is in it once for each device.
+    devices : list of lists of mxnet.Context
+        For each replica, the devices of `stages`.
+    num_parts : int
+        The number of devices that share the last stage of a micro-batch, usually 1.
 
     Raises
     ------
@@ -73,7 +92,9 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
     >>> model(mx.nd.ones((3, 4))).context
     cpu(1)
 
-    Source: Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019; Kim et al., "torchgpipe", 2020 (BatchNorm).
+    Source: Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019; Kim et al., "torchgpipe", 2020 (BatchNorm); Ono,
+    Utiyama, Sumita, "Hybrid data-model parallel training for sequence-to-sequence recurrent neural network machine translation",
+    2019.
     """
 
     def __init__(
@@ -90,10 +111,17 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         flag("Pipeline", "recompute", recompute)
         self.schedule, self.recompute = schedule, recompute
         self.stages = _checked_stages(stages)
-        self.devices = _checked_devices(ctx, len(self.stages))
+        self.devices = _checked_devices(ctx, self.stages)
+        self.num_parts = len(self.devices[0]) - len(self.stages) + 1
+        self.stages = self.stages.repeating_last(self.num_parts)
         self.net = self.stages.net  # registers it: its layers are found, its structural names are the pipeline's
         _use_dynamic_memory(self.net, self.stages)
         self._stage_params = [stage.params() for stage in self.stages]
+        if self.num_parts > 1 and batch_norms(self.net, self._stage_params[-1]):
+            raise TrainerError(
+                "Pipeline: got BatchNorm in the data-parallel stage; expected it in the stages before, as its running statistics "
+                "are of whole micro-batches. Begin the stage behind the last BatchNorm."
+            )
         self._place()
 
     @property
@@ -108,8 +136,13 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
+        """The number of stages: a data-parallel one counts once for each device."""
         return len(self.stages)
+
+    def part(self, stage: int) -> Optional[int]:
+        """Return which part of a micro-batch's loss a stage computes: 0 for the last stage; None for stages before it."""
+        part = stage - (self.num_stages - self.num_parts)
+        return part if part >= 0 else None
 
     def sources(self, stage: int) -> Optional[List[Source]]:
         """Return where a stage's inputs come from; None for all outputs of the one before."""
@@ -157,9 +190,9 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         arrays = self.stages.inputs(X)
         replica = self.replica_of(arrays[0].context)
         found: List[List[Array]] = []
-        for number, stage in enumerate(self.stages):
+        for number in [*range(self.num_stages - self.num_parts), self.num_stages - 1]:
             inputs = [one.as_in_context(self.devices[replica][number]) for one in self.inputs_of(number, arrays, found)]
-            found.append(stage.run(inputs))
+            found.append(self.stages[number].run(inputs))
         return self.stages.output(found[-1])
 
     def inputs_of(self, stage: int, arrays: Sequence[Array], found: Sequence[Sequence[Array]]) -> List[Array]:
@@ -178,6 +211,15 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
             f"Pipeline: got data on {context}; expected one of {self.replica_contexts}, where the first stage is. Move "
             "the data there."
         )
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether two stages on one device train the same parameter: both add to its gradient."""
+        for devices in self.devices:
+            pairs = [(device, id(param)) for stage, device in enumerate(devices) for param in self.trained(stage)]
+            if len(set(pairs)) < len(pairs):
+                return True
+        return False
 
     def trained(self, stage: int) -> List[gluon.Parameter]:
         """Return a stage's parameters that have gradients."""
@@ -199,7 +241,8 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         lines = [f"Pipeline({self.micro_batches} micro-batches, {self.schedule}{', recompute' * self.recompute})"]
         for number, params in enumerate(self._stage_params):
             places = ", ".join(str(devices[number]) for devices in self.devices)
-            lines.append(f"  stage {number} on {places}: {len(params)} parameters")
+            shared = " for a part of each micro-batch" if self.num_parts > 1 and self.part(number) is not None else ""
+            lines.append(f"  stage {number} on {places}: {len(params)} parameters{shared}")
         return "\n".join(lines)
 
     def _contexts(self) -> List[Tuple[gluon.Parameter, List[Context]]]:
@@ -245,7 +288,10 @@ def _checked_stages(stages: Any) -> Stages:
     return of_blocks(stages, net)
 
 
-def _checked_devices(ctx: Any, num_stages: int) -> List[List[Context]]:
+def _checked_devices(ctx: Any, stages: Stages) -> List[List[Context]]:
+    """Return the devices of all stages for each replica."""
+    shared = stages[-1].is_data_parallel
+    num_stages = len(stages) - shared
     replicas = [ctx] if isinstance(ctx, (list, tuple)) and all(isinstance(one, Context) for one in ctx) else ctx
     if not isinstance(replicas, (list, tuple)) or not replicas or not all(isinstance(one, (list, tuple)) for one in replicas):
         raise TrainerError(
@@ -259,7 +305,14 @@ def _checked_devices(ctx: Any, num_stages: int) -> List[List[Context]]:
                 "Split the network into as many stages."
             )
     check_contexts([context for devices in replicas for context in dict.fromkeys(devices)], "Pipeline")
-    return [list(devices) for devices in replicas]
+    sharing = [list(dict.fromkeys(devices)) if shared else [] for devices in replicas]
+    numbers = list(map(len, sharing))
+    if len(set(numbers)) > 1:
+        raise TrainerError(
+            f"Pipeline: got replicas on {', '.join(map(str, numbers))} devices; expected equal numbers, as all devices of a "
+            "replica share its last stage. Give each replica as many."
+        )
+    return [[*devices, *more] for devices, more in zip(replicas, sharing)]
 
 
 def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:

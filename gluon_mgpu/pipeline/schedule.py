@@ -44,8 +44,8 @@ def plan(
     ```
     gpipe  device 0: F0 F0 F0 F0             B0 B0 B0 B0     all forward passes, then all backward passes: the activations of
            device 1:    F1 F1 F1 F1 B1 B1 B1 B1              all micro-batches are held
-    1f1b   device 0: F0 F0    B0 F0 B0 F0 B0    B0           one forward, one backward pass: stage s of p holds those of p - s
-           device 1:    F1 B1 F1 B1 F1 B1 F1 B1              micro-batches
+    1f1b   device 0: F0 F0    B0 F0 B0 F0 B0    B0           one forward, one backward pass: a stage holds those of as many
+           device 1:    F1 B1 F1 B1 F1 B1 F1 B1              micro-batches as stages follow one another from it on
     ```
 
     Parameters
@@ -70,6 +70,9 @@ def plan(
     """
     num_stages = len(sources)
     readers: List[List[int]] = [[other for other in range(num_stages) if stage in sources[other]] for stage in range(num_stages)]
+    depths = [1] * num_stages  # stages from this one to the end of its longest way
+    for stage in reversed(range(num_stages)):
+        depths[stage] += max((depths[reader] for reader in readers[stage]), default=0)
     times = [dict(zip("FB", costs[stage] if costs else (_COSTS["F"], _COSTS["B"]))) for stage in range(num_stages)]
     ends: Dict[Task, float] = {}
     started = {"F": [0] * num_stages, "B": [0] * num_stages}
@@ -87,7 +90,7 @@ def plan(
         forward, backward = started["F"][stage], started["B"][stage]
         is_1f1b = schedule == "1f1b"
         found = []
-        if forward < num_micro_batches and (not is_1f1b or forward - backward < num_stages - stage):
+        if forward < num_micro_batches and (not is_1f1b or forward - backward < depths[stage]):
             found.append(Task("F", stage, forward))
         if backward < (forward if is_1f1b else num_micro_batches * (forward == num_micro_batches)):
             found.insert(0, Task("B", stage, backward if is_1f1b else num_micro_batches - 1 - backward))

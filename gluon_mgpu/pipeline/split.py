@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
-from typing import Any, Callable, List, Sequence, Tuple
+from typing import Any, Callable, List, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -18,16 +18,18 @@ from ..data_parallel.graph import NotCompilableError, trace
 from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, is_float, map_leaves, num_bytes
-from ..trainer.parameters import devices_of
+from ..trainer.parameters import blocks_of, devices_of
 from ..trainer.precision import precision_of, set_precision
-from .stage import CutGraph, Stage, Stages, of_blocks
+from .stage import CutGraph, Stage, Stages, draws_numbers, of_blocks
 
 BALANCES = ("time", "bytes")
 _MOST_PIECES = 48  # that are measured
 _NUM_RUNS = 3  # of each, after one that is not measured
 
 
-def split_stages(net: gluon.Block, num_stages: int, sample: Any, *, balance: str = "time") -> Stages:
+def split_stages(
+    net: gluon.Block, num_stages: int, sample: Any, *, balance: str = "time", data_parallel: Sequence[gluon.Block] = ()
+) -> Stages:
     """Return a network's stages for a `Pipeline`, so that the largest cost of a stage is as small as possible.
 
     ```
@@ -76,7 +78,7 @@ def split_stages(net: gluon.Block, num_stages: int, sample: Any, *, balance: str
             "micro-batch. Pass X of a batch."
         ) from error
     layers = _layers(net)
-    if len(layers) > 1 or type(net) in _CONTAINERS:
+    if not data_parallel and (len(layers) > 1 or type(net) in _CONTAINERS):
         _check_number(num_stages, len(layers), "layers")
         return _stages_of_layers(net, layers, num_stages, X, balance)
     try:
@@ -85,16 +87,41 @@ def split_stages(net: gluon.Block, num_stages: int, sample: Any, *, balance: str
         raise _undivided(net, str(error)) from error
     if graph is None:
         raise _undivided(net, "it is not a HybridBlock")
-    cut = CutGraph(graph)
+    cut = CutGraph(graph, _names_of(data_parallel, net))
+    if data_parallel and not (cut.operators and cut.has_data_parallel):
+        part = "all" if not cut.operators else "nothing"
+        raise TrainerError(
+            f"split_stages: got data_parallel={short(data_parallel)}, and {part} of the network follows from these layers; "
+            "expected layers near its output. Pass [net.output], or leave it out."
+        )
     places = _places(cut, max(num_stages, min(_MOST_PIECES, len(cut.operators))))
     _check_number(num_stages, len(places) + 1, "operators on its input")
     pieces = cut.stages(places, net)
     costs = _costs(pieces, X, balance)
+    after = costs[len(places) + 1 :]  # of the data-parallel stage
     sizes = [len(cut.crossing(place)) for place in places]
-    chosen = _divide(costs, num_stages, sizes)
+    chosen = _divide(costs[: len(places) + 1], num_stages, sizes)
     stages = cut.stages([places[at - 1] for at in chosen], net)
-    stages.costs = _sums(costs, [0, *chosen, len(costs)])
+    stages.costs, stages.is_timed = [*_sums(costs, [0, *chosen, len(places) + 1]), *after], balance == "time"
     return stages
+
+
+def _names_of(blocks: Sequence[gluon.Block], net: gluon.Block) -> Set[str]:
+    """Return the names of the parameters of these layers of a network, without those that other layers use, too."""
+    if not isinstance(blocks, (list, tuple)) or not all(isinstance(block, gluon.Block) for block in blocks):
+        raise TrainerError(
+            f"split_stages: got data_parallel={short(blocks)}; expected a list of the network's layers. Pass [net.output]."
+        )
+    inside = {id(part) for block in blocks for part in blocks_of(block)}
+    others = {id(p) for part in blocks_of(net) if id(part) not in inside for p in part._reg_params.values()}
+    found = {param.name: param for block in blocks for param in block.collect_params().values()}
+    own = {name for name, param in found.items() if id(param) not in others}
+    if blocks and not own:
+        raise TrainerError(
+            f"split_stages: got data_parallel={short(blocks)} without parameters of their own; expected layers that have some. "
+            "Pass the first layers of the part that all devices are to compute."
+        )
+    return own
 
 
 def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stages: int, X: Any, balance: str) -> Stages:
@@ -113,7 +140,7 @@ def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stage
             block.hybridize(**{name: value for name, value in net._flags if not name.startswith("static_")})
         blocks.append(block)
     stages = of_blocks(blocks, net)
-    stages.costs = _sums(costs, bounds)
+    stages.costs, stages.is_timed = _sums(costs, bounds), balance == "time"
     return stages
 
 
@@ -181,7 +208,7 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
         inputs = (
             (outputs[-1] if outputs else arrays) if sources is None else [_find(source, arrays, outputs) for source in sources]
         )
-        results, seconds = _timed(piece, [array.detach() for array in inputs])
+        results, seconds = _timed(piece, [array.detach() for array in inputs], is_first=not outputs)
         outputs.append(results)
         costs.append(seconds)
     return _agreed(costs)
@@ -201,30 +228,33 @@ def _find(source: Tuple[int, int], arrays: Sequence[Array], outputs: Sequence[Se
     return arrays[at] if producer < 0 else outputs[producer][at]
 
 
-def _timed(piece: Stage, inputs: List[Array]) -> Tuple[List[Array], float]:
+def _timed(piece: Stage, inputs: List[Array], *, is_first: bool) -> Tuple[List[Array], float]:
     """Return a piece's outputs and the seconds of its forward and backward pass, which write no gradients."""
-    floats = [array for array in inputs if is_float(array)]
+    wanted = piece.gradients_for(len(inputs), is_first=is_first)
+    floats = [array for array, is_wanted in zip(inputs, wanted) if is_wanted and is_float(array)]
     for array in floats:
         array.attach_grad()
     context = inputs[0].context
     variables = floats + [param.data(context) for param in piece.params() if param.grad_req != "null"]
+    draws = draws_numbers(piece.block, inputs) if piece.draws is None else piece.draws
+    trains = not draws  # Dropout would move MXNet's random numbers, which cannot be set back
+    running = [param.data(context) for param in piece.params() if param.grad_req == "null"]
+    former = [array.copy() for array in running]
     seconds = []
     for _ in range(_NUM_RUNS + 1):
         mx.nd.waitall()
         begin = perf_counter()
-        with autograd.record(train_mode=False):  # no random numbers, and running statistics stay
+        with autograd.record(train_mode=trains):
             outputs = piece.run(inputs)
         heads = [one for one in outputs if is_float(one) and not any(one is array for array in inputs)]
         if heads and variables:
-            _gradients(heads, variables)
+            with suppress(mx.MXNetError):  # no variable leads to these outputs, as those of an operator without a gradient
+                autograd.grad(heads, variables, train_mode=trains)
         mx.nd.waitall()
         seconds.append(perf_counter() - begin)
+    for array, before in zip(running, former):
+        before.copyto(array)
     return [output.detach() for output in outputs], median(seconds[1:])
-
-
-def _gradients(heads: List[Array], variables: List[Array]) -> None:
-    with suppress(mx.MXNetError):  # no variable leads to these outputs, as those of an operator without a gradient
-        autograd.grad(heads, variables, train_mode=False)
 
 
 def _on_device(sample: Any, net: gluon.Block) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, Callable, Collection, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 from mxnet import gluon
@@ -30,12 +30,22 @@ class Stage:
         outputs of the stage before; of the first stage, all inputs of the network.
     draws : bool, optional
         Whether it may draw random numbers, as Dropout does; None if that is not known.
+    needs_gradient : list of bool, optional
+        Which of its inputs depend on parameters; None for all that come from other stages.
+    is_data_parallel : bool
+        Whether all devices compute it, each for its part of a micro-batch: only the last stage.
     """
 
     block: gluon.Block
     run: Callable[[List[Array]], List[Array]]
     sources: Optional[List[Source]] = None
     draws: Optional[bool] = None
+    needs_gradient: Optional[List[bool]] = None
+    is_data_parallel: bool = False
+
+    def gradients_for(self, count: int, *, is_first: bool) -> List[bool]:
+        """Return which of so many inputs get gradients, if they hold floats."""
+        return [not is_first] * count if self.needs_gradient is None else self.needs_gradient
 
     def params(self) -> List[gluon.Parameter]:
         """Return its parameters and running statistics."""
@@ -52,14 +62,36 @@ class Stages(List[Stage]):
     graph : Graph, optional
         The network's graph, if the stages are parts of it.
     costs : list of float
-        The cost of each stage, as `split_stages` found it: seconds, or bytes. Empty for your own blocks.
+        The cost of each stage, as `split_stages` found it: seconds, or bytes. Empty for your own blocks. That of a data-parallel
+        stage is for a whole micro-batch on one device.
+    is_timed : bool
+        Whether the costs are seconds. The schedule then follows them.
     """
 
     def __init__(self, stages: Iterable[Stage], net: gluon.Block, graph: Optional[Graph] = None) -> None:
         super().__init__(stages)
         self.net, self.graph = net, graph
         self.costs: List[float] = []
+        self.is_timed = False
         self._form: Any = None  # of the latest inputs
+
+    def repeating_last(self, count: int) -> Stages:
+        """Return these stages with the last one so many times, once for each device that computes a part of it."""
+        if count == 1:
+            return self
+        stages = Stages([*self, *[self[-1]] * (count - 1)], self.net, self.graph)
+        stages.costs, stages.is_timed = self.costs, self.is_timed
+        return stages
+
+    def times(self, count: int) -> List[Tuple[float, float]]:
+        """Return the times of each stage's forward and backward pass; [] if unknown. So many devices share the last stage.
+
+        A backward pass computes about twice as much as a forward pass.
+        """
+        if not self.is_timed:
+            return []
+        costs = [*self.costs[:-1], *[self.costs[-1] / count] * count]
+        return [(cost / 3, 2 * cost / 3) for cost in costs]
 
     def inputs(self, X: Any) -> List[Array]:
         """Return the arrays of a shard that the first stages read."""
@@ -157,18 +189,30 @@ class CutGraph:
     ----------
     graph : Graph
         Without a loss.
+    data_parallel : set of str
+        Names of parameters. The operators that read them, and all that follow from these, are a last stage of their own.
+
+    Attributes
+    ----------
+    operators : list of int
+        Those before the data-parallel ones, in the order of computation.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, data_parallel: AbstractSet[str] = frozenset()) -> None:
         self.graph = graph
         self._document = json.loads(graph.symbol.tojson())
         self._nodes: List[Dict[str, Any]] = self._document["nodes"]
         self._heads: List[Entry] = [(head[0], head[1]) for head in self._document["heads"]]
-        self.operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
-        self._reads_data = {number for number, node in enumerate(self._nodes) if node["name"] in graph.inputs}
-        for number in self.operators:  # in the order of computation
-            if any(source in self._reads_data for source, _ in self._reads(number)):
-                self._reads_data.add(number)
+        operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
+        self._reads_data, self._reads_params = (self._after(operators, names) for names in (graph.inputs, graph.params))
+        after = self._joined(operators, self._after(operators, data_parallel))
+        self.operators = [number for number in operators if number not in after]
+        self._last = [number for number in operators if number in after]
+
+    @property
+    def has_data_parallel(self) -> bool:
+        """Whether there are operators of the last stage."""
+        return bool(self._last)
 
     def is_after_data(self, place: int) -> bool:
         """Return whether the operator before a place depends on the network's input, so that a part may end there.
@@ -180,13 +224,14 @@ class CutGraph:
     def crossing(self, place: int) -> List[Entry]:
         """Return the arrays that operators from number `place` on read, of those before."""
         before = set(self.operators[:place])
-        read = [entry for number in self.operators[place:] for entry in self._reads(number)] + self._heads
+        read = [entry for number in self.operators[place:] + self._last for entry in self._reads(number)] + self._heads
         return sorted({entry for entry in read if entry[0] in before})
 
     def stages(self, places: Sequence[int], net: gluon.Block) -> Stages:
         """Return the stages between these places: positions in `operators`, without the first and the last."""
         bounds = [0, *places, len(self.operators)]
         parts = [self.operators[begin:end] for begin, end in zip(bounds, bounds[1:])]
+        parts += [self._last] if self._last else []
         home = {number: stage for stage, part in enumerate(parts) for number in part}
         wanted: List[List[Entry]] = [[] for _ in parts]  # the outputs of each stage that others read
         for stage, part in enumerate(parts):
@@ -194,11 +239,26 @@ class CutGraph:
                 source = home.get(entry[0])
                 if source is not None and source != stage and entry not in wanted[source]:
                     wanted[source].append(entry)
-        return Stages(
-            [self._stage(stage, part, home, wanted, is_last=stage == len(parts) - 1) for stage, part in enumerate(parts)],
-            net,
-            self.graph,
+        stages = [self._stage(stage, part, home, wanted, is_last=stage == len(parts) - 1) for stage, part in enumerate(parts)]
+        stages[-1].is_data_parallel = bool(self._last)
+        return Stages(stages, net, self.graph)
+
+    def _after(self, operators: Sequence[int], names: Collection[str]) -> Set[int]:
+        """Return the variables of these names, and the operators that depend on them."""
+        found = {number for number, node in enumerate(self._nodes) if node["name"] in names}
+        for number in operators:  # in the order of computation
+            if any(source in found for source, _ in self._reads(number)):
+                found.add(number)
+        return found
+
+    def _joined(self, operators: Sequence[int], last: Set[int]) -> Set[int]:
+        """Return the last stage with the operators that read only what it reads anyway, for it alone: fewer arrays cross."""
+        crossing = {entry for number in last for entry in self._reads(number)}
+        others = {entry[0] for number in set(operators) - last for entry in self._reads(number)}.union(
+            head[0] for head in self._heads
         )
+        alone = {number for number in operators if number not in others and crossing.issuperset(self._reads(number))}
+        return last | (alone if last else set())
 
     def _reads(self, number: int) -> List[Entry]:
         return [(one[0], one[1]) for one in self._nodes[number]["inputs"]]
@@ -208,6 +268,7 @@ class CutGraph:
         places: Dict[Entry, Entry] = {}  # of what has been added
         inputs: List[str] = []
         sources: List[Source] = []
+        needs_gradient: List[bool] = []
 
         def found(entry: Entry) -> List[int]:
             number, output = entry
@@ -219,11 +280,13 @@ class CutGraph:
                     if name in self.graph.inputs:
                         inputs.append(name)
                         sources.append((NETWORK, self.graph.inputs.index(name)))
+                        needs_gradient.append(False)
                 else:  # of an earlier stage
                     name = f"from{number}_{output}"
                     nodes.append({"op": "null", "name": name, "inputs": []})
                     inputs.append(name)
                     sources.append((home[number], wanted[home[number]].index(entry)))
+                    needs_gradient.append(number in self._reads_params)
                 places[entry] = (len(nodes) - 1, 0)
             return [*places[entry], 0]
 
@@ -246,7 +309,8 @@ class CutGraph:
             "attrs": self._document.get("attrs", {}),
         }
         block = GraphStage(mx.sym.load_json(json.dumps(document)), inputs, self.graph.params, self.graph.bulk_sizes)
-        return Stage(block, lambda arrays: block.forward(*arrays), sources, any(may_draw(self._nodes[number]) for number in part))
+        draws = any(may_draw(self._nodes[number]) for number in part)
+        return Stage(block, lambda arrays: block.forward(*arrays), sources, draws, needs_gradient)
 
 
 _MOST_OUTPUTS = 64  # of one operator

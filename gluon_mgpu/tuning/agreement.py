@@ -17,6 +17,8 @@ from ..data_parallel.step import train_batch
 from ..devices.select import check_contexts
 from ..errors import TrainerError
 from ..loop.evaluate import evaluate_accuracy_gpus
+from ..pipeline.network import Pipeline
+from ..pipeline.split import split_stages
 from ..plots import figure
 from ..runtime.environment import require
 from ..trainer.schedules import scaled_params
@@ -53,6 +55,8 @@ class Recipe:
         Warm-up of the larger batch.
     rule : "linear", "sqrt" or "none"
         The rule that scales the larger batch's learning rate; `none` keeps it, without a warm-up.
+    num_stages, micro_batches : int
+        If not 0, several devices hold pipelines of so many stages.
     """
 
     build: Callable[[int], gluon.Block]
@@ -64,6 +68,13 @@ class Recipe:
     optimizer_params: Dict[str, Any] = field(default_factory=lambda: {"momentum": 0.9})
     warmup_epochs: float = 2
     rule: str = "linear"
+    num_stages: int = 0
+    micro_batches: int = 1
+
+    def shard_sizes(self, num_examples: int, num_devices: int) -> List[int]:
+        """Return the examples of each part of a batch that passes through the network by itself."""
+        num_replicas = num_devices // max(1, self.num_stages)
+        return [n for part in plan_shards(num_examples, num_replicas) for n in plan_shards(part, self.micro_batches)]
 
     def batches(self, batch_size: int, seed: int) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
         """Yield the training batches of all epochs, in the same order for the same seed.
@@ -293,7 +304,7 @@ def _train_by_gluon(recipe: Recipe, contexts: Sequence[Context], seed: int, orde
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     losses: List[float] = []
     for X, y in recipe.batches(recipe.batch_size, seed):
-        ends = np.cumsum(plan_shards(len(X), len(contexts)))[:-1]
+        ends = np.cumsum(recipe.shard_sizes(len(X), len(contexts)))[:-1]
         shards = [(x[chosen], t[chosen]) for x, t in zip(np.split(X, ends), np.split(y, ends)) for chosen in [order(len(x))]]
         with autograd.record():
             shard_losses = [
@@ -309,13 +320,18 @@ def _train_by_gluon(recipe: Recipe, contexts: Sequence[Context], seed: int, orde
 
 def _initialised(recipe: Recipe, contexts: Sequence[Context], seed: int) -> gluon.Block:
     """Return the network with weights that depend only on the seed, not on the devices."""
+    stages = recipe.num_stages if len(contexts) > 1 else 0
     net = recipe.build(recipe.data.num_classes)
-    net.initialize(mx.init.Xavier(), ctx=list(contexts))
+    net.initialize(mx.init.Xavier(), ctx=list(contexts[:1] if stages else contexts))
     mx.random.seed(seed)
     np.random.seed(seed)
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    net(array(recipe.data.train_images[:1], ctx=contexts[0]))  # sets the shapes, and draws the weights
-    return net
+    sample = array(recipe.data.train_images[:1], ctx=contexts[0])
+    net(sample)  # sets the shapes, and draws the weights
+    if not stages:
+        return net
+    placed = [list(contexts[begin : begin + stages]) for begin in range(0, len(contexts), stages)]
+    return Pipeline(split_stages(net, stages, sample, balance="bytes"), placed, recipe.micro_batches)
 
 
 def _finished(recipe: Recipe, net: gluon.Block, losses: List[float]) -> TrialRun:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import balance as balances
 import checkpoint_command
 import click
+import hybrids
 import pipelines
 import precision as precisions
 import report
@@ -247,6 +248,46 @@ def pipeline(rounds: int, micro_batches: int, json_path: Optional[Path]) -> None
         memory = pipelines.peaks(micro_batches, on_message=show)
     print_table(*pipelines.table(found, memory, micro_batches))
     save_json(json_path, pipelines.results(found, memory, rounds=rounds, micro_batches=micro_batches))
+
+
+@main.command()
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Rounds; each measures everything.")
+@click.option("--layers", default="1,4", show_default=True, callback=numbers, help="Numbers of layers, separated by commas.")
+@click.option("--batches", default="60,128", show_default=True, callback=numbers, help="Batch sizes, separated by commas.")
+@click.option("--hidden", type=click.IntRange(1), default=300, show_default=True, help="Size of embeddings and layers.")
+@click.option("--cell", type=click.Choice(["gru", "lstm"]), default="gru", show_default=True, help="Cell of the layers.")
+@click.option("--project", type=click.IntRange(2), help="Project a step to so many devices instead, from tasks measured on one.")
+@click.option("--slower", default="1", show_default=True, callback=numbers, help="With --project: copies so many times as slow.")
+@json_option
+def hybrid(
+    rounds: int,
+    layers: List[int],
+    batches: List[int],
+    hidden: int,
+    cell: str,
+    project: Optional[int],
+    slower: List[int],
+    json_path: Optional[Path],
+) -> None:
+    """Compare data, model and hybrid parallelism of a translator on two CPU contexts: time, bytes moved and bytes held.
+
+    "hybrid, 4 x 2" has 4 stages, on the contexts in turn, and 2 micro-batches. With --project, the copies are as fast as those
+    between two contexts here, which are slow next to GPUs' arithmetic: --slower 1,30 also shows devices that compute 30 times as
+    fast, and copy as fast as these.
+    """
+    sizes = [hybrids.Size(number, batch, hidden, cell=cell) for number in layers for batch in batches]
+    with use_devices("cpu:2") as ctx:
+        if project is not None:
+            copies = [hybrids.bandwidth(ctx) / times for times in slower]
+            for size in sizes:
+                with progress() as show:
+                    found = hybrids.project(size, project, copies, ctx[0], rounds=rounds, on_message=show)
+                print_table(*found)
+            return
+        with progress() as show:
+            measured = hybrids.measure(sizes, ctx, rounds=rounds, on_message=show)
+    print_table(*hybrids.table(measured))
+    save_json(json_path, hybrids.results(measured, rounds))
 
 
 class _Comparison:

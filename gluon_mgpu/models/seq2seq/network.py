@@ -148,6 +148,26 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
                 return None
             return (source, lengths, target, *self._start(source, lengths))
 
+    def data_parallel_layers(self) -> List[nn.HybridBlock]:
+        """Return the layers of `split_stages(..., data_parallel=)`: those of the attention, and the output layer.
+
+        Most of the arithmetic is in them and their loss, and few of the parameters. Encoder and decoder are the stages before.
+
+        Raises
+        ------
+        TrainerError
+            With input feeding, each step of the decoder waits for the attention of the step before.
+
+        Source: Ono, Utiyama, Sumita, "Hybrid data-model parallel training for sequence-to-sequence recurrent neural network
+        machine translation", 2019.
+        """
+        if self.decoder.feed is not None:
+            raise TrainerError(
+                "Seq2Seq.data_parallel_layers: got input_feeding=True; expected False: each step of the decoder waits for the "
+                "attention of the step before, so that attention cannot be a stage after it. Leave input feeding out."
+            )
+        return [self.encoder.keys, self.decoder.attention, self.output]
+
     def _is_overridden(self) -> bool:
         """Return whether a subclass or this object overrides `encode` or `decode`."""
         ways = ((self.encode, Seq2Seq.encode), (self.decode, Seq2Seq.decode))

@@ -237,7 +237,10 @@ def test_the_states_are_divided():
     assert max(held) <= 1.1 * sum(held) / 4
 
 
-def test_a_pipeline_shards_each_stage():
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_a_pipeline_shards_each_stage(tmp_path, num_shared):
+    """Stages on two devices each; or a stage on one device and the last layers on four. Files are read with and without it."""
+    X, y = np.random.RandomState(0).randn(2, 8, 16).astype("float32")
     found, held = [], []
     for shards in (False, True):
         net = nn.HybridSequential()
@@ -245,14 +248,22 @@ def test_a_pipeline_shards_each_stage():
             net.add(nn.Dense(16, in_units=16, activation="tanh"))
         mx.random.seed(0)
         net.initialize(ctx=mx.cpu(0))
-        X, y = np.random.RandomState(0).randn(2, 8, 16).astype("float32")
-        model = mgpu.Pipeline(mgpu.split_stages(net, 2, X, balance="bytes"), [cpus(4)[:2], cpus(4)[2:]], 2)
-        trainer = mgpu.Trainer(model, *ADAM, shard_optimizer=shards, bucket_bytes=500 * (1 + shards), clip_norm=0.1)
-        mgpu.fit(model, gluon.loss.L2Loss(), trainer, [(X, y)] * 3, epochs=1, metrics=(), callbacks=[], compiled="off")
+        stages = mgpu.split_stages(net, 2, X, balance="bytes", data_parallel=list(net)[4 - num_shared :])
+        model = mgpu.Pipeline(stages, [cpus(4)[:2], cpus(4)[2:]], 2)
+        for is_sharded in (shards, not shards):
+            buckets = 500 * (4 if num_shared else 2) if is_sharded else 500
+            trainer = mgpu.Trainer(model, *ADAM, shard_optimizer=is_sharded, bucket_bytes=buckets, clip_norm=0.1)
+            if is_sharded is not shards:
+                trainer.load_states(str(tmp_path / "states"))
+            mgpu.fit(model, gluon.loss.L2Loss(), trainer, [(X, y)] * 3, epochs=1, metrics=(), callbacks=[], compiled="off")
+            held.append([parts["states"] for parts in trainer.bytes_per_device().values()])
+            trainer.save_states(str(tmp_path / "states"))
         found.append([[array.asnumpy() for array in param.list_data()] for param in model.collect_params().values()])
-        held.append([parts["states"] for parts in trainer.bytes_per_device().values()])
     assert_equal_bits(found[1], found[0])
-    assert sum(held[1]) == sum(held[0]) // 2
+    size = 2 * 4 * 4 * (16 * 16 + 16)
+    whole, divided = (sum(one) for one in held[:2])
+    assert divided == size < whole
+    assert held[2:] == [held[1], held[0]]
     assert max(held[1]) < max(held[0])
 
 
@@ -279,6 +290,10 @@ def test_an_overflow_on_any_device_skips_the_step():
     "make, told",
     [
         (lambda net: mgpu.Trainer(net, "sgd", shard_optimizer="yes"), "got shard_optimizer='yes'"),
+        (
+            lambda net: mgpu.Trainer(net, "sgd", kvstore="nccl", shard_optimizer=True),
+            "got shard_optimizer=True and kvstore='nccl'",
+        ),
         (lambda net: mgpu.Trainer(net, "nadam", shard_optimizer=True), "got Nadam and shard_optimizer=True"),
         (lambda net: mgpu.LocalSGD(net, "sgd", every=2, shard_optimizer=True), "LocalSGD: got shard_optimizer=True"),
         (lambda net: mgpu.Trainer(net, "sgd", shard_optimizer=True).allreduce_grads(), "the sum of each gradient is on one"),

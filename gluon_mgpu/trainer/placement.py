@@ -188,7 +188,8 @@ class Placement:
     def _choose_owners(self) -> None:
         """Give each new bucket or parameter to the device that has the fewest bytes so far, the largest first.
 
-        MXNet's store distributes the memory of its sums by the same rule.
+        MXNet's store chooses the device of each sum by the same rule, except among equals. A sum on another device than the owner
+        is copied there.
         """
         sizes: Dict[Any, int] = {}
         for index in self.trainable:

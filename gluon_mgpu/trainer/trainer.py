@@ -147,11 +147,8 @@ class Trainer(gluon.Trainer):
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction = make_reduction(kvstore, self._replicas)
         self._process_sync = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
-        if shard_optimizer and self._process_sync.is_joint:
-            raise TrainerError(
-                "Trainer: got shard_optimizer=True in a job of several processes; expected one process, among whose devices the "
-                "optimizer's states are divided. Leave it out."
-            )
+        if shard_optimizer:
+            _check_sharded(kvstore, self._process_sync)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         make_copyable({type(param) for param in self._params})
         self._clip_norm, self._clip_value = clip_norm, clip_value
@@ -608,6 +605,19 @@ def _check_options(replicas: Any, update_on_kvstore: Any) -> None:
                 f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer for sparse "
                 "weights, on one device."
             )
+
+
+def _check_sharded(kvstore: Any, process_sync: ProcessSync) -> None:
+    if process_sync.is_joint:
+        raise TrainerError(
+            "Trainer: got shard_optimizer=True in a job of several processes; expected one process, among whose devices the "
+            "optimizer's states are divided. Leave it out."
+        )
+    if getattr(kvstore, "type", kvstore) == "nccl":
+        raise TrainerError(
+            "Trainer: got shard_optimizer=True and kvstore='nccl'; expected a store that can sum onto one device. Pass "
+            "kvstore='device'."
+        )
 
 
 def _check_clipping(**bounds: Optional[float]) -> None:

@@ -57,7 +57,6 @@ class Update:
         The positions of the parameters in Gluon's order; see `gluon_order`. On one device the weights are then bit-identical to
         Gluon's, also for optimizers that pass values from one parameter to the next: nadam its schedule, LARS the last rate,
         LBSGD the first one.
-
     is_sharded : bool
         Each buffer has an owner: the replica that alone keeps its states and updates it.
 
@@ -188,7 +187,8 @@ class Update:
         for updater, known in zip(self.updaters, states):
             updater.states = dict(known)
             updater.states_synced = dict.fromkeys(known, True)
-        begun = dict.fromkeys((index for known in states for index in known), self._optimizer.begin_num_update)  # files without
+        # for files without counts
+        begun = {index: self._optimizer.begin_num_update for known in states for index in known}
         self._counts = self._new_counts({**begun, **counts})
         self._memory.clear()
         self._views.clear()

@@ -107,7 +107,7 @@ def load_mxnet() -> ModuleType:
     if importlib.util.find_spec("mxnet") is None:
         raise MissingExtraError(
             "import gluon_mgpu: got no package mxnet; expected MXNet 1.9.1. Install it with pip install 'gluon_mgpu[cpu]' "
-            "(any machine), or 'gluon_mgpu[cu112]' (NVIDIA GPUs)."
+            "(any machine), or 'gluon_mgpu[cu112]' (NVIDIA GPUs up to Ada). docs/compatibility.md#gpus names builds for Hopper."
         )
     numpy = importlib.import_module("numpy")
     if int(numpy.__version__.split(".")[0]) >= 2:
@@ -138,7 +138,7 @@ def load_mxnet() -> ModuleType:
     if not mxnet.__version__.startswith(("1.8.", "1.9.")):
         raise ImportError(
             f"import gluon_mgpu: got mxnet {mxnet.__version__}; expected MXNet 1.9.1, whose Gluon this toolkit is written "
-            "for. Run pip install 'mxnet==1.9.1'."
+            "for. Run pip install 'mxnet==1.9.1'. For Hopper and Blackwell GPUs, see docs/compatibility.md#gpus."
         )
     return mxnet
 

@@ -125,6 +125,17 @@ def test_an_h100_gets_commands_that_it_can_run_and_hears_whether_its_driver_suff
     assert "github.com/smolix/mxnet/releases" in found.to_do and "gluon_mgpu does not run yet" in found.to_do
 
 
+def test_commands_are_printed_below_the_tables_where_no_column_breaks_them(healthy):
+    two = reading(kind("NVIDIA H100", (9, 0)), kind("NVIDIA H200", (9, 0), 1), CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    findings = tuple(check_gpus(two, GPU_BUILD))
+    assert len(findings) == 2
+    found = replace(healthy, findings=findings)
+    assert {row[1] for row in table(found, "problems")} == {"Get an MXNet for Hopper, in one of the three ways below."}
+    (text,) = doctor.instructions(found)  # once
+    assert {gpu_builds.IMAGE, gpu_builds.RUN} <= {line.strip() for line in text.splitlines()}
+    assert doctor.instructions(replace(healthy, findings=(Problem("GPUs", "It is wrong.", "Fix it."),))) == []
+
+
 def test_eight_h100_are_one_finding():
     eight = [kind("NVIDIA H100 80GB HBM3", (9, 0), index) for index in range(8)]
     one(check_gpus(reading(*eight), GPU_BUILD), "GPUs 0, 1, 2, 3, 4, 5, 6, 7, NVIDIA H100 80GB HBM3, have compute capability 9.0")

@@ -159,8 +159,8 @@ def _get_code(capability: Capability, build: Build, driver: Optional[Driver]) ->
     has_wheel = OLDEST <= capability < NO_WHEEL
     others = advice(capability, driver.version if driver else "")
     if build.elsewhere:
-        again = f"Build this MXNet again with -DMXNET_CUDA_ARCH={version_text(capability)}, or"
-        return f"{again} {_IN_ANOTHER}" if has_wheel else f"{again} use another. {others}"
+        again = f"Build this MXNet again with -DMXNET_CUDA_ARCH={version_text(capability)}."
+        return f"{again} Or {_IN_ANOTHER}" if has_wheel else f"{again} Otherwise: {others}"
     if has_wheel:  # another wheel for GPUs is here
         return f"Uninstall this wheel of MXNet, then run {WHEEL}: code for compute capability 5.0 to 8.9."
     return others

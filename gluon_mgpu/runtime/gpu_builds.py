@@ -27,6 +27,8 @@ _FORK_CODE = FatBinaries(((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)), ((1
 _ON_OTHERS = (
     "Train on the CPU (--devices cpu), or on a GPU of compute capability 5.0 to 9.0: Maxwell to Hopper (V100, A100, H100)."
 )
+_FORK = f"""The fork smolix/mxnet has wheels with code for Ampere to Blackwell: {FORK}.
+   They need Python 3.11 or 3.12, CUDA 13 and driver 590. They are MXNet 2.0, on which gluon_mgpu does not run yet."""
 _GENERATIONS = {3: "Kepler", 5: "Maxwell", 6: "Pascal", 7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _LATER = {(7, 5): "Turing", (8, 9): "Ada"}  # generations that share a major version with an older one
 
@@ -53,7 +55,7 @@ def titled(capability: Capability) -> str:
 
 
 def advice(capability: Optional[Capability], driver: str = "") -> str:
-    """Return how to get an MXNet with code for a GPU, as sentences.
+    """Return how to get an MXNet with code for a GPU. If that takes several lines, the first is a summary.
 
     Parameters
     ----------
@@ -103,37 +105,33 @@ def short_advice(capability: Optional[Capability]) -> str:
 
 
 def _for_hopper(capability: Capability, driver: str) -> str:
-    return (
-        f"(1) Use NVIDIA's container {CONTAINER}: MXNet 1.9.1 with code for Hopper. In a clone of gluon_mgpu, run "
-        f"`{IMAGE}` and `{RUN}`. It needs Docker, the NVIDIA Container Toolkit, and {_driver_for_container(driver)} "
-        f"(2) Or build MXNet 1.9.1 from source with CUDA 11.8, cuDNN 8 and -DMXNET_CUDA_ARCH={version_text(capability)}. "
-        f"(3) {_fork('Hopper')} Details: docs/compatibility.md#gpus. Until then, train on the CPU: --devices cpu."
-    )
+    return f"""Get an MXNet for Hopper, in one of the three ways below.
+1. NVIDIA's container {CONTAINER} is MXNet 1.9.1 with code for Hopper. In a clone of gluon_mgpu, run
+
+       {IMAGE}
+       {RUN}
+
+   It needs Docker, the NVIDIA Container Toolkit, and NVIDIA driver 545 or newer (on data-center GPUs also 535.86, 525.85 or
+   470.57).{_enough_for_container(driver)}
+2. A build of MXNet 1.9.1 from source needs CUDA 11.8, cuDNN 8 and the CMake option -DMXNET_CUDA_ARCH={version_text(capability)}.
+3. {_FORK}
+Details: docs/compatibility.md#gpus. Until then, train on the CPU: --devices cpu."""
 
 
 def _for_newer(capability: Capability) -> str:
-    fork = f"{_fork('it')} " if _FORK_CODE.code_for(capability) else ""
-    return (
-        f"{fork}No build of MXNet 1.9.1 is known to run there: NVIDIA's container {CONTAINER} ends with Hopper, and a "
-        f"build from source needs CUDA 12.8. Details: docs/compatibility.md#gpus. {_ON_OTHERS}"
-    )
+    fork = f"{_FORK}\n" if _FORK_CODE.code_for(capability) else ""
+    return f"""No build of MXNet 1.9.1 is known to run there. {_ON_OTHERS}
+{fork}NVIDIA's container {CONTAINER} ends with Hopper. A build from source needs CUDA 12.8, for which MXNet 1.9.1 was not written.
+Details: docs/compatibility.md#gpus."""
 
 
-def _fork(gpus: str) -> str:
-    return (
-        f"The fork smolix/mxnet has wheels for {gpus}: {FORK}. They need Python 3.11 or 3.12, CUDA 13 and driver 590. "
-        "They are MXNet 2.0, on which gluon_mgpu does not run yet."
-    )
-
-
-def _driver_for_container(driver: str) -> str:
-    """Return the driver that the container needs on a GPU for data centers, and whether this one suffices."""
-    text = "NVIDIA driver 545 or newer (on data-center GPUs also 535.86, 525.85 or 470.57)."
+def _enough_for_container(driver: str) -> str:
+    """Return whether a GPU for data centers can run the container with this driver, as a sentence; "" if it is unknown."""
     numbers = [int(part) for part in driver.split(".")[:2] if part.isdigit()]
     if len(numbers) < 2:
-        return text
+        return ""
     enough = numbers[0] >= _DRIVER or numbers[1] >= _DATA_CENTER_DRIVERS.get(numbers[0], sys.maxsize)
-    return f"{text} Your driver {driver} is {'new enough' if enough else 'too old: upgrade it first'}."
+    return f" Your driver {driver} is {'new enough' if enough else 'too old: upgrade it first'}."
 
 
 def why_built_elsewhere(version: str, library: str, wheels: Sequence[str], *, code: Optional[FatBinaries]) -> str:

@@ -122,7 +122,7 @@ def test_an_h100_gets_commands_that_it_can_run_and_hears_whether_its_driver_suff
     assert "nvcr.io/nvidia/mxnet:24.06-py3" in found.to_do
     assert "Your driver 535.104.05 is new enough." in found.to_do
     assert "-DMXNET_CUDA_ARCH=9.0" in found.to_do and "CUDA 11.8" in found.to_do
-    assert "github.com/smolix/mxnet/releases" in found.to_do and "gluon_mgpu does not run yet" in found.to_do
+    assert "github.com/smolix/mxnet/releases" in found.to_do and "MXNet 2.0" in found.to_do
 
 
 def test_commands_are_printed_below_the_tables_where_no_column_breaks_them(healthy):

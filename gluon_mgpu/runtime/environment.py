@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, List, Sequence, Set
 
 from ..errors import MissingExtraError
-from . import cuda_libraries, threads
+from . import cuda_libraries, mxnet2, threads
 from .numpy_names import ALIASES, add_aliases
 from .threads import num_cores as num_cores
 from .threads import threads_of as threads_of
@@ -135,10 +135,12 @@ def load_mxnet() -> ModuleType:
             "which contains it from "
             "Python 3.12 on. Run pip install setuptools."
         ) from error
-    if not mxnet.__version__.startswith(("1.8.", "1.9.")):
+    if mxnet.__version__.startswith("2."):
+        mxnet2.adapt(mxnet)
+    elif not mxnet.__version__.startswith(("1.8.", "1.9.")):
         raise ImportError(
             f"import gluon_mgpu: got mxnet {mxnet.__version__}; expected MXNet 1.9.1, whose Gluon this toolkit is written "
-            "for. Run pip install 'mxnet==1.9.1'. For Hopper and Blackwell GPUs, see docs/compatibility.md#gpus."
+            "for. Run pip install 'mxnet==1.9.1'."
         )
     return mxnet
 

@@ -28,7 +28,8 @@ _ON_OTHERS = (
     "Train on the CPU (--devices cpu), or on a GPU of compute capability 5.0 to 9.0: Maxwell to Hopper (V100, A100, H100)."
 )
 _FORK = f"""The fork smolix/mxnet has wheels with code for Ampere to Blackwell: {FORK}.
-   They need Python 3.11 or 3.12, CUDA 13 and driver 590. They are MXNet 2.0, on which gluon_mgpu does not run yet."""
+   They need Python 3.11 or 3.12, CUDA 13 and driver 590. They are MXNet 2.0, on which
+   gluon_mgpu trains with np arrays; that was tested on CPUs, with 2.0.0b1, and not with this fork."""
 _GENERATIONS = {3: "Kepler", 5: "Maxwell", 6: "Pascal", 7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _LATER = {(7, 5): "Turing", (8, 9): "Ada"}  # generations that share a major version with an older one
 
@@ -95,13 +96,15 @@ def short_advice(capability: Optional[Capability]) -> str:
         return _ON_OTHERS
     if capability < NO_WHEEL:
         return f"Run pip uninstall mxnet, then {WHEEL}."
-    fork = "the fork smolix/mxnet (MXNet 2.0, on which gluon_mgpu does not run yet)"
+    fork = "the fork smolix/mxnet (MXNet 2.0, np arrays only)"
     if capability < _NO_CONTAINER:
         return (
             f"MXNet for Hopper: NVIDIA's container {CONTAINER} (Docker, driver 545), a build from source (CUDA 11.8), or {fork}. "
             "gluon-mgpu doctor shows the commands."
         )
-    return f"No build of MXNet 1.9.1 is known to run there, only {fork}. gluon-mgpu doctor has details."
+    if not _FORK_CODE.code_for(capability):
+        return f"No build of MXNet is known to run there. {_ON_OTHERS}"
+    return f"No build of MXNet 1.9.1 is known to run there. Use {fork}: gluon-mgpu doctor has details."
 
 
 def _for_hopper(capability: Capability, driver: str) -> str:
@@ -119,10 +122,12 @@ Details: docs/compatibility.md#gpus. Until then, train on the CPU: --devices cpu
 
 
 def _for_newer(capability: Capability) -> str:
-    fork = f"{_FORK}\n" if _FORK_CODE.code_for(capability) else ""
-    return f"""No build of MXNet 1.9.1 is known to run there. {_ON_OTHERS}
+    has_fork = bool(_FORK_CODE.code_for(capability))
+    first = "Use the fork smolix/mxnet, below: no build of MXNet 1.9.1 is known" if has_fork else "No build of MXNet is known"
+    fork = f"{_FORK}\n" if has_fork else ""
+    return f"""{first} to run there.
 {fork}NVIDIA's container {CONTAINER} ends with Hopper. A build from source needs CUDA 12.8, for which MXNet 1.9.1 was not written.
-Details: docs/compatibility.md#gpus."""
+Details: docs/compatibility.md#gpus. {_ON_OTHERS}"""
 
 
 def _enough_for_container(driver: str) -> str:

@@ -307,7 +307,9 @@ def _check_present(context: Context) -> None:
     reason = mxnet_gpus.why_not(context.device_id)
     if reason:
         to_do = mxnet_gpus.what_to_do(context.device_id, short=True)
-        raise DeviceError(f"use_devices: got {context}; expected a GPU that MXNet can run on. {reason} {to_do}".rstrip())
+        raise DeviceError(
+            f"use_devices: got {context}; expected a GPU that MXNet can run on. {reason.rstrip('.')}. {to_do}".rstrip()
+        )
 
 
 def _why_no_gpu() -> str:

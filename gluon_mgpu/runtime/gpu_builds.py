@@ -109,7 +109,8 @@ def short_advice(capability: Optional[Capability]) -> str:
 
 def _for_hopper(capability: Capability, driver: str) -> str:
     return f"""Get an MXNet for Hopper, in one of the three ways below.
-1. NVIDIA's container {CONTAINER} is MXNet 1.9.1 with code for Hopper. In a clone of gluon_mgpu, run
+1. NVIDIA's container {CONTAINER} is MXNet 1.9.1 with code for Hopper. In a clone of gluon_mgpu, build an image
+   and run the doctor in it:
 
        {IMAGE}
        {RUN}

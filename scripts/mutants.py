@@ -230,15 +230,25 @@ def _mutants() -> List[Mutant]:
     add("Dropout is bound where no seed reaches it", "bind() if graph.draws else", "bind() if False else")
     module("pipeline/passes", "test_pipeline")
     add("tasks run as soon as they can", "queue_in_order(device, last, arrays", "queue_in_order(device, [], arrays")
-    add("only one reader's gradient counts", "here if before is None else before + here", "here")
+    add("only one reader's gradient counts", "sum(ones[1:], ones[0]) if ones", "ones[0] if ones")
     add("a recomputed stage draws new numbers", "if micro_batch.seeds and", "if records and micro_batch.seeds and")
-    add("statistics of micro-batches are not collected", "self._stats[stage].add(micro_batch.num_examples)", "pass")
+    add("statistics of micro-batches are not collected", "self._stats[stage].add(sum(micro_batch.sizes))", "pass")
     module("pipeline/schedule", "test_pipeline")
-    add("1f1b holds one micro-batch more", "backward < num_stages - stage)", "backward <= num_stages - stage)")
+    add("1f1b holds one micro-batch more", "backward < depths[stage])", "backward <= depths[stage])")
     module("pipeline/running_stats", "test_pipeline")
     add("the variance of the means is left out", "num_examples * (of_var + mx.nd.square(of_mean))", "num_examples * of_var")
     module("trainer/groups", "test_pipeline")
     add("the norm is of one group", "for own in buffers.by_group if own]", "for own in buffers.by_group[:1] if own]")
+    module("pipeline/passes", "test_hybrid")
+    add("all devices compute the first part of a micro-batch", "begin = sum(sizes[:part])", "begin = 0")
+    add("gradients of one part count", "[reader + one for one in parts]", "[reader]")
+    add("two stages of a device replace each other's gradients", " or pipeline.has_shared)", ")")
+    module("pipeline/stage", "test_pipeline")
+    add(
+        "gradients of embedded tokens are asked for",
+        "needs_gradient.append(number in self._reads_params)",
+        "needs_gradient.append(True)",
+    )
     module("pipeline/recompute", "test_recompute")
     add("the host does not wait for the weights to be read", "        if self._kept:\n", "        if False:\n")
     add("gradients replace sums", "if req == _ADD and", "if False and")

@@ -6,9 +6,11 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.data_parallel.graph import trace
 from gluon_mgpu.errors import DeviceError, StaleGradientError, TrainerError
 from gluon_mgpu.pipeline.schedule import SCHEDULES, most_held, plan
 from gluon_mgpu.pipeline.split import _divide
+from gluon_mgpu.pipeline.stage import CutGraph
 from gluon_mgpu.runtime.profiler import Recording, tasks_of
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import given
@@ -115,6 +117,31 @@ def test_skip_connections_and_tied_weights(arrays, num_stages, micro_batches, nu
     copies = [array.asnumpy() for array in tied.list_data()]
     assert len(copies) >= num_replicas
     assert all((copy == copies[0]).all() for copy in copies)
+
+
+class Tokens(nn.HybridBlock):
+    """A Dense layer, and an Embedding of numbers that are made of the same input: MXNet refuses gradients of them."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first, self.embedding, self.last = nn.Dense(4, in_units=16), nn.Embedding(3, 4), nn.Dense(5, in_units=68)
+
+    def hybrid_forward(self, F, x):
+        return self.last(F.concat(self.first(x), F.reshape(self.embedding(F.clip(x, 0, 2)), shape=(0, -1)), dim=1))
+
+
+def test_tokens_that_a_stage_with_parameters_has_made_get_no_gradients():
+    alone, _ = trained(seeded(Tokens()))
+    net, X = seeded(Tokens()), mx.nd.array(batches()[0][0])
+    mgpu.split_stages(net, 3, X)  # it measures without gradients of tokens
+    stages = CutGraph(trace(net, None, X, None)).stages([2], net)
+    assert [sorted(param.name.split("_", 1)[1] for param in stage.params()) for stage in stages] == [
+        ["dense0_bias", "dense0_weight"],
+        ["dense1_bias", "dense1_weight", "embedding0_weight"],
+    ]
+    found, _ = trained(mgpu.Pipeline(stages, contexts(2), 2))
+    assert largest_difference(found, alone) < 1e-6
 
 
 def test_a_tied_weight_is_on_all_devices_that_use_it_and_others_on_one():

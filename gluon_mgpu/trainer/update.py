@@ -15,6 +15,7 @@ from ..errors import StateError
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..runtime.c_api import Operator
 from ..runtime.environment import logger
+from ..runtime.mxnet2 import update_one
 from .buckets import Bucket, BucketSlice, place_of
 from .buffers import Buffer
 from .optimizers import AdamW
@@ -119,7 +120,7 @@ class Update:
                     self._run_sgd(buffer.indices[:1], operators[replica])
                     continue
                 first, weight, gradient = buffer.indices[0], buffer.weights[replica], buffer.gradients[replica]
-                optimizer.update_multi_precision(first, weight, gradient, states[replica])
+                update_one(optimizer, first, weight, gradient, states[replica])
             if self._single[replica] and not self._run_prepared(replica):
                 self._run_single(self._single[replica], replica)
         if self._num_updated < len(self._contexts):

@@ -64,6 +64,7 @@ class TrainingOptions:
     clip_norm: Optional[float]
     clip_value: Optional[float]
     average_every: Optional[int]
+    shard_optimizer: bool
     precision: str
     weights: Union[None, str, List[float]]
     checkpoint_every: Optional[int]
@@ -126,6 +127,7 @@ def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) ->
         "clip_norm": options.clip_norm,
         "clip_value": options.clip_value,
         "precision": options.precision,
+        "shard_optimizer": options.shard_optimizer,
     }
     if options.average_every is None:
         return Trainer(net, options.optimizer, params, **more)

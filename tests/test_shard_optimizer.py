@@ -115,6 +115,7 @@ def test_options_and_changes_during_training(tmp_path):
     compare(story, optimizer=ADAM, static_graph=False, clip_norm=0.2)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("has_schedule", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
 def test_a_parameter_that_is_frozen_and_trained_again_keeps_its_states(optimizer, has_schedule):
@@ -193,6 +194,7 @@ def test_several_dtypes_and_sparse_gradients():
     assert_one_owner_each(trainer)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("number", [3, 2])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("how", ["states", "checkpoint"])

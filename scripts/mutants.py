@@ -111,6 +111,8 @@ def _mutants() -> List[Mutant]:
         "test_trainer",
     )
 
+    add("weights stay on their owner", "for call in self._shares:", "for call in []:", "test_shard_optimizer")
+
     module("trainer/replicas", "test_trainer", "test_freshness")
     add(
         "the gradient of an idle device stays",
@@ -140,6 +142,17 @@ def _mutants() -> List[Mutant]:
         "if optimizer.momentum > 9:",
     )
     add("weight decay and rescaling are swapped", '("rescale_grad", optimizer.rescale_grad)', '("rescale_grad", 1.0)')
+
+    add("states stay with the former owner", "if replica != owner and index in", "if False and index in", "test_shard_optimizer")
+    add(
+        "each owner counts alone",
+        "[counts] * len(self._contexts) if",
+        "[dict(counts) for _ in self._contexts] if",
+        "test_shard_optimizer",
+    )
+
+    module("trainer/buffers", "test_shard_optimizer")
+    add("the first device has the sum", "[self.gradients[self.owner]]", "self.gradients[:1]")
 
     module("trainer/loss_scaler", "test_loss_scaler", "test_mixed_training")
     add("the scale never grows", "self.num_good == self._every", "self.num_good == -1")

@@ -10,6 +10,7 @@ import gluon_mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import HealthCheck, settings
 from mxnet import autograd, gluon
@@ -74,6 +75,8 @@ def seed():
     random.seed(SEED)
     np.random.seed(SEED)
     mx.random.seed(SEED)
+    if is_mxnet2():
+        mx.npx.set_np()
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +104,14 @@ mostly_two = pytest.mark.parametrize(  # in the place of `devices`, where their 
 )
 
 
-@pytest.fixture(params=["nd", "np"])
+@pytest.fixture(params=["np"] if is_mxnet2() else ["nd", "np"])  # MXNet 2's layers take np arrays only
 def arrays(request):
     """Legacy and np arrays; the value is `mx.nd` or `mx.np`."""
     if request.param == "np":
         mx.npx.set_np()
     yield mx.np if request.param == "np" else mx.nd
-    mx.npx.reset_np()
+    if not is_mxnet2():
+        mx.npx.reset_np()
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_help_tells_of_every_flag(path, command):
         (
             ("train", "resnet18"),
             "--devices --epochs --batch-size --lr --optimizer --data --data-dir --output --seed --hybridize "
-            "--micro-steps --clip-norm --clip-value --average-every",
+            "--micro-steps --clip-norm --clip-value --average-every --shard-optimizer",
         ),
         (("bench", "transfer"), "--devices --sizes --repeats --output"),
         (("bench", "compute"), "--devices --sizes --num-products --repeats --output"),
@@ -369,6 +369,16 @@ def test_devices_train_apart_on_demand(quick, data_dir, tmp_path):
     result = invoke(*TRAIN, "--devices", "cpu:2", *options)
     assert result.exit_code == 1
     assert "Error: LocalSGD: got Nadam; expected" in result.output
+
+
+def test_the_optimizer_is_sharded_on_demand(quick, data_dir, tmp_path):
+    _, whole = train_tiny(data_dir, tmp_path / "1", "--epochs", "1")
+    _, sharded = train_tiny(data_dir, tmp_path / "2", "--epochs", "1", "--shard-optimizer")
+    assert losses(sharded) == losses(whole)
+    options = ["--shard-optimizer", "--optimizer", "nadam", "--data-dir", data_dir, "--output", tmp_path / "3"]
+    result = invoke(*TRAIN, "--devices", "cpu:2", *options)
+    assert result.exit_code == 1
+    assert "Error: Trainer: got Nadam and shard_optimizer=True; expected" in result.output
 
 
 def test_digits_are_the_default(quick, tmp_path):

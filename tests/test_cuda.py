@@ -226,6 +226,11 @@ def test_all_that_is_missing_is_told_with_the_places_and_the_command(world, monk
     assert told.endswith("Run pip install 'gluon_mgpu[cu112]', which installs those of CUDA 11.")
 
 
+def test_a_build_for_cuda_12_is_not_sent_to_the_extra_of_cuda_11(world, monkeypatch):
+    monkeypatch.setattr(cuda_libraries, "_wanted", lambda: ["libcudart.so.12", "libcudnn.so.9"])
+    assert refused().endswith("This MXNet was built for CUDA 12: install that CUDA, or run in the container that it comes from.")
+
+
 def test_another_major_version_is_told(world):
     world.put_wheels("libcudnn.so.8")
     path = world.put("site/nvidia/cudnn/lib", "libcudnn.so.9")

@@ -10,6 +10,7 @@ from gluon_mgpu.runtime.nvidia import locks
 
 from .conftest import assert_house_style
 from .fake_nvml import a100_mig, h200, install, v100s
+from .test_fat_binary import CUBIN, binary, entry, library
 
 
 @pytest.fixture
@@ -305,7 +306,9 @@ def test_the_cpu_is_described():
 def test_gpus_that_the_wheel_holds_no_code_for(nvidia_smi):
     _, first, second = mgpu.describe_devices()
     assert (first.name, first.description, first.memory_bytes, first.usable) == ("-", "NVIDIA H100", 81559 * 2**20, False)
-    assert "pip install 'gluon_mgpu[cu112]'" in second.reason
+    assert second.reason == first.reason == f"The installed mxnet {mx.__version__} holds no GPU code."
+    assert first.note == second.note  # printed once
+    assert "pip install 'gluon_mgpu[cu112]'" in second.note and "nvcr.io/nvidia/mxnet:24.06-py3" in second.note
 
 
 def test_gpus_that_mxnet_sees(gpus, monkeypatch):
@@ -363,7 +366,47 @@ def test_gpus_of_the_driver_that_the_wheel_holds_no_code_for(monkeypatch):
     install(monkeypatch, v100s(2))
     found = mgpu.describe_devices()[1:]
     assert [(device.name, device.index, device.usable) for device in found] == [("-", 0, False), ("-", 1, False)]
-    assert all("pip install 'gluon_mgpu[cu112]'" in device.reason for device in found)
+    assert all("holds no GPU code" in device.reason for device in found)
+    assert all(device.note == "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'." for device in found)
+
+
+@pytest.mark.skipif(mx.runtime.Features().is_enabled("CUDA"), reason="the wheel holds GPU code")
+def test_an_error_on_a_machine_with_an_h200_names_the_builds_for_it(monkeypatch):
+    install(monkeypatch, [h200(), h200()])
+    with pytest.raises(DeviceError, match=r"mxnet:24.06-py3.*from source.*smolix/mxnet") as caught:
+        mgpu.resolve_devices("gpu")
+    assert "cu112" not in str(caught.value)
+    assert_house_style(caught.value)
+    assert "535.104.05 is new enough" in mgpu.describe_devices()[1].note
+
+
+@pytest.fixture
+def visible_h200(monkeypatch):
+    """A GPU that MXNet sees, but on which its operations fail."""
+    install(monkeypatch, [h200()])
+    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 1)
+    monkeypatch.setattr(mxnet_gpus, "why_not", lambda i: "A test operation failed: no kernel image is available.")
+    monkeypatch.setattr(mxnet_gpus, "cuda_uuids", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(mxnet_gpus, "what_to_do", mxnet_gpus.what_to_do.__wrapped__)  # nothing is kept from another test
+
+
+def test_a_gpu_without_code_in_the_library_names_the_builds_for_it(visible_h200):
+    with pytest.raises(DeviceError, match=r"no kernel image.*no code for compute capability 9.0 \(Hopper\).*24.06") as caught:
+        mgpu.resolve_devices("gpu")
+    assert_house_style(caught.value)
+    (found,) = mgpu.describe_devices()[1:]
+    assert found.reason == "A test operation failed: no kernel image is available."
+    assert "mxnet:24.06-py3" in found.note
+
+
+def test_a_gpu_that_fails_in_spite_of_code_for_it_gets_no_advice_about_builds(visible_h200, monkeypatch, tmp_path):
+    path = library(tmp_path / "libmxnet.so", binary(entry(CUBIN, 90)))
+    monkeypatch.setattr(mxnet_gpus, "mxnet_library", lambda: str(path))
+    assert mxnet_gpus.what_to_do(0) == ""
+    (tmp_path / "libmxnet.so").write_bytes(b"")
+    assert mxnet_gpus.what_to_do(0) == ""  # a library that cannot be read accuses no GPU
+    assert "gluon-mgpu doctor" in mxnet_gpus.what_to_do(1)  # which the driver does not list
 
 
 def test_gpus_that_an_environment_variable_hides(gpus, monkeypatch):

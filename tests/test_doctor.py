@@ -256,7 +256,8 @@ def test_an_h200_without_a_wheel_that_can_run_there(monkeypatch):
     assert (gpu["name"], gpu["compute_capability"], gpu["code"]) == ("NVIDIA H200", [9, 0], "none")
     assert report["driver"] == {"version": "535.104.05", "cuda_version": "12.2", "why_not": ""}
     (problem,) = problems(report)  # the list of devices does not say it again
-    assert "9.0: no MXNet 1.9.1 wheel can run there" in problem["what"]
+    assert "9.0 (Hopper), for which no MXNet 1.9.1 wheel on PyPI holds code" in problem["what"]
+    assert "nvcr.io/nvidia/mxnet:24.06-py3" in problem["to_do"]
     assert report["devices"][1]["reason"] == problem["what"]  # and not that another wheel would help
     output = squeezed(doctor())
     assert "0 - NVIDIA H200 9.0 none" in output

@@ -18,7 +18,7 @@ from gluon_mgpu.doctor.settings import Engine, check_openblas, check_settings
 from gluon_mgpu.doctor.storage import StorageLocation, check_checkpoints, check_shared_memory, check_temporary
 from gluon_mgpu.doctor.stores import Horovod, check_horovod, inspect_horovod, stores_of
 from gluon_mgpu.doctor.training import with_reasons
-from gluon_mgpu.runtime import environment
+from gluon_mgpu.runtime import environment, gpu_builds
 from gluon_mgpu.runtime.cuda_libraries import CudaLibrary
 from gluon_mgpu.runtime.environment import Setting
 from gluon_mgpu.runtime.fat_binary import FatBinaries
@@ -60,7 +60,7 @@ def one(findings, *words):
 
 @pytest.mark.parametrize("build", [GPU_BUILD, CPU_BUILD], ids=["gpu-build", "cpu-build"])
 def test_an_h200_is_told_that_no_wheel_can_run_there(build):
-    found = one(check_gpus(reading(H200), build), "NVIDIA H200", "9.0: no MXNet 1.9.1 wheel can run there", "--devices cpu")
+    found = one(check_gpus(reading(H200), build), "NVIDIA H200", "9.0 (Hopper)", "no MXNet 1.9.1 wheel on PyPI", "--devices cpu")
     assert "cu112" not in found.to_do  # which would not help
     assert explains(reading(H200), build)
 
@@ -69,7 +69,7 @@ def test_a_device_that_no_wheel_can_use_is_not_promised_one():
     devices = [DeviceInfo("-", "NVIDIA H200", 0, False, "Run pip install 'gluon_mgpu[cu112]'.", index=0)]
     devices += [DeviceInfo("cpu(0)", "A processor", 0, True, ""), DeviceInfo("-", "A GPU", 0, False, "Hidden.")]
     known = barred(reading(H200), CPU_BUILD)
-    assert "no MXNet 1.9.1 wheel can run there" in known[0]
+    assert "no MXNet 1.9.1 wheel on PyPI holds code" in known[0]
     assert [one.reason for one in with_reasons(devices, known)] == [known[0], "", "Hidden."]
     assert barred(reading(A100), GPU_BUILD) == {}
 
@@ -108,7 +108,132 @@ def test_an_older_wheel_than_the_gpu_names_the_newer():
 
 
 def test_a_kepler_gpu_is_too_old():
-    one(check_gpus(reading(K80), GPU_BUILD), "3.7: no wheel of MXNet for CUDA 11", "5.0 to 8.9")
+    one(
+        check_gpus(reading(K80), GPU_BUILD), "3.7 (Kepler), for which mxnet-cu112 holds no code", "starts at 5.0", "--devices cpu"
+    )
+
+
+def kind(name, capability, index=0):
+    return replace(H200, index=index, name=name, compute_capability=capability)
+
+
+def test_an_h100_gets_commands_that_it_can_run_and_hears_whether_its_driver_suffices():
+    found = one(check_gpus(reading(kind("NVIDIA H100 80GB HBM3", (9, 0))), GPU_BUILD), gpu_builds.IMAGE, gpu_builds.RUN)
+    assert "nvcr.io/nvidia/mxnet:24.06-py3" in found.to_do
+    assert "Your driver 535.104.05 is new enough." in found.to_do
+    assert "-DMXNET_CUDA_ARCH=9.0" in found.to_do and "CUDA 11.8" in found.to_do
+    assert "github.com/smolix/mxnet/releases" in found.to_do and "MXNet 2.0" in found.to_do
+
+
+def test_commands_are_printed_below_the_tables_where_no_column_breaks_them(healthy):
+    two = reading(kind("NVIDIA H100", (9, 0)), kind("NVIDIA H200", (9, 0), 1), CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    findings = tuple(check_gpus(two, GPU_BUILD))
+    assert len(findings) == 2
+    found = replace(healthy, findings=findings)
+    assert {row[1] for row in table(found, "problems")} == {"Get an MXNet for Hopper, in one of the three ways below."}
+    (text,) = doctor.instructions(found)  # once
+    assert {gpu_builds.IMAGE, gpu_builds.RUN} <= {line.strip() for line in text.splitlines()}
+    assert doctor.instructions(replace(healthy, findings=(Problem("GPUs", "It is wrong.", "Fix it."),))) == []
+
+
+def test_eight_h100_are_one_finding():
+    eight = [kind("NVIDIA H100 80GB HBM3", (9, 0), index) for index in range(8)]
+    one(check_gpus(reading(*eight), GPU_BUILD), "GPUs 0, 1, 2, 3, 4, 5, 6, 7, NVIDIA H100 80GB HBM3, have compute capability 9.0")
+    assert list(barred(reading(*eight), GPU_BUILD)) == list(range(8))
+
+
+@pytest.mark.parametrize("name, capability", [("NVIDIA B200", (10, 0)), ("NVIDIA GeForce RTX 5090", (12, 0))])
+def test_blackwell_is_not_sent_to_the_container(name, capability):
+    found = one(check_gpus(reading(kind(name, capability)), GPU_BUILD), "(Blackwell)", "smolix/mxnet", "ends with Hopper")
+    assert "docker run" not in found.to_do
+
+
+@pytest.mark.parametrize("build", [GPU_BUILD, CPU_BUILD], ids=["gpu-build", "cpu-build"])
+@pytest.mark.parametrize("name, capability", [("Tesla V100", (7, 0)), ("Tesla T4", (7, 5)), ("NVIDIA L4", (8, 9))])
+def test_gpus_up_to_ada_need_only_the_wheel(name, capability, build):
+    found = check_gpus(reading(kind(name, capability)), build)
+    assert [finding.to_do for finding in found] == ([] if build is GPU_BUILD else [gpu_builds.advice(capability)])
+    assert gpu_builds.advice(capability) == "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'."
+
+
+# Builds that are not from PyPI, as the container's
+
+
+CONTAINER = FatBinaries(((6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (9, 0)), ((9, 0),), 200)
+
+
+@pytest.mark.parametrize(
+    "version, library, wheels, code, sign",
+    [
+        ("1.9.1", "/site/mxnet/libmxnet.so", ("mxnet",), FatBinaries((), (), 0), ""),
+        ("1.9.1", "/site/mxnet/libmxnet.so", ("mxnet-cu112",), CU112, ""),
+        ("1.8.0.post0", "/site/mxnet/libmxnet.so", ("mxnet",), None, ""),
+        ("2.0.0beta1", "/site/mxnet/libmxnet.so", ("mxnet",), FatBinaries((), (), 0), ""),
+        ("", "/site/mxnet/libmxnet.so", ("mxnet-cu112",), CU112, ""),
+        ("1.9.1", "", (), None, ""),
+        ("1.9.1", "/site/mxnet/libmxnet.so", (), CU112, "pip lists no package mxnet"),
+        ("1.9.1+cu124", "/site/mxnet/libmxnet.so", ("mxnet",), None, "its version, 1.9.1+cu124, has a suffix"),
+        ("1.9.1.dev3", "/site/mxnet/libmxnet.so", ("mxnet",), None, "has a suffix"),
+        ("1.9.1", "/opt/mxnet/lib/libmxnet.so", ("mxnet",), None, "/opt/mxnet/lib/libmxnet.so, is outside the package"),
+        ("1.9.1", "/site/mxnet/libmxnet.so", ("mxnet-cu112",), CONTAINER, "holds machine code for 9.0"),
+        ("1.9.1", "/site/mxnet/libmxnet.so", ("mxnet",), CU112, "CPU wheel mxnet, but its library holds GPU code"),
+    ],
+)
+def test_a_build_from_elsewhere_is_known_by_its_version_metadata_place_or_code(version, library, wheels, code, sign):
+    found = gpu_builds.why_built_elsewhere(version, library, wheels, code=code)
+    assert sign in found and bool(sign) == bool(found)
+
+
+ELSEWHERE = replace(GPU_BUILD, code=CONTAINER, elsewhere="pip lists no package mxnet")
+
+
+def test_an_h100_in_the_container_is_fine():
+    assert check_gpus(reading(H200), ELSEWHERE) == []
+    assert gpus.code_for(H200, ELSEWHERE) == "9.0"
+
+
+def test_a_build_from_elsewhere_is_built_again_and_not_uninstalled_by_pip():
+    without_ampere = replace(ELSEWHERE, code=FatBinaries(((9, 0),), (), 9))
+    found = one(check_gpus(reading(A100), without_ampere), "8.0 (Ampere)", "-DMXNET_CUDA_ARCH=8.0", "another environment")
+    assert "uninstall" not in found.to_do.lower()
+    for_cpus = replace(ELSEWHERE, features=(), code=FatBinaries((), (), 0))
+    assert "uninstall" not in one(check_gpus(reading(A100), for_cpus), "-DUSE_CUDA=ON").to_do.lower()
+    one(check_gpus(reading(kind("NVIDIA B200", (10, 0))), replace(ELSEWHERE, code=CU112)), "-DMXNET_CUDA_ARCH=10.0", "smolix")
+
+
+def test_missing_libraries_of_a_build_from_elsewhere_do_not_come_from_the_extra():
+    missing = [library("libcuda.so.1", ""), library("libcudart.so.12", ""), library("libcudnn.so.9", "")]
+    for found in check_libraries(missing, ELSEWHERE):
+        assert "gluon_mgpu[" not in found.to_do and "container" in found.to_do
+
+
+def test_the_report_says_where_mxnet_was_built(monkeypatch, healthy):
+    assert healthy.here()["mxnet was built"].startswith("for PyPI: mxnet")
+    monkeypatch.setattr(report, "inspect_packages", lambda: Packages({}, ()))
+    assert doctor.examine("cpu:1").here()["mxnet was built"] == "elsewhere: pip lists no package mxnet"
+
+
+@pytest.mark.parametrize(
+    "driver, verdict",
+    [
+        ("535.104.05", "new enough"),
+        ("535.54.03", "too old"),
+        ("525.85.12", "new enough"),
+        ("530.30.02", "too old"),
+        ("545.23.08", "new enough"),
+        ("570.86.15", "new enough"),
+        ("", "470.57)."),
+    ],
+)
+def test_the_driver_that_the_container_needs(driver, verdict):
+    assert verdict in gpu_builds.advice((9, 0), driver)
+    assert ("Your driver" in gpu_builds.advice((9, 0), driver)) == bool(driver)
+
+
+@pytest.mark.parametrize("capability", [None, (3, 7), (7, 0), (9, 0), (10, 0), (11, 0), (12, 0)])
+def test_short_advice_leaves_room_for_the_rest_of_an_error(capability):
+    """An error message keeps 600 characters, and loses its middle beyond them."""
+    assert 50 < len(gpu_builds.short_advice(capability)) <= 320
 
 
 def test_a_library_that_could_not_be_read_accuses_no_gpu():
@@ -195,6 +320,13 @@ def test_an_old_driver_cannot_run_cuda_11():
     assert check_driver(old, CPU_BUILD) == []
     assert check_driver(reading(A100), GPU_BUILD) == []
     assert check_driver(Reading(Driver("440.33.01", "", (), ()), "", True), GPU_BUILD) == []
+
+
+def test_a_driver_is_compared_with_the_cuda_of_the_library(monkeypatch):
+    monkeypatch.setattr(gpus, "needed", lambda path: ["libcudart.so.12", "libcudnn.so.9"])
+    old = Reading(Driver("470.57.02", "11.4", (A100,), ()), "", True)
+    one(check_driver(old, ELSEWHERE), "up to 11.4", "needs 12.0", "525.60.13")
+    assert check_driver(reading(A100), ELSEWHERE) == []
 
 
 def test_signs_of_a_driver_are_looked_for(monkeypatch, tmp_path):

@@ -37,9 +37,10 @@ def test_the_counter_counts(waits):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("sizes", [[12] * 4, [7, 12, 1, 5]], ids=["even", "uneven and fewer"])
-def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_steps):
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_steps, shards):
     net = small_net(devices, hybridize={}, normalize=True)
-    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0, clip_value=0.1)
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0, clip_value=0.1, shard_optimizer=shards)
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
     batches = small_batches(sizes)
     mgpu.train_batch(net, loss, trainer, *batches[0])  # shapes become known, buffers are made

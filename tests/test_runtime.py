@@ -81,7 +81,7 @@ def test_without_mxnet_the_extras_are_named():
 @pytest.mark.parametrize(
     "replaced, told",
     [
-        ({"mxnet": "2.0.0"}, "got mxnet 2.0.0; expected MXNet 1.9.1"),
+        ({"mxnet": "3.0.0"}, "got mxnet 3.0.0; expected MXNet 1.9.1"),
         ({"mxnet": "1.7.0"}, "got mxnet 1.7.0; expected MXNet 1.9.1"),
         ({"numpy": "2.1.0"}, "got numpy 2.1.0; expected 1.17 to 1.26"),
     ],

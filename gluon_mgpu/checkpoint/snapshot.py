@@ -265,7 +265,7 @@ def states_of(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> Li
     loaded, shapes = _states(content), _shapes(content, net, trainer)
     states = states_on(trainer._replicas, trainer.optimizer, loaded, str(content.folder / STATES), shapes)
     for index in loaded:
-        for (_, saved), (_, fresh) in zip(leaves(loaded[index]), leaves(states[0][index])):
+        for (_, saved), (_, fresh) in zip(leaves(loaded[index]), leaves(next(one[index] for one in states if index in one))):
             if is_device_array(fresh) and saved.dtype != np.dtype(fresh.dtype):
                 raise _damaged(content.folder / STATES, TypeError(f"{saved.dtype} instead of {np.dtype(fresh.dtype)}"))
     return states

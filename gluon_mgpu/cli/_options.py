@@ -116,6 +116,11 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             "are summed at each step.",
         ),
         click.option(
+            "--shard-optimizer",
+            is_flag=True,
+            help="Divide the optimizer's states over the devices: one device updates each parameter for all (ZeRO stage 1).",
+        ),
+        click.option(
             "--precision",
             type=click.Choice(["fp32", "bf16", "fp16"]),
             default="fp32",

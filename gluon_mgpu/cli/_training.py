@@ -67,6 +67,7 @@ class TrainingOptions:
     clip_norm: Optional[float]
     clip_value: Optional[float]
     average_every: Optional[int]
+    shard_optimizer: bool
     precision: str
     weights: Union[None, str, List[float]]
     checkpoint_every: Optional[int]
@@ -129,6 +130,7 @@ def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) ->
         "clip_norm": options.clip_norm,
         "clip_value": options.clip_value,
         "precision": options.precision,
+        "shard_optimizer": options.shard_optimizer,
     }
     if options.average_every is None:
         return Trainer(net, options.optimizer, params, **more)

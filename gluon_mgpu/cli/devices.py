@@ -59,7 +59,7 @@ def devices(as_json: bool, free: Optional[int], min_free_memory: Optional[str]) 
         columns = ["MXNet", "nvidia-smi", "UUID", "PCI"]
         print_table("names of the GPUs", columns, [_names(device) for device in named])
     for note in sorted({device.note for device in found if device.note}):
-        click.echo(note)
+        click.echo(f"\n{note}")
 
 
 def free_gpus(count: int, min_free_bytes: int) -> List[str]:

@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from ..doctor import examine, tables_of
+from ..doctor import examine, instructions, tables_of
 from ._table import print_table
 
 
@@ -32,5 +32,7 @@ def doctor(spec: str, output: str, as_json: bool) -> None:
     else:
         for table in tables_of(report):
             print_table(table.title, table.columns, table.rows)
+        for text in instructions(report):
+            click.echo(f"\n{text}")
     if report.stops_training:
         sys.exit(1)

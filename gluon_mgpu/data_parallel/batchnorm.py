@@ -14,6 +14,7 @@ from mxnet.gluon.parameter import DeferredInitializationError
 
 from ..checks import explaining, instance, one_of, short
 from ..errors import StepError, TrainerError
+from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.groups import spans_devices
 from ..trainer.parameters import average_replicas, blocks_of
 from ..trainer.running_stats import average_over_group, average_running_stats
@@ -167,6 +168,7 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
 
     Source: the name is that of PyTorch's `nn.SyncBatchNorm.convert_sync_batchnorm`.
     """
+    require_mxnet1("convert_sync_batchnorm")
     blocks = _blocks("convert_sync_batchnorm", net)
     if spans_devices(net):
         raise TrainerError(

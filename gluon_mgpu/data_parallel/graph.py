@@ -15,6 +15,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as GluonSyncBatchNorm
 from ..checks import OF_WRONG_DATA, reason_of, short
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
+from ..runtime.mxnet2 import is_mxnet2
 from ..trainer.parameters import blocks_of
 from .batchnorm import SyncBatchNorm
 
@@ -69,6 +70,8 @@ def why_not_compiled(net: Any, loss: Any, *, traced_once: bool = False) -> str:
         Whether the caller may be sure that tracing them once is enough. By default, they must be hybridized, which says so:
         Python code that does something else in each call would do the same from then on.
     """
+    if is_mxnet2():
+        return "MXNet 2 has no executors"
     for what, block in (("the network", net), ("the loss", loss)):
         if block is None and what == "the loss":
             continue

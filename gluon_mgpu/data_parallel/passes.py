@@ -13,6 +13,7 @@ from ..checks import OF_WRONG_DATA, explaining, is_of_mxnet, reason_of, short
 from ..distributed import process_shard
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
+from ..runtime.mxnet2 import children
 from ..trainer.freshness import history
 from ..trainer.running_stats import note_examples
 from ..trainer.trainer import Trainer
@@ -138,7 +139,7 @@ def dtype_of(net: Any) -> str:
         return ""
     for param in net._reg_params.values():
         return np.dtype(param.dtype).name
-    return next((name for name in map(dtype_of, net._children.values()) if name), "")
+    return next((name for name in map(dtype_of, children(net)) if name), "")
 
 
 def _advice(found: Sequence[Array], net: Any) -> str:

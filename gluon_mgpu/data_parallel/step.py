@@ -383,7 +383,10 @@ def _check_loss(operation: str, loss: Any, label: Any, split_f: SplitFunction) -
 
 
 def _computes_as(loss: Any, kind: Any) -> bool:
-    return getattr(type(loss), "hybrid_forward", None) is kind.hybrid_forward and type(loss).forward is kind.forward
+    return (
+        getattr(type(loss), "hybrid_forward", None) is getattr(kind, "hybrid_forward", None)
+        and type(loss).forward is kind.forward
+    )
 
 
 _ON_AXIS_0 = (gluon.loss.L1Loss, gluon.loss.L2Loss, gluon.loss.SigmoidBCELoss, gluon.loss.SoftmaxCELoss)  # with np arrays

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Dict, List, Optional
 
 from ..runtime import environment
+from ..runtime.gpu_builds import advice
 from ..runtime.nvidia.driver import Driver
 from ..runtime.nvidia.nvml import try_driver
 from ..runtime.nvidia.visible import CudaDevice, visible_gpus
@@ -28,9 +29,9 @@ class DeviceInfo:
         Its memory; 0 if unknown.
     usable : bool
     reason : str
-        Why it cannot be used, and what to do; "" if it can.
+        Why it cannot be used; "" if it can.
     note : str
-        A caution for a usable device.
+        A caution for a usable device, or what to do about an unusable one; often the same for several devices.
     free_bytes : int or None
         Its free memory; None if unknown. For GPUs, this and all following attributes require the package nvidia-ml-py.
     index : int or None
@@ -70,18 +71,23 @@ def _listed_by_program() -> List[DeviceInfo]:
     found: List[DeviceInfo] = []
     if num_gpus:
         names = by_driver if len(by_driver) == num_gpus else [("NVIDIA GPU", 0)] * num_gpus
-        found += [
-            DeviceInfo(f"gpu({i})", name, memory, not mxnet_gpus.why_not(i), mxnet_gpus.why_not(i))
-            for i, (name, memory) in enumerate(names)
-        ]
+        found += [_seen(i, name, memory) for i, (name, memory) in enumerate(names)]
         hidden = by_driver if len(by_driver) > num_gpus else []
     else:
         hidden = by_driver
     if hidden:
         reason = mxnet_gpus.why_hidden(num_gpus, len(by_driver))
+        note = "" if mxnet_gpus.is_for_gpus() else advice(None)
         listed = hidden if not num_gpus else [(f"{len(hidden)} GPUs in the driver's list", 0)]
-        found += [DeviceInfo("-", name, memory, False, reason) for name, memory in listed]
+        found += [DeviceInfo("-", name, memory, False, reason, note) for name, memory in listed]
     return found
+
+
+def _seen(number: int, name: str, memory_bytes: int) -> DeviceInfo:
+    """Return a GPU of MXNet's that the driver does not describe."""
+    reason = mxnet_gpus.why_not(number)
+    note = mxnet_gpus.what_to_do(number) if reason else ""
+    return DeviceInfo(f"gpu({number})", name, memory_bytes, not reason, reason, note)
 
 
 def _listed_by_driver(driver: Driver) -> List[DeviceInfo]:
@@ -91,19 +97,19 @@ def _listed_by_driver(driver: Driver) -> List[DeviceInfo]:
     found: List[DeviceInfo] = []
     shown = visible.devices if len(visible.devices) == num_gpus else ()
     if num_gpus and not shown:
-        found = [
-            DeviceInfo(f"gpu({i})", "NVIDIA GPU", 0, not mxnet_gpus.why_not(i), mxnet_gpus.why_not(i)) for i in range(num_gpus)
-        ]
+        found = [_seen(i, "NVIDIA GPU", 0) for i in range(num_gpus)]
     for device in shown:
         reason = mxnet_gpus.why_not(device.number)
-        found.append(_info(f"gpu({device.number})", device, reason, "" if reason else visible.doubt))
+        note = mxnet_gpus.what_to_do(device.number) if reason else visible.doubt
+        found.append(_info(f"gpu({device.number})", device, reason, note))
     seen = {device.uuid for device in shown}
-    reason = mxnet_gpus.why_hidden(num_gpus, len(driver.gpus))
+    hidden = mxnet_gpus.why_hidden(num_gpus, len(driver.gpus))
     for gpu in driver.gpus:
+        note = "" if gpu.trouble or mxnet_gpus.is_for_gpus() else advice(gpu.compute_capability, driver.version)
         for part in gpu.mig or (None,):
             device = CudaDevice(-1, gpu, part)
             if device.uuid not in seen:
-                found.append(_info("-", device, gpu.trouble or (_ONE_MIG if part and num_gpus else reason)))
+                found.append(_info("-", device, gpu.trouble or (_ONE_MIG if part and num_gpus else hidden), note))
     return found
 
 

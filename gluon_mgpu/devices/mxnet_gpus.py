@@ -12,7 +12,11 @@ import mxnet as mx
 from mxnet import Context
 
 from ..errors import DeviceError
+from ..runtime.cuda_libraries import mxnet_library
+from ..runtime.fat_binary import FatBinaryError, read_fat_binaries
+from ..runtime.gpu_builds import advice, short_advice, titled
 from ..runtime.nvidia.driver import Driver
+from ..runtime.nvidia.nvml import try_driver
 from ..runtime.nvidia.visible import CudaDevice, ask_cuda, visible_gpus
 
 
@@ -31,9 +35,30 @@ def why_not(device_id: int) -> str:
     try:
         if (mx.nd.ones((2,), ctx=mx.gpu(device_id)) * 2).asnumpy().tolist() == [2.0, 2.0]:
             return ""
-        return "A test operation gave a wrong result: MXNet 1.9.1 holds no code for GPUs of compute capability 9.0 or newer."
+        return "A test operation gave a wrong result."
     except mx.MXNetError as error:
         return f"A test operation failed: {first_line(error)}"
+
+
+@lru_cache(maxsize=None)
+def what_to_do(device_id: int, *, short: bool = False) -> str:
+    """Return how to get an MXNet that runs on a GPU of MXNet's; "" if its library holds code for it, or cannot be read.
+
+    `short` fits an error message.
+    """
+    driver, _ = try_driver(links=False)
+    devices = visible_gpus(driver, cuda_uuids=cuda_uuids()).devices if driver else ()
+    capability = next((device.gpu.compute_capability for device in devices if device.number == device_id), None)
+    if driver is None or capability is None:
+        return "gluon-mgpu doctor shows for which GPUs MXNet's library holds code."
+    try:
+        code = read_fat_binaries(mxnet_library())
+    except (FatBinaryError, OSError):
+        return ""
+    if code.code_for(capability):
+        return ""
+    lacks = f"The installed MXNet holds no code for compute capability {titled(capability)}."
+    return f"{lacks} {short_advice(capability) if short else advice(capability, driver.version)}"
 
 
 def usable_gpus() -> List[Context]:
@@ -41,17 +66,29 @@ def usable_gpus() -> List[Context]:
     return [mx.gpu(i) for i in range(num_gpus()) if not why_not(i)]
 
 
+def is_for_gpus() -> bool:
+    """Return whether MXNet was built for GPUs."""
+    return bool(mx.runtime.Features().is_enabled("CUDA"))
+
+
 def why_hidden(num_seen: int, num_there: int) -> str:
     """Return why MXNet sees fewer GPUs than the machine has."""
-    if not mx.runtime.Features().is_enabled("CUDA"):
-        return (
-            f"The installed mxnet {mx.__version__} holds no GPU code. "
-            "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'; no wheel helps GPUs of compute capability 9.0 or "
-            "newer (Hopper, Blackwell), which cannot run MXNet 1.9.1."
-        )
+    if not is_for_gpus():
+        return f"The installed mxnet {mx.__version__} holds no GPU code."
     if num_there > num_seen and "CUDA_VISIBLE_DEVICES" in os.environ:
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} lets MXNet see {num_seen} of {num_there}."
     return "List the devices with gluon-mgpu devices."
+
+
+def why_none() -> str:
+    """Return why MXNet does not see a GPU, and what to do about it."""
+    driver, _ = try_driver(links=False)
+    reason = why_hidden(num_gpus(), len(driver.gpus) if driver else len(nvidia_smi()))
+    if is_for_gpus():
+        return reason
+    kinds = {gpu.compute_capability for gpu in driver.gpus} if driver else set()
+    capability = kinds.pop() if len(kinds) == 1 else None
+    return f"{reason} {short_advice(capability)}"
 
 
 def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:

@@ -306,9 +306,11 @@ def _check_present(context: Context) -> None:
     _check_seen(context)
     reason = mxnet_gpus.why_not(context.device_id)
     if reason:
-        raise DeviceError(f"use_devices: got {context}; expected a GPU that MXNet can run on. {reason}")
+        to_do = mxnet_gpus.what_to_do(context.device_id, short=True)
+        raise DeviceError(
+            f"use_devices: got {context}; expected a GPU that MXNet can run on. {reason.rstrip('.')}. {to_do}".rstrip()
+        )
 
 
 def _why_no_gpu() -> str:
-    why = mxnet_gpus.why_hidden(mxnet_gpus.num_gpus(), len(mxnet_gpus.nvidia_smi()))
-    return f"{why} 'auto' takes the CPU if there is no GPU; 'cpu:2' requests two CPU contexts."
+    return f"{mxnet_gpus.why_none()} 'auto' takes the CPU if there is no GPU; 'cpu:2' requests two CPU contexts."

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
 import sys
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
 from ..runtime import environment
+from ..runtime.cuda_libraries import mxnet_library
 from ..runtime.fat_binary import FatBinaries, read_fat_binaries, version_text
 from .findings import Problem, describe_error
-
-_LIBRARY = "libmxnet.so"
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,8 @@ class Build:
         Its enabled build features; empty if it cannot be imported.
     code : FatBinaries or None
         The GPU code in the library; None if it could not be read.
+    elsewhere : str
+        The sign that it was not built for PyPI; "" if there is none.
     """
 
     library: str
@@ -42,6 +40,7 @@ class Build:
     to_do: str
     features: Tuple[str, ...]
     code: Optional[FatBinaries]
+    elsewhere: str = ""
 
     @property
     def is_for_gpus(self) -> bool:
@@ -61,7 +60,7 @@ class Build:
 
 def inspect_build() -> Build:
     """Return the installed MXNet; import it if possible."""
-    library = _find_library()
+    library = mxnet_library()
     try:
         mxnet = sys.modules.get("mxnet") or environment.load_mxnet()
     except Exception as error:
@@ -78,11 +77,3 @@ def inspect_code(library: str) -> Optional[FatBinaries]:
 def check_build(build: Build) -> List[Problem]:
     """Return why MXNet cannot be imported, if it cannot."""
     return [Problem("MXNet", build.why_not, build.to_do, True)] if build.why_not else []
-
-
-def _find_library() -> str:
-    """Return the path of MXNet's compiled library, without importing it."""
-    spec = importlib.util.find_spec("mxnet")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    paths = [os.environ.get("MXNET_LIBRARY_PATH", ""), *(os.path.join(folder, _LIBRARY) for folder in folders)]
-    return next((path for path in paths if path and os.path.isfile(path)), "")

@@ -21,7 +21,7 @@ class Problem:
     what : str
         The problem.
     to_do : str
-        How to fix it.
+        How to fix it. If that takes several lines, the first is a summary.
     stops_training : bool
         Whether it prevents training on the requested devices.
     """

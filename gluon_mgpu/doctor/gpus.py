@@ -6,24 +6,23 @@ import os
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Sequence, Tuple
 
+from ..runtime.cuda_libraries import cuda_major, needed
 from ..runtime.fat_binary import Capability, version_text
+from ..runtime.gpu_builds import NO_WHEEL, OLDEST, WHEEL, advice, titled
 from ..runtime.nvidia.nvml import Driver, Gpu, try_driver
 from ..runtime.nvidia.visible import visible_gpus
 from ..runtime.units import format_bytes
 from .build import Build
 from .findings import Problem
 
-NO_WHEEL = (9, 0)  # from Hopper on; the newest code in a wheel of MXNet 1.9.1 is for 8.6, which 8.9 also runs
-_OLDEST = (5, 0)
-_OLDEST_CUDA = (11, 0)  # a driver must support it for libraries of CUDA 11.2, by CUDA's minor version compatibility
+# A driver runs every CUDA of a major version, from these on. Source: NVIDIA, "CUDA Compatibility", minor version compatibility.
+_OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+_IN_ANOTHER = f"create another environment and run {WHEEL} there."  # pip cannot uninstall an MXNet that it does not list
+_NO_WHEEL_HERE = "no MXNet 1.9.1 wheel on PyPI holds code"
 _SLOWED = {"hardware slowdown", "temperature", "temperature, by hardware", "power brake"}
 _CROWDED = 0.5  # of a GPU's memory
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last is Windows's, in WSL 2
-
-_TRAIN_ELSEWHERE = (
-    "Train on the CPU (--devices cpu), or on a GPU of compute capability 5.0 to 8.9: Maxwell to Ada (V100, A100, L4)."
-)
 
 
 @dataclass(frozen=True)
@@ -72,30 +71,32 @@ def check_driver(reading: Reading, build: Build) -> List[Problem]:
         to_do = f"Expected {to_do}" if to_do else "Check the output of nvidia-smi."
         return [Problem("driver", f"The GPUs cannot be read: {what}.", to_do)]
     newest = reading.driver.cuda_version
-    if newest and _numbers(newest) < _OLDEST_CUDA and build.is_for_gpus:
-        what = f"Driver {reading.driver.version} runs CUDA up to {newest}; MXNet's wheel needs 11.0 or newer."
-        return [Problem("driver", what, "Install a newer NVIDIA driver: 450.80.02 at least.")]
+    major = cuda_major(needed(build.library)) or 11
+    if newest and _numbers(newest) < (major, 0) and build.is_for_gpus:
+        what = f"Driver {reading.driver.version} runs CUDA up to {newest}; MXNet's library needs {major}.0 or newer."
+        oldest = _OLDEST_DRIVERS.get(major, f"one for CUDA {major}")
+        return [Problem("driver", what, f"Install a newer NVIDIA driver: {oldest} at least.")]
     return []
 
 
 def check_gpus(reading: Reading, build: Build) -> List[Problem]:
     """Return the problems of each GPU."""
-    found = _without_gpu_code(reading.gpus, build)
+    found = [*_without_gpu_code(reading.gpus, build), *_no_code(reading.gpus, build, reading.driver)]
     for gpu in reading.gpus:
-        found += [*_trouble(gpu), *_no_code(gpu, build), *_mig(gpu), *_crowded(gpu, reading.pid), *_slowed(gpu)]
+        found += [*_trouble(gpu), *_mig(gpu), *_crowded(gpu, reading.pid), *_slowed(gpu)]
     return [*found, *_hidden(reading), *(_doubted(reading) if build.is_for_gpus else ())]
 
 
 def explains(reading: Reading, build: Build) -> bool:
     """Return whether `check_gpus` explains for every GPU why MXNet cannot run on it."""
     gpus = reading.gpus
-    without = (bool(gpu.trouble or _without_gpu_code([gpu], build) or _no_code(gpu, build)) for gpu in gpus)
+    without = (bool(gpu.trouble or _without_gpu_code([gpu], build) or _no_code([gpu], build, reading.driver)) for gpu in gpus)
     return bool(gpus) and (bool(_hidden(reading)) or all(without))
 
 
 def barred(reading: Reading, build: Build) -> Dict[int, str]:
     """Return the numbers of GPUs for which the library holds no code, each with the problem found."""
-    return {gpu.index: finding.what for gpu in reading.gpus for finding in _no_code(gpu, build)}
+    return {gpu.index: finding.what for gpu in reading.gpus for finding in _no_code([gpu], build, reading.driver)}
 
 
 def names_in_mxnet(reading: Reading) -> Dict[int, str]:
@@ -126,29 +127,43 @@ def _without_gpu_code(gpus: Sequence[Gpu], build: Build) -> List[Problem]:
     """Return the GPUs that a CPU build leaves idle and another wheel could use."""
     if not gpus or build.code is None or build.is_for_gpus:
         return []
-    helped = [gpu for gpu in gpus if gpu.compute_capability is None or _OLDEST <= gpu.compute_capability < NO_WHEEL]
+    helped = [gpu for gpu in gpus if gpu.compute_capability is None or OLDEST <= gpu.compute_capability < NO_WHEEL]
     if not helped:
         return []  # _no_code reports each
     names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in helped)
-    to_do = "Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'."
+    to_do = f"Build it again with -DUSE_CUDA=ON, or {_IN_ANOTHER}" if build.elsewhere else advice(OLDEST)
     return [Problem("GPUs", f"The installed MXNet is a build for CPUs, and cannot use GPU {names}.", to_do)]
 
 
-def _no_code(gpu: Gpu, build: Build) -> List[Problem]:
-    capability = gpu.compute_capability
-    if build.code is None or capability is None or build.code.code_for(capability):
-        return []
-    which = f"{_name(gpu)} has compute capability {version_text(capability)}"
-    here = f"the installed library holds {build.described()}" if build.is_for_gpus else "the installed one is a build for CPUs"
-    if capability >= NO_WHEEL:
-        what = f"{which}: no MXNet 1.9.1 wheel can run there, and {here}."
-        return [Problem("GPUs", what, f"{_TRAIN_ELSEWHERE} No driver, CUDA or setting changes that.")]
-    if capability < _OLDEST:
-        return [Problem("GPUs", f"{which}: no wheel of MXNet for CUDA 11 can run there, and {here}.", _TRAIN_ELSEWHERE)]
-    if not build.is_for_gpus:
-        return []  # _without_gpu_code reports all of them at once
-    to_do = "Run pip install 'gluon_mgpu[cu112]', whose wheel holds code for compute capability 5.0 to 8.9."
-    return [Problem("GPUs", f"{which}, and {here}.", to_do)]
+def _no_code(gpus: Sequence[Gpu], build: Build, driver: Optional[Driver]) -> List[Problem]:
+    """Return a problem for each kind of GPU for which the library holds no code, except those of `_without_gpu_code`."""
+    kinds: Dict[Tuple[Capability, str], List[Gpu]] = {}
+    for gpu in gpus:
+        if build.code and gpu.compute_capability and not build.code.code_for(gpu.compute_capability):
+            kinds.setdefault((gpu.compute_capability, gpu.name), []).append(gpu)
+    here = f"The installed library holds {build.described()}" if build.is_for_gpus else "The installed MXNet is a build for CPUs"
+    found = []
+    for (capability, _), alike in kinds.items():
+        has_wheel = OLDEST <= capability < NO_WHEEL
+        if has_wheel and not build.is_for_gpus:
+            continue
+        names = _name(alike[0]) if len(alike) == 1 else f"GPUs {', '.join(str(gpu.index) for gpu in alike)}, {alike[0].name},"
+        what = f"{names} {'have' if len(alike) > 1 else 'has'} compute capability {titled(capability)}"
+        lacks = "" if has_wheel else f", for which {_NO_WHEEL_HERE if capability >= NO_WHEEL else 'mxnet-cu112 holds no code'}"
+        found.append(Problem("GPUs", f"{what}{lacks}. {here}.", _get_code(capability, build, driver)))
+    return found
+
+
+def _get_code(capability: Capability, build: Build, driver: Optional[Driver]) -> str:
+    """Return how to get an MXNet with code for a GPU, in place of this build."""
+    has_wheel = OLDEST <= capability < NO_WHEEL
+    others = advice(capability, driver.version if driver else "")
+    if build.elsewhere:
+        again = f"Build this MXNet again with -DMXNET_CUDA_ARCH={version_text(capability)}."
+        return f"{again} Or {_IN_ANOTHER}" if has_wheel else f"{again} Otherwise: {others}"
+    if has_wheel:  # another wheel for GPUs is here
+        return f"Uninstall this wheel of MXNet, then run {WHEEL}: code for compute capability 5.0 to 8.9."
+    return others
 
 
 def _mig(gpu: Gpu) -> List[Problem]:

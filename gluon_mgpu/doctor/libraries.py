@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import List, Sequence
 
 from ..runtime.cuda_libraries import CudaLibrary
+from ..runtime.gpu_builds import WHEEL
 from .build import Build
 from .findings import Problem
 
@@ -20,12 +21,17 @@ def check_libraries(libraries: Sequence[CudaLibrary], build: Build) -> List[Prob
     driver = [library for library in missing if library.soname.startswith(_DRIVER)]
     if driver:
         what = f"The driver's {driver[0].soname} is missing. This MXNet is linked to it, even for training on the CPU."
-        to_do = f"Install the driver (in a container: docker run --gpus all); to train on the CPU, {_CPU_WHEEL}."
+        to_do = "Install the driver (in a container: docker run --gpus all)"
+        to_do += "." if build.elsewhere else f"; to train on the CPU, {_CPU_WHEEL}."
         found.append(Problem("CUDA libraries", what, to_do, stops))
     others = [f"{library.name} ({library.soname})" for library in missing if library not in driver]
     if others:
         what = f"This MXNet is linked to {_joined(others)}, which {'are' if len(others) > 1 else 'is'} missing."
-        to_do = f"Run pip install 'gluon_mgpu[cu112]', which installs CUDA's libraries; to train on the CPU, {_CPU_WHEEL}."
+        to_do = f"Run {WHEEL}, which installs CUDA's libraries; to train on the CPU, {_CPU_WHEEL}."
+        if build.elsewhere:
+            to_do = (
+                "Install those libraries in the versions that this MXNet was built for, or run in the container it comes from."
+            )
         found.append(Problem("CUDA libraries", what, to_do, stops))
     return found
 

@@ -10,6 +10,7 @@ from ..runtime import environment
 from ..runtime.cuda_libraries import CudaLibrary, libraries
 from ..runtime.environment import Setting
 from ..runtime.fat_binary import version_text
+from ..runtime.gpu_builds import why_built_elsewhere
 from ..runtime.units import format_bytes
 from .build import Build, check_build, inspect_build, inspect_code
 from .findings import Examination, Problem
@@ -111,6 +112,9 @@ class Report:
             found["memory"] = f"{format_bytes(one.memory_bytes)}, {format_bytes(one.available_bytes)} of it available"
         found.update(self.packages.versions)
         found["mxnet"] = self.build.version or found.get("mxnet", "?")
+        if self.build.library:
+            elsewhere = self.build.elsewhere
+            found["mxnet was built"] = f"elsewhere: {elsewhere}" if elsewhere else f"for PyPI: {', '.join(self.packages.wheels)}"
         found["mxnet's library"] = self.build.library or "not found"
         found["mxnet was built with"] = ", ".join(self.build.features) or "unknown: it cannot be imported"
         found["its code for GPUs"] = self.build.described()
@@ -142,7 +146,7 @@ def examine(spec: str = "auto", *, output: str = "runs") -> Report:
     here = exam.run("the machine", None, inspect_machine)
     packages = exam.run("packages", Packages({}, ()), inspect_packages)
     exam.check("packages", check_packages, packages)
-    build = _inspect_build(exam)
+    build = _inspect_build(exam, packages)
     found_libraries: List[CudaLibrary] = exam.run("CUDA libraries", [], libraries)
     exam.check("CUDA libraries", check_libraries, found_libraries, build)
     reading = exam.run("GPUs", Reading(None, "the driver could not be read", False), read_gpus)
@@ -177,11 +181,11 @@ class _WithMxnet:
     horovod: Horovod = Horovod("", "MXNet cannot be imported.", ())
 
 
-def _inspect_build(exam: Examination) -> Build:
+def _inspect_build(exam: Examination, packages: Packages) -> Build:
     build = exam.run("MXNet", Build("", "", "", "", (), None), inspect_build)
     build = replace(build, code=exam.run("GPU code", None, inspect_code, build.library))
     exam.check("MXNet", check_build, build)
-    return build
+    return replace(build, elsewhere=why_built_elsewhere(build.version, build.library, packages.wheels, code=build.code))
 
 
 def _inspect_with_mxnet(spec: str, build: Build, reading: Reading, exam: Examination) -> _WithMxnet:

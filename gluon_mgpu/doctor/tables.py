@@ -30,9 +30,15 @@ def tables_of(report: Report) -> List[Table]:
     found += [*_driver_tables(report), *_library_tables(report), *_setting_tables(report)]
     found += [Table("storage", ("what", "folder", "free", "of"), tuple(_place_rows(report)))]
     found += [Table("gradient stores", ("store", "there", "what"), tuple(_store_rows(report)))]
-    rows = [(one.what, one.to_do, _yes(one.stops_training)) for one in report.findings] or [("nothing", "nothing", "no")]
+    rows = [(one.what, one.to_do.splitlines()[0], _yes(one.stops_training)) for one in report.findings]
+    rows = rows or [("nothing", "nothing", "no")]
     found = [table for table in found if table.rows]
     return [*found, Table("problems", ("what", "what to do", "stops training"), tuple(rows))]
+
+
+def instructions(report: Report) -> List[str]:
+    """Return what to do about problems where that takes several lines: commands, which a narrow column would break."""
+    return list(dict.fromkeys(one.to_do for one in report.findings if "\n" in one.to_do))
 
 
 def _driver_tables(report: Report) -> Iterator[Table]:

@@ -61,4 +61,7 @@ def check_devices(devices: Sequence[DeviceInfo], explained: bool) -> List[Proble
         Whether findings about the driver's GPUs already explain it.
     """
     unusable = [] if explained else [one for one in devices if not one.usable]
-    return [Problem("devices", f"{one.name} {one.description} cannot be used.", one.reason) for one in unusable]
+    return [
+        Problem("devices", f"{one.name} {one.description} cannot be used.", f"{one.reason} {one.note}".strip())
+        for one in unusable
+    ]

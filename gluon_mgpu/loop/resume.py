@@ -254,7 +254,7 @@ def remaining_batches(train_iter: Iterable[Any], position: FitProgress) -> Optio
     """
     now = random_state()
     set_random_state(position.generators)
-    if isinstance(train_iter, gluon.data.DataLoader):
+    if isinstance(train_iter, gluon.data.DataLoader) and hasattr(train_iter, "refresh"):  # MXNet 2 has none
         train_iter.refresh()  # it may have drawn the next epoch's order already
     batches = batches_of(train_iter)
     for done in range(position.batches):

@@ -13,6 +13,7 @@ from ..data_parallel.passes import Passes
 from ..devices.select import check_contexts
 from ..errors import TrainerError
 from ..nested import Array
+from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of
 from ..trainer.trainer import Trainer
 from .passes import PipelinePasses
@@ -105,6 +106,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         schedule: str = "1f1b",
         recompute: bool = False,
     ) -> None:
+        require_mxnet1("Pipeline")
         super().__init__(prefix="")
         self.micro_batches = whole_number("Pipeline", "micro_batches", micro_batches, advice="4 for each stage is usual.")
         one_of("Pipeline", "schedule", schedule, SCHEDULES, advice="'1f1b' holds fewer activations.")

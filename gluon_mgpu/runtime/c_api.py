@@ -84,7 +84,7 @@ def _memory_of(array: Array) -> np.ndarray:
 
 
 class PushPull:
-    """Sums over devices that a store computes in one call, in place.
+    """Sums over devices that a store computes in one call.
 
     Parameters
     ----------
@@ -93,13 +93,14 @@ class PushPull:
         Keys initialised in the store.
     arrays : list of lists of NDArray
         For each key, one array per device.
+    outputs : list of lists of NDArray
+        For each key, the arrays that get the sum.
     """
 
-    def __init__(self, store: Any, keys: List[int], arrays: List[List[Array]]) -> None:
-        self._kept = store, arrays
-        ckeys, values, _ = _ctype_key_value(keys, arrays)
-        number = mx_uint(len(ckeys))
-        self._arguments = store.handle, number, ckeys, number, ckeys, values, values
+    def __init__(self, store: Any, keys: List[int], arrays: List[List[Array]], outputs: List[List[Array]]) -> None:
+        self._kept = store, arrays, outputs
+        (ckeys, values, _), (targets, sums, _) = _ctype_key_value(keys, arrays), _ctype_key_value(keys, outputs)
+        self._arguments = store.handle, mx_uint(len(ckeys)), ckeys, mx_uint(len(targets)), targets, values, sums
 
     def run(self, priority: int) -> None:
         """Queue the sums."""

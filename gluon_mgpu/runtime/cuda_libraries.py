@@ -11,7 +11,7 @@ import struct
 import sys
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Tuple
+from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Tuple
 
 Version = Callable[[Any], str]
 
@@ -71,12 +71,12 @@ def load() -> None:
             "then pip install 'gluon_mgpu[cpu]'."
         )
     if missing:
-        _refuse([found[soname][1] for soname in missing])
+        _refuse([found[soname][1] for soname in missing], found)
     for soname, (library, _) in found.items():
         if soname == "libcudnn.so.8":
             lacking = _missing_parts(_path_of(library))
             if lacking:
-                _refuse(lacking)
+                _refuse(lacking, found)
 
 
 def libraries() -> List[CudaLibrary]:
@@ -90,6 +90,18 @@ def libraries() -> List[CudaLibrary]:
     True
     """
     return [_describe(soname) for soname in _wanted()]
+
+
+def cuda_major(sonames: Iterable[str]) -> int:
+    """Return the major version of CUDA to which a library with these dependencies is linked, 0 if it is linked to none.
+
+    Examples
+    --------
+    >>> cuda_major(["libcudart.so.11.0", "libcudnn.so.8"]), cuda_major(["libcudart.so.12"]), cuda_major(["libm.so.6"])
+    (11, 12, 0)
+    """
+    matches = (re.match(r"libcudart\.so\.(\d+)", soname) for soname in sonames)
+    return next((int(match.group(1)) for match in matches if match), 0)
 
 
 def needed(path: str) -> List[str]:
@@ -207,14 +219,18 @@ def _can_open(name: str) -> bool:
         return False
 
 
-def _refuse(found: List[str]) -> None:
+def _refuse(found: List[str], wanted: Iterable[str]) -> None:
+    major = cuda_major(wanted)
+    to_do = "Run pip install 'gluon_mgpu[cu112]', which installs those of CUDA 11."
+    if major > 11:  # of no wheel from PyPI
+        to_do = f"This MXNet was built for CUDA {major}: install that CUDA, or run in the container that it comes from."
     shown = [(source, os.path.dirname(os.path.dirname(folder)) if source == "wheel" else folder) for source, folder in _folders()]
     places = ", ".join(dict.fromkeys(f"{source} {folder}" for source, folder in shown)) or "nothing else"
     hints = [hint for name, hint in _HINTS.items() if any(f" {name}" in line for line in found)]
     raise ImportError(
-        f"import mxnet: got {'; '.join(found)}; expected the CUDA libraries that MXNet's GPU wheel is linked to. Searched "
+        f"import mxnet: got {'; '.join(found)}; expected the CUDA libraries that MXNet's library is linked to. Searched "
         f"by the dynamic linker (LD_LIBRARY_PATH={os.environ.get('LD_LIBRARY_PATH', '')}), and in: {places}. "
-        + " ".join([*hints, "Run pip install 'gluon_mgpu[cu112]', which installs those of CUDA 11."])
+        + " ".join([*hints, to_do])
     )
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, List, Sequence, Set
 
 from ..errors import MissingExtraError
-from . import cuda_libraries, threads
+from . import cuda_libraries, mxnet2, threads
 from .numpy_names import ALIASES, add_aliases
 from .threads import num_cores as num_cores
 from .threads import threads_of as threads_of
@@ -107,7 +107,7 @@ def load_mxnet() -> ModuleType:
     if importlib.util.find_spec("mxnet") is None:
         raise MissingExtraError(
             "import gluon_mgpu: got no package mxnet; expected MXNet 1.9.1. Install it with pip install 'gluon_mgpu[cpu]' "
-            "(any machine), or 'gluon_mgpu[cu112]' (NVIDIA GPUs)."
+            "(any machine), or 'gluon_mgpu[cu112]' (NVIDIA GPUs up to Ada). docs/compatibility.md#gpus names builds for Hopper."
         )
     numpy = importlib.import_module("numpy")
     if int(numpy.__version__.split(".")[0]) >= 2:
@@ -135,7 +135,9 @@ def load_mxnet() -> ModuleType:
             "which contains it from "
             "Python 3.12 on. Run pip install setuptools."
         ) from error
-    if not mxnet.__version__.startswith(("1.8.", "1.9.")):
+    if mxnet.__version__.startswith("2."):
+        mxnet2.adapt(mxnet)
+    elif not mxnet.__version__.startswith(("1.8.", "1.9.")):
         raise ImportError(
             f"import gluon_mgpu: got mxnet {mxnet.__version__}; expected MXNet 1.9.1, whose Gluon this toolkit is written "
             "for. Run pip install 'mxnet==1.9.1'."

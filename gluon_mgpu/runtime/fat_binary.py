@@ -95,7 +95,7 @@ def read_fat_binaries(path: str) -> FatBinaries:
         It cannot be read.
 
     Source: fatbinary_section.h of the CUDA toolkit for the section. NVIDIA does not document the headers; they are as found in
-    libraries of CUDA 10.2 to 11.8.
+    libraries of CUDA 10.2 to 13.
     """
     status = os.stat(path)
     return _read(path, status.st_size, status.st_mtime_ns)

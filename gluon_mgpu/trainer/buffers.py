@@ -20,13 +20,13 @@ class Buffer:
     ----------
     indices : tuple of int
         The positions of its parameters in the network, in the order of memory; keys of their optimizer states.
-    weights : list of NDArray, shapes (size,)
-        One per replica, in the order of the contexts. Empty for a single parameter: see `one_each`.
-    gradients : list of NDArray
-        One per replica; of shape (size,), except for a single parameter that is not in a bucket.
+    weights, gradients : list of NDArray
+        One per replica, in the order of the contexts; of shape (size,), except for a single parameter: see `one_each`.
     bucket : Bucket or None
     begin, end : int
         The part of the bucket, in elements.
+    owner : int or None
+        The replica that alone gets the sum of the gradients and updates the weights; None: all do.
     """
 
     indices: Tuple[int, ...]
@@ -35,6 +35,12 @@ class Buffer:
     bucket: Optional[Bucket] = None
     begin: int = 0
     end: int = 0
+    owner: Optional[int] = None
+
+    @property
+    def summed(self) -> List[Array]:
+        """The gradients that hold the sum after a reduction: all, or the owner's."""
+        return self.gradients if self.owner is None else [self.gradients[self.owner]]
 
 
 def group(params: Sequence[gluon.Parameter], indices: Sequence[int]) -> List[Buffer]:
@@ -64,7 +70,7 @@ def group(params: Sequence[gluon.Parameter], indices: Sequence[int]) -> List[Buf
 
 def one_each(params: Sequence[gluon.Parameter], indices: Sequence[int]) -> List[Buffer]:
     """Return one buffer per parameter, for parameters outside of buckets and for steps that leave some parameters out."""
-    return [Buffer((index,), [], params[index].list_grad()) for index in indices]
+    return [Buffer((index,), params[index]._data, params[index].list_grad()) for index in indices]
 
 
 def zero(gradient: Array) -> None:

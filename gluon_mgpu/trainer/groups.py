@@ -114,6 +114,16 @@ class GroupedReplicas:
         """Whether backward passes add to the gradients that are there."""
         return any(group.is_adding for group in self.groups)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each parameter is updated by one device, which copies it to the others."""
+        return any(group.is_sharded for group in self.groups)
+
+    def owner_of(self, index: int) -> Optional[int]:
+        """Return the replica of its group that updates a parameter; None if all do, or if it was not chosen yet."""
+        found = [group.owner_of(own.index(index)) for group, own in zip(self.groups, self.indices) if index in own]
+        return found[0]
+
     def resolve_shapes(self) -> bool:
         """Return whether all shapes are known."""
         known = [group.resolve_shapes() for group in self.groups]  # of each: not all() of a generator
@@ -183,10 +193,6 @@ class GroupedReplicas:
         for group in self.groups:
             group.check_own(operation)
 
-    def weight_buffers(self) -> List[Buffer]:
-        """Return buffers of all trainable parameters with their weights."""
-        return [buffer for group in self.groups for buffer in group.weight_buffers()]
-
     def bytes_held(self) -> List[Tuple[int, int]]:
         """Return the bytes of weights and of gradients on each of `devices`."""
         weights, gradients = zip(*(zip(*group.bytes_held()) for group in self.groups))
@@ -213,6 +219,11 @@ class GroupedReduction:
         for reduction, own in zip(self._reductions, buffers.by_group):
             reduction.sum(own)
 
+    def share(self, buffers: GroupedBuffers) -> None:
+        """Copy weights from their owners to the other devices."""
+        for reduction, own in zip(self._reductions, buffers.by_group):
+            reduction.share(own)
+
     def bytes_held(self) -> List[int]:
         """Return the bytes of the sums on each device."""
         return self._replicas.per_device([reduction.bytes_held() for reduction in self._reductions])
@@ -233,7 +244,7 @@ class GroupedUpdate:
         for group, indices in zip(replicas.groups, replicas.indices):
             local = {index: at for at, index in enumerate(indices)}
             own = [local[index] for index in order if index in local]
-            self._updates.append(Update(optimizer, group.params, group.contexts, own))
+            self._updates.append(Update(optimizer, group.params, group.contexts, own, is_sharded=group.is_sharded))
         if not self.is_alike:
             raise TrainerError(
                 f"Trainer: got {type(optimizer).__name__} for a network that spans devices; expected an optimizer that updates "
@@ -310,13 +321,13 @@ def make_update(optimizer: opt.Optimizer, replicas: Any, order: Sequence[int]) -
     """Return the update for replicas of either kind."""
     if isinstance(replicas, GroupedReplicas):
         return GroupedUpdate(optimizer, replicas, order)
-    return Update(optimizer, replicas.params, replicas.contexts, order)
+    return Update(optimizer, replicas.params, replicas.contexts, order, is_sharded=replicas.is_sharded)
 
 
 def clip(
-    buffers: GroupedBuffers, home: Context, clip_norm: Optional[float], clip_value: Optional[float], *, measures: bool
+    buffers: List[Buffer], home: Context, clip_norm: Optional[float], clip_value: Optional[float], *, measures: bool
 ) -> Optional[Array]:
-    """Clip the gradients of all groups by one norm, and return it: shape (1,), on `home`; None if it was not computed.
+    """Clip gradients on different devices by one norm, and return it: shape (1,), on `home`; None if it was not computed.
 
     Parameters
     ----------
@@ -325,11 +336,12 @@ def clip(
     """
     norm = None
     if clip_norm is not None or measures:
-        norms = [global_norm([buffer.gradients[0] for buffer in own]).as_in_context(home) for own in buffers.by_group if own]
-        norm = mx.nd.sqrt(mx.nd.add_n(*map(mx.nd.square, norms)))
+        groups = buffers.by_group if isinstance(buffers, GroupedBuffers) else [buffers]
+        norms = [global_norm([buffer.summed[0] for buffer in own]).as_in_context(home) for own in groups if own]
+        norm = norms[0] if len(norms) == 1 else mx.nd.sqrt(mx.nd.add_n(*map(mx.nd.square, norms)))
     by_context: Dict[Context, List[Array]] = {}
     for buffer in buffers:
-        for gradient in buffer.gradients:
+        for gradient in buffer.summed:
             by_context.setdefault(gradient.context, []).append(gradient)
     for context, gradients in by_context.items():
         if clip_norm is not None:

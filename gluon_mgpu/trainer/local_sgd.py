@@ -82,6 +82,11 @@ class LocalSGD(Trainer):
                 f"LocalSGD: got a {type(params).__name__}, which spans devices; expected a whole network on each device. Use "
                 "a Trainer."
             )
+        if options.get("shard_optimizer"):
+            raise TrainerError(
+                "LocalSGD: got shard_optimizer=True; expected the states of all parameters on each device. Leave it out, or use "
+                "a Trainer."
+            )
         super().__init__(params, optimizer, optimizer_params, **options)
         if not self._update.is_alike:
             raise TrainerError(

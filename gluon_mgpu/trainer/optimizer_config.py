@@ -15,6 +15,7 @@ from mxnet import optimizer as opt
 from .. import schema
 from ..errors import StateError
 from ..moved import current_class
+from ..runtime.mxnet2 import update_one
 
 _SHOWN = 60  # characters of an option in an error
 _MOST_CAUGHT_UP = 10**6  # steps that a schedule counts one by one, in about a second
@@ -181,7 +182,7 @@ def failure(optimizer: opt.Optimizer, counts: Mapping[int, int]) -> str:
             tried._set_current_context(0)
             for index in counts:
                 weight, gradient = mx.nd.zeros((1,)), mx.nd.zeros((1,))
-                tried.update_multi_precision(index, weight, gradient, tried.create_state_multi_precision(index, weight))
+                update_one(tried, index, weight, gradient, tried.create_state_multi_precision(index, weight))
                 weight.wait_to_read()
     except Exception as error:  # its arithmetic, or MXNet's operators, may raise any exception
         return type(error).__name__

@@ -65,7 +65,11 @@ class AdamW(opt.Optimizer):  # type: ignore[misc]
         return mx.nd.zeros_like(weight), mx.nd.zeros_like(weight)
 
     def update(self, index: int, weight: Array, grad: Array, state: Tuple[Array, Array]) -> None:
-        """Apply one step to a weight in place."""
+        """Apply one step to a weight in place; MXNet 2 passes lists."""
+        if isinstance(index, (list, tuple)):
+            for one in zip(index, weight, grad, state):
+                self.update(*one)
+            return
         self._update_count(index)
         count, rate = self._index_update_count[index], self._get_lr(index)
         # MXNet's operator has no bias correction: both corrections go into its rate, and the second into its epsilon.

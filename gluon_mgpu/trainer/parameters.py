@@ -8,6 +8,7 @@ import numpy as np
 from mxnet import Context, gluon
 
 from ..errors import TrainerError
+from ..runtime.mxnet2 import children, unique_names
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
 
@@ -28,7 +29,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
     if isinstance(params, (gluon.ParameterDict, dict)):
         named: Dict[str, Any] = dict(params.items())
     elif isinstance(params, (list, tuple)):
-        named = {getattr(param, "name", str(i)): param for i, param in enumerate(params)}
+        named = dict(zip(unique_names(params), params))
         if len(named) < len(params):
             raise TrainerError(
                 f"Trainer: got {len(params)} parameters with {len(named)} names; expected different names. Pass each one "
@@ -111,8 +112,7 @@ def blocks_of(net: gluon.Block) -> List[gluon.Block]:
         block = rest.pop()
         if id(block) not in found:
             found[id(block)] = block
-            if block._children:
-                rest += reversed(list(block._children.values()))
+            rest += reversed(children(block))
     return list(found.values())
 
 

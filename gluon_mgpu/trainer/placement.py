@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet import gluon
@@ -11,7 +11,7 @@ from mxnet import gluon
 from ..errors import TrainerError
 from ..nested import Array, num_bytes
 from .buckets import place, place_of
-from .buffers import Buffer, group
+from .buffers import Buffer, group, one_each
 from .parameters import Params, blocks_of, common_contexts, named_params
 
 _NUM_STEPS_CHECKED = 2  # after parameters were moved into buckets
@@ -26,6 +26,9 @@ class Placement:
         In structural order.
     bucket_bytes : int
         See `buckets.place`.
+    shards_optimizer : bool
+        Each bucket, and each parameter outside of buckets, has one device that updates it: its owner. Buckets are smaller by the
+        number of devices.
 
     Attributes
     ----------
@@ -52,7 +55,7 @@ class Placement:
         The parameters are not parameters, not initialised, or not all on the same devices.
     """
 
-    def __init__(self, params: Params, bucket_bytes: int) -> None:
+    def __init__(self, params: Params, bucket_bytes: int, *, shards_optimizer: bool = False) -> None:
         named = named_params(params)
         self.names = list(named)
         self.structural = isinstance(params, gluon.Block)
@@ -62,7 +65,9 @@ class Placement:
         self.shapeless: List[int] = []
         self.buffers: List[Buffer] = []
         self.is_complete = self.has_begun = False
-        self._bucket_bytes = bucket_bytes
+        self.is_sharded = shards_optimizer and len(self.contexts) > 1
+        self._owners: Dict[Any, int] = {}  # by bucket, or by the index of a parameter that is not in one
+        self._bucket_bytes = max(1, bucket_bytes // len(self.contexts)) if self.is_sharded else bucket_bytes
         self._dense = [block for block in blocks_of(params) if isinstance(block, gluon.nn.Dense)] if self.structural else []
         self._at_first: Dict[int, Tuple[Any, Any]] = {}  # of each parameter: Gluon's list of its devices, and its dtype
         self._seen: List[Tuple[gluon.Parameter, Any, float, float]] = []  # each with its list of gradients and its multipliers
@@ -83,7 +88,18 @@ class Placement:
         self.trainable = [index for index in wanted if params[index]._data is not None]
         self.shapeless = [index for index in wanted if params[index]._data is None]
         self.is_complete = not self.shapeless
-        self.buffers = group(params, self.trainable)
+        if self.is_sharded:
+            self._choose_owners()
+        self.buffers = self._owned(group(params, self.trainable))
+
+    def one_each(self, indices: Sequence[int]) -> List[Buffer]:
+        """Return one buffer per parameter."""
+        return self._owned(one_each(self.params, indices))
+
+    def owner_of(self, index: int) -> Optional[int]:
+        """Return the replica that updates a parameter; None if all do, or if it was not chosen yet."""
+        found = place_of(self.params[index])
+        return self._owners.get(found.bucket if found else index)
 
     def has_changed(self) -> bool:
         """Return whether Gluon made new arrays, or the user set a multiplier, since `regroup`."""
@@ -152,13 +168,6 @@ class Placement:
         if not self._num_checks_left:
             self.former_weights = []
 
-    def weight_buffers(self) -> List[Buffer]:
-        """Return buffers of all trainable parameters with their weights, also for parameters outside of buckets."""
-        return [
-            buffer if buffer.weights else replace(buffer, weights=self.params[buffer.indices[0]].list_data())
-            for buffer in self.buffers
-        ]
-
     def bytes_held(self) -> List[Tuple[int, int]]:
         """Return the bytes of weights and of gradients on each device."""
         held = []
@@ -172,3 +181,22 @@ class Placement:
                 gradients.update({id(array): num_bytes(array) for array in (gradient or [])[replica : replica + 1]})
             held.append((sum(weights.values()), sum(gradients.values())))
         return held
+
+    def _owned(self, buffers: List[Buffer]) -> List[Buffer]:
+        return [replace(one, owner=self.owner_of(one.indices[0])) for one in buffers] if self.is_sharded else buffers
+
+    def _choose_owners(self) -> None:
+        """Give each new bucket or parameter to the device that has the fewest bytes so far, the largest first.
+
+        MXNet's store chooses the device of each sum by the same rule, except among equals. A sum on another device than the owner
+        is copied there.
+        """
+        sizes: Dict[Any, int] = {}
+        for index in self.trainable:
+            found = place_of(self.params[index])
+            sizes[found.bucket if found else index] = num_bytes((found.bucket.weights if found else self.params[index]._data)[0])
+        self._owners = {key: owner for key, owner in self._owners.items() if key in sizes}
+        held = [0] * len(self.contexts)
+        for key in sorted(sizes, key=lambda key: (key not in self._owners, -sizes[key])):
+            owner = self._owners.setdefault(key, held.index(min(held)))
+            held[owner] += sizes[key]

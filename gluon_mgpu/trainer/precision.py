@@ -18,6 +18,7 @@ from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 
 from ..checks import one_of
 from ..errors import DeviceError, TrainerError
+from ..runtime.mxnet2 import require_mxnet1
 from .parameters import blocks_of
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -85,6 +86,8 @@ def set_precision(net: gluon.Block, precision: str) -> None:
 
     Source: Micikevicius et al., "Mixed precision training", 2018; MXNet 1.9.1, src/nnvm/low_precision_pass.cc.
     """
+    if precision != "fp32":
+        require_mxnet1("set_precision")
     _check(net, precision)
     changing = [block for block in _compiled_of(net) if vars(block).get("_precision", "fp32") != precision]
     if changing:

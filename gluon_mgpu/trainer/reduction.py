@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -61,9 +61,10 @@ class Reduction:
         self._sums: Dict[Tuple[Any, ...], Any] = {}  # over processes, by their buffer
         self._latest: List[Buffer] = []
         self._calls: List[List[Any]] = []  # of the latest buffers
+        self._shares: List[PushPull] = []  # copies of their weights
 
     def sum(self, buffers: List[Buffer]) -> None:
-        """Replace every device's gradients by their sum over the devices, bit-identical on each.
+        """Replace every device's gradients by their sum over the devices, bit-identical on each; or only the owner's.
 
         A sum waits in the queue only for the operations that write its buffer: it runs while the backward pass fills the next
         buffer.
@@ -71,14 +72,29 @@ class Reduction:
         if self._num_devices == 1 and self._group is None:
             return
         if buffers is not self._latest:
-            if self._group is not None:
-                self._calls = [[self._over_processes(self._group, buffer)] for buffer in buffers]
-            else:
-                self._calls = [[self._call(*part) for part in self._divided(buffer)] for buffer in buffers]
+            self._calls, self._shares = [], []
+            for buffer in buffers:
+                self._prepare(buffer)
             self._latest = buffers
         for place, calls in enumerate(self._calls):
             for call in calls:
                 call.run(-place)
+
+    def share(self, buffers: List[Buffer]) -> None:
+        """Copy the weights of buffers that were summed from their owners to the other devices."""
+        assert buffers is self._latest or not self._shares, "the sum of these buffers has prepared their copies"
+        for call in self._shares:
+            call.run(0)
+
+    def _prepare(self, buffer: Buffer) -> None:
+        if self._group is not None:
+            self._calls.append([self._over_processes(self._group, buffer)])
+            return
+        parts, owner, weights = self._divided(buffer), buffer.owner, buffer.weights
+        self._calls.append([self._call(*part, owner) for part in parts])
+        if owner is not None:  # the store copies a "sum" over one device to the others
+            ((keys, _),) = parts
+            self._shares.append(PushPull(self._store, keys, [[weights[owner]]], [weights[:owner] + weights[owner + 1 :]]))
 
     def _over_processes(self, processes: Group, buffer: Buffer) -> Any:
         """Return the sum of a buffer over all devices of all processes, prepared once for each set of parameters."""
@@ -92,9 +108,9 @@ class Reduction:
             self._sums[known] = processes.all_reduce(buffer.gradients)
         return self._sums[known]
 
-    def _call(self, keys: List[int], gradients: List[List[Array]]) -> Sum:
+    def _call(self, keys: List[int], gradients: List[List[Array]], owner: Optional[int]) -> Sum:
         kind = PushPull if gradients[0][0].stype == "default" else SparsePushPull
-        return kind(self._store, keys, gradients)
+        return kind(self._store, keys, gradients, gradients if owner is None else [[one[owner]] for one in gradients])
 
     def bytes_held(self) -> List[int]:
         """Return the bytes of the store's sums on each device: one copy of a slice per device.
@@ -115,10 +131,12 @@ class Reduction:
         device 0: │ slice 0 │ slice 1 │    slice 0 of both devices is summed on device 0 and copied back,
         device 1: │ slice 0 │ slice 1 │    slice 1 on device 1
         ```
+
+        A buffer with an owner is one slice.
         """
         gradients = buffer.gradients
         slices = [gradients]
-        if buffer.bucket is not None:
+        if buffer.bucket is not None and buffer.owner is None:
             size = gradients[0].size
             num_slices = max(1, min(self._num_devices, size // _MIN_SLICE))
             step = -(-size // (num_slices * _MULTIPLE)) * _MULTIPLE
@@ -141,13 +159,13 @@ class Reduction:
 class SparsePushPull:
     """Sums of sparse gradients, which take two calls of the store. Arguments as for `PushPull`."""
 
-    def __init__(self, store: Any, keys: List[int], arrays: List[List[Array]]) -> None:
-        self._store, self._keys, self._arrays = store, keys, arrays
+    def __init__(self, store: Any, keys: List[int], arrays: List[List[Array]], outputs: List[List[Array]]) -> None:
+        self._store, self._keys, self._arrays, self._outputs = store, keys, arrays, outputs
 
     def run(self, priority: int) -> None:
         """Queue the sums."""
         self._store.push(self._keys, self._arrays, priority=priority)
-        self._store.pull(self._keys, self._arrays, priority=priority, ignore_sparse=False)
+        self._store.pull(self._keys, self._outputs, priority=priority, ignore_sparse=False)
 
 
 def all_finite(gradients: Sequence[Array]) -> Array:
@@ -180,16 +198,16 @@ def all_finite(gradients: Sequence[Array]) -> Array:
 
 
 def global_norm(gradients: Sequence[Array]) -> Array:
-    """Return the common 2-norm of one device's gradients, without waiting.
+    """Return the common 2-norm of gradients, without waiting.
 
     Parameters
     ----------
-    gradients : sequence of NDArray on one device, any shapes
+    gradients : sequence of NDArray, any shapes
 
     Returns
     -------
     NDArray, shape (1,)
-        float32, on that device.
+        float32, on the first one's device.
 
     Examples
     --------
@@ -198,7 +216,8 @@ def global_norm(gradients: Sequence[Array]) -> Array:
     """
     classic = [gradient.as_nd_ndarray() for gradient in gradients]
     squares: List[Array] = [mx.nd.sum(mx.nd.square(gradient.astype("float32", copy=False))).reshape((1,)) for gradient in classic]
-    return mx.nd.sqrt(mx.nd.add_n(*squares))
+    home = squares[0].context
+    return mx.nd.sqrt(mx.nd.add_n(*(one.as_in_context(home) for one in squares)))
 
 
 def clip_values(gradients: Sequence[Array], most: float) -> None:

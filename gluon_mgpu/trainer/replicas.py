@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, Sequence, Set, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple
 
 from mxnet import Context, autograd, gluon
 
@@ -10,7 +10,7 @@ from ..errors import StaleGradientError, TrainerError
 from ..runtime.gradient_flags import Flags
 from .accumulation import Accumulation
 from .buckets import BUCKET_BYTES
-from .buffers import Buffer, one_each, zero
+from .buffers import Buffer, zero
 from .fresh_gradients import FreshGradients
 from .freshness import Watcher, Writers, history, watch, watchers
 from .parameters import Params, has_values
@@ -37,6 +37,8 @@ class Replicas(Watcher):
         Every step uses the same parameters, which are not changed: watch one of them on each device instead of all.
     find_unused : bool
         Leave out parameters that got no gradient on any device, and log their names once, instead of raising.
+    shards_optimizer : bool
+        See `Placement`.
 
     Attributes
     ----------
@@ -52,9 +54,15 @@ class Replicas(Watcher):
     """
 
     def __init__(
-        self, params: Params, *, bucket_bytes: int = BUCKET_BYTES, static_graph: bool = False, find_unused: bool = False
+        self,
+        params: Params,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        static_graph: bool = False,
+        find_unused: bool = False,
+        shards_optimizer: bool = False,
     ) -> None:
-        self._placement = Placement(params, bucket_bytes)
+        self._placement = Placement(params, bucket_bytes, shards_optimizer=shards_optimizer)
         self.names, self.structural = self._placement.names, self._placement.structural
         self.params, self.contexts = self._placement.params, self._placement.contexts
         self.devices = self.contexts
@@ -114,7 +122,7 @@ class Replicas(Watcher):
         if not self.all_take_part or placement.shapeless:
             used = self._fresh.used(fresh)
             self._check_unused(used, ignore_stale_grad)
-            buffers = buffers if used == placement.trainable else one_each(self.params, used)
+            buffers = buffers if used == placement.trainable else placement.one_each(used)
         self._running.keep(buffers)
         self._zero_idle(fresh, buffers)
         return buffers
@@ -285,8 +293,17 @@ class Replicas(Watcher):
         return bool(self._fresh.read().any()) and not self._sums.has_earlier
 
     def weight_buffers(self) -> List[Buffer]:
-        """Return buffers of all trainable parameters with their weights, also for parameters outside of buckets."""
-        return self._placement.weight_buffers()
+        """Return buffers of all trainable parameters."""
+        return self._placement.buffers
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each parameter is updated by one device, which copies it to the others."""
+        return self._placement.is_sharded
+
+    def owner_of(self, index: int) -> Optional[int]:
+        """Return the replica that updates a parameter; None if all do, or if it was not chosen yet."""
+        return self._placement.owner_of(index)
 
     def bytes_held(self) -> List[Tuple[int, int]]:
         """Return the bytes of weights and of gradients on each device."""

@@ -19,6 +19,7 @@ from mxnet import Context, gluon
 from .. import schema
 from ..distributed import group
 from ..nested import Array
+from ..runtime.mxnet2 import layers_of
 from .parameters import Params, average_replicas, blocks_of, named_params
 
 _RECORD = "_seen_by_devices"  # attribute of a parameter, so that copies of the network contain it
@@ -213,8 +214,9 @@ def _record(param: gluon.Parameter) -> _Record:
 def _layers(stats: Iterable[gluon.Parameter]) -> List[List[gluon.Parameter]]:
     """Return the statistics grouped by layer: a device has sent data through all of a layer or none."""
     layers: Dict[str, List[gluon.Parameter]] = {}
-    for param in stats:
-        layers.setdefault(param.name.rpartition("running_")[0] or param.name, []).append(param)
+    found = list(stats)
+    for name, param in zip(layers_of(found), found):
+        layers.setdefault(name, []).append(param)
     return list(layers.values())
 
 

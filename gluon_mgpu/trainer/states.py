@@ -103,7 +103,7 @@ def states_on(
     fname: str,
     shapes: Optional[Mapping[int, Sequence[int]]] = None,
 ) -> List[Dict[int, Any]]:
-    """Return newly created states on each device, with the values of a file.
+    """Return newly created states on each device, or on the parameter's owner, with the values of a file.
 
     Parameters
     ----------
@@ -124,7 +124,10 @@ def states_on(
                 f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "
                 "network."
             )
-        for context, restored in zip(param.list_ctx(), on_devices):
+        owner = (replicas.owner_of(index) or 0) if replicas.is_sharded else None
+        for replica, (context, restored) in enumerate(zip(param.list_ctx(), on_devices)):
+            if owner not in (None, replica):
+                continue
             if param._data is None:
                 weight = mx.nd.zeros(shapes[index], ctx=context, dtype=param.dtype)  # type: ignore[index]
             else:

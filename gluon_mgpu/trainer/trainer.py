@@ -81,9 +81,13 @@ class Trainer(gluon.Trainer):
         In a job of several processes, each reads its own batches, for example through a `ShardedSampler`. `step` then takes the
         number of examples of this process, 0 or more, and divides by that of all processes. By default all processes read the
         same batches, `split_batch` gives each its part, and `step` takes the number of examples of the complete batch.
+    shard_optimizer : bool
+        Let one device update each parameter, keep the optimizer's states of it, and copy its weights to the others. So each of k
+        devices holds about 1/k of the states and computes 1/k of the update. The weights do not change. This is stage 1 of ZeRO,
+        or PyTorch's `ZeroRedundancyOptimizer`, on the devices of one process.
     bucket_bytes : int, bytes
         The size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced while
-        the backward pass still computes the first.
+        the backward pass still computes the first. With `shard_optimizer`, it is divided by the number of devices.
 
     Raises
     ------
@@ -120,14 +124,20 @@ class Trainer(gluon.Trainer):
         find_unused_parameters: bool = False,
         precision: Optional[str] = None,
         sharded_data: bool = False,
+        shard_optimizer: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         _check_buckets(bucket_bytes)
         switches = {"measure_grad_norm": measure_grad_norm, "static_graph": static_graph, "sharded_data": sharded_data}
-        for name, value in {**switches, "find_unused_parameters": find_unused_parameters}.items():
+        switches.update(find_unused_parameters=find_unused_parameters, shard_optimizer=shard_optimizer)
+        for name, value in switches.items():
             flag("Trainer", name, value)
         self._replicas: Any = make_replicas(
-            params, bucket_bytes=bucket_bytes, static_graph=static_graph, find_unused=find_unused_parameters
+            params,
+            bucket_bytes=bucket_bytes,
+            static_graph=static_graph,
+            find_unused=find_unused_parameters,
+            shards_optimizer=shard_optimizer,
         )
         self._optimizer: opt.Optimizer
         self._order = gluon_order(params)
@@ -137,6 +147,8 @@ class Trainer(gluon.Trainer):
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction = make_reduction(kvstore, self._replicas)
         self._process_sync = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
+        if shard_optimizer:
+            _check_sharded(kvstore, self._process_sync)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         make_copyable({type(param) for param in self._params})
         self._clip_norm, self._clip_value = clip_norm, clip_value
@@ -343,6 +355,11 @@ class Trainer(gluon.Trainer):
             `accumulate`.
         """
         self._complete("Trainer.allreduce_grads")
+        if self._replicas.is_sharded:
+            raise TrainerError(
+                "Trainer.allreduce_grads: got a call with shard_optimizer=True, where the sum of each gradient is on one device; "
+                "expected step(). Clip with clip_norm or clip_value, or leave shard_optimizer out."
+            )
         claim_examples(self._running)
         buffers = self._replicas.collect(ignore_stale_grad=True)
         if self._summed and not buffers:
@@ -478,6 +495,11 @@ class Trainer(gluon.Trainer):
         self._apply(buffers, batch_size)
 
     def _reduce(self, buffers: List[Buffer]) -> None:
+        if self._replicas.is_sharded and getattr(self, "_amp_loss_scaler", None) is not None:
+            raise TrainerError(
+                "Trainer.step: got MXNet's AMP and shard_optimizer=True; expected sums on one device, where AMP checks them. "
+                "Pass precision='fp16' instead of calling amp.init_trainer, or leave shard_optimizer out."
+            )
         self._reduction.sum(buffers)
 
     def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
@@ -490,16 +512,17 @@ class Trainer(gluon.Trainer):
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples
             self._clip(buffers)
             self._update.apply(buffers)
+            self._reduction.share(buffers)
         self._replicas.put_back_running()
         self._summed = None
 
     def _multiplied_by(self, buffers: List[Buffer]) -> Optional[float]:
         """Return the loss scale of these gradients, in addition to `_scale`; None if they overflowed and must be skipped."""
         if self.loss_scaler is not None:
-            return self.loss_scaler.settle([buffer.gradients[0] for buffer in buffers])
+            return self.loss_scaler.settle([buffer.summed[0] for buffer in buffers])
         scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
         # It checks objects with gradients: a buffer stands for all its parameters.
-        gradients = [SimpleNamespace(_grad=buffer.gradients) for buffer in buffers]
+        gradients = [SimpleNamespace(_grad=buffer.summed) for buffer in buffers]
         return None if scaler is not None and gradients and scaler.has_overflow(gradients) else 1.0
 
     def __reduce__(self) -> Any:
@@ -515,7 +538,7 @@ class Trainer(gluon.Trainer):
 
     def _clip(self, buffers: List[Buffer]) -> None:
         rescale = self._optimizer.rescale_grad
-        if isinstance(buffers, GroupedBuffers):
+        if isinstance(buffers, GroupedBuffers) or self._replicas.is_sharded:
             limits = (None if bound is None else bound / rescale for bound in (self._clip_norm, self._clip_value))
             norm = clip(buffers, self.contexts[0], *limits, measures=self._measures)
             self._grad_norm = self._grad_norm if norm is None else (norm * rescale).as_np_ndarray()
@@ -535,6 +558,11 @@ class Trainer(gluon.Trainer):
     def _use(self, optimizer: opt.Optimizer) -> None:
         self._optimizer = optimizer
         self._update = make_update(optimizer, self._replicas, self._order)
+        if self._replicas.is_sharded and not self._update.is_alike:
+            raise TrainerError(
+                f"Trainer: got {type(optimizer).__name__} and shard_optimizer=True; expected an optimizer that updates each "
+                "parameter from its own gradient, state and count alone. Use sgd or adam, or leave shard_optimizer out."
+            )
         self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
 
 
@@ -577,6 +605,19 @@ def _check_options(replicas: Any, update_on_kvstore: Any) -> None:
                 f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer for sparse "
                 "weights, on one device."
             )
+
+
+def _check_sharded(kvstore: Any, process_sync: ProcessSync) -> None:
+    if process_sync.is_joint:
+        raise TrainerError(
+            "Trainer: got shard_optimizer=True in a job of several processes; expected one process, among whose devices the "
+            "optimizer's states are divided. Leave it out."
+        )
+    if getattr(kvstore, "type", kvstore) == "nccl":
+        raise TrainerError(
+            "Trainer: got shard_optimizer=True and kvstore='nccl'; expected a store that can sum onto one device. Pass "
+            "kvstore='device'."
+        )
 
 
 def _check_clipping(**bounds: Optional[float]) -> None:

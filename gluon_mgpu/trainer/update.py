@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
@@ -15,6 +15,7 @@ from ..errors import StateError
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..runtime.c_api import Operator
 from ..runtime.environment import logger
+from ..runtime.mxnet2 import update_one
 from .buckets import Bucket, BucketSlice, place_of
 from .buffers import Buffer
 from .optimizers import AdamW
@@ -57,6 +58,8 @@ class Update:
         The positions of the parameters in Gluon's order; see `gluon_order`. On one device the weights are then bit-identical to
         Gluon's, also for optimizers that pass values from one parameter to the next: nadam its schedule, LARS the last rate,
         LBSGD the first one.
+    is_sharded : bool
+        Each buffer has an owner: the replica that alone keeps its states and updates it.
 
     Attributes
     ----------
@@ -65,7 +68,13 @@ class Update:
     """
 
     def __init__(
-        self, optimizer: opt.Optimizer, params: Sequence[gluon.Parameter], contexts: Sequence[Context], order: Sequence[int]
+        self,
+        optimizer: opt.Optimizer,
+        params: Sequence[gluon.Parameter],
+        contexts: Sequence[Context],
+        order: Sequence[int],
+        *,
+        is_sharded: bool = False,
     ) -> None:
         self.updaters = [opt.get_updater(optimizer) for _ in contexts]
         self._optimizer = optimizer
@@ -73,14 +82,15 @@ class Update:
         self._by_index = dict(enumerate(self._params))  # for an optimizer that updates other groups of parameters, too
         self._contexts = list(contexts)
         self._order = list(order)
-        self._counts: List[Dict[int, int]] = [{} for _ in contexts]  # updates of each parameter, by replica
+        self._is_sharded = is_sharded
+        self._counts = self._new_counts({})  # updates of each parameter, by replica
         self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a bucket, by replica
         self._views: Dict[Tuple[int, int], BucketSlice] = {}  # parameters whose states are views of it, by replica
         self._buffers: List[Buffer] = []
         # The buffers that are updated as one, each with its states by replica, and its operators where they are prepared.
-        self._joint: List[Tuple[Buffer, List[State], List[Operator]]] = []
-        self._early: List[int] = []  # parameters that Gluon updates before the schedule advances
-        self._single: List[int] = []  # other parameters that are updated one by one
+        self._joint: List[Tuple[Buffer, Dict[int, State], Dict[int, Operator]]] = []
+        self._early: List[List[int]] = []  # of each replica, parameters that Gluon updates before the schedule advances
+        self._single: List[List[int]] = []  # other parameters that are updated one by one
         self._prepared: Dict[int, _Prepared] = {}  # their operators, by replica
         self._most_updates = 0  # of all parameters that take part, when these buffers were prepared
         self._has_schedule = False  # when they were prepared
@@ -89,33 +99,34 @@ class Update:
         self._num_updated = len(self._contexts) if self._is_known else 1
 
     def apply(self, buffers: List[Buffer]) -> None:
-        """Update the weights of these buffers with their gradients, on every replica."""
+        """Update the weights of these buffers with their gradients, on every replica or on their owners."""
         if buffers is not self._buffers or self._has_schedule != (self._optimizer.lr_scheduler is not None):
             self._prepare(buffers)
         self._num_uncounted += 1
         optimizer = self._optimizer
-        if self._early:
-            for replica in range(self._num_updated):
+        for replica, early in enumerate(self._early):
+            if early:
                 self._start(replica)
-                self._run_single(self._early, replica)
+                self._run_single(early, replica)
         if self._is_known:
             # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
             optimizer.num_update = max(optimizer.num_update, self._most_updates + self._num_uncounted)
         for replica in range(self._num_updated):
             self._start(replica)
             for buffer, states, operators in self._joint:
+                if replica not in states:
+                    continue
                 if operators:
                     self._run_sgd(buffer.indices[:1], operators[replica])
                     continue
                 first, weight, gradient = buffer.indices[0], buffer.weights[replica], buffer.gradients[replica]
-                optimizer.update_multi_precision(first, weight, gradient, states[replica])
-            if self._single and not self._run_prepared(replica):
-                self._run_single(self._single, replica)
+                update_one(optimizer, first, weight, gradient, states[replica])
+            if self._single[replica] and not self._run_prepared(replica):
+                self._run_single(self._single[replica], replica)
         if self._num_updated < len(self._contexts):
             for buffer in buffers:
-                for weights in [buffer.weights] if buffer.weights else [self._params[index]._data for index in buffer.indices]:
-                    for weight in weights[1:]:
-                        weights[0].copyto(weight)
+                for weight in buffer.weights[1:]:
+                    buffer.weights[0].copyto(weight)
 
     def _start(self, replica: int) -> None:
         # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by replica.
@@ -154,8 +165,8 @@ class Update:
         return [list(arrays) for arrays in zip(*held)]
 
     def states(self) -> Dict[int, State]:
-        """Return the states of the first replica, by parameter."""
-        return dict(self.updaters[0].states)
+        """Return the states, by parameter: of the first replica that has them."""
+        return {index: state for updater in reversed(self.updaters) for index, state in updater.states.items()}
 
     def counts(self) -> Dict[int, int]:
         """Return the number of updates of each parameter."""
@@ -177,8 +188,9 @@ class Update:
         for updater, known in zip(self.updaters, states):
             updater.states = dict(known)
             updater.states_synced = dict.fromkeys(known, True)
-        begun = dict.fromkeys(states[0], self._optimizer.begin_num_update)  # for files without counts
-        self._counts = [{**begun, **counts} for _ in self._contexts]
+        # for files without counts
+        begun = {index: self._optimizer.begin_num_update for known in states for index in known}
+        self._counts = self._new_counts({**begun, **counts})
         self._memory.clear()
         self._views.clear()
         self._buffers, self._joint, self._num_uncounted = [], [], 0
@@ -191,15 +203,20 @@ class Update:
         early = self._before_schedule(in_order)
         single: Set[int] = set()
         self._joint, self._prepared = [], {}
+        replicas = range(self._num_updated)
+        owners = {index: replicas if buffer.owner is None else (buffer.owner,) for buffer in buffers for index in buffer.indices}
         for buffer in buffers:
-            if early.isdisjoint(buffer.indices) and buffer.weights and type(self._optimizer) in _CONTIGUOUS:
-                states = [self._contiguous_states(buffer, replica) for replica in range(self._num_updated)]
+            if buffer.owner is not None:
+                self._move_states(buffer, buffer.owner)
+            if early.isdisjoint(buffer.indices) and buffer.bucket is not None and type(self._optimizer) in _CONTIGUOUS:
+                states = {replica: self._contiguous_states(buffer, replica) for replica in owners[buffer.indices[0]]}
                 if self._is_joint(buffer):
                     self._joint.append((buffer, states, self._sgd(buffer, states)))
                     continue
             single.update(buffer.indices)
-        self._early = [index for index in in_order if index in early]
-        self._single = [index for index in in_order if index in single and index not in early]
+        own = [[index for index in in_order if replica in owners[index]] for replica in replicas]
+        self._early = [[index for index in indices if index in early] for indices in own]
+        self._single = [[index for index in indices if index in single and index not in early] for indices in own]
         self._most_updates = max(map(self._num_updates, in_order), default=0)
         self._has_schedule = self._optimizer.lr_scheduler is not None
         self._buffers = buffers
@@ -228,14 +245,16 @@ class Update:
     def _num_updates(self, index: int) -> int:
         return self._counts[0].get(index, self._optimizer.begin_num_update)
 
-    def _sgd(self, buffer: Buffer, states: List[State]) -> List[Operator]:
-        """Return MXNet's operator of SGD for each replica; [] for other optimizers and dtypes.
+    def _sgd(self, buffer: Buffer, states: Dict[int, State]) -> Dict[int, Operator]:
+        """Return MXNet's operator of SGD for each replica with states; {} for other optimizers and dtypes.
 
         A call through `mxnet.optimizer.SGD` takes the host three times as long.
         """
-        if not self._has_sgd_operator(buffer.weights[0], states[0]):
-            return []
-        return [_sgd_operator([one]) for one in zip(buffer.weights, buffer.gradients, states)]
+        return {
+            replica: _sgd_operator([(buffer.weights[replica], buffer.gradients[replica], state)])
+            for replica, state in states.items()
+            if self._has_sgd_operator(buffer.weights[replica], state)
+        }
 
     def _has_sgd_operator(self, weight: Array, state: State) -> bool:
         half = weight.dtype == np.float16 and self._optimizer.multi_precision
@@ -248,10 +267,10 @@ class Update:
         """
         prepared, states = self._prepared.get(replica), self.updaters[replica].states
         if prepared is None:
-            if type(self._optimizer) is not opt.SGD or any(index not in states for index in self._single):
+            if type(self._optimizer) is not opt.SGD or any(index not in states for index in self._single[replica]):
                 return False
             prepared = self._prepared[replica] = self._prepare_single(replica)
-        if any(states.get(index) is not state for index, state in zip(self._single, prepared.states)):
+        if any(states.get(index) is not state for index, state in zip(self._single[replica], prepared.states)):
             del self._prepared[replica]  # the user has replaced them
             return False
         for indices, operator in prepared.operators:
@@ -261,9 +280,9 @@ class Update:
     def _prepare_single(self, replica: int) -> _Prepared:
         """Return MXNet's operators of SGD for the parameters that are not in buckets: as Gluon groups them."""
         updater, optimizer = self.updaters[replica], self._optimizer
-        prepared = _Prepared([updater.states[index] for index in self._single], [])
+        prepared = _Prepared([updater.states[index] for index in self._single[replica]], [])
         by_dtype: Dict[Any, List[Tuple[int, Tuple[Array, Array, State]]]] = {}
-        for index, state in zip(self._single, prepared.states):
+        for index, state in zip(self._single[replica], prepared.states):
             weight, gradient = self._params[index]._data[replica], self._params[index]._grad[replica]
             is_dense = all(array.stype == "default" for array in (weight, gradient, state) if array is not None)
             is_ready = updater.aggregate_updates and updater.states_synced[index]
@@ -309,10 +328,25 @@ class Update:
                 self._views[index, replica] = place
         return _part(memory, buffer.begin, buffer.end, (buffer.end - buffer.begin,))
 
+    def _move_states(self, buffer: Buffer, owner: int) -> None:
+        """Move states to the replica that owns these parameters now: a frozen parameter is trained again, in another bucket."""
+        for replica, index in product(range(len(self.updaters)), buffer.indices):
+            former = self.updaters[replica]
+            if replica != owner and index in former.states:
+                weight = self._params[index]._data[owner].as_nd_ndarray()
+                moved = self._optimizer.create_state_multi_precision(index, weight)
+                self.updaters[owner].states[index] = filled(moved, former.states.pop(index), f"parameter {index}")
+                self.updaters[owner].states_synced[index] = former.states_synced.pop(index, True)
+                self._views.pop((index, replica), None)
+
+    def _new_counts(self, counts: Dict[int, int]) -> List[Dict[int, int]]:
+        """Return the counts of each replica: one dict for all, if each parameter is updated by one of them."""
+        return [counts] * len(self._contexts) if self._is_sharded else [dict(counts) for _ in self._contexts]
+
     def _count(self) -> None:
         """Count the latest updates for every parameter of the joint buffers."""
         for buffer, _, _ in self._joint:
-            for counts in self._counts[: self._num_updated]:
+            for counts in self._counts[: 1 if self._is_sharded else self._num_updated]:
                 for index in buffer.indices[1:]:
                     counts[index] = counts.get(index, self._optimizer.begin_num_update) + self._num_uncounted
         self._num_uncounted = 0

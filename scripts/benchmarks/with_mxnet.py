@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Dict, List, Tuple
+from types import MappingProxyType
+from typing import Any, Dict, List, Mapping, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -100,6 +101,8 @@ class Gluon:
 class Ours(Gluon):
     """The loop with gluon_mgpu: use_devices, split_batch, backward, Trainer, evaluate_accuracy_gpus."""
 
+    options: Mapping[str, bool] = MappingProxyType({})  # of the Trainer
+
     def __init__(self, case: Case) -> None:
         self.mgpu: Any = importlib.import_module("gluon_mgpu")
         super().__init__(case)
@@ -112,7 +115,7 @@ class Ours(Gluon):
         return list(self.mgpu.resolve_devices(super().make_devices()))
 
     def make_trainer(self) -> gluon.Trainer:
-        return self.mgpu.Trainer(self.net, *_OPTIMIZER)
+        return self.mgpu.Trainer(self.net, *_OPTIMIZER, **self.options)
 
     def split(self) -> None:
         self.Xs, self.ys = self.mgpu.split_batch(self.X, self.y, self.ctx)
@@ -138,11 +141,16 @@ class OursCompiled(Ours):
         self.compiled(self.X, self.y)
 
 
+class OursSharded(OursCompiled):
+    """The same with `shard_optimizer=True`."""
+
+    options = MappingProxyType({"shard_optimizer": True})
+
+
 class OursStatic(Ours):
     """Ours with `static_graph=True`: every step uses every parameter."""
 
-    def make_trainer(self) -> gluon.Trainer:
-        return self.mgpu.Trainer(self.net, *_OPTIMIZER, static_graph=True)
+    options = MappingProxyType({"static_graph": True})
 
 
 class D2L(Gluon):

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict
 
 _FOLDER = Path(__file__).resolve().parent
 _ROOT = _FOLDER.parent.parent
-_OURS = ("ours", "ours-compiled", "ours-static", "ours-padded")
+_OURS = ("ours", "ours-compiled", "ours-sharded", "ours-static", "ours-padded")
 _INSTALL = {
     "numpy": "pip install numpy",
     "mxnet": "pip install mxnet==1.9.1",
@@ -43,6 +43,7 @@ def find_contender(name: str, workload: str) -> Any:
     return {
         "ours": with_mxnet.Ours,
         "ours-compiled": with_mxnet.OursCompiled,
+        "ours-sharded": with_mxnet.OursSharded,
         "ours-static": with_mxnet.OursStatic,
         "gluon": with_mxnet.Gluon,
         "gluon-defaults": with_mxnet.Gluon,

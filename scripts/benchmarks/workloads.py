@@ -10,7 +10,7 @@ from compare import Row
 from gluon_mgpu.runtime import environment
 
 _OTHERS = ("gluoncv", "gluoncv-threads", "d2l", "torch", "torch-compile", "torch-ddp")
-STEP_CONTENDERS = ("ours", "ours-compiled", "ours-static", "gluon", *_OTHERS)
+STEP_CONTENDERS = ("ours", "ours-compiled", "ours-sharded", "ours-static", "gluon", *_OTHERS)
 TRAIN_CONTENDERS = ("ours", "ours-compiled", "gluon", "gluon-defaults", *_OTHERS)
 EVALUATE_CONTENDERS = ("ours", "gluon", "d2l", "torch", "torch-compile")
 SIZE_CONTENDERS = ("ours", "ours-static", "gluon")

@@ -68,6 +68,7 @@ _OPTIMIZERS: List[Tuple[str, List[Options]]] = [
 ]
 _FLAGS: List[Optional[Options]] = [None, {}, {"static_alloc": True}, {"static_alloc": True, "static_shape": True}]
 _COMMON = ("sgd", "adam")
+_SHARDED = ("sgd", "adam", "adamw", "nag", "rmsprop", "adagrad", "adadelta", "adamax", "ftrl", "ftml", "lamb")
 
 
 class Composer:
@@ -136,6 +137,9 @@ class Composer:
             trainer = {"every": 1}
             self.is_local = True
             self.optimizer[1].pop("clip_gradient", None)
+        elif chance() < 0.1 and self.optimizer[0] in _SHARDED:
+            trainer["shard_optimizer"] = True
+        self.is_sharded = "shard_optimizer" in trainer
         self.static = "static_graph" in trainer
         # AdamW and AdaDelta scale the gradient in place, so that later gradients are added to another value, as in Gluon.
         scales = self.optimizer[0] in ("adamw", "adadelta")
@@ -195,7 +199,7 @@ class Composer:
         return self.random.choice(list(self.model.losses))
 
     def _step(self, what: str) -> Step:
-        forms = ["step", "step", "step"] if self.is_local else ["step", "step", "halves"]
+        forms = ["step", "step", "step"] if self.is_local or self.is_sharded else ["step", "step", "halves"]
         if self.unused == "find":
             forms = ["step"]
         unreached = what in self.model.unreached or self.random.random() < 0.05
@@ -310,7 +314,7 @@ class Composer:
         if not self.adds and self.name != "shapeless":
             optimizer = choice(_OPTIMIZERS)
             new = optimizer[0], tuple(optimizer[1][0].items())
-            changes += [] if self.is_local or optimizer[0] == "sgld" else [NewTrainer(trainer, new)]
+            changes += [] if self.is_local or self.is_sharded or optimizer[0] == "sgld" else [NewTrainer(trainer, new)]
             changes += [Copied(net, teacher=False)]
         if self.model.hybrid:
             flags = choice(self.flags)

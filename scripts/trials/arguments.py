@@ -227,6 +227,7 @@ def calls(world: World) -> Dict[str, Tuple[Call, Dict[str, Any]]]:
                 "find_unused_parameters": False,
                 "precision": None,
                 "sharded_data": False,
+                "shard_optimizer": False,
                 "bucket_bytes": 1024,
             },
         ),

@@ -1,0 +1,64 @@
+"""The calls that differ between MXNet 1.9 and 2, with stand-ins of what the version that is not here would pass."""
+
+import weakref
+from types import SimpleNamespace
+
+import mxnet as mx
+import pytest
+from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.runtime import mxnet2
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style
+
+
+@pytest.fixture(params=["1.9.1", "2.0.0+cu13.bw.20260617"])
+def version(request, monkeypatch):
+    monkeypatch.setattr(mx, "__version__", request.param)
+    return request.param[0]
+
+
+def named(*names):
+    return [SimpleNamespace(name=name) for name in names]
+
+
+def test_children_are_blocks(version):
+    first, second = nn.Dense(1), nn.Dense(2)
+    held = {"1": [first, second], "2": [weakref.ref(first), weakref.ref(second)]}[version]
+    assert mxnet2.children(SimpleNamespace(_children=dict(enumerate(held)))) == [first, second]
+    assert mxnet2.children(SimpleNamespace(_children={})) == []
+
+
+def test_names_of_a_list_are_different_for_different_parameters_only(version):
+    names = {"1": ["dense0_weight", "dense1_weight"], "2": ["weight", "weight"]}[version]
+    one, two = named(*names)
+    found = mxnet2.unique_names([one, two, one])
+    assert len(set(found)) == 2
+    assert found[0] == found[2]
+
+
+def test_running_statistics_are_grouped_by_layer(version):
+    first, second = {"1": ("batchnorm0_", "batchnorm1_"), "2": ("", "")}[version]
+    stats = named(f"{first}running_mean", f"{first}running_var", f"{second}running_mean", f"{second}running_var")
+    a, b, c, d = mxnet2.layers_of(stats)
+    assert a == b != c == d
+
+
+def test_an_optimizer_gets_one_array_or_lists_of_one(version):
+    calls = []
+    optimizer = SimpleNamespace(update_multi_precision=lambda *arguments: calls.append(arguments))
+    mxnet2.update_one(optimizer, 3, "weight", "gradient", ("mean", "variance"))
+    assert calls == [
+        {"1": (3, "weight", "gradient", ("mean", "variance")), "2": ([3], ["weight"], ["gradient"], [("mean", "variance")])}[
+            version
+        ]
+    ]
+
+
+def test_what_needs_the_graphs_of_mxnet_1_raises_on_2(version):
+    if version == "1":
+        assert mxnet2.require_mxnet1("Pipeline") is None
+        return
+    with pytest.raises(TrainerError, match="Pipeline: got MXNet 2.0.0") as caught:
+        mxnet2.require_mxnet1("Pipeline")
+    assert_house_style(caught.value)

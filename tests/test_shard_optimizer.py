@@ -1,0 +1,323 @@
+"""Contract: `Trainer(shard_optimizer=True)` trains the weights of the ordinary update, bit for bit, with the states divided."""
+
+import copy
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.trainer.loss_scaler import LossScaler
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style, small_batches, small_net, weights_of
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+SGD = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
+ADAM = ("adam", {"learning_rate": 0.01})
+OPTIMIZERS = {"sgd": SGD, "adam": ADAM, "lamb": ("lamb", {}), "adagrad": ("adagrad", {"learning_rate": 0.05})}
+BUCKET = 300  # bytes: the Dense layers of `small_net` take several
+
+
+def cpus(number):
+    return [mx.cpu(i) for i in range(number)]
+
+
+def make_trainer(net, shards, optimizer=SGD, **options):
+    """A trainer with the same buckets in both cases: clipping adds up one sum of squares per bucket."""
+    name, params = optimizer
+    num_devices = len(next(iter(net.collect_params().values())).list_ctx())
+    bucket_bytes = BUCKET * num_devices if shards else BUCKET
+    return mgpu.Trainer(net, name, copy.deepcopy(params), shard_optimizer=shards, bucket_bytes=bucket_bytes, **options)
+
+
+def everywhere(net):
+    """The trainable weights on every device."""
+    return [weights_of(net, context) for context in next(iter(net.collect_params().values())).list_ctx()]
+
+
+def assert_equal_bits(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        for mine, theirs in zip(one, other):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def compare(story, num_devices=3, **options):
+    """Run a story with the ordinary update and with the sharded one; return the trainer of the latter."""
+    found = []
+    for shards in (False, True):
+        net = small_net(cpus(num_devices), normalize=True)
+        net(mx.nd.zeros((1, 1, 6, 6)))  # shapes become known
+        trainer = make_trainer(net, shards, **options)
+        story(net, trainer)
+        found.append(everywhere(net))
+        assert_equal_bits(found[-1], [found[-1][0]] * num_devices)
+    assert_equal_bits(found[1], found[0])
+    assert_one_owner_each(trainer)
+    return trainer
+
+
+def assert_one_owner_each(trainer):
+    """Each state is on one device, and every device has some."""
+    held = [set(updater.states) for updater in trainer._updaters]
+    assert sum(map(len, held)) == len(set().union(*held)) > 0
+    if len(held) > 1:
+        assert sum(map(bool, held)) > 1
+
+
+def train(net, trainer, sizes=(6, 7, 2), **options):
+    for X, y in small_batches(sizes):
+        mgpu.train_batch(net, LOSS, trainer, X, y, **options)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("compiled", ["on", "off"])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_norm": 0.3}, {"clip_value": 0.01, "kvstore": "local"}, {"clip_norm": 0.3, "clip_value": 0.01}],
+    ids=["", "norm", "value-local", "both"],
+)
+def test_the_weights_have_the_same_bits(arrays, num_devices, optimizer, compiled, micro_steps, options):
+    """Also with idle devices: the last batch has one example."""
+    found, norms = [], []
+    for shards in (False, True):
+        net = small_net(cpus(num_devices), hybridize={"static_alloc": True, "static_shape": True}, normalize=True)
+        trainer = make_trainer(net, shards, OPTIMIZERS[optimizer], **options)
+        step = mgpu.compile_step(net, LOSS, trainer, compiled=compiled, micro_steps=micro_steps)
+        for X, y in small_batches((6, 7, 6, 1)):
+            step(X, y)
+        found.append(everywhere(net))
+        norms.append(None if trainer.grad_norm is None else float(trainer.grad_norm))
+    assert_equal_bits(found[1], found[0])
+    assert_equal_bits(found[1], [found[1][0]] * num_devices)
+    assert norms[0] == norms[1]
+    assert_one_owner_each(trainer)
+
+
+def test_options_and_changes_during_training(tmp_path):
+    def story(net, trainer):
+        train(net, trainer)
+        trainer.set_learning_rate(0.01)
+        net[5].bias.set_data(mx.nd.ones(8))
+        net[6].collect_params().setattr("lr_mult", 0.5)
+        train(net, trainer)
+        net.save_parameters(str(tmp_path / "net"))
+        train(net, trainer)
+        net.load_parameters(str(tmp_path / "net"), ctx=trainer.contexts)
+        train(net, trainer)
+
+    compare(story)
+    compare(story, optimizer=ADAM, static_graph=False, clip_norm=0.2)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("has_schedule", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+def test_a_parameter_that_is_frozen_and_trained_again_keeps_its_states(optimizer, has_schedule):
+    """It comes back in a new bucket, whose owner may be another device. With a schedule, its rate follows its own updates."""
+
+    def story(net, trainer):
+        large, small = [net[5].weight, net[5].bias, net[0].weight], [net[6].weight, net[6].bias]
+        before = owners(trainer)
+        for changed, grad_req in ((large, "null"), (small, "null"), (small, "write"), (large, "write")):
+            train(net, trainer)
+            before = {**owners(trainer), **before}
+            for param in changed:
+                param.grad_req = grad_req
+        train(net, trainer)
+        moved.append(sum(owner != before[index] for index, owner in owners(trainer).items()))
+
+    def owners(trainer):
+        return {index: i for i, updater in enumerate(trainer._updaters) for index in updater.states}
+
+    moved = []
+    name, params = OPTIMIZERS[optimizer]
+    schedule = {"lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.7, base_lr=0.05)} if has_schedule else {}
+    compare(story, num_devices=4, optimizer=(name, {**params, **schedule}))
+    assert moved[1] > 0, "the story moves states"
+
+
+def test_steps_that_leave_parameters_out():
+    def story(net, trainer):
+        for i, (X, y) in enumerate(small_batches((6, 7, 6, 5))):
+            with autograd.record():
+                losses = []
+                for context, x, t in zip(trainer.contexts, np.array_split(X, 3), np.array_split(y, 3)):
+                    data, label = mx.nd.array(x, ctx=context), mx.nd.array(t, ctx=context)
+                    losses.append(LOSS(net(data), label) if i % 2 == 0 else net[0](data).sum(axis=(1, 2, 3)))
+            mgpu.backward(losses)
+            trainer.step(len(X))
+
+    compare(story, find_unused_parameters=True)
+    compare(story, optimizer=ADAM, find_unused_parameters=True, clip_norm=0.2)
+
+
+def test_gradients_that_add_up():
+    def story(net, trainer):
+        with trainer.accumulate():
+            train(net, trainer)
+        trainer.flush()
+        net[5].weight.grad_req = "add"  # the user's own sum, which each device keeps
+        train(net, trainer)
+
+    compare(story)
+
+
+def test_several_dtypes_and_sparse_gradients():
+    class Scale(nn.Block):
+        def __init__(self, dtype):
+            super().__init__()
+            self.scale = self.params.get("scale", shape=(3,), dtype=dtype, init="ones")
+
+        def forward(self, x):
+            return (x.astype(self.scale.dtype) * self.scale.data(x.context)).astype("float32")
+
+    found = []
+    for shards in (False, True):
+        net = nn.Sequential()
+        net.add(nn.Embedding(5, 2, sparse_grad=True), nn.Dense(3, in_units=4), Scale("float16"), Scale("float64"))
+        mx.random.seed(0)
+        net.initialize(ctx=cpus(3))
+        trainer = make_trainer(net, shards, ("sgd", {**SGD[1], "multi_precision": True}))
+        for _ in range(3):
+            with autograd.record():
+                losses = [(net(mx.nd.array([[1, i]], ctx=c)) - 3).square() for i, c in enumerate(trainer.contexts)]
+            mgpu.backward(losses)
+            trainer.step(3)
+        found.append(everywhere(net))
+    assert_equal_bits(found[1], found[0])
+    assert_one_owner_each(trainer)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("number", [3, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("how", ["states", "checkpoint"])
+def test_a_run_resumes_with_and_without_it(tmp_path, optimizer, number, how):
+    """The files do not show who wrote them: on 3 devices, and on fewer."""
+    found = {}
+    for first in (False, True):
+        net = small_net(cpus(3))
+        trainer = make_trainer(net, first, OPTIMIZERS[optimizer])
+        train(net, trainer)
+        folder = tmp_path / str(first)
+        mgpu.save_checkpoint(folder, net, trainer)
+        net.save_parameters(str(tmp_path / "net"))
+        trainer.save_states(str(tmp_path / "states"))
+        for second in (False, True):
+            net = small_net(cpus(number))
+            trainer = make_trainer(net, second, OPTIMIZERS[optimizer])
+            if how == "checkpoint":
+                mgpu.load_checkpoint(folder, net, trainer)
+            else:
+                net.load_parameters(str(tmp_path / "net"), ctx=trainer.contexts)
+                trainer.load_states(str(tmp_path / "states"))
+            train(net, trainer)
+            found[first, second] = everywhere(net)
+            if second:
+                assert_one_owner_each(trainer)
+    assert_equal_bits(found[True, False], found[False, False])
+    assert_equal_bits(found[False, True], found[False, False])
+    assert_equal_bits(found[True, True], found[False, False])
+
+
+def test_the_states_are_divided():
+    net = nn.HybridSequential()
+    for _ in range(16):
+        net.add(nn.Dense(32, in_units=32))
+    net.initialize(ctx=cpus(4))
+    size = 4 * 16 * (32 * 32 + 32)
+    trainer = mgpu.Trainer(net, "adam", shard_optimizer=True, bucket_bytes=4 * 9000)
+    mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((4, 32)), mx.nd.ones((4, 32)))
+    held = [parts["states"] for parts in trainer.bytes_per_device().values()]
+    assert sum(held) == 2 * size
+    assert max(held) <= 1.1 * sum(held) / 4
+
+
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_a_pipeline_shards_each_stage(tmp_path, num_shared):
+    """Stages on two devices each; or a stage on one device and the last layers on four. Files are read with and without it."""
+    X, y = np.random.RandomState(0).randn(2, 8, 16).astype("float32")
+    found, held = [], []
+    for shards in (False, True):
+        net = nn.HybridSequential()
+        for _ in range(4):
+            net.add(nn.Dense(16, in_units=16, activation="tanh"))
+        mx.random.seed(0)
+        net.initialize(ctx=mx.cpu(0))
+        stages = mgpu.split_stages(net, 2, X, balance="bytes", data_parallel=list(net)[4 - num_shared :])
+        model = mgpu.Pipeline(stages, [cpus(4)[:2], cpus(4)[2:]], 2)
+        for is_sharded in (shards, not shards):
+            buckets = 500 * (4 if num_shared else 2) if is_sharded else 500
+            trainer = mgpu.Trainer(model, *ADAM, shard_optimizer=is_sharded, bucket_bytes=buckets, clip_norm=0.1)
+            if is_sharded is not shards:
+                trainer.load_states(str(tmp_path / "states"))
+            mgpu.fit(model, gluon.loss.L2Loss(), trainer, [(X, y)] * 3, epochs=1, metrics=(), callbacks=[], compiled="off")
+            held.append([parts["states"] for parts in trainer.bytes_per_device().values()])
+            trainer.save_states(str(tmp_path / "states"))
+        found.append([[array.asnumpy() for array in param.list_data()] for param in model.collect_params().values()])
+    assert_equal_bits(found[1], found[0])
+    size = 2 * 4 * 4 * (16 * 16 + 16)
+    whole, divided = (sum(one) for one in held[:2])
+    assert divided == size < whole
+    assert held[2:] == [held[1], held[0]]
+    assert max(held[1]) < max(held[0])
+
+
+def test_an_overflow_on_any_device_skips_the_step():
+    net = small_net(cpus(3))
+    trainer = make_trainer(net, shards=True)
+    train(net, trainer)
+    trainer.loss_scaler = LossScaler(scale=8.0)
+    before = everywhere(net)
+    for param in (net[0].weight, net[4].weight, net[5].weight):  # of several owners
+        (X, y) = small_batches((6,))[0]
+        Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
+        with autograd.record():
+            losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+        mgpu.backward(trainer.scale(losses))
+        param.grad(mx.cpu(1))[:] = np.inf
+        scale = trainer.loss_scaler.scale
+        trainer.step(6)
+        assert trainer.loss_scaler.scale == scale / 2
+    assert_equal_bits(everywhere(net), before)
+
+
+@pytest.mark.parametrize(
+    "make, told",
+    [
+        (lambda net: mgpu.Trainer(net, "sgd", shard_optimizer="yes"), "got shard_optimizer='yes'"),
+        (
+            lambda net: mgpu.Trainer(net, "sgd", kvstore="nccl", shard_optimizer=True),
+            "got shard_optimizer=True and kvstore='nccl'",
+        ),
+        (lambda net: mgpu.Trainer(net, "nadam", shard_optimizer=True), "got Nadam and shard_optimizer=True"),
+        (lambda net: mgpu.LocalSGD(net, "sgd", every=2, shard_optimizer=True), "LocalSGD: got shard_optimizer=True"),
+        (lambda net: mgpu.Trainer(net, "sgd", shard_optimizer=True).allreduce_grads(), "the sum of each gradient is on one"),
+        (lambda net: mgpu.Trainer(net, "sgd", shard_optimizer=True).update(1), "not summed over 2 devices"),
+    ],
+)
+def test_what_does_not_go_together_raises(make, told):
+    net = small_net(cpus(2))
+    net(mx.nd.zeros((1, 1, 6, 6)))
+    with pytest.raises(TrainerError, match=told) as caught:
+        make(net)
+    assert_house_style(caught.value)
+
+
+def test_several_processes_and_amp_raise(monkeypatch):
+    net = small_net(cpus(2))
+    trainer = make_trainer(net, shards=True)
+    trainer._amp_loss_scaler = object()
+    with pytest.raises(TrainerError, match="got MXNet's AMP and shard_optimizer=True") as caught:
+        train(net, trainer)
+    assert_house_style(caught.value)
+    monkeypatch.setattr("gluon_mgpu.trainer.across_processes.group", lambda: object())
+    with pytest.raises(TrainerError, match="in a job of several processes") as caught:
+        make_trainer(net, shards=True)
+    assert_house_style(caught.value)

@@ -100,7 +100,7 @@ def test_every_layout_is_a_command_of_the_training_program(name):
     assert target.command(layouts[0], "cpu:4") == f"gluon-mgpu train {name} --devices cpu:4"
     for layout in layouts:
         words = target.command(layout, "cpu:4").split()
-        options, own = split_options({"choice": {}, **PROGRAMS[name].make_context("train", words[3:]).params})
+        options, own = split_options({"choice": {}, **target._context(words[3:]).params})
         check_stages(options, 4)
         assert (options.stages or 1, options.recompute, options.precision) == (layout.stages, layout.recompute, layout.precision)
         assert (options.parallel or ("model" if options.stages else "data")) == layout.kind

@@ -67,7 +67,7 @@ class Program:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self._name, self._arguments, self._batch_option = name, list(arguments), _BATCH[name]
-        parsed = PROGRAMS[name].make_context(f"gluon-mgpu train {name}", list(arguments))
+        parsed = self._context(arguments)
         for option in (*_OURS, self._batch_option):
             if parsed.get_parameter_source(option) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(
@@ -86,11 +86,10 @@ class Program:
             raise _Measured
 
         words = ["--devices", names_of(contexts), *self._options(layout), *self._arguments]
-        command = PROGRAMS[self._name]
         with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing):
             try:
-                with command.make_context(f"gluon-mgpu train {self._name}", words, obj=FitExtras(instead=instead)) as context:
-                    command.invoke(context)
+                with self._context(words, obj=FitExtras(instead=instead)) as context:
+                    context.command.invoke(context)
             except _Measured:
                 pass
 
@@ -98,6 +97,11 @@ class Program:
         """Return the command that trains in a layout."""
         words = ["gluon-mgpu", "train", self._name, "--devices", devices, *self._options(layout), *self._arguments]
         return " ".join(map(shlex.quote, words))
+
+    def _context(self, words: Sequence[str], **more: Any) -> click.Context:
+        """Return the context of the program with these arguments, checked."""
+        more["help_option_names"] = ["-h", "--help"]  # as of gluon-mgpu: a command keeps those of its first context
+        return PROGRAMS[self._name].make_context(f"gluon-mgpu train {self._name}", list(words), **more)
 
     def _options(self, layout: Layout) -> List[str]:
         """Return the options of a layout that are not the program's defaults."""

@@ -138,6 +138,7 @@ def test_the_commands_are_these():
         "find-batch-size",
         "launch",
         "monitor",
+        "plan",
         "predict",
         "predict resnet18",
         "search",

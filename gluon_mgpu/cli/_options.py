@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Union
@@ -15,6 +16,7 @@ from ._gpus import choosing_gpus
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
     "off": None,
     "on": {},
@@ -164,6 +166,16 @@ def numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> 
     if not found or min(found) < 1:
         raise click.BadParameter(f"got {text!r}; expected whole numbers of 1 or more, separated by commas.")
     return found
+
+
+def size_in_bytes(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Optional[int]:
+    """Return the bytes of a size such as 4GiB; a callback of click."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise click.BadParameter(f"got {text!r}; expected a size such as 4GiB, 1.5G or 800MiB.")
+    return int(float(found.group(1)) * 2 ** _UNITS[found.group(2).lower()])
 
 
 def best_of(folder: Path, holds: Sequence[str]) -> Path:

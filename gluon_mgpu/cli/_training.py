@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Tuple, Union
 
 import click
 import mxnet as mx
@@ -41,10 +41,13 @@ class FitExtras:
         Returns the callbacks to use instead of the program's.
     options : dict
         Further arguments of `fit`.
+    instead : callable, optional
+        Called instead of `fit` with its net, loss, trainer, train_iter and options; it raises.
     """
 
-    callbacks: Callable[[List[Callback]], List[Callback]]
-    options: Dict[str, Any]
+    callbacks: Callable[[List[Callback]], List[Callback]] = list
+    options: Dict[str, Any] = field(default_factory=dict)
+    instead: Optional[Callable[..., NoReturn]] = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,9 @@ def run_fit(
     **more: Any,
 ) -> History:
     """Call `fit` with these callbacks and those of `--watchdog`, `--leak-check` and `--trace`, and return the history."""
+    extras = click.get_current_context().find_object(FitExtras)
+    if extras is not None and extras.instead is not None:
+        extras.instead(net, loss, trainer, train_iter, compiled=options.compiled, **more)
     callbacks = list(callbacks)
     leak_check = LeakCheck() if options.leak_check else None
     if leak_check is not None:
@@ -154,7 +160,6 @@ def run_fit(
         watchdog = Watchdog(options.watchdog)
         callbacks.append(watchdog)
         test_iter = watchdog.watch(test_iter)
-    extras = click.get_current_context().find_object(FitExtras)
     if extras is not None:
         callbacks, more = extras.callbacks(callbacks), {**more, **extras.options}
     shared = ("epochs", "micro_steps", "compiled", "resume")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -14,18 +13,8 @@ from ..plots import figure, plot_batch_sizes
 from ..runtime.units import format_bytes
 from ..tuning.batch_size import BatchSizes, Probe, find_batch_size
 from ..tuning.batch_size.find import resnet18_workload
+from ._options import size_in_bytes
 from ._output import print_table, write_results
-
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-
-
-def _bytes(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Optional[int]:
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise click.BadParameter(f"got {text!r}; expected a size such as 4GiB, 1.5G or 800MiB.")
-    return int(float(found.group(1)) * 2 ** _UNITS[found.group(2).lower()])
 
 
 @click.command("find-batch-size", context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,7 +31,7 @@ def _bytes(_context: click.Context, _parameter: click.Parameter, text: Optional[
 )
 @click.option(
     "--memory-limit",
-    callback=_bytes,
+    callback=size_in_bytes,
     metavar="SIZE",
     help="Memory limit, such as 4GiB. By default a GPU's memory, or 90% of the free host memory.",
 )

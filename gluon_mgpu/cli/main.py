@@ -20,6 +20,7 @@ from .doctor import doctor
 from .find_batch_size import find_batch_size_
 from .launch import launch
 from .monitor import monitor
+from .plan import plan
 from .predict import predict
 from .search import search
 from .train import train
@@ -78,6 +79,7 @@ main.add_command(train)
 main.add_command(translate)
 main.add_command(predict)
 main.add_command(find_batch_size_)
+main.add_command(plan)
 main.add_command(search)
 main.add_command(agree)
 main.add_command(launch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd
@@ -73,7 +73,14 @@ class PipelinePasses(Passes):
     loss : callable (output, label) -> NDArray, or None
     trainer : Trainer, optional
         None for passes forward only.
+
+    Attributes
+    ----------
+    on_task : callable (Task), optional
+        Called when a task has been queued.
     """
+
+    on_task: Optional[Callable[[Task], None]] = None
 
     def __init__(self, pipeline: Any, loss: Any, trainer: Optional[Trainer] = None) -> None:
         super().__init__(pipeline, loss, trains=trainer is not None)
@@ -218,6 +225,8 @@ class _Run:
             in_own_thread(device, partial(function, task, micro_batch))
             if Recording.is_on:
                 queue_in_order(device, self._last[device], [], _mark(task, device, "ends"))
+        if self._passes.on_task is not None:
+            self._passes.on_task(task)
 
     def finish(self) -> None:
         """Move the running statistics."""

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 import mxnet as mx
 
@@ -71,6 +71,15 @@ def recordable_devices() -> Tuple[str, ...]:
 
     Source: MXNet 1.9.1, src/profiler/profiler.cc, Profiler::Profiler, and profiler.h, Profiler::DeviceIndex.
     """
+    names = _places()
+    if not any(name.startswith("gpu/") for name in names):
+        return tuple(f"cpu({i})" for i in range(len(names)))
+    return tuple(re.sub(r"(.*)/(\d*)", lambda found: f"{found[1].replace(' ', '_')}({found[2] or 0})", name) for name in names)
+
+
+@lru_cache(maxsize=None)
+def _places() -> Tuple[str, ...]:
+    """Return the profiler's own names of the devices."""
     _settle()
     with tempfile.TemporaryDirectory(prefix="gluon-mgpu-") as folder:
         path = _configure(folder)
@@ -78,10 +87,43 @@ def recordable_devices() -> Tuple[str, ...]:
         mx.profiler.set_state("stop")
         mx.profiler.dump(True)  # only the first file of a process lists them
         events = _events(path.read_text(encoding="utf-8"))
-    names = [event["args"]["name"] for event in events if event["ph"] == "M" and "/" in event["args"]["name"]]
-    if not any(name.startswith("gpu/") for name in names):
-        return tuple(f"cpu({i})" for i in range(len(names)))
-    return tuple(re.sub(r"(.*)/(\d*)", lambda found: f"{found[1].replace(' ', '_')}({found[2] or 0})", name) for name in names)
+    return tuple(event["args"]["name"] for event in events if event["ph"] == "M" and "/" in event["args"]["name"])
+
+
+def memory_peaks(work: Callable[[], Any], contexts: Sequence[mx.Context]) -> Dict[str, int]:
+    """Run a function, and return the most bytes that each device held while it ran, in addition to those before.
+
+    Empty if the profiler has no place for a device (see `recordable_devices`), or no figures. The function is run in any case.
+
+    Examples
+    --------
+    >>> memory_peaks(lambda: mx.nd.zeros((256, 1024), ctx=mx.cpu(0)) + 1, [mx.cpu(0)])["cpu(0)"] >= 2**20
+    True
+    """
+    places = dict(zip(recordable_devices(), _places()))
+    _settle()
+    if not {str(context) for context in contexts} <= set(places):
+        work()
+        return {}
+    with tempfile.TemporaryDirectory(prefix="gluon-mgpu-") as folder:
+        path = _configure(folder, memory=True)
+        mx.profiler.set_state("run")
+        first = [mx.nd.zeros(1, ctx=context) for context in contexts]  # each counter, which goes on from an earlier recording
+        mx.nd.waitall()
+        work()
+        mx.nd.waitall()
+        mx.profiler.set_state("stop")
+        mx.profiler.dump(True)
+        events = [event for event in _events(path.read_text(encoding="utf-8")) if event["ph"] == "C"]
+    del first
+    found = {}
+    for context in contexts:
+        name = f"Memory: {places[str(context)]}"
+        held = [(event["ts"], event["args"][name]) for event in events if name in event["args"]]  # in any order
+        if not held:
+            return {}
+        found[str(context)] = max(value for _, value in held) - min(held)[1]
+    return found
 
 
 @dataclass(frozen=True)
@@ -191,10 +233,10 @@ def _settle() -> None:
     mx.nd.waitall()
 
 
-def _configure(folder: str) -> Path:
+def _configure(folder: str, *, memory: bool = False) -> Path:
     path = Path(folder) / "profile.json"
     # a continuous dump starts a thread that fails when the profiler is used a second time
-    kinds = {"profile_symbolic": True, "profile_imperative": True, "profile_memory": False, "profile_api": False}
+    kinds = {"profile_symbolic": not memory, "profile_imperative": not memory, "profile_memory": memory, "profile_api": False}
     mx.profiler.set_config(**kinds, aggregate_stats=False, continuous_dump=False, filename=str(path))
     return path
 

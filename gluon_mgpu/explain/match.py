@@ -10,7 +10,7 @@ from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 from .entries import ENTRIES, Entry
 
-_LEAST_SHARE = 0.45  # of the words, by weight, that a message without a matching fragment has to share
+_LEAST_SHARE = 0.5  # of the words, by weight, that a message without a matching fragment has to share
 _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one
 _AT_MOST = 3
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
@@ -56,7 +56,7 @@ def _patterns() -> Dict[str, List[_Pattern]]:
     for entry in ENTRIES:
         for message in entry.messages:
             *parts, end = message.split("…")
-            fragments = [_fragment(part, part[-1:].isalnum()) for part in parts] + [_fragment(end, False)]
+            fragments = [_fragment(part, part[-1:].isalnum() or part.endswith("_")) for part in parts] + [_fragment(end, False)]
             whole = {word for fragment in fragments for word in re.findall(r"(?<= )\S+(?= )", fragment)}
             pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), tuple(_words(message)))
             found.setdefault(max(sorted(whole), key=_weights().__getitem__), []).append(pattern)

@@ -1,4 +1,4 @@
-"""The command gluon-mgpu. If MXNet cannot be imported, its only subcommand is doctor, which reports why."""
+"""The command gluon-mgpu. If MXNet cannot be imported, its only subcommands are doctor, which reports why, and explain."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ def main() -> None:
 
 
 def _run() -> None:
+    if sys.argv[1:2] == ["explain"]:
+        _run_alone("explain")
+        return
     try:
         command = importlib.import_module("gluon_mgpu.cli").main
     except ImportError as error:
@@ -46,12 +49,18 @@ def _run() -> None:
 def _without_mxnet(error: ImportError) -> None:
     if sys.argv[1:2] != ["doctor"]:
         sys.exit(f"Error: {error}\nRun gluon-mgpu doctor, which reports what is installed and what is missing.")
+    _run_alone("doctor")
+
+
+def _run_alone(subcommand: str) -> None:
+    """Run a subcommand without the package's __init__, which imports MXNet."""
     for name in ("gluon_mgpu", "gluon_mgpu.cli"):  # created for imports of their submodules, but not run: they would import MXNet
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise error
+            raise ImportError(f"No module named {name!r}")
         sys.modules[name] = importlib.util.module_from_spec(spec)
-    importlib.import_module("gluon_mgpu.cli.doctor").doctor(sys.argv[2:], prog_name="gluon-mgpu doctor")
+    module = importlib.import_module(f"gluon_mgpu.cli.{subcommand}")
+    getattr(module, subcommand)(sys.argv[2:], prog_name=f"gluon-mgpu {subcommand}")
 
 
 def _reader() -> Any:

@@ -135,6 +135,7 @@ def test_the_commands_are_these():
         "bench transfer",
         "devices",
         "doctor",
+        "explain",
         "find-batch-size",
         "launch",
         "monitor",

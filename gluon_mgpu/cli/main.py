@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Optional
 
 import click
 from mxnet import MXNetError
 
 from .. import errors
 from ..distributed.process import LaunchError
+from ..explain import explain_message
 from ..loop.stopping import Terminated
 from ..runtime.nvidia.nvml import DriverError
 from ..version import __version__
@@ -17,6 +18,7 @@ from .agree import agree
 from .bench import bench
 from .devices import devices
 from .doctor import doctor
+from .explain import explain
 from .find_batch_size import find_batch_size_
 from .launch import launch
 from .monitor import monitor
@@ -53,13 +55,22 @@ class CommandGroup(click.Group):
         except BrokenPipeError:  # no process reads the output any more: see gluon_mgpu_startup/command.py
             raise
         except _SHORT_ERRORS as error:
-            raise click.ClickException(errors.one_line(str(error))) from error
+            raise click.ClickException(errors.one_line(str(error)) + _hint(error)) from error
         except KeyboardInterrupt as interrupt:
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
             sys.exit(130)
         except Terminated as end:
             click.echo(f"Terminated. {end}", err=True)
             raise
+
+
+def _hint(error: BaseException) -> str:
+    """Return how to look an error of MXNet up, also one that another error reports; nothing if no entry fits."""
+    cause: Optional[BaseException] = error
+    while cause is not None and not isinstance(cause, MXNetError):
+        cause = cause.__cause__
+    answers = explain_message(str(cause)) if cause is not None else []
+    return f" explained by: gluon-mgpu explain {answers[0].entry.name}" if answers else ""
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -73,6 +84,7 @@ def main() -> None:
 
 main.add_command(devices)
 main.add_command(doctor)
+main.add_command(explain)
 main.add_command(bench)
 train.add_command(train_seq2seq)
 main.add_command(train)

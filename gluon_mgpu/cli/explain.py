@@ -1,0 +1,57 @@
+"""gluon-mgpu explain: what an error message means and what to do. It imports no MXNet, whose import may be what fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Optional, Sequence
+
+import click
+
+from ..explain import ENTRIES, Answer, Entry, explain_log, explain_message
+
+_LABELS = {
+    "en": ("message", "cause", "what to do", "see", "also close"),
+    "ko": ("메시지", "원인", "해결 방법", "참고", "비슷한 항목"),
+}
+_NOTHING = {
+    "en": "No entry fits. gluon-mgpu doctor checks this machine; docs/troubleshooting.md lists symptoms.",
+    "ko": "맞는 항목이 없습니다. gluon-mgpu doctor로 이 컴퓨터를 점검하고, docs/troubleshooting.md에서 증상을 찾아보세요.",
+}
+
+
+@click.command()
+@click.argument("message", nargs=-1, required=True)
+@click.option("--lang", type=click.Choice(["en", "ko"]), help="Language of the answer; by default that of the locale.")
+def explain(message: Sequence[str], lang: Optional[str]) -> None:
+    """Explain what an error MESSAGE means and what to do; - reads a log from standard input.
+
+    MESSAGE may also be the name of an entry. It works offline. The exit status is 1 if no entry fits.
+    """
+    text = " ".join(message)
+    named = [Answer(entry, ()) for entry in ENTRIES if entry.name == text]
+    log = sys.stdin.buffer.read().decode("utf-8", "replace") if text == "-" else None
+    found = named or (explain_message(text) if log is None else explain_log(log))
+    language = lang or _language()
+    for number, answer in enumerate(found):
+        click.echo(("\n" if number else "") + _as_text(answer.entry, answer.others if len(found) == 1 else (), language))
+    if not found:
+        click.echo(_NOTHING[language], err=True)
+        sys.exit(1)
+
+
+def _language() -> str:
+    locale = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
+    return "ko" if locale.startswith("ko") else "en"
+
+
+def _as_text(entry: Entry, others: Sequence[str], language: str) -> str:
+    message, cause, fix, see, close = _LABELS[language]
+    lines = [
+        entry.name,
+        f"  {message}: {entry.messages[0]}" + (f" ({entry.source})" if entry.source else ""),
+        f"  {cause}: {entry.cause_ko if language == 'ko' else entry.cause}",
+        f"  {fix}: {entry.fix_ko if language == 'ko' else entry.fix}",
+        f"  {see}: docs/{entry.link}",
+    ]
+    return "\n".join(lines + ([f"  {close}: {', '.join(others)}"] if others else []))

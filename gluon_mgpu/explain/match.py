@@ -1,0 +1,134 @@
+"""Find the entry of a message: whole fragments first, else the words that it shares, weighted by how rare they are."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import lru_cache
+from math import log
+from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
+
+from .entries import ENTRIES, Entry
+
+_LEAST_SHARE = 0.5  # of the words, by weight, that a message without a matching fragment has to share
+_CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one
+_AT_MOST = 3
+_WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
+_PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
+_IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
+_FRAME = re.compile(r"^\s*(?:\[bt\]|File \")")
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+
+
+class Answer(NamedTuple):
+    """The entry of a message, and the names of others that are close."""
+
+    entry: Entry
+    others: Tuple[str, ...]
+
+
+class _Pattern(NamedTuple):
+    entry: Entry
+    fragments: Tuple[str, ...]  # the words between what varies, with a space around each
+    words: Tuple[str, ...]
+
+
+def _words(text: str) -> List[str]:
+    return _WORD.findall(text.lower())
+
+
+def _fragment(text: str, continues: bool) -> str:
+    """Return the words of a text with spaces around them; none after the last one if it continues in a message."""
+    return f" {' '.join(_words(text))}" + ("" if continues else " ")
+
+
+@lru_cache(maxsize=None)
+def _weights() -> Dict[str, float]:
+    """Return the weight of each word: the more entries have it, the smaller."""
+    counts = Counter(word for entry in ENTRIES for word in {w for message in entry.messages for w in _words(message)})
+    return {word: log(1 + len(ENTRIES) / count) for word, count in counts.items()}
+
+
+@lru_cache(maxsize=None)
+def _patterns() -> Dict[str, List[_Pattern]]:
+    """Return the messages of all entries, each under its rarest word."""
+    found: Dict[str, List[_Pattern]] = {}
+    for entry in ENTRIES:
+        for message in entry.messages:
+            *parts, end = message.split("…")
+            fragments = [_fragment(part, part[-1:].isalnum() or part.endswith("_")) for part in parts] + [_fragment(end, False)]
+            whole = {word for fragment in fragments for word in re.findall(r"(?<= )\S+(?= )", fragment)}
+            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), tuple(_words(message)))
+            found.setdefault(max(sorted(whole), key=_weights().__getitem__), []).append(pattern)
+    return found
+
+
+def _exact(line: str) -> Dict[Entry, float]:
+    """Return the entries of which a whole message is in a line, with the weight of its words."""
+    found: Dict[Entry, float] = {}
+    words = _words(line)
+    text = f" {' '.join(words)} "
+    for pattern in (pattern for word in sorted(set(words)) for pattern in _patterns().get(word, ())):
+        position = 0
+        for fragment in pattern.fragments:
+            start = text.find(fragment, max(position - 1, 0))  # two fragments may share the space between them
+            position = start + len(fragment) if start >= 0 else len(text) + 1
+        if position <= len(text):
+            found[pattern.entry] = max(found.get(pattern.entry, 0.0), sum(_weights()[word] for word in pattern.words))
+    return found
+
+
+def _similar(line: str) -> Dict[Entry, float]:
+    """Return the entries whose messages share enough words with a line, with that share, 0 to 1."""
+    found: Dict[Entry, float] = {}
+    words = {word for word in _words(line) if word in _weights() and re.search("[a-z]{3}", word)}
+    for pattern in (pattern for patterns in _patterns().values() for pattern in patterns):
+        own = {word for word in pattern.words if re.search("[a-z]{3}", word)}
+        shared, both = (sum(map(_weights().__getitem__, group)) for group in (own & words, own | words))
+        if len(own & words) > 1 and 2 * shared / (both + shared) >= _LEAST_SHARE:
+            found[pattern.entry] = max(found.get(pattern.entry, 0.0), 2 * shared / (both + shared))
+    return found
+
+
+def explain_message(text: str) -> List[Answer]:
+    """Return the answer to one message, which may have several lines; nothing if no entry fits."""
+    found: Dict[Entry, float] = {}
+    lines = [line for line in text.splitlines() if not _FRAME.match(line)]
+    for line in lines:
+        for entry, score in _exact(line).items():
+            found[entry] = max(score, found.get(entry, 0.0))
+    found = found or _similar(" ".join(lines))
+    ranked = sorted(found, key=lambda entry: (entry.follows, -found[entry]))
+    close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry] >= _CLOSE * found[ranked[0]]]
+    return [Answer(ranked[0], tuple(close))] if ranked else []
+
+
+def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
+    """Yield the messages of a log, and whether each is the last error of a traceback, with the lines that belong to it."""
+    error: List[str] = []  # of the last traceback, until it is clear that no other error follows from it
+    inside = False
+    for line in lines:
+        begins, chained = "Traceback (most recent call last)" in line, line.startswith(_CHAINED)
+        if begins or chained:
+            if error:
+                yield not chained, "\n".join(error)
+            error, inside = [], begins
+        elif inside and not line[:1].isspace():
+            error, inside = [line], False
+        elif error and not _IS_ERROR.search(line):
+            error.append(line)
+        elif not inside:
+            yield False, line
+    yield True, "\n".join(error)
+
+
+def explain_log(text: str) -> List[Answer]:
+    """Return at most three answers to the messages of a log: the last errors of tracebacks first, each entry once."""
+    lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", text)]
+    groups: List[List[Answer]] = [[], [], [], []]
+    for ends, message in _messages([line for line in lines if line and "[bt]" not in line]):
+        if ends or _IS_ERROR.search(message) or _exact(message):
+            for answer in explain_message(message):
+                groups[2 * answer.entry.follows + (not ends)].append(answer)
+    first = {answer.entry.name: answer for answer in reversed([answer for group in groups for answer in group])}
+    return list(reversed(list(first.values())))[:_AT_MOST]

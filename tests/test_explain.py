@@ -1,0 +1,753 @@
+"""Error messages and their entries: as users reported them, as this machine provokes them, in logs, and on the command line."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+from gluon_mgpu.cli.main import CommandGroup
+from gluon_mgpu.explain import ENTRIES, explain_log, explain_message
+from mxnet import MXNetError, autograd, gluon, nd
+from mxnet.gluon import nn
+
+from .test_docs import anchors
+
+ROOT = Path(__file__).parent.parent
+NAMES = [entry.name for entry in ENTRIES]
+
+# Messages of public threads about MXNet, GluonCV, GluonNLP, GluonTS, Horovod and insightface, each with its entry.
+REPORTED = (ROOT / "tests" / "data" / "reported_messages.txt").read_text(encoding="utf-8").splitlines()
+
+
+def names(text):
+    """The entry that is found first, and those that are close."""
+    return [name for answer in explain_message(text) for name in (answer.entry.name, *answer.others)]
+
+
+def first(text):
+    return next(iter(names(text)), None)
+
+
+# The entries
+
+
+def test_there_are_entries():
+    assert len(set(NAMES)) == len(NAMES) >= 40
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in NAMES)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
+def test_an_entry_is_complete(entry):
+    assert entry.messages and all(re.search("[A-Za-z0-9]{3}", message) for message in entry.messages)
+    for text in (entry.cause, entry.fix):
+        assert text.endswith(".") and not re.search("[가-힣]", text)
+        assert all(len(re.sub("`[^`]*`", "code", one).split()) <= 25 for one in re.split(r"(?<=[.:;?]) ", text)), text
+    for text in (entry.cause_ko, entry.fix_ko):
+        assert re.search("[가-힣]", text) and text.endswith(".")
+        assert re.search(r"(니다|세요)\.$|예: `[^`]+`\.$", text), text
+    fixed = [set(re.findall(r"\b[A-Z]+_[A-Z_0-9]+\b|mgpu\.\w+|--[a-z-]+", text)) for text in (entry.fix, entry.fix_ko)]
+    assert fixed[0] == fixed[1]  # the same settings, functions and options in both languages
+    page, _, anchor = entry.link.partition("#")
+    assert not anchor or anchor in anchors(ROOT / "docs" / page)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
+def test_an_entry_is_found_by_its_messages(entry):
+    for message in entry.messages[:3]:
+        assert entry.name in names(message.replace("…", "x")), message
+
+
+def test_the_index_of_the_page_holds_every_entry():
+    script = runpy.run_path(str(ROOT / "scripts" / "error_index.py"))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert script["INDEX"].findall(page) == [script["index"]()], "run python scripts/error_index.py"
+
+
+# Messages that users reported
+
+
+def test_reported_messages_have_the_right_entry_first():
+    assert len(REPORTED) >= 60
+    wrong = []
+    for line in REPORTED:
+        name, message = line.split(": ", 1)
+        assert name in NAMES
+        wrong += [(name, first(message), message)] if first(message) != name else []
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "text", ["", "   ", "hello world", "the weather is fine today", "Epoch 3: loss 0.3, accuracy 0.9", "안녕하세요"]
+)
+def test_what_is_no_known_message_has_no_answer(text):
+    assert explain_message(text) == []
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        (
+            "paramter 'conv0_weight' wasnt initialised on context gpu(1), it was only initialized on gpu(0)",
+            "not-initialized-on-context",
+        ),
+        ("OSError: libopenblas.so.0: 无法打开共享对象文件: 没有那个文件或目录", "system-library-missing"),
+        ("[1,0]<stderr>:OSError: [WinError 126] 지정된 모듈을 찾을 수 없습니다", "windows-dll"),
+    ],
+)
+def test_a_message_that_differs_a_little_is_found(text, name):
+    assert first(text) == name
+
+
+# Messages that this machine provokes
+
+PROVOKED = {}
+
+
+def provokes(name):
+    def note(function):
+        PROVOKED[function.__name__] = (name, function)
+        return function
+
+    return note
+
+
+def dense(units=3, in_units=2, **options):
+    net = nn.Dense(units, in_units=in_units)
+    net.initialize(**options)
+    return net
+
+
+def forward(net, *shape, dtype="float32"):
+    net(nd.ones(shape, dtype=dtype)).wait_to_read()
+
+
+def saved(tmp_path, net=None):
+    path = str(tmp_path / "net.params")
+    (net or dense()).save_parameters(path)
+    return path
+
+
+def hybrid(function):
+    class Block(gluon.HybridBlock):
+        def hybrid_forward(self, F, *args):
+            return function(F, *args)
+
+    block = Block()
+    block.hybridize()
+    return block
+
+
+def written(tmp_path, data):
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    return str(path)
+
+
+@provokes("parameter-not-initialized")
+def no_initialize(tmp_path):
+    forward(nn.Dense(3, in_units=2), 1, 2)
+
+
+@provokes("not-initialized-on-context")
+def other_device(tmp_path):
+    forward(dense(ctx=mx.cpu(1)), 1, 2)
+
+
+@provokes("deferred-initialization")
+def read_before_the_first_batch(tmp_path):
+    dense(in_units=0).weight.data()
+
+
+@provokes("deferred-initialization")
+def unknown_shape(tmp_path):
+    gluon.Parameter("weight", shape=(3, 0)).initialize()
+
+
+@provokes("parameter-not-initialized")
+def reset_before_initialize(tmp_path):
+    nn.Dense(2, in_units=2).collect_params().reset_ctx(mx.cpu(1))
+
+
+@provokes("shape-inconsistent")
+def other_features(tmp_path):
+    forward(dense(), 1, 5)
+
+
+@provokes("shape-inconsistent")
+def label_with_two_axes(tmp_path):
+    gluon.loss.SoftmaxCrossEntropyLoss()(nd.ones((4, 2)), nd.ones((4, 2))).wait_to_read()
+
+
+@provokes("broadcast")
+def sum_of_other_shapes(tmp_path):
+    (nd.ones((2, 3)) + nd.ones((3, 2))).wait_to_read()
+
+
+@provokes("broadcast")
+def elementwise_sum_of_other_shapes(tmp_path):
+    nd.elemwise_add(nd.ones((2, 3)), nd.ones((3, 2))).wait_to_read()
+
+
+@provokes("dtype-mismatch")
+def float64_data(tmp_path):
+    forward(dense(), 1, 2, dtype="float64")
+
+
+@provokes("concat-shapes")
+def concat(tmp_path):
+    nd.concat(nd.ones((2, 3)), nd.ones((3, 2)), dim=1)
+
+
+@provokes("samples-of-different-sizes")
+def samples(tmp_path):
+    list(gluon.data.DataLoader(gluon.data.SimpleDataset([np.ones(1), np.ones(2)]), batch_size=2))
+
+
+@provokes("dot-shapes")
+def dot(tmp_path):
+    nd.dot(nd.ones((2, 3)), nd.ones((2, 3))).wait_to_read()
+
+
+@provokes("reshape")
+def reshape(tmp_path):
+    nd.ones((2, 3)).reshape((4, 2))
+
+
+@provokes("kernel-larger-than-input")
+def small_image(tmp_path):
+    forward(nn.MaxPool2D(9), 1, 1, 4, 4)
+
+
+@provokes("wrong-number-of-axes")
+def image_without_batch(tmp_path):
+    net = nn.Conv2D(3, 3)
+    net.initialize()
+    forward(net, 8, 8, 3)
+
+
+@provokes("layout-not-on-cpu")
+def channels_last(tmp_path):
+    net = nn.Conv2D(3, 3, layout="NHWC")
+    net.initialize()
+    forward(net, 1, 8, 8, 3)
+
+
+@provokes("index-out-of-range")
+def index(tmp_path):
+    nd.ones((2,))[5]
+
+
+@provokes("index-out-of-range")
+def axis(tmp_path):
+    nd.sum(nd.ones((2, 2)), axis=5).wait_to_read()
+
+
+@provokes("metric-shapes")
+def metric(tmp_path):
+    mx.metric.Accuracy().update([nd.ones((2,))], [nd.ones((3, 2))])
+
+
+@provokes("shapes-unknown")
+def bind(tmp_path):
+    mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3).bind(mx.cpu(), {"data": nd.ones((1, 2))})
+
+
+@provokes("operator-arguments")
+def operator_argument(tmp_path):
+    mx.sym.FullyConnected(mx.sym.var("data"), num_hidden="many")
+
+
+@provokes("rnn-state")
+def rnn_state(tmp_path):
+    net = gluon.rnn.LSTM(4, input_size=3)
+    net.initialize()
+    net(nd.ones((5, 2, 3)), net.begin_state(3))
+
+
+@provokes("cannot-differentiate")
+def not_recorded(tmp_path):
+    x = nd.ones((1,))
+    x.attach_grad()
+    (x * 2).backward()
+
+
+@provokes("cannot-differentiate")
+def backward_twice(tmp_path):
+    x = nd.ones((1,))
+    x.attach_grad()
+    with autograd.record():
+        y = x * x
+    y.backward()
+    y.backward()
+
+
+@provokes("in-place-while-recording")
+def in_place(tmp_path):
+    x = nd.ones((1,))
+    x.attach_grad()
+    with autograd.record():
+        y = x * 2
+        y += 1
+
+
+@provokes("any-container-empty")
+def two_backward_passes(tmp_path):
+    net = nn.BatchNorm(in_channels=2)
+    net.initialize()
+    with autograd.record():
+        first, second = net(nd.ones((2, 2))), net(nd.ones((2, 2)))
+    first.backward()
+    second.backward()
+
+
+@provokes("stale-gradient")
+def unused_layer(tmp_path):
+    net = nn.Sequential()
+    net.add(dense(), dense())
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        y = net[0](nd.ones((1, 2)))
+    y.backward()
+    trainer.step(1)
+
+
+@provokes("no-gradient-array")
+def frozen(tmp_path):
+    net = nn.Dense(2, in_units=2)
+    net.collect_params().setattr("grad_req", "null")
+    net.initialize()
+    net.weight.grad()
+
+
+@provokes("trainer-parameters")
+def network_instead_of_parameters(tmp_path):
+    gluon.Trainer(dense(), "sgd")
+
+
+@provokes("trainer-parameters")
+def unknown_optimizer(tmp_path):
+    gluon.Trainer(dense().collect_params(), "nonsense")
+
+
+@provokes("not-a-scalar")
+def scalar(tmp_path):
+    nd.ones((2,)).asscalar()
+
+
+@provokes("not-a-scalar")
+def condition(tmp_path):
+    bool(nd.ones((2,)))
+
+
+@provokes("custom-op")
+def unknown_custom_op(tmp_path):
+    nd.Custom(nd.ones((1,)), op_type="nonsense")
+
+
+@provokes("legacy-and-np-arrays")
+def np_array(tmp_path):
+    dense()(mx.np.ones((1, 2)))
+
+
+@provokes("input-not-ndarray")
+def numpy_array(tmp_path):
+    dense()(np.ones((1, 2)))
+
+
+@provokes("input-not-ndarray")
+def list_of_shards(tmp_path):
+    dense()([nd.ones((1, 2))])
+
+
+@provokes("symbol-in-hybrid-network")
+def shape_of_a_symbol(tmp_path):
+    hybrid(lambda F, x: x.reshape((x.shape[0], -1)))(nd.ones((1,)))
+
+
+@provokes("symbol-in-hybrid-network")
+def value_of_a_symbol(tmp_path):
+    hybrid(lambda F, x: x.asnumpy())(nd.ones((1,)))
+
+
+@provokes("symbol-in-hybrid-network")
+def nd_of_a_symbol(tmp_path):
+    hybrid(lambda F, x: nd.relu(x))(nd.ones((1,)))
+
+
+@provokes("children-must-be-hybrid")
+def plain_child(tmp_path):
+    nn.HybridSequential().add(nn.Sequential())
+
+
+@provokes("input-format-changed")
+def other_arguments(tmp_path):
+    block = hybrid(lambda F, *args: args[0])
+    block(nd.ones((1,)), nd.ones((1,)))
+    block(nd.ones((1,)))
+
+
+@provokes("export-before-forward")
+def export(tmp_path):
+    dense().export(str(tmp_path / "net"))
+
+
+@provokes("block-not-set-up")
+def no_super(tmp_path):
+    class Net(gluon.Block):
+        def __init__(self):
+            self.layer = nn.Dense(2)
+
+    Net()
+
+
+@provokes("fp16-on-cpu")
+def fp16(tmp_path):
+    net = dense()
+    net.cast("float16")
+    forward(net, 1, 2, dtype="float16")
+
+
+@provokes("initializer")
+def xavier_of_a_bias(tmp_path):
+    nn.Dense(2, in_units=2, bias_initializer=mx.init.Xavier()).initialize()
+
+
+@provokes("parameter-missing-in-file")
+def other_names(tmp_path):
+    dense().collect_params().save(str(tmp_path / "net.params"))
+    nn.Dense(3, in_units=2).load_parameters(str(tmp_path / "net.params"))
+
+
+@provokes("parameter-not-in-network")
+def more_names(tmp_path):
+    net, smaller = nn.Sequential(), nn.Sequential()
+    net.add(dense(), dense(2, 3))
+    smaller.add(nn.Dense(3, in_units=2))
+    smaller.load_parameters(saved(tmp_path, net))
+
+
+@provokes("parameter-shape-differs")
+def other_shape(tmp_path):
+    nn.Dense(3, in_units=4).load_parameters(saved(tmp_path))
+
+
+@provokes("parameter-dtype-differs")
+def other_dtype(tmp_path):
+    net = nn.Dense(3, in_units=2, dtype="float64")
+    net.initialize()
+    nn.Dense(3, in_units=2).load_parameters(saved(tmp_path, net))
+
+
+@provokes("invalid-params-file")
+def damaged_params(tmp_path):
+    nn.Dense(3, in_units=2).load_parameters(written(tmp_path, b"not what MXNet writes"))
+
+
+@provokes("file-not-found")
+def no_params(tmp_path):
+    nn.Dense(3, in_units=2).load_parameters(str(tmp_path / "none.params"))
+
+
+@provokes("operator-not-registered")
+def unknown_operator(tmp_path):
+    graph = b'{"nodes":[{"op":"Nonsense","name":"a","inputs":[]}],"arg_nodes":[],"heads":[[0,0,0]]}'
+    mx.sym.load(written(tmp_path, graph))
+
+
+@provokes("symbol-json-unreadable")
+def no_json(tmp_path):
+    mx.sym.load(written(tmp_path, b"<html>"))
+
+
+@provokes("model-name-unknown")
+def unknown_model(tmp_path):
+    gluon.model_zoo.vision.get_model("nonsense")
+
+
+@provokes("download-failed")
+def no_network(tmp_path):
+    gluon.utils.download("http://127.0.0.1:9/net.params", path=str(tmp_path / "net.params"), retries=0)
+
+
+@provokes("invalid-recordio")
+def damaged_record(tmp_path):
+    mx.recordio.MXRecordIO(written(tmp_path, b"x" * 64), "r").read()
+
+
+@provokes("no-record-files")
+def no_record(tmp_path):
+    mx.io.ImageRecordIter(path_imgrec=str(tmp_path / "none.rec"), data_shape=(3, 8, 8), batch_size=1)
+
+
+@provokes("image-not-read")
+def damaged_image(tmp_path):
+    mx.image.imdecode(b"no image").wait_to_read()
+
+
+@provokes("cannot-pickle")
+def local_class(tmp_path):
+    import pickle
+
+    class Samples(gluon.data.Dataset):
+        pass
+
+    pickle.dumps(Samples())
+
+
+@provokes("uneven-split")
+def uneven(tmp_path):
+    gluon.utils.split_and_load(nd.ones((5, 2)), [mx.cpu(0), mx.cpu(1)])
+
+
+@provokes("uneven-split")
+def fewer_examples_than_devices(tmp_path):
+    gluon.utils.split_and_load(nd.ones((1, 2)), [mx.cpu(0), mx.cpu(1)], even_split=False)
+
+
+@provokes("missing-package")
+def no_package(tmp_path):
+    import nonsense_package_of_no_one  # noqa: F401
+
+
+@provokes("file-not-found")
+def no_file(tmp_path):
+    open(tmp_path / "none")  # noqa: SIM115
+
+
+@provokes("ours-device-spec")
+def unknown_device(tmp_path):
+    mgpu.resolve_devices("tpu")
+
+
+@provokes("ours-device-spec")
+def device_twice(tmp_path):
+    mgpu.resolve_devices([mx.cpu(0), mx.cpu(0)])
+
+
+@provokes("ours-split")
+def ours_uneven(tmp_path):
+    mgpu.split_and_load(nd.ones((5, 2)), [mx.cpu(0), mx.cpu(1)], even_split=True)
+
+
+@provokes("ours-unused-parameter")
+def ours_unused(tmp_path):
+    net = nn.Sequential()
+    net.add(dense(), dense())
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    with autograd.record():
+        y = net[0](nd.ones((1, 2)))
+    y.backward()
+    trainer.step(1)
+
+
+@provokes("ours-loss-not-finite")
+def ours_nan(tmp_path):
+    net = dense()
+    batch = (np.full((4, 2), np.nan, "float32"), np.ones((4, 3), "float32"))
+    mgpu.fit(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), [batch], epochs=1, metrics=())
+
+
+@provokes("shape-inconsistent")  # what MXNet says, not that a step failed
+def ours_step(tmp_path):
+    net = dense()
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, np.ones((4, 5), "float32"), np.ones((4, 3), "float32"))
+
+
+@provokes("ours-checkpoint")
+def ours_no_checkpoint(tmp_path):
+    net = dense()
+    mgpu.load_checkpoint(tmp_path, net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}))
+
+
+@provokes("ours-trainer")
+def ours_not_initialized(tmp_path):
+    mgpu.Trainer(nn.Dense(2, in_units=2), "sgd", {"learning_rate": 0.1})
+
+
+@provokes("ours-precision")
+def ours_fp16(tmp_path):
+    mgpu.Trainer(dense(), "sgd", {"learning_rate": 0.1}, precision="fp16")
+
+
+@provokes("ours-data-file")
+def ours_no_data(tmp_path):
+    mgpu.data.load_idx_folder(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of MXNet that precede an error
+@pytest.mark.parametrize("name, provoke", PROVOKED.values(), ids=PROVOKED)
+def test_a_provoked_message_has_the_right_entry_first(name, provoke, tmp_path):
+    with pytest.raises(Exception) as caught:
+        provoke(tmp_path)
+        nd.waitall()
+    text = f"{caught.type.__name__}: {caught.value}"
+    assert first(text) == name, text
+
+
+@pytest.mark.skipif(bool(mgpu.devices.usable_gpus()), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_explained():
+    for use in (lambda: nd.ones((1,), ctx=mx.gpu(0)), lambda: mx.kv.create("nccl"), lambda: mx.context.gpu_memory_info(0)):
+        with pytest.raises(MXNetError) as caught:
+            use()
+        assert first(str(caught.value)) in {
+            "built-without-cuda",
+            "nccl-failed",
+            "libcuda-missing",
+            "driver-too-old",
+            "invalid-device-ordinal",
+        }
+    with pytest.raises(mgpu.errors.DeviceError) as caught:
+        mgpu.resolve_devices("gpu")
+    assert first(str(caught.value)) == "ours-no-gpu"
+
+
+# Logs
+
+TRACEBACK = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    net(x)
+{}"""
+
+
+def test_a_log_is_answered_by_the_last_error_of_its_traceback():
+    frames = "\n".join(f'  File "layer.py", line {i}, in forward\n    raise ValueError("no layer {i}")' for i in range(300))
+    progress = "\r".join(f"{i}%|### | {i}/100 [00:{i:02d}<00:00, 9.1it/s]" for i in range(60))
+    error = "MXNetError: Shape inconsistent, Provided = [3,2], inferred shape=(3,5)"
+    log = f"{progress}\nTraceback (most recent call last):\n{frames}\n{error}\n"
+    assert [answer.entry.name for answer in explain_log(log)] == ["shape-inconsistent"]
+
+
+def test_errors_of_tracebacks_come_before_other_messages():
+    log = "[10:00:00] src/base.cc:51: Upgrade advisory: this mxnet has been built against cuda library version 9020\n"
+    log += TRACEBACK.format("IndexError: index 7 is out of bounds for axis 0 with size 2\n")
+    assert [answer.entry.name for answer in explain_log(log)] == ["index-out-of-range", "upgrade-advisory"]
+
+
+def test_a_chain_of_errors_is_answered_by_its_last_one_first():
+    log = TRACEBACK.format("FileNotFoundError: [Errno 2] No such file or directory: 'a.rec'\n\n")
+    log += "During handling of the above exception, another exception occurred:\n\n"
+    log += TRACEBACK.format("ValueError: Pretrained model for resnet is not available.\n")
+    assert [answer.entry.name for answer in explain_log(log)] == ["model-name-unknown", "file-not-found"]
+
+
+def test_lines_that_belong_to_an_error_say_more_than_its_first_one():
+    log = TRACEBACK.format("RuntimeError: simple_bind error. Arguments:\ndata: (1, 3, 640, 640)\n")
+    log += "[16:14:50] src/storage/storage.cc:119: Compile with USE_CUDA=1 to enable GPU usage\n"
+    log += "Stack trace:\n  [bt] (0) libmxnet.so\n"
+    assert explain_log(log)[0].entry.name == "built-without-cuda"
+
+
+def test_a_consequence_comes_after_its_cause():
+    log = "[1,0]<stderr>:Horovod has been shut down. This was caused by an exception on one of the ranks\n"
+    log += "\n".join(
+        f"[1,1]<stderr>:{line}" for line in TRACEBACK.format("MemoryError: Unable to allocate 3 GiB for an array").split("\n")
+    )
+    assert [answer.entry.name for answer in explain_log(log)] == ["host-out-of-memory", "horovod-shut-down"]
+
+
+def test_the_log_of_a_job_of_several_processes():
+    lines = TRACEBACK.format("OSError: [Errno 24] Too many open files").split("\n")
+    log = "\n".join(f"\x1b[32m[{rank}] \x1b[0m{line}" for line in lines for rank in range(3))
+    assert [answer.entry.name for answer in explain_log(log)] == ["too-many-open-files"]
+
+
+def test_at_most_three_entries_answer_a_log():
+    messages = ["Too many open files", "Address already in use", "Segmentation fault: 11", "No space left on device", "Bus error"]
+    assert len(explain_log("\n".join(f"OSError: {message}" for message in messages))) == 3
+    assert explain_log("INFO:root:Epoch[0] Batch [20] Speed: 33.7 samples/sec\n" * 1000) == []
+
+
+# The command
+
+
+def explain(*arguments, **options):
+    return CliRunner().invoke(main, ["explain", *arguments], prog_name="gluon-mgpu", **options)
+
+
+def test_the_command_explains_a_message():
+    result = explain("RuntimeError: Parameter 'a' was not initialized on context cpu(0). It was only initialized on [gpu(0)].")
+    assert result.exit_code == 0
+    entry = next(entry for entry in ENTRIES if entry.name == "not-initialized-on-context")
+    for text in (entry.name, entry.messages[0], entry.cause, entry.fix, f"docs/{entry.link}"):
+        assert text in result.output
+    assert entry.fix in explain(entry.name).output
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, korean",
+    [
+        ((), {"LC_ALL": "ko_KR.UTF-8"}, True),
+        ((), {"LC_ALL": "", "LC_MESSAGES": "", "LANG": "ko_KR.UTF-8"}, True),
+        ((), {"LC_ALL": "C.UTF-8", "LANG": "ko_KR.UTF-8"}, False),
+        (("--lang", "ko"), {"LC_ALL": "C.UTF-8"}, True),
+        (("--lang", "en"), {"LC_ALL": "ko_KR.UTF-8"}, False),
+    ],
+)
+def test_the_locale_chooses_the_language(arguments, environment, korean):
+    output = explain(*arguments, "Too many open files", env=environment).output
+    assert bool(re.search("[가-힣]", output)) == korean
+
+
+def test_the_command_reads_a_log():
+    result = explain("-", input=TRACEBACK.format("OSError: [Errno 24] Too many open files\n"))
+    assert result.exit_code == 0 and result.output.startswith("too-many-open-files\n")
+
+
+def test_the_command_names_close_entries():
+    close = names("RuntimeError: CUDNN_STATUS_NOT_INITIALIZED and CUBLAS_STATUS_NOT_INITIALIZED")
+    assert set(close[:2]) == {"cudnn-failed", "cublas-failed"}
+    assert close[1] in explain("CUDNN_STATUS_NOT_INITIALIZED and CUBLAS_STATUS_NOT_INITIALIZED").output
+
+
+@pytest.mark.parametrize("arguments, options", [(["hello world"], {}), (["-"], {"input": "all is well\n"})])
+def test_what_nothing_fits_exits_with_1_and_names_the_doctor(arguments, options):
+    result = explain(*arguments, **options)
+    assert result.exit_code == 1
+    assert "gluon-mgpu doctor" in result.output and "docs/troubleshooting.md" in result.output
+
+
+def test_explain_works_where_mxnet_does_not(tmp_path):
+    (tmp_path / "mxnet.py").write_text("raise OSError('libcudart.so.11.0: cannot open')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "LC_ALL": "C.UTF-8"}
+    command = [
+        sys.executable,
+        "-c",
+        "from gluon_mgpu_startup.command import main; main()",
+        "explain",
+        "libcudart.so.11.0: cannot open",
+    ]
+    done = subprocess.run(command, env=environment, cwd=str(ROOT), stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0 and done.stdout.decode().startswith("cuda-library-missing\n")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_error_of_mxnet_ends_with_the_hint(wrapped):
+    @click.group(cls=CommandGroup)
+    def group():
+        pass
+
+    @group.command()
+    def fail():
+        try:
+            forward(dense(), 1, 5)
+        except MXNetError as error:
+            if wrapped:
+                raise mgpu.errors.StepError(
+                    "train_batch: got an error of the network; expected none. Try one example."
+                ) from error
+            raise
+
+    result = CliRunner().invoke(group, ["fail"])
+    assert result.exit_code == 1
+    assert result.output.endswith("explained by: gluon-mgpu explain shape-inconsistent\n")
+    assert len(result.output.splitlines()) == 1

@@ -20,7 +20,7 @@ _NOTHING = {
 }
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("message", nargs=-1, required=True)
 @click.option("--lang", type=click.Choice(["en", "ko"]), help="Language of the answer; by default that of the locale.")
 def explain(message: Sequence[str], lang: Optional[str]) -> None:

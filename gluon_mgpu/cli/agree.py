@@ -29,7 +29,7 @@ NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": re
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--devices", "spec", default="cpu:2", show_default=True, help="Devices, as for use_devices; the first one also trains alone."
+    "--devices", "spec", default="cpu*2", show_default=True, help="Devices, as for use_devices; the first one also trains alone."
 )
 @click.option("--network", type=click.Choice(list(NETWORKS)), default="mlp", show_default=True, help="resnet18 takes minutes.")
 @click.option("--stages", type=click.IntRange(1), help="Divide the network on several devices into so many stages.")

@@ -26,9 +26,7 @@ from ._output import print_table, write_results
 )
 @click.option("--image-size", type=click.IntRange(8), help="Size of ResNet-18's images; 28 by default.")
 @click.option("--optimizer", help="Optimizer of ResNet-18; sgd by default. adam takes more memory.")
-@click.option(
-    "--devices", default="auto", show_default=True, help="auto, gpu, gpu:0,2, gpu:4-7, cpu:2 (two CPU contexts), or a count."
-)
+@click.option("--devices", default="auto", show_default=True, help="auto, gpu, gpu*2, gpu:0,2, gpu:4-7, cpu*2, or a count.")
 @click.option(
     "--memory-limit",
     callback=size_in_bytes,

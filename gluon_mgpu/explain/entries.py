@@ -2489,9 +2489,9 @@ ENTRIES: Tuple[Entry, ...] = (
             "use_devices: got … devices; expected 1 or more",
         ),
         cause="The device specification has another form, names a device twice, or is empty.",
-        fix="Write for example `auto`, `gpu`, `gpu:0,2`, `gpu:free:2`, `cpu:2`, a count, or a list of contexts.",
+        fix="Write for example `auto`, `gpu`, `gpu*2` (two GPUs), `gpu:0,2` (their numbers), `gpu:free*2`, `cpu*2`, a count, or a list of contexts.",
         cause_ko="장치 지정의 형식이 다르거나, 같은 장치를 두 번 적었거나, 비어 있습니다.",
-        fix_ko="`auto`, `gpu`, `gpu:0,2`, `gpu:free:2`, `cpu:2`, 개수, 컨텍스트 리스트처럼 쓰세요.",
+        fix_ko="`auto`, `gpu`, `gpu*2`(GPU 2개), `gpu:0,2`(번호), `gpu:free*2`, `cpu*2`, 개수, 컨텍스트 리스트처럼 쓰세요.",
         link="devices.md#choose-gpus",
     ),
     Entry(

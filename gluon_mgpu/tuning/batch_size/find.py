@@ -141,7 +141,7 @@ def find_batch_size(
 
     Examples
     --------
-    >>> found = find_batch_size("train.py:make", devices="cpu:2", on_message=print)  # doctest: +SKIP
+    >>> found = find_batch_size("train.py:make", devices="cpu*2", on_message=print)  # doctest: +SKIP
     batch 16: 0.55 GiB, 181 (178 to 184) examples/s, fits
     ...
     >>> found.recommended  # doctest: +SKIP
@@ -271,7 +271,7 @@ def _spec_of(devices: DeviceSpec) -> str:
     if isinstance(contexts, (list, tuple)) and contexts and all(isinstance(one, Context) for one in contexts):
         return ",".join(f"{one.device_type}:{one.device_id}-{one.device_id}" for one in contexts)
     raise DeviceError(
-        f"find_batch_size: got {short(devices)} as devices; expected a device spec. Pass 'gpu', 'cpu:2' or a count."
+        f"find_batch_size: got {short(devices)} as devices; expected a device spec. Pass 'gpu', 'cpu*2' or a count."
     )
 
 

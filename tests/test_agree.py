@@ -29,7 +29,7 @@ def test_it_agrees(tmp_path):
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-2:] == [
         "the same batches: cpu(0), cpu(1), cpu(2) and cpu(0) agree",
-        "3 times the batch: mean accuracies agree, within 0.5",
+        "3 times the batch: mean accuracies agree, within 50 percentage points",
     ]
     found = json.loads((tmp_path / "agree.json").read_text())
     same, larger = found["same_batch"], found["larger_batch"]

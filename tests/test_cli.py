@@ -270,7 +270,7 @@ def test_train_resnet18_trains_saves_and_tells(tmp_path, data_dir):
     assert epoch.startswith("epoch 1/1  train accuracy ")
     assert saved == f"saved curves.png, history.csv, history.json, best and last in {out}"
     (row,) = json.loads((out / "history.json").read_text())["epochs"]
-    assert last == f"test accuracy {row['test_accuracy']:.4f}, {row['seconds']:.1f} s/epoch on cpu(0), cpu(1)"
+    assert last == f"test accuracy {100 * row['test_accuracy']:.2f} %, {row['seconds']:.1f} s/epoch on cpu(0), cpu(1)"
     assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
     with open(out / "history.csv", newline="") as file:
         assert [{name: float(value) for name, value in read.items()} for read in csv.DictReader(file)] == [row]
@@ -299,7 +299,7 @@ def losses(rows):
 def test_training_learns_in_every_mode(quick, data_dir, tmp_path, hybridize):
     lines, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "6", "--hybridize", hybridize, "--lr", "0.2")
     assert rows[-1]["test_accuracy"] == 1.0
-    assert lines[-1].startswith("test accuracy 1.0000, ")
+    assert lines[-1].startswith("test accuracy 100.00 %, ")
     assert lines[-1].endswith(" s/epoch on cpu(0), cpu(1)")
     assert len(rows) == 6
 

@@ -103,7 +103,7 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("test exact match" in line and "tokens/s" in line for line in epochs)
     assert lines[-2] == f"saved curves.png, history.csv, history.json, best and last in {out}"
-    assert lines[-1].startswith("test of best, 5 beams: exact_match ") and lines[-1].endswith(" tokens/s on cpu(0), cpu(1)")
+    assert lines[-1].startswith("test of best, 5 beams: exact match ") and lines[-1].endswith(" tokens/s on cpu(0), cpu(1)")
     assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["train_loss"] < rows[0]["train_loss"]

@@ -106,7 +106,7 @@ def agree(
     write_results(output, "agree", _results(same, over_seeds, names), plot_agreement(same, over_seeds, names))
     print(f"the same batches: {names[1]} and {names[0]} {same.verdict}")
     if over_seeds is not None:
-        print(f"{len(ctx)} times the batch: mean accuracies {over_seeds.verdict}, within {margin:g}")
+        print(f"{len(ctx)} times the batch: mean accuracies {over_seeds.verdict}, within {100 * margin:g} percentage points")
     if any(verdict != AGREE for verdict in verdicts):
         sys.exit(1)
 
@@ -114,7 +114,7 @@ def agree(
 def _print_same(same: SameBatch, ctx: Sequence[Context]) -> None:
     rows = []
     for name, run in ((f"{ctx[0]}, Gluon's loop", same.reference), (f"{len(ctx)} devices", same.ours)):
-        rows.append([name, f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", f"{run.accuracy:.4f}"])
+        rows.append([name, f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", f"{100 * run.accuracy:.2f} %"])
     print_table(
         f"the same batches, {len(same.ours.losses)} steps", ["who", "loss of first step", "of last step", "test accuracy"], rows
     )
@@ -127,7 +127,7 @@ def _print_same(same: SameBatch, ctx: Sequence[Context]) -> None:
 def _print_larger(larger: LargerBatch, recipe: Recipe, ctx: Sequence[Context]) -> None:
     pairs = list(zip(larger.reference, larger.ours))
     rows = [
-        [str(seed), f"{base.accuracy:.4f}", f"{ours.accuracy:.4f}", f"{ours.accuracy - base.accuracy:+.4f}"]
+        [str(seed), *(f"{100 * share:.2f} %" for share in (base.accuracy, ours.accuracy)), _points(ours.accuracy - base.accuracy)]
         for seed, (base, ours) in enumerate(pairs)
     ]
     columns = [f"batch {size} on {where}" for size, where in _sizes(recipe, ctx)]
@@ -136,8 +136,13 @@ def _print_larger(larger: LargerBatch, recipe: Recipe, ctx: Sequence[Context]) -
     print_table(
         "mean difference",
         ["between, at 90 % confidence", "allowed"],
-        [[f"{low:+.4f} and {high:+.4f}", f"-{larger.margin:g} and +{larger.margin:g}"]],
+        [[f"{_points(low)} and {_points(high)}", f"{_points(-larger.margin)} and {_points(larger.margin)}"]],
     )
+
+
+def _points(difference: float) -> str:
+    """Return a difference of two accuracies in percentage points."""
+    return f"{100 * difference:+.2f} points"
 
 
 def _sizes(recipe: Recipe, ctx: Sequence[Context]) -> List[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, Iterable, Optional, Union
 
 from mxnet import gluon
 
@@ -15,7 +15,7 @@ from ..data_parallel.sharding import split_batch
 from ..data_parallel.step import Batch, SplitFunction, check_network, run_eval_batch
 from ..trainer.parameters import devices_of
 from .epoch import EpochOptions, EpochProgress, run_epoch
-from .metrics import DeviceSums, Metrics, accuracy, named_metrics
+from .metrics import DeviceSums, Metrics, accuracy, metrics_for, named_metrics
 
 MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they take little memory, and small ones are short
 _OPTIONS = EpochOptions("evaluate", max_inflight=MAX_INFLIGHT)
@@ -52,7 +52,7 @@ def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: 
 def evaluate(
     net: gluon.Block,
     data_iter: Iterable[Any],
-    metrics: Metrics = (accuracy,),
+    metrics: Union[str, Metrics] = "auto",
     *,
     loss: Optional[Any] = None,
     split_f: SplitFunction = split_batch,
@@ -67,8 +67,8 @@ def evaluate(
         `set_batch_norm(net, "local")`.
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
-    metrics : sequence of functions, or dict name -> function
-        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.loop.metrics`.
+    metrics : "auto", sequence of functions, or dict name -> function
+        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.accuracy`. "auto" is the default of `fit`.
     loss : callable (output, label) -> NDArray, optional
         Its mean is returned as `loss`.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)
@@ -87,7 +87,7 @@ def evaluate(
     make_passes = passes_of(check_mode("evaluate", compiled))
     check_network("evaluate", net)
     return run_evaluation(
-        net, data_iter, metrics, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)
+        net, data_iter, metrics_for(metrics, loss), loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)
     ).means
 
 

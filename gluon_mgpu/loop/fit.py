@@ -26,7 +26,7 @@ from ..trainer.trainer import Trainer
 from .callbacks import Callback, Checkpoint, FitState, Progress
 from .evaluate import run_evaluation
 from .history import History
-from .metrics import Metrics, accuracy, named_metrics
+from .metrics import Metrics, metrics_for, named_metrics
 from .resume import find_resumable, num_batches_of
 from .run import Run, call_each, check_resumable, phase_reporter
 from .stopping import CaughtSignal, Terminated, agree_on_signal, catch_signals
@@ -41,7 +41,7 @@ def fit(
     test_iter: Optional[Iterable[Any]] = None,
     *,
     epochs: int,
-    metrics: Metrics = (accuracy,),
+    metrics: Union[str, Metrics] = "auto",
     callbacks: Optional[Sequence[Callback]] = None,
     split_f: SplitFunction = split_batch,
     weights: Union[None, str, Sequence[float]] = None,
@@ -69,8 +69,8 @@ def fit(
     train_iter, test_iter : iterable of (X, y)
         Shapes (B, ...); read once per epoch.
     epochs : int
-    metrics : sequence of functions, or dict name -> function
-        See `gluon_mgpu.loop.metrics`.
+    metrics : "auto", sequence of functions, or dict name -> function
+        See `gluon_mgpu.accuracy`. "auto": the accuracy, unless `loss` is one of Gluon's for labels that are no classes.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
@@ -127,7 +127,8 @@ def fit(
     for name, value in counts.items():
         whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
     _check_arguments(net, loss, trainer, train_iter, test_iter, split_f)
-    named_metrics(metrics)
+    measured = metrics_for(metrics, loss)
+    named_metrics(measured)
     one_of("fit", "hyperparameters", hyperparameters, ("checkpoint", "trainer"), advice="Pass 'trainer' to change them.")
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
@@ -148,7 +149,7 @@ def fit(
         callbacks,
         train_iter,
         test_iter,
-        metrics=metrics,
+        metrics=measured,
         train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
         evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)),
         batches_per_update=accumulate_grad_batches,

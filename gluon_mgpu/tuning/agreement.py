@@ -394,4 +394,6 @@ def _plot_epochs(axes: Any, larger: LargerBatch, names: Tuple[str, str]) -> None
             axes.plot(done[width - 1 :], smooth, color=color, linewidth=1, alpha=0.6, label=label if number == 0 else None)
     low, high = larger.interval()
     axes.set(yscale="log", xlabel="part of the training", ylabel="loss, averaged over 1/25 of the run")
-    axes.set_title(f"larger batch, {len(larger.ours)} seeds: accuracy differs by {low:+.4f} to {high:+.4f}", fontsize=10)
+    axes.set_title(
+        f"larger batch, {len(larger.ours)} seeds: accuracy differs by {100 * low:+.2f} to {100 * high:+.2f} points", fontsize=10
+    )

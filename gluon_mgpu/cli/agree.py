@@ -9,13 +9,12 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import click
 from mxnet import Context, gluon
 from mxnet.gluon import nn
-from rich.console import Console
 
 from ..data import load_digits
 from ..devices.select import use_devices
 from ..models import resnet18
 from ..tuning.agreement import AGREE, LargerBatch, Recipe, SameBatch, TrialRun, larger_batch, plot_agreement, same_batch
-from ._output import print_table, write_results
+from ._output import print_table, showing, write_results
 
 
 def _mlp(num_classes: int) -> gluon.Block:
@@ -91,12 +90,14 @@ def agree(
     pipeline = {"num_stages": stages or 0, "micro_batches": micro_batches}
     recipe = Recipe(NETWORKS[network], load_digits(), batch_size, epochs, lr, optimizer, params, rule=scaling, **pipeline)
     over_seeds: Optional[LargerBatch] = None
-    with use_devices(spec) as ctx, Console(stderr=True).status("the same batches") as status:
+    with use_devices(spec) as ctx, showing("loading the digits") as show:
         if stages is not None and len(ctx) % stages:
             raise click.UsageError(f"got --stages {stages} for {len(ctx)} devices; expected a multiple. Choose other --devices.")
-        same = same_batch(recipe, ctx)
+        num_runs = 3 + (2 * num_seeds if larger else 0)
+        tell = _numbered(show, num_runs)
+        same = same_batch(recipe, ctx, tell=tell)
         if larger:
-            over_seeds = larger_batch(recipe, ctx, seeds=range(num_seeds), margin=margin, tell=status.update)
+            over_seeds = larger_batch(recipe, ctx, seeds=range(num_seeds), margin=margin, tell=tell)
     names = (str(ctx[0]), ", ".join(map(str, ctx)))
     _print_same(same, ctx)
     verdicts = [same.verdict]
@@ -109,6 +110,12 @@ def agree(
         print(f"{len(ctx)} times the batch: mean accuracies {over_seeds.verdict}, within {100 * margin:g} percentage points")
     if any(verdict != AGREE for verdict in verdicts):
         sys.exit(1)
+
+
+def _numbered(show: Callable[[str], None], num_runs: int) -> Callable[[str], None]:
+    """Return a function that shows a message with the number of its run."""
+    numbers = iter(range(1, num_runs + 1))
+    return lambda text: show(f"run {next(numbers)} of {num_runs}: {text}")
 
 
 def _print_same(same: SameBatch, ctx: Sequence[Context]) -> None:

@@ -70,7 +70,7 @@ def _labelled(name: str, values: Sequence[float]) -> Tuple[str, Sequence[float]]
 
 
 def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> Any:
-    """Return a figure of bars, one chart per group.
+    """Return a figure of bars, one chart per group; labels that differ only in a final number share a colour.
 
     Parameters
     ----------
@@ -81,7 +81,9 @@ def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> An
     made = figure(3.4 * len(groups), 4)
     charts = zip(made.subplots(1, len(groups), squeeze=False)[0], groups.items(), ylabels)
     for axes, (title, bars), ylabel in charts:
-        axes.bar(range(len(bars)), list(bars.values()), color="tab:blue")
+        kinds = list(dict.fromkeys(_kind_of_bar(label) for label in bars))
+        colors = [f"C{kinds.index(_kind_of_bar(label)) % 10}" for label in bars]
+        axes.bar(range(len(bars)), list(bars.values()), color=colors)
         axes.set_xticks(range(len(bars)))
         axes.set_xticklabels(list(bars), rotation=20 if len(bars) < 4 else 60, ha="right", fontsize=8)
         axes.set_axisbelow(True)
@@ -89,6 +91,12 @@ def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> An
         axes.grid(axis="y", alpha=0.3)
     made.tight_layout()
     return made
+
+
+def _kind_of_bar(label: str) -> str:
+    """Return what gives a bar its colour: `cpu(0)` of `cpu(0) 1024`, or its whole label."""
+    device, _, size = label.rpartition(" ")
+    return device if size.isdigit() else label
 
 
 def plot_batch_sizes(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import MissingExtraError, NonFiniteLossError, TrainerError
 from gluon_mgpu.loop.callbacks import Best, FitState
-from gluon_mgpu.plots import plot_history
+from gluon_mgpu.plots import plot_bars, plot_history
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -111,6 +111,14 @@ def test_axes_have_units_and_whole_epochs():
     for axes in charts.values():
         low, high = axes.get_xlim()
         assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
+
+
+def test_bars_of_one_device_share_a_colour():
+    made = plot_bars(
+        {"products": {"cpu(0) 64": 1.0, "cpu(0) 256": 2.0, "cpu(1) 64": 3.0}, "norms": {"each": 1.0, "once": 2.0}}, ["", ""]
+    )
+    colors = [[bar.get_facecolor() for bar in axes.patches] for axes in made.axes]
+    assert colors[0][0] == colors[0][1] != colors[0][2] and colors[1][0] != colors[1][1]
 
 
 def test_a_column_that_begins_later_is_saved(tmp_path):

@@ -20,7 +20,7 @@ from .data_parallel.step import Batch, eval_batch, train_batch
 from .data_parallel.transfer import as_in_context, copyto
 from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
-from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
+from .loop.callbacks import Callback, Checkpoint, EarlyStopping, FitState, Progress, SaveHistory
 from .loop.evaluate import evaluate, evaluate_accuracy_gpus
 from .loop.fit import fit
 from .loop.history import History
@@ -105,6 +105,7 @@ __all__ = [
     "top_k_accuracy",
     "DeviceSums",
     "Callback",
+    "FitState",
     "Progress",
     "History",
     "SaveHistory",

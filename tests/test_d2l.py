@@ -132,5 +132,5 @@ def test_train_ch13_takes_the_trainer_and_the_split(loaders, capsys):
     net.initialize(init=init.Xavier(), ctx=CTX)
     trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01})
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    d2l.train_ch13(net, train_iter, test_iter, loss, trainer, 1, CTX, mgpu.split_batch)
+    d2l.train_ch13(net, train_iter, test_iter, loss, trainer, 2, CTX, mgpu.split_batch)
     assert "examples/sec on [cpu(0), cpu(1)]" in capsys.readouterr().out

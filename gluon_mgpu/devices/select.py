@@ -89,7 +89,7 @@ def resolve_devices(
     wait_s: Optional[float] = None,
     tell: Optional[Callable[[str], None]] = None,
 ) -> List[Context]:
-    """Return the contexts of `spec`.
+    """Return the contexts of `spec`. Unlike `use_devices`, it sets no default context and waits for nothing.
 
     Parameters
     ----------

@@ -518,7 +518,8 @@ def test_a_broken_pipe_is_not_an_error_of_the_command():
     """It is an OSError; but an error message would have no reader."""
     result = ended(BrokenPipeError())
     assert isinstance(result.exception, BrokenPipeError) and result.output == ""
-    assert ended(FileNotFoundError(2, "No such file or directory", "x")).output.startswith("Error: ")
+    missing = ended(FileNotFoundError(2, "No such file or directory", "x")).output
+    assert missing == f"Error: No such file or directory: x. Check the path, which is relative to {os.getcwd()}.\n"
 
 
 def test_debugging_begins_before_anything_runs(monkeypatch):

@@ -296,8 +296,11 @@ def test_lines_come_back_in_their_order(model, tmp_path):
     texts = ["two one", "", "three", "nine nine nine four", "unheard of"]
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     wanted = load_translator(model).best(texts, beam_size=5)
-    assert run("translate", "--model", model, "--devices", "cpu:1", tmp_path / "in.txt").split("\n") == [*wanted, ""]
+    note = "line 5: the model has not seen parts of 'unheard of'\n"  # on standard error
+    said = run("translate", "--model", model, "--devices", "cpu:1", tmp_path / "in.txt")
+    assert said.count(note) == 1 and said.replace(note, "").split("\n") == [*wanted, ""]
     piped = run("translate", "--model", model, "--devices", "cpu:2", "--batch-size", "2", input="\n".join(texts))
+    piped = piped.replace(note, "")
     assert piped.split("\n") == [*wanted, ""]
     assert wanted[1] == ""
 

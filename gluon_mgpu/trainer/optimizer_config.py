@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import re
 from typing import Any, Dict, List, Mapping, Optional, Set
@@ -13,7 +14,8 @@ from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
 from .. import schema
-from ..errors import StateError
+from ..checks import short
+from ..errors import StateError, TrainerError
 from ..moved import current_class
 from ..runtime.mxnet2 import update_one
 
@@ -342,3 +344,21 @@ _OF_OPTIMIZERS: Dict[str, schema.Schema] = {
     "lr_mult": _MULTIPLIERS,
     "wd_mult": _MULTIPLIERS,
 }
+
+
+_OTHER_NAMES = {"lr": "learning_rate", "weight_decay": "wd", "eps": "epsilon", "betas": "beta1"}
+
+
+def check_names(optimizer: str, params: Dict[str, Any]) -> None:
+    """Raise `TrainerError` if an optimizer has no hyperparameters of these names."""
+    kinds = opt.Optimizer.opt_registry[optimizer.lower()].__mro__[:-1]
+    known = [name for kind in kinds for name in inspect.signature(kind.__init__).parameters]
+    known = [name for name in dict.fromkeys(known) if name not in ("self", "args", "kwargs")]
+    for name in params:
+        if name not in known:
+            close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1)
+            meant = f"Did you mean {close[0]}?" if close else "Leave it out."
+            raise TrainerError(
+                f"Trainer: got an unknown hyperparameter {short(name)} of {optimizer}; expected some of "
+                f"{', '.join(sorted(known))}. {meant}"
+            ) from None

@@ -10,8 +10,6 @@ import signal
 import sys
 from typing import Any
 
-from .quick_help import quick_help
-
 _BY_SIGPIPE = 128 + 13  # a shell's status of a program whose reader has ended, such as `yes | head -1`
 
 
@@ -51,6 +49,8 @@ def _take_interrupts() -> None:
 
 
 def _run() -> None:
+    from .quick_help import quick_help  # only here: Ctrl-C is handled by now, and click takes a moment
+
     help_alone = quick_help(sys.argv[1:])
     if help_alone is not None:
         help_alone(prog_name="gluon-mgpu")

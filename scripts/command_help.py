@@ -1,9 +1,10 @@
 """Write gluon_mgpu_startup/help.json, from which `gluon-mgpu --help` is shown without importing MXNet."""
 
+import copy
 import inspect
 import json
 from importlib.metadata import version
-from typing import Dict, Optional
+from typing import Any, Dict, Optional
 
 import click
 from gluon_mgpu.cli import main as command
@@ -11,6 +12,15 @@ from gluon_mgpu.cli import main as command
 from gluon_mgpu_startup.quick_help import FILE
 
 Commands = Dict[str, Dict[str, object]]
+
+
+def fresh(one: click.Command) -> click.Command:
+    """Return a copy of a command and its subcommands, without the names of help options that click keeps from earlier calls."""
+    copied: Any = copy.copy(one)
+    copied._help_option = None
+    if isinstance(one, click.Group):
+        copied.commands = {name: fresh(child) for name, child in one.commands.items()}
+    return copied  # type: ignore[no-any-return]
 
 
 def described(one: click.Command, parent: Optional[click.Context] = None) -> Commands:
@@ -32,7 +42,7 @@ def described(one: click.Command, parent: Optional[click.Context] = None) -> Com
 
 def text() -> str:
     """Return the content of the file."""
-    commands = described(command)
+    commands = described(fresh(command))
     return json.dumps({"click": version("click"), "commands": commands}, indent=1, ensure_ascii=False) + "\n"
 
 

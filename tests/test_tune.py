@@ -283,9 +283,9 @@ def test_the_picture_shows_each_trial_and_marks_the_best():
     points = [({"lr": 0.1, "cell": "gru"}, 0.5, False), ({"lr": 0.01, "cell": "lstm"}, 0.7, True)]
     points.append(({"lr": 1.0, "cell": "gru"}, None, False))
     left, right = plot_trials(points, {"lr": "log", "cell": "choice"}, "test_accuracy").axes
-    assert (left.get_xscale(), left.get_xlabel(), left.get_ylabel()) == ("log", "lr", "test_accuracy")
-    assert [tuple(dots.get_offsets()[0]) for dots in left.collections] == [(0.1, 0.5), (0.01, 0.7)]
-    assert [tuple(dots.get_offsets()[0]) for dots in right.collections] == [(0, 0.5), (1, 0.7)]
+    assert (left.get_xscale(), left.get_xlabel(), left.get_ylabel()) == ("log", "lr", "test accuracy, %")
+    assert [tuple(dots.get_offsets()[0]) for dots in left.collections] == [(0.1, 50.0), (0.01, 70.0)]
+    assert [tuple(dots.get_offsets()[0]) for dots in right.collections] == [(0, 50.0), (1, 70.0)]
     assert [text.get_text() for text in right.get_xticklabels()] == ["gru", "lstm"]
     assert left.collections[1].get_sizes() > left.collections[0].get_sizes()
     five = plot_trials([], dict.fromkeys("abcde", "int"), "test_accuracy")

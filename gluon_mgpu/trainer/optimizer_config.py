@@ -26,6 +26,8 @@ _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "i
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
 _MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule"}  # m_schedule is Nadam's
+_OTHER_NAMES = {"lr": "learning_rate", "weight_decay": "wd", "eps": "epsilon", "betas": "beta1"}
+_SET_BY_TRAINERS = {"begin_num_update", "param_dict", "param_idx2name", "rescale_grad", "sym"}  # accepted, but not proposed
 
 Description = Dict[str, Any]
 
@@ -346,19 +348,16 @@ _OF_OPTIMIZERS: Dict[str, schema.Schema] = {
 }
 
 
-_OTHER_NAMES = {"lr": "learning_rate", "weight_decay": "wd", "eps": "epsilon", "betas": "beta1"}
-
-
-def check_names(optimizer: str, params: Dict[str, Any]) -> None:
+def check_hyperparameters(optimizer: str, params: Dict[str, Any]) -> None:
     """Raise `TrainerError` if an optimizer has no hyperparameters of these names."""
     kinds = opt.Optimizer.opt_registry[optimizer.lower()].__mro__[:-1]
-    known = [name for kind in kinds for name in inspect.signature(kind.__init__).parameters]
-    known = [name for name in dict.fromkeys(known) if name not in ("self", "args", "kwargs")]
+    parameters = [one for kind in kinds for one in inspect.signature(kind.__init__).parameters.values()]
+    known = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)} - {"self"}
     for name in params:
         if name not in known:
-            close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1)
+            close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, sorted(known), 1)
             meant = f"Did you mean {close[0]}?" if close else "Leave it out."
             raise TrainerError(
                 f"Trainer: got an unknown hyperparameter {short(name)} of {optimizer}; expected some of "
-                f"{', '.join(sorted(known))}. {meant}"
+                f"{', '.join(sorted(known - _SET_BY_TRAINERS))}. {meant}"
             ) from None

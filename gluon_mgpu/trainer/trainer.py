@@ -21,7 +21,7 @@ from .buffers import Buffer
 from .copies import make_copyable
 from .groups import GroupedBuffers, clip, make_reduction, make_replicas, make_update
 from .loss_scaler import LossScaler
-from .optimizer_config import check_names
+from .optimizer_config import check_hyperparameters
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .reduction import clip_values, global_norm, scale_to_norm
@@ -594,7 +594,7 @@ def _check_optimizer(optimizer: Any, params: Any) -> None:
             try:
                 opt.create(optimizer, **params)
             except TypeError:
-                check_names(optimizer, params)
+                check_hyperparameters(optimizer, params)
                 raise
 
 

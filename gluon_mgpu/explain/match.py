@@ -11,6 +11,7 @@ from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
 from .entries import ENTRIES, Entry
 
 _LEAST_SHARE = 0.5  # of the words, by weight, that a message without a matching fragment has to share
+_UNKNOWN = 3.0  # weight of a word that no entry has: a message of another program has many
 _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one
 _AT_MOST = 3
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
@@ -51,7 +52,7 @@ def _weights() -> Dict[str, float]:
 
 @lru_cache(maxsize=None)
 def _patterns() -> Dict[str, List[_Pattern]]:
-    """Return the messages of all entries, each under its rarest word."""
+    """Return the messages of all entries, each under its rarest word; under "" those that have no whole word."""
     found: Dict[str, List[_Pattern]] = {}
     for entry in ENTRIES:
         for message in entry.messages:
@@ -59,7 +60,7 @@ def _patterns() -> Dict[str, List[_Pattern]]:
             fragments = [_fragment(part, part[-1:].isalnum() or part.endswith("_")) for part in parts] + [_fragment(end, False)]
             whole = {word for fragment in fragments for word in re.findall(r"(?<= )\S+(?= )", fragment)}
             pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), tuple(_words(message)))
-            found.setdefault(max(sorted(whole), key=_weights().__getitem__), []).append(pattern)
+            found.setdefault(max(sorted(whole), key=_weights().__getitem__, default=""), []).append(pattern)
     return found
 
 
@@ -68,7 +69,7 @@ def _exact(line: str) -> Dict[Entry, float]:
     found: Dict[Entry, float] = {}
     words = _words(line)
     text = f" {' '.join(words)} "
-    for pattern in (pattern for word in sorted(set(words)) for pattern in _patterns().get(word, ())):
+    for pattern in (pattern for word in sorted({"", *words}) for pattern in _patterns().get(word, ())):
         position = 0
         for fragment in pattern.fragments:
             start = text.find(fragment, max(position - 1, 0))  # two fragments may share the space between them
@@ -81,10 +82,12 @@ def _exact(line: str) -> Dict[Entry, float]:
 def _similar(line: str) -> Dict[Entry, float]:
     """Return the entries whose messages share enough words with a line, with that share, 0 to 1."""
     found: Dict[Entry, float] = {}
-    words = {word for word in _words(line) if word in _weights() and re.search("[a-z]{3}", word)}
+    every = {word for word in _words(line) if re.search("[a-z]{3}", word)}
+    words = every & _weights().keys()
     for pattern in (pattern for patterns in _patterns().values() for pattern in patterns):
         own = {word for word in pattern.words if re.search("[a-z]{3}", word)}
         shared, both = (sum(map(_weights().__getitem__, group)) for group in (own & words, own | words))
+        both += _UNKNOWN * len(every - words)
         if len(own & words) > 1 and 2 * shared / (both + shared) >= _LEAST_SHARE:
             found[pattern.entry] = max(found.get(pattern.entry, 0.0), 2 * shared / (both + shared))
     return found

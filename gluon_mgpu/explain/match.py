@@ -18,6 +18,20 @@ _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File \")")
+_ANY_CHECK = "operator-check-failed"
+_CONDITION = re.compile(r"Check failed:?\s+(.+?)(?: \(|:? [A-Z]|: |$)")
+_CONDITIONS = {  # what a failed condition is about, for checks that no entry names; the first one that is in it counts
+    r"n_?dim\b": "wrong-number-of-axes",
+    r"d_?type|type_flag": "dtype-mismatch",
+    r"s_?types?\b|storage_type\b": "sparse-arrays",
+    r"dev_mask|dev_id|\bctx\b": "mixed-devices",
+    r"kernel|ksize": "kernel-larger-than-input",
+    r"layout": "layout-not-on-cpu",
+    r"label|num_classes": "empty-labels",
+    r"param_?\b|in_data|num_inputs|inputs\b|_attrs\b": "operator-arguments",
+    r"index|idx|\baxis|\baxes|begin|\bend\b": "index-out-of-range",
+    r"shape|\bsize|\bSize|length|dim": "shape-inconsistent",
+}
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -93,6 +107,13 @@ def _similar(line: str) -> Dict[Entry, float]:
     return found
 
 
+def _by_condition(text: str) -> List[Entry]:
+    """Return the entry that the condition of a failed check is about."""
+    found = _CONDITION.search(text)
+    names = [name for pattern, name in _CONDITIONS.items() if found and re.search(pattern, found.group(1))]
+    return [entry for entry in ENTRIES if names[:1] == [entry.name]]
+
+
 def explain_message(text: str) -> List[Answer]:
     """Return the answer to one message, which may have several lines; nothing if no entry fits."""
     found: Dict[Entry, float] = {}
@@ -102,6 +123,9 @@ def explain_message(text: str) -> List[Answer]:
             found[entry] = max(score, found.get(entry, 0.0))
     found = found or _similar(" ".join(lines))
     ranked = sorted(found, key=lambda entry: (entry.follows, -found[entry]))
+    if ranked and ranked[0].name == _ANY_CHECK:
+        ranked = [*_by_condition(" ".join(lines)), *ranked]
+        found.setdefault(ranked[0], found[ranked[-1]])
     close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry] >= _CLOSE * found[ranked[0]]]
     return [Answer(ranked[0], tuple(close))] if ranked else []
 

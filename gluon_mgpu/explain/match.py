@@ -30,7 +30,7 @@ _CONDITIONS = {  # what a failed condition is about, for checks that no entry na
     r"label|num_classes": "empty-labels",
     r"param_?\b|in_data|num_inputs|inputs\b|_attrs\b": "operator-arguments",
     r"index|idx|\baxis|\baxes|begin|\bend\b": "index-out-of-range",
-    r"shape|\bsize|\bSize|length|dim": "shape-inconsistent",
+    r"shape|\bsize\b|\bSize\b|length|dim": "shape-inconsistent",
 }
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 

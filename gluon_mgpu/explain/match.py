@@ -20,6 +20,23 @@ _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Chec
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File \")")
 _ANY_CHECK = "operator-check-failed"
 _CONDITION = re.compile(r"Check failed:?\s+(.+?)(?: \(|:? [A-Z]|: |$)")
+_FILES = {  # of MXNet's sources, for checks that no entry names
+    r"image_(?:det_)?aug": "image-smaller-than-crop",
+    r"io/image_io": "image-not-read",
+    r"io/iter_(?:csv|libsvm)|sparse_batch": "table-rows",
+    r"multibox|bounding_box|proposal|roi_align": "empty-labels",
+    r"quantiz": "quantization",
+    r"mkldnn|dnnl": "layout-not-on-cpu",
+    r"operator/custom": "custom-op",
+    r"operator/random": "operator-arguments",
+    r"broadcast": "broadcast",
+    r"dot-inl|/dot\b": "dot-shapes",
+    r"la_op|linalg": "linear-algebra",
+    r"indexing_op": "index-out-of-range",
+    r"sparse|cast_storage": "sparse-arrays",
+    r"concat": "concat-shapes",
+    r"json": "symbol-json-unreadable",
+}
 _CONDITIONS = {  # what a failed condition is about, for checks that no entry names; the first one that is in it counts
     r"n_?dim\b": "wrong-number-of-axes",
     r"d_?type|type_flag": "dtype-mismatch",
@@ -108,9 +125,11 @@ def _similar(line: str) -> Dict[Entry, float]:
 
 
 def _by_condition(text: str) -> List[Entry]:
-    """Return the entry that the condition of a failed check is about."""
+    """Return the entry that the source file or the condition of a failed check is about."""
     found = _CONDITION.search(text)
-    names = [name for pattern, name in _CONDITIONS.items() if found and re.search(pattern, found.group(1))]
+    condition, path = (found.group(1), text[: found.start()]) if found else ("", "")
+    names = [name for pattern, name in _CONDITIONS.items() if re.search(pattern, condition)]
+    names = [name for pattern, name in _FILES.items() if re.search(pattern, path)] + names
     return [entry for entry in ENTRIES if names[:1] == [entry.name]]
 
 

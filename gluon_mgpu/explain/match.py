@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from functools import lru_cache
 from math import log
-from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from .entries import ENTRIES, Entry
 
@@ -14,8 +14,10 @@ _LEAST_SHARE = 0.5  # of the words, by weight, that a message without a matching
 _UNKNOWN = 3.0  # weight of a word that no entry has: a message of another program has many
 _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one
 _AT_MOST = 3
+_SPOKEN = re.compile(r"[a-z]{3}")
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
+_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File \")")
 _ANY_CHECK = "operator-check-failed"
@@ -63,10 +65,15 @@ class _Pattern(NamedTuple):
     entry: Entry
     fragments: Tuple[str, ...]  # the words between what varies, with a space around each
     words: Tuple[str, ...]
+    spoken: FrozenSet[str]  # those that are no sign, number or short word
 
 
 def _words(text: str) -> List[str]:
     return _WORD.findall(text.lower())
+
+
+def _spoken(words: Iterable[str]) -> FrozenSet[str]:
+    return frozenset(word for word in words if _SPOKEN.search(word))
 
 
 def _fragment(text: str, continues: bool) -> str:
@@ -90,7 +97,8 @@ def _patterns() -> Dict[str, List[_Pattern]]:
             *parts, end = message.split("…")
             fragments = [_fragment(part, part[-1:].isalnum() or part.endswith("_")) for part in parts] + [_fragment(end, False)]
             whole = {word for fragment in fragments for word in re.findall(r"(?<= )\S+(?= )", fragment)}
-            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), tuple(_words(message)))
+            words = tuple(_words(message))
+            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), words, _spoken(words))
             found.setdefault(max(sorted(whole), key=_weights().__getitem__, default=""), []).append(pattern)
     return found
 
@@ -113,14 +121,16 @@ def _exact(line: str) -> Dict[Entry, float]:
 def _similar(line: str) -> Dict[Entry, float]:
     """Return the entries whose messages share enough words with a line, with that share, 0 to 1."""
     found: Dict[Entry, float] = {}
-    every = {word for word in _words(line) if re.search("[a-z]{3}", word)}
+    every = _spoken(_words(_PLACE.sub(" ", line)))
     words = every & _weights().keys()
+    unknown = _UNKNOWN * len(every - words)
     for pattern in (pattern for patterns in _patterns().values() for pattern in patterns):
-        own = {word for word in pattern.words if re.search("[a-z]{3}", word)}
-        shared, both = (sum(map(_weights().__getitem__, group)) for group in (own & words, own | words))
-        both += _UNKNOWN * len(every - words)
-        if len(own & words) > 1 and 2 * shared / (both + shared) >= _LEAST_SHARE:
-            found[pattern.entry] = max(found.get(pattern.entry, 0.0), 2 * shared / (both + shared))
+        common = pattern.spoken & words
+        if len(common) >= max(2, min(3, len(pattern.spoken))):
+            shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
+            share = 2 * shared / (both + unknown + shared)
+            if share >= max(_LEAST_SHARE, found.get(pattern.entry, 0.0)):
+                found[pattern.entry] = share
     return found
 
 

@@ -6,6 +6,7 @@ import signal
 from functools import partial
 
 import gluon_mgpu as mgpu
+import mxnet as mx
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
@@ -102,12 +103,30 @@ def test_a_folder_of_a_checkpoint_is_gone_on_from(request, small, tmp_path):
     assert rows_in(tmp_path / "two") == rows_in(tmp_path / "one")
 
 
-def test_other_options_are_told(request, small, tmp_path):
-    command = partial(run, *programs(request)["resnet18"], "--devices", "cpu:1", "--output", tmp_path / "out")
-    command("--epochs", "1")
-    output = command("--epochs", "2", "--resume", "auto", exit_code=1)
-    assert "schedule's max_update 4 where this one has 8" in output
+@pytest.mark.parametrize("way", ["stretch", "keep"])
+def test_more_epochs_stretch_or_keep_the_schedule(request, small, tmp_path, caplog, way):
+    """It was an error about max_update, repeated for every checkpoint of the run."""
+    command = partial(run, *programs(request)["resnet18"], "--devices", "cpu:2", "--output", tmp_path / "out", "--keep", "3")
+    command("--epochs", "2")
+    command("--epochs", "4", "--resume", "auto", "--resume-schedule", way)
+    steps, rates = 4, [row["learning_rate"] for row in rows_in(tmp_path / "out")]
+    schedule = mx.lr_scheduler.CosineScheduler(steps * (4 if way == "stretch" else 2), 0.05, 0.0, steps, 0.005)
+    cosine = mx.lr_scheduler.CosineScheduler(steps * 2, 0.05, 0.0, steps, 0.005)
+    expected = [(schedule if epoch > 2 else cosine)(steps * epoch) for epoch in (1, 2, 3, 4)]
+    if way == "keep":
+        expected[2:] = [0.0, 0.0]  # it had reached its end
+    assert rates == pytest.approx(expected, abs=1e-9) and (rates[2] > 0.01) == (way == "stretch")
+    assert caplog.text.count("schedule's max_update 8 where this one has 16") == 1
+    assert f"resume_schedule='{'keep' if way == 'stretch' else 'stretch'}'" in caplog.text
+
+
+def test_other_options_are_told(request, small, tmp_path, caplog):
+    command = partial(run, *programs(request)["resnet18"], "--devices", "cpu:1", "--output", tmp_path / "out", "--keep", "3")
+    command("--epochs", "1", "--checkpoint-every", "2")
+    output = command("--epochs", "2", "--lr", "0.1", "--resume", "auto", exit_code=1)
+    assert "schedule's base_lr_orig 0.05 where this one has 0.1" in output
     assert "Traceback" not in output
+    assert output.count("load_checkpoint: got") == 1 and "cannot resume" not in caplog.text  # once, not for every checkpoint
 
 
 def test_a_folder_that_is_none_is_told(request, small, tmp_path):

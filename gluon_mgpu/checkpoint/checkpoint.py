@@ -20,7 +20,7 @@ from ..trainer.parameters import average_replicas, shape_fits
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
 from .atomic_folder import commit, explained, new_folder
-from .snapshot import FILES, OLD_STATES, CheckpointData, check_content, read_content, restore, states_of, take_snapshot
+from .snapshot import FILES, OLD_STATES, CheckpointData, Taken, check_content, read_content, restore, states_of, take_snapshot
 
 
 def save_checkpoint(
@@ -142,7 +142,7 @@ def load_checkpoint(
             "load_checkpoint: got states_only=True without a trainer; expected the trainer that takes the states. Pass it, or "
             "leave states_only out to load the network alone."
         )
-    read = read_checkpoint(folder, net, trainer, hyperparameters=not states_only)
+    read = read_checkpoint(folder, net, trainer, taken=Taken(hyperparameters=not states_only))
     return read.restore(generators=not states_only).progress
 
 
@@ -159,7 +159,7 @@ class ReadCheckpoint:
     _net: gluon.Block
     _trainer: Optional[Trainer]
     _states: List[Dict[int, Any]]
-    _hyperparameters: bool = True
+    _taken: Taken = Taken()
 
     def restore(self, *, generators: bool = True) -> CheckpointData:
         """Set the network and its trainer to the checkpoint's state; return the content without the parameters.
@@ -170,8 +170,7 @@ class ReadCheckpoint:
             average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
         without = set_parameters(self.content, self._net)
         if self._trainer is not None:
-            with_ = {"hyperparameters": self._hyperparameters, "generators": generators}
-            restore(without, self._net, self._trainer, self._states, **with_)
+            restore(without, self._net, self._trainer, self._states, self._taken, generators=generators)
         else:
             remember_equal(self._net)
         return without
@@ -183,11 +182,11 @@ def read_checkpoint(
     trainer: Optional[Trainer] = None,
     *,
     check: Callable[[CheckpointData], None] = lambda content: None,
-    hyperparameters: bool = True,
+    taken: Taken = Taken(),  # noqa: B008  (frozen)
 ) -> ReadCheckpoint:
     """Read a checkpoint of this network and trainer, and check all of it; `check` may raise for further reasons.
 
-    Without `hyperparameters`, the trainer keeps its own, which may differ from those of the checkpoint.
+    `taken` says which hyper-parameters the trainer takes, and which must be the same.
 
     Raises
     ------
@@ -200,9 +199,9 @@ def read_checkpoint(
     check_parameters(content, net)
     if trainer is None:
         return ReadCheckpoint(content, net, None, [])
-    check_content(content, net, trainer, hyperparameters=hyperparameters)
+    check_content(content, net, trainer, taken)
     check(content)
-    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer), hyperparameters)
+    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer), taken)
 
 
 def _check_given(operation: str, net: Any, trainer: Any) -> None:

@@ -73,6 +73,7 @@ class TrainingOptions:
     checkpoint_every: Optional[int]
     keep: int
     resume: Optional[str]
+    resume_schedule: str
     debug: bool
     trace: Optional[Path]
     watchdog: Optional[float]
@@ -162,7 +163,7 @@ def run_fit(
         test_iter = watchdog.watch(test_iter)
     if extras is not None:
         callbacks, more = extras.callbacks(callbacks), {**more, **extras.options}
-    shared = ("epochs", "micro_steps", "compiled", "resume")
+    shared = ("epochs", "micro_steps", "compiled", "resume", "resume_schedule")
     trace = None if options.trace is None else Trace(options.trace)
     common: Dict[str, Any] = {"trace": trace, **{name: getattr(options, name) for name in shared}}
     try:

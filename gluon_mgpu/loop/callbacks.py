@@ -56,7 +56,7 @@ class FitState:
     error : BaseException, optional
         The error that ended the run, in `on_fit_end`.
     interrupted : bool
-        Whether Ctrl-C or SIGTERM stopped the run between two batches, so that all devices hold the same weights.
+        Whether a signal stopped the run between two batches, so that all devices hold the same weights.
     tests : bool
         Whether there is a test set.
     batches, step : int
@@ -251,8 +251,8 @@ class EarlyStopping(Callback):
 class Checkpoint(Callback):
     """Saves the network and its trainer: `best` when a metric improves, `last` after each epoch and at the end.
 
-    It saves when Ctrl-C or SIGTERM stops the run, but not after an error. `fit(..., resume="auto")` resumes from the latest
-    checkpoint. It restores `best` if a killed run left none, or one of an earlier epoch. One run at a time uses a folder.
+    It saves when Ctrl-C, SIGTERM or SIGUSR1 stops the run, but not after an error. `fit(..., resume="auto")` resumes from the
+    latest checkpoint. It restores `best` if a killed run left none, or one of an earlier epoch. One run at a time uses a folder.
 
     Parameters
     ----------

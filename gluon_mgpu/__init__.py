@@ -37,6 +37,7 @@ from .pipeline.network import Pipeline
 from .pipeline.recompute import recompute
 from .pipeline.split import split_stages
 from .plots import plot_schedule, plot_trace
+from .runtime.determinism import seed_everything
 from .runtime.timing import Timer
 from .trainer.local_sgd import LocalSGD
 from .trainer.loss_scaler import LossScaler
@@ -68,6 +69,7 @@ __all__ = [
     "copyto",
     "as_in_context",
     "Timer",
+    "seed_everything",
     # a step
     "Trainer",
     "LocalSGD",

@@ -151,6 +151,11 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             show_default=True,
             help="Resuming with other --epochs: stretch the schedule of the learning rate to them, or keep the old one.",
         ),
+        click.option(
+            "--deterministic",
+            is_flag=True,
+            help="The same bits in every run on the same devices: only deterministic algorithms on GPUs, which may be slower.",
+        ),
         click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
         click.option(
             "--trace",

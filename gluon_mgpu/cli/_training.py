@@ -11,7 +11,6 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Opti
 
 import click
 import mxnet as mx
-import numpy as np
 from mxnet import gluon, init
 
 from ..data_parallel.debug import run_serially
@@ -24,6 +23,7 @@ from ..loop.trace import Trace
 from ..monitor.leaks import LeakCheck
 from ..monitor.watchdog import Watchdog
 from ..plots import plot_schedule, plot_trace, save
+from ..runtime.determinism import seed_everything
 from ..trainer.local_sgd import LocalSGD
 from ..trainer.trainer import Trainer
 from ._options import HYBRIDIZE
@@ -74,6 +74,7 @@ class TrainingOptions:
     keep: int
     resume: Optional[str]
     resume_schedule: str
+    deterministic: bool
     debug: bool
     trace: Optional[Path]
     watchdog: Optional[float]
@@ -104,12 +105,13 @@ def enable_debugging() -> None:
 
 @contextmanager
 def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
-    """Yield the devices that the options select, and seed MXNet and NumPy."""
+    """Yield the devices that the options select, and seed all random generators."""
+    if options.deterministic and options.weights == "auto":
+        raise click.BadParameter("got auto with --deterministic; expected numbers: speeds differ.", param_hint="--weights")
     with use_devices(options.devices, **options.choice) as ctx:  # before anything runs on a device: it sets their threads
         check_stages(options, len(ctx))
         _check_weights(options.weights, num_replicas(options, ctx), "replica" if is_divided(options) else "device")
-        mx.random.seed(options.seed)
-        np.random.seed(options.seed)
+        seed_everything(options.seed, deterministic=options.deterministic)
         yield ctx
 
 

@@ -5,8 +5,8 @@
        └── pipe ───┘  "pid 71", "ended 51283.5 9": the program's number; when it ended and its wait status
 
 The guard passes SIGINT, SIGTERM and SIGUSR1 on; the launcher decides how long to wait, and kills. When the launcher ends for any
-reason, the kernel wakes the guard with a SIGCONT. The guard then stops the program itself: SIGTERM, a grace time, SIGKILL. When the guard
-ends, the kernel kills the program, and the launcher inherits the remaining processes.
+reason, the kernel wakes the guard with a SIGCONT. The guard then stops the program itself: SIGTERM, a grace time, SIGKILL. When
+the guard ends, the kernel kills the program, and the launcher inherits the remaining processes.
 It imports nothing of this package, so that it starts in milliseconds and holds few bytes.
 
 Source: Linux' prctl(2), PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER; proc_pid_stat(5).

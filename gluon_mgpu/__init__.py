@@ -26,6 +26,7 @@ from .loop.fit import fit
 from .loop.history import History
 from .loop.metrics import DeviceSums, accuracy, top_k_accuracy
 from .loop.predict import predict, predict_batches
+from .loop.recording import LogRows, TensorBoard
 from .loop.trace import Trace
 from .models.seq2seq.search import Translation, plot_attention, translate
 from .models.seq2seq.translator import Translator, load_translator
@@ -110,6 +111,8 @@ __all__ = [
     "Progress",
     "History",
     "SaveHistory",
+    "LogRows",
+    "TensorBoard",
     "EarlyStopping",
     "Checkpoint",
     "save_checkpoint",

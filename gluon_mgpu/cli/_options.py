@@ -158,6 +158,9 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
         ),
         click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
         click.option(
+            "--tensorboard", is_flag=True, help="Write event files to the folder tensorboard in --output (extra tensorboard)."
+        ),
+        click.option(
             "--trace",
             type=FILE,
             metavar="FILE.json",

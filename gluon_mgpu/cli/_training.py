@@ -18,6 +18,7 @@ from ..devices.select import use_devices
 from ..loop.callbacks import Callback
 from ..loop.fit import fit
 from ..loop.history import History
+from ..loop.recording import TensorBoard
 from ..loop.stopping import Terminated
 from ..loop.trace import Trace
 from ..monitor.leaks import LeakCheck
@@ -76,6 +77,7 @@ class TrainingOptions:
     resume_schedule: str
     deterministic: bool
     debug: bool
+    tensorboard: bool
     trace: Optional[Path]
     watchdog: Optional[float]
     leak_check: bool
@@ -156,6 +158,8 @@ def run_fit(
     if extras is not None and extras.instead is not None:
         extras.instead(net, loss, trainer, train_iter, compiled=options.compiled, **more)
     callbacks = list(callbacks)
+    if options.tensorboard:
+        callbacks.append(TensorBoard(options.output / "tensorboard"))
     leak_check = LeakCheck() if options.leak_check else None
     if leak_check is not None:
         callbacks.append(leak_check)

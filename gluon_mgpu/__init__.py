@@ -7,6 +7,7 @@ moved.install()
 exits.wait_at_exit(environment.load_mxnet())  # before anything below asks for mxnet
 
 from . import data, errors, models, runtime, tune
+from .checkpoint.average import average_checkpoints
 from .checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from .data_parallel.balancer import Balancer
 from .data_parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm, forward_shards, revert_sync_batchnorm, set_batch_norm
@@ -18,6 +19,7 @@ from .data_parallel.prefetch import prefetch
 from .data_parallel.sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
 from .data_parallel.step import Batch, eval_batch, train_batch
 from .data_parallel.transfer import as_in_context, copyto
+from .data_parallel.update_bn import update_bn
 from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
 from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
@@ -28,6 +30,7 @@ from .loop.metrics import DeviceSums, accuracy, top_k_accuracy
 from .loop.predict import predict, predict_batches
 from .loop.recording import LogRows, TensorBoard
 from .loop.trace import Trace
+from .loop.weight_average import WeightAverage
 from .models.seq2seq.search import Translation, plot_attention, translate
 from .models.seq2seq.translator import Translator, load_translator
 from .monitor import Monitor
@@ -93,6 +96,7 @@ __all__ = [
     "SyncBatchNorm",
     "forward_shards",
     "average_running_stats",
+    "update_bn",
     "replica_difference",
     # networks that span devices
     "Pipeline",
@@ -117,6 +121,8 @@ __all__ = [
     "Checkpoint",
     "save_checkpoint",
     "load_checkpoint",
+    "average_checkpoints",
+    "WeightAverage",
     "find_batch_size",
     "this_process",
     "translate",

@@ -15,6 +15,7 @@ from ..loop.stopping import Terminated
 from ..runtime.nvidia.nvml import DriverError
 from ..version import __version__
 from .agree import agree
+from .average import average
 from .bench import bench
 from .devices import devices
 from .doctor import doctor
@@ -90,6 +91,7 @@ train.add_command(train_seq2seq)
 main.add_command(train)
 main.add_command(translate)
 main.add_command(predict)
+main.add_command(average)
 main.add_command(find_batch_size_)
 main.add_command(plan)
 main.add_command(search)

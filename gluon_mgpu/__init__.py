@@ -24,6 +24,7 @@ from .devices.select import describe_devices, resolve_devices, try_all_gpus, try
 from .distributed import this_process
 from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
 from .loop.evaluate import evaluate, evaluate_accuracy_gpus
+from .loop.finetune import Finetune
 from .loop.fit import fit
 from .loop.history import History
 from .loop.metrics import DeviceSums, accuracy, top_k_accuracy
@@ -52,6 +53,7 @@ from .trainer.running_stats import average_running_stats
 from .trainer.schedules import scaled_learning_rate, scaled_params
 from .trainer.trainer import Trainer
 from .tuning.batch_size import find_batch_size
+from .tuning.learning_rate import LearningRateFinder
 from .version import __version__ as __version__
 
 __all__ = [
@@ -123,7 +125,9 @@ __all__ = [
     "load_checkpoint",
     "average_checkpoints",
     "WeightAverage",
+    "Finetune",
     "find_batch_size",
+    "LearningRateFinder",
     "this_process",
     "translate",
     "Translation",

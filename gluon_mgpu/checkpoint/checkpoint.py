@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
+import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
@@ -202,6 +204,25 @@ def read_checkpoint(
     check_content(content, net, trainer, taken)
     check(content)
     return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer), taken)
+
+
+def remember(net: gluon.Block, trainer: Trainer) -> ReadCheckpoint:
+    """Return a checkpoint in memory, whose `restore` sets network, trainer and random generators to their state now.
+
+    Each process has its own. See `save_checkpoint` about MXNet's random generators.
+
+    Raises
+    ------
+    StateError, TrainerError
+        As for `save_checkpoint`.
+    """
+    snapshot = take_snapshot(net, trainer)
+    as_array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    means = {name: snapshot._mean(name) for name in snapshot.params}
+    params = {name: as_array(mean, dtype=mean.dtype) for name, mean in means.items()}
+    arrays = {name: values_of(array) for name, array in snapshot.arrays.items()}
+    content = CheckpointData(Path("memory"), {}, arrays, json.loads(json.dumps(snapshot.training)), params)
+    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer))
 
 
 def _check_given(operation: str, net: Any, trainer: Any) -> None:

@@ -130,6 +130,7 @@ def test_the_commands_are_these():
     assert sorted(" ".join(path) for path, _ in commands()) == [
         "",
         "agree",
+        "average",
         "bench",
         "bench compute",
         "bench transfer",

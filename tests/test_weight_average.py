@@ -317,6 +317,12 @@ PROGRAM = """
     print("bits", hashlib.sha256(found.tobytes()).hexdigest())
     if not mgpu.this_process().rank:
         np.save(sys.argv[2], found)
+    layer = nn.BatchNorm(in_channels=1, momentum=0.5)  # each process reads its own batches
+    layer.initialize(ctx=[mx.cpu(0)])
+    mgpu.Trainer(layer, "sgd", sharded_data=True)
+    X = [[0.0], [2.0]] if mgpu.this_process().rank == 0 else [[10.0], [20.0]]
+    mgpu.update_bn(layer, [(np.float32(X), np.zeros(2))] * 20)
+    print("mean", round(float(layer.running_mean.data().asscalar()), 3))
 """
 
 
@@ -339,6 +345,7 @@ def test_in_two_processes(tmp_path):
         output = done.stdout.decode()
         assert done.returncode == 0, output
         assert len({line.split("bits ")[1] for line in output.splitlines() if "bits " in line}) == 1
+        assert ("mean 1.0" if name == "one" else "mean 8.0") in output
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=2), nn.BatchNorm(in_channels=4), nn.Dense(3, in_units=4))
     net.load_parameters(str(tmp_path / "two-average" / "net.params"), ctx=mx.cpu())

@@ -7,12 +7,13 @@ from typing import Any, Iterable, List
 from mxnet import autograd, gluon
 
 from ..checks import check_function
-from ..distributed import group
+from ..distributed import group, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..trainer.groups import spans_devices
 from ..trainer.parameters import devices_of
 from ..trainer.running_stats import claim_examples, note_examples_on, running_stats
+from ..trainer.trainer import Trainer
 from .batchnorm import average_over_processes, sync_running_stats
 from .iterators import as_pair, batches_of, check_iterable
 from .passes import Passes, backward
@@ -31,7 +32,8 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     net : gluon.Block
         Initialised on one or more devices.
     data_iter : iterable of (X, y)
-        Shapes (B, ...): batches of training data, of the size used in training.
+        Shapes (B, ...): batches of training data, of the size used in training. With a trainer of `sharded_data`, those of this
+        process.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
 
     Raises
@@ -59,12 +61,14 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     stats, trainers = running_stats(net), [param._trainer for param in net.collect_params().values()]
     if not stats:
         return
-    trainers = list({id(trainer): trainer for trainer in trainers if hasattr(trainer, "discard")}.values())
+    trainers = list({id(trainer): trainer for trainer in trainers if isinstance(trainer, Trainer)}.values())
     for trainer in trainers:
         trainer._check_applied("update_bn")
     passes, devices = Passes(net, None, trains=True), devices_of(net)
+    reads_own = any(trainer.sharded_data for trainer in trainers)
     for item in batches_of(data_iter):
-        Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
+        with own_batches(reads_own):
+            Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
         outputs, _ = passes.forward("update_bn", Xs, ys)
         if outputs:  # MXNet moves the statistics in the backward pass
             backward([_nothing(output) for output in outputs])

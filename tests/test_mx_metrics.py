@@ -1,7 +1,11 @@
 """Objects of mx.metric in fit and evaluate, and Gluon's Estimator with this Trainer: the numbers of plain MXNet on one device."""
 
+import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import gluon_mgpu as mgpu
@@ -190,3 +194,50 @@ def test_gluons_estimator_with_uneven_batches(devices):
     accuracies = {metric.get()[0]: metric.get()[1] for metric in est.val_metrics}
     assert accuracies["validation accuracy"] == pytest.approx(history.rows[-1]["test_accuracy"])
     assert_same(weights(net), weights(net, devices[-1]))
+
+
+PROGRAM = """
+    import sys
+    import gluon_mgpu as mgpu
+    import mxnet as mx
+    import numpy as np
+    from mxnet import gluon
+    from mxnet.gluon import nn
+
+    rng = np.random.RandomState(0)
+    data = [(rng.rand(n, 2).astype("float32"), rng.randint(0, 3, n)) for n in (8, 7, 1)]
+    metrics = [mx.metric.TopKAccuracy(2), mx.metric.NegativeLogLikelihood(), mgpu.accuracy]
+    for epochs in (1, 3):
+        net = nn.HybridSequential()
+        net.add(nn.Dense(3, in_units=2), nn.HybridLambda("softmax"))
+        mx.random.seed(1)
+        net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0)])
+        callbacks = [mgpu.Checkpoint(sys.argv[1], monitor=None), mgpu.WeightAverage("ema", decay=0.9)]
+        trainer, loss = mgpu.Trainer(net, "adam", {"learning_rate": 0.1}), gluon.loss.SoftmaxCrossEntropyLoss()
+        history = mgpu.fit(
+            net, loss, trainer, data, data, epochs=epochs, metrics=metrics, callbacks=callbacks, resume="auto"
+        )
+    names = [name for name in history.rows[-1] if name.startswith("t")]
+    print("row", *names, "values", *(history.rows[-1][name] for name in names))
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_processes_report_the_numbers_of_one_also_when_resumed(tmp_path):
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    found = []
+    for name, command in (("one", [sys.executable]), ("two", [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2"])):
+        done = subprocess.run(
+            [*command, "program.py", name],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout.decode()
+        (row,) = {line.split("row ")[1] for line in done.stdout.decode().splitlines() if "row " in line}  # the same in each
+        names, values = row.split(" values ")
+        found.append((names, [float(value) for value in values.split()]))
+    assert found[0][0] == found[1][0] and "test_top_k_accuracy_2" in found[0][0]
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4)

@@ -17,6 +17,7 @@ from mxnet import gluon
 from mxnet.gluon import nn
 
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
+from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
 DATA = batches_of(*three_clouds())  # 4 batches
 DECAY = 0.9
@@ -294,6 +295,18 @@ def test_the_command(tmp_path):
     mgpu.load_checkpoint(tmp_path / "mean", net)
     refused = CliRunner().invoke(main, ["average", str(tmp_path), "--last", "5"])
     assert refused.exit_code == 1 and "--keep 5" in refused.output
+
+
+def test_the_average_of_a_translators_checkpoints_is_a_translator(tmp_path, tsv, without_sacrebleu):  # noqa: F811
+    run = ["train", "seq2seq", "--tsv", tsv, *SMALL, *WORDS, "--devices", "cpu:1", "--epochs", "3", "--keep", "2"]
+    for command in ([*run, "--output", tmp_path / "run"], ["average", tmp_path / "run", "--last", "2"]):
+        done = CliRunner().invoke(main, [str(word) for word in command])
+        assert done.exit_code == 0, (done.output, done.exception)
+    parts = [path for path in (tmp_path / "run").iterdir() if path.name == "last" or path.name.startswith("step-")]
+    found = [weights(mgpu.load_translator(path).net) for path in parts]
+    average = mgpu.load_translator(tmp_path / "run" / "average")
+    assert_close(weights(average.net), {name: (found[0][name] + found[1][name]) / 2 for name in found[0]})
+    assert found[0]["encoder.embedding.weight"].tobytes() != found[1]["encoder.embedding.weight"].tobytes()
 
 
 PROGRAM = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Union
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from ..checks import path_of, whole_number
 from ..errors import StateError
-from .atomic_folder import MANIFEST, commit, explained, new_folder
+from .atomic_folder import MANIFEST, commit, explained, new_folder, sync
 from .checkpoint import check_folder
 from .rotation import INNER, checkpoint_in, find_checkpoints, outer_of
 from .snapshot import FILES, OLD_STATES, CheckpointData, Snapshot, read_content
@@ -22,7 +23,8 @@ def average_checkpoints(
     """Average the weights of checkpoints of one run, save them as another checkpoint, and return its folder.
 
     The result has no optimizer state: `load_checkpoint` reads it without a trainer, and Gluon's `load_parameters` reads its
-    `net.params`. BatchNorm's running statistics are averaged like weights: call `update_bn` for those of the averaged weights.
+    `net.params`. The average of a translator's checkpoints is a translator: `load_translator` reads it. BatchNorm's running
+    statistics are averaged like weights: call `update_bn` for those of the averaged weights.
 
     Parameters
     ----------
@@ -75,17 +77,21 @@ def average_checkpoints(
             f"Checkpoint(folder, keep={last or 5}), or --keep {last or 5}."
         )
     target = target if output is None else path_of("average_checkpoints", "output", output)
-    if any(path.name == INNER for path in paths):
-        raise StateError(
-            f"average_checkpoints: got {paths[0]}, a part of a translator; expected checkpoints of a network. Average the "
-            "weights in training, with WeightAverage."
-        )
-    check_folder(target, (*FILES, OLD_STATES), "average_checkpoints", "average")
+    is_part = paths[0].name == INNER  # of a translator, whose other files do not change
+    others = [path for path in outer_of(paths[0]).iterdir() if is_part and path.name != INNER]
+    names = (INNER, *(path.name for path in others)) if is_part else (*FILES, OLD_STATES)
+    check_folder(target, names, "average_checkpoints", "average")
     contents = [read_content(path, with_training=False) for path in paths[:last]]
     snapshot = _mean(contents, is_np=json.loads((contents[0].folder / MANIFEST).read_text("utf-8")).get("arrays") == "np")
     with explained("average_checkpoints", target, num_bytes=snapshot.num_bytes):
         with new_folder(target) as new:
-            snapshot.write(new)
+            for path in others:
+                shutil.copyfile(path, new / path.name)
+                sync(new / path.name)
+            if is_part:
+                (new / INNER).mkdir()
+                sync(new)
+            snapshot.write(new / INNER if is_part else new)
         commit(target)
     return target
 

@@ -18,8 +18,10 @@ from ._options import FOLDER
 )
 @click.option("--output", type=FOLDER, help="Folder of the averaged checkpoint. By default average in RUN.")
 def average(run: Path, last: Optional[int], output: Optional[Path]) -> None:
-    """Average the weights of the last checkpoints of RUN, a folder of gluon-mgpu train resnet18 --keep 5 or of Checkpoint.
+    """Average the weights of the last checkpoints of RUN.
 
-    The result is a checkpoint without the optimizer's state. predict reads it.
+    RUN is the --output of gluon-mgpu train resnet18 --keep 5 or train seq2seq --keep 5, or the folder of a Checkpoint.
+
+    The result is a checkpoint without the optimizer's state. predict and translate read it.
     """
     print(f"saved {average_checkpoints(run, last=last, output=output)}")

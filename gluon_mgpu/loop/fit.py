@@ -73,7 +73,7 @@ def fit(
         Shapes (B, ...); read once per epoch.
     epochs : int
     metrics : sequence of functions, or dict name -> function
-        See `gluon_mgpu.loop.metrics`. Objects of `mx.metric` too; they read each batch on the host.
+        See `gluon_mgpu.loop.metrics`. Or objects of `mx.metric`, which read each batch on the host.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)

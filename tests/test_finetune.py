@@ -54,6 +54,7 @@ def by_hand(optimizer, epochs, thaw_epoch, lr_mult):
     return weights(net)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize(
     ("hybridize", "compiled"),
@@ -93,7 +94,7 @@ def test_selections_in_nd_and_np(freeze, arrays):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("step", [2, 3, 4, 7, 8])  # in the first epoch, at its end, after it, and after the thaw
+@pytest.mark.parametrize("step", [2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8])  # in an epoch, at its end, thawed
 def test_a_resumed_run_has_the_same_bits(interrupts, tmp_path, optimizer, step):
     ctx = [mx.cpu(0), mx.cpu(1)]
 
@@ -149,6 +150,7 @@ def trained(net, trainer, data):
     return weights(net)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_finder_changes_nothing(devices, arrays, optimizer):
     """Weights, momentum, update counts, schedule, running statistics, the order of the data, Python's and NumPy's numbers."""

@@ -50,6 +50,7 @@ METRICS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", METRICS)
 def test_evaluate_gives_the_numbers_of_one_device(devices, arrays, name):
     """60 examples in batches of 16: the last batch and its shards are smaller."""

@@ -16,6 +16,7 @@ from gluon_mgpu.trainer.averaged_weights import AveragedWeights
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from .conftest import mostly_two
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
@@ -76,6 +77,7 @@ def test_ema_is_that_of_numpy(devices, arrays):
     assert history.rows[-1]["test_loss"] == pytest.approx(result["loss"], abs=1e-6)
 
 
+@mostly_two
 def test_swa_is_the_mean_over_epochs_and_training_keeps_its_weights(devices):
     plain_notes = Weights()
     net = make_net(devices)
@@ -128,6 +130,7 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", ["ema", "swa"])
 @pytest.mark.parametrize("first", [True, False], ids=["before Checkpoint", "after Checkpoint"])
 @pytest.mark.parametrize("step", [1, 4, 6, -1, -2])
@@ -201,6 +204,7 @@ def bn_net(ctx):
     return net
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
 def test_update_bn_gives_the_moments_of_the_data(devices, arrays, hybridize):
     net = bn_net(devices)
@@ -229,6 +233,7 @@ def test_update_bn_rejects_gradients_that_it_would_lose():
         mgpu.update_bn(net, DATA)
 
 
+@mostly_two
 def test_bn_data_gives_the_average_its_own_statistics(devices):
     """Training goes on with its statistics: its loss per epoch does not depend on the callback."""
     losses, tests = [], []

@@ -154,7 +154,7 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
         click.option(
             "--deterministic",
             is_flag=True,
-            help="The same bits in every run on the same devices: only deterministic algorithms on GPUs, which may be slower.",
+            help="Let cuDNN use deterministic algorithms only, which may be slower, and reject --weights auto.",
         ),
         click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
         click.option(

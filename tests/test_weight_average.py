@@ -196,6 +196,35 @@ def test_the_average_is_saved_and_best_is_chosen_by_it(tmp_path):
     assert weights(loaded)["0.weight"].tobytes() != weights(net)["0.weight"].tobytes()  # the trained weights
 
 
+def test_the_average_in_a_checkpoint(tmp_path, devices, arrays):
+    """`best` is chosen by the average, and holds it next to the trained weights; tied parameters have several names."""
+
+    def make(ctx):
+        net = nn.HybridSequential()
+        net.add(nn.Dense(2, in_units=2), nn.BatchNorm(in_channels=2))
+        net.add(nn.Dense(2, in_units=2, params=net[0].params), nn.Dense(3, in_units=2))
+        mx.random.seed(1)
+        net.initialize(mx.init.Xavier(), ctx=ctx)
+        return net
+
+    net, saves = make(devices), mgpu.Checkpoint(tmp_path / "run")
+    average = mgpu.WeightAverage("ema", decay=DECAY, apply_at_end=False)
+    history = mgpu.fit(net, LOSS, make_trainer(net), DATA, DATA, epochs=3, callbacks=[saves, average])
+    loaded = make([mx.cpu(0), mx.cpu(1)])
+    assert mgpu.load_checkpoint(tmp_path / "run" / "last", loaded, averaged=True)["epoch"] == 3
+    with average.applied():
+        assert_same(weights(loaded), {**weights(net), **{k: v for k, v in weights(loaded).items() if "running" in k}})
+    assert weights(loaded)["0.weight"].tobytes() != weights(net)["0.weight"].tobytes()
+    best = mgpu.load_checkpoint(tmp_path / "run" / "best", loaded, averaged=True)
+    expected = history.rows[best["epoch"] - 1]["test_loss"]
+    assert mgpu.evaluate(loaded, DATA, loss=LOSS)["loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(mgpu.errors.StateError, match="expected no trainer"):
+        mgpu.load_checkpoint(tmp_path / "run" / "last", loaded, make_trainer(loaded), averaged=True)
+    mgpu.save_checkpoint(tmp_path / "plain", loaded, make_trainer(loaded))
+    with pytest.raises(mgpu.errors.StateError, match="without averaged weights"):
+        mgpu.load_checkpoint(tmp_path / "plain", loaded, averaged=True)
+
+
 def bn_net(ctx):
     net = nn.HybridSequential()
     net.add(nn.Dense(6, in_units=2), nn.BatchNorm(in_channels=6, momentum=0.5), nn.Dense(3, in_units=6))

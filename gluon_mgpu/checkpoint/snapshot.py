@@ -45,6 +45,7 @@ from .params_file import check_params, write_params
 PARAMS, STATES, TRAINING, PROGRESS = "net.params", "states.npz", "training.json", "progress.json"
 FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)
 _SHOWN = 160  # characters of another library's error
+AVERAGE = "average/"  # begins the names of averaged weights among the arrays
 OLD_STATES = "trainer.states"  # a pickle, in folders of version 1
 
 ProgressRecord = Dict[str, Any]  # the progress of a run, as values for JSON; see `loop/resume.py`

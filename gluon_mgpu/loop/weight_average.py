@@ -9,6 +9,7 @@ from typing import Any, Dict, Iterable, Iterator, Optional, Union
 import mxnet as mx
 
 from ..checkpoint.checkpoint import save_checkpoint
+from ..checkpoint.snapshot import AVERAGE
 from ..checks import flag, one_of, path_of, real_number, whole_number
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.update_bn import update_bn
@@ -20,15 +21,14 @@ from ..trainer.local_sgd import LocalSGD
 from ..trainer.running_stats import describe_seen, restore_seen, running_stats
 from .callbacks import Callback, FitState
 
-_KEY = "average/"
-
 
 class WeightAverage(Callback):
     """Averages the weights during training; evaluation uses the average, and so does the network after `fit`.
 
     Each epoch is evaluated with the average: the columns `test_...` are its results, by which `Checkpoint` chooses `best` and
-    `EarlyStopping` stops. Training and checkpoints keep the trained weights; checkpoints also hold the average, so that a resumed
-    run has the same bits. It needs the memory of the weights once more on each device, twice while it evaluates.
+    `EarlyStopping` stops. Training and checkpoints keep the trained weights. Checkpoints also hold the average: a resumed run has
+    the same bits, and `load_checkpoint(folder, net, averaged=True)` reads it. It needs the memory of the weights once more on
+    each device, twice while it evaluates.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class WeightAverage(Callback):
         self.num_updates, self._weights = 0, None
         self._step, self._epoch = state.step, len(state.history.rows)
         arrays = {} if state.resumed is None else state.resumed.arrays
-        found = {key[len(_KEY) :]: value for key, value in arrays.items() if key.startswith(_KEY)}
+        found = {key[len(AVERAGE) :]: value for key, value in arrays.items() if key.startswith(AVERAGE)}
         if "progress" in found:
             self.num_updates, self._step, self._epoch = map(int, found.pop("progress"))
             self._weights = AveragedWeights(state.net)
@@ -145,7 +145,7 @@ class WeightAverage(Callback):
         if self._weights is None:
             return {}
         progress = mx.nd.array([self.num_updates, self._step, self._epoch], dtype="float64")
-        return {**{_KEY + name: array for name, array in self._weights.arrays().items()}, _KEY + "progress": progress}
+        return {**{AVERAGE + name: array for name, array in self._weights.arrays().items()}, AVERAGE + "progress": progress}
 
     @contextmanager
     def applied(self) -> Iterator[None]:

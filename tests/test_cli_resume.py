@@ -13,6 +13,7 @@ from gluon_mgpu.cli import main
 from mxnet.gluon import nn
 
 from .test_cli import data_dir  # noqa: F401  a fixture
+from .test_fit import LOSS, batches_of, make_net, three_clouds
 from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
 TIMES = ("seconds", "examples_per_s", "tokens_per_s")
@@ -134,3 +135,50 @@ def test_a_folder_that_is_none_is_told(request, small, tmp_path):
     output = run(*command, "--resume", tmp_path / "nowhere", exit_code=1)
     assert "which holds no checkpoint" in output
     assert not (tmp_path / "out").exists()
+
+
+SCHEDULES = {
+    "factor": (mx.lr_scheduler.FactorScheduler, {"factor": 0.5, "base_lr": 0.4}, {"step": 2}, {"step": 6}),
+    "multi-factor": (mx.lr_scheduler.MultiFactorScheduler, {"factor": 0.1, "base_lr": 0.4}, {"step": [2, 9]}, {"step": [5, 20]}),
+    "poly": (mx.lr_scheduler.PolyScheduler, {"base_lr": 0.4, "pwr": 1}, {"max_update": 6}, {"max_update": 12, "warmup_steps": 2}),
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("way", ["stretch", "keep"])
+def test_schedules_of_mxnet_are_stretched_or_kept(name, way, devices, tmp_path):
+    """The oracle: the schedule itself, asked for each update."""
+    kind, same, before, after = SCHEDULES[name]
+    data, rates = batches_of(*three_clouds(48)), []  # 3 batches
+
+    class Rates(mgpu.Callback):
+        def on_batch_end(self, state):
+            rates.append(state.trainer.learning_rate)
+
+    for epochs, lengths in ((2, before), (4, after)):
+        net = make_net(devices)
+        options = {"learning_rate": 0.4, "lr_scheduler": kind(**same, **lengths)}
+        callbacks = [mgpu.Checkpoint(tmp_path, monitor=None), Rates()]
+        trainer = mgpu.Trainer(net, "sgd", options)
+        mgpu.fit(net, LOSS, trainer, data, epochs=epochs, callbacks=callbacks, resume="auto", resume_schedule=way)
+    first, later = kind(**same, **before), kind(**same, **(after if way == "stretch" else before))
+    expected = [first(step) for step in range(1, 7)]
+    asked = [later(step) for step in range(1, 13)]
+    assert rates == pytest.approx(expected + asked[6:], rel=1e-6)
+
+
+def test_only_lengths_may_differ(tmp_path):
+    data = batches_of(*three_clouds(48))
+    for epochs, options in ((1, {"max_update": 6}), (2, {"max_update": 12, "pwr": 3})):
+        net = make_net([mx.cpu()])
+        schedule = mx.lr_scheduler.PolyScheduler(base_lr=0.1, **options)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule})
+        fit = partial(mgpu.fit, net, LOSS, trainer, data, epochs=epochs, resume="auto")
+        if epochs == 2:
+            with pytest.raises(mgpu.errors.StateError, match="schedule's power 2 where this one has 3"):
+                fit(callbacks=[mgpu.Checkpoint(tmp_path, monitor=None)])
+            with pytest.raises(mgpu.errors.TrainerError, match="resume_schedule"):
+                fit(callbacks=[mgpu.Checkpoint(tmp_path, monitor=None)], resume_schedule="new")
+        else:
+            fit(callbacks=[mgpu.Checkpoint(tmp_path, monitor=None)])

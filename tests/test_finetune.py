@@ -1,4 +1,4 @@
-"""Finetune: what is frozen, when it thaws, and at which rate; LearningRateFinder: what it suggests and restores."""
+"""Finetune: what is frozen, when it unfreezes, and at which rate; LearningRateFinder: what it suggests and restores."""
 
 import math
 import os
@@ -35,7 +35,7 @@ def conv_net(ctx, hybridize=None):
     return net
 
 
-def by_hand(optimizer, epochs, thaw_epoch, lr_mult):
+def by_hand(optimizer, epochs, unfreeze_epoch, lr_mult):
     """Plain Gluon on one device."""
     net, ctx = conv_net([mx.cpu()]), mx.cpu()
     body = list(net[0].collect_params().values())
@@ -43,7 +43,7 @@ def by_hand(optimizer, epochs, thaw_epoch, lr_mult):
         param.grad_req, param.lr_mult = "null", lr_mult
     trainer = gluon.Trainer(net.collect_params(), optimizer, OPTIMIZERS[optimizer])
     for epoch in range(1, epochs + 1):
-        if epoch == thaw_epoch:
+        if epoch == unfreeze_epoch:
             for param in body:
                 param.grad_req = "write"
         for X, y in small_batches(SIZES):
@@ -64,7 +64,7 @@ def test_it_is_the_loop_by_hand(devices, optimizer, hybridize, compiled):
     net = conv_net(devices, hybridize)
     before = weights(net)
     trainer = mgpu.Trainer(net, optimizer, OPTIMIZERS[optimizer])
-    data, tuned = small_batches(SIZES), mgpu.Finetune(net[0], thaw_epoch=3, lr_mult=0.5)
+    data, tuned = small_batches(SIZES), mgpu.Finetune(net[0], unfreeze_epoch=3, lr_mult=0.5)
     seen = []
 
     class Notes(mgpu.Callback):
@@ -85,7 +85,7 @@ def test_selections_in_nd_and_np(freeze, arrays):
     net = conv_net([mx.cpu(0), mx.cpu(1)])
     before = weights(net)
     if freeze is None:
-        tuned = mgpu.Finetune(net[0], thaw_epoch=1, lr_mult=0)
+        tuned = mgpu.Finetune(net[0], unfreeze_epoch=1, lr_mult=0)
     else:
         tuned = mgpu.Finetune([net[0]] if isinstance(freeze, list) else freeze)
     mgpu.fit(net, LOSS, mgpu.Trainer(net, "sgd"), small_batches(SIZES), epochs=2, callbacks=[tuned])
@@ -94,13 +94,13 @@ def test_selections_in_nd_and_np(freeze, arrays):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("step", [2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8])  # in an epoch, at its end, thawed
+@pytest.mark.parametrize("step", [2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8])  # in an epoch, at its end, unfrozen
 def test_a_resumed_run_has_the_same_bits(interrupts, tmp_path, optimizer, step):
     ctx = [mx.cpu(0), mx.cpu(1)]
 
     def part(folder, *more):
         net = conv_net(ctx)
-        callbacks = [mgpu.Finetune(net[0], thaw_epoch=3), mgpu.Checkpoint(folder, monitor=None), *more]
+        callbacks = [mgpu.Finetune(net[0], unfreeze_epoch=3), mgpu.Checkpoint(folder, monitor=None), *more]
         trainer = mgpu.Trainer(net, optimizer, OPTIMIZERS[optimizer])
         mgpu.fit(net, LOSS, trainer, small_batches(SIZES), epochs=4, callbacks=callbacks, resume="auto")
         return weights(net)
@@ -112,7 +112,7 @@ def test_a_resumed_run_has_the_same_bits(interrupts, tmp_path, optimizer, step):
 
 
 def test_it_averages_with_weight_average():
-    """Thawed parameters move to other memory."""
+    """Unfrozen parameters move to other memory."""
     net = conv_net([mx.cpu(0), mx.cpu(1)])
     seen = []
 
@@ -120,7 +120,7 @@ def test_it_averages_with_weight_average():
         def on_epoch_end(self, state):
             seen.append(weights(state.net))
 
-    callbacks = [mgpu.Finetune("0", thaw_epoch=2), mgpu.WeightAverage("swa"), Notes()]
+    callbacks = [mgpu.Finetune("0", unfreeze_epoch=2), mgpu.WeightAverage("swa"), Notes()]
     mgpu.fit(net, LOSS, mgpu.Trainer(net, "adam", {"learning_rate": 0.01}), small_batches(SIZES), epochs=3, callbacks=callbacks)
     assert_close(weights(net), {name: sum(one[name] for one in seen) / 3 for name in seen[0]})
 
@@ -131,7 +131,7 @@ def test_it_averages_with_weight_average():
         ("features", {}, "selects no parameter; expected one or more of 0.0.weight"),
         ("(", {}, "regular expression"),
         (3, {}, "freeze"),
-        ("0", {"thaw_epoch": 0}, "thaw_epoch"),
+        ("0", {"unfreeze_epoch": 0}, "unfreeze_epoch"),
         ("0", {"lr_mult": -1}, "lr_mult"),
     ],
 )
@@ -276,7 +276,7 @@ PROGRAM = """
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     finder = mgpu.LearningRateFinder(net, loss, trainer)
     print("found", finder.sweep(data, start=1e-3, end=1.0, num_steps=30), sum(finder.losses))
-    mgpu.fit(net, loss, trainer, data, data, epochs=3, callbacks=[mgpu.Finetune("0", thaw_epoch=2)])
+    mgpu.fit(net, loss, trainer, data, data, epochs=3, callbacks=[mgpu.Finetune("0", unfreeze_epoch=2)])
     weights = np.concatenate([param.data().asnumpy().ravel() for param in net.collect_params().values()])
     print("bits", hashlib.sha256(weights.tobytes()).hexdigest())
     print("sum", float(np.abs(weights).sum()))

@@ -25,7 +25,7 @@ class Finetune(Callback):
     ----------
     freeze : str, gluon.Block or list of gluon.Block
         A regular expression that matches the beginning of structural names, such as `"features"`; or parts of the network.
-    thaw_epoch : int, optional
+    unfreeze_epoch : int, optional
         The first epoch, from 1, in which these parameters train. None: never.
     lr_mult : float
         The factor of their learning rate then; Gluon's `Parameter.lr_mult`.
@@ -44,7 +44,7 @@ class Finetune(Callback):
     >>> net.initialize(mx.init.One())
     >>> data = [(mx.nd.ones((4, 1)), mx.nd.ones(4))]
     >>> before = net[0].weight.data().asnumpy()
-    >>> callbacks = [Finetune(net[0], thaw_epoch=3, lr_mult=0.1)]
+    >>> callbacks = [Finetune(net[0], unfreeze_epoch=3, lr_mult=0.1)]
     >>> history = fit(net, gluon.loss.L2Loss(), Trainer(net, "sgd"), data, epochs=2, metrics=(), callbacks=callbacks)
     >>> bool((net[0].weight.data().asnumpy() == before).all())
     True
@@ -52,7 +52,7 @@ class Finetune(Callback):
     Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification", 2018, sections 3.2 and 3.3.
     """
 
-    def __init__(self, freeze: Selection, *, thaw_epoch: Optional[int] = None, lr_mult: float = 0.1) -> None:
+    def __init__(self, freeze: Selection, *, unfreeze_epoch: Optional[int] = None, lr_mult: float = 0.1) -> None:
         kinds, advice = (str, gluon.Block, list, tuple), "For example, pass net.features."
         instance("Finetune", "freeze", freeze, kinds, "a regular expression, a Block or a list of them", advice=advice)
         if isinstance(freeze, str):
@@ -62,10 +62,10 @@ class Finetune(Callback):
                 raise TrainerError(
                     f"Finetune: got freeze={freeze!r} ({error}); expected a regular expression. Pass 'features', for example."
                 ) from None
-        if thaw_epoch is not None:
-            whole_number("Finetune", "thaw_epoch", thaw_epoch, advice="For example, pass 3.")
+        if unfreeze_epoch is not None:
+            whole_number("Finetune", "unfreeze_epoch", unfreeze_epoch, advice="For example, pass 3.")
         real_number("Finetune", "lr_mult", lr_mult, advice="0.1 is usual.")
-        self._freeze, self._thaw_epoch, self._lr_mult = freeze, thaw_epoch, lr_mult
+        self._freeze, self._unfreeze_epoch, self._lr_mult = freeze, unfreeze_epoch, lr_mult
         self._params: List[gluon.Parameter] = []
 
     def on_fit_begin(self, state: FitState) -> None:
@@ -77,13 +77,13 @@ class Finetune(Callback):
                 f"Finetune: got freeze={self._freeze!r}, which selects no parameter; expected one or more of "
                 f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Pass a part of the network."
             )
-        self._set(state, frozen=not self._is_thawed(max(1, state.epoch)))
+        self._set(state, frozen=not self._is_unfrozen(max(1, state.epoch)))
 
     def on_epoch_begin(self, state: FitState) -> None:
-        self._set(state, frozen=not self._is_thawed(state.epoch))
+        self._set(state, frozen=not self._is_unfrozen(state.epoch))
 
-    def _is_thawed(self, epoch: int) -> bool:
-        return self._thaw_epoch is not None and epoch >= self._thaw_epoch
+    def _is_unfrozen(self, epoch: int) -> bool:
+        return self._unfreeze_epoch is not None and epoch >= self._unfreeze_epoch
 
     def _set(self, state: FitState, *, frozen: bool) -> None:
         grad_req = "null" if frozen else "write"

@@ -11,7 +11,6 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Opti
 
 import click
 import mxnet as mx
-import numpy as np
 from mxnet import gluon, init
 
 from ..data_parallel.debug import run_serially
@@ -19,11 +18,13 @@ from ..devices.select import use_devices
 from ..loop.callbacks import Callback
 from ..loop.fit import fit
 from ..loop.history import History
+from ..loop.recording import TensorBoard
 from ..loop.stopping import Terminated
 from ..loop.trace import Trace
 from ..monitor.leaks import LeakCheck
 from ..monitor.watchdog import Watchdog
 from ..plots import plot_schedule, plot_trace, save
+from ..runtime.determinism import seed_everything
 from ..trainer.local_sgd import LocalSGD
 from ..trainer.trainer import Trainer
 from ._options import HYBRIDIZE
@@ -73,7 +74,10 @@ class TrainingOptions:
     checkpoint_every: Optional[int]
     keep: int
     resume: Optional[str]
+    resume_schedule: str
+    deterministic: bool
     debug: bool
+    tensorboard: bool
     trace: Optional[Path]
     watchdog: Optional[float]
     leak_check: bool
@@ -103,12 +107,13 @@ def enable_debugging() -> None:
 
 @contextmanager
 def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
-    """Yield the devices that the options select, and seed MXNet and NumPy."""
+    """Yield the devices that the options select, and seed all random generators."""
+    if options.deterministic and options.weights == "auto":
+        raise click.BadParameter("got auto with --deterministic; expected numbers: speeds differ.", param_hint="--weights")
     with use_devices(options.devices, **options.choice) as ctx:  # before anything runs on a device: it sets their threads
         check_stages(options, len(ctx))
         _check_weights(options.weights, num_replicas(options, ctx), "replica" if is_divided(options) else "device")
-        mx.random.seed(options.seed)
-        np.random.seed(options.seed)
+        seed_everything(options.seed, deterministic=options.deterministic)
         yield ctx
 
 
@@ -153,6 +158,8 @@ def run_fit(
     if extras is not None and extras.instead is not None:
         extras.instead(net, loss, trainer, train_iter, compiled=options.compiled, **more)
     callbacks = list(callbacks)
+    if options.tensorboard:
+        callbacks.append(TensorBoard(options.output / "tensorboard"))
     leak_check = LeakCheck() if options.leak_check else None
     if leak_check is not None:
         callbacks.append(leak_check)
@@ -162,7 +169,7 @@ def run_fit(
         test_iter = watchdog.watch(test_iter)
     if extras is not None:
         callbacks, more = extras.callbacks(callbacks), {**more, **extras.options}
-    shared = ("epochs", "micro_steps", "compiled", "resume")
+    shared = ("epochs", "micro_steps", "compiled", "resume", "resume_schedule")
     trace = None if options.trace is None else Trace(options.trace)
     common: Dict[str, Any] = {"trace": trace, **{name: getattr(options, name) for name in shared}}
     try:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 from mxnet import gluon
 
 from ..checkpoint.checkpoint import ReadCheckpoint
+from ..checkpoint.snapshot import Taken
 from ..checks import check_function, one_of, short, whole_number
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
@@ -53,11 +54,13 @@ def fit(
     trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
     hyperparameters: str = "checkpoint",
+    resume_schedule: str = "stretch",
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
 
-    Ctrl-C and SIGTERM stop it after the current batch: callbacks save, then it raises KeyboardInterrupt, or SystemExit(143) after
-    SIGTERM. A second signal ends the process immediately. A program's own signal handlers stay.
+    Ctrl-C, SIGTERM and SIGUSR1 stop it after the current batch: callbacks save, then it raises KeyboardInterrupt, SystemExit(143)
+    after SIGTERM, or SystemExit(85) after SIGUSR1, which asks to be started again. A second Ctrl-C or SIGTERM ends the process
+    immediately. A program's own signal handlers stay.
 
     Parameters
     ----------
@@ -70,7 +73,8 @@ def fit(
         Shapes (B, ...); read once per epoch.
     epochs : int
     metrics : "auto", sequence of functions, or dict name -> function
-        See `gluon_mgpu.accuracy`. "auto": the accuracy, unless `loss` is one of Gluon's for labels that are no classes.
+        See `gluon_mgpu.accuracy`. Or objects of `mx.metric`, which read each batch on the host. "auto": the accuracy, unless
+        `loss` is one of Gluon's for labels that are no classes.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
@@ -98,6 +102,10 @@ def fit(
     hyperparameters : "checkpoint" or "trainer"
         Whose learning rate, schedule and other options of the optimizer a resumed run uses. With "checkpoint", other options
         than the trainer's raise, and the learning rate is the checkpoint's. With "trainer", the trainer keeps its own.
+    resume_schedule : "stretch" or "keep"
+        What a resumed run does whose learning-rate schedule runs over another number of updates, because `epochs` has changed.
+        "stretch" continues on the trainer's schedule, at the updates so far. "keep" continues on the checkpoint's, and trains at
+        its last rate after its end.
 
     Returns
     -------
@@ -116,7 +124,7 @@ def fit(
     KeyboardInterrupt
         Ctrl-C, after saving.
     SystemExit
-        SIGTERM, after saving; its code is 143.
+        SIGTERM or SIGUSR1, after saving; its code is 143 or 85.
     """
     counts = {
         "epochs": epochs,
@@ -130,6 +138,7 @@ def fit(
     measured = metrics_for(metrics, loss)
     named_metrics(measured)
     one_of("fit", "hyperparameters", hyperparameters, ("checkpoint", "trainer"), advice="Pass 'trainer' to change them.")
+    one_of("fit", "resume_schedule", resume_schedule, ("stretch", "keep"), advice="'stretch' is usual for more epochs.")
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
@@ -139,8 +148,8 @@ def fit(
     remember_equal(net)  # values may have been loaded since the trainer was created
     checkpoint = None
     if resume is not None:
-        keeps = hyperparameters == "checkpoint"
-        checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter, hyperparameters=keeps)
+        taken = Taken(hyperparameters == "checkpoint", resume_schedule)
+        checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter, taken=taken)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
     caught = CaughtSignal()
     on_phase = phase_reporter(callbacks, state)
@@ -227,7 +236,7 @@ def _read_checkpoint(
     trainer: Trainer,
     train_iter: Iterable[Any],
     *,
-    hyperparameters: bool,
+    taken: Taken,
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     if not isinstance(resume, (str, Path)):
@@ -242,7 +251,7 @@ def _read_checkpoint(
                 held.callback(callback.release)
                 callback.hold()
         folder = saving[0].folder if saving else None
-        return find_resumable(resume, folder, net, trainer, check, hyperparameters=hyperparameters)
+        return find_resumable(resume, folder, net, trainer, check, taken=taken)
 
 
 def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:

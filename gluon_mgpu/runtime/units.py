@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Optional
 
 
@@ -44,7 +45,7 @@ def in_percent(name: str, value: float) -> Optional[float]:
     """
     if name.endswith("exact_match"):
         return value
-    return 100 * value if name.endswith("accuracy") and not (value < 0 or value > 1) else None
+    return 100 * value if re.search(r"accuracy(_\d+)?$", name) and not (value < 0 or value > 1) else None
 
 
 def format_column(name: str, value: float) -> str:

@@ -479,10 +479,10 @@ class Trainer(gluon.Trainer):
         if self._replicas.is_adding and self._replicas.has_new():
             self._replicas.note_pass()
 
-    def _check_applied(self) -> None:
+    def _check_applied(self, operation: str = "Trainer.save_states") -> None:
         if self._num_counted:
             raise TrainerError(
-                f"Trainer.save_states: got gradients of {self._num_counted} examples that were not applied; expected an update "
+                f"{operation}: got gradients of {self._num_counted} examples that were not applied; expected an update "
                 "first. Call flush() outside of accumulate()."
             )
 

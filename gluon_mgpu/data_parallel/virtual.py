@@ -111,7 +111,9 @@ class VirtualPasses(Passes):
             self._train(self._trainer, operation, Xs, ys, outputs, losses)
             return outputs, losses
         for place in range(len(Xs)):
-            (outputs[place],), losses[place : place + 1] = self._inner.forward(operation, Xs[place : place + 1], ys[place : place + 1])
+            (outputs[place],), losses[place : place + 1] = self._inner.forward(
+                operation, Xs[place : place + 1], ys[place : place + 1]
+            )
         return outputs, losses[: len(Xs)] if self._loss is not None else []
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:

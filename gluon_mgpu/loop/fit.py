@@ -53,6 +53,7 @@ def fit(
     trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
     hyperparameters: str = "checkpoint",
+    virtual_shards: Optional[int] = None,
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
 
@@ -98,6 +99,9 @@ def fit(
     hyperparameters : "checkpoint" or "trainer"
         Whose learning rate, schedule and other options of the optimizer a resumed run uses. With "checkpoint", other options
         than the trainer's raise, and the learning rate is the checkpoint's. With "trainer", the trainer keeps its own.
+    virtual_shards : int, optional
+        Cut every batch into so many parts, so that weights, states and history have the same bits on any number of devices and
+        processes that divides it; see `Trainer`.
 
     Returns
     -------
@@ -132,6 +136,8 @@ def fit(
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
+    if virtual_shards is not None:
+        trainer.use_virtual_shards(virtual_shards)
     split_f = _weighted_split(weights, split_f, trainer)
     make_passes = passes_of(check_mode("fit", compiled), trainer)
     check_one_graph("fit", net, compiled)
@@ -150,7 +156,14 @@ def fit(
         test_iter,
         metrics=metrics,
         train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
-        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)),
+        evaluate=partial(
+            run_evaluation,
+            net,
+            loss=loss,
+            split_f=split_f,
+            passes=evaluating_passes(make_passes, net, loss),
+            virtual_shards=trainer.virtual_shards,
+        ),
         batches_per_update=accumulate_grad_batches,
         max_inflight=max_inflight,
         balancer=split_f if isinstance(split_f, Balancer) else None,

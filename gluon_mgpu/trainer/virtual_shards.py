@@ -18,6 +18,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import mxnet as mx
 from mxnet import Context
 
+from .. import schema
 from ..checks import whole_number
 from ..distributed import Group, group
 from ..errors import TrainerError
@@ -266,7 +267,7 @@ class TreeReduction:
 
 def _by_hand() -> TrainerError:
     return TrainerError(
-        "Trainer.step: got gradients of a loop by hand with virtual_shards; expected those of train_batch(), which cuts the batch "
+        "Trainer.step: got gradients of a loop by hand with virtual_shards; expected those of train_batch(), which cuts batches "
         "into virtual shards. Call train_batch() or fit(), or leave virtual_shards out."
     )
 
@@ -297,16 +298,16 @@ class VirtualShards:
         if self.number % num_devices:
             where = f"{num_devices} devices" + (f" of {num_processes} processes" if num_processes > 1 else "")
             raise TrainerError(
-                f"Trainer: got virtual_shards={self.number} on {where}; expected a multiple of {num_devices}, so that all devices "
-                "compute equally many. 8 fits 1, 2, 4 and 8 devices."
+                f"Trainer: got virtual_shards={self.number} on {where}; expected a multiple of {num_devices}, so that each "
+                "device computes equally many. 8 fits 1, 2, 4 and 8 devices."
             )
         for context in contexts:
             threads = ask_threads(context.device_id) if context.device_type == "cpu" else 1
             if threads > 1:
                 raise TrainerError(
-                    f"Trainer: got virtual_shards={self.number} and {context}, which computes with {threads} threads; expected one "
-                    "thread: with several, operators round differently on another number of devices. Set OMP_NUM_THREADS=1 before "
-                    "the program starts."
+                    f"Trainer: got virtual_shards={self.number} and {context}, which computes with {threads} threads; expected "
+                    "one: with several, operators round differently on another number of devices. Set OMP_NUM_THREADS=1 before the "
+                    "program starts."
                 )
         self._contexts = list(contexts)
 
@@ -330,3 +331,8 @@ class VirtualShards:
     def restore(self, state: Dict[str, Any]) -> None:
         """Continue from the result of `state`."""
         self.base, self.batches = state["base"], state["batches"]
+
+
+VIRTUAL_SHARDS = schema.record(  # what `state` returns
+    {"number": schema.integer(1, 2**31), "base": schema.nullable(schema.integer(0, 2**31 - 1)), "batches": schema.steps()}
+)

@@ -121,6 +121,12 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             help="Divide the optimizer's states over the devices: one device updates each parameter for all (ZeRO stage 1).",
         ),
         click.option(
+            "--virtual-shards",
+            type=click.IntRange(1),
+            help="Cut every batch into so many parts and add them up in one order: the same bits on any number of devices that "
+            "divides it, such as 8. By default each device computes one part.",
+        ),
+        click.option(
             "--precision",
             type=click.Choice(["fp32", "bf16", "fp16"]),
             default="fp32",

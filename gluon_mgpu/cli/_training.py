@@ -68,6 +68,7 @@ class TrainingOptions:
     clip_value: Optional[float]
     average_every: Optional[int]
     shard_optimizer: bool
+    virtual_shards: Optional[int]
     precision: str
     weights: Union[None, str, List[float]]
     checkpoint_every: Optional[int]
@@ -104,7 +105,9 @@ def enable_debugging() -> None:
 @contextmanager
 def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
     """Yield the devices that the options select, and seed MXNet and NumPy."""
-    with use_devices(options.devices, **options.choice) as ctx:  # before anything runs on a device: it sets their threads
+    with use_devices(
+        options.devices, **options.choice, one_thread=options.virtual_shards is not None
+    ) as ctx:  # before anything runs on a device: it sets their threads
         check_stages(options, len(ctx))
         _check_weights(options.weights, num_replicas(options, ctx), "replica" if is_divided(options) else "device")
         mx.random.seed(options.seed)
@@ -131,6 +134,7 @@ def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) ->
         "clip_value": options.clip_value,
         "precision": options.precision,
         "shard_optimizer": options.shard_optimizer,
+        "virtual_shards": options.virtual_shards,
     }
     if options.average_every is None:
         return Trainer(net, options.optimizer, params, **more)

@@ -50,7 +50,8 @@ class VirtualSplit:
     """
 
     def __init__(self, split_f: Any, num_shards: int) -> None:
-        self.keywords: Dict[str, Any] = {"batch_axis": 0, **getattr(split_f, "keywords", {})}
+        options = {name: value for name, value in getattr(split_f, "keywords", {}).items() if value is not None}
+        self.keywords: Dict[str, Any] = {"batch_axis": 0, **options}
         self.num_shards, self.num_examples, self.num_leaves = num_shards, 0, 0
         if getattr(split_f, "func", split_f) is not split_batch or set(self.keywords) - {"batch_axis", "dtype"}:
             raise TrainerError(
@@ -61,7 +62,7 @@ class VirtualSplit:
     def __call__(self, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
         """Return this process's virtual shards of a batch: features and labels."""
         axis = self.keywords["batch_axis"]
-        axes = list(axis) if isinstance(axis, (list, tuple)) and len(axis) == 2 else [axis, axis]
+        axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis, axis)
         self.num_examples = count_examples("split_batch", y, axes[1])
         self.num_leaves = min(self.num_shards, self.num_examples)
         pairs = split_shards((X, y), devices, self.num_shards, axes, dtype=self.keywords.get("dtype"))
@@ -90,8 +91,8 @@ class VirtualPasses(Passes):
         self._statistics: Optional[ShardStatistics] = None
         if is_synchronised(net):
             raise TrainerError(
-                "virtual_shards: got a BatchNorm that is synchronised over the devices; expected one that normalises each virtual "
-                "shard by itself. Call set_batch_norm(net, 'average')."
+                "virtual_shards: got a BatchNorm that is synchronised over the devices; expected one that normalises each "
+                "virtual shard by itself. Call set_batch_norm(net, 'average')."
             )
 
     def shard_numbers(self, count: int) -> Optional[List[int]]:

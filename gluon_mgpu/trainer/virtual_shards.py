@@ -306,8 +306,8 @@ class VirtualShards:
             if threads > 1:
                 raise TrainerError(
                     f"Trainer: got virtual_shards={self.number} and {context}, which computes with {threads} threads; expected "
-                    "one: with several, operators round differently on another number of devices. Set OMP_NUM_THREADS=1 before the "
-                    "program starts."
+                    "one: with several, operators round differently on another number of devices. Pass "
+                    "use_devices(..., one_thread=True), or set OMP_NUM_THREADS=1 before the program starts."
                 )
         self._contexts = list(contexts)
 

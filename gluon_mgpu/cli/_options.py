@@ -127,6 +127,12 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             "divides it, such as 8. By default each device computes one part.",
         ),
         click.option(
+            "--check-replicas-every",
+            type=click.IntRange(1),
+            help="Every so many updates, compare the bits of all devices' weights and states, to find a device that computes "
+            "wrongly. By default they are not compared.",
+        ),
+        click.option(
             "--precision",
             type=click.Choice(["fp32", "bf16", "fp16"]),
             default="fp32",

@@ -69,6 +69,7 @@ class TrainingOptions:
     average_every: Optional[int]
     shard_optimizer: bool
     virtual_shards: Optional[int]
+    check_replicas_every: Optional[int]
     precision: str
     weights: Union[None, str, List[float]]
     checkpoint_every: Optional[int]
@@ -135,6 +136,7 @@ def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) ->
         "precision": options.precision,
         "shard_optimizer": options.shard_optimizer,
         "virtual_shards": options.virtual_shards,
+        "check_replicas_every": options.check_replicas_every,
     }
     if options.average_every is None:
         return Trainer(net, options.optimizer, params, **more)

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 from mxnet import gluon
 
 from ..checkpoint.checkpoint import ReadCheckpoint
+from ..checkpoint.rotation import find_checkpoints
 from ..checks import check_function, one_of, short, whole_number
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
@@ -19,7 +20,7 @@ from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..data_parallel.step import SplitFunction, check_network, make_step
 from ..distributed import any_process
-from ..errors import TrainerError
+from ..errors import ReplicaError, TrainerError
 from ..runtime.environment import logger
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
@@ -181,6 +182,10 @@ def fit(
             call_each(callbacks, "on_fit_begin", state)
             if not state.stop:
                 _run_epochs(run, state, callbacks, caught)
+        except ReplicaError as error:
+            state.error = error
+            trainer.discard()
+            raise ReplicaError(f"{error} {_checkpoint_before(callbacks)}") from None
         except BaseException as error:
             state.error = error
             trainer.discard()
@@ -270,6 +275,15 @@ def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFu
         return Balancer(trainer)
     plan_shards(1, len(trainer.contexts), weights)  # raises on invalid weights
     return partial(split_batch, weights=weights)
+
+
+def _checkpoint_before(callbacks: Sequence[Callback]) -> str:
+    """Name the latest checkpoint, which was verified before it was saved."""
+    for callback in callbacks:
+        found = find_checkpoints(callback.folder) if isinstance(callback, Checkpoint) else []
+        if found:
+            return f"The latest verified checkpoint is {found[0]}."
+    return "There is no checkpoint: pass Checkpoint(folder, every=100) among the callbacks."
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:

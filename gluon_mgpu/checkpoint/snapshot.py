@@ -38,6 +38,7 @@ from ..trainer.parameters import average_replicas, has_values
 from ..trainer.running_stats import SEEN, describe_seen, remember_equal, restore_seen, weighted_mean, weights_of
 from ..trainer.states import SHAPE, check_counts, check_same, states_on
 from ..trainer.trainer import Trainer
+from ..trainer.virtual_shards import VIRTUAL_SHARDS
 from . import rng
 from .atomic_folder import MANIFEST, FolderWriter, OpenFolder, WrittenFile, open_folder
 from .params_file import check_params, write_params
@@ -151,6 +152,8 @@ def take_snapshot(
     params, shares = _copied_params(net)
     training = {"optimizer": described, **_training(trainer, copies), "place": place or {}, "versions": _versions()}
     training["devices"] = len(trainer.contexts)
+    if trainer._virtual is not None:
+        training["virtual_shards"] = trainer._virtual.state()
     training["seen"] = describe_seen(_running(net)) if len(trainer.contexts) > 1 else {}
     for name, param in _running(net).items():
         copies.update({f"device/{i}/{name}": array for i, array in enumerate(_copies(param.list_data()))})
@@ -261,6 +264,7 @@ def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer, t
     _check_training(content, TRAINING_FILE, training)
     _check_training(content, lambda found: _misnamed_states(content.arrays, found["states"]), training)
     check_same(str(content.folder), training, trainer._replicas, "load_checkpoint")
+    _check_virtual(content, trainer)
     differing = taken.differences(training["optimizer"], trainer)
     if differing:
         raise StateError(
@@ -287,6 +291,17 @@ def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer, t
     _check_training(content, _misplaced, training)
     _check_training(content, lambda found: _misshapen(found["shapes"], _shapes(content, net, trainer)), training)
     _check_running(content, net, trainer)
+
+
+def _check_virtual(content: CheckpointData, trainer: Trainer) -> None:
+    """Raise `StateError` unless the checkpoint is of as many virtual shards as the trainer's."""
+    training: Any = content.training
+    saved = training.get("virtual_shards", {}).get("number")
+    if saved != trainer.virtual_shards:
+        raise StateError(
+            f"load_checkpoint: got {content.folder} of a run with virtual_shards={saved} for one with "
+            f"{trainer.virtual_shards}; expected the same number, as others round differently. Pass virtual_shards={saved}."
+        )
 
 
 def states_of(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> List[Dict[int, Any]]:
@@ -327,6 +342,8 @@ def restore(
     trainer.discard()
     trainer._use(trainer.optimizer)
     trainer._update.restore(states, _counts(content), training.get("order"))
+    if trainer._virtual is not None:
+        trainer._virtual.restore(training["virtual_shards"])
     remember_equal(net)
     if training["devices"] == len(trainer.contexts):
         for name, param in _running(net).items():
@@ -621,6 +638,7 @@ TRAINING_FILE = schema.also(
             "versions": schema.mapping(schema.text(), schema.text()),
             "order": schema.list_of(schema.integer()),
             "seen": SEEN,
+            "virtual_shards": VIRTUAL_SHARDS,
             "ranks": schema.list_of(schema.record({"now": rng.RANDOM_STATE, "begun": schema.nullable(rng.RANDOM_STATE)})),
         },
         closed=False,

@@ -122,6 +122,18 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             help="Divide the optimizer's states over the devices: one device updates each parameter for all (ZeRO stage 1).",
         ),
         click.option(
+            "--virtual-shards",
+            type=click.IntRange(1),
+            help="Cut every batch into so many parts and add them up in one order: the same bits on any number of devices that "
+            "divides it, such as 8. By default each device computes one part.",
+        ),
+        click.option(
+            "--check-replicas-every",
+            type=click.IntRange(1),
+            help="Every so many updates, compare the bits of all devices' weights and states, to find a device that computes "
+            "wrongly. By default they are not compared.",
+        ),
+        click.option(
             "--precision",
             type=click.Choice(["fp32", "bf16", "fp16"]),
             default="fp32",

@@ -69,6 +69,8 @@ class TrainingOptions:
     clip_value: Optional[float]
     average_every: Optional[int]
     shard_optimizer: bool
+    virtual_shards: Optional[int]
+    check_replicas_every: Optional[int]
     precision: str
     weights: Union[None, str, List[float]]
     checkpoint_every: Optional[int]
@@ -110,7 +112,9 @@ def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
     """Yield the devices that the options select, and seed all random generators."""
     if options.deterministic and options.weights == "auto":
         raise click.BadParameter("got auto with --deterministic; expected numbers: speeds differ.", param_hint="--weights")
-    with use_devices(options.devices, **options.choice) as ctx:  # before anything runs on a device: it sets their threads
+    one_thread = options.virtual_shards is not None
+    # before anything runs on a device: it sets their threads
+    with use_devices(options.devices, **options.choice, one_thread=one_thread) as ctx:
         check_stages(options, len(ctx))
         _check_weights(options.weights, num_replicas(options, ctx), "replica" if is_divided(options) else "device")
         seed_everything(options.seed, deterministic=options.deterministic)
@@ -136,6 +140,8 @@ def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) ->
         "clip_value": options.clip_value,
         "precision": options.precision,
         "shard_optimizer": options.shard_optimizer,
+        "virtual_shards": options.virtual_shards,
+        "check_replicas_every": options.check_replicas_every,
     }
     if options.average_every is None:
         return Trainer(net, options.optimizer, params, **more)

@@ -428,6 +428,8 @@ class Checkpoint(Callback):
         if place and self._saved == here:
             return  # Ctrl-C came when everything was saved
         self._reached = state.step
+        if state.trainer.replica_check is not None:
+            state.trainer.replica_check.verify()  # no checkpoint holds bits of which devices disagree
         if self._base is None or not place:
             self._base = draw_base(state.trainer.contexts[0])
         progress = progress_of(state.history.rows, state.epoch)

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 from mxnet import gluon
 
 from ..checkpoint.checkpoint import ReadCheckpoint
+from ..checkpoint.rotation import find_checkpoints
 from ..checkpoint.snapshot import Taken
 from ..checks import check_function, one_of, short, whole_number
 from ..data_parallel.balancer import Balancer
@@ -20,7 +21,7 @@ from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..data_parallel.step import SplitFunction, check_network, make_step
 from ..distributed import any_process
-from ..errors import TrainerError
+from ..errors import ReplicaError, TrainerError
 from ..runtime.environment import logger
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
@@ -55,6 +56,7 @@ def fit(
     resume: Union[None, str, Path] = None,
     hyperparameters: str = "checkpoint",
     resume_schedule: str = "stretch",
+    virtual_shards: Optional[int] = None,
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
 
@@ -106,6 +108,9 @@ def fit(
         What a resumed run does whose learning-rate schedule runs over another number of updates, because `epochs` has changed.
         "stretch" continues on the trainer's schedule, at the updates so far. "keep" continues on the checkpoint's, and trains at
         its last rate after its end.
+    virtual_shards : int, optional
+        Cut every batch into so many parts, so that weights, states and history have the same bits on any number of devices and
+        processes that divides it; see `Trainer`.
 
     Returns
     -------
@@ -142,6 +147,8 @@ def fit(
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
+    if virtual_shards is not None:
+        trainer.use_virtual_shards(virtual_shards)
     split_f = _weighted_split(weights, split_f, trainer)
     make_passes = passes_of(check_mode("fit", compiled), trainer)
     check_one_graph("fit", net, compiled)
@@ -160,7 +167,14 @@ def fit(
         test_iter,
         metrics=measured,
         train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
-        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)),
+        evaluate=partial(
+            run_evaluation,
+            net,
+            loss=loss,
+            split_f=split_f,
+            passes=evaluating_passes(make_passes, net, loss),
+            virtual_shards=trainer.virtual_shards,
+        ),
         batches_per_update=accumulate_grad_batches,
         max_inflight=max_inflight,
         balancer=split_f if isinstance(split_f, Balancer) else None,
@@ -178,6 +192,10 @@ def fit(
             call_each(callbacks, "on_fit_begin", state)
             if not state.stop:
                 _run_epochs(run, state, callbacks, caught)
+        except ReplicaError as error:
+            state.error = error
+            trainer.discard()
+            raise ReplicaError(f"{error} {_checkpoint_before(callbacks)}") from None
         except BaseException as error:
             state.error = error
             trainer.discard()
@@ -267,6 +285,15 @@ def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFu
         return Balancer(trainer)
     plan_shards(1, len(trainer.contexts), weights)  # raises on invalid weights
     return partial(split_batch, weights=weights)
+
+
+def _checkpoint_before(callbacks: Sequence[Callback]) -> str:
+    """Name the latest checkpoint, which was verified before it was saved."""
+    for callback in callbacks:
+        found = find_checkpoints(callback.folder) if isinstance(callback, Checkpoint) else []
+        if found:
+            return f"The latest verified checkpoint is {found[0]}."
+    return "There is no checkpoint: pass Checkpoint(folder, every=100) among the callbacks."
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:

@@ -338,6 +338,111 @@ class DeviceSums:
         on_device[name] = on_device[name] + total if name in on_device else total
 
 
+class ShardSums:
+    """Does what `DeviceSums` does, for virtual shards: adds up each by itself, and then their sums in their order.
+
+    So the means have the same bits on any number of devices and processes.
+
+    Parameters
+    ----------
+    metrics
+        As for `DeviceSums`.
+    num_shards : int
+    """
+
+    def __init__(self, metrics: Metrics, num_shards: int) -> None:
+        self._of_shards = [DeviceSums(metrics) for _ in range(num_shards)]
+        if self._of_shards[0]._of_batches:
+            raise TrainerError(
+                f"metrics: got {', '.join(self._of_shards[0]._of_batches)} of mx.metric with virtual_shards; expected functions "
+                "(output, label) -> (sum, count), which are added up for each virtual shard. Use mgpu.accuracy, for example."
+            )
+        self._more: Dict[str, int] = {}  # counts that belong to no shard
+
+    def add_batch(self, batch: Batch) -> None:
+        """Add every metric of a batch of virtual shards, and its losses."""
+        for place, number in enumerate(batch.shard_numbers or ()):
+            here = slice(place, place + 1)
+            self._of_shards[number].add_batch(Batch(batch.outputs[here], batch.labels[here], batch.losses[here], 0))
+        if batch.losses and batch.num_units is not None:
+            more = batch.num_units - sum(losses.size for losses in batch.losses)
+            self._more["loss"] = self._more.get("loss", 0) + more
+
+    def read(self) -> Dict[str, float]:
+        """Return each metric's mean in this process."""
+        return _means_of_shards(self._own(), [self._more])
+
+    def read_all(self) -> Dict[str, float]:
+        """Return each metric's mean over everything that was added in any process."""
+        return _means_of_shards(*self._of_all())
+
+    def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Array]]:
+        """Return what `restore` takes: counts and sums by metric and shard."""
+        for sums in self._of_shards:
+            sums._add_up()
+        shards, mores = self._of_all()
+        counts: Dict[str, int] = {}
+        found: Dict[Tuple[str, Context], Array] = {}
+        for number, (totals, of_shard) in enumerate(shards):
+            for name, total in totals.items():
+                counts[f"{name}#{number}"] = of_shard[name]
+                found[f"{name}#{number}", mx.cpu()] = mx.nd.array([total], dtype="float64")
+        for name in sorted(set().union(*mores)):
+            counts[f"{name}#"] = sum(more.get(name, 0) for more in mores)
+            found[f"{name}#", mx.cpu()] = mx.nd.zeros(1, dtype="float64")
+        return counts, found
+
+    def restore(self, counts: Mapping[str, int], sums: Sequence[Tuple[str, Context, Any]]) -> None:
+        """Continue from the result of `state`: a process takes the sums of its own shards."""
+        processes = group()
+        rank, num_processes = (0, 1) if processes is None else (processes.process.rank, processes.process.num_processes)
+        each = len(self._of_shards) // num_processes
+        for key, context, value in sums:
+            name, _, number = key.rpartition("#")
+            if number and int(number) // each == rank:
+                own = self._of_shards[int(number)]
+                own._counts[name] = counts[key]
+                own._sum(name, mx.nd.array(value, ctx=context, dtype="float64"))
+            elif not number and rank == 0:
+                self._more[name] = counts[key]
+
+    def _own(self) -> List[Tuple[Dict[str, float], Dict[str, int]]]:
+        """Return totals and counts of each shard in this process."""
+        copies = [sums._copy() for sums in self._of_shards]
+        return [(copy._totals(), copy._counts) for copy in copies]
+
+    def _of_all(self) -> Tuple[List[Tuple[Dict[str, float], Dict[str, int]]], List[Dict[str, int]]]:
+        """Return totals and counts of each shard, and the further counts of each process."""
+        own = self._own()
+        processes = group()
+        if processes is None:
+            return own, [self._more]
+        found = [json.loads(one) for one in processes.all_gather_bytes(json.dumps([own, self._more]).encode())]
+        each = len(own) // len(found)
+        return [found[number // each][0][number] for number in range(len(own))], [more for _, more in found]
+
+
+def sums_of(metrics: Metrics, num_shards: Optional[int]) -> Any:
+    """Return the sums of a pass: `ShardSums` with virtual shards, else `DeviceSums`."""
+    return DeviceSums(metrics) if num_shards is None else ShardSums(metrics, num_shards)
+
+
+def _means_of_shards(
+    shards: Sequence[Tuple[Mapping[str, float], Mapping[str, int]]], mores: Sequence[Mapping[str, int]]
+) -> Dict[str, float]:
+    totals: Dict[str, float] = {}
+    counts: Dict[str, int] = {}
+    for of_shard, count in shards:
+        for name, total in of_shard.items():
+            totals[name] = totals.get(name, 0.0) + total
+        for name, number in count.items():
+            counts[name] = counts.get(name, 0) + number
+    for more in mores:
+        for name, number in more.items():
+            counts[name] = counts.get(name, 0) + number
+    return {name: total / counts[name] for name, total in totals.items() if counts[name]}
+
+
 class Shards:
     """Arrays of several shards, of one form and on one device, that wait to be joined."""
 

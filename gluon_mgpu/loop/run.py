@@ -18,7 +18,7 @@ from ..errors import StateError
 from ..nested import Array
 from .callbacks import Callback, Checkpoint, FitState
 from .epoch import EpochOptions, EpochProgress, run_epoch
-from .metrics import DeviceSums, Metrics, check_metrics
+from .metrics import Metrics, check_metrics, sums_of
 from .resume import FitProgress, Row, check_data, loader_epoch, num_examples_of, position_of, remaining_batches, set_loader_epoch
 from .stopping import CaughtSignal, raise_interrupt
 
@@ -80,7 +80,7 @@ class Run:
             may_stop=lambda: not state.pending,  # between two updates: a stop before that would make half of one, or lose it
             on_phase=on_phase,
         )
-        self._sums, self._norms = DeviceSums(metrics), GradNorms()
+        self._sums, self._norms = sums_of(metrics, state.trainer.virtual_shards), GradNorms()
         self._num_examples, self._started = 0, time.perf_counter()  # of this epoch, in this process
         self._row: Optional[Row] = None  # of this epoch, before it is evaluated
         self._is_in_epoch = False
@@ -110,7 +110,7 @@ class Run:
         state = self._state
         if not self._is_in_epoch:
             self.start = self._epoch_start()
-            self._sums = DeviceSums(self._metrics)
+            self._sums = sums_of(self._metrics, state.trainer.virtual_shards)
             state.batches, self._is_in_epoch = 0, True
         row = self._row = self._row or self._train_epoch()
         state.history.rows.append(row)
@@ -249,7 +249,7 @@ class Run:
             if kind == "sum":
                 sums.append((place[1], by_name.get(place[0], contexts[0]), value))
         # In a job of several processes, the first one holds the sums of all.
-        if not this_process().rank:
+        if not this_process().rank or self._state.trainer.virtual_shards:
             self._sums.restore(self.start.counts, sums)
         self._norms.restore(self.start.norms, arrays, contexts[0])
 

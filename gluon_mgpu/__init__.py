@@ -1,4 +1,22 @@
-"""Train Gluon networks on several devices as easily, and as correctly, as on one."""
+"""Train Gluon networks on several devices as easily, and as correctly, as on one.
+
+The public names, by task; everything else is internal:
+
+devices            use_devices, resolve_devices, describe_devices, try_gpu, try_all_gpus
+train by epochs    Trainer, fit; callbacks: Progress, Checkpoint, EarlyStopping, SaveHistory, TensorBoard, LogRows,
+                   WeightAverage, Finetune, Callback, FitState; History, seed_everything
+train by hand      split_batch, split_and_load, backward, train_batch, compile_step, prefetch, Balancer, LocalSGD
+evaluate, predict  evaluate, evaluate_accuracy_gpus, eval_batch, accuracy, top_k_accuracy, predict, predict_batches
+save and resume    save_checkpoint, load_checkpoint, average_checkpoints, Checkpoint
+divide a network   Pipeline, split_stages, recompute
+BatchNorm, 16 bits set_batch_norm, convert_sync_batchnorm, revert_sync_batchnorm, update_bn, set_precision, LossScaler
+translate          load_translator, Translator, translate, plot_attention
+tune               find_batch_size, LearningRateFinder, scaled_params, scaled_learning_rate; the room tune
+inspect            Trace, plot_trace, plot_schedule, Monitor, LeakCheck, Watchdog, debugging, run_serially, Timer
+rooms              data, devices, distributed, errors, models, plots, runtime, tune
+
+docs/names.md explains names that look alike; docs/index.md lists all guides.
+"""
 
 from . import moved
 from .runtime import environment, exits
@@ -6,7 +24,7 @@ from .runtime import environment, exits
 moved.install()
 exits.wait_at_exit(environment.load_mxnet())  # before anything below asks for mxnet
 
-from . import data, errors, models, runtime, tune
+from . import data, devices, distributed, errors, models, plots, runtime, tune
 from .checkpoint.average import average_checkpoints
 from .checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from .data_parallel.balancer import Balancer
@@ -22,7 +40,7 @@ from .data_parallel.transfer import as_in_context, copyto
 from .data_parallel.update_bn import update_bn
 from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
-from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
+from .loop.callbacks import Callback, Checkpoint, EarlyStopping, FitState, Progress, SaveHistory
 from .loop.evaluate import evaluate, evaluate_accuracy_gpus
 from .loop.finetune import Finetune
 from .loop.fit import fit
@@ -114,6 +132,7 @@ __all__ = [
     "top_k_accuracy",
     "DeviceSums",
     "Callback",
+    "FitState",
     "Progress",
     "History",
     "SaveHistory",
@@ -145,8 +164,11 @@ __all__ = [
     "Watchdog",
     # rooms
     "data",
+    "devices",
+    "distributed",
     "errors",
     "models",
+    "plots",
     "runtime",
     "tune",
 ]

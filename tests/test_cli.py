@@ -271,7 +271,7 @@ def test_train_resnet18_trains_saves_and_tells(tmp_path, data_dir):
     assert epoch.startswith("epoch 1/1  train accuracy ")
     assert saved == f"saved curves.png, history.csv, history.json, best and last in {out}"
     (row,) = json.loads((out / "history.json").read_text())["epochs"]
-    assert last == f"test accuracy {row['test_accuracy']:.4f}, {row['seconds']:.1f} s/epoch on cpu(0), cpu(1)"
+    assert last == f"test accuracy {100 * row['test_accuracy']:.2f} %, {row['seconds']:.1f} s/epoch on cpu(0), cpu(1)"
     assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
     with open(out / "history.csv", newline="") as file:
         assert [{name: float(value) for name, value in read.items()} for read in csv.DictReader(file)] == [row]
@@ -300,7 +300,7 @@ def losses(rows):
 def test_training_learns_in_every_mode(quick, data_dir, tmp_path, hybridize):
     lines, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "6", "--hybridize", hybridize, "--lr", "0.2")
     assert rows[-1]["test_accuracy"] == 1.0
-    assert lines[-1].startswith("test accuracy 1.0000, ")
+    assert lines[-1].startswith("test accuracy 100.00 %, ")
     assert lines[-1].endswith(" s/epoch on cpu(0), cpu(1)")
     assert len(rows) == 6
 
@@ -520,7 +520,8 @@ def test_a_broken_pipe_is_not_an_error_of_the_command():
     """It is an OSError; but an error message would have no reader."""
     result = ended(BrokenPipeError())
     assert isinstance(result.exception, BrokenPipeError) and result.output == ""
-    assert ended(FileNotFoundError(2, "No such file or directory", "x")).output.startswith("Error: ")
+    missing = ended(FileNotFoundError(2, "No such file or directory", "x")).output
+    assert missing == f"Error: No such file or directory: x. Check the path, which is relative to {os.getcwd()}.\n"
 
 
 def test_debugging_begins_before_anything_runs(monkeypatch):

@@ -61,7 +61,8 @@ devices_option = all_of(
         "--devices",
         default="auto",
         show_default=True,
-        help="auto, gpu, gpu:0,2, gpu:4-7, gpu:free (unused GPUs), gpu:free:2, cpu:2 (two CPU contexts), or a count.",
+        help="auto, gpu (all), gpu*2 (two GPUs), gpu:0,2 and gpu:4-7 (GPUs with these numbers), gpu:free (unused GPUs), "
+        "gpu:free*2, cpu*2 (two CPU contexts), or a count. Quote *, as in 'gpu*2'.",
     ),
     choosing_gpus,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Optional
 
@@ -56,13 +57,21 @@ class CommandGroup(click.Group):
         except BrokenPipeError:  # no process reads the output any more: see gluon_mgpu_startup/command.py
             raise
         except _SHORT_ERRORS as error:
-            raise click.ClickException(errors.one_line(str(error)) + _hint(error)) from error
+            raise click.ClickException(errors.one_line(_text(error)) + _hint(error)) from error
         except KeyboardInterrupt as interrupt:
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
             sys.exit(130)
         except Terminated as end:
             click.echo(f"{end.title}. {end}", err=True)
             raise
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's message: of a file of the operating system, without its number, and with the place of a relative path."""
+    if type(error) is not FileNotFoundError or not isinstance(error.filename, str) or not error.strerror:
+        return str(error)
+    place = "" if os.path.isabs(error.filename) else f", which is relative to {os.getcwd()}"
+    return f"{error.strerror}: {error.filename}. Check the path{place}."
 
 
 def _hint(error: BaseException) -> str:

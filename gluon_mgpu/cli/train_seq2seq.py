@@ -36,6 +36,7 @@ from ..models.seq2seq.loss import LAYOUTS
 from ..models.seq2seq.recurrence import NUM_GATES
 from ..models.seq2seq.scores import has_sacrebleu, translation_scores
 from ..models.seq2seq.translator import Translator, load_translator
+from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
 from ._options import FILE, all_of, count, devices_option, output_option, positive, seed_option, share, training_options
 from ._output import print_once
@@ -153,7 +154,7 @@ def train_seq2seq(**options: Any) -> None:
         scores = translation_scores(best.best(corpus.test.source, beam_size=5), corpus.test.target)
     print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
-    print_once(f"test of best, 5 beams: {'  '.join(f'{name} {score:.2f}' for name, score in scores.items())}; {rates}")
+    print_once(f"test of best, 5 beams: {'  '.join(format_column(*score) for score in scores.items())}; {rates}")
 
 
 def _train(

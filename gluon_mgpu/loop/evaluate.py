@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, Iterable, Optional, Union
 
 from mxnet import gluon
 
@@ -17,7 +17,7 @@ from ..data_parallel.virtual import VirtualPasses, VirtualSplit
 from ..trainer.parameters import devices_of
 from ..trainer.virtual_shards import VirtualShards
 from .epoch import EpochOptions, EpochProgress, run_epoch
-from .metrics import Metrics, accuracy, named_metrics, sums_of
+from .metrics import Metrics, accuracy, metrics_for, named_metrics, sums_of
 
 MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they take little memory, and small ones are short
 _OPTIONS = EpochOptions("evaluate", max_inflight=MAX_INFLIGHT)
@@ -54,7 +54,7 @@ def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: 
 def evaluate(
     net: gluon.Block,
     data_iter: Iterable[Any],
-    metrics: Metrics = (accuracy,),
+    metrics: Union[str, Metrics] = "auto",
     *,
     loss: Optional[Any] = None,
     split_f: SplitFunction = split_batch,
@@ -70,8 +70,8 @@ def evaluate(
         `set_batch_norm(net, "local")`.
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
-    metrics : sequence of functions, or dict name -> function
-        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.loop.metrics`. Or objects of `mx.metric`.
+    metrics : "auto", sequence of functions, or dict name -> function
+        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.accuracy`. Or objects of `mx.metric`. "auto": as in `fit`.
     loss : callable (output, label) -> NDArray, optional
         Its mean is returned as `loss`.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)
@@ -94,7 +94,10 @@ def evaluate(
     if virtual_shards is not None:
         virtual_shards = VirtualShards(virtual_shards, devices_of(net)).number
     passes = evaluating_passes(make_passes, net, loss)
-    return run_evaluation(net, data_iter, metrics, loss=loss, split_f=split_f, passes=passes, virtual_shards=virtual_shards).means
+    measured = metrics_for(metrics, loss)
+    return run_evaluation(
+        net, data_iter, measured, loss=loss, split_f=split_f, passes=passes, virtual_shards=virtual_shards
+    ).means
 
 
 def run_evaluation(

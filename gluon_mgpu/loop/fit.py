@@ -28,7 +28,7 @@ from ..trainer.trainer import Trainer
 from .callbacks import Callback, Checkpoint, FitState, Progress
 from .evaluate import run_evaluation
 from .history import History
-from .metrics import Metrics, accuracy, named_metrics
+from .metrics import Metrics, metrics_for, named_metrics
 from .resume import find_resumable, num_batches_of
 from .run import Run, call_each, check_resumable, phase_reporter
 from .stopping import CaughtSignal, Terminated, agree_on_signal, catch_signals
@@ -43,7 +43,7 @@ def fit(
     test_iter: Optional[Iterable[Any]] = None,
     *,
     epochs: int,
-    metrics: Metrics = (accuracy,),
+    metrics: Union[str, Metrics] = "auto",
     callbacks: Optional[Sequence[Callback]] = None,
     split_f: SplitFunction = split_batch,
     weights: Union[None, str, Sequence[float]] = None,
@@ -74,8 +74,9 @@ def fit(
     train_iter, test_iter : iterable of (X, y)
         Shapes (B, ...); read once per epoch.
     epochs : int
-    metrics : sequence of functions, or dict name -> function
-        See `gluon_mgpu.loop.metrics`. Or objects of `mx.metric`, which read each batch on the host.
+    metrics : "auto", sequence of functions, or dict name -> function
+        See `gluon_mgpu.accuracy`. Or objects of `mx.metric`, which read each batch on the host. "auto": the accuracy, unless
+        `loss` is one of Gluon's for labels that are no classes.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
@@ -139,7 +140,8 @@ def fit(
     for name, value in counts.items():
         whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
     _check_arguments(net, loss, trainer, train_iter, test_iter, split_f)
-    named_metrics(metrics)
+    measured = metrics_for(metrics, loss)
+    named_metrics(measured)
     one_of("fit", "hyperparameters", hyperparameters, ("checkpoint", "trainer"), advice="Pass 'trainer' to change them.")
     one_of("fit", "resume_schedule", resume_schedule, ("stretch", "keep"), advice="'stretch' is usual for more epochs.")
     callbacks = _checked_callbacks(callbacks)
@@ -163,7 +165,7 @@ def fit(
         callbacks,
         train_iter,
         test_iter,
-        metrics=metrics,
+        metrics=measured,
         train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
         evaluate=partial(
             run_evaluation,

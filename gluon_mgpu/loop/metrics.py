@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Hashable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context
+from mxnet import Context, gluon
 
 from ..checks import explaining, is_whole, short, whole_number
 from ..data_parallel.step import Batch
@@ -23,8 +23,23 @@ _MOST_BYTES = 2**23  # device memory of shards that wait to be joined
 Metrics = Union[Sequence[Metric], Mapping[str, Metric]]  # a Metric may be an mx.metric.EvalMetric
 
 
-def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
-    """Return the number of correct predictions, and the number of predictions.
+class MetricSum(NamedTuple):
+    """The sum of a metric over a shard, an array of one element on its device, and the number of summed values.
+
+    `float()` divides them and waits for the device.
+    """
+
+    total: Array
+    num: int
+
+    def __float__(self) -> float:
+        return float(self.total.asnumpy().item()) / self.num
+
+
+def accuracy(output: Array, label: Array) -> MetricSum:
+    """Return the number of correct predictions and the number of predictions; `float()` of the pair is the accuracy.
+
+    It is a pair, because `fit`, `evaluate` and `DeviceSums`, which take the function itself, add up shards of different sizes.
 
     Parameters
     ----------
@@ -34,11 +49,14 @@ def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
 
     Returns
     -------
-    (NDArray of shape (1,), int)
+    MetricSum (NDArray of shape (1,), int)
 
     Examples
     --------
-    >>> right, count = accuracy(mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([1, 1]))
+    >>> scores, labels = mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([1, 1])
+    >>> float(accuracy(scores, labels))
+    0.5
+    >>> right, count = accuracy(scores, labels)
     >>> right.asscalar(), count
     (1.0, 2)
 
@@ -55,7 +73,7 @@ def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
     if label.dtype == np.bool_:
         label = label.astype("int32")
     right = output.astype(label.dtype, copy=False).reshape(label.shape) == label
-    return _total(right), label.size
+    return MetricSum(_total(right), label.size)
 
 
 accuracy.joins_shards = True  # type: ignore[attr-defined]  # for joined shards it returns the sum over them
@@ -73,12 +91,12 @@ def top_k_accuracy(k: int) -> Metric:
 
     k = whole_number("top_k_accuracy", "k", k, advice="5 is usual.")
 
-    def top_k(output: Array, label: Array) -> Tuple[Array, int]:
+    def top_k(output: Array, label: Array) -> MetricSum:
         _check_scores(f"top_{k}_accuracy", output, label, ndim=2)
         scores = output.as_nd_ndarray()
         labels = label.as_nd_ndarray().reshape((scores.shape[0],) + scores.shape[2:])
         best = mx.nd.topk(scores, axis=1, k=min(k, scores.shape[1]))
-        return _total(mx.nd.broadcast_equal(best, labels.astype(best.dtype).expand_dims(1))), label.size
+        return MetricSum(_total(mx.nd.broadcast_equal(best, labels.astype(best.dtype).expand_dims(1))), label.size)
 
     top_k.__name__ = f"top_{k}_accuracy"
     top_k.joins_shards = True  # type: ignore[attr-defined]
@@ -100,6 +118,21 @@ def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
             f"{name}: got an output of shape {shape} and a label of shape {label.shape}; expected a row of scores for each "
             "label, with the classes along axis 1. Pass metrics=() where the labels are not classes."
         )
+
+
+def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
+    """Return the metrics of `fit` and `evaluate`; for "auto", the accuracy, unless the labels of a Gluon loss are no classes.
+
+    Examples
+    --------
+    >>> metrics_for("auto", gluon.loss.L2Loss()), metrics_for("auto", gluon.loss.SoftmaxCELoss()) == [accuracy]
+    ([], True)
+    """
+    if not isinstance(metrics, str) or metrics != "auto":
+        return metrics  # type: ignore[return-value]  # named_metrics rejects other texts
+    kind = next((kind for kind in type(loss).__mro__ if kind.__module__ == gluon.loss.__name__), gluon.loss.Loss)
+    has_classes = kind is gluon.loss.Loss or (issubclass(kind, gluon.loss.SoftmaxCELoss) and loss._sparse_label)
+    return [accuracy] if has_classes else []
 
 
 def check_metrics(metrics: Metrics, output: Any, label: Any) -> None:

@@ -16,7 +16,7 @@ from ..data_parallel.step import Batch, checking_outputs
 from ..distributed.process import this_process
 from ..errors import StateError
 from ..nested import Array
-from .callbacks import Callback, FitState
+from .callbacks import Callback, Checkpoint, FitState
 from .epoch import EpochOptions, EpochProgress, run_epoch
 from .metrics import Metrics, check_metrics, sums_of
 from .resume import FitProgress, Row, check_data, loader_epoch, num_examples_of, position_of, remaining_batches, set_loader_epoch
@@ -128,7 +128,8 @@ class Run:
         """End the run if a signal has stopped it. All devices hold the same weights then."""
         if signum:
             self._state.interrupted = True
-            raise_interrupt(signum, f"fit: stopped {where}")
+            saves = any(isinstance(callback, Checkpoint) for callback in self._callbacks)
+            raise_interrupt(signum, f"fit: stopped {where}{'' if saves else '; nothing was saved: no Checkpoint'}")
 
     def position(self) -> Tuple[ProgressRecord, Dict[str, Array]]:
         """Return what a checkpoint needs to resume here: plain values, and sums on their devices. It does not wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import re
 from typing import Any, Dict, List, Mapping, Optional, Set
@@ -13,7 +14,8 @@ from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
 from .. import schema
-from ..errors import StateError
+from ..checks import short
+from ..errors import StateError, TrainerError
 from ..moved import current_class
 from ..runtime.mxnet2 import update_one
 
@@ -25,6 +27,8 @@ _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
 _LENGTHS = {"max_update", "max_steps", "step", "warmup_steps"}  # options of MXNet's schedules that follow the number of epochs
 _MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule"}  # m_schedule is Nadam's
+_OTHER_NAMES = {"lr": "learning_rate", "weight_decay": "wd", "eps": "epsilon", "betas": "beta1"}
+_SET_BY_TRAINERS = {"begin_num_update", "param_dict", "param_idx2name", "rescale_grad", "sym"}  # accepted, but not proposed
 
 Description = Dict[str, Any]
 
@@ -357,3 +361,18 @@ _OF_OPTIMIZERS: Dict[str, schema.Schema] = {
     "lr_mult": _MULTIPLIERS,
     "wd_mult": _MULTIPLIERS,
 }
+
+
+def check_hyperparameters(optimizer: str, params: Dict[str, Any]) -> None:
+    """Raise `TrainerError` if an optimizer has no hyperparameters of these names."""
+    kinds = opt.Optimizer.opt_registry[optimizer.lower()].__mro__[:-1]
+    parameters = [one for kind in kinds for one in inspect.signature(kind.__init__).parameters.values()]
+    known = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)} - {"self"}
+    for name in params:
+        if name not in known:
+            close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, sorted(known), 1)
+            meant = f"Did you mean {close[0]}?" if close else "Leave it out."
+            raise TrainerError(
+                f"Trainer: got an unknown hyperparameter {short(name)} of {optimizer}; expected some of "
+                f"{', '.join(sorted(known - _SET_BY_TRAINERS))}. {meant}"
+            ) from None

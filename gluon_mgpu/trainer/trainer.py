@@ -21,6 +21,7 @@ from .buffers import Buffer
 from .copies import make_copyable
 from .groups import GroupedBuffers, GroupedReplicas, clip, make_reduction, make_replicas, make_update
 from .loss_scaler import LossScaler
+from .optimizer_config import check_hyperparameters
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .reduction import clip_values, global_norm, scale_to_norm
@@ -663,7 +664,11 @@ def _check_optimizer(optimizer: Any, params: Any) -> None:
         explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
         with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
             warnings.simplefilter("ignore")
-            opt.create(optimizer, **params)
+            try:
+                opt.create(optimizer, **params)
+            except TypeError:
+                check_hyperparameters(optimizer, params)
+                raise
 
 
 def _check_options(replicas: Any, update_on_kvstore: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -16,12 +16,14 @@ from ..checkpoint.atomic_folder import explained, new_file
 from ..checks import flag, one_of, path_of, real_number
 from ..errors import TrainerError
 from ..models import Seq2Seq
+from ..models.seq2seq.translator import Translator
 from ..runtime.environment import logger, require
 from ..runtime.mxnet2 import require_mxnet1
 from .graph import ExportGraph, NotTraceableError, arguments_of, check_exportable, in_plain_form, predict_sample, trace
-from .onnx import OpenAxes, open_axes, run_onnx, write_onnx
+from .onnx import Group, OpenAxes, open_axes, run_onnx, write_onnx
 from .symbol import files_of, run_symbol, write_symbol
 from .torch import UnknownLayerError, run_torch, state_of
+from .translator import FILES, graphs_of, write_folder
 
 FORMATS = ("onnx", "symbol", "torch")
 _SUFFIXES = {".onnx": "onnx", ".pt": "torch", ".pth": "torch", "": "symbol"}
@@ -82,12 +84,14 @@ def export(
 
     Parameters
     ----------
-    net : gluon.Block
-        Initialised, with float32 parameters; hybridized or not. Its shapes may still be unknown.
+    net : gluon.Block or Translator
+        Initialised, with float32 parameters; hybridized or not. Its shapes may still be unknown. A `Translator` becomes a folder with
+        an encoder, a decoder, the vocabularies, and a program that translates with ONNX Runtime alone.
     path : str or pathlib.Path
         Missing folders are created. Existing files are replaced once the new ones are complete and checked.
     sample : array, or tuple of them
-        One batch as the network takes it: MXNet or NumPy arrays. A tuple holds one argument each, which may be nested.
+        One batch as the network takes it: MXNet or NumPy arrays. A tuple holds one argument each, which may be nested. Of a
+        `Translator`: a list of texts, or None.
     check : bool
         Compare the file with the network. Otherwise `onnxruntime` is not required, and for PyTorch no sample.
     format : "onnx", "symbol" or "torch", optional
@@ -120,13 +124,15 @@ def export(
     """
     require_mxnet1("export")
     path = path_of("export", "path", path)
-    format = _format_of(path, format)
     flag("export", "check", check)
     real_number("export", "tolerance", tolerance, advice=f"{TOLERANCE:g} is usual.")
-    if isinstance(net, Seq2Seq):
+    if isinstance(net, Translator):
+        return _export_translator(net, path, sample, check, format, tolerance)
+    format = _format_of(path, format)
+    if isinstance(net, Seq2Seq) and format != "torch":
         raise TrainerError(
-            "export: got a Seq2Seq; expected a network that one call runs: a translation takes several. Pass the Translator to "
-            "export_translator, which writes encoder and decoder."
+            "export: got a Seq2Seq; expected a network that one call runs: a translation takes several. Pass a Translator "
+            "with its vocabularies, which becomes encoder and decoder."
         )
     check_exportable("export", net)
     if sample is None and not (format == "torch" and not check):
@@ -147,11 +153,11 @@ def export_graph(
     *,
     check: bool = True,
     tolerance: float = TOLERANCE,
-    axes: Optional[Sequence[int]] = None,
+    axes: Optional[Sequence[Group]] = None,
 ) -> Exported:
     """Write a graph as ONNX or symbol files, and compare them with the network that the graph is of.
 
-    `axes` are the axes of each input that an ONNX file leaves open if the network allows it; see `open_axes`.
+    `axes` are the axes that an ONNX file leaves open if the network allows it; see `open_axes`.
     """
     with explained("export", path.parent), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,6 +184,40 @@ def export_graph(
         return Exported((path,), difference, _sizes(graph, chosen), "" if check else "check=False")
 
 
+def _export_translator(
+    translator: Translator, path: Path, texts: Optional[Sequence[str]], check: bool, format: Optional[str], tolerance: float
+) -> Exported:
+    format = format or ("torch" if _SUFFIXES.get(path.suffix) == "torch" else "onnx")
+    one_of("export", "format", format, FORMATS, advice="None writes ONNX.")
+    check_exportable("export", translator.net)
+    if format == "torch":
+        _check_place(path, format)
+        return _export_torch(translator.net, path, None, check, tolerance)
+    _require(format, check)
+    options = {"check": check, "tolerance": tolerance}
+    with in_plain_form(translator.net):
+        if format == "symbol":
+            made = []
+            for part, (graph, _) in graphs_of(translator.net).items():
+                made.append(export_graph(graph, path.with_name(f"{path.name}-{part}"), format, **options))
+            return _joined(made)
+        if path.suffix in _SUFFIXES and path.suffix:
+            raise TrainerError(f"export: got path={str(path)!r} for a Translator; expected a folder. Pass one without a suffix.")
+
+        def write_graph(graph: ExportGraph, file: Path, axes: Sequence[Group]) -> Exported:
+            return export_graph(graph, file, "onnx", axes=axes, **options)
+
+        made = write_folder(translator, path, write_graph, texts, check)
+    return replace(_joined(made), files=tuple(path / name for name in FILES))
+
+
+def _joined(made: Sequence[Exported]) -> Exported:
+    differences = [one.difference for one in made if one.difference is not None]
+    inputs = {name: size for one in made for name, size in one.inputs.items()}
+    files = tuple(file for one in made for file in one.files)
+    return Exported(files, max(differences, default=None), inputs, made[0].unchecked)
+
+
 def _export_torch(net: gluon.Block, path: Path, sample: Any, check: bool, tolerance: float) -> Exported:
     torch = require("torch", "torch", "export")
     with in_plain_form(net), explained("export", path.parent):
@@ -190,7 +230,9 @@ def _export_torch(net: gluon.Block, path: Path, sample: Any, check: bool, tolera
             raise TrainerError("export: got parameters of unknown shapes and no sample; expected values. Pass sample=X.")
         named = state_of(net)
         state = {key: torch.from_numpy(np.array(value)) for key, (_, value) in named.items()}
-        if check:
+        if check and sample is None:
+            unchecked = "a translator has no counterpart in PyTorch"
+        elif check:
             try:
                 graph = trace("export", net, arguments)
                 found = run_torch(torch, graph, state, {name: key for key, (name, _) in named.items()})

@@ -148,10 +148,10 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
     make = onnx.helper.make_node
 
     def constant(graph: Dict[str, Any], name: str, value: np.ndarray) -> str:
-        graph["initializer"].append(onnx.numpy_helper.from_array(np.ascontiguousarray(value), name))
+        graph["initializer"].append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
         return name
 
-    inputs_of_graph = MXNetGraph.registry_[OPSET - 1]["null"]
+    inputs_of_graph, reshape_of_mxnet = (MXNetGraph.registry_[OPSET - 1][kind] for kind in ("null", "Reshape"))
 
     def variable(node: Node, **graph: Any) -> Any:
         if graph["is_input"]:
@@ -208,6 +208,39 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
             nodes.insert(0, make("Cast", [inputs[1]], [lengths], to=onnx.TensorProto.INT64))
         return nodes
 
+    def reshape(node: Node, **graph: Any) -> List[Any]:
+        name, inputs, attrs = _op_translations_opset13.get_inputs(node, graph)
+        codes = [int(part) for part in attrs["shape"].strip("([])").split(",") if part.strip()]
+        if attrs.get("reverse") in ("True", "1") or not min(codes, default=0) < -1:
+            return list(reshape_of_mxnet(node, **graph))
+        nodes, parts = [make("Shape", inputs[:1], [f"{name}_sizes"])], []
+
+        def size(axis: int) -> str:
+            nodes.append(make("Gather", [f"{name}_sizes", constant(graph, f"{name}_{axis}", np.array([axis]))], [f"{name}_size{axis}"]))
+            return f"{name}_size{axis}"
+
+        def fixed(number: int) -> str:
+            return constant(graph, f"{name}_part{len(parts)}", np.array([number]))
+
+        axis, rest = 0, iter(codes)  # the axis of the input that comes next
+        for code in rest:
+            if code == -2:  # all others
+                ends = [constant(graph, f"{name}_{end}", np.array([at])) for end, at in (("from", axis), ("to", 2**31))]
+                nodes.append(make("Slice", [f"{name}_sizes", *ends], [f"{name}_others"]))
+                parts.append(f"{name}_others")
+            elif code == -3:  # two become one
+                nodes.append(make("Mul", [size(axis), size(axis + 1)], [f"{name}_product{axis}"]))
+                parts.append(f"{name}_product{axis}")
+                axis += 1
+            elif code == -4:  # one becomes two
+                parts += [fixed(next(rest)), f"{name}_second"]
+                constant(graph, f"{name}_second", np.array([next(rest)]))
+            else:
+                parts.append(size(axis) if code == 0 else fixed(code))
+            axis += 1
+        nodes.append(make("Concat", parts, [f"{name}_wanted"], axis=0))
+        return [*nodes, make("Reshape", [inputs[0], f"{name}_wanted"], [name], name=name)]
+
     def same(kind: str) -> Callable[..., List[Any]]:
         def converted(node: Node, **graph: Any) -> List[Any]:
             name, inputs, _ = _op_translations_opset13.get_inputs(node, graph)
@@ -216,4 +249,4 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         return converted
 
     simple = {"erf": "Erf", "sign": "Sign", "broadcast_maximum": "Max", "sinh": "Sinh", "cosh": "Cosh"}
-    return {"null": variable, "RNN": recurrent, "SequenceLast": last, **{name: same(kind) for name, kind in simple.items()}}
+    return {"null": variable, "Reshape": reshape, "RNN": recurrent, "SequenceLast": last, **{name: same(kind) for name, kind in simple.items()}}

@@ -17,6 +17,7 @@ from .graph import ExportGraph, in_legacy_mode
 from .mx2onnx_repair import IR_VERSION, OPSET, prepared, repaired
 
 Axes = Dict[str, Dict[int, str]]  # by input: the axes whose sizes may differ from the sample's, with their names
+Group = Sequence[Tuple[str, int]]  # axes that vary together: inputs and numbers of axes
 _MOST_ALIKE = 6  # axes of one size that are tried in all combinations
 
 
@@ -97,25 +98,25 @@ def run_onnx(operation: str, path: Path, inputs: Dict[str, np.ndarray]) -> List[
     return found
 
 
-def open_axes(graph: ExportGraph, wanted: Optional[Sequence[int]] = None) -> List[OpenAxes]:
+def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]] = None) -> List[OpenAxes]:
     """Return which axes may vary, the best choice first, the last one none.
 
-    `wanted` are the axes to try of each input. By default that is the first; with recurrent layers, the first two, which hold the
-    batch and the steps. MXNet's shape inference finds axes that vary together, such as the batch in data and in states.
+    `wanted` are groups of axes that vary together. By default they are found by MXNet's shape inference, among the first axis of
+    each input; with recurrent layers, among the first two, which hold the batch and the steps.
     """
-    groups = _groups(graph, wanted)
+    groups = _groups(graph) if wanted is None else wanted
     tried = [groups, groups[:1], []] if len(groups) > 1 else [groups, []] if groups else [[]]
     return list(filter(None, (_shown(graph, one) for one in tried)))
 
 
 @in_legacy_mode
-def _groups(graph: ExportGraph, wanted: Optional[Sequence[int]]) -> List[Sequence[Tuple[str, int]]]:
+def _groups(graph: ExportGraph) -> List[Group]:
     """Return groups of axes, each of which vary together."""
     symbol, params = prepared(graph)
     recurrent = any(node["op"] == "RNN" for node in graph.nodes())
-    places = wanted if wanted is not None else (0, 1) if recurrent else (0,)
+    places = (0, 1) if recurrent else (0,)
     rest = [(name, axis) for name, value in graph.inputs.items() for axis in places if axis < value.ndim]
-    groups: List[Sequence[Tuple[str, int]]] = []
+    groups: List[Group] = []
     while rest:
         first = rest[0]
         alike = [one for one in rest[1:] if _size(graph, one) == _size(graph, first)][:_MOST_ALIKE]
@@ -126,7 +127,7 @@ def _groups(graph: ExportGraph, wanted: Optional[Sequence[int]]) -> List[Sequenc
     return groups
 
 
-def _shown(graph: ExportGraph, groups: Sequence[Sequence[Tuple[str, int]]]) -> Optional[OpenAxes]:
+def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
     """Return these groups of axes if the network accepts other sizes of them."""
     names: Axes = {}
     for group in groups:
@@ -149,7 +150,7 @@ def _size(graph: ExportGraph, one: Tuple[str, int]) -> int:
     return int(graph.inputs[one[0]].shape[one[1]])
 
 
-def _infers(symbol: Any, graph: ExportGraph, params: Dict[str, np.ndarray], group: Sequence[Tuple[str, int]]) -> bool:
+def _infers(symbol: Any, graph: ExportGraph, params: Dict[str, np.ndarray], group: Group) -> bool:
     shapes = {name: list(value.shape) for name, value in {**graph.inputs, **params}.items()}
     for name, axis in group:
         shapes[name][axis] += 1

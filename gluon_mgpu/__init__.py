@@ -20,6 +20,7 @@ from .data_parallel.step import Batch, eval_batch, train_batch
 from .data_parallel.transfer import as_in_context, copyto
 from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
+from .exporters.export import Exported, export
 from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
 from .loop.evaluate import evaluate, evaluate_accuracy_gpus
 from .loop.fit import fit
@@ -112,6 +113,8 @@ __all__ = [
     "Checkpoint",
     "save_checkpoint",
     "load_checkpoint",
+    "export",
+    "Exported",
     "find_batch_size",
     "this_process",
     "translate",

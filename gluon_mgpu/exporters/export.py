@@ -69,6 +69,7 @@ def export(
     *,
     format: Optional[str] = None,
     tolerance: float = TOLERANCE,
+    dynamic_axes: Optional[Sequence[Group]] = None,
 ) -> Exported:
     """Write a network to a file that other programs read, and compare what the file computes with the network.
 
@@ -98,6 +99,10 @@ def export(
         Overrides the suffix of the path.
     tolerance : float
         The largest difference, divided by the output's largest absolute value.
+    dynamic_axes : list of lists of (str, int), optional
+        Axes of any size in an ONNX file, such as `[[("data", 0)], [("data", 2)], [("data", 3)]]` for images of any size: the name of
+        an input and the number of an axis. Axes of one list have one size. Inputs are called `data`, or `data0`, `data1`, ... By
+        default, the batch, and the steps of recurrent layers.
 
     Returns
     -------
@@ -143,7 +148,7 @@ def export(
     _require(format, check)
     with in_plain_form(net):
         graph = trace("export", net, arguments_of("export", net, sample))
-        return export_graph(graph, path, format, check=check, tolerance=tolerance)
+        return export_graph(graph, path, format, check=check, tolerance=tolerance, axes=dynamic_axes)
 
 
 def export_graph(

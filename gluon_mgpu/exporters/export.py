@@ -13,7 +13,7 @@ import numpy as np
 from mxnet import gluon
 
 from ..checkpoint.atomic_folder import explained, new_file
-from ..checks import flag, one_of, path_of, real_number
+from ..checks import flag, instance, one_of, path_of, real_number
 from ..errors import TrainerError
 from ..models import Seq2Seq
 from ..models.seq2seq.translator import Translator
@@ -128,6 +128,7 @@ def export(
     (['dense-symbol.json', 'dense-0000.params'], 0.0)
     """
     require_mxnet1("export")
+    is_folder = isinstance(path, str) and path.endswith(os.sep)
     path = path_of("export", "path", path)
     flag("export", "check", check)
     real_number("export", "tolerance", tolerance, advice=f"{TOLERANCE:g} is usual.")
@@ -142,12 +143,19 @@ def export(
     check_exportable("export", net)
     if sample is None and not (format == "torch" and not check):
         raise TrainerError("export: got no sample; expected one batch, which decides shapes and is compared. Pass sample=X.")
-    _check_place(path, format)
+    _check_place(path, format, is_folder)
     if format == "torch":
         return _export_torch(net, path, sample, check, tolerance)
     _require(format, check)
+    advice = "Pass for example [[('data', 0)]]."
+    instance("export", "dynamic_axes", dynamic_axes, (list, tuple, type(None)), "a list of lists of (name, axis)", advice=advice)
     with in_plain_form(net):
         graph = trace("export", net, arguments_of("export", net, sample))
+        for name, axis in (one for group in dynamic_axes or () for one in group):
+            if name not in graph.inputs or not 0 <= axis < graph.inputs[name].ndim:
+                raise TrainerError(
+                    f"export: got axis {axis} of {name!r} in dynamic_axes; expected axes of {', '.join(graph.inputs)}. {advice}"
+                )
         return export_graph(graph, path, format, check=check, tolerance=tolerance, axes=dynamic_axes)
 
 
@@ -300,9 +308,9 @@ def _format_of(path: Path, format: Optional[str]) -> str:
     return _SUFFIXES[path.suffix]
 
 
-def _check_place(path: Path, format: str) -> None:
+def _check_place(path: Path, format: str, is_folder: bool = False) -> None:
     """Raise before any work if the path is a folder."""
-    if not path.name or (format != "symbol" and path.is_dir()) or os.fspath(path).endswith(os.sep):
+    if is_folder or not path.name or (format != "symbol" and path.is_dir()):
         raise TrainerError(f"export: got path={str(path)!r}, which is a folder; expected a file. Pass a name in it.")
 
 

@@ -16,7 +16,7 @@ from mxnet.ndarray import CachedOp
 
 from ..checks import OF_WRONG_DATA, explaining, instance, reason_of, short
 from ..data_parallel.batchnorm import SyncBatchNorm, sync_running_stats
-from ..errors import TrainerError
+from ..errors import NestedError, TrainerError
 from ..nested import Array, is_device_array, map_leaves
 from ..trainer.groups import spans_devices
 from ..trainer.parameters import blocks_of, devices_of
@@ -110,8 +110,12 @@ def arguments_of(operation: str, net: gluon.Block, sample: Any) -> Tuple[Any, ..
         return (mx.np if mx.util.is_np_array() else mx.nd).array(value, ctx=context, dtype=dtype)
 
     expected = "arrays that the network accepts"
-    with explaining(operation, f"the sample {short(sample)}", expected, advice="Pass one batch as the network takes it."):
-        return tuple(map_leaves(moved, argument) for argument in arguments)
+    advice = "Pass one batch as the network takes it."
+    try:
+        with explaining(operation, f"the sample {short(sample)}", expected, advice=advice):
+            return tuple(map_leaves(moved, argument) for argument in arguments)
+    except NestedError as error:
+        raise TrainerError(f"{operation}: got the sample {short(sample)} ({error}); expected {expected}. {advice}") from error
 
 
 def check_exportable(operation: str, net: Any) -> None:

@@ -1,7 +1,7 @@
 """Export the classification networks of Gluon's model zoo to ONNX, and compare them with MXNet: python scripts/check_export.py
 
-It prints one line per network, as a table in Markdown. Names after the command choose networks. Weights are random, chosen so that
-activations keep their size; the file is also run on a batch of another size than the one that it was exported with.
+It prints one line per network, as a table in Markdown. Names after the command choose networks. Weights are random, chosen so
+that activations keep their size. Each file is also run on a batch of another size than the sample's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def images(seed: int, number: int, size: int) -> np.ndarray:
-    """Return images of large coloured patches with some noise, shape (number, 3, size, size): noise alone looks alike to a network."""
+    """Return images of coloured patches with noise, shape (number, 3, size, size). Noise alone looks alike to a network."""
     rng = np.random.RandomState(seed)
     patches = np.kron(rng.normal(size=(number, 3, 7, 7)), np.ones((1, 1, size // 7 + 1, size // 7 + 1)))[:, :, :size, :size]
     return (patches + rng.normal(0, 0.3, patches.shape)).astype("float32")

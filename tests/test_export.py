@@ -76,7 +76,12 @@ class Residual(nn.HybridBlock):
 class Tagger(nn.HybridBlock):
     def __init__(self, layer):
         super().__init__()
-        self.embedding, self.layer, self.norm, self.output = nn.Embedding(10, 4), layer, nn.LayerNorm(), nn.Dense(3, flatten=False)
+        self.embedding, self.layer, self.norm, self.output = (
+            nn.Embedding(10, 4),
+            layer,
+            nn.LayerNorm(),
+            nn.Dense(3, flatten=False),
+        )
 
     def hybrid_forward(self, F, x):
         return self.output(self.norm(self.layer(self.embedding(x))))
@@ -202,7 +207,11 @@ def test_onnx_and_mxnet_are_as_before(tmp_path):
     onnx = pytest.importorskip("onnx")
     from mxnet.onnx.mx2onnx._export_onnx import MXNetGraph
 
-    before = vars(onnx).get("mapping"), onnx.checker.check_graph, {key: dict(value) for key, value in MXNetGraph.registry_.items()}
+    before = (
+        vars(onnx).get("mapping"),
+        onnx.checker.check_graph,
+        {key: dict(value) for key, value in MXNetGraph.registry_.items()},
+    )
     mgpu.export(initialized(nn.Dense(2)), tmp_path / "net.onnx", np.ones((2, 3), "float32"))
     assert before == (vars(onnx).get("mapping"), onnx.checker.check_graph, MXNetGraph.registry_)
     model = onnx.load(str(tmp_path / "net.onnx"))
@@ -397,7 +406,9 @@ def test_unsuited_arguments(tmp_path, monkeypatch, arguments):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [{"format": "tf"}, {"tolerance": -1}, {"dynamic_axes": [[("image", 0)]]}, {"dynamic_axes": 3}])
+@pytest.mark.parametrize(
+    "options", [{"format": "tf"}, {"tolerance": -1}, {"dynamic_axes": [[("image", 0)]]}, {"dynamic_axes": 3}]
+)
 def test_unsuited_options(tmp_path, options):
     pytest.importorskip("onnx")
     with pytest.raises(TrainerError) as caught:
@@ -475,8 +486,16 @@ def test_the_program_translates_alone(tmp_path):
     made = translator("characters")
     mgpu.export(made, tmp_path / "model", list(WORDS[0]))
     text = "import sys, runpy; sys.modules['mxnet'] = sys.modules['gluon_mgpu'] = None; sys.argv = sys.argv[1:]; runpy.run_path("
-    command = [sys.executable, "-c", f"{text}sys.argv[0], run_name='__main__')", str(tmp_path / "model" / "translate.py"), *WORDS[0]]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    command = [
+        sys.executable,
+        "-c",
+        f"{text}sys.argv[0], run_name='__main__')",
+        str(tmp_path / "model" / "translate.py"),
+        *WORDS[0],
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "utf-8"}
+    )
     assert done.stdout.decode().splitlines() == made.best(list(WORDS[0]))
 
 
@@ -484,7 +503,7 @@ OURS = [mgpu.data.build_vocabulary([*WORDS[0], *WORDS[1], 'a-b, c! "d"'], kind) 
 THEIRS = [onnx_translator.read_vocabulary(vocabulary.to_bytes()) for vocabulary in OURS]
 
 
-@given(text=st.one_of(st.text(max_size=20), st.text("ab, -!\"\t가\uffed\u1112\u1161", max_size=20)))
+@given(text=st.one_of(st.text(max_size=20), st.text('ab, -!"\t가\uffed\u1112\u1161', max_size=20)))
 def test_its_vocabularies_are_ours(text):
     for ours, theirs in zip(OURS, THEIRS):
         numbers = ours.encode(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import click
 import mxnet as mx
@@ -20,19 +20,28 @@ from ..models import resnet18
 from ..models.seq2seq.translator import CONFIG_FILE, load_translator
 from ._options import FILE, best_of, positive
 
-_ANY_SIZE = [[("data", 0)], [("data", 2)], [("data", 3)]]  # of the images of this ResNet-18, which ends with a mean over all places
+_ANY_SIZE = [
+    [("data", 0)],
+    [("data", 2)],
+    [("data", 3)],
+]  # of the images of this ResNet-18, which ends with a mean over all places
 
 
 @click.command()
 @click.argument("run", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--onnx", type=click.Path(path_type=Path), help="ONNX file; of a translator, a folder with encoder and decoder.")
-@click.option("--symbol", metavar="PREFIX", type=click.Path(path_type=Path), help="Files for plain MXNet: PREFIX-symbol.json, PREFIX-0000.params.")
+@click.option(
+    "--symbol",
+    metavar="PREFIX",
+    type=click.Path(path_type=Path),
+    help="Files for plain MXNet: PREFIX-symbol.json, PREFIX-0000.params.",
+)
 @click.option("--torch", type=FILE, help="File with PyTorch's state dict.")
-@click.option("--check/--no-check", default=True, show_default=True, help="Compare each file with the network, and remove it if it differs.")
+@click.option(
+    "--check/--no-check", default=True, show_default=True, help="Compare each file with the network, and remove it if it differs."
+)
 @positive("--tolerance", default=TOLERANCE, show_default=True, help="Largest difference, divided by the output's largest value.")
-def export(
-    run: Path, onnx: Optional[Path], symbol: Optional[Path], torch: Optional[Path], check: bool, tolerance: float
-) -> None:
+def export(run: Path, onnx: Optional[Path], symbol: Optional[Path], torch: Optional[Path], check: bool, tolerance: float) -> None:
     """Export the network of RUN, a folder of train resnet18 or train seq2seq, and compare the files with it.
 
     The best checkpoint is taken, or last if there is none; RUN may also be best or last itself. A translator's folder holds
@@ -57,12 +66,12 @@ def export(
 def _classifier(folder: Path) -> Tuple[gluon.Block, np.ndarray]:
     """Return the network of a checkpoint of train resnet18, and images of its number of channels."""
     content = read_content(folder, with_training=False)
-    shapes = [array.shape for array in content.params.values()]
-    first, last = shapes[0] if shapes else (), shapes[-1] if shapes else ()
+    shapes: List[Tuple[int, ...]] = [array.shape for array in content.params.values()] or [()]
+    first, last = shapes[0], shapes[-1]
     if len(first) != 4 or len(last) != 1:
         raise StateError(
-            f"export: got {folder}, whose {PARAMS} holds another network than ResNet-18; expected a folder of train resnet18 or train "
-            "seq2seq. Build the network in Python, and call load_checkpoint and gluon_mgpu.export."
+            f"export: got {folder}, whose {PARAMS} holds another network than ResNet-18; expected a folder of train resnet18 or "
+            "train seq2seq. Build the network in Python, and call load_checkpoint and gluon_mgpu.export."
         )
     net = resnet18(last[0])
     check_parameters(content, net)

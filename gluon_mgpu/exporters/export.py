@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
-import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
@@ -80,14 +79,13 @@ def export(
     | `folder/model` | `model-symbol.json`, `model-0000.params` | `gluon.SymbolBlock.imports` | MXNet |
 
     The file holds the network in prediction, in float32. BatchNorm's running statistics are averaged over the devices first, as
-    by `evaluate`. The batch of an ONNX file may have any size if the network allows it; with recurrent layers, so may the number of
-    steps.
+    by `evaluate`. An ONNX file takes batches of any size if the network does; with recurrent layers, also any number of steps.
 
     Parameters
     ----------
     net : gluon.Block or Translator
-        Initialised, with float32 parameters; hybridized or not. Its shapes may still be unknown. A `Translator` becomes a folder with
-        an encoder, a decoder, the vocabularies, and a program that translates with ONNX Runtime alone.
+        Initialised, with float32 parameters; hybridized or not. Its shapes may still be unknown. A `Translator` becomes a folder
+        with an encoder, a decoder, the vocabularies, and a program that translates with ONNX Runtime alone.
     path : str or pathlib.Path
         Missing folders are created. Existing files are replaced once the new ones are complete and checked.
     sample : array, or tuple of them
@@ -100,9 +98,9 @@ def export(
     tolerance : float
         The largest difference, divided by the output's largest absolute value.
     dynamic_axes : list of lists of (str, int), optional
-        Axes of any size in an ONNX file, such as `[[("data", 0)], [("data", 2)], [("data", 3)]]` for images of any size: the name of
-        an input and the number of an axis. Axes of one list have one size. Inputs are called `data`, or `data0`, `data1`, ... By
-        default, the batch, and the steps of recurrent layers.
+        Axes of any size in an ONNX file: each the name of an input and the number of an axis, such as
+        `[[("data", 0)], [("data", 2)], [("data", 3)]]` for images of any size. Axes of one list have one size. Inputs are called
+        `data`, or `data0`, `data1`, ... By default, the batch, and the steps of recurrent layers.
 
     Returns
     -------
@@ -207,7 +205,7 @@ def _export_translator(
         _check_place(path, format)
         return _export_torch(translator.net, path, None, check, tolerance)
     _require(format, check)
-    options = {"check": check, "tolerance": tolerance}
+    options: Dict[str, Any] = {"check": check, "tolerance": tolerance}
     with in_plain_form(translator.net):
         if format == "symbol":
             made = []
@@ -252,7 +250,9 @@ def _export_torch(net: gluon.Block, path: Path, sample: Any, check: bool, tolera
                 difference, unchecked = _compared("torch", found, outputs, tolerance), ""
             except (UnknownLayerError, NotTraceableError) as error:
                 unchecked = f"PyTorch's counterpart is not known: {error}"
-                logger.warning("export: %s holds the values of the network, but its forward pass was not checked: %s", path, error)
+                logger.warning(
+                    "export: %s holds the values of the network, but its forward pass was not checked: %s", path, error
+                )
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as new:
             torch.save(state, str(new))
@@ -275,8 +275,8 @@ def _compared(format: str, found: Sequence[np.ndarray], expected: Sequence[np.nd
     if not largest <= tolerance:
         raise TrainerError(
             f"export: got outputs of the {format} file that differ from the network's by {largest:.1e} of their largest value; "
-            f"expected at most {tolerance:g}. The file was removed. Try --symbol, raise tolerance, or pass another sample: NaN and "
-            "infinity count as a difference."
+            f"expected at most {tolerance:g}. NaN and infinity count as a difference. Nothing was written: export with a symbol "
+            "prefix, or raise the tolerance."
         )
     return largest
 

@@ -141,7 +141,7 @@ def check_exportable(operation: str, net: Any) -> None:
 
 @contextmanager
 def in_plain_form(net: gluon.Block) -> Iterator[None]:
-    """Let a network compute in float32 within this block, and each `SyncBatchNorm` be the ordinary layer that it is in prediction."""
+    """Let a network compute in float32 within this block, and make each `SyncBatchNorm` an ordinary BatchNorm."""
     precision = precision_of(net)
     layers = [block for block in blocks_of(net) if isinstance(block, SyncBatchNorm)]
     try:

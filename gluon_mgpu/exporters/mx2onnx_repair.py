@@ -61,7 +61,7 @@ _ABSENT = object()
 _BINARY = {"add": "add", "subtract": "sub", "multiply": "mul", "true_divide": "div", "power": "power", "maximum": "maximum"}
 _SCALAR = {"add": "plus", "subtract": "minus", "rsubtract": "rminus", "multiply": "mul", "true_divide": "div"}
 _SCALAR.update({"rtrue_divide": "rdiv", "power": "power", "maximum": "maximum", "minimum": "minimum"})
-_UNARY = "exp log sqrt square tanh sin cos tan negative reciprocal ceil floor log2 sinh cosh".split()
+_UNARY = ("exp", "log", "sqrt", "square", "tanh", "sin", "cos", "tan", "negative", "reciprocal", "ceil", "floor", "log2")
 _LEGACY = {
     **{f"_npi_{name}": f"broadcast_{legacy}" for name, legacy in _BINARY.items()},
     **{f"_npi_{name}_scalar": f"_{legacy}_scalar" for name, legacy in _SCALAR.items()},
@@ -213,10 +213,12 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         codes = [int(part) for part in attrs["shape"].strip("([])").split(",") if part.strip()]
         if attrs.get("reverse") in ("True", "1") or not min(codes, default=0) < -1:
             return list(reshape_of_mxnet(node, **graph))
-        nodes, parts = [make("Shape", inputs[:1], [f"{name}_sizes"])], []
+        nodes, parts = [make("Shape", inputs[:1], [f"{name}_sizes"])], []  # type: ignore[var-annotated]
 
         def size(axis: int) -> str:
-            nodes.append(make("Gather", [f"{name}_sizes", constant(graph, f"{name}_{axis}", np.array([axis]))], [f"{name}_size{axis}"]))
+            nodes.append(
+                make("Gather", [f"{name}_sizes", constant(graph, f"{name}_{axis}", np.array([axis]))], [f"{name}_size{axis}"])
+            )
             return f"{name}_size{axis}"
 
         def fixed(number: int) -> str:
@@ -249,4 +251,10 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         return converted
 
     simple = {"erf": "Erf", "sign": "Sign", "broadcast_maximum": "Max", "sinh": "Sinh", "cosh": "Cosh"}
-    return {"null": variable, "Reshape": reshape, "RNN": recurrent, "SequenceLast": last, **{name: same(kind) for name, kind in simple.items()}}
+    return {
+        "null": variable,
+        "Reshape": reshape,
+        "RNN": recurrent,
+        "SequenceLast": last,
+        **{name: same(kind) for name, kind in simple.items()},
+    }

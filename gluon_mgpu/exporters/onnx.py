@@ -92,8 +92,8 @@ def run_onnx(operation: str, path: Path, inputs: Dict[str, np.ndarray]) -> List[
         found: List[np.ndarray] = session.run(None, inputs)
     except Exception as error:  # ONNX Runtime's own classes differ between versions
         raise TrainerError(
-            f"{operation}: got an ONNX file that ONNX Runtime rejects: {reason_of(error)}; expected one that it runs. Export with "
-            "a symbol prefix."
+            f"{operation}: got an ONNX file that ONNX Runtime rejects: {reason_of(error)}; expected one that it runs. Export "
+            "with a symbol prefix."
         ) from error
     return found
 

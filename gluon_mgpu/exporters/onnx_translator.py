@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import unicodedata
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Union
 
@@ -34,8 +35,7 @@ class OnnxTranslator:
     """
 
     def __init__(self, folder: Union[str, Path], **options: Any) -> None:
-        import onnxruntime
-
+        onnxruntime = import_module("onnxruntime")
         folder = Path(folder)
         options = {"providers": ["CPUExecutionProvider"], **options}
         self._encoder, self._decoder = (
@@ -100,9 +100,7 @@ class SubwordVocabulary:
     """A vocabulary of subwords, a model of sentencepiece."""
 
     def __init__(self, model: bytes) -> None:
-        import sentencepiece
-
-        self._processor = sentencepiece.SentencePieceProcessor()
+        self._processor = import_module("sentencepiece").SentencePieceProcessor()
         self._processor.load_from_serialized_proto(model)
 
     def encode(self, text: str) -> List[int]:

@@ -84,11 +84,10 @@ def cells_of(attributes: Dict[str, Any], parameters: np.ndarray) -> List[Cell]:
     cells, at, bias_at = [], 0, weights
     for layer in range(layers):
         for direction in range(directions):
-            parts = []
-            for columns in (directions * size if layer else input_size, size):
-                parts.append(parameters[at : at + width * columns].reshape(width, columns))
-                at += width * columns
+            columns = directions * size if layer else input_size
+            middle, end = at + width * columns, at + width * (columns + size)
+            i2h, h2h = parameters[at:middle].reshape(width, columns), parameters[middle:end].reshape(width, size)
             both = parameters[bias_at : bias_at + 2 * width]
-            bias_at += 2 * width
-            cells.append(Cell(mode, layer, direction, *parts, both[:width], both[width:]))
+            at, bias_at = end, bias_at + 2 * width
+            cells.append(Cell(mode, layer, direction, i2h, h2h, both[:width], both[width:]))
     return cells

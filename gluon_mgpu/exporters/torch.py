@@ -128,7 +128,9 @@ def _run_recurrent(
     mode = attrs["mode"]
     kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(mode, torch.nn.RNN)
     options = {"nonlinearity": mode[len("rnn_") :]} if kind is torch.nn.RNN else {}
-    made = kind(data.shape[2], attrs["state_size"], attrs.get("num_layers", 1), bidirectional=bool(attrs.get("bidirectional")), **options)
+    made = kind(
+        data.shape[2], attrs["state_size"], attrs.get("num_layers", 1), bidirectional=bool(attrs.get("bidirectional")), **options
+    )
     made.load_state_dict(own)  # raises for other names or shapes
     first = None if any(value is None for value in begins) else tuple(begins) if mode == "lstm" else begins[0]
     output, last = made.eval()(data, first)
@@ -151,7 +153,11 @@ def _pooling(torch: Any, attrs: Dict[str, Any], x: Any) -> Any:
         dims = tuple(range(2, x.dim()))
         return x.amax(dims, keepdim=True) if kind == "max" else x.mean(dims, keepdim=True)
     _check_layout(attrs)
-    options = {"stride": attrs.get("stride", 1), "padding": attrs.get("pad", 0), "ceil_mode": attrs.get("pooling_convention") == "full"}
+    options = {
+        "stride": attrs.get("stride", 1),
+        "padding": attrs.get("pad", 0),
+        "ceil_mode": attrs.get("pooling_convention") == "full",
+    }
     if kind == "avg":
         options["count_include_pad"] = attrs.get("count_include_pad", True) is not False
     return getattr(F, f"{kind}_pool{axes}d")(x, attrs["kernel"], **options)

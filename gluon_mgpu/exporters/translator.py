@@ -44,8 +44,8 @@ def graphs_of(net: Seq2Seq) -> Dict[str, Tuple[ExportGraph, List[Group]]]:
     """
     if net._is_overridden():
         raise TrainerError(
-            f"export: got a {type(net).__name__} with its own encode or decode; expected those of models.Seq2Seq, which can be traced. "
-            "Export its parts as HybridBlocks."
+            f"export: got a {type(net).__name__} with its own encode or decode; expected those of models.Seq2Seq, which "
+            "can be traced. Export its parts as HybridBlocks."
         )
     context = net.collect_params().values().__iter__().__next__().list_ctx()[0]
     rng = np.random.RandomState(0)
@@ -103,7 +103,9 @@ def _decoder(net: Seq2Seq, num_states: int) -> Any:
     return F.Group([F.reshape(scores, shape=(-3, 0)), *after, weights])
 
 
-def write_folder(translator: Translator, folder: Path, write_graph: Any, texts: Optional[Sequence[str]], check: bool) -> List[Any]:
+def write_folder(
+    translator: Translator, folder: Path, write_graph: Any, texts: Optional[Sequence[str]], check: bool
+) -> List[Any]:
     """Write encoder, decoder, vocabularies and a program that translates with them; return what `write_graph` returned for each.
 
     Parameters
@@ -120,7 +122,9 @@ def write_folder(translator: Translator, folder: Path, write_graph: Any, texts: 
     check_folder(folder, FILES, "export", "translator")
     with explained("export", folder):
         with new_folder(folder) as new:
-            results = [write_graph(graph, new / f"{part}.onnx", axes) for part, (graph, axes) in graphs_of(translator.net).items()]
+            results = [
+                write_graph(graph, new / f"{part}.onnx", axes) for part, (graph, axes) in graphs_of(translator.net).items()
+            ]
             translator.source_vocabulary.save(new / "source.vocab")
             translator.target_vocabulary.save(new / "target.vocab")
             config = {"length_factor": LENGTH_FACTOR, "extra_tokens": EXTRA_TOKENS, **translator.config()}
@@ -147,4 +151,6 @@ def _compare_translations(translator: Translator, folder: Path, texts: List[str]
 def _texts(translator: Translator) -> List[str]:
     """Return some texts of the source vocabulary."""
     vocabulary, rng = translator.source_vocabulary, np.random.RandomState(0)
-    return [vocabulary.decode(rng.randint(4, len(vocabulary), count)) for count in (1, 2, 3, 5, 8) if len(vocabulary) > 4]
+    return [
+        vocabulary.decode(rng.randint(4, len(vocabulary), count).tolist()) for count in (1, 2, 3, 5, 8) if len(vocabulary) > 4
+    ]

@@ -87,10 +87,10 @@ class _Whole(gluon.HybridBlock):  # type: ignore[misc]
 
     def __init__(self, net: gluon.Block) -> None:
         super().__init__(prefix="")
-        self.net = net
+        self._net = [net]  # in a list: Gluon would register it as a child, and accepts HybridBlocks only
 
     def hybrid_forward(self, F: Any, *args: Any) -> Any:
-        return self.net(*args)
+        return self._net[0](*args)
 
 
 def arguments_of(operation: str, net: gluon.Block, sample: Any) -> Tuple[Any, ...]:

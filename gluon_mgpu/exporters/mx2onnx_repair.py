@@ -151,11 +151,11 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         graph["initializer"].append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
         return name
 
-    inputs_of_graph, reshape_of_mxnet = (MXNetGraph.registry_[OPSET - 1][kind] for kind in ("null", "Reshape"))
+    older = MXNetGraph.registry_[OPSET - 1]
 
     def variable(node: Node, **graph: Any) -> Any:
         if graph["is_input"]:
-            return inputs_of_graph(node, **graph)
+            return older["null"](node, **graph)
         value = graph["weights"][node["name"]]  # MXNet makes a Python number of each element, which takes minutes
         constant(graph, node["name"], value)
         code = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
@@ -212,7 +212,7 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         name, inputs, attrs = _op_translations_opset13.get_inputs(node, graph)
         codes = [int(part) for part in attrs["shape"].strip("([])").split(",") if part.strip()]
         if attrs.get("reverse") in ("True", "1") or not min(codes, default=0) < -1:
-            return list(reshape_of_mxnet(node, **graph))
+            return list(older["Reshape"](node, **graph))
         nodes, parts = [make("Shape", inputs[:1], [f"{name}_sizes"])], []  # type: ignore[var-annotated]
 
         def size(axis: int) -> str:
@@ -243,6 +243,24 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         nodes.append(make("Concat", parts, [f"{name}_wanted"], axis=0))
         return [*nodes, make("Reshape", [inputs[0], f"{name}_wanted"], [name], name=name)]
 
+    def group_norm(node: Node, **graph: Any) -> List[Any]:
+        name, inputs, attrs = _op_translations_opset13.get_inputs(node, graph)
+        grouped = constant(graph, f"{name}_groups", np.array([0, int(attrs.get("num_groups", 1)), -1]))
+        options = {"epsilon": float(attrs.get("eps", 1e-5))}
+        return [  # MXNet has one gamma and beta for each group, not for each channel
+            make("Shape", inputs[:1], [f"{name}_shape"]),
+            make("Reshape", [inputs[0], grouped], [f"{name}_grouped"]),
+            make("InstanceNormalization", [f"{name}_grouped", *inputs[1:]], [f"{name}_normal"], **options),
+            make("Reshape", [f"{name}_normal", f"{name}_shape"], [name], name=name),
+        ]
+
+    def without_layout(convert: Callable[..., Any]) -> Callable[..., Any]:
+        def converted(node: Node, **graph: Any) -> Any:
+            attrs = {key: value for key, value in node["attrs"].items() if (key, value) != ("layout", "NCW")}
+            return convert({**node, "attrs": attrs}, **graph)
+
+        return converted
+
     def same(kind: str) -> Callable[..., List[Any]]:
         def converted(node: Node, **graph: Any) -> List[Any]:
             name, inputs, _ = _op_translations_opset13.get_inputs(node, graph)
@@ -250,11 +268,15 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
 
         return converted
 
+    # MXNet's converters accept 2-D and 3-D layouts by name, and compute any.
+    layers = {kind: without_layout(older[kind]) for kind in ("Convolution", "Deconvolution", "Pooling")}
     simple = {"erf": "Erf", "sign": "Sign", "broadcast_maximum": "Max", "sinh": "Sinh", "cosh": "Cosh"}
     return {
         "null": variable,
         "Reshape": reshape,
         "RNN": recurrent,
+        "GroupNorm": group_norm,
         "SequenceLast": last,
+        **layers,
         **{name: same(kind) for name, kind in simple.items()},
     }

@@ -113,8 +113,7 @@ def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]] = None) -> L
 def _groups(graph: ExportGraph) -> List[Group]:
     """Return groups of axes, each of which vary together."""
     symbol, params = prepared(graph)
-    recurrent = any(node["op"] == "RNN" for node in graph.nodes())
-    places = (0, 1) if recurrent else (0,)
+    places = (0, 1) if _is_recurrent(graph) else (0,)
     rest = [(name, axis) for name, value in graph.inputs.items() for axis in places if axis < value.ndim]
     groups: List[Group] = []
     while rest:
@@ -132,7 +131,7 @@ def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
     names: Axes = {}
     for group in groups:
         name, axis = group[0]
-        called = "batch" if len(groups) == 1 and axis == 0 else f"{name}_axis{axis}"
+        called = "batch" if len(groups) == 1 and axis == 0 and not _is_recurrent(graph) else f"{name}_axis{axis}"
         for one, place in group:
             names.setdefault(one, {})[place] = called
     inputs = {}
@@ -144,6 +143,10 @@ def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
         return OpenAxes(names, inputs, graph.run(inputs) if names else graph.outputs)
     except (mx.MXNetError, *OF_WRONG_DATA):
         return None
+
+
+def _is_recurrent(graph: ExportGraph) -> bool:
+    return any(node["op"] == "RNN" for node in graph.nodes())
 
 
 def _size(graph: ExportGraph, one: Tuple[str, int]) -> int:

@@ -12,11 +12,12 @@ from mxnet.gluon import nn, rnn
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 
+from ..errors import first_line
 from ..models.seq2seq.recurrence import Recurrence
 from .graph import ExportGraph, in_legacy_mode
 from .mx2onnx_repair import legacy_graph
 
-_NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
+_NORMS = (_BatchNorm, nn.LayerNorm, nn.InstanceNorm)  # MXNet's GroupNorm has values for groups, PyTorch's for channels
 _CELLS = (rnn.RNNCell, rnn.LSTMCell, rnn.GRUCell)
 _OF_NORM = {"gamma": "weight", "beta": "bias"}
 _GATES = {"i2h": "ih", "h2h": "hh", "h2r": "hr"}
@@ -100,7 +101,10 @@ def run_torch(torch: Any, graph: ExportGraph, state: Dict[str, Any], keys: Dict[
                 inputs = [results[index][output] for index, output, *_ in node["inputs"]]
                 if any(value is None for value in inputs):
                     raise UnknownLayerError(f"{kind} of a constant")
-                found = operators[kind]({key: _parsed(value) for key, value in attrs.items()}, *inputs)
+                try:
+                    found = operators[kind]({key: _parsed(value) for key, value in attrs.items()}, *inputs)
+                except (RuntimeError, TypeError, ValueError) as error:
+                    raise UnknownLayerError(f"{kind}, which PyTorch rejects: {first_line(error)}") from error
                 results.append(list(found) if isinstance(found, (list, tuple)) else [found])
             else:
                 raise UnknownLayerError(f"the operator {kind}")
@@ -168,6 +172,10 @@ def _check_layout(attrs: Dict[str, Any]) -> None:
         raise UnknownLayerError(f"a layer with the layout {attrs['layout']}")
 
 
+def _flipped(x: Any, transposed: Any) -> Any:
+    return x.transpose(1, 2) if transposed else x
+
+
 def _operators(torch: Any) -> Dict[str, Callable[..., Any]]:
     """Return functions of an operator's attributes and inputs."""
     F = torch.nn.functional
@@ -230,6 +238,10 @@ def _operators(torch: Any) -> Dict[str, Callable[..., Any]]:
 
         return run
 
+    def split(a: Dict[str, Any], x: Any) -> Any:
+        parts = x.chunk(a["num_outputs"], a.get("axis", 1))
+        return [part.squeeze(a.get("axis", 1)) for part in parts] if a.get("squeeze_axis") else parts
+
     def unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
         return lambda a, x: function(x)
 
@@ -252,7 +264,6 @@ def _operators(torch: Any) -> Dict[str, Callable[..., Any]]:
         "FullyConnected": dense,
         "BatchNorm": batch_norm,
         "LayerNorm": layer_norm,
-        "GroupNorm": lambda a, x, g, b: F.group_norm(x, a.get("num_groups", 1), g, b, a.get("eps", 1e-5)),
         "InstanceNorm": lambda a, x, g, b: F.instance_norm(x, None, None, g, b, eps=a.get("eps", 1e-3)),
         "Embedding": lambda a, x, weight: F.embedding(x.long(), weight),
         "Pooling": lambda a, x: _pooling(torch, a, x),
@@ -265,6 +276,9 @@ def _operators(torch: Any) -> Dict[str, Callable[..., Any]]:
         "SwapAxis": lambda a, x: x.swapaxes(a.get("dim1", 0), a.get("dim2", 0)),
         "transpose": lambda a, x: x.permute(a.get("axes") or tuple(range(x.dim()))[::-1]),
         "expand_dims": lambda a, x: x.unsqueeze(a["axis"]),
+        "SliceChannel": split,
+        "slice_axis": lambda a, x: x.movedim(a["axis"], 0)[slice(a["begin"], a["end"])].movedim(0, a["axis"]),
+        "batch_dot": lambda a, x, y: torch.bmm(_flipped(x, a.get("transpose_a")), _flipped(y, a.get("transpose_b"))),
         "softmax": lambda a, x: torch.softmax(x, a.get("axis", -1)),
         "log_softmax": lambda a, x: torch.log_softmax(x, a.get("axis", -1)),
         "clip": lambda a, x: x.clamp(a["a_min"], a["a_max"]),

@@ -271,7 +271,7 @@ def _compared(format: str, found: Sequence[np.ndarray], expected: Sequence[np.nd
     """Return the largest difference relative to each output's largest value; raise if it exceeds the tolerance."""
     shapes = [[array.shape for array in arrays] for arrays in (found, expected)]
     differences = [np.inf] if shapes[0] != shapes[1] else [_difference(a, b) for a, b in zip(found, expected)]
-    largest = float(max(differences, default=0.0))
+    largest = float(np.max([0.0, *differences]))  # NaN, if there is one
     if not largest <= tolerance:
         raise TrainerError(
             f"export: got outputs of the {format} file that differ from the network's by {largest:.1e} of their largest value; "
@@ -285,8 +285,9 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
     if not expected.size:
         return 0.0
     exact = expected.astype("float64")
-    difference, scale = np.abs(found.astype("float64") - exact).max(), np.abs(exact).max()
-    return float(difference / scale) if difference else 0.0
+    with np.errstate(all="ignore"):
+        difference, scale = np.abs(found.astype("float64") - exact).max(), np.abs(exact).max()
+        return float(difference / scale) if difference else 0.0
 
 
 def _sizes(graph: ExportGraph, axes: OpenAxes) -> Dict[str, Tuple[Union[int, str], ...]]:

@@ -148,6 +148,29 @@ def test_several_inputs_and_outputs(tmp_path):
     np.testing.assert_allclose(found[1], second.asnumpy(), rtol=1e-5)
 
 
+def sequence(*layers, kind=nn.HybridSequential):
+    net = kind()
+    net.add(*layers)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (sequence(nn.Conv2D(3, 3), nn.BatchNorm(), nn.Dense(4), kind=nn.Sequential), (2, 1, 6, 6)),
+        (sequence(nn.Conv1D(4, 3), nn.MaxPool1D(2), nn.GroupNorm(2), nn.InstanceNorm()), (2, 3, 11)),
+        (nn.GELU(), (2, 5)),
+        (sequence(nn.Conv2DTranspose(4, 4, 2, 1), nn.PReLU(), nn.GlobalMaxPool2D()), (2, 3, 5, 5)),
+    ],
+)
+def test_other_layers(tmp_path, net, shape):
+    """Of one dimension, for groups, in a `Sequential` that is not hybrid, without parameters."""
+    pytest.importorskip("onnx")
+    assert mgpu.export(initialized(net), tmp_path / "net.onnx", np.random.normal(size=shape)).difference < 1e-5
+    X = np.random.normal(size=(5, *shape[1:])).astype("float32")
+    np.testing.assert_allclose(run_onnx(tmp_path / "net.onnx", X)[0], net(mx.nd.array(X)).asnumpy(), rtol=1e-4, atol=1e-5)
+
+
 class Reshaped(nn.HybridBlock):
     def __init__(self, shape):
         super().__init__()
@@ -288,6 +311,8 @@ def test_a_layer_that_pytorch_lacks(tmp_path, caplog):
 
 PLAIN = """
 import sys
+if sys.version_info >= (3, 12):
+    import setuptools  # brings distutils, which Python 3.12 dropped
 import numpy as np
 np.bool, np.object, np.float, np.int, np.complex = bool, object, float, int, complex  # for NumPy 1.24 and later
 import mxnet as mx
@@ -407,7 +432,8 @@ def test_unsuited_arguments(tmp_path, monkeypatch, arguments):
 
 
 @pytest.mark.parametrize(
-    "options", [{"format": "tf"}, {"tolerance": -1}, {"dynamic_axes": [[("image", 0)]]}, {"dynamic_axes": 3}]
+    "options",
+    [{"format": "tf"}, {"tolerance": -1}, {"dynamic_axes": [[("image", 0)]]}, {"dynamic_axes": [3]}, {"format": "torch"}],
 )
 def test_unsuited_options(tmp_path, options):
     pytest.importorskip("onnx")

@@ -12,7 +12,7 @@ import numpy as np
 from mxnet import gluon
 
 from ..checkpoint.atomic_folder import explained, new_file
-from ..checks import flag, instance, one_of, path_of, real_number
+from ..checks import flag, one_of, path_of, real_number, short
 from ..errors import TrainerError
 from ..models import Seq2Seq
 from ..models.seq2seq.translator import Translator
@@ -27,6 +27,7 @@ from .translator import FILES, graphs_of, write_folder
 FORMATS = ("onnx", "symbol", "torch")
 _SUFFIXES = {".onnx": "onnx", ".pt": "torch", ".pth": "torch", "": "symbol"}
 TOLERANCE = 1e-4
+_SMALLEST = 1e-30  # an output's largest value that still has all digits of float32 in both programs
 
 PathLike = Union[str, Path]
 
@@ -145,15 +146,9 @@ def export(
     if format == "torch":
         return _export_torch(net, path, sample, check, tolerance)
     _require(format, check)
-    advice = "Pass for example [[('data', 0)]]."
-    instance("export", "dynamic_axes", dynamic_axes, (list, tuple, type(None)), "a list of lists of (name, axis)", advice=advice)
     with in_plain_form(net):
         graph = trace("export", net, arguments_of("export", net, sample))
-        for name, axis in (one for group in dynamic_axes or () for one in group):
-            if name not in graph.inputs or not 0 <= axis < graph.inputs[name].ndim:
-                raise TrainerError(
-                    f"export: got axis {axis} of {name!r} in dynamic_axes; expected axes of {', '.join(graph.inputs)}. {advice}"
-                )
+        _check_axes(dynamic_axes, graph)
         return export_graph(graph, path, format, check=check, tolerance=tolerance, axes=dynamic_axes)
 
 
@@ -287,7 +282,7 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
     exact = expected.astype("float64")
     with np.errstate(all="ignore"):
         difference, scale = np.abs(found.astype("float64") - exact).max(), np.abs(exact).max()
-        return float(difference / scale) if difference else 0.0
+        return float(difference / max(scale, _SMALLEST)) if difference else 0.0
 
 
 def _sizes(graph: ExportGraph, axes: OpenAxes) -> Dict[str, Tuple[Union[int, str], ...]]:
@@ -297,9 +292,28 @@ def _sizes(graph: ExportGraph, axes: OpenAxes) -> Dict[str, Tuple[Union[int, str
     }
 
 
+def _check_axes(groups: Any, graph: ExportGraph) -> None:
+    known = {(name, axis) for name, value in graph.inputs.items() for axis in range(value.ndim)}
+    try:
+        unknown = [tuple(one) for group in groups or () for one in group if tuple(one) not in known]
+    except TypeError:
+        unknown = [groups]
+    if unknown:
+        sizes = ", ".join(f"{name} {value.shape}" for name, value in graph.inputs.items())
+        raise TrainerError(
+            f"export: got {short(unknown[0])} in dynamic_axes; expected lists of (input, axis), of {sizes}. Pass for example "
+            "[[('data', 0)]]."
+        )
+
+
 def _format_of(path: Path, format: Optional[str]) -> str:
     if format is not None:
         one_of("export", "format", format, FORMATS, advice="None decides by the path.")
+        if path.suffix and _SUFFIXES.get(path.suffix, format) != format:
+            raise TrainerError(
+                f"export: got path={str(path)!r} for the format {format}; expected another suffix than {path.suffix}, which "
+                "another format has. Rename it."
+            )
         return format
     if path.suffix not in _SUFFIXES:
         raise TrainerError(

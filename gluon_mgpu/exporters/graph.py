@@ -164,6 +164,7 @@ def predict_sample(operation: str, net: gluon.Block, arguments: Sequence[Any]) -
     """Return the network's outputs for a sample, flat. Running statistics are averaged over the devices first, as to evaluate."""
     expected = "data of a shape and dtype that the network accepts"
     with explaining(operation, "a sample that the network rejects", expected, advice="Pass one batch."):
+        mx.nd.waitall()  # a static graph writes running statistics without telling the engine
         outputs = _predicted(net, arguments)  # decides shapes
         if list(net.collect_params()) and len(devices_of(net)) > 1:
             sync_running_stats(net)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet.onnx.mx2onnx._export_onnx import MXNetGraph
-from mxnet.onnx.mx2onnx._op_translations import _op_translations_opset12, _op_translations_opset13
 
-from ..errors import TrainerError
+from ..errors import MissingExtraError, TrainerError
 from .graph import ExportGraph, evaluate, in_legacy_mode
 from .recurrent import cells_of
 
@@ -29,7 +28,19 @@ _TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "u
 
 @contextmanager
 def repaired(onnx: Any) -> Iterator[Any]:
-    """Yield MXNet's `MXNetGraph` with what it misses; `onnx` and MXNet are as before afterwards."""
+    """Yield MXNet's `MXNetGraph` with what it misses; `onnx` and MXNet are as before afterwards.
+
+    Raises
+    ------
+    MissingExtraError
+        onnx was installed after MXNet was imported.
+    """
+    MXNetGraph = import_module("mxnet.onnx.mx2onnx._export_onnx").MXNetGraph
+    if OPSET not in MXNetGraph.registry_:
+        raise MissingExtraError(
+            "export: got an MXNet that was imported before onnx was installed; expected onnx first, when MXNet registers its "
+            "converters. Start Python again."
+        )
     codes = {np.dtype(name): onnx.helper.np_dtype_to_tensor_dtype(np.dtype(name)) for name in _TYPES}
     mapping = ModuleType("onnx.mapping")
     mapping.NP_TYPE_TO_TENSOR_TYPE = codes  # type: ignore[attr-defined]
@@ -37,13 +48,12 @@ def repaired(onnx: Any) -> Iterator[Any]:
     context = onnx.checker.C.CheckerContext()
     context.ir_version, context.opset_imports = IR_VERSION, {"": OPSET}
     check = onnx.checker.check_graph
-    known = MXNetGraph.registry_.setdefault(OPSET, {})
+    registry = MXNetGraph.registry_
+    converters = {**registry[OPSET], **_converters(onnx, {**registry[OPSET - 1], **registry[OPSET]})}
     changes: List[Tuple[Any, str, Any]] = [
         (onnx, "mapping", mapping),
         (onnx.checker, "check_graph", lambda graph: check(graph, context)),
-        (_op_translations_opset12, "onnx", onnx),  # None if onnx was installed after the import of MXNet
-        (_op_translations_opset13, "onnx", onnx),
-        (MXNetGraph, "registry_", {**MXNetGraph.registry_, OPSET: {**known, **_converters(onnx)}}),
+        (MXNetGraph, "registry_", {**registry, OPSET: converters}),
     ]
     before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
     try:
@@ -143,15 +153,14 @@ def _value(graph: Dict[str, Any], index: int, params: Dict[str, np.ndarray]) -> 
     return evaluate(symbol, {name: mx.nd.array(params[name]) for name in symbol.list_inputs()})[0]
 
 
-def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
-    """Return functions for operators that MXNet cannot convert, or converts for some sizes only."""
+def _converters(onnx: Any, older: Dict[str, Callable[..., Any]]) -> Dict[str, Callable[..., Any]]:
+    """Return functions for operators that MXNet's own functions cannot convert, or convert for some sizes only."""
     make = onnx.helper.make_node
+    mxnet13 = import_module("mxnet.onnx.mx2onnx._op_translations._op_translations_opset13")
 
     def constant(graph: Dict[str, Any], name: str, value: np.ndarray) -> str:
         graph["initializer"].append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
         return name
-
-    older = MXNetGraph.registry_[OPSET - 1]
 
     def variable(node: Node, **graph: Any) -> Any:
         if graph["is_input"]:
@@ -162,8 +171,8 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         return [onnx.helper.make_tensor_value_info(node["name"], code, value.shape)], (value.dtype,)
 
     def recurrent(node: Node, **graph: Any) -> Tuple[List[Any], List[Any]]:
-        name, inputs, attrs = _op_translations_opset13.get_inputs(node, graph)
-        dtype = _op_translations_opset13.get_input_dtypes(node, graph)[0]
+        name, inputs, attrs = mxnet13.get_inputs(node, graph)
+        dtype = mxnet13.get_input_dtypes(node, graph)[0]
         cells = cells_of(attrs, graph["weights"][inputs[1]])
         sources = [graph["mx_graph"][index]["op"] for index, *_ in node["inputs"]]
         num_states = 2 if attrs["mode"] == "lstm" else 1
@@ -197,7 +206,7 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         return nodes, [dtype] * (1 + len(begins))
 
     def last(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = _op_translations_opset13.get_inputs(node, graph)
+        name, inputs, attrs = mxnet13.get_inputs(node, graph)
         axis, reverse = int(attrs.get("axis", 0)), attrs.get("use_sequence_length", "False") in ("True", "1")
         number = constant(graph, f"{name}_number", np.array(0 if reverse else -1))
         read = f"{name}_reversed" if reverse else inputs[0]
@@ -209,7 +218,7 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         return nodes
 
     def reshape(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = _op_translations_opset13.get_inputs(node, graph)
+        name, inputs, attrs = mxnet13.get_inputs(node, graph)
         codes = [int(part) for part in attrs["shape"].strip("([])").split(",") if part.strip()]
         if attrs.get("reverse") in ("True", "1") or not min(codes, default=0) < -1:
             return list(older["Reshape"](node, **graph))
@@ -244,7 +253,7 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
         return [*nodes, make("Reshape", [inputs[0], f"{name}_wanted"], [name], name=name)]
 
     def group_norm(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = _op_translations_opset13.get_inputs(node, graph)
+        name, inputs, attrs = mxnet13.get_inputs(node, graph)
         grouped = constant(graph, f"{name}_groups", np.array([0, int(attrs.get("num_groups", 1)), -1]))
         options = {"epsilon": float(attrs.get("eps", 1e-5))}
         return [  # MXNet has one gamma and beta for each group, not for each channel
@@ -263,7 +272,7 @@ def _converters(onnx: Any) -> Dict[str, Callable[..., Any]]:
 
     def same(kind: str) -> Callable[..., List[Any]]:
         def converted(node: Node, **graph: Any) -> List[Any]:
-            name, inputs, _ = _op_translations_opset13.get_inputs(node, graph)
+            name, inputs, _ = mxnet13.get_inputs(node, graph)
             return [make(kind, inputs, [name], name=name)]
 
         return converted

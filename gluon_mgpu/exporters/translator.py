@@ -18,6 +18,7 @@ from ..models.seq2seq.search import EXTRA_TOKENS, LENGTH_FACTOR
 from ..models.seq2seq.translator import Translator
 from ..nested import Array
 from ..runtime.environment import logger
+from ..trainer.parameters import average_replicas, devices_of
 from . import onnx_translator
 from .graph import ExportGraph, complete, in_legacy_mode
 from .onnx import Group
@@ -47,7 +48,8 @@ def graphs_of(net: Seq2Seq) -> Dict[str, Tuple[ExportGraph, List[Group]]]:
             f"export: got a {type(net).__name__} with its own encode or decode; expected those of models.Seq2Seq, which "
             "can be traced. Export its parts as HybridBlocks."
         )
-    context = net.collect_params().values().__iter__().__next__().list_ctx()[0]
+    average_replicas(net)
+    context = devices_of(net)[0]
     rng = np.random.RandomState(0)
     source = rng.randint(0, net.source_vocab_size, (_BATCH, _STEPS)).astype("int32")
     lengths = rng.randint(1, _STEPS + 1, _BATCH).astype("int32")

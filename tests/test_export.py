@@ -1,6 +1,5 @@
 """Exported files: other programs compute with them what the network computes."""
 
-import json
 import logging
 import os
 import subprocess
@@ -592,10 +591,3 @@ def test_the_command_says_what_is_wrong(tmp_path):
     mgpu.save_checkpoint(tmp_path / "c", net)
     done = CliRunner().invoke(main, ["export", str(tmp_path / "c"), "--symbol", str(tmp_path / "net")])
     assert done.exit_code == 1 and "gluon_mgpu.export" in done.output and not list(tmp_path.glob("net*"))
-
-
-def test_the_config_of_a_translator(tmp_path):
-    pytest.importorskip("onnxruntime")
-    mgpu.export(translator(), tmp_path / "model", check=False)
-    config = json.loads((tmp_path / "model" / "translator.json").read_text(encoding="utf-8"))
-    assert config["length_factor"] == 2 and config["source_vocabulary"]["kind"] == "words"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from pathlib import Path
 from typing import List, Tuple
@@ -11,6 +13,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from ..checkpoint.params_file import write_params
+from ..checks import explaining
 from .graph import ExportGraph
 
 
@@ -21,7 +24,11 @@ def files_of(prefix: Path) -> Tuple[Path, Path]:
 
 def write_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> None:
     """Write a graph as `HybridBlock.export` does."""
-    graph.symbol.save(str(symbol_file), remove_amp_cast=True)
+    described = json.loads(graph.symbol.tojson())
+    for node in described["nodes"]:
+        if graph.is_np and node["op"] == "_zeros":  # a recurrent layer's first state: 0 is unknown for legacy arrays, -1 for np
+            node["attrs"]["shape"] = re.sub(r"\b0\b", "-1", node["attrs"]["shape"])
+    symbol_file.write_text(json.dumps(described, indent=2), encoding="utf-8")
     running = set(graph.symbol.list_auxiliary_states())
     named = {f"{'aux' if name in running else 'arg'}:{name}": value for name, value in graph.params.items()}
     with open(params_file, "wb") as file:
@@ -36,6 +43,7 @@ def run_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> List
             str(symbol_file), list(graph.inputs), str(params_file) if graph.params else None, ctx=mx.cpu()
         )
     array = mx.np.array if graph.is_np else mx.nd.array
-    with autograd.pause(train_mode=False):
+    expected = "a graph that MXNet runs"
+    with autograd.pause(train_mode=False), explaining("export", "symbol files", expected, advice="Try format='onnx'."):
         found = block(*(array(value, dtype=value.dtype, ctx=mx.cpu()) for value in graph.inputs.values()))
     return [one.asnumpy() for one in (found if isinstance(found, (list, tuple)) else [found])]

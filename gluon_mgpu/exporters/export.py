@@ -81,6 +81,7 @@ def export(
 
     The file holds the network in prediction, in float32. BatchNorm's running statistics are averaged over the devices first, as
     by `evaluate`. An ONNX file takes batches of any size if the network does; with recurrent layers, also any number of steps.
+    In a job of several processes, one of them calls it.
 
     Parameters
     ----------

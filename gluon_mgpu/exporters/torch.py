@@ -62,7 +62,7 @@ def state_of(net: gluon.Block, prefix: str = "") -> Dict[str, Tuple[str, np.ndar
     if isinstance(net, _BatchNorm):
         state[f"{prefix}num_batches_tracked"] = ("", np.array(0, "int64"))
     for name, child in net._children.items():
-        state.update(state_of(child() if callable(child) and not isinstance(child, gluon.Block) else child, f"{prefix}{name}."))
+        state.update(state_of(child, f"{prefix}{name}."))
     return state
 
 

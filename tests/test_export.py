@@ -355,6 +355,16 @@ def np_mode():
 
 
 @pytest.mark.usefixtures("np_mode")
+def test_a_translator_in_np_mode(tmp_path):
+    """Its files are for legacy arrays, with which it computes in both modes."""
+    made = translator()
+    assert mgpu.export(made, tmp_path / "model", format="symbol").difference < 1e-6
+    with mx.util.np_array(False), mx.util.np_shape(False):
+        block = imported([tmp_path / f"model-encoder-{kind}" for kind in ("symbol.json", "0000.params")], ["source", "lengths"])
+        assert block(mx.nd.array([[4, 2]], dtype="int32"), mx.nd.array([2], dtype="int32"))[1].shape == (1, 2, 8)
+
+
+@pytest.mark.usefixtures("np_mode")
 def test_symbol_files_for_np_arrays(tmp_path):
     """Also of a recurrent layer in another block, which MXNet itself cannot run as a graph of np arrays."""
     net = initialized(Tagger(rnn.GRU(5, layout="NTC", bidirectional=True)))

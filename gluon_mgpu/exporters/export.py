@@ -20,7 +20,7 @@ from ..runtime.environment import logger, require
 from ..runtime.mxnet2 import require_mxnet1
 from .graph import ExportGraph, NotTraceableError, arguments_of, check_exportable, in_plain_form, predict_sample, trace
 from .onnx import Group, OpenAxes, open_axes, run_onnx, write_onnx
-from .symbol import files_of, run_symbol, write_symbol
+from .symbol import files_of, mode_of, run_symbol, write_symbol
 from .torch import UnknownLayerError, run_torch, state_of
 from .translator import FILES, graphs_of, write_folder
 
@@ -171,6 +171,7 @@ def export_graph(
         if format == "symbol":
             files = files_of(path)
             new = [stack.enter_context(new_file(file)) for file in files]
+            stack.enter_context(mode_of(graph))
             write_symbol(graph, *new)
             sizes = {name: value.shape for name, value in graph.inputs.items()}
             if not check:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
-from typing import List, Tuple
+from typing import Iterator, List, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -20,6 +21,16 @@ from .graph import ExportGraph
 def files_of(prefix: Path) -> Tuple[Path, Path]:
     """Return the two files that `HybridBlock.export` writes for this prefix."""
     return prefix.with_name(f"{prefix.name}-symbol.json"), prefix.with_name(f"{prefix.name}-0000.params")
+
+
+@contextmanager
+def mode_of(graph: ExportGraph) -> Iterator[None]:
+    """Use the mode of a graph within this block: that for np arrays, or for legacy arrays."""
+    if graph.is_np:
+        yield
+        return
+    with mx.util.np_array(False), mx.util.np_shape(False):
+        yield
 
 
 def write_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> None:

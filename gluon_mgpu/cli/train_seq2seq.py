@@ -160,7 +160,7 @@ def _train(
     translator: Translator, corpus: Corpus, ctx: List[mx.Context], shared: TrainingOptions, options: Dict[str, Any]
 ) -> History:
     """Train on the devices, and return the history."""
-    shards = num_replicas(shared, ctx)
+    shards = num_replicas(shared, ctx) * this_process().num_processes if shared.virtual_shards is None else shared.virtual_shards
     train_iter = _loader(corpus.train, translator, shards, options, shuffle=True)
     valid_iter = _loader(corpus.valid, translator, shards, options, shuffle=False)
     net = prepare_network(translator.net, ctx, shared, train_iter, train_iter.split_axes[0])
@@ -187,7 +187,7 @@ def _loader(
         options["batch_tokens"],
         shuffle=shuffle,
         seed=options["seed"],
-        num_shards=num_shards * this_process().num_processes,
+        num_shards=num_shards,
         batch_axis=LAYOUTS.index(options["layout"]),
     )
 

@@ -36,6 +36,7 @@ def use_devices(
     min_free_memory: Union[None, int, str] = None,
     wait_s: Optional[float] = None,
     tell: Optional[Callable[[str], None]] = None,
+    one_thread: bool = False,
 ) -> Iterator[List[Context]]:
     """Yield the contexts of `spec`; the first one is the default context inside the block.
 
@@ -49,6 +50,9 @@ def use_devices(
     min_free_memory : None, int or str
     wait_s : float, seconds
     tell : callable
+    one_thread : bool
+        Let a single CPU context compute with one thread, as each of several does: for the same bits on any number of devices
+        (`Trainer(virtual_shards=8)`).
 
     Raises
     ------
@@ -63,6 +67,8 @@ def use_devices(
     ...     print(ctx, mx.current_context())
     [cpu(0), cpu(1)] cpu(0)
     """
+    if one_thread:
+        environment.use_one_thread()
     contexts = resolve_devices(spec, min_free_memory=min_free_memory, wait_s=wait_s, tell=tell)
     with contexts[0]:
         try:

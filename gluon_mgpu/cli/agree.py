@@ -246,7 +246,8 @@ def _compare_bits(training: Training, contexts: Sequence[Context], num_processes
     print(f"saved {output / 'bits.json'}")
     counts = ", ".join(str(len(place.contexts)) for place in places if place.num_processes == 1)
     if not differences:
-        print(f"the same bits on {counts} devices{f', and in {places[-1]}' if places[-1].num_processes > 1 else ''}")
+        everywhere = [f"{counts} device{'s' if counts != '1' else ''}", *(str(one) for one in places if one.num_processes > 1)]
+        print(f"the same bits on {', and in '.join(everywhere)}")
         return
     for name, difference in differences.items():
         print(f"{name}: other {', '.join(difference.kinds)} than {places[0]} from step {difference.step} on")

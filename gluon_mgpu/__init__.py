@@ -7,6 +7,7 @@ moved.install()
 exits.wait_at_exit(environment.load_mxnet())  # before anything below asks for mxnet
 
 from . import data, errors, models, runtime, tune
+from .checkpoint.average import average_checkpoints
 from .checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from .data_parallel.balancer import Balancer
 from .data_parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm, forward_shards, revert_sync_batchnorm, set_batch_norm
@@ -18,15 +19,19 @@ from .data_parallel.prefetch import prefetch
 from .data_parallel.sharding import gather, plan_shards, split_and_load, split_batch, split_batch_multi_inputs, split_data
 from .data_parallel.step import Batch, eval_batch, train_batch
 from .data_parallel.transfer import as_in_context, copyto
+from .data_parallel.update_bn import update_bn
 from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
 from .loop.callbacks import Callback, Checkpoint, EarlyStopping, Progress, SaveHistory
 from .loop.evaluate import evaluate, evaluate_accuracy_gpus
+from .loop.finetune import Finetune
 from .loop.fit import fit
 from .loop.history import History
 from .loop.metrics import DeviceSums, accuracy, top_k_accuracy
 from .loop.predict import predict, predict_batches
+from .loop.recording import LogRows, TensorBoard
 from .loop.trace import Trace
+from .loop.weight_average import WeightAverage
 from .models.seq2seq.search import Translation, plot_attention, translate
 from .models.seq2seq.translator import Translator, load_translator
 from .monitor import Monitor
@@ -37,6 +42,7 @@ from .pipeline.network import Pipeline
 from .pipeline.recompute import recompute
 from .pipeline.split import split_stages
 from .plots import plot_schedule, plot_trace
+from .runtime.determinism import seed_everything
 from .runtime.timing import Timer
 from .trainer.local_sgd import LocalSGD
 from .trainer.loss_scaler import LossScaler
@@ -47,6 +53,7 @@ from .trainer.running_stats import average_running_stats
 from .trainer.schedules import scaled_learning_rate, scaled_params
 from .trainer.trainer import Trainer
 from .tuning.batch_size import find_batch_size
+from .tuning.learning_rate import LearningRateFinder
 from .version import __version__ as __version__
 
 __all__ = [
@@ -68,6 +75,7 @@ __all__ = [
     "copyto",
     "as_in_context",
     "Timer",
+    "seed_everything",
     # a step
     "Trainer",
     "LocalSGD",
@@ -90,6 +98,7 @@ __all__ = [
     "SyncBatchNorm",
     "forward_shards",
     "average_running_stats",
+    "update_bn",
     "replica_difference",
     # networks that span devices
     "Pipeline",
@@ -108,11 +117,17 @@ __all__ = [
     "Progress",
     "History",
     "SaveHistory",
+    "LogRows",
+    "TensorBoard",
     "EarlyStopping",
     "Checkpoint",
     "save_checkpoint",
     "load_checkpoint",
+    "average_checkpoints",
+    "WeightAverage",
+    "Finetune",
     "find_batch_size",
+    "LearningRateFinder",
     "this_process",
     "translate",
     "Translation",

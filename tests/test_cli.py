@@ -20,7 +20,7 @@ from gluon_mgpu.cli._options import best_of
 from gluon_mgpu.cli._table import print_table
 from gluon_mgpu.cli._training import enable_debugging
 from gluon_mgpu.cli.main import CommandGroup
-from gluon_mgpu.loop.stopping import Terminated
+from gluon_mgpu.loop.stopping import Requeue, Terminated
 from gluon_mgpu.tuning.profiling import measure_overlap
 from mxnet.gluon import nn
 
@@ -130,6 +130,7 @@ def test_the_commands_are_these():
     assert sorted(" ".join(path) for path, _ in commands()) == [
         "",
         "agree",
+        "average",
         "bench",
         "bench compute",
         "bench transfer",
@@ -511,9 +512,10 @@ def ended(error):
     return CliRunner().invoke(CommandGroup("group", commands={"command": command}), ["command"])
 
 
-def test_a_command_that_sigterm_ends_says_where_and_exits_with_143():
-    result = ended(Terminated("fit: stopped in epoch 2"))
-    assert (result.exit_code, result.output) == (143, "Terminated. fit: stopped in epoch 2\n")
+@pytest.mark.parametrize(("end", "code", "title"), [(Terminated, 143, "Terminated"), (Requeue, 85, "Saved, to be started again")])
+def test_a_command_that_a_signal_ends_says_where_and_exits_with_its_code(end, code, title):
+    result = ended(end("fit: stopped in epoch 2"))
+    assert (result.exit_code, result.output) == (code, f"{title}. fit: stopped in epoch 2\n")
 
 
 def test_a_broken_pipe_is_not_an_error_of_the_command():

@@ -1,4 +1,4 @@
-"""gluon-mgpu: its subcommands, and its exit on errors, Ctrl-C and SIGTERM."""
+"""gluon-mgpu: its subcommands, and its exit on errors, Ctrl-C, SIGTERM and SIGUSR1."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..loop.stopping import Terminated
 from ..runtime.nvidia.nvml import DriverError
 from ..version import __version__
 from .agree import agree
+from .average import average
 from .bench import bench
 from .devices import devices
 from .doctor import doctor
@@ -48,7 +49,7 @@ _SHORT_ERRORS = (
 
 
 class CommandGroup(click.Group):
-    """A group that prints errors in one line, and exits with 130 on Ctrl-C and with 143 on SIGTERM."""
+    """A group that prints errors in one line, and exits with 130 on Ctrl-C, 143 on SIGTERM and 85 on SIGUSR1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -61,7 +62,7 @@ class CommandGroup(click.Group):
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
             sys.exit(130)
         except Terminated as end:
-            click.echo(f"Terminated. {end}", err=True)
+            click.echo(f"{end.title}. {end}", err=True)
             raise
 
 
@@ -91,6 +92,7 @@ train.add_command(train_seq2seq)
 main.add_command(train)
 main.add_command(translate)
 main.add_command(predict)
+main.add_command(average)
 main.add_command(find_batch_size_)
 main.add_command(plan)
 main.add_command(search)

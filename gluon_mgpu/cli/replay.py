@@ -28,7 +28,7 @@ PROGRAMS: Dict[str, click.Command] = {"resnet18": train_resnet18, "seq2seq": tra
 MOST_DIFFERENCE = 1e-5  # as the contract of resuming on other devices
 WEIGHTS, STATES, SUMS, HISTORY = "weights", "optimizer states", "sums of the epoch", "history"
 _MEASURED = ("seconds", "examples_per_s", "tokens_per_s")
-_LEFT_OUT: Dict[str, Any] = {"trace": None, "watchdog": None, "leak_check": False, "debug": False, "keep": 1}
+_LEFT_OUT = {"trace": None, "watchdog": None, "leak_check": False, "debug": False, "tensorboard": False, "keep": 1}
 _KEEP_MORE = "train with --checkpoint-every 1 --keep 100"
 
 

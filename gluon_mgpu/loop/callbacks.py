@@ -56,7 +56,7 @@ class FitState:
     error : BaseException, optional
         The error that ended the run, in `on_fit_end`.
     interrupted : bool
-        Whether Ctrl-C or SIGTERM stopped the run between two batches, so that all devices hold the same weights.
+        Whether a signal stopped the run between two batches, so that all devices hold the same weights.
     tests : bool
         Whether there is a test set.
     batches, step : int
@@ -104,8 +104,21 @@ class Callback:
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         """About twice a second while training, when the sums have been read."""
 
+    def on_test_begin(self, state: FitState) -> None:
+        """After training an epoch, before its evaluation, if there is one."""
+
+    def on_test_end(self, state: FitState) -> None:
+        """After the evaluation of an epoch, also if an error or a signal ends it."""
+
     def on_epoch_end(self, state: FitState) -> None:
         """After training and evaluation of an epoch; its row is the last one of `state.history`."""
+
+    def state_arrays(self, state: FitState) -> Dict[str, Array]:
+        """Return the arrays that a checkpoint must hold so that this callback resumes. It does not wait.
+
+        `state.resumed.arrays` holds them in `on_fit_begin`. Begin their names with that of the callback and a slash.
+        """
+        return {}
 
     def on_fit_end(self, state: FitState) -> None:
         """After the last epoch, and also when an error or Ctrl-C ends the run."""
@@ -251,8 +264,8 @@ class EarlyStopping(Callback):
 class Checkpoint(Callback):
     """Saves the network and its trainer: `best` when a metric improves, `last` after each epoch and at the end.
 
-    It saves when Ctrl-C or SIGTERM stops the run, but not after an error. `fit(..., resume="auto")` resumes from the latest
-    checkpoint. It restores `best` if a killed run left none, or one of an earlier epoch. One run at a time uses a folder.
+    It saves when Ctrl-C, SIGTERM or SIGUSR1 stops the run, but not after an error. `fit(..., resume="auto")` resumes from the
+    latest checkpoint. It restores `best` if a killed run left none, or one of an earlier epoch. One run at a time uses a folder.
 
     Parameters
     ----------
@@ -407,6 +420,8 @@ class Checkpoint(Callback):
         if place and self._saved == here:
             return  # Ctrl-C came when everything was saved
         self._reached = state.step
+        if state.trainer.replica_check is not None:
+            state.trainer.replica_check.verify()  # no checkpoint holds bits of which devices disagree
         if self._base is None or not place:
             self._base = draw_base(state.trainer.contexts[0])
         progress = progress_of(state.history.rows, state.epoch)

@@ -71,7 +71,7 @@ def evaluate(
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
     metrics : sequence of functions, or dict name -> function
-        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.loop.metrics`.
+        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.loop.metrics`. Or objects of `mx.metric`.
     loss : callable (output, label) -> NDArray, optional
         Its mean is returned as `loss`.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)

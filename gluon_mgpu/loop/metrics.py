@@ -14,12 +14,13 @@ from ..data_parallel.step import Batch
 from ..distributed import Group, group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
+from .mx_metrics import MXMetric, unpacked
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
 Metric = Callable[[Any, Any], Tuple[Array, int]]
 _MOST_SHARDS = 64
 _MOST_BYTES = 2**23  # device memory of shards that wait to be joined
-Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
+Metrics = Union[Sequence[Metric], Mapping[str, Metric]]  # a Metric may be an mx.metric.EvalMetric
 
 
 def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
@@ -127,7 +128,7 @@ class DeviceSums:
     Parameters
     ----------
     metrics : sequence of functions, or dict name -> function
-        Each takes a shard's output and label and returns (sum, count): see `accuracy`.
+        Each takes a shard's output and label and returns (sum, count): see `accuracy`. Or objects of `mx.metric`: see `MXMetric`.
 
     Examples
     --------
@@ -139,8 +140,10 @@ class DeviceSums:
 
     def __init__(self, metrics: Metrics = ()) -> None:
         self._metrics = named_metrics(metrics)
-        self._joined = {name: metric for name, metric in self._metrics.items() if getattr(metric, "joins_shards", False)}
-        self._alone = {name: metric for name, metric in self._metrics.items() if name not in self._joined}
+        self._of_batches = {name: metric for name, metric in self._metrics.items() if isinstance(metric, MXMetric)}
+        self._of_shards = {name: metric for name, metric in self._metrics.items() if name not in self._of_batches}
+        self._joined = {name: metric for name, metric in self._of_shards.items() if getattr(metric, "joins_shards", False)}
+        self._alone = {name: metric for name, metric in self._of_shards.items() if name not in self._joined}
         self._pairs: Dict[Hashable, Shards] = {}  # outputs and labels of one form and device, for the metrics that join shards
         self._losses: Dict[Hashable, Shards] = {}
         self._values: Dict[Tuple[str, Context, Any], Shards] = {}  # of a metric, on one device
@@ -154,11 +157,17 @@ class DeviceSums:
         expected = "an output and a label that the metrics take"
         with explaining("DeviceSums.add_shard", "an error", expected, advice="Try them on one example."):
             self._add_shard(output, label)
+            self._add_whole([output], [label])
+
+    def _add_whole(self, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
+        """Add the metrics of MXNet, which take a batch as a whole."""
+        for name, metric in self._of_batches.items() if outputs else ():
+            self.add(name, *metric.of_batch(outputs, labels))
 
     def _add_shard(self, output: Any, label: Any) -> None:
         form = _form(output, label) if self._joined else None
         if form is None:
-            self._apply(self._metrics, output, label)
+            self._apply(self._of_shards, output, label)
             return
         held = self._pairs.setdefault(form, Shards())
         if held.add(output, label):
@@ -172,6 +181,7 @@ class DeviceSums:
         """Add every metric of a batch, and its losses, if any, as `loss`."""
         for output, label in zip(batch.outputs, batch.labels):
             self._add_shard(output, label)
+        self._add_whole(batch.outputs, batch.labels)
         if batch.losses and batch.num_units is not None:  # the mean is over the units that the loss counts, not over its elements
             more = batch.num_units - sum(losses.size for losses in batch.losses)
             self._counts["loss"] = self._counts.get("loss", 0) + more
@@ -201,14 +211,14 @@ class DeviceSums:
         In a job of several processes, it covers this process only: see `read_all`.
         """
         now = self._copy()
-        return _means(now._totals(), now._counts)
+        return self._means(now._totals(), now._counts)
 
     def read_all(self) -> Dict[str, float]:
         """Return each metric's mean over everything that was added in any process. All processes wait and return the same."""
         processes = group()
         if processes is None:
             return self.read()
-        return _means(*self._copy()._all_totals(processes))
+        return self._means(*self._copy()._all_totals(processes))
 
     def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Array]]:
         """Return what `restore` takes: counts by metric, and sums by metric and device, on that device.
@@ -284,6 +294,11 @@ class DeviceSums:
                 )
             self.add(name, *result)
 
+    def _means(self, totals: Mapping[str, float], counts: Mapping[str, int]) -> Dict[str, float]:
+        means = {name: total / counts[name] for name, total in totals.items() if counts[name]}
+        own = {name: metric.mean(totals[name], counts[name]) for name, metric in self._of_batches.items() if name in means}
+        return {**means, **own}
+
     def _sum(self, name: str, values: Array) -> None:
         total = mx.nd.sum(values.astype("float64")).reshape((1,))
         on_device = self._sums.setdefault(total.context, {})
@@ -303,8 +318,12 @@ class ShardSums:
     """
 
     def __init__(self, metrics: Metrics, num_shards: int) -> None:
-        self._metrics = metrics
         self._of_shards = [DeviceSums(metrics) for _ in range(num_shards)]
+        if self._of_shards[0]._of_batches:
+            raise TrainerError(
+                f"metrics: got {', '.join(self._of_shards[0]._of_batches)} of mx.metric with virtual_shards; expected functions "
+                "(output, label) -> (sum, count), which are added up for each virtual shard. Use mgpu.accuracy, for example."
+            )
         self._more: Dict[str, int] = {}  # counts that belong to no shard
 
     def add_batch(self, batch: Batch) -> None:
@@ -388,10 +407,6 @@ def _means_of_shards(
     for more in mores:
         for name, number in more.items():
             counts[name] = counts.get(name, 0) + number
-    return _means(totals, counts)
-
-
-def _means(totals: Mapping[str, float], counts: Mapping[str, int]) -> Dict[str, float]:
     return {name: total / counts[name] for name, total in totals.items() if counts[name]}
 
 
@@ -454,13 +469,14 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
         Something is not a function, or two metrics have the same name.
     """
     if isinstance(metrics, Mapping):
-        named = dict(metrics)
+        named = {name: MXMetric(one) if isinstance(one, mx.metric.EvalMetric) else one for name, one in metrics.items()}
     else:
+        metrics = [metrics] if isinstance(metrics, mx.metric.EvalMetric) else metrics
         if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
             raise TrainerError(
                 f"metrics: got {short(metrics)}; expected a list of functions, or a dict name -> function. Pass [accuracy]."
             )
-        listed = [metrics] if callable(metrics) else list(metrics or ())
+        listed = unpacked([metrics] if callable(metrics) else list(metrics or ()))
         named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
         if len(named) < len(listed):
             raise TrainerError(

@@ -115,7 +115,11 @@ class Run:
         row = self._row = self._row or self._train_epoch()
         state.history.rows.append(row)
         if self._test_iter is not None:
-            test = self._evaluate(self._test_iter, self._metrics, replace(self._options, operation="evaluate"))
+            call_each(self._callbacks, "on_test_begin", state)
+            try:
+                test = self._evaluate(self._test_iter, self._metrics, replace(self._options, operation="evaluate"))
+            finally:
+                call_each(self._callbacks, "on_test_end", state)
             self.raise_if_stopped(test.stopped, f"in the evaluation after epoch {state.epoch}")
             state.history.rows[-1] = _insert_means(row, {f"test_{name}": mean for name, mean in test.means.items()})
         self._row, self._is_in_epoch = None, False
@@ -129,8 +133,9 @@ class Run:
     def position(self) -> Tuple[ProgressRecord, Dict[str, Array]]:
         """Return what a checkpoint needs to resume here: plain values, and sums on their devices. It does not wait."""
         state = self._state
+        own = {name: array for one in self._callbacks for name, array in one.state_arrays(state).items()}
         if not self._is_in_epoch:
-            return asdict(replace(self._epoch_start(), epoch=state.epoch + 1)), {}
+            return asdict(replace(self._epoch_start(), epoch=state.epoch + 1)), own
         self._add_queued()
         counts, sums = self._sums.state()
         num_norms, norms = self._norms.state()
@@ -146,7 +151,7 @@ class Run:
             loader_epoch=self.start.loader_epoch if self._row is None else loader_epoch(self._train_iter),
             shares=self._balancer.weights if self._balancer else None,
         )
-        return asdict(position), {**{f"sum/{context}/{name}": value for (name, context), value in sums.items()}, **norms}
+        return asdict(position), {**{f"sum/{context}/{name}": value for (name, context), value in sums.items()}, **norms, **own}
 
     def _epoch_start(self) -> FitProgress:
         """Return the position before the first batch of an epoch."""

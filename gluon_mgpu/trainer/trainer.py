@@ -27,6 +27,7 @@ from .reduction import clip_values, global_norm, scale_to_norm
 from .running_stats import claim_examples, is_running_stat, remember_equal, stats_of
 from .states import StateData, read_states, states_on, write_states
 from .virtual_shards import TreeReduction, VirtualShards
+from .voting import ReplicaCheck
 
 
 class Trainer(gluon.Trainer):
@@ -90,6 +91,9 @@ class Trainer(gluon.Trainer):
         Cut every batch into this many parts, computed one by one and summed in one order: weights, states and metrics then have
         the same bits on 1, 2, 4, ... devices, in one process or several. A multiple of their number. It takes `train_batch` or
         `fit`. BatchNorm normalises each part. CPU contexts must compute with one thread each.
+    check_replicas_every : int, optional
+        Every so many updates, compare the bits of weights and states on all devices, and report one that differs. With three
+        replicas or more, the bits of the majority are restored; with two, the run stops. See `ReplicaCheck`.
     bucket_bytes : int, bytes
         The size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced while
         the backward pass still computes the first. With `shard_optimizer`, it is divided by the number of devices.
@@ -113,6 +117,8 @@ class Trainer(gluon.Trainer):
     [[0.5, 0.5]]
     """
 
+    trains_apart = False  # whether the devices' weights differ between averages, as those of LocalSGD
+
     def __init__(
         self,
         params: Params,
@@ -131,6 +137,7 @@ class Trainer(gluon.Trainer):
         sharded_data: bool = False,
         shard_optimizer: bool = False,
         virtual_shards: Optional[int] = None,
+        check_replicas_every: Optional[int] = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         _check_buckets(bucket_bytes)
@@ -178,6 +185,7 @@ class Trainer(gluon.Trainer):
         self._virtual: Optional[VirtualShards] = None
         if virtual_shards is not None:
             self.use_virtual_shards(virtual_shards)
+        self.replica_check = None if check_replicas_every is None else ReplicaCheck(self, check_replicas_every)
 
     @property
     def virtual_shards(self) -> Optional[int]:
@@ -207,7 +215,7 @@ class Trainer(gluon.Trainer):
             "sharded_data=True": self.sharded_data,
             "compression_params": process_sync.compresses,
             "precision='fp16'": self.loss_scaler is not None,
-            type(self).__name__: type(self).update is not Trainer.update or type(self).step is not Trainer.step,
+            type(self).__name__: self.trains_apart,
             "sparse gradients": any(param._grad_stype != "default" for param in self._params),
             "grad_req='add'": any(param.grad_req == "add" for param in self._params),
             "gradients that were accumulated": bool(self._num_counted),
@@ -541,10 +549,10 @@ class Trainer(gluon.Trainer):
         if self._replicas.is_adding and self._replicas.has_new():
             self._replicas.note_pass()
 
-    def _check_applied(self) -> None:
+    def _check_applied(self, operation: str = "Trainer.save_states") -> None:
         if self._num_counted:
             raise TrainerError(
-                f"Trainer.save_states: got gradients of {self._num_counted} examples that were not applied; expected an update "
+                f"{operation}: got gradients of {self._num_counted} examples that were not applied; expected an update "
                 "first. Call flush() outside of accumulate()."
             )
 
@@ -576,6 +584,8 @@ class Trainer(gluon.Trainer):
             self._clip(buffers)
             self._update.apply(buffers)
             self._reduction.share(buffers)
+            if self.replica_check is not None:
+                self.replica_check.after_update()
         self._replicas.put_back_running()
         self._summed = None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -23,6 +24,7 @@ from ..checks import whole_number
 from ..distributed import Group, group
 from ..errors import TrainerError
 from ..nested import Array, num_bytes
+from ..runtime.context_threads import in_own_thread
 from ..runtime.threads import ask_threads
 from .buffers import Buffer
 
@@ -108,8 +110,7 @@ class TreeReduction:
         node, nodes = Node(number, 1, replica, list(arrays), is_borrowed=True), self._nodes[replica]
         while nodes and are_siblings((nodes[-1].begin, nodes[-1].size), (node.begin, node.size)):
             left = nodes.pop()
-            for one, other in zip(left.arrays, node.arrays):
-                mx.nd.elemwise_add(one, other, out=other)
+            self._add_on(replica, left.arrays, node.arrays, node.arrays)
             self._free[replica].append(left.arrays)
             node = Node(left.begin, 2 * left.size, replica, node.arrays, is_borrowed=True)
         nodes.append(node)
@@ -136,8 +137,7 @@ class TreeReduction:
         for right in nodes[1:]:
             self._add_to(nodes[0], right)
         root = self._memory(0, nodes[0].arrays)
-        for array, copy in zip(nodes[0].arrays, root):
-            mx.nd._internal._plus_scalar(array, scalar=0.0, out=copy)  # -0 becomes 0, as in a sum with zeros of other processes
+        in_own_thread(self._contexts[0], partial(_copy_without_minus_zero, nodes[0].arrays, root))
         for own in self._nodes:
             self._give_back(own)
         self._nodes = [[] for _ in self._contexts]
@@ -151,8 +151,7 @@ class TreeReduction:
         if self._total is None:
             self._total = self._root
         else:
-            for total, array in zip(self._total, self._root):
-                mx.nd.elemwise_add(total, array, out=total)
+            self._add_on(0, self._total, self._root, self._total)
             self._free[0].append(self._root)
         self._root = None
 
@@ -174,8 +173,7 @@ class TreeReduction:
         if root is None and total is None:
             raise _by_hand()
         if root is not None and total is not None:
-            for one, other in zip(total, root):
-                mx.nd.elemwise_add(one, other, out=one)
+            self._add_on(0, total, root, total)
         for source in [one for one in (total, root) if one is not None][:1]:
             for targets in self._targets:
                 for array, gradient in zip(source, targets):
@@ -202,6 +200,15 @@ class TreeReduction:
         held[0] += sum(num_bytes(array) for array in self._total or ())
         return held
 
+    def _add_on(self, replica: int, ones: List[Array], others: List[Array], outputs: List[Array]) -> None:
+        """Queue sums on a device, in its own thread: MXNet keeps memory for each operator in turn, 128 times in other threads."""
+
+        def add() -> None:
+            for one, other, output in zip(ones, others, outputs):
+                mx.nd.elemwise_add(one, other, out=output)
+
+        in_own_thread(self._contexts[replica], add)
+
     def _add_to(self, left: Node, right: Node) -> None:
         """Add a sum to another one, which may be on another device."""
         arrays = right.arrays
@@ -209,8 +216,7 @@ class TreeReduction:
             arrays = self._memory(left.replica, left.arrays)
             for array, copy in zip(right.arrays, arrays):
                 array.copyto(copy)
-        for one, other in zip(left.arrays, arrays):
-            mx.nd.elemwise_add(one, other, out=one)
+        self._add_on(left.replica, left.arrays, arrays, left.arrays)
         if left.replica != right.replica:
             self._free[left.replica].append(arrays)
 
@@ -263,6 +269,12 @@ class TreeReduction:
         for node in nodes:
             if not node.is_borrowed and not any(node.arrays is arrays for arrays in self._free[node.replica]):
                 self._free[node.replica].append(node.arrays)
+
+
+def _copy_without_minus_zero(arrays: Sequence[Array], copies: Sequence[Array]) -> None:
+    """Copy arrays, with 0 for -0: a sum with the zeros of other processes has done so, too."""
+    for array, copy in zip(arrays, copies):
+        mx.nd._internal._plus_scalar(array, scalar=0.0, out=copy)
 
 
 def _by_hand() -> TrainerError:

@@ -132,7 +132,7 @@ class Plateau(Callback):
 class SaveTranslator(Checkpoint):
     """Saves the translator and its trainer's states: `best` when a metric improves, `last` after each epoch.
 
-    It saves when Ctrl-C or SIGTERM stops the run, but not after an error.
+    It saves when Ctrl-C, SIGTERM or SIGUSR1 stops the run, but not after an error.
 
     Parameters
     ----------

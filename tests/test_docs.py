@@ -67,7 +67,9 @@ def test_programs_run(tmp_path):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_the_options(page):
     lines = re.findall(r"^(gluon-mgpu .*)$", text(page), re.MULTILINE)
-    for line in [f"gluon-mgpu {one.strip()}" for line in lines for one in line.split("gluon-mgpu ")[1:]]:  # launch ... train ...
+    for line in [
+        f"gluon-mgpu {one.strip()}" for whole in lines for one in whole.split("gluon-mgpu ")[1:]
+    ]:  # launch ... train ...
         words = line.split(" #")[0].split()[1:]
         named = [word for word in words if word.startswith("--")]
         path = []

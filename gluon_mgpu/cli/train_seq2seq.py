@@ -38,6 +38,7 @@ from ..models.seq2seq.scores import has_sacrebleu, translation_scores
 from ..models.seq2seq.translator import Translator, load_translator
 from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
+from ._command import RecordedCommand
 from ._options import FILE, all_of, count, devices_option, output_option, positive, seed_option, share, training_options
 from ._output import print_once
 from ._pipeline import num_replicas, pipeline_options
@@ -117,14 +118,14 @@ _training_options = all_of(
     ),
     count("--patience", default=5, help="Stop after this many epochs without a better validation."),
     click.option("--optimizer", default="adam", show_default=True, help="Any optimizer of MXNet: adam, sgd, ..."),
-    output_option("runs/seq2seq", "curves.png, history.csv, history.json, and the models best and last"),
+    output_option("runs/seq2seq", "command.json, curves.png, history.csv, history.json, and the models best and last"),
     seed_option("Seed of the weights, of the split of the data, and of the order of the pairs."),
     training_options(hybridize="on", clip_norm=5.0, precise_layers="Dense layers"),
     pipeline_options("hybrid"),
 )
 
 
-@click.command("seq2seq")
+@click.command("seq2seq", cls=RecordedCommand)
 @_data_options
 @_network_options
 @_training_options

@@ -40,6 +40,7 @@ from .data_parallel.transfer import as_in_context, copyto
 from .data_parallel.update_bn import update_bn
 from .devices.select import describe_devices, resolve_devices, try_all_gpus, try_gpu, use_devices
 from .distributed import this_process
+from .exporters.export import Exported, export
 from .loop.callbacks import Callback, Checkpoint, EarlyStopping, FitState, Progress, SaveHistory
 from .loop.evaluate import evaluate, evaluate_accuracy_gpus
 from .loop.finetune import Finetune
@@ -142,6 +143,8 @@ __all__ = [
     "Checkpoint",
     "save_checkpoint",
     "load_checkpoint",
+    "export",
+    "Exported",
     "average_checkpoints",
     "WeightAverage",
     "Finetune",

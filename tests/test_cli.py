@@ -137,6 +137,7 @@ def test_the_commands_are_these():
         "devices",
         "doctor",
         "explain",
+        "export",
         "find-batch-size",
         "launch",
         "monitor",

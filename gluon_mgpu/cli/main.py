@@ -21,6 +21,7 @@ from .bench import bench
 from .devices import devices
 from .doctor import doctor
 from .explain import explain
+from .export import export
 from .find_batch_size import find_batch_size_
 from .launch import launch
 from .monitor import monitor
@@ -100,6 +101,7 @@ train.add_command(train_seq2seq)
 main.add_command(train)
 main.add_command(translate)
 main.add_command(predict)
+main.add_command(export)
 main.add_command(average)
 main.add_command(find_batch_size_)
 main.add_command(plan)

@@ -23,7 +23,7 @@ from .. import Seq2Seq
 
 Sentence = Sequence[int]
 
-EXTRA_TOKENS = 10  # a translation is at most twice as long as its source, and these
+LENGTH_FACTOR, EXTRA_TOKENS = 2, 10  # a translation is at most twice as long as its source, and these
 PENALTIES = ("wu", "plain")
 
 
@@ -162,7 +162,7 @@ class _Options:
 
     def limit(self, length: int) -> int:
         """Return how long the translation of a sentence of this length may be: its own matter, not that of the batch."""
-        return 2 * length + EXTRA_TOKENS if self.max_length is None else self.max_length
+        return LENGTH_FACTOR * length + EXTRA_TOKENS if self.max_length is None else self.max_length
 
 
 class _Hypothesis(NamedTuple):

@@ -66,8 +66,8 @@ def test_programs_run(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_the_options(page):
-    lines = re.findall(r"^(gluon-mgpu .*)$", text(page), re.MULTILINE)
-    for line in (one for line in lines for one in re.split(r" (?:-- )?(?=gluon-mgpu )", line)):  # also what launch starts
+    launched = r" (?:-- )?(?=gluon-mgpu )"  # commands that launch starts
+    for line in "\n".join(re.split(launched, "\n".join(re.findall(r"^(gluon-mgpu .*)$", text(page), re.MULTILINE)))).splitlines():
         words = line.split(" #")[0].split()[1:]
         named = [word for word in words if word.startswith("--")]
         path = []

@@ -259,8 +259,8 @@ def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
         if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not is_of_layers:
             raise
         raise TrainerError(
-            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({reason_of(cause or error)}); expected "
-            "its one argument. Pass pairs=True if the items are (X, y)."
+            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({reason_of(cause or error)}); "
+            "expected its one argument. Pass pairs=True if the items are (X, y)."
         ) from error
 
 

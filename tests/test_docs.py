@@ -68,7 +68,7 @@ def test_programs_run(tmp_path):
 def test_commands_have_the_options(page):
     lines = re.findall(r"^(gluon-mgpu .*)$", text(page), re.MULTILINE)
     for line in [
-        f"gluon-mgpu {one.strip()}" for whole in lines for one in whole.split("gluon-mgpu ")[1:]
+        f"gluon-mgpu {part.strip()}" for found in lines for part in found.split("gluon-mgpu ")[1:]
     ]:  # launch ... train ...
         words = line.split(" #")[0].split()[1:]
         named = [word for word in words if word.startswith("--")]

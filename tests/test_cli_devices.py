@@ -122,7 +122,8 @@ def test_programs_choose_gpus(monkeypatch, program):
     module = "_training" if program[0] == "train" else program[0]
     monkeypatch.setattr(f"gluon_mgpu.cli.{module}.use_devices", refuse)
     result = invoke(*program, "--devices", "gpu:free:2", "--min-free-memory", "8GiB", "--wait-for-gpu", "60")
-    assert asked == [("gpu:free:2", {"min_free_memory": "8GiB", "wait_s": 60.0})]
+    one_thread = {"one_thread": False} if program[0] == "train" else {}
+    assert asked == [("gpu:free:2", {"min_free_memory": "8GiB", "wait_s": 60.0, **one_thread})]
     assert result.exit_code == 130
     assert "waiting" in result.stderr
     assert "waiting" not in result.stdout

@@ -194,7 +194,7 @@ def test_ctrl_c_stops_it(trained, monkeypatch):
     assert f"replay: stopped before step {steps_in(out)[-1]}; {out} was not changed" in output
 
 
-@pytest.mark.parametrize("devices, spec", [(["cpu(0)"], "cpu:2"), (["gpu(0)", "gpu(1)"], "gpu:0-3")])
+@pytest.mark.parametrize("devices, spec", [(["cpu(0)"], "cpu*2"), (["gpu(0)", "gpu(1)"], "gpu:0-3")])
 def test_a_job_is_replayed_in_one_process(devices, spec):
     assert module._of_one_process(TrainingCommand("resnet18", [], "/", devices, 2)) == spec
 

@@ -249,6 +249,7 @@ print("BITS", train("recurrent", int(sys.argv[2]), "adam")[::2], run_fit(sys.arg
 """
 
 
+@pytest.mark.usefixtures("quick_import")
 @pytest.mark.timeout(300)
 def test_processes(tmp_path, request):
     """Two processes with one device each, and one process: the same bits, also of the history."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import sys
 
@@ -98,7 +99,8 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 too short, 0 too long, 0 with too different lengths"
     assert lines[1] == "numbers.tsv: 41 pairs to train on, 5 to validate, 4 to test"
     assert lines[2] == "14 words to 14 words, on cpu(0), cpu(1)"
-    assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
+    assert re.fullmatch(r"entropy of the unigrams: 2\.\d{4} nats per token; the validation loss .*", lines[3])
+    assert lines[4] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
     epochs = [line for line in lines if line.startswith("epoch ") and "batch" not in line]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("test exact match" in line and "tokens/s" in line for line in epochs)
@@ -186,6 +188,18 @@ def test_the_rate_warms_up_and_falls(tsv, tmp_path):
     _, rows = train(tsv, tmp_path / "plateau", "--epochs", "4", "--lr", "1e-9", "--schedule", "plateau", "--patience", "9")
     assert [row["learning_rate"] for row in rows[:1]] == [1e-9]
     assert rows[-1]["learning_rate"] <= 1e-9
+
+
+def test_a_network_that_learns_nothing_is_reported(tsv, tmp_path):
+    """At a rate of nearly 0, it remains where its bias lets it begin: near the entropy of the unigrams."""
+    lines, rows = train(tsv, tmp_path / "stuck", "--epochs", "1", "--lr", "1e-9")
+    entropy = float(re.search(r"unigrams: (\S+)", lines[3]).group(1))
+    assert rows[0]["test_loss"] == pytest.approx(entropy, rel=0.1)
+    warned = [line for line in lines if line.startswith("after epoch 1, the validation loss ")]
+    assert len(warned) == (rows[0]["test_loss"] >= entropy)
+    lines, _ = train(tsv, tmp_path / "wild", "--epochs", "1", "--lr", "20", "--optimizer", "sgd", "--clip-norm", "1000")
+    (warned,) = [line for line in lines if line.startswith("after epoch 1, the validation loss ")]
+    assert f"is not below {entropy:.4f}, the entropy of the unigrams" in warned and "--vocabulary-size" in warned
 
 
 def test_no_progress_stops_it(tsv, tmp_path):

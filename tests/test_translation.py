@@ -167,7 +167,9 @@ def test_a_network_that_is_stuck_ends(beam_size, tokens):
         for (best,) in translate(net, SENTENCES, beam_size=beam_size, max_length=40, max_repeats=max_repeats):
             assert best.tokens == (tokens * max_repeats + tokens)[: len(tokens) * (max_repeats + 1) - 1]
             assert best.finished and most_repeats(best.tokens) == max_repeats
-    for (best,), (usual,) in zip(translate(net, SENTENCES, max_length=40), translate(net, SENTENCES, max_length=40, max_repeats=2)):
+    for (best,), (usual,) in zip(
+        translate(net, SENTENCES, max_length=40), translate(net, SENTENCES, max_length=40, max_repeats=2)
+    ):
         assert best == usual
 
 

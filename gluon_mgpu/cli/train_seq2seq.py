@@ -21,6 +21,8 @@ from ..data import (
     read_pairs,
     read_tsv,
     split_pairs,
+    unigram_entropy,
+    unigram_log_p,
 )
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.sharding import split_batch
@@ -31,10 +33,10 @@ from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
 from ..loop.history import History
 from ..models import SequenceLoss
 from ..models.seq2seq.attention import ATTENTIONS
-from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
+from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, UnigramCheck, ValidateTranslations
 from ..models.seq2seq.loss import LAYOUTS
 from ..models.seq2seq.recurrence import NUM_GATES
-from ..models.seq2seq.scores import has_sacrebleu, translation_scores
+from ..models.seq2seq.scores import has_sacrebleu, score_signatures, translation_scores
 from ..models.seq2seq.translator import Translator, load_translator
 from ..trainer.trainer import Trainer
 from ._options import FILE, all_of, count, devices_option, output_option, positive, seed_option, share, training_options
@@ -154,6 +156,9 @@ def train_seq2seq(**options: Any) -> None:
     print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
     print_once(f"test of best, 5 beams: {'  '.join(f'{name} {score:.2f}' for name, score in scores.items())}; {rates}")
+    signatures = score_signatures(corpus.test.target)
+    if signatures:
+        print_once("sacrebleu: " + "  ".join(f"{name} {signature}" for name, signature in signatures.items()))
 
 
 def _train(
@@ -161,8 +166,15 @@ def _train(
 ) -> History:
     """Train on the devices, and return the history."""
     shards = num_replicas(shared, ctx)
-    train_iter = _loader(corpus.train, translator, shards, options, shuffle=True)
-    valid_iter = _loader(corpus.valid, translator, shards, options, shuffle=False)
+    encoded = [
+        encode_pairs(one, translator.source_vocabulary, translator.target_vocabulary) for one in (corpus.train, corpus.valid)
+    ]
+    train_iter = _loader(encoded[0], shards, options, shuffle=True)
+    valid_iter = _loader(encoded[1], shards, options, shuffle=False)
+    log_p = unigram_log_p(encoded[0][1], len(translator.target_vocabulary))
+    entropy = unigram_entropy(log_p, encoded[1][1])
+    print_once(f"entropy of the unigrams: {entropy:.4f} nats per token; the validation loss (test loss) should fall below it")
+    translator.net.begin_at(log_p)
     net = prepare_network(translator.net, ctx, shared, train_iter, train_iter.split_axes[0])
     schedule = _schedule(options, len(train_iter))
     trainer = create_trainer(net, schedule, shared)
@@ -173,17 +185,17 @@ def _train(
         train_iter,
         valid_iter,
         metrics=(),
-        callbacks=_callbacks(translator, corpus, train_iter, schedule, shared, options),
+        callbacks=_callbacks(translator, corpus, train_iter, entropy, schedule, shared, options),
         split_f=_split_function(shared.weights, trainer, train_iter.split_axes),
         options=shared,
     )
 
 
 def _loader(
-    pairs: SentencePairs, translator: Translator, num_shards: int, options: Dict[str, Any], *, shuffle: bool
+    encoded: Tuple[List[List[int]], List[List[int]]], num_shards: int, options: Dict[str, Any], *, shuffle: bool
 ) -> PairLoader:
     return PairLoader(
-        *encode_pairs(pairs, translator.source_vocabulary, translator.target_vocabulary),
+        *encoded,
         options["batch_tokens"],
         shuffle=shuffle,
         seed=options["seed"],
@@ -196,6 +208,7 @@ def _callbacks(
     translator: Translator,
     corpus: Corpus,
     train_iter: PairLoader,
+    entropy: float,
     schedule: Any,
     shared: TrainingOptions,
     options: Dict[str, Any],
@@ -204,7 +217,7 @@ def _callbacks(
     monitor = monitored(options)
     if not has_sacrebleu():
         print_once("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
-    callbacks: List[Callback] = [ValidateTranslations(translator, corpus.valid), TokenProgress(train_iter)]
+    callbacks: List[Callback] = [ValidateTranslations(translator, corpus.valid), TokenProgress(train_iter), UnigramCheck(entropy)]
     callbacks += [Plateau(schedule)] if isinstance(schedule, PlateauSchedule) else []
     callbacks += [SaveTranslator(shared.output, translator, monitor, **shared.saving), SaveHistory(shared.output)]
     return [*callbacks, EarlyStopping(monitor, options["patience"])]

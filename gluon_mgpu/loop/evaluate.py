@@ -70,7 +70,7 @@ def evaluate(
     metrics : sequence of functions, or dict name -> function
         `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.loop.metrics`.
     loss : callable (output, label) -> NDArray, optional
-        Its mean is returned as `loss`.
+        Its mean is returned as `loss`: that of its attribute `evaluation`, if it has one.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)
     compiled : "auto", "on" or "off"
         Whether the passes run as compiled graphs; see `fit`.
@@ -86,6 +86,7 @@ def evaluate(
     """
     make_passes = passes_of(check_mode("evaluate", compiled))
     check_network("evaluate", net)
+    loss = getattr(loss, "evaluation", loss)
     return run_evaluation(
         net, data_iter, metrics, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)
     ).means

@@ -64,7 +64,7 @@ def fit(
     net : gluon.Block
         Initialised on the trainer's devices.
     loss : callable (output, label) -> NDArray, shape (shard size,)
-        One number per example.
+        One number per example. If it has an attribute `evaluation`, `test_iter` is evaluated with that loss.
     trainer : Trainer
     train_iter, test_iter : iterable of (X, y)
         Shapes (B, ...); read once per epoch.
@@ -142,6 +142,7 @@ def fit(
         checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter, hyperparameters=keeps)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
     caught = CaughtSignal()
+    test_loss = getattr(loss, "evaluation", loss)
     on_phase = phase_reporter(callbacks, state)
     run = Run(
         state,
@@ -150,7 +151,9 @@ def fit(
         test_iter,
         metrics=metrics,
         train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
-        evaluate=partial(run_evaluation, net, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)),
+        evaluate=partial(
+            run_evaluation, net, loss=test_loss, split_f=split_f, passes=evaluating_passes(make_passes, net, test_loss)
+        ),
         batches_per_update=accumulate_grad_batches,
         max_inflight=max_inflight,
         balancer=split_f if isinstance(split_f, Balancer) else None,

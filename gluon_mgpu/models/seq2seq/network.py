@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, List, Optional, Tuple
 
 import mxnet as mx
+import numpy as np
 from mxnet.gluon import nn
 
 from ...checks import one_of, real_number, whole_number
@@ -147,6 +148,23 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
             if self._is_overridden() or not self.decoder.is_at_once(source):
                 return None
             return (source, lengths, target, *self._start(source, lengths))
+
+    def begin_at(self, log_p: np.ndarray) -> None:
+        """Let the output layer's bias begin at these log-probabilities: those of `data.unigram_log_p`. Call `initialize` next.
+
+        With a bias of zeros, Adam needs a thousand steps until the bias alone gives rare words their probability. Meanwhile the
+        vectors before the output layer saturate to do the same, and the network remains at the entropy of the unigrams.
+
+        Parameters
+        ----------
+        log_p : numpy.ndarray, shape (target_vocab_size,)
+        """
+        if np.shape(log_p) != (self.target_vocab_size,):
+            raise TrainerError(
+                f"Seq2Seq.begin_at: got log_p of shape {np.shape(log_p)}; expected ({self.target_vocab_size},), one for each "
+                "target token. Pass unigram_log_p(sentences, len(vocabulary))."
+            )
+        self.output.bias.init = mx.init.Constant(np.asarray(log_p, "float32"))
 
     def data_parallel_layers(self) -> List[nn.HybridBlock]:
         """Return the layers of `split_stages(..., data_parallel=)`: those of the attention, and the output layer.

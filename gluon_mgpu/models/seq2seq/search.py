@@ -101,9 +101,9 @@ def translate(
     max_length : int, optional
         Tokens per translation, including its end; twice the source's length and 10 by default.
     max_repeats : int, optional
-        How often the same token, or the same group of tokens, may occur in a row; None for no limit. A token that would exceed it
-        gets no probability, so a network that is stuck cannot repeat a phrase until `max_length`. At 2, it excludes at most 0.4 % of
-        the sentences of the corpora in scripts/benchmarks/RESULTS.md; a limit on all n-grams (3 tokens) excludes up to 28 %.
+        How often the same token, or the same group of tokens, may occur in a row; None for no limit. A token that would exceed
+        it gets no probability, so a network that is stuck does not repeat a phrase until `max_length`. 2 excludes hardly any
+        correct translation, in contrast to a limit on all n-grams (scripts/benchmarks/RESULTS.md).
     batch_size : int
         Sentences at once, over all devices.
     attention : bool

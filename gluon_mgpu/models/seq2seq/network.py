@@ -17,6 +17,7 @@ from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
 from .loss import LAYOUTS
 from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, each_step
 
+_EMBEDDING_SCALE = 0.3  # Xavier's would fall with the size of the vocabulary: 0.04 for 3,000 tokens of size 128
 _BULK = {"forward_bulk_size": 4, "backward_bulk_size": 4}  # operations
 
 Memory = Tuple[Array, Array, Array]  # keys (N, S, hidden), values (N, S, 2 hidden), lengths (N,)
@@ -36,6 +37,9 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
     With teacher forcing, all inputs of the decoder are known in advance. Without input feeding, its recurrent layers run like the
     encoder's, and attention and output layer compute all steps together. With it, each step's attentional vector is an input of
     the next step.
+
+    `initialize` gives embeddings a scale that does not depend on the vocabulary, and each gate an orthogonal matrix; its own
+    initializer is for the other weights. For text, call `begin_at` first.
 
     Padding has no effect: a sentence has the same scores alone and in a batch. `net.hybridize()` compiles the whole network if
     all steps run at once, else its parts. Inputs are legacy or np arrays, by the current mode.
@@ -103,7 +107,8 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         self.layout, self.target_vocab_size, self.source_vocab_size = layout, target_vocab_size, source_vocab_size
         with self.name_scope():
             self.encoder = Encoder(source_vocab_size, embed_size, hidden_size, num_layers, cell, dropout, recurrence)
-            self.target_embedding = Embedding(target_vocab_size, embed_size)
+            scale = hidden_size**-0.5 if tied else _EMBEDDING_SCALE
+            self.target_embedding = Embedding(target_vocab_size, embed_size, weight_initializer=mx.init.Normal(scale))
             self.decoder = Decoder(embed_size, hidden_size, num_layers, cell, attention, input_feeding, dropout, recurrence)
             self.dropout = Dropout(dropout)
             shared = self.target_embedding.params if tied else None
@@ -262,7 +267,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
         super().__init__(**kwargs)
         self._hidden_size = hidden_size
         with self.name_scope():
-            self.embedding = Embedding(vocab_size, embed_size)
+            self.embedding = Embedding(vocab_size, embed_size, weight_initializer=mx.init.Normal(_EMBEDDING_SCALE))
             self.dropout = Dropout(dropout)
             self.forwards, self.backwards = (nn.HybridSequential(prefix=f"{way}_") for way in ("forwards", "backwards"))
             for layers in (self.forwards, self.backwards):

@@ -63,7 +63,7 @@ def translate(
     beam_size: int = 1,
     num_best: int = 1,
     alpha: float = 1.0,
-    penalty: str = "wu",
+    penalty: str = "plain",
     max_length: Optional[int] = None,
     max_repeats: Optional[int] = MAX_REPEATS,
     batch_size: int = 64,
@@ -97,7 +97,8 @@ def translate(
     alpha : float, 0 or more
         How strongly to compensate for length. 0 ranks by probability alone, which favours short translations.
     penalty : str
-        `"wu"`: ((5 + length) / 6) ** alpha. `"plain"`: length ** alpha. The end of the sentence counts.
+        `"plain"`: length ** alpha. `"wu"`: ((5 + length) / 6) ** alpha, which favours short translations more. The end of the
+        sentence counts.
     max_length : int, optional
         Tokens per translation, including its end; twice the source's length and 10 by default.
     max_repeats : int, optional
@@ -127,7 +128,7 @@ def translate(
     >>> [len(best) for best in found], found[0][0].score >= found[0][1].score
     ([2, 2], True)
 
-    Source: the penalty is that of Wu et al., "Google's neural machine translation system", 2016, section 7.
+    Source: Wu et al., "Google's neural machine translation system", 2016, section 7 (the penalty "wu").
     """
     counts = {"beam_size": beam_size, "num_best": num_best, "batch_size": batch_size}
     _check_counts(**counts, **_given(max_length=max_length, max_repeats=max_repeats))
@@ -435,7 +436,7 @@ def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty
             f"translate: got num_best={num_best} of beam_size={beam_size}; expected as many or fewer. Widen the beam."
         )
     real_number("translate", "alpha", alpha, advice="1.0 is usual.")
-    one_of("translate", "penalty", penalty, list(PENALTIES), advice="'wu' is usual.")
+    one_of("translate", "penalty", penalty, list(PENALTIES), advice="'plain' is usual.")
 
 
 def _check_sentences(net: Seq2Seq, sentences: Any) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.cli.train_seq2seq import _korean_numbers, _schedule, train_seq2seq
+from gluon_mgpu.cli.train_seq2seq import _DEFAULTS, _korean_numbers, _schedule, _usual_size, train_seq2seq
 from gluon_mgpu.cli.translate import translate
-from gluon_mgpu.models.seq2seq.translator import load_translator
+from gluon_mgpu.models.seq2seq.translator import TranslatedText, load_translator
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -86,7 +86,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as monkeypatch:
         hide_sacrebleu(monkeypatch)
-        train(write_tsv(folder), folder / "run", "--epochs", "1")
+        train(write_tsv(folder), folder / "run", "--epochs", "2", "--lr", "0.02", "--dropout", "0")
     return folder / "run" / "best"
 
 
@@ -334,6 +334,47 @@ def test_n_best_and_scores(model):
     assert rows == [[str(i), f"{one.score:.4f}", one.text] for i, best in enumerate(found, 1) for one in best]
     scores = [float(row[1]) for row in rows]
     assert scores[:3] == sorted(scores[:3], reverse=True)
+
+
+def test_repeats_are_limited_on_demand(model, monkeypatch):
+    asked = []
+
+    def translate(self, texts, **options):
+        asked.append(options["max_repeats"])
+        return [[TranslatedText("said", 0.0, [], [])] for _ in texts]
+
+    monkeypatch.setattr("gluon_mgpu.models.seq2seq.translator.Translator.translate", translate)
+    for options in ([], ["--max-repeats", "0"], ["--max-repeats", "1"]):
+        assert run("translate", "--model", model, "--devices", "cpu:1", *options, input="one") == "said\n"
+    assert asked == [2, None, 1]
+
+
+def test_the_folder_of_a_run_is_its_best_model(model):
+    texts = "one\ntwo three"
+    assert run("translate", "--model", model.parent, "--devices", "cpu:1", input=texts).splitlines()[-2:] == load_translator(
+        model
+    ).best(texts.split("\n"), beam_size=5)
+
+
+def test_defaults_are_those_of_the_data(tmp_path):
+    parsed = {}
+    for name, words in (("numbers", []), ("text", ["--tsv", tmp_path / "a.tsv"]), ("chosen", ["--tsv", "a", "--dropout", "0"])):
+        parsed[name] = train_seq2seq.make_context("train", [str(word) for word in words]).params
+    for name, (numbers, text) in _DEFAULTS.items():
+        assert (parsed["numbers"][name], parsed["text"][name]) == (numbers, text)
+    assert (parsed["chosen"]["dropout"], parsed["chosen"]["label_smoothing"]) == (0.0, _DEFAULTS["label_smoothing"][1])
+    assert parsed["text"]["vocabulary_size"] is None
+
+
+@pytest.mark.parametrize("num, size", [(100, 2 + 150), (10_000, 2 + 1500), (10**6, 8000)])
+def test_a_small_corpus_has_few_subwords(num, size):
+    sentences = ["ab"] * (num - 1) + ["a"]
+    assert _usual_size(sentences, "subwords") == size
+    assert _usual_size(sentences, "words") == 8000
+
+
+def test_rare_characters_do_not_count():
+    assert _usual_size(["ab" * 5000, "c"], "subwords") == 2 + 21
 
 
 def test_at_a_terminal_each_line_is_answered(model, monkeypatch, capsys):

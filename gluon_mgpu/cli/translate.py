@@ -12,7 +12,7 @@ import click
 from ..data.text.pairs import read_lines
 from ..devices.select import use_devices
 from ..errors import DataError
-from ..models.seq2seq.search import plot_attention
+from ..models.seq2seq.search import MAX_REPEATS, plot_attention
 from ..models.seq2seq.translator import CONFIG_FILE, TranslatedText, load_translator
 from ..plots import figure, save
 from ._gpus import choosing_gpus
@@ -43,6 +43,13 @@ _JOINED = "\uffed"  # marks tokens without a space between them; few fonts have 
     help="Figure of the attention of the first sentence's translation (PNG).",
 )
 @click.option(
+    "--max-repeats",
+    type=click.IntRange(0),
+    default=MAX_REPEATS,
+    show_default=True,
+    help="How often the same tokens may occur in a row; 0 for no limit.",
+)
+@click.option(
     "--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Sentences per batch, over all devices."
 )
 def translate(
@@ -54,6 +61,7 @@ def translate(
     n_best: int,
     scores: bool,
     picture: Optional[Path],
+    max_repeats: int,
     batch_size: int,
 ) -> None:
     """Translate the sentences of FILE, one per line; without it those of standard input, or as you type them.
@@ -69,7 +77,7 @@ def translate(
         translator = load_translator(best_of(model, [CONFIG_FILE]), ctx)
         number = 0
         for texts in _texts(file):
-            options = {"beam_size": beam, "num_best": n_best, "batch_size": batch_size}
+            options = {"beam_size": beam, "num_best": n_best, "max_repeats": max_repeats or None, "batch_size": batch_size}
             found = translator.translate(texts, attention=picture is not None, **options)
             for best in found:
                 number += 1

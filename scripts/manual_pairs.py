@@ -4,14 +4,17 @@ apt-get download gnome-user-docs gimp-help-en gimp-help-ko && for file in *.deb;
 python scripts/manual_pairs.py manuals > manuals.tsv
 """
 
+from __future__ import annotations
+
 import html
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Iterator, List, Tuple
 
 
-def texts_of(path):
+def texts_of(path: Path) -> List[str]:
     """Return the paragraphs and titles of a page of GNOME's help (XML) or of GIMP's (HTML)."""
     if path.suffix == ".page":
         elements = ElementTree.parse(path).getroot().iter()
@@ -22,7 +25,7 @@ def texts_of(path):
     return [re.sub(r"\s+", " ", text).strip() for text in texts]
 
 
-def pages(folder):
+def pages(folder: Path) -> Iterator[Tuple[Path, Path]]:
     """Yield the paths of each page in English and in Korean."""
     for english in sorted(folder.glob("usr/share/help/C/**/*.page")):
         yield english, Path(str(english).replace("/help/C/", "/help/ko/"))
@@ -30,13 +33,13 @@ def pages(folder):
         yield english, Path(str(english).replace("/help/en/", "/help/ko/"))
 
 
-def is_translated(english, korean):
+def is_translated(english: str, korean: str) -> bool:
     """Return whether both sides are text of about the same length, at most 500 and 400 characters."""
     num_words, num_hangul = len(re.findall("[A-Za-z]+", english)), len(re.findall("[가-힣]", korean))
     return num_words >= 4 and len(english) <= 500 and len(korean) <= 400 and 12 * num_hangul > len(english)
 
 
-def pairs(folder):
+def pairs(folder: Path) -> Iterator[Tuple[str, str]]:
     """Yield the sentences of paragraphs that have as many in both languages; other paragraphs as a whole."""
     for paths in pages(folder):
         if all(path.exists() for path in paths):

@@ -77,8 +77,14 @@ def translate(
         translator = load_translator(best_of(model, [CONFIG_FILE]), ctx)
         number = 0
         for texts in _texts(file):
-            options = {"beam_size": beam, "num_best": n_best, "max_repeats": max_repeats or None, "batch_size": batch_size}
-            found = translator.translate(texts, attention=picture is not None, **options)
+            found = translator.translate(
+                texts,
+                beam_size=beam,
+                num_best=n_best,
+                max_repeats=max_repeats or None,
+                batch_size=batch_size,
+                attention=picture is not None,
+            )
             for best in found:
                 number += 1
                 _print(number if n_best > 1 else None, best, scores)

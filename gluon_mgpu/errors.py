@@ -74,6 +74,10 @@ class StepError(_OneLineError, RuntimeError):
     """A device failed while it computed a batch; the message names the step."""
 
 
+class ReplicaError(_OneLineError, RuntimeError):
+    """The replicas of a network hold other bits: a device computes or stores wrongly."""
+
+
 class NonFiniteLossError(_OneLineError, FloatingPointError):
     """The loss became NaN or infinite; the message names the step and the device."""
 

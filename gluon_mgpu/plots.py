@@ -10,6 +10,7 @@ from .checks import whole_number
 from .errors import TrainerError
 from .runtime.environment import require
 from .runtime.profiler import Operation, batches_of
+from .runtime.units import column_title, in_percent
 
 
 def figure(width: float = 10, height: float = 4) -> Any:
@@ -31,33 +32,45 @@ def save(made: Any, path: Union[str, Path]) -> None:
 
 
 def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
-    """Return a figure of a training run: loss on the left, the other metrics on the right, against epochs.
+    """Return a figure of a training run against epochs: the loss, shares and scores in percent, and other metrics.
 
     Parameters
     ----------
     rows : sequence of dict
         One per epoch, with `epoch`, and `train_...` and `test_...` columns.
     """
-    made = figure()
-    losses, others = made.subplots(1, 2)
-    columns = [name for name in (rows[0] if rows else {}) if name.startswith(("train_", "test_"))]
-    for name in columns:
-        axes = losses if name.endswith("_loss") else others
-        style = "--" if name.startswith("train_") else "-"
-        points = [(row["epoch"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points), style, marker=".", label=name.replace("_", " "))
-    for axes, title in ((losses, "loss"), (others, "metrics")):
-        axes.set(xlabel="epoch", title=title)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    charts: Dict[str, List[Tuple[str, Sequence[float], Sequence[float]]]] = {"loss": []}
+    for name in rows[0] if rows else {}:
+        if name.startswith(("train_", "test_")):
+            epochs = [row["epoch"] for row in rows if name in row]
+            label, values = _labelled(name, [row[name] for row in rows if name in row])
+            charts.setdefault(label, []).append((name, epochs, values))
+    made = figure(5 * len(charts), 4)
+    for axes, (label, columns) in zip(made.subplots(1, len(charts), squeeze=False)[0], charts.items()):
+        for name, places, heights in columns:
+            axes.plot(places, heights, "--" if name.startswith("train_") else "-", marker=".", label=column_title(name))
+        axes.set(xlabel="epoch", ylabel=label)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axes.grid(alpha=0.3)
         if axes.lines:
+            axes.set_xlim(rows[0]["epoch"] - 0.5, rows[-1]["epoch"] + 0.5)
             axes.legend()
     made.tight_layout()
     return made
 
 
+def _labelled(name: str, values: Sequence[float]) -> Tuple[str, Sequence[float]]:
+    """Return the label of a column's axis, with its unit, and the values in that unit."""
+    percents = [in_percent(name, value) for value in values]
+    if name.endswith("_loss"):
+        return "loss", values
+    if name.endswith(("_bleu", "_chrf")):
+        return "score, 0 to 100", values
+    return ("other metrics", values) if None in percents else ("%", percents)  # type: ignore[return-value]
+
+
 def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> Any:
-    """Return a figure of bars, one chart per group.
+    """Return a figure of bars, one chart per group; labels that differ only in a final number share a colour.
 
     Parameters
     ----------
@@ -68,7 +81,9 @@ def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> An
     made = figure(3.4 * len(groups), 4)
     charts = zip(made.subplots(1, len(groups), squeeze=False)[0], groups.items(), ylabels)
     for axes, (title, bars), ylabel in charts:
-        axes.bar(range(len(bars)), list(bars.values()), color="tab:blue")
+        kinds = list(dict.fromkeys(_kind_of_bar(label) for label in bars))
+        colors = [f"C{kinds.index(_kind_of_bar(label)) % 10}" for label in bars]
+        axes.bar(range(len(bars)), list(bars.values()), color=colors)
         axes.set_xticks(range(len(bars)))
         axes.set_xticklabels(list(bars), rotation=20 if len(bars) < 4 else 60, ha="right", fontsize=8)
         axes.set_axisbelow(True)
@@ -76,6 +91,12 @@ def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> An
         axes.grid(axis="y", alpha=0.3)
     made.tight_layout()
     return made
+
+
+def _kind_of_bar(label: str) -> str:
+    """Return what gives a bar its colour: `cpu(0)` of `cpu(0) 1024`, or its whole label."""
+    device, _, size = label.rpartition(" ")
+    return device if size.isdigit() else label
 
 
 def plot_batch_sizes(
@@ -140,15 +161,16 @@ def plot_trials(trials: Sequence[Tuple[Dict[str, Any], Optional[float], bool]], 
         choices = sorted({options[name] for options, _, _ in shown}, key=lambda one: (isinstance(one, str), one))
         for options, value, is_best in shown:
             place = choices.index(options[name]) if kind == "choice" else options[name]
+            percent = in_percent(metric, value)  # type: ignore[arg-type]  # None was left out
             style = {"marker": "*", "s": 160, "color": "tab:orange"} if is_best else {"marker": "o", "s": 24, "color": "tab:blue"}
-            axes.scatter([place], [value], alpha=0.8, linewidth=0, **style)
+            axes.scatter([place], [value if percent is None else percent], alpha=0.8, linewidth=0, **style)
         if kind == "choice":
             axes.set_xticks(range(len(choices)))
             axes.set_xticklabels([str(one) for one in choices])
             axes.set_xlim(-0.5, len(choices) - 0.5)
         elif kind == "log":
             axes.set_xscale("log")
-        axes.set(xlabel=name, ylabel=metric)
+        axes.set(xlabel=name, ylabel=f"{column_title(metric)}{', %' if metric.endswith(('accuracy', 'exact_match')) else ''}")
         axes.grid(alpha=0.3)
     for axes in charts:  # the rest of the last row
         axes.set_axis_off()

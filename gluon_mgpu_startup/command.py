@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import select
+import signal
 import sys
 from typing import Any
 
@@ -15,6 +16,8 @@ _BY_SIGPIPE = 128 + 13  # a shell's status of a program whose reader has ended, 
 def main() -> None:
     """Run the command, or only the doctor; exit silently if the reader of its output has ended."""
     stdout, reader = sys.stdout, _reader()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
     try:
         try:
             _run()
@@ -34,7 +37,23 @@ def main() -> None:
         raise
 
 
+def _end(signum: int, frame: Any) -> None:
+    """End on Ctrl-C during the imports, which take seconds: quietly, and wherever their code is."""
+    os._exit(128 + signum)
+
+
+def _take_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again: the commands handle it."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _run() -> None:
+    from .quick_help import quick_help  # only here: Ctrl-C is handled by now, and click takes a moment
+
+    help_alone = quick_help(sys.argv[1:])
+    if help_alone is not None:
+        help_alone(prog_name="gluon-mgpu")
     if sys.argv[1:2] == ["explain"]:
         _run_alone("explain")
         return
@@ -43,6 +62,7 @@ def _run() -> None:
     except ImportError as error:
         _without_mxnet(error)
     else:
+        _take_interrupts()
         command(prog_name="gluon-mgpu")
 
 
@@ -60,6 +80,7 @@ def _run_alone(subcommand: str) -> None:
             raise ImportError(f"No module named {name!r}")
         sys.modules[name] = importlib.util.module_from_spec(spec)
     module = importlib.import_module(f"gluon_mgpu.cli.{subcommand}")
+    _take_interrupts()
     getattr(module, subcommand)(sys.argv[2:], prog_name=f"gluon-mgpu {subcommand}")
 
 

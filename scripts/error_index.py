@@ -1,4 +1,4 @@
-"""Write the index of error messages into docs/troubleshooting.md, from gluon_mgpu/explain/entries.py."""
+"""Write the index of error messages into docs/troubleshooting.md, from gluon_mgpu/explain/entries.txt."""
 
 import re
 from pathlib import Path

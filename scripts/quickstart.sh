@@ -4,4 +4,4 @@
 
 . "$(dirname "$0")/environment.sh"
 install_project cpu,train
-exec .venv/bin/python scripts/train_resnet18.py --devices cpu:2 "$@"
+exec .venv/bin/python scripts/train_resnet18.py --devices "cpu*2" "$@"

@@ -1,4 +1,4 @@
-"""Train ResNet-18 on images of digits or clothes, on several devices: python scripts/train_resnet18.py --devices cpu:2
+"""Train ResNet-18 on images of digits or clothes, on several devices: python scripts/train_resnet18.py --devices 'cpu*2'
 
 The same as `gluon-mgpu train resnet18`; the program is in gluon_mgpu/cli/train.py, and is short enough to copy.
 """

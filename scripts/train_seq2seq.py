@@ -1,4 +1,4 @@
-"""Train a translator on Korean numbers, or on text of your own: python scripts/train_seq2seq.py --devices cpu:2
+"""Train a translator on Korean numbers, or on text of your own: python scripts/train_seq2seq.py --devices 'cpu*2'
 
 The same as `gluon-mgpu train seq2seq`; the program is in gluon_mgpu/cli/train_seq2seq.py, and is short enough to copy.
 """

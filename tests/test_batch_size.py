@@ -113,11 +113,17 @@ def test_the_rate_is_the_median_of_the_rounds():
 
 def test_memory_decides():
     """100 MiB an example in 730 MiB, of which the process itself takes more than 130 and less than 230: 5 fit, 6 do not."""
-    told = []
+    told, started = [], []
     found = find_batch_size(
-        hold_100_mib_an_example, devices="cpu", memory_limit_bytes=730 * MIB, first=5, max_batch_size=6, on_message=told.append
+        hold_100_mib_an_example,
+        devices="cpu",
+        memory_limit_bytes=730 * MIB,
+        first=5,
+        max_batch_size=6,
+        on_start=started.append,
+        on_message=told.append,
     )
-    assert tuple(told) == found.probes
+    assert tuple(told) == found.probes and started == [0, 5, 6]
     assert [(probe.batch_size, probe.fits) for probe in told] == [(5, True), (6, False)]
     assert (found.largest, found.devices, found.ended_by, found.memory_limit_bytes) == (5, ("cpu(0)",), "", 730 * MIB)
     assert 630 < told[0].memory_bytes / MIB < 730 < told[1].memory_bytes / MIB < 830
@@ -512,8 +518,10 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, monkeypatch):
     probes = (Probe(16, True, 2**29, (90.0, 98.0, 99.0)), Probe(32, True, 2**30, (100.0,)), Probe(64, False, 2**31, (), "[no]"))
     given = {}
 
-    def found(workload, *, on_message, **options):
+    def found(workload, *, on_start, on_message, **options):
         given.update(options, workload=workload)
+        on_start(0)
+        on_start(16)
         for probe in probes:
             on_message(probe)
         return BatchSizes(("cpu(0)",), 2**31, probes, 32, recommend(probes), ended_by="no answer")
@@ -524,6 +532,8 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert (given["memory_limit_bytes"], given["options"], given["devices"]) == (1610612736, {"image_size": 32}, "cpu")
     assert given["workload"] is resnet18_workload
+    started = "starting a process that checks the devices\ntraining a few steps with a batch of 16\n"
+    assert started in result.output  # it was silent until the first batch was done
     assert "batch 64: 2.00 GiB, does not fit ([no])\n" in result.output
     assert "no: [no]" in result.output
     assert "\nNo larger batch was tried: no answer\nlargest batch that fits: 32\n" in result.output

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 import threading
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import MissingExtraError, NonFiniteLossError, TrainerError
 from gluon_mgpu.loop.callbacks import Best, FitState
+from gluon_mgpu.plots import plot_bars, plot_history
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -99,6 +101,26 @@ def test_the_picture_shows_the_curves(tmp_path):
     assert pictures[0] == pictures[1] != pictures[2]
 
 
+def test_axes_have_units_and_whole_epochs():
+    """Accuracies (0 to 1) and exact matches (0 to 100) shared an axis without a unit; one epoch had ticks from 0.96 to 1.04."""
+    rows = [{"epoch": 1, "train_loss": 2.0, "test_accuracy": 0.883, "test_exact_match": 0.8, "test_bleu": 10.5, "test_mae": 3.0}]
+    charts = {axes.get_ylabel(): axes for axes in plot_history(rows).axes}
+    assert list(charts) == ["loss", "%", "score, 0 to 100", "other metrics"]
+    drawn = {line.get_label(): line.get_ydata()[0] for line in charts["%"].lines}
+    assert drawn == {"test accuracy": pytest.approx(88.3), "test exact match": 0.8}
+    for axes in charts.values():
+        low, high = axes.get_xlim()
+        assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
+
+
+def test_bars_of_one_device_share_a_colour():
+    made = plot_bars(
+        {"products": {"cpu(0) 64": 1.0, "cpu(0) 256": 2.0, "cpu(1) 64": 3.0}, "norms": {"each": 1.0, "once": 2.0}}, ["", ""]
+    )
+    colors = [[bar.get_facecolor() for bar in axes.patches] for axes in made.axes]
+    assert colors[0][0] == colors[0][1] != colors[0][2] and colors[1][0] != colors[1][1]
+
+
 def test_a_column_that_begins_later_is_saved(tmp_path):
     mgpu.History([{"epoch": 1.0}, {"epoch": 2.0, "test_loss": 0.5}]).save(tmp_path)
     assert (tmp_path / "history.csv").read_text().split() == ["epoch,test_loss", "1.0,", "2.0,0.5"]
@@ -172,8 +194,9 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
     assert len(lines) == 2
     for line, row in zip(lines, history.rows):
         assert line == (
-            f"epoch {row['epoch']:.0f}/2  train accuracy {row['train_accuracy']:.4f}  train loss {row['train_loss']:.4f}  "
-            f"test accuracy {row['test_accuracy']:.4f}  test loss {row['test_loss']:.4f}  "
+            f"epoch {row['epoch']:.0f}/2  "
+            f"train accuracy {100 * row['train_accuracy']:.2f} %  train loss {row['train_loss']:.4f}  "
+            f"test accuracy {100 * row['test_accuracy']:.2f} %  test loss {row['test_loss']:.4f}  "
             f"{row['examples_per_s']:.0f} images/s  {row['seconds']:.1f} s"
         )
 
@@ -219,6 +242,19 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
     assert "epoch 1/2" in output
     assert "epoch 2/2" in output
     assert "words/s" in output
+
+
+def test_finished_epochs_on_a_terminal_show_all_columns_within_its_width(capsys, monkeypatch):
+    """rich cut the numbers of the epoch, the speed and the seconds off, and the columns of the training were left out."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    history = train([mgpu.Progress("images")], epochs=2, test_iter=make_batches(1))
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).replace("\r", "\n").splitlines()
+    assert all(len(line.rstrip()) <= 60 for line in lines)
+    shown = " ".join(" ".join(lines).split())
+    for row in history.rows:
+        assert f"epoch {row['epoch']:.0f}/2 train accuracy {100 * row['train_accuracy']:.2f} %" in shown
+        assert f"test loss {row['test_loss']:.4f} {row['examples_per_s']:.0f} images/s {row['seconds']:.1f} s" in shown
 
 
 def test_the_bar_is_put_away_when_training_fails(monkeypatch):
@@ -314,6 +350,18 @@ def test_best_and_last_hold_the_weights_of_their_epochs(tmp_path, devices):
         np.testing.assert_array_equal(plain.weight.data(mx.cpu(4)).asnumpy(), weights.after[epoch - 1])
         progress = json.loads((tmp_path / name / "progress.json").read_text())
         assert progress == {"epoch": epoch, "epochs_completed": epoch, "history": history.rows[:epoch]}
+
+
+def test_without_an_accuracy_the_best_epoch_has_the_smallest_loss(tmp_path):
+    """The accuracy of a regression was 0.0 in every epoch, so that the first one was the best."""
+    batches, loss = [(X, y.astype("float32")) for X, y in make_batches(1)], gluon.loss.L2Loss()
+    net = nn.Dense(1, in_units=2)
+    net.initialize(ctx=[mx.cpu(0)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
+    history = mgpu.fit(net, loss, trainer, batches, batches, epochs=2, callbacks=[mgpu.Checkpoint(tmp_path)])
+    assert [name for name in history.rows[0] if name.startswith("test_")] == ["test_loss"]
+    assert list(mgpu.evaluate(net, batches, loss=loss)) == ["loss"]
+    assert json.loads((tmp_path / "best" / "progress.json").read_text())["epoch"] == 2
 
 
 @pytest.mark.parametrize("before, num_devices", [(1, 3), (3, 2)])

@@ -20,7 +20,7 @@ from gluon_mgpu.cli._options import best_of
 from gluon_mgpu.cli._table import print_table
 from gluon_mgpu.cli._training import enable_debugging
 from gluon_mgpu.cli.main import CommandGroup
-from gluon_mgpu.loop.stopping import Terminated
+from gluon_mgpu.loop.stopping import Requeue, Terminated
 from gluon_mgpu.tuning.profiling import measure_overlap
 from mxnet.gluon import nn
 
@@ -130,12 +130,14 @@ def test_the_commands_are_these():
     assert sorted(" ".join(path) for path, _ in commands()) == [
         "",
         "agree",
+        "average",
         "bench",
         "bench compute",
         "bench transfer",
         "devices",
         "doctor",
         "explain",
+        "export",
         "find-batch-size",
         "launch",
         "monitor",
@@ -270,7 +272,7 @@ def test_train_resnet18_trains_saves_and_tells(tmp_path, data_dir):
     assert epoch.startswith("epoch 1/1  train accuracy ")
     assert saved == f"saved curves.png, history.csv, history.json, best and last in {out}"
     (row,) = json.loads((out / "history.json").read_text())["epochs"]
-    assert last == f"test accuracy {row['test_accuracy']:.4f}, {row['seconds']:.1f} s/epoch on cpu(0), cpu(1)"
+    assert last == f"test accuracy {100 * row['test_accuracy']:.2f} %, {row['seconds']:.1f} s/epoch on cpu(0), cpu(1)"
     assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
     with open(out / "history.csv", newline="") as file:
         assert [{name: float(value) for name, value in read.items()} for read in csv.DictReader(file)] == [row]
@@ -299,7 +301,7 @@ def losses(rows):
 def test_training_learns_in_every_mode(quick, data_dir, tmp_path, hybridize):
     lines, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "6", "--hybridize", hybridize, "--lr", "0.2")
     assert rows[-1]["test_accuracy"] == 1.0
-    assert lines[-1].startswith("test accuracy 1.0000, ")
+    assert lines[-1].startswith("test accuracy 100.00 %, ")
     assert lines[-1].endswith(" s/epoch on cpu(0), cpu(1)")
     assert len(rows) == 6
 
@@ -509,16 +511,18 @@ def ended(error):
     return CliRunner().invoke(CommandGroup("group", commands={"command": command}), ["command"])
 
 
-def test_a_command_that_sigterm_ends_says_where_and_exits_with_143():
-    result = ended(Terminated("fit: stopped in epoch 2"))
-    assert (result.exit_code, result.output) == (143, "Terminated. fit: stopped in epoch 2\n")
+@pytest.mark.parametrize(("end", "code", "title"), [(Terminated, 143, "Terminated"), (Requeue, 85, "Saved, to be started again")])
+def test_a_command_that_a_signal_ends_says_where_and_exits_with_its_code(end, code, title):
+    result = ended(end("fit: stopped in epoch 2"))
+    assert (result.exit_code, result.output) == (code, f"{title}. fit: stopped in epoch 2\n")
 
 
 def test_a_broken_pipe_is_not_an_error_of_the_command():
     """It is an OSError; but an error message would have no reader."""
     result = ended(BrokenPipeError())
     assert isinstance(result.exception, BrokenPipeError) and result.output == ""
-    assert ended(FileNotFoundError(2, "No such file or directory", "x")).output.startswith("Error: ")
+    missing = ended(FileNotFoundError(2, "No such file or directory", "x")).output
+    assert missing == f"Error: No such file or directory: x. Check the path, which is relative to {os.getcwd()}.\n"
 
 
 def test_debugging_begins_before_anything_runs(monkeypatch):

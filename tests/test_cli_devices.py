@@ -101,6 +101,8 @@ def test_nobody_tells_which_gpus_are_free(monkeypatch):
     assert result.exit_code == 1
     assert "Error: devices: got --free; expected a driver that reports its GPUs" in result.output
     assert run("devices").startswith("devices")
+    result = invoke("devices", "--min-free-memory", "8GiB")  # it was ignored
+    assert result.exit_code == 2 and "got --min-free-memory without --free; expected both" in result.output
 
 
 @pytest.mark.parametrize(

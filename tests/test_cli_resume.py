@@ -6,12 +6,14 @@ import signal
 from functools import partial
 
 import gluon_mgpu as mgpu
+import mxnet as mx
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from mxnet.gluon import nn
 
 from .test_cli import data_dir  # noqa: F401  a fixture
+from .test_fit import LOSS, batches_of, make_net, three_clouds
 from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
 TIMES = ("seconds", "examples_per_s", "tokens_per_s")
@@ -102,12 +104,30 @@ def test_a_folder_of_a_checkpoint_is_gone_on_from(request, small, tmp_path):
     assert rows_in(tmp_path / "two") == rows_in(tmp_path / "one")
 
 
-def test_other_options_are_told(request, small, tmp_path):
-    command = partial(run, *programs(request)["resnet18"], "--devices", "cpu:1", "--output", tmp_path / "out")
-    command("--epochs", "1")
-    output = command("--epochs", "2", "--resume", "auto", exit_code=1)
-    assert "schedule's max_update 4 where this one has 8" in output
+@pytest.mark.parametrize("way", ["stretch", "keep"])
+def test_more_epochs_stretch_or_keep_the_schedule(request, small, tmp_path, caplog, way):
+    """It was an error about max_update, repeated for every checkpoint of the run."""
+    command = partial(run, *programs(request)["resnet18"], "--devices", "cpu:2", "--output", tmp_path / "out", "--keep", "3")
+    command("--epochs", "2")
+    command("--epochs", "4", "--resume", "auto", "--resume-schedule", way)
+    steps, rates = 4, [row["learning_rate"] for row in rows_in(tmp_path / "out")]
+    schedule = mx.lr_scheduler.CosineScheduler(steps * (4 if way == "stretch" else 2), 0.05, 0.0, steps, 0.005)
+    cosine = mx.lr_scheduler.CosineScheduler(steps * 2, 0.05, 0.0, steps, 0.005)
+    expected = [(schedule if epoch > 2 else cosine)(steps * epoch) for epoch in (1, 2, 3, 4)]
+    if way == "keep":
+        expected[2:] = [0.0, 0.0]  # it had reached its end
+    assert rates == pytest.approx(expected, abs=1e-9) and (rates[2] > 0.01) == (way == "stretch")
+    assert caplog.text.count("schedule's max_update 8 where this one has 16") == 1
+    assert f"resume_schedule='{'keep' if way == 'stretch' else 'stretch'}'" in caplog.text
+
+
+def test_other_options_are_told(request, small, tmp_path, caplog):
+    command = partial(run, *programs(request)["resnet18"], "--devices", "cpu:1", "--output", tmp_path / "out", "--keep", "3")
+    command("--epochs", "1", "--checkpoint-every", "2")
+    output = command("--epochs", "2", "--lr", "0.1", "--resume", "auto", exit_code=1)
+    assert "schedule's base_lr_orig 0.05 where this one has 0.1" in output
     assert "Traceback" not in output
+    assert output.count("load_checkpoint: got") == 1 and "cannot resume" not in caplog.text  # once, not for every checkpoint
 
 
 def test_a_folder_that_is_none_is_told(request, small, tmp_path):
@@ -115,3 +135,50 @@ def test_a_folder_that_is_none_is_told(request, small, tmp_path):
     output = run(*command, "--resume", tmp_path / "nowhere", exit_code=1)
     assert "which holds no checkpoint" in output
     assert not (tmp_path / "out").exists()
+
+
+SCHEDULES = {
+    "factor": (mx.lr_scheduler.FactorScheduler, {"factor": 0.5, "base_lr": 0.4}, {"step": 2}, {"step": 6}),
+    "multi-factor": (mx.lr_scheduler.MultiFactorScheduler, {"factor": 0.1, "base_lr": 0.4}, {"step": [2, 9]}, {"step": [5, 20]}),
+    "poly": (mx.lr_scheduler.PolyScheduler, {"base_lr": 0.4, "pwr": 1}, {"max_update": 6}, {"max_update": 12, "warmup_steps": 2}),
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("way", ["stretch", "keep"])
+def test_schedules_of_mxnet_are_stretched_or_kept(name, way, devices, tmp_path):
+    """The oracle: the schedule itself, asked for each update."""
+    kind, same, before, after = SCHEDULES[name]
+    data, rates = batches_of(*three_clouds(48)), []  # 3 batches
+
+    class Rates(mgpu.Callback):
+        def on_batch_end(self, state):
+            rates.append(state.trainer.learning_rate)
+
+    for epochs, lengths in ((2, before), (4, after)):
+        net = make_net(devices)
+        options = {"learning_rate": 0.4, "lr_scheduler": kind(**same, **lengths)}
+        callbacks = [mgpu.Checkpoint(tmp_path, monitor=None), Rates()]
+        trainer = mgpu.Trainer(net, "sgd", options)
+        mgpu.fit(net, LOSS, trainer, data, epochs=epochs, callbacks=callbacks, resume="auto", resume_schedule=way)
+    first, later = kind(**same, **before), kind(**same, **(after if way == "stretch" else before))
+    expected = [first(step) for step in range(1, 7)]
+    asked = [later(step) for step in range(1, 13)]
+    assert rates == pytest.approx(expected + asked[6:], rel=1e-6)
+
+
+def test_only_lengths_may_differ(tmp_path):
+    data = batches_of(*three_clouds(48))
+    for epochs, options in ((1, {"max_update": 6}), (2, {"max_update": 12, "pwr": 3})):
+        net = make_net([mx.cpu()])
+        schedule = mx.lr_scheduler.PolyScheduler(base_lr=0.1, **options)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule})
+        fit = partial(mgpu.fit, net, LOSS, trainer, data, epochs=epochs, resume="auto")
+        if epochs == 2:
+            with pytest.raises(mgpu.errors.StateError, match="schedule's power 2 where this one has 3"):
+                fit(callbacks=[mgpu.Checkpoint(tmp_path, monitor=None)])
+            with pytest.raises(mgpu.errors.TrainerError, match="resume_schedule"):
+                fit(callbacks=[mgpu.Checkpoint(tmp_path, monitor=None)], resume_schedule="new")
+        else:
+            fit(callbacks=[mgpu.Checkpoint(tmp_path, monitor=None)])

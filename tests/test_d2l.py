@@ -121,3 +121,16 @@ def test_several_inputs():
 def test_try_gpu():
     assert mgpu.try_gpu(63) == d2l.try_gpu(63) == mx.cpu()
     assert mgpu.try_all_gpus() == (d2l.try_all_gpus() or [mx.cpu()])  # d2l's own documentation promises [cpu()]
+
+
+def test_train_ch13_takes_the_trainer_and_the_split(loaders, capsys):
+    """The lines of docs/your_script.md; batches of 100 and 64 divide evenly, the last one of the test set does not."""
+    train_iter, _ = loaders
+    digits = mgpu.data.load_digits()
+    test_iter = gluon.data.DataLoader(gluon.data.ArrayDataset(digits.test_images[:101], digits.test_labels[:101]), 100)
+    net = small()
+    net.initialize(init=init.Xavier(), ctx=CTX)
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01})
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    d2l.train_ch13(net, train_iter, test_iter, loss, trainer, 2, CTX, mgpu.split_batch)
+    assert "examples/sec on [cpu(0), cpu(1)]" in capsys.readouterr().out

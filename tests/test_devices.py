@@ -51,6 +51,8 @@ def nvidia_smi(monkeypatch, tmp_path):
         ("cpu:1", [0]),
         ("cpu:3", [0, 1, 2]),
         (" CPU:2 ", [0, 1]),
+        ("cpu*3", [0, 1, 2]),
+        (" CPU * 2 ", [0, 1]),
         ("cpu:0", [0]),
         ("cpu:0,cpu:3", [0, 3]),
         ("cpu:1,2", [1, 2]),
@@ -70,7 +72,7 @@ def test_without_a_gpu():
     assert mgpu.resolve_devices(3) == mgpu.resolve_devices("3") == [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
     assert mgpu.try_all_gpus() == [mx.cpu()]
     assert mgpu.try_gpu() == mgpu.try_gpu(5) == mx.cpu()
-    for spec in ("gpu", "gpu:0", "cpu:0,gpu:0", [mx.gpu(0)], mx.gpu(1)):
+    for spec in ("gpu", "gpu:0", "gpu*2", "cpu:0,gpu:0", [mx.gpu(0)], mx.gpu(1)):
         with pytest.raises(DeviceError, match=r"holds no GPU code.*cu112") as caught:
             mgpu.resolve_devices(spec)
         assert_house_style(caught.value)
@@ -82,14 +84,16 @@ def test_with_gpus(gpus):
     assert mgpu.resolve_devices("gpu:0,2") == [mx.gpu(0), mx.gpu(2)]
     assert mgpu.resolve_devices("gpu:1") == [mx.gpu(1)]
     assert mgpu.resolve_devices("cpu:0,gpu:0") == [mx.cpu(0), mx.gpu(0)]
-    assert mgpu.resolve_devices(2) == [mx.gpu(0), mx.gpu(1)]
+    assert mgpu.resolve_devices(2) == mgpu.resolve_devices("gpu*2") == [mx.gpu(0), mx.gpu(1)]
+    assert mgpu.resolve_devices("cpu*2") == [mx.cpu(0), mx.cpu(1)]
     assert mgpu.try_gpu(6) == mx.gpu(6)
     assert mgpu.try_gpu(7) == mx.cpu()
     assert mgpu.try_all_gpus() == [mx.gpu(i) for i in range(7)]
 
 
 @pytest.mark.parametrize(
-    "spec, told", [("gpu", "no kernel image"), ("gpu:7", "no kernel image"), ("gpu:8", "got gpu(8)"), (9, "at most 7")]
+    "spec, told",
+    [("gpu", "no kernel image"), ("gpu:7", "no kernel image"), ("gpu:8", "got gpu(8)"), (9, "at most 7"), ("gpu*9", "at most 7")],
 )
 def test_gpus_that_cannot_be_had(gpus, spec, told):
     with pytest.raises(DeviceError) as caught:
@@ -99,6 +103,16 @@ def test_gpus_that_cannot_be_had(gpus, spec, told):
 
 
 BAD = ["tpu", "", "gpu:", "cpu:-1", "cpu:x", "gpu:3-1", "cpu:1-2-3", "1,2", ",", "cpu:0,,cpu:1", "cpu:99999999999", "cpu:0-99999"]
+BAD += [
+    "cpu*0",
+    "cpu*",
+    "gpu*0",
+    "*2",
+    "gpu*2,cpu*2",
+    "cpu*99999",
+    "gpu:*2",
+    "gpu:free*0",
+]
 BAD += ["gpu:free:0", "gpu:free:", "gpu:free:two", "gpu:free,cpu:0", "free", "gpu:free:1,2", "cpu:free"]
 BAD += [
     0,
@@ -122,6 +136,16 @@ def test_bad_specs(spec):
     with pytest.raises(DeviceError) as caught, mgpu.use_devices(spec):
         pass
     assert_house_style(caught.value)
+
+
+def test_a_number_is_not_a_count(gpus):
+    with pytest.raises(DeviceError, match=r"'gpu:9' is a number, not a count: 'gpu\*9' requests that many GPUs") as caught:
+        mgpu.resolve_devices("gpu:9")
+    assert_house_style(caught.value)
+    for spec in ("gpu:7,9", [mx.gpu(9)]):
+        with pytest.raises(DeviceError) as caught:
+            mgpu.resolve_devices(spec)
+        assert "count" not in str(caught.value)
 
 
 def test_the_first_is_the_default_context_inside():
@@ -174,7 +198,7 @@ def test_free_gpus(nvml, caplog):
         assert gpu_ids("gpu:free") == [3, 4, 6, 7, 1, 5]
     assert "gpu:free takes gpu(3) (Tesla V100-SXM2-16GB, GPU-8932f903" in caplog.text
     assert "not gpu(0): process 17 (python) computes there" in caplog.text
-    assert gpu_ids(" GPU:free : 2 ") == [3, 4]
+    assert gpu_ids(" GPU:free : 2 ") == gpu_ids("gpu:free*2") == [3, 4]
     assert gpu_ids("gpu:free", min_free_memory="15.9GiB") == [3, 4, 6, 7, 1]
     told = []
     assert gpu_ids("gpu:free:1", tell=told.append) == [3]
@@ -195,6 +219,7 @@ def test_memory_that_must_be_free(nvml):
     nvml.gpus[4].processes = [(17, "python", GIB)]  # may be shared: nobody has asked for a free one
     assert gpu_ids("auto", min_free_memory="8GiB") == gpu_ids(None, min_free_memory=8 * GIB) == [1, 2, 4, 5, 6, 7]
     assert gpu_ids(2, min_free_memory="8GiB") == gpu_ids("2", min_free_memory="8GiB") == [1, 2]
+    assert gpu_ids("gpu*2", min_free_memory="8GiB") == [1, 2]
     assert gpu_ids("gpu:2,1", min_free_memory="8GiB") == gpu_ids([mx.gpu(2), mx.gpu(1)], min_free_memory="8GiB") == [2, 1]
     assert gpu_ids(mx.gpu(4), min_free_memory="8GiB") == [4]
     assert not locks._held
@@ -202,6 +227,7 @@ def test_memory_that_must_be_free(nvml):
         ("gpu", "expected 8 GPUs with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free; gpu(1): it would do"),
         ("gpu:0", "expected a GPU with 8.0 GiB of free memory: gpu(0): 6.0 GiB of 16.0 GiB are free"),
         (7, "expected 7 GPUs with 8.0 GiB of free memory"),
+        ("gpu*7", "expected 7 GPUs with 8.0 GiB of free memory"),
         ("gpu:8", "expected one of the GPUs that MXNet can see"),
     ]:
         with pytest.raises(DeviceError) as caught:

@@ -12,7 +12,7 @@ from gluon_mgpu.cli import main
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
-WITHOUT_PROGRAMS = {"architecture.md", "cli.md", "compatibility.md", "index.md", "launcher.md", "limitations.md"}
+WITHOUT_PROGRAMS = {"architecture.md", "cli.md", "compatibility.md", "index.md", "launcher.md", "limitations.md", "names.md"}
 
 
 def text(page):

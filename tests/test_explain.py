@@ -86,7 +86,24 @@ def test_reported_messages_have_the_right_entry_first():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "   ", "hello world", "the weather is fine today", "Epoch 3: loss 0.3, accuracy 0.9", "안녕하세요"]
+    "text",
+    [
+        "",
+        "   ",
+        "hello world",
+        "the weather is fine today",
+        "Epoch 3: loss 0.3, accuracy 0.9",
+        "안녕하세요",
+        "ValueError: The order total must not be negative",
+        "AssertionError: expected 3 invoices, got 2",
+        "TypeError: price must be a number",
+        "ValueError: invalid literal for int() with base 10: '12a'",
+        "RuntimeError: robot arm did not reach home position",
+        "django.db.utils.OperationalError: no such table: auth_user",
+        "botocore.exceptions.NoCredentialsError: Unable to locate credentials",
+        "npm ERR! code ERESOLVE",
+        "E: Unable to locate package foo",
+    ],
 )
 def test_what_is_no_known_message_has_no_answer(text):
     assert explain_message(text) == []
@@ -105,6 +122,25 @@ def test_what_is_no_known_message_has_no_answer(text):
 )
 def test_a_message_that_differs_a_little_is_found(text, name):
     assert first(text) == name
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("src/operator/nn/new.cc:12: Check failed: lshape.ndim() == 7 (3 vs. 7)", "wrong-number-of-axes"),
+        ("MXNetError: Check failed: a.dtype() == other (0 vs. 2)", "dtype-mismatch"),
+        ("src/operator/new-inl.h:7: Check failed: first_axis < limit : no text", "operator-check-failed"),
+        ("src/operator/new-inl.h:7: Check failed: axis_end < limit : no text", "index-out-of-range"),
+        ("src/operator/contrib/multibox_new.cc:8: Check failed: ready == 1 (0 vs. 1)", "empty-labels"),
+        ("src/operator/nn/new.cc:12: Check failed: ready == 1 (0 vs. 1)", "operator-check-failed"),
+    ],
+)
+def test_a_check_without_an_entry_is_answered_by_its_file_or_its_condition(text, name):
+    assert first(text) == name
+
+
+def test_a_message_of_one_prefix_is_found():
+    assert first("e == CUDNN_STATUS_SOMETHING_NEW") == "cudnn-failed"
 
 
 # Messages that this machine provokes

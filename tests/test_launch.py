@@ -300,13 +300,15 @@ def caught(signum, frame):
     sys.exit(0)
 signal.signal(signal.SIGINT, caught)
 signal.signal(signal.SIGTERM, caught)
+signal.signal(signal.SIGUSR1, caught)
 print("ready", flush=True)
 time.sleep(10_000)
 """
 
 
 @pytest.mark.parametrize(
-    ("signum", "caught", "code"), [("SIGINT",) * 2 + (130,), ("SIGTERM",) * 2 + (143,), ("SIGHUP", "SIGINT", 129)]
+    ("signum", "caught", "code"),
+    [("SIGINT",) * 2 + (130,), ("SIGTERM",) * 2 + (143,), ("SIGHUP", "SIGINT", 129), ("SIGUSR1",) * 2 + (85,)],
 )
 def test_signals_are_passed_on(run, mark, signum, caught, code):
     launcher = run.start(CATCH, limits={"grace_s": 1000})
@@ -320,6 +322,14 @@ def test_signals_are_passed_on(run, mark, signum, caught, code):
         assert marked(mark) == []
     finally:
         kill_when_done(launcher)
+
+
+def test_workers_that_ask_to_be_started_again_end_the_job(run, mark):
+    """Slurm may send SIGUSR1 to the workers only. A restart on the same machines would be cut off at the time limit."""
+    assert run("import sys; print('started'); sys.exit(85)", limits=Limits(max_restarts=3)) == 85
+    assert "exited with status 85: it has saved. Start the job again" in run.err
+    assert run.log(0).count("started") <= 1 and "restart 1" not in run.err
+    assert marked(mark) == []
 
 
 FORK = """

@@ -21,6 +21,7 @@ from gluon_mgpu.distributed.launcher.job import Job, run_job
 from gluon_mgpu.distributed.launcher.node import Failure
 from gluon_mgpu.distributed.launcher.rendezvous import Member, Rendezvous
 from gluon_mgpu.distributed.launcher.supervisor import Limits
+from gluon_mgpu.distributed.process import exit_code_of
 
 from .conftest import assert_house_style
 from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, until
@@ -153,20 +154,21 @@ def caught(signum, frame):
     sys.exit(0)
 signal.signal(signal.SIGINT, caught)
 signal.signal(signal.SIGTERM, caught)
+signal.signal(signal.SIGUSR1, caught)
 print("ready", flush=True)
 time.sleep(10_000)
 """
 )
 
 
-@pytest.mark.parametrize(("at", "signum"), [(0, "SIGINT"), (0, "SIGTERM"), (1, "SIGTERM")])
+@pytest.mark.parametrize(("at", "signum"), [(0, "SIGINT"), (0, "SIGTERM"), (1, "SIGTERM"), (1, "SIGUSR1"), (1, "SIGHUP")])
 def test_a_signal_to_one_launcher_reaches_the_workers_of_all(hosts, mark, at, signum):
     launchers = [hosts.start(rank, CATCH, limits={"grace_s": 30}) for rank in range(2)]
     assert until(lambda: all("ready" in hosts.log(f"node{rank}", rank) for rank in range(2)))
     launchers[at].send_signal(getattr(signal, signum))
-    assert codes(*launchers) == [128 + getattr(signal, signum)] * 2
+    assert codes(*launchers) == [exit_code_of(getattr(signal, signum))] * 2
     for rank in range(2):
-        assert hosts.log(f"node{rank}", rank).endswith(f"ready\ncaught {signum}\n")
+        assert hosts.log(f"node{rank}", rank).endswith(f"ready\ncaught {'SIGINT' if signum == 'SIGHUP' else signum}\n")
     assert marked(mark) == []
 
 

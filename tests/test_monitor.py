@@ -19,7 +19,7 @@ from gluon_mgpu.cli.monitor import _live
 from gluon_mgpu.cli.monitor import monitor as command
 from gluon_mgpu.errors import DataError, TrainerError
 from gluon_mgpu.monitor import Finding, GpuSample, LiveArrays, Monitor, Reader, callback, read_samples
-from gluon_mgpu.monitor.gpus import GpuReader, visible
+from gluon_mgpu.monitor.gpus import GpuReader, may_have_gpus, visible
 from gluon_mgpu.monitor.host import HostReader, Throttled, name_thread, threads_of
 from gluon_mgpu.monitor.view import view
 from gluon_mgpu.runtime.engine import ON_WORKER, Marker, is_serial
@@ -257,7 +257,27 @@ def test_gpus_as_the_driver_tells(monkeypatch):
     assert nvml.users == 0
 
 
-def test_without_a_driver_there_is_a_reason():
+def test_without_a_gpu_no_driver_is_wanted(monkeypatch, tmp_path):
+    """It told users to install NVIDIA's driver on machines without a GPU."""
+
+    def pci(**devices):
+        folder = tmp_path / "-".join(["pci", *devices])
+        for name, (vendor, kind) in devices.items():
+            (folder / name).mkdir(parents=True)
+            (folder / name / "vendor").write_text(vendor + "\n")
+            (folder / name / "class").write_text(kind + "\n")
+        return folder
+
+    monkeypatch.setattr("gluon_mgpu.monitor.gpus._OF_WINDOWS", tmp_path / "nowhere")
+    network, graphics, sound = ("0x1af4", "0x020000"), ("0x10de", "0x030200"), ("0x10de", "0x040300")
+    assert not may_have_gpus(pci(a=network)) and not may_have_gpus(pci(b=sound))
+    assert may_have_gpus(pci(a=network, c=graphics)) and may_have_gpus(tmp_path / "nowhere")
+    monkeypatch.setattr("gluon_mgpu.monitor.gpus.may_have_gpus", lambda: False)
+    assert GpuReader().why_not == "this machine has no NVIDIA GPU; the host is shown."
+
+
+def test_without_a_driver_there_is_a_reason(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.monitor.gpus.may_have_gpus", lambda: True)
     reader = GpuReader()
     assert reader.read([1]) == () and "libnvidia-ml.so.1" in reader.why_not
 

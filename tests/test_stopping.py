@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.distributed.launcher.supervisor import Grace, Limits, Signals
 from gluon_mgpu.loop import stopping
-from gluon_mgpu.loop.stopping import CaughtSignal, StopVote, Terminated, catch_signals
+from gluon_mgpu.loop.stopping import CaughtSignal, Requeue, StopVote, Terminated, catch_signals
 from mxnet import gluon
 
 from .test_fit import LOSS, Recorder, batches_of, make_net, make_trainer, three_clouds, train
@@ -73,7 +73,8 @@ def test_processes_do_not_ask_in_the_middle_of_a_group(monkeypatch):
 @pytest.fixture
 def defaults():
     """Python's own signal handlers."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
@@ -89,17 +90,18 @@ def sending(items, at, *signums):
         yield item
 
 
-def test_sigterm_saves_and_ends_with_143(defaults, devices, tmp_path):
+@pytest.mark.parametrize(("signum", "end", "code"), [(signal.SIGTERM, Terminated, 143), (signal.SIGUSR1, Requeue, 85)])
+def test_sigterm_and_sigusr1_save_and_end_with_their_code(defaults, devices, tmp_path, signum, end, code):
     """It ended the process in the middle of a step, and nothing was saved. timeout(1) sends it twice."""
     data = batches_of(*three_clouds())
     net, by_hand, recorder = make_net(devices), make_net(devices), Recorder()
     saves = mgpu.Checkpoint(tmp_path, monitor=None)
     with pytest.raises(SystemExit, match="^fit: stopped in epoch 1 after step 3$") as raised:
-        train(devices, sending(data, 3, signal.SIGTERM, signal.SIGTERM), net=net, callbacks=[saves, recorder])
-    assert isinstance(raised.value, Terminated) and raised.value.code == 143
+        train(devices, sending(data, 3, signum, signum), net=net, callbacks=[saves, recorder])
+    assert type(raised.value) is end and raised.value.code == code
     assert recorder.calls[-1] == ("fit ends", 1, 0)
     assert recorder.state.history.stopped == "interrupted"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signum) is signal.SIG_DFL
     trainer = make_trainer(by_hand)
     for pair in data[:3]:
         mgpu.train_batch(by_hand, LOSS, trainer, *pair)
@@ -119,7 +121,9 @@ def test_ones_own_handler_of_sigterm_stays(defaults):
     assert signal.getsignal(signal.SIGTERM) is own
 
 
-@pytest.mark.parametrize(("signum", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    ("signum", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGUSR1, SystemExit)]
+)
 def test_a_signal_that_comes_when_all_is_done_still_ends_the_program(defaults, signum, error):
     """While the last callbacks save, it was noted and forgotten."""
 
@@ -151,6 +155,24 @@ def test_what_ends_at_once(defaults, clock, monkeypatch, way):
             clock[0] += 0.2
         caught.handle(signal.SIGTERM, None)
         assert killed == [(signal.SIGTERM, signal.SIG_DFL)]
+        caught.signum = 0
+
+
+def test_the_time_limit_after_sigusr1_leaves_time_to_save(defaults, clock, monkeypatch):
+    """Slurm sends SIGTERM at the time limit, two minutes after --signal=USR1@120: a large checkpoint may still be written."""
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append(signum))
+    caught = CaughtSignal()
+    with catch_signals(caught), Signals() as signals:
+        for signum, wait_s in [(signal.SIGUSR1, 1.0), (signal.SIGUSR1, 120.0), (signal.SIGTERM, 0.2), (signal.SIGTERM, 1.0)]:
+            caught.handle(signum, None)
+            signals._note(signum, None)
+            clock[0] += wait_s
+        assert (caught.signum, killed) == (signal.SIGUSR1, [])
+        assert (signals.first, signals.take()) == (signal.SIGUSR1, [signal.SIGUSR1, signal.SIGTERM])
+        caught.handle(signal.SIGTERM, None)
+        signals._note(signal.SIGTERM, None)
+        assert (killed, signals.take()) == ([signal.SIGTERM], [signal.SIGKILL])
         caught.signum = 0
 
 
@@ -222,7 +244,11 @@ SLOW = """
 """
 
 
-def test_a_launched_job_saves_the_step_under_way(tmp_path, mark):
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGUSR1, 85), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)],
+)
+def test_a_launched_job_saves_the_step_under_way(tmp_path, mark, signum, code):
     """Processes agreed after every 16 steps only, and had five seconds: with slow steps the epoch was lost."""
     (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
     launch = launch_command(["slow.py", "run"], "logs")
@@ -232,15 +258,15 @@ def test_a_launched_job_saves_the_step_under_way(tmp_path, mark):
         launcher = subprocess.Popen(launch, cwd=tmp_path, stdout=file, stderr=file, env=environ)
     try:
         assert until(lambda: log.exists() and "step 2." in log.read_text(), 240)
-        launcher.send_signal(signal.SIGTERM)
+        launcher.send_signal(signum)
         (tmp_path / "signalled").touch()
-        assert launcher.wait(timeout=240) == 143
+        assert launcher.wait(timeout=240) == code
     finally:
         launcher.kill()
         launcher.wait()
     last = [re.findall(r"step (\d+)\.", (tmp_path / "logs" / f"rank-{rank}.log").read_text())[-1] for rank in (0, 1)]
     assert last[0] == last[1] and int(last[0]) < 16, output.read_text()
-    assert output.read_text().count(f"after step {last[0]}, because of SIGTERM") == 2
+    assert output.read_text().count(f"after step {last[0]}, because of {signum.name}") == 2
     net = gluon.nn.Dense(3, in_units=2)
     net.initialize()
     mgpu.load_checkpoint(tmp_path / "run" / "last", net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}))

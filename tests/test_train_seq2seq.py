@@ -106,7 +106,7 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("test exact match" in line and "tokens/s" in line for line in epochs)
     assert lines[-2] == f"saved curves.png, history.csv, history.json, best and last in {out}"
-    assert lines[-1].startswith("test of best, 5 beams: exact_match ") and lines[-1].endswith(" tokens/s on cpu(0), cpu(1)")
+    assert lines[-1].startswith("test of best, 5 beams: exact match ") and lines[-1].endswith(" tokens/s on cpu(0), cpu(1)")
     assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
@@ -311,8 +311,11 @@ def test_lines_come_back_in_their_order(model, tmp_path):
     texts = ["two one", "", "three", "nine nine nine four", "unheard of"]
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     wanted = load_translator(model).best(texts, beam_size=5)
-    assert run("translate", "--model", model, "--devices", "cpu:1", tmp_path / "in.txt").split("\n") == [*wanted, ""]
+    note = "line 5: the model has not seen parts of 'unheard of'\n"  # on standard error
+    said = run("translate", "--model", model, "--devices", "cpu:1", tmp_path / "in.txt")
+    assert said.count(note) == 1 and said.replace(note, "").split("\n") == [*wanted, ""]
     piped = run("translate", "--model", model, "--devices", "cpu:2", "--batch-size", "2", input="\n".join(texts))
+    piped = piped.replace(note, "")
     assert piped.split("\n") == [*wanted, ""]
     assert wanted[1] == ""
 

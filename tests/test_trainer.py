@@ -545,3 +545,23 @@ def test_discard_drops_a_sum_that_was_not_applied():
         trainer.update(6)
     after = [param.list_data()[0].asnumpy() for param in net.collect_params().values()]
     assert all(np.array_equal(one, other) for one, other in zip(before, after))
+
+
+@pytest.mark.parametrize(
+    "optimizer, params, told",
+    [
+        (
+            "adam",
+            {"lr": 0.01},
+            r"got an unknown hyperparameter 'lr' of adam; expected some of .*beta1, .*\. Did you mean learning_rate\?$",
+        ),
+        ("sgd", {"learning_rate": 0.1, "momentun": 0.9}, r"'momentun' of sgd; .* Did you mean momentum\?$"),
+        ("sgd", {"weight_decay": 0.1}, r"Did you mean wd\?$"),
+        ("sgd", {"colour": 1}, r"Leave it out\.$"),
+    ],
+)
+def test_an_unknown_hyperparameter_is_named(optimizer, params, told):
+    """MXNet raises a TypeError about __init__()."""
+    with pytest.raises(TrainerError, match=f"^Trainer: .*{told}") as caught:
+        mgpu.Trainer(small_net(CTX), optimizer, params)
+    assert_house_style(caught.value)

@@ -218,8 +218,9 @@ def test_it_learns_to_write_numbers_backwards(devices):
 def test_a_picture_of_attention(tmp_path):
     weights = np.array([[0.9, 0.1, 0.0], [0.0, 0.2, 0.8]])
     figure = plot_attention(weights, ["ein", "Haus", "</s>"], ["house", "</s>"])
-    (axes,) = figure.axes
+    axes, scale = figure.axes
     np.testing.assert_array_equal(axes.images[0].get_array(), weights)
+    assert scale.get_ylabel() == "weight"
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["ein", "Haus", "</s>"]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["house", "</s>"]
     plots.save(figure, tmp_path / "attention.png")
@@ -241,17 +242,27 @@ def test_fonts_that_have_the_characters_are_taken(monkeypatch):
     ]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
     for text, also in (("a", False), (private, True)):
-        (axes,) = plot_attention(np.ones((1, 1)), [text], ["b"]).axes
+        axes = plot_attention(np.ones((1, 1)), [text], ["b"]).axes[0]
         families = axes.get_xticklabels()[0].get_fontfamily()
         assert ("STIXNonUnicode" in families) == also
 
 
-@pytest.mark.filterwarnings("ignore:Glyph")  # matplotlib says so as well
-def test_no_font_has_the_characters():
-    with pytest.warns(
-        UserWarning, match=r"plot_attention: got '.*', which no installed font has; expected one\. Install fonts-nanum"
-    ):
-        plot_attention(np.ones((1, 1)), ["\U0010fffd"], ["b"])  # a code point that is nobody's
+def test_where_no_font_has_the_characters_the_axis_shows_positions(tmp_path):
+    """It drew boxes, and matplotlib warned of each."""
+    wanted = r"got '.*', which no installed font has; expected one\. The axis shows positions instead\. Install fonts-nanum"
+    with pytest.warns(UserWarning, match=wanted) as caught:
+        figure = plot_attention(np.ones((2, 3)), ["a", "\U0010fffd", "c"], ["b", "end"])  # a code point that is nobody's
+        plots.save(figure, tmp_path / "attention.png")
+    assert len(caught) == 1
+    axes = figure.axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "3"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["b", "end"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("source: position of the token", "target")
+
+
+def test_characters_stand_upright_and_words_lean():
+    axes = plot_attention(np.ones((1, 3)), ["a", "bc", "</s>"], ["b"]).axes[0]
+    assert [label.get_rotation() for label in axes.get_xticklabels()] == [0, 0, 60]
 
 
 # ---- wrong arguments

@@ -117,7 +117,7 @@ def test_the_best_trial_is_a_command_that_can_be_run(asked, tmp_path, program):
         words = shlex.split(request.command(trial))
         assert words[:3] == ["gluon-mgpu", "train", program]
         parsed = main.commands["train"].commands[program].make_context("train", words[3:])
-        assert (parsed.params["epochs"], parsed.params["devices"], parsed.params["hybridize"]) == (3, "cpu:1", "off")
+        assert (parsed.params["epochs"], parsed.params["devices"], parsed.params["hybridize"]) == (3, "cpu", "off")
         for name, value in trial.items():
             assert parsed.params[name.replace("-", "_")] == value
 
@@ -139,8 +139,8 @@ def test_defaults_of_the_programs(asked, tmp_path):
         (["--space", "debug=choice:a,b"], "take a value"),
         (["--space", "batch-size=choice:0,0"], "batch-size"),
         (["--space", "clip-value=uniform:-1:0"], "clip-value"),
-        (["--devices-per-trial", "cuda:1"], "expected cpu:N or gpu:N"),
-        (["--devices-per-trial", "cpu:0"], "expected cpu:N or gpu:N"),
+        (["--devices-per-trial", "cuda:1"], "expected cpu*N or gpu*N"),
+        (["--devices-per-trial", "cpu:0"], "expected cpu*N or gpu*N"),
         (["--scheduler", "pbt", "--space", "batch-size=choice:32,64"], "which pbt can change"),
         (["--", "--output", "x"], "expected only options that the search does not set"),
         (["--", "--epochs", "2"], "expected only options that the search does not set"),
@@ -256,7 +256,7 @@ def test_results_are_written_and_read_again(tmp_path):
     results.save()
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["best"] == 2
-    assert content["command"] == "gluon-mgpu train resnet18 --devices cpu:1 --epochs 2 --lr 0.2 --cell lstm"
+    assert content["command"] == "gluon-mgpu train resnet18 --devices cpu --epochs 2 --lr 0.2 --cell lstm"
     with open(tmp_path / "results.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows[1] == {
@@ -275,17 +275,17 @@ def test_results_are_written_and_read_again(tmp_path):
 
 
 def test_devices_of_a_trial_as_train_takes_them():
-    names = [make_request(devices=devices).device_names for devices in ("cpu:2", "gpu:1", "gpu:3")]
-    assert names == ["cpu:2", "gpu:0", "gpu:0-2"]
+    names = [make_request(devices=devices).device_names for devices in ("cpu*1", "cpu*2", "cpu:2", "gpu*1", "gpu*3", "gpu:3")]
+    assert names == ["cpu", "cpu*2", "cpu*2", "gpu:0", "gpu:0-2", "gpu:0-2"]
 
 
 def test_the_picture_shows_each_trial_and_marks_the_best():
     points = [({"lr": 0.1, "cell": "gru"}, 0.5, False), ({"lr": 0.01, "cell": "lstm"}, 0.7, True)]
     points.append(({"lr": 1.0, "cell": "gru"}, None, False))
     left, right = plot_trials(points, {"lr": "log", "cell": "choice"}, "test_accuracy").axes
-    assert (left.get_xscale(), left.get_xlabel(), left.get_ylabel()) == ("log", "lr", "test_accuracy")
-    assert [tuple(dots.get_offsets()[0]) for dots in left.collections] == [(0.1, 0.5), (0.01, 0.7)]
-    assert [tuple(dots.get_offsets()[0]) for dots in right.collections] == [(0, 0.5), (1, 0.7)]
+    assert (left.get_xscale(), left.get_xlabel(), left.get_ylabel()) == ("log", "lr", "test accuracy, %")
+    assert [tuple(dots.get_offsets()[0]) for dots in left.collections] == [(0.1, 50.0), (0.01, 70.0)]
+    assert [tuple(dots.get_offsets()[0]) for dots in right.collections] == [(0, 50.0), (1, 70.0)]
     assert [text.get_text() for text in right.get_xticklabels()] == ["gru", "lstm"]
     assert left.collections[1].get_sizes() > left.collections[0].get_sizes()
     five = plot_trials([], dict.fromkeys("abcde", "int"), "test_accuracy")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
+import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
@@ -16,11 +18,22 @@ from ..distributed.process import this_process
 from ..errors import StateError
 from ..runtime.c_api import values_of
 from ..schema import shown
-from ..trainer.parameters import average_replicas, shape_fits
+from ..trainer.parameters import average_replicas, named_params, shape_fits
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
 from .atomic_folder import commit, explained, new_folder
-from .snapshot import FILES, OLD_STATES, CheckpointData, check_content, read_content, restore, states_of, take_snapshot
+from .snapshot import (
+    AVERAGE,
+    FILES,
+    OLD_STATES,
+    CheckpointData,
+    Taken,
+    check_content,
+    read_content,
+    restore,
+    states_of,
+    take_snapshot,
+)
 
 
 def save_checkpoint(
@@ -92,7 +105,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None, *, states_only: bool = False
+    folder: Union[str, Path],
+    net: gluon.Block,
+    trainer: Optional[Trainer] = None,
+    *,
+    states_only: bool = False,
+    averaged: bool = False,
 ) -> Dict[str, Any]:
     """Load a checkpoint of `save_checkpoint` or `fit` into a network, on any number of devices.
 
@@ -108,6 +126,8 @@ def load_checkpoint(
         Load the weights, the optimizer's states with their update counts, and the loss scale. The trainer keeps its learning
         rate, its other hyper-parameters and its schedule, which follows the update counts. The random generators keep their
         state.
+    averaged : bool
+        Load the weights that `WeightAverage` has averaged, instead of the trained ones; without a trainer.
 
     Returns
     -------
@@ -142,8 +162,37 @@ def load_checkpoint(
             "load_checkpoint: got states_only=True without a trainer; expected the trainer that takes the states. Pass it, or "
             "leave states_only out to load the network alone."
         )
-    read = read_checkpoint(folder, net, trainer, hyperparameters=not states_only)
+    if flag("load_checkpoint", "averaged", averaged):
+        return _load_average(folder, net, trainer)
+    read = read_checkpoint(folder, net, trainer, taken=Taken(hyperparameters=not states_only))
     return read.restore(generators=not states_only).progress
+
+
+def _load_average(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer]) -> Dict[str, Any]:
+    """Load a checkpoint's averaged weights, and its running statistics."""
+    if trainer is not None:
+        raise StateError(
+            "load_checkpoint: got averaged=True with a trainer, whose states belong to the trained weights; expected no trainer. "
+            "Leave the trainer out."
+        )
+    content = read_content(path_of("load_checkpoint", "folder", folder, error=StateError), with_training=True)
+    check_network("load_checkpoint", net)
+    check_parameters(content, net)
+    found = {name: content.arrays[AVERAGE + name] for name in named_params(net) if AVERAGE + name in content.arrays}
+    wrong = [name for name, array in found.items() if array.shape != content.params[name].shape]
+    if not found or wrong:
+        raise StateError(
+            f"load_checkpoint: got {content.folder} without {wrong[0] if wrong else 'averaged weights'} among them; expected a "
+            "checkpoint of a run with WeightAverage. Load the trained weights without averaged=True."
+        )
+    as_array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    averages = {name: as_array(array, dtype=content.params[name].dtype) for name, array in found.items()}
+    shared = {name: param for name, param in net._collect_params_with_prefix().items() if name not in averages}
+    first = {id(param): name for name, param in named_params(net).items()}
+    averages.update({name: averages[first[id(param)]] for name, param in shared.items() if first[id(param)] in averages})
+    set_parameters(replace(content, params={**content.params, **averages}), net)
+    remember_equal(net)
+    return content.progress
 
 
 @dataclass(frozen=True)
@@ -159,7 +208,7 @@ class ReadCheckpoint:
     _net: gluon.Block
     _trainer: Optional[Trainer]
     _states: List[Dict[int, Any]]
-    _hyperparameters: bool = True
+    _taken: Taken = Taken()
 
     def restore(self, *, generators: bool = True) -> CheckpointData:
         """Set the network and its trainer to the checkpoint's state; return the content without the parameters.
@@ -170,8 +219,7 @@ class ReadCheckpoint:
             average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
         without = set_parameters(self.content, self._net)
         if self._trainer is not None:
-            with_ = {"hyperparameters": self._hyperparameters, "generators": generators}
-            restore(without, self._net, self._trainer, self._states, **with_)
+            restore(without, self._net, self._trainer, self._states, self._taken, generators=generators)
         else:
             remember_equal(self._net)
         return without
@@ -183,11 +231,11 @@ def read_checkpoint(
     trainer: Optional[Trainer] = None,
     *,
     check: Callable[[CheckpointData], None] = lambda content: None,
-    hyperparameters: bool = True,
+    taken: Taken = Taken(),  # noqa: B008  (frozen)
 ) -> ReadCheckpoint:
     """Read a checkpoint of this network and trainer, and check all of it; `check` may raise for further reasons.
 
-    Without `hyperparameters`, the trainer keeps its own, which may differ from those of the checkpoint.
+    `taken` says which hyper-parameters the trainer takes, and which must be the same.
 
     Raises
     ------
@@ -200,9 +248,28 @@ def read_checkpoint(
     check_parameters(content, net)
     if trainer is None:
         return ReadCheckpoint(content, net, None, [])
-    check_content(content, net, trainer, hyperparameters=hyperparameters)
+    check_content(content, net, trainer, taken)
     check(content)
-    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer), hyperparameters)
+    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer), taken)
+
+
+def remember(net: gluon.Block, trainer: Trainer) -> ReadCheckpoint:
+    """Return a checkpoint in memory, whose `restore` sets network, trainer and random generators to their state now.
+
+    Each process has its own. See `save_checkpoint` about MXNet's random generators.
+
+    Raises
+    ------
+    StateError, TrainerError
+        As for `save_checkpoint`.
+    """
+    snapshot = take_snapshot(net, trainer)
+    as_array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    means = {name: snapshot._mean(name) for name in snapshot.params}
+    params = {name: as_array(mean, dtype=mean.dtype) for name, mean in means.items()}
+    arrays = {name: values_of(array) for name, array in snapshot.arrays.items()}
+    content = CheckpointData(Path("memory"), {}, arrays, json.loads(json.dumps(snapshot.training)), params)
+    return ReadCheckpoint(content, net, trainer, states_of(content, net, trainer))
 
 
 def _check_given(operation: str, net: Any, trainer: Any) -> None:

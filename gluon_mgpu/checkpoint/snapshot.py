@@ -32,11 +32,13 @@ from ..trainer.optimizer_config import (
     restore_optimizer,
     with_values,
     without_hyperparameters,
+    without_schedule,
 )
 from ..trainer.parameters import average_replicas, has_values
 from ..trainer.running_stats import SEEN, describe_seen, remember_equal, restore_seen, weighted_mean, weights_of
 from ..trainer.states import SHAPE, check_counts, check_same, states_on
 from ..trainer.trainer import Trainer
+from ..trainer.virtual_shards import VIRTUAL_SHARDS
 from . import rng
 from .atomic_folder import MANIFEST, FolderWriter, OpenFolder, WrittenFile, open_folder
 from .params_file import check_params, write_params
@@ -44,6 +46,7 @@ from .params_file import check_params, write_params
 PARAMS, STATES, TRAINING, PROGRESS = "net.params", "states.npz", "training.json", "progress.json"
 FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)
 _SHOWN = 160  # characters of another library's error
+AVERAGE = "average/"  # begins the names of averaged weights among the arrays
 OLD_STATES = "trainer.states"  # a pickle, in folders of version 1
 
 ProgressRecord = Dict[str, Any]  # the progress of a run, as values for JSON; see `loop/resume.py`
@@ -149,6 +152,8 @@ def take_snapshot(
     params, shares = _copied_params(net)
     training = {"optimizer": described, **_training(trainer, copies), "place": place or {}, "versions": _versions()}
     training["devices"] = len(trainer.contexts)
+    if trainer._virtual is not None:
+        training["virtual_shards"] = trainer._virtual.state()
     training["seen"] = describe_seen(_running(net)) if len(trainer.contexts) > 1 else {}
     for name, param in _running(net).items():
         copies.update({f"device/{i}/{name}": array for i, array in enumerate(_copies(param.list_data()))})
@@ -217,23 +222,57 @@ def content_of(opened: OpenFolder, *, with_training: bool) -> CheckpointData:
     return CheckpointData(opened.path, _read_json(opened, PROGRESS), arrays, training, _read_params(opened))
 
 
-def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer, *, hyperparameters: bool = True) -> None:
-    """Raise `StateError` unless the content has the form of `take_snapshot`, and fits this network and optimizer.
+@dataclass(frozen=True)
+class Taken:
+    """Which of a checkpoint's options a trainer takes.
 
-    Without `hyperparameters`, the trainer keeps its own, and only the class of its optimizer must be the same.
+    Attributes
+    ----------
+    hyperparameters : bool
+        False: the trainer keeps its own, and only the class of its optimizer must be the same.
+    schedule : "same", "keep" or "stretch"
+        What happens if the trainer's schedule runs over another number of updates. "same" raises, "keep" takes the
+        checkpoint's schedule, and with "stretch" the trainer keeps its own, which continues at the number of updates so far.
     """
+
+    hyperparameters: bool = True
+    schedule: str = "same"
+
+    def differences(self, saved: Dict[str, Any], trainer: Trainer) -> List[str]:
+        """Return, in words, what must be the same and differs."""
+        if not self.hyperparameters:
+            return other_class(saved, trainer.optimizer)
+        return differences(saved, trainer.optimizer, lengths=self.schedule == "same")
+
+    def of(self, saved: Dict[str, Any], trainer: Trainer, described: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+        """Return the part that the trainer takes of the saved description of an optimizer, or of another description."""
+        described = saved if described is None else described
+        if not self.hyperparameters:
+            return without_hyperparameters(described, trainer.optimizer)
+        stretches = self.schedule == "stretch" and self.changed_lengths(saved, trainer)
+        return without_schedule(described, trainer.optimizer) if stretches else described
+
+    def changed_lengths(self, saved: Dict[str, Any], trainer: Trainer) -> List[str]:
+        """Return, in words, how the lengths of the two schedules differ; [] if they are the same or must be."""
+        is_free = self.hyperparameters and self.schedule != "same"
+        return differences(saved, trainer.optimizer) if is_free else []
+
+
+def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer, taken: Taken) -> None:
+    """Raise `StateError` unless the content has the form of `take_snapshot`, and fits this network and optimizer."""
     training: Any = content.training
     _check_training(content, TRAINING_FILE, training)
     _check_training(content, lambda found: _misnamed_states(content.arrays, found["states"]), training)
     check_same(str(content.folder), training, trainer._replicas, "load_checkpoint")
-    differing = (differences if hyperparameters else other_class)(training["optimizer"], trainer.optimizer)
+    _check_virtual(content, trainer)
+    differing = taken.differences(training["optimizer"], trainer)
     if differing:
         raise StateError(
             f"load_checkpoint: got {content.folder} of a trainer with {'; '.join(differing[:3])}; expected the same "
             "optimizer and schedule. Make the trainer with the options of the checkpoint, or keep its own: "
             "load_checkpoint(states_only=True), or fit(hyperparameters='trainer')."
         )
-    _check_training(content, lambda found: _misfit(found["optimizer"], trainer, hyperparameters), training)
+    _check_training(content, lambda found: _misfit(found["optimizer"], trainer, taken), training)
     check_counts(
         str(content.folder / TRAINING),
         _states(content),
@@ -242,7 +281,7 @@ def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer, *
         trainer.optimizer,
         "load_checkpoint",
     )
-    described = _to_restore(training["optimizer"], trainer, hyperparameters)
+    described = taken.of(training["optimizer"], trainer)
     broken = failure(with_values(described, trainer.optimizer), _counts(content))
     if broken:
         raise StateError(
@@ -252,6 +291,17 @@ def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer, *
     _check_training(content, _misplaced, training)
     _check_training(content, lambda found: _misshapen(found["shapes"], _shapes(content, net, trainer)), training)
     _check_running(content, net, trainer)
+
+
+def _check_virtual(content: CheckpointData, trainer: Trainer) -> None:
+    """Raise `StateError` unless the checkpoint is of as many virtual shards as the trainer's."""
+    training: Any = content.training
+    saved = training.get("virtual_shards", {}).get("number")
+    if saved != trainer.virtual_shards:
+        raise StateError(
+            f"load_checkpoint: got {content.folder} of a run with virtual_shards={saved} for one with "
+            f"{trainer.virtual_shards}; expected the same number, as others round differently. Pass virtual_shards={saved}."
+        )
 
 
 def states_of(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> List[Dict[int, Any]]:
@@ -276,22 +326,24 @@ def restore(
     net: gluon.Block,
     trainer: Trainer,
     states: List[Dict[int, Any]],
+    taken: Taken,
     *,
-    hyperparameters: bool = True,
     generators: bool = True,
 ) -> None:
     """Restore a trainer from checked content; its network already has the parameters.
 
-    The arguments `hyperparameters` and `generators` (the RNG state) say what else to restore.
+    `generators` says whether to restore the RNG state.
     """
     training: Any = content.training
     trainer.resolve_shapes()  # the loaded parameters may have set them
     if trainer.loss_scaler is not None and training.get("loss_scaler") is not None:
         trainer.loss_scaler.restore(training["loss_scaler"])
-    restore_optimizer(_to_restore(training["optimizer"], trainer, hyperparameters), trainer.optimizer)
+    restore_optimizer(taken.of(training["optimizer"], trainer), trainer.optimizer)
     trainer.discard()
     trainer._use(trainer.optimizer)
     trainer._update.restore(states, _counts(content), training.get("order"))
+    if trainer._virtual is not None:
+        trainer._virtual.restore(training["virtual_shards"])
     remember_equal(net)
     if training["devices"] == len(trainer.contexts):
         for name, param in _running(net).items():
@@ -307,14 +359,10 @@ def _check_training(content: CheckpointData, shape: schema.Schema, training: Any
     schema.check(shape, training, operation="load_checkpoint", file=content.folder / TRAINING)
 
 
-def _to_restore(described: Dict[str, Any], trainer: Trainer, hyperparameters: bool) -> Dict[str, Any]:
-    return described if hyperparameters else without_hyperparameters(described, trainer.optimizer)
-
-
-def _misfit(saved: Dict[str, Any], trainer: Trainer, hyperparameters: bool) -> Optional[schema.Wrong]:
+def _misfit(saved: Dict[str, Any], trainer: Trainer, taken: Taken) -> Optional[schema.Wrong]:
     """Return the first wrong value in the description of an optimizer with the class and options of this trainer's."""
     optimizer = trainer.optimizer
-    mine, saved = (_to_restore(one, trainer, hyperparameters) for one in (describe(optimizer), saved))
+    mine, saved = (taken.of(saved, trainer, one) for one in (describe(optimizer), saved))
     wrong = misfit(mine["values"], saved["values"], optimizer, exact=True)
     if wrong is not None:
         return wrong.below("values").below("optimizer")
@@ -590,6 +638,7 @@ TRAINING_FILE = schema.also(
             "versions": schema.mapping(schema.text(), schema.text()),
             "order": schema.list_of(schema.integer()),
             "seen": SEEN,
+            "virtual_shards": VIRTUAL_SHARDS,
             "ranks": schema.list_of(schema.record({"now": rng.RANDOM_STATE, "begun": schema.nullable(rng.RANDOM_STATE)})),
         },
         closed=False,

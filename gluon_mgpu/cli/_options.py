@@ -61,7 +61,8 @@ devices_option = all_of(
         "--devices",
         default="auto",
         show_default=True,
-        help="auto, gpu, gpu:0,2, gpu:4-7, gpu:free (unused GPUs), gpu:free:2, cpu:2 (two CPU contexts), or a count.",
+        help="auto, gpu (all), gpu*2 (two GPUs), gpu:0,2 and gpu:4-7 (GPUs with these numbers), gpu:free (unused GPUs), "
+        "gpu:free*2, cpu*2 (two CPU contexts), or a count. Quote *, as in 'gpu*2'.",
     ),
     choosing_gpus,
 )
@@ -121,6 +122,18 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
             help="Divide the optimizer's states over the devices: one device updates each parameter for all (ZeRO stage 1).",
         ),
         click.option(
+            "--virtual-shards",
+            type=click.IntRange(1),
+            help="Cut every batch into so many parts and add them up in one order: the same bits on any number of devices that "
+            "divides it, such as 8. By default each device computes one part.",
+        ),
+        click.option(
+            "--check-replicas-every",
+            type=click.IntRange(1),
+            help="Every so many updates, compare the bits of all devices' weights and states, to find a device that computes "
+            "wrongly. By default they are not compared.",
+        ),
+        click.option(
             "--precision",
             type=click.Choice(["fp32", "bf16", "fp16"]),
             default="fp32",
@@ -141,10 +154,25 @@ def training_options(*, hybridize: str, clip_norm: Optional[float], precise_laye
         click.option(
             "--resume",
             metavar="auto|FOLDER",
-            help="Resume from a checkpoint, with the other options unchanged: auto, the latest good one in --output, or the "
-            "beginning if there is none; or its folder.",
+            help="Resume from a checkpoint, with the other options unchanged except for --epochs: auto, the latest good one in "
+            "--output, or the beginning if there is none; or its folder.",
+        ),
+        click.option(
+            "--resume-schedule",
+            type=click.Choice(["stretch", "keep"]),
+            default="stretch",
+            show_default=True,
+            help="Resuming with other --epochs: stretch the schedule of the learning rate to them, or keep the old one.",
+        ),
+        click.option(
+            "--deterministic",
+            is_flag=True,
+            help="Let cuDNN use deterministic algorithms only, which may be slower, and reject --weights auto.",
         ),
         click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
+        click.option(
+            "--tensorboard", is_flag=True, help="Write event files to the folder tensorboard in --output (extra tensorboard)."
+        ),
         click.option(
             "--trace",
             type=FILE,

@@ -11,7 +11,6 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Opti
 
 import click
 import mxnet as mx
-import numpy as np
 from mxnet import gluon, init
 
 from ..data_parallel.debug import run_serially
@@ -19,11 +18,13 @@ from ..devices.select import use_devices
 from ..loop.callbacks import Callback
 from ..loop.fit import fit
 from ..loop.history import History
+from ..loop.recording import TensorBoard
 from ..loop.stopping import Terminated
 from ..loop.trace import Trace
 from ..monitor.leaks import LeakCheck
 from ..monitor.watchdog import Watchdog
 from ..plots import plot_schedule, plot_trace, save
+from ..runtime.determinism import seed_everything
 from ..trainer.local_sgd import LocalSGD
 from ..trainer.trainer import Trainer
 from ._options import HYBRIDIZE
@@ -68,12 +69,17 @@ class TrainingOptions:
     clip_value: Optional[float]
     average_every: Optional[int]
     shard_optimizer: bool
+    virtual_shards: Optional[int]
+    check_replicas_every: Optional[int]
     precision: str
     weights: Union[None, str, List[float]]
     checkpoint_every: Optional[int]
     keep: int
     resume: Optional[str]
+    resume_schedule: str
+    deterministic: bool
     debug: bool
+    tensorboard: bool
     trace: Optional[Path]
     watchdog: Optional[float]
     leak_check: bool
@@ -103,12 +109,15 @@ def enable_debugging() -> None:
 
 @contextmanager
 def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
-    """Yield the devices that the options select, and seed MXNet and NumPy."""
-    with use_devices(options.devices, **options.choice) as ctx:  # before anything runs on a device: it sets their threads
+    """Yield the devices that the options select, and seed all random generators."""
+    if options.deterministic and options.weights == "auto":
+        raise click.BadParameter("got auto with --deterministic; expected numbers: speeds differ.", param_hint="--weights")
+    one_thread = options.virtual_shards is not None
+    # before anything runs on a device: it sets their threads
+    with use_devices(options.devices, **options.choice, one_thread=one_thread) as ctx:
         check_stages(options, len(ctx))
         _check_weights(options.weights, num_replicas(options, ctx), "replica" if is_divided(options) else "device")
-        mx.random.seed(options.seed)
-        np.random.seed(options.seed)
+        seed_everything(options.seed, deterministic=options.deterministic)
         yield ctx
 
 
@@ -131,6 +140,8 @@ def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) ->
         "clip_value": options.clip_value,
         "precision": options.precision,
         "shard_optimizer": options.shard_optimizer,
+        "virtual_shards": options.virtual_shards,
+        "check_replicas_every": options.check_replicas_every,
     }
     if options.average_every is None:
         return Trainer(net, options.optimizer, params, **more)
@@ -153,6 +164,8 @@ def run_fit(
     if extras is not None and extras.instead is not None:
         extras.instead(net, loss, trainer, train_iter, compiled=options.compiled, **more)
     callbacks = list(callbacks)
+    if options.tensorboard:
+        callbacks.append(TensorBoard(options.output / "tensorboard"))
     leak_check = LeakCheck() if options.leak_check else None
     if leak_check is not None:
         callbacks.append(leak_check)
@@ -162,7 +175,7 @@ def run_fit(
         test_iter = watchdog.watch(test_iter)
     if extras is not None:
         callbacks, more = extras.callbacks(callbacks), {**more, **extras.options}
-    shared = ("epochs", "micro_steps", "compiled", "resume")
+    shared = ("epochs", "micro_steps", "compiled", "resume", "resume_schedule")
     trace = None if options.trace is None else Trace(options.trace)
     common: Dict[str, Any] = {"trace": trace, **{name: getattr(options, name) for name in shared}}
     try:

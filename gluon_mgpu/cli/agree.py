@@ -9,13 +9,12 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import click
 from mxnet import Context, gluon
 from mxnet.gluon import nn
-from rich.console import Console
 
 from ..data import load_digits
 from ..devices.select import use_devices
 from ..models import resnet18
 from ..tuning.agreement import AGREE, LargerBatch, Recipe, SameBatch, TrialRun, larger_batch, plot_agreement, same_batch
-from ._output import print_table, write_results
+from ._output import print_table, showing, write_results
 
 
 def _mlp(num_classes: int) -> gluon.Block:
@@ -29,7 +28,7 @@ NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": re
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--devices", "spec", default="cpu:2", show_default=True, help="Devices, as for use_devices; the first one also trains alone."
+    "--devices", "spec", default="cpu*2", show_default=True, help="Devices, as for use_devices; the first one also trains alone."
 )
 @click.option("--network", type=click.Choice(list(NETWORKS)), default="mlp", show_default=True, help="resnet18 takes minutes.")
 @click.option("--stages", type=click.IntRange(1), help="Divide the network on several devices into so many stages.")
@@ -91,12 +90,14 @@ def agree(
     pipeline = {"num_stages": stages or 0, "micro_batches": micro_batches}
     recipe = Recipe(NETWORKS[network], load_digits(), batch_size, epochs, lr, optimizer, params, rule=scaling, **pipeline)
     over_seeds: Optional[LargerBatch] = None
-    with use_devices(spec) as ctx, Console(stderr=True).status("the same batches") as status:
+    with use_devices(spec) as ctx, showing("loading the digits") as show:
         if stages is not None and len(ctx) % stages:
             raise click.UsageError(f"got --stages {stages} for {len(ctx)} devices; expected a multiple. Choose other --devices.")
-        same = same_batch(recipe, ctx)
+        num_runs = 3 + (2 * num_seeds if larger else 0)
+        tell = _numbered(show, num_runs)
+        same = same_batch(recipe, ctx, tell=tell)
         if larger:
-            over_seeds = larger_batch(recipe, ctx, seeds=range(num_seeds), margin=margin, tell=status.update)
+            over_seeds = larger_batch(recipe, ctx, seeds=range(num_seeds), margin=margin, tell=tell)
     names = (str(ctx[0]), ", ".join(map(str, ctx)))
     _print_same(same, ctx)
     verdicts = [same.verdict]
@@ -106,15 +107,21 @@ def agree(
     write_results(output, "agree", _results(same, over_seeds, names), plot_agreement(same, over_seeds, names))
     print(f"the same batches: {names[1]} and {names[0]} {same.verdict}")
     if over_seeds is not None:
-        print(f"{len(ctx)} times the batch: mean accuracies {over_seeds.verdict}, within {margin:g}")
+        print(f"{len(ctx)} times the batch: mean accuracies {over_seeds.verdict}, within {100 * margin:g} percentage points")
     if any(verdict != AGREE for verdict in verdicts):
         sys.exit(1)
+
+
+def _numbered(show: Callable[[str], None], num_runs: int) -> Callable[[str], None]:
+    """Return a function that shows a message with the number of its run."""
+    numbers = iter(range(1, num_runs + 1))
+    return lambda text: show(f"run {next(numbers)} of {num_runs}: {text}")
 
 
 def _print_same(same: SameBatch, ctx: Sequence[Context]) -> None:
     rows = []
     for name, run in ((f"{ctx[0]}, Gluon's loop", same.reference), (f"{len(ctx)} devices", same.ours)):
-        rows.append([name, f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", f"{run.accuracy:.4f}"])
+        rows.append([name, f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", f"{100 * run.accuracy:.2f} %"])
     print_table(
         f"the same batches, {len(same.ours.losses)} steps", ["who", "loss of first step", "of last step", "test accuracy"], rows
     )
@@ -127,7 +134,7 @@ def _print_same(same: SameBatch, ctx: Sequence[Context]) -> None:
 def _print_larger(larger: LargerBatch, recipe: Recipe, ctx: Sequence[Context]) -> None:
     pairs = list(zip(larger.reference, larger.ours))
     rows = [
-        [str(seed), f"{base.accuracy:.4f}", f"{ours.accuracy:.4f}", f"{ours.accuracy - base.accuracy:+.4f}"]
+        [str(seed), *(f"{100 * share:.2f} %" for share in (base.accuracy, ours.accuracy)), _points(ours.accuracy - base.accuracy)]
         for seed, (base, ours) in enumerate(pairs)
     ]
     columns = [f"batch {size} on {where}" for size, where in _sizes(recipe, ctx)]
@@ -136,8 +143,13 @@ def _print_larger(larger: LargerBatch, recipe: Recipe, ctx: Sequence[Context]) -
     print_table(
         "mean difference",
         ["between, at 90 % confidence", "allowed"],
-        [[f"{low:+.4f} and {high:+.4f}", f"-{larger.margin:g} and +{larger.margin:g}"]],
+        [[f"{_points(low)} and {_points(high)}", f"{_points(-larger.margin)} and {_points(larger.margin)}"]],
     )
+
+
+def _points(difference: float) -> str:
+    """Return a difference of two accuracies in percentage points."""
+    return f"{100 * difference:+.2f} points"
 
 
 def _sizes(recipe: Recipe, ctx: Sequence[Context]) -> List[Any]:

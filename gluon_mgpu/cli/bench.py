@@ -18,7 +18,7 @@ from ._options import numbers
 from ._output import print_table, write_results
 
 _devices = click.option(
-    "--devices", "spec", default="2", show_default=True, help="Devices, as use_devices takes them: auto, gpu, cpu:2, 2."
+    "--devices", "spec", default="2", show_default=True, help="Devices, as use_devices takes them: auto, gpu, gpu*2, cpu*2, 2."
 )
 _output = click.option(
     "--output",

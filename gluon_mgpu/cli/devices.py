@@ -32,6 +32,8 @@ from ._output import print_table
 @click.option("--min-free-memory", metavar="SIZE", help="With --free: memory that must be free on each, such as 8GiB.")
 def devices(as_json: bool, free: Optional[int], min_free_memory: Optional[str]) -> None:
     """Show the CPU and every GPU: memory, names, and why one cannot be used."""
+    if min_free_memory is not None and free is None:
+        raise click.UsageError("got --min-free-memory without --free; expected both, as the table shows all devices. Add --free.")
     if free is not None:
         click.echo(",".join(free_gpus(free, num_bytes(min_free_memory))))
         return

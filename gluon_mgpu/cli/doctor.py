@@ -17,7 +17,7 @@ from ._table import print_table
     "spec",
     default="auto",
     show_default=True,
-    help="Devices to check, as for use_devices: auto, gpu, cpu:2, 2.",
+    help="Devices to check, as for use_devices: auto, gpu, gpu*2, cpu*2, 2.",
 )
 @click.option("--output", default="runs", show_default=True, help="Folder for checkpoints.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")

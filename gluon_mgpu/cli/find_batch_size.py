@@ -14,7 +14,7 @@ from ..runtime.units import format_bytes
 from ..tuning.batch_size import BatchSizes, Probe, find_batch_size
 from ..tuning.batch_size.find import resnet18_workload
 from ._options import size_in_bytes
-from ._output import print_table, write_results
+from ._output import print_table, showing, write_results
 
 
 @click.command("find-batch-size", context_settings={"help_option_names": ["-h", "--help"]})
@@ -26,9 +26,7 @@ from ._output import print_table, write_results
 )
 @click.option("--image-size", type=click.IntRange(8), help="Size of ResNet-18's images; 28 by default.")
 @click.option("--optimizer", help="Optimizer of ResNet-18; sgd by default. adam takes more memory.")
-@click.option(
-    "--devices", default="auto", show_default=True, help="auto, gpu, gpu:0,2, gpu:4-7, cpu:2 (two CPU contexts), or a count."
-)
+@click.option("--devices", default="auto", show_default=True, help="auto, gpu, gpu*2, gpu:0,2, gpu:4-7, cpu*2, or a count.")
 @click.option(
     "--memory-limit",
     callback=size_in_bytes,
@@ -67,17 +65,19 @@ def find_batch_size_(
     if workload and options:
         raise click.UsageError("got --workload with --image-size or --optimizer; expected these with ResNet-18 only.")
     figure()  # raises now, not at the end, if matplotlib is missing
-    found = find_batch_size(
-        workload or resnet18_workload,
-        devices=devices,
-        options=options,
-        memory_limit_bytes=memory_limit,
-        first=first,
-        max_batch_size=max_batch_size,
-        multiple_of=multiple_of,
-        timeout_s=timeout,
-        on_message=lambda probe: click.echo(str(probe)),
-    )
+    with showing("starting a process that checks the devices") as show:
+        found = find_batch_size(
+            workload or resnet18_workload,
+            devices=devices,
+            options=options,
+            memory_limit_bytes=memory_limit,
+            first=first,
+            max_batch_size=max_batch_size,
+            multiple_of=multiple_of,
+            timeout_s=timeout,
+            on_start=lambda size: show(f"training a few steps with a batch of {size}") if size else None,
+            on_message=lambda probe: click.echo(str(probe)),
+        )
     _show(found)
     write_results(output, "batch_size", asdict(found), _figure(found))
 

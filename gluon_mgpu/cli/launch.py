@@ -152,7 +152,8 @@ def launch(context: click.Context, /, program: Tuple[str, ...], **options: Any) 
 
     PROGRAM is a script that ends in .py, a module after -m, or a command such as gluon-mgpu train resnet18, and its arguments.
     Each line of output begins with the process's rank. When a process fails, the launcher stops the others and returns its
-    exit code. Ctrl-C and SIGTERM are forwarded: fit finishes its batch and saves, and the launcher exits with 130 or 143.
+    exit code. Ctrl-C, SIGTERM and SIGUSR1 are forwarded: fit finishes its batch and saves, and the launcher exits with 130, 143
+    or 85.
     """
     if options["hostfile"]:
         sys.exit(run_over_ssh(*_over_ssh(context, program, options)))

@@ -1,7 +1,8 @@
-"""gluon-mgpu: its subcommands, and its exit on errors, Ctrl-C and SIGTERM."""
+"""gluon-mgpu: its subcommands, and its exit on errors, Ctrl-C, SIGTERM and SIGUSR1."""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Optional
 
@@ -15,10 +16,12 @@ from ..loop.stopping import Terminated
 from ..runtime.nvidia.nvml import DriverError
 from ..version import __version__
 from .agree import agree
+from .average import average
 from .bench import bench
 from .devices import devices
 from .doctor import doctor
 from .explain import explain
+from .export import export
 from .find_batch_size import find_batch_size_
 from .launch import launch
 from .monitor import monitor
@@ -47,7 +50,7 @@ _SHORT_ERRORS = (
 
 
 class CommandGroup(click.Group):
-    """A group that prints errors in one line, and exits with 130 on Ctrl-C and with 143 on SIGTERM."""
+    """A group that prints errors in one line, and exits with 130 on Ctrl-C, 143 on SIGTERM and 85 on SIGUSR1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -55,13 +58,21 @@ class CommandGroup(click.Group):
         except BrokenPipeError:  # no process reads the output any more: see gluon_mgpu_startup/command.py
             raise
         except _SHORT_ERRORS as error:
-            raise click.ClickException(errors.one_line(str(error)) + _hint(error)) from error
+            raise click.ClickException(errors.one_line(_text(error)) + _hint(error)) from error
         except KeyboardInterrupt as interrupt:
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
             sys.exit(130)
         except Terminated as end:
-            click.echo(f"Terminated. {end}", err=True)
+            click.echo(f"{end.title}. {end}", err=True)
             raise
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's message: of a file of the operating system, without its number, and with the place of a relative path."""
+    if type(error) is not FileNotFoundError or not isinstance(error.filename, str) or not error.strerror:
+        return str(error)
+    place = "" if os.path.isabs(error.filename) else f", which is relative to {os.getcwd()}"
+    return f"{error.strerror}: {error.filename}. Check the path{place}."
 
 
 def _hint(error: BaseException) -> str:
@@ -90,6 +101,8 @@ train.add_command(train_seq2seq)
 main.add_command(train)
 main.add_command(translate)
 main.add_command(predict)
+main.add_command(export)
+main.add_command(average)
 main.add_command(find_batch_size_)
 main.add_command(plan)
 main.add_command(search)

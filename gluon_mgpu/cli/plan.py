@@ -221,7 +221,7 @@ def plan(
     schedules and recomputation. Then it runs the best ones and the default, data parallelism, in turns.
 
     FUNCTION takes batch_size and ctx, and returns (net, loss, trainer, X, y), as for find-batch-size. Arguments after -- go to
-    the training program: gluon-mgpu plan seq2seq --devices cpu:2 -- --hidden-size 300. Ctrl-C keeps what was measured.
+    the training program: gluon-mgpu plan seq2seq --devices "cpu*2" -- --hidden-size 300. Ctrl-C keeps what was measured.
     """
     if output is not None and output.suffix not in (".json", ".csv"):
         raise click.BadParameter(f"got {output.name}; expected a name that ends in .json or .csv.", param_hint="--output")

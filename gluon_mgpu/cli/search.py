@@ -64,9 +64,9 @@ _DEFAULT_SPACES = "; ".join(f"for {name}, {' '.join(program.space)}" for name, p
 @count("--trials", default=20, help="Number of trials.")
 @click.option(
     "--devices-per-trial",
-    default="cpu:1",
+    default="cpu*1",
     show_default=True,
-    help="cpu:N, N CPU contexts with one core each, or gpu:N. As many trials run at once as the machine has devices for.",
+    help="cpu*N, N CPU contexts with one core each, or gpu*N, N GPUs. As many trials run at once as the machine has devices for.",
 )
 @click.option(
     "--scheduler",
@@ -135,8 +135,8 @@ def _request(
     arguments: Sequence[str],
 ) -> Request:
     """Return the search, having checked that the training program accepts all of its trials."""
-    if not re.fullmatch(r"(cpu|gpu):[1-9]\d*", devices_per_trial):
-        raise click.BadParameter(f"got {devices_per_trial!r}; expected cpu:N or gpu:N.", param_hint="--devices-per-trial")
+    if not re.fullmatch(r"(cpu|gpu)[*:][1-9]\d*", devices_per_trial):
+        raise click.BadParameter(f"got {devices_per_trial!r}; expected cpu*N or gpu*N.", param_hint="--devices-per-trial")
     texts = " ".join(space).split() or list(PROGRAMS[program].space)
     if scheduler == "pbt" and not set(read_space(texts)) & set(MUTABLE):
         raise click.BadParameter(f"got none of {', '.join(MUTABLE)}, which pbt can change; expected one.", param_hint="--space")

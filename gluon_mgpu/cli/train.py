@@ -14,6 +14,7 @@ from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load
 from ..data_parallel.batchnorm import BATCH_NORMS
 from ..loop.callbacks import Callback, Checkpoint, Progress, SaveHistory
 from ..models import resnet18
+from ..runtime.units import format_column
 from ._options import FOLDER, count, devices_option, output_option, positive, seed_option, training_options
 from ._output import print_once
 from ._pipeline import pipeline_options
@@ -86,7 +87,7 @@ def train_resnet18(batch_size: int, data: str, data_dir: Optional[Path], bn: str
         )
     seconds = median(history.column("seconds"))
     print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
-    print_once(f"test accuracy {history.column('test_accuracy')[-1]:.4f}, {seconds:.1f} s/epoch on {names}")
+    print_once(f"{format_column('test_accuracy', history.column('test_accuracy')[-1])}, {seconds:.1f} s/epoch on {names}")
 
 
 def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:

@@ -40,6 +40,7 @@ from ..models.seq2seq.loss import LAYOUTS
 from ..models.seq2seq.recurrence import NUM_GATES
 from ..models.seq2seq.scores import has_sacrebleu, score_signatures, translation_scores
 from ..models.seq2seq.translator import Translator, load_translator
+from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
 from ._options import FILE, all_of, count, devices_option, output_option, positive, seed_option, share, training_options
 from ._output import print_once
@@ -184,7 +185,7 @@ def train_seq2seq(**options: Any) -> None:
         scores = translation_scores(best.best(corpus.test.source, beam_size=5), corpus.test.target)
     print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
-    print_once(f"test of best, 5 beams: {'  '.join(f'{name} {score:.2f}' for name, score in scores.items())}; {rates}")
+    print_once(f"test of best, 5 beams: {'  '.join(format_column(*score) for score in scores.items())}; {rates}")
     signatures = score_signatures(corpus.test.target)
     if signatures:
         print_once("sacrebleu: " + "  ".join(f"{name} {signature}" for name, signature in signatures.items()))
@@ -194,7 +195,7 @@ def _train(
     translator: Translator, corpus: Corpus, ctx: List[mx.Context], shared: TrainingOptions, options: Dict[str, Any]
 ) -> History:
     """Train on the devices, and return the history."""
-    shards = num_replicas(shared, ctx)
+    shards = num_replicas(shared, ctx) * this_process().num_processes if shared.virtual_shards is None else shared.virtual_shards
     encoded = [
         encode_pairs(one, translator.source_vocabulary, translator.target_vocabulary) for one in (corpus.train, corpus.valid)
     ]
@@ -228,7 +229,7 @@ def _loader(
         options["batch_tokens"],
         shuffle=shuffle,
         seed=options["seed"],
-        num_shards=num_shards * this_process().num_processes,
+        num_shards=num_shards,
         batch_axis=LAYOUTS.index(options["layout"]),
     )
 

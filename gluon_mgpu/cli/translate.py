@@ -9,7 +9,9 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import click
 
+from ..checks import short
 from ..data.text.pairs import read_lines
+from ..data.text.vocabulary import UNK, Vocabulary
 from ..devices.select import use_devices
 from ..errors import DataError
 from ..models.seq2seq.search import MAX_REPEATS, plot_attention
@@ -18,6 +20,7 @@ from ..plots import figure, save
 from ._gpus import choosing_gpus
 from ._options import best_of
 
+_NOTES = 10  # lines with unknown words that are noted
 _AT_ONCE = 1024  # lines of a long input that are translated together
 _JOINED = "\uffed"  # marks tokens without a space between them; few fonts have it
 
@@ -75,8 +78,10 @@ def translate(
         figure()  # raises now if matplotlib is missing
     with use_devices(devices, **choice) as ctx:
         translator = load_translator(best_of(model, [CONFIG_FILE]), ctx)
-        number = 0
+        number, note = 0, UnknownNotes(translator.source_vocabulary)
         for texts in _texts(file):
+            for place, text in enumerate(texts, number + 1):
+                note.check(place, text)
             found = translator.translate(
                 texts,
                 beam_size=beam,
@@ -89,6 +94,29 @@ def translate(
                 number += 1
                 _print(number if n_best > 1 else None, best, scores)
             picture = _draw(found, picture)
+        note.end()
+
+
+class UnknownNotes:
+    """Notes on standard error about words that the source vocabulary lacks: of ten lines, then how many more."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._num_lines = 0
+
+    def check(self, number: int, text: str) -> None:
+        """Note the unknown words of a line."""
+        if UNK not in self._vocabulary.encode(text):
+            return
+        self._num_lines += 1
+        if self._num_lines <= _NOTES:
+            words = [word for word in text.split() if UNK in self._vocabulary.encode(word)]
+            print(f"line {number}: the model has not seen parts of {short(' '.join(words))}", file=sys.stderr)
+
+    def end(self) -> None:
+        """Report how many lines were not noted."""
+        if self._num_lines > _NOTES:
+            print(f"{self._num_lines - _NOTES} more lines have unknown parts", file=sys.stderr)
 
 
 def _texts(file: Optional[Path]) -> Iterator[List[str]]:

@@ -96,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
         if self._active:
             raise TrainerError(
                 "SyncBatchNorm: got hybridize() after convert_sync_batchnorm(); expected hybridize() first. Call "
-                "convert_sync_batchnorm(net) again."
+                "convert_sync_batchnorm(net) again; to export the network, call mgpu.export(net, path, sample) instead."
             )
 
 

@@ -80,7 +80,7 @@ class CompiledPasses(Passes):
         TrainerError
             They cannot be compiled, and the mode is `"on"`. Nothing was changed.
         """
-        self._queued = []
+        self._queued, self.is_compiled, self.draws = [], False, None
         self._follow()
         reason = self.reason
         if not reason:
@@ -124,6 +124,7 @@ class CompiledPasses(Passes):
                 outputs.append(graph.outputs(heads))
                 queued.append(executor)
         self._queued = queued if self._trains else []
+        self.is_compiled, self.draws = True, any(graph.draws for graph in self._graphs.values())
         return outputs, losses
 
     def _bound(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Tuple[Graph, Executor, List[Array]]]:

@@ -36,13 +36,22 @@ class Passes:
         Those of the network, if the passes know them.
     adds : bool
         Whether there are several backward passes for each device, whose gradients add up.
+    is_compiled : bool
+        Whether the latest passes ran as one graph, which writes all gradients.
+    draws : bool or None
+        Whether they may draw random numbers; None if it is unknown.
     """
 
     running_stats: Optional[List[gluon.Parameter]] = None
-    adds = False
+    adds = is_compiled = False
+    draws: Optional[bool] = None
 
     def __init__(self, net: gluon.Block, loss: Any, *, trains: bool) -> None:
         self._net, self._loss, self._trains = net, loss, trains
+
+    def shard_numbers(self, count: int) -> Optional[List[int]]:
+        """Return the number of the virtual shard of each result, None if there is one shard for each device."""
+        return None
 
     def arrange(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
         """Return the shards of a batch as `forward` takes them."""

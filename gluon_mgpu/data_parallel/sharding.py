@@ -299,6 +299,47 @@ def _split(
     return shards
 
 
+def split_shards(
+    data: Any, contexts: Sequence[Context], num_shards: int, batch_axis: Any = 0, *, dtype: Optional[str] = None
+) -> List[Any]:
+    """Return this process's shards of a batch that is cut into the same number of shards on any number of devices.
+
+    Each device gets as many, in their order, in memory of its own: operators may round differently in a part of another array.
+
+    Parameters
+    ----------
+    data, batch_axis, dtype
+        As for `split_and_load`.
+    contexts : sequence of mxnet.Context
+    num_shards : int
+        Over all processes, a multiple of their devices. Shards without examples are left out: the last ones.
+
+    Examples
+    --------
+    >>> [shard.shape for shard in split_shards(mx.nd.ones((6, 3)), [mx.cpu(0), mx.cpu(1)], 4)]
+    [(2, 3), (2, 3), (1, 3), (1, 3)]
+    """
+    check_contexts(contexts, "split_batch")
+    found = _leaves(data, batch_axis)
+    rank, num_processes = process_shard()
+    bounds = _plan("split_batch", found, num_shards, batch_axis, False, None)
+    here = num_shards // num_processes
+    shards = []
+    for place, (begin, end) in enumerate(bounds[rank * here : (rank + 1) * here]):
+        if end == begin:
+            continue
+        context = contexts[place // (here // len(contexts))]
+        parts = []
+        for path, leaf, axis in found:
+            part = _slice_leaf(leaf, begin, end, axis)
+            loaded = _load("split_batch", path, part, context, dtype)
+            parts.append(loaded.copy() if loaded is part and is_device_array(leaf) else loaded)
+        shards.append(_like(data, parts))
+    if not shards and num_processes > 1:
+        history.note_empty(is_pass=False)
+    return shards
+
+
 def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
     """Return how many examples a batch holds; errors as of a split."""
     return _batch_size(operation, _leaves(data, batch_axis))

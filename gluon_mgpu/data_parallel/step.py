@@ -22,6 +22,7 @@ from ..trainer.trainer import Trainer
 from .balancer import Balancer
 from .passes import Passes, dtype_of
 from .sharding import count_examples, floats_as, part_of_process, split_batch, split_data
+from .virtual import VirtualPasses, VirtualSplit
 
 SplitFunction = Callable[[Any, Any, Sequence[Context]], Tuple[List[Any], List[Any]]]
 
@@ -41,6 +42,8 @@ class Batch:
         Over all devices, of all processes that share the batch.
     num_units : int, optional
         The units that a loss with `num_units` counts instead, such as target tokens, in this process's part of the batch.
+    shard_numbers : list of int, optional
+        With virtual shards, the number of the one that each item belongs to.
     """
 
     outputs: List[Any]
@@ -48,6 +51,7 @@ class Batch:
     losses: List[Array]
     num_examples: int
     num_units: Optional[int] = None
+    shard_numbers: Optional[List[int]] = None
 
 
 def train_batch(
@@ -143,6 +147,9 @@ def make_step(
         passes = net.make_passes(loss, trainer=trainer)
     else:
         passes = make_passes(net, loss, trains=True)
+    if trainer.virtual_shards is not None:
+        split_f = VirtualSplit(split_f, trainer.virtual_shards * micro_steps)
+        passes, micro_steps = VirtualPasses(passes, net, loss, split_f, trainer, micro_steps), 1
     return TrainStep(net, loss, trainer, split_f, ignore_stale_grad, micro_steps, passes, on_phase)
 
 
@@ -208,7 +215,7 @@ class TrainStep:
         trainer.step(num_examples if num_units is None else num_units, self.ignore_stale_grad)
         self.on_phase("dispatch")
         own_units = num_units if process_shard()[1] == 1 else _own_units("train_batch", loss, y, split_f, trainer.contexts)
-        return Batch(outputs, ys, losses, num_examples, own_units)
+        return Batch(outputs, ys, losses, num_examples, own_units, self.passes.shard_numbers(len(outputs)))
 
 
 def eval_batch(
@@ -248,7 +255,8 @@ def run_eval_batch(
     outputs, losses = passes.forward("eval_batch", Xs, ys)
     counts = losses or process_shard()[1] > 1
     num_examples = _count_all("eval_batch", split_f, losses, y, ys, devices) if counts else _num_labels(ys)
-    return Batch(outputs, ys, losses, num_examples, _own_units("eval_batch", loss, y, split_f, devices))
+    own_units = _own_units("eval_batch", loss, y, split_f, devices)
+    return Batch(outputs, ys, losses, num_examples, own_units, passes.shard_numbers(len(outputs)))
 
 
 @contextmanager
@@ -271,7 +279,7 @@ def _split(
 ) -> Tuple[List[Any], List[Any]]:
     """Return the shards of a batch: float64 for a network of float64, and bool labels as float32 for Gluon's losses."""
     several = process_shard()[1] > 1
-    if several and getattr(split_f, "func", split_f) is not split_batch:
+    if several and getattr(split_f, "func", split_f) is not split_batch and not isinstance(split_f, VirtualSplit):
         raise TrainerError(
             f"train_batch: got split_f={split_f!r} in a job of {process_shard()[1]} processes; expected split_batch, which gives "
             "each process its part of the batch. Pass it, or a functools.partial of it."
@@ -350,7 +358,8 @@ def _own_units(operation: str, loss: Any, label: Any, split_f: SplitFunction, de
 def _own_part(label: Any, split_f: SplitFunction, devices: Sequence[Context]) -> Any:
     """Return this process's part of a batch's label, None if it has no part."""
     weights = getattr(split_f, "keywords", {}).get("weights")
-    return part_of_process(label, len(devices), _label_axis(split_f), weights)
+    num_parts = split_f.num_shards // process_shard()[1] if isinstance(split_f, VirtualSplit) else len(devices)
+    return part_of_process(label, num_parts, _label_axis(split_f), weights)
 
 
 def _has_axis(split_f: SplitFunction) -> bool:

@@ -24,8 +24,8 @@ DeviceSpec = Union[None, str, int, Context, Sequence[Context]]
 MOST_DEVICES = 1024
 
 _FORMS = (
-    "Use 'auto', 'gpu', 'gpu:4-7', 'gpu:0,2', 'gpu:free', 'gpu:free:2', 'cpu:2' (a number of CPU contexts), 'cpu:0,gpu:0', "
-    "a count, or contexts."
+    "Use 'auto', 'gpu', 'gpu*2' (a count), 'gpu:4-7', 'gpu:0,2' (numbers), 'gpu:free', 'gpu:free*2', 'cpu*2', 'cpu:0,gpu:0', "
+    "2, or contexts."
 )
 
 
@@ -36,6 +36,7 @@ def use_devices(
     min_free_memory: Union[None, int, str] = None,
     wait_s: Optional[float] = None,
     tell: Optional[Callable[[str], None]] = None,
+    one_thread: bool = False,
 ) -> Iterator[List[Context]]:
     """Yield the contexts of `spec`; the first one is the default context inside the block.
 
@@ -49,6 +50,9 @@ def use_devices(
     min_free_memory : None, int or str
     wait_s : float, seconds
     tell : callable
+    one_thread : bool
+        Let a single CPU context compute with one thread, as each of several does: for the same bits on any number of devices
+        (`Trainer(virtual_shards=8)`).
 
     Raises
     ------
@@ -59,10 +63,12 @@ def use_devices(
 
     Examples
     --------
-    >>> with use_devices("cpu:2") as ctx:
+    >>> with use_devices("cpu*2") as ctx:
     ...     print(ctx, mx.current_context())
     [cpu(0), cpu(1)] cpu(0)
     """
+    if one_thread:
+        environment.use_one_thread()
     contexts = resolve_devices(spec, min_free_memory=min_free_memory, wait_s=wait_s, tell=tell)
     with contexts[0]:
         try:
@@ -89,18 +95,19 @@ def resolve_devices(
     wait_s: Optional[float] = None,
     tell: Optional[Callable[[str], None]] = None,
 ) -> List[Context]:
-    """Return the contexts of `spec`.
+    """Return the contexts of `spec`. Unlike `use_devices`, it sets no default context and waits for nothing.
 
     Parameters
     ----------
     spec : None, str, int, mxnet.Context or sequence of mxnet.Context
         - `None` or `"auto"`: every GPU that MXNet can run on, else `cpu(0)`. Only this falls back to the CPU.
         - an int n, or `"n"`: the first n GPUs if MXNet can run on any, else n CPU contexts.
-        - `"gpu"`, `"gpu:1"`, `"gpu:4-7"`, `"gpu:0,2"`: all GPUs, or those with these numbers.
-        - `"gpu:free"`, `"gpu:free:2"`: all free GPUs (see `request.why_not_free`), or the two with the most free memory, the
+        - `"gpu"`, `"gpu*2"`: all GPUs, or the first two that MXNet can run on. A count stands after `*`, a number after `:`.
+        - `"gpu:1"`, `"gpu:4-7"`, `"gpu:0,2"`: the GPUs with these numbers.
+        - `"gpu:free"`, `"gpu:free*2"`: all free GPUs (see `request.why_not_free`), or the two with the most free memory, the
           most free first. This package counts them as reserved until the process ends.
-        - `"cpu"`, `"cpu:2"`: one CPU context, or `cpu(0)` and `cpu(1)`. CPU contexts share the processor, so a single number
-          is a count.
+        - `"cpu"`, `"cpu*2"`: one CPU context, or `cpu(0)` and `cpu(1)`. `"cpu:2"`, with a single number, is the earlier spelling
+          of `"cpu*2"`, and `"gpu:free:2"` of `"gpu:free*2"`.
         - `"cpu:0,gpu:0"`: a list of devices, each with its number.
         - contexts: checked and returned.
     min_free_memory : None, int, bytes, or str
@@ -119,7 +126,7 @@ def resolve_devices(
 
     Examples
     --------
-    >>> resolve_devices("cpu:2")
+    >>> resolve_devices("cpu*2")
     [cpu(0), cpu(1)]
     >>> resolve_devices("cpu:0,cpu:3")
     [cpu(0), cpu(3)]
@@ -143,8 +150,14 @@ def _named(spec: DeviceSpec) -> List[Context]:
         return mxnet_gpus.usable_gpus() or [mx.cpu(0)]
     if is_whole(spec):
         return _first(int(spec))
+    if _num_gpus_of(spec):
+        return _first(_num_gpus_of(spec), of_gpus=True)
     if isinstance(spec, str):
-        return [mx.Context(kind, i) for kind, i in _parse(spec)]
+        contexts = [mx.Context(kind, i) for kind, i in _parse(spec)]
+        for context in contexts:
+            if context.device_type == "gpu":
+                _check_seen(context, spec=spec)
+        return contexts
     if isinstance(spec, Context):
         return [spec]
     if isinstance(spec, (list, tuple)):
@@ -156,9 +169,17 @@ def _is_auto(spec: DeviceSpec) -> bool:
     return spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto")
 
 
+def _num_gpus_of(spec: DeviceSpec) -> int:
+    """Return n of "gpu*n", 0 for other specs."""
+    count = re.fullmatch(r"gpu\*([1-9]\d{0,5})", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+    return int(count.group(1)) if count else 0
+
+
 def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> Optional[Demand]:
     """Return the demand for free GPUs or free memory; None if there is no such demand."""
-    free_spec = re.fullmatch(r"gpu:free(?::([1-9]\d{0,3}))?", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+    free_spec = (
+        re.fullmatch(r"gpu:free(?:[*:]([1-9]\d{0,3}))?", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+    )
     if free_spec:
         return Demand(str(spec), None, int(free_spec.group(1)) if free_spec.group(1) else None, True, min_free_bytes)
     if not min_free_bytes and wait_s is None:
@@ -166,8 +187,9 @@ def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> O
     free = wait_s is not None
     if _is_auto(spec):
         return Demand("auto", None, None, free, min_free_bytes, may_be_none=not free)
-    if is_whole(spec):
-        return Demand(str(spec), None, _positive(int(spec)), free, min_free_bytes)
+    count = int(spec) if is_whole(spec) else _num_gpus_of(spec)
+    if is_whole(spec) or count:
+        return Demand(str(spec), None, _positive(count), free, min_free_bytes)
     contexts = _named(spec)
     check_contexts(contexts, "use_devices")
     if any(context.device_type != "gpu" for context in contexts):
@@ -235,13 +257,15 @@ def try_all_gpus() -> List[Context]:
     return mxnet_gpus.usable_gpus() or [mx.cpu()]
 
 
-def _first(num_devices: int) -> List[Context]:
+def _first(num_devices: int, *, of_gpus: bool = False) -> List[Context]:
     gpus = mxnet_gpus.usable_gpus()
     _positive(num_devices)
+    if of_gpus and not gpus:
+        _check_present(mx.gpu(0))  # raises, and says why
     if gpus and num_devices > len(gpus):
         raise DeviceError(
             f"use_devices: got {num_devices} devices; expected at most {len(gpus)}, the GPUs that MXNet can run on. "
-            f"Pass 'cpu:{num_devices}' to use CPU contexts instead."
+            f"Pass 'cpu*{num_devices}' to use CPU contexts instead."
         )
     return gpus[:num_devices] or [mx.cpu(i) for i in range(_few_enough("use_devices", num_devices))]
 
@@ -253,9 +277,9 @@ def _positive(num_devices: int) -> int:
 
 
 def _parse(spec: str) -> List[Tuple[str, int]]:
-    """Return (kind, number) pairs of a spec such as 'gpu:0,2', 'gpu:4-7', 'cpu:0,gpu:0', 'cpu:2'."""
+    """Return (kind, number) pairs of a spec such as 'gpu:0,2', 'gpu:4-7', 'cpu:0,gpu:0', 'cpu*2'."""
     text = re.sub(r"\s+", "", spec.lower())
-    count = re.fullmatch(r"cpu:([1-9]\d{0,5})", text)
+    count = re.fullmatch(r"cpu[*:]([1-9]\d{0,5})", text)
     if count:
         return [("cpu", i) for i in range(_few_enough("use_devices", int(count.group(1))))]
     if text == "cpu":
@@ -294,10 +318,14 @@ def _all_gpus() -> List[int]:
     return list(range(mxnet_gpus.num_gpus()))
 
 
-def _check_seen(context: Context, operation: str = "use_devices") -> None:
+def _check_seen(context: Context, operation: str = "use_devices", spec: DeviceSpec = None) -> None:
     if context.device_id >= mxnet_gpus.num_gpus():
+        number = re.fullmatch(r"gpu:([1-9]\d*)", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+        hint = f"{spec!r} is a number, not a count: 'gpu*{number.group(1)}' requests that many GPUs. " if number else ""
         there = ", ".join(f"gpu({i})" for i in range(mxnet_gpus.num_gpus())) or "none"
-        raise DeviceError(f"{operation}: got {context}; expected one of the GPUs that MXNet can see ({there}). {_why_no_gpu()}")
+        raise DeviceError(
+            f"{operation}: got {context}; expected one of the GPUs that MXNet can see ({there}). {hint}{_why_no_gpu()}"
+        )
 
 
 def _check_present(context: Context) -> None:
@@ -313,4 +341,4 @@ def _check_present(context: Context) -> None:
 
 
 def _why_no_gpu() -> str:
-    return f"{mxnet_gpus.why_none()} 'auto' takes the CPU if there is no GPU; 'cpu:2' requests two CPU contexts."
+    return f"{mxnet_gpus.why_none()} 'auto' takes the CPU if there is no GPU; 'cpu*2' requests two CPU contexts."

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from typing import Dict, Mapping, Optional
 
 PREFIX = "GLUON_MGPU_"
+REQUEUE = 85  # the exit code after SIGUSR1: saved, start the same command again. sysexits.h and shells use no code near it
+
+
+def exit_code_of(signum: int) -> int:
+    """Return the exit code of a program that a signal has asked to stop: 128 plus its number, `REQUEUE` after SIGUSR1.
+
+    Examples
+    --------
+    >>> exit_code_of(signal.SIGTERM), exit_code_of(signal.SIGUSR1)
+    (143, 85)
+    """
+    return REQUEUE if signum == signal.SIGUSR1 else 128 + signum
 
 
 class LaunchError(ValueError):

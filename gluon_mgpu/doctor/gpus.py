@@ -188,7 +188,13 @@ def _crowded(gpu: Gpu, pid: int) -> List[Problem]:
         return []
     who = ", ".join(process_text(one.pid, one.name, one.used_bytes) for one in others) or "processes that are hidden here"
     what = f"{_name(gpu)} has {format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} in use, by {who}."
-    return [Problem("GPUs", what, "Wait for them, stop them, or train on another device, for example --devices gpu:1.")]
+    return [
+        Problem(
+            "GPUs",
+            what,
+            "Wait for them, stop them, or train on another device, for example --devices gpu:1, the GPU with number 1.",
+        )
+    ]
 
 
 def _slowed(gpu: Gpu) -> List[Problem]:

@@ -6,17 +6,51 @@ import re
 from collections import Counter
 from functools import lru_cache
 from math import log
-from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from .entries import ENTRIES, Entry
 
 _LEAST_SHARE = 0.5  # of the words, by weight, that a message without a matching fragment has to share
+_UNKNOWN = 3.0  # weight of a word that no entry has: a message of another program has many
 _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one
 _AT_MOST = 3
+_SPOKEN = re.compile(r"[a-z]{3}")
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
+_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File \")")
+_ANY_CHECK = "operator-check-failed"
+_CONDITION = re.compile(r"Check failed:?\s+(.+?)(?: \(|:? [A-Z]|: |$)")
+_FILES = {  # of MXNet's sources, for checks that no entry names
+    r"image_(?:det_)?aug": "image-smaller-than-crop",
+    r"io/image_io": "image-not-read",
+    r"io/iter_(?:csv|libsvm)|sparse_batch": "table-rows",
+    r"multibox|bounding_box|proposal|roi_align": "empty-labels",
+    r"quantiz": "quantization",
+    r"mkldnn|dnnl": "layout-not-on-cpu",
+    r"operator/custom": "custom-op",
+    r"operator/random": "operator-arguments",
+    r"broadcast": "broadcast",
+    r"dot-inl|/dot\b": "dot-shapes",
+    r"la_op|linalg": "linear-algebra",
+    r"indexing_op": "index-out-of-range",
+    r"sparse|cast_storage": "sparse-arrays",
+    r"concat": "concat-shapes",
+    r"json": "symbol-json-unreadable",
+}
+_CONDITIONS = {  # what a failed condition is about, for checks that no entry names; the first one that is in it counts
+    r"n_?dim\b": "wrong-number-of-axes",
+    r"d_?type|type_flag": "dtype-mismatch",
+    r"s_?types?\b|storage_type\b": "sparse-arrays",
+    r"dev_mask|dev_id|\bctx\b": "mixed-devices",
+    r"kernel|ksize": "kernel-larger-than-input",
+    r"layout": "layout-not-on-cpu",
+    r"label|num_classes": "empty-labels",
+    r"param_?\b|in_data|num_inputs|inputs\b|_attrs\b": "operator-arguments",
+    r"index|idx|\baxis|\baxes|begin|\bend\b": "index-out-of-range",
+    r"shape|\bsize\b|\bSize\b|length|dim": "shape-inconsistent",
+}
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -31,10 +65,15 @@ class _Pattern(NamedTuple):
     entry: Entry
     fragments: Tuple[str, ...]  # the words between what varies, with a space around each
     words: Tuple[str, ...]
+    spoken: FrozenSet[str]  # those that are no sign, number or short word
 
 
 def _words(text: str) -> List[str]:
     return _WORD.findall(text.lower())
+
+
+def _spoken(words: Iterable[str]) -> FrozenSet[str]:
+    return frozenset(word for word in words if _SPOKEN.search(word))
 
 
 def _fragment(text: str, continues: bool) -> str:
@@ -51,15 +90,16 @@ def _weights() -> Dict[str, float]:
 
 @lru_cache(maxsize=None)
 def _patterns() -> Dict[str, List[_Pattern]]:
-    """Return the messages of all entries, each under its rarest word."""
+    """Return the messages of all entries, each under its rarest word; under "" those that have no whole word."""
     found: Dict[str, List[_Pattern]] = {}
     for entry in ENTRIES:
         for message in entry.messages:
             *parts, end = message.split("…")
             fragments = [_fragment(part, part[-1:].isalnum() or part.endswith("_")) for part in parts] + [_fragment(end, False)]
             whole = {word for fragment in fragments for word in re.findall(r"(?<= )\S+(?= )", fragment)}
-            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), tuple(_words(message)))
-            found.setdefault(max(sorted(whole), key=_weights().__getitem__), []).append(pattern)
+            words = tuple(_words(message))
+            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), words, _spoken(words))
+            found.setdefault(max(sorted(whole), key=_weights().__getitem__, default=""), []).append(pattern)
     return found
 
 
@@ -68,7 +108,7 @@ def _exact(line: str) -> Dict[Entry, float]:
     found: Dict[Entry, float] = {}
     words = _words(line)
     text = f" {' '.join(words)} "
-    for pattern in (pattern for word in sorted(set(words)) for pattern in _patterns().get(word, ())):
+    for pattern in (pattern for word in sorted({"", *words}) for pattern in _patterns().get(word, ())):
         position = 0
         for fragment in pattern.fragments:
             start = text.find(fragment, max(position - 1, 0))  # two fragments may share the space between them
@@ -81,13 +121,26 @@ def _exact(line: str) -> Dict[Entry, float]:
 def _similar(line: str) -> Dict[Entry, float]:
     """Return the entries whose messages share enough words with a line, with that share, 0 to 1."""
     found: Dict[Entry, float] = {}
-    words = {word for word in _words(line) if word in _weights() and re.search("[a-z]{3}", word)}
+    every = _spoken(_words(_PLACE.sub(" ", line)))
+    words = every & _weights().keys()
+    unknown = _UNKNOWN * len(every - words)
     for pattern in (pattern for patterns in _patterns().values() for pattern in patterns):
-        own = {word for word in pattern.words if re.search("[a-z]{3}", word)}
-        shared, both = (sum(map(_weights().__getitem__, group)) for group in (own & words, own | words))
-        if len(own & words) > 1 and 2 * shared / (both + shared) >= _LEAST_SHARE:
-            found[pattern.entry] = max(found.get(pattern.entry, 0.0), 2 * shared / (both + shared))
+        common = pattern.spoken & words
+        if len(common) >= max(2, min(3, len(pattern.spoken))):
+            shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
+            share = 2 * shared / (both + unknown + shared)
+            if share >= max(_LEAST_SHARE, found.get(pattern.entry, 0.0)):
+                found[pattern.entry] = share
     return found
+
+
+def _by_condition(text: str) -> List[Entry]:
+    """Return the entry that the source file or the condition of a failed check is about."""
+    found = _CONDITION.search(text)
+    condition, path = (found.group(1), text[: found.start()]) if found else ("", "")
+    names = [name for pattern, name in _CONDITIONS.items() if re.search(pattern, condition)]
+    names = [name for pattern, name in _FILES.items() if re.search(pattern, path)] + names
+    return [entry for entry in ENTRIES if names[:1] == [entry.name]]
 
 
 def explain_message(text: str) -> List[Answer]:
@@ -99,6 +152,9 @@ def explain_message(text: str) -> List[Answer]:
             found[entry] = max(score, found.get(entry, 0.0))
     found = found or _similar(" ".join(lines))
     ranked = sorted(found, key=lambda entry: (entry.follows, -found[entry]))
+    if ranked and ranked[0].name == _ANY_CHECK:
+        ranked = [*_by_condition(" ".join(lines)), *ranked]
+        found.setdefault(ranked[0], found[ranked[-1]])
     close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry] >= _CLOSE * found[ranked[0]]]
     return [Answer(ranked[0], tuple(close))] if ranked else []
 

@@ -25,6 +25,7 @@ from ..nested import Array
 from ..plots import figure
 from ..runtime.environment import logger
 from ..runtime.file_locks import FolderLock
+from ..runtime.units import format_column
 from ..trainer.optimizer_config import describe
 from ..trainer.parameters import has_values
 from ..trainer.trainer import Trainer
@@ -32,6 +33,7 @@ from .epoch import EpochProgress
 from .history import History
 from .resume import Row, progress_of
 
+_BAR_WIDTH = 10  # columns
 _PATIENCE_S = 10.0  # how long a restarted job waits for its previous process to end
 
 
@@ -56,7 +58,7 @@ class FitState:
     error : BaseException, optional
         The error that ended the run, in `on_fit_end`.
     interrupted : bool
-        Whether Ctrl-C or SIGTERM stopped the run between two batches, so that all devices hold the same weights.
+        Whether a signal stopped the run between two batches, so that all devices hold the same weights.
     tests : bool
         Whether there is a test set.
     batches, step : int
@@ -104,8 +106,21 @@ class Callback:
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         """About twice a second while training, when the sums have been read."""
 
+    def on_test_begin(self, state: FitState) -> None:
+        """After training an epoch, before its evaluation, if there is one."""
+
+    def on_test_end(self, state: FitState) -> None:
+        """After the evaluation of an epoch, also if an error or a signal ends it."""
+
     def on_epoch_end(self, state: FitState) -> None:
         """After training and evaluation of an epoch; its row is the last one of `state.history`."""
+
+    def state_arrays(self, state: FitState) -> Dict[str, Array]:
+        """Return the arrays that a checkpoint must hold so that this callback resumes. It does not wait.
+
+        `state.resumed.arrays` holds them in `on_fit_begin`. Begin their names with that of the callback and a slash.
+        """
+        return {}
 
     def on_fit_end(self, state: FitState) -> None:
         """After the last epoch, and also when an error or Ctrl-C ends the run."""
@@ -138,7 +153,7 @@ class Progress(Callback):
 
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
-                progress.BarColumn(bar_width=10),
+                progress.BarColumn(bar_width=_BAR_WIDTH),
                 progress.TextColumn("{task.fields[text]}"),
             )
             self._bar.start()
@@ -149,33 +164,39 @@ class Progress(Callback):
             self._task = self._bar.add_task(f"epoch {state.epoch}/{state.epochs}", total=total, text="")
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
-        text = f"{_listed(progress.means)}  {progress.examples_per_s:.0f} {self._unit}/s{self._left(state, progress)}"
+        means = [format_column(*mean) for mean in progress.means.items()]
+        rest = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
+        epoch = f"epoch {state.epoch}/{state.epochs}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=progress.num_batches, text=text)
+            room = self._bar.console.width - len(epoch) - _BAR_WIDTH - 2
+            while means and len("  ".join([*means, *rest])) > room:  # speed and time left stay visible
+                means.pop()
+            self._bar.update(self._task, completed=progress.num_batches, text="  ".join([*means, *rest]))
         elif time.perf_counter() - self._printed > self._every_s:
-            self._print(f"epoch {state.epoch}/{state.epochs}  batch {progress.num_batches}/{state.num_batches or '?'}  {text}")
+            self._print("  ".join([epoch, f"batch {progress.num_batches}/{state.num_batches or '?'}", *means, *rest]))
 
     def on_epoch_end(self, state: FitState) -> None:
         row = state.history.rows[-1]
-        rate = f"{row['examples_per_s']:.0f} {self._unit}/s  {row['seconds']:.1f} s"
-        tested = {name: value for name, value in row.items() if name.startswith("test_")}
-        trained = {name: value for name, value in row.items() if name.startswith("train_")}
-        if self._bar is not None:
-            self._bar.update(self._task, text=f"{_listed(tested or trained)}  {rate}")  # within 80 columns
+        means = [format_column(*mean) for kind in ("train_", "test_") for mean in row.items() if mean[0].startswith(kind)]
+        rate = [f"{row['examples_per_s']:.0f} {self._unit}/s", f"{row['seconds']:.1f} s"]
+        parts = [f"epoch {state.epoch}/{state.epochs}", *means, *rate]
+        if self._bar is not None:  # the finished epoch becomes lines above the bar
+            self._bar.remove_task(self._task)
+            self._bar.console.print(_wrapped(parts, self._bar.console.width), markup=False, highlight=False, soft_wrap=True)
         else:
-            self._print(f"epoch {state.epoch}/{state.epochs}  {_listed({**trained, **tested})}  {rate}")
+            self._print("  ".join(parts))
 
     def on_fit_end(self, state: FitState) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def _left(self, state: FitState, progress: EpochProgress) -> str:
+    def _left(self, state: FitState, progress: EpochProgress) -> List[str]:
         if not state.num_batches:
-            return ""
+            return []
         done = state.epoch - 1 + progress.num_batches / state.num_batches
         seconds = (time.perf_counter() - self._began) / (done - self._done_before) * (state.epochs - done)
-        return f"  {_clock(seconds)} left"
+        return [f"{_clock(seconds)} left"]
 
     def _print(self, line: str) -> None:
         self._printed = time.perf_counter()
@@ -251,15 +272,15 @@ class EarlyStopping(Callback):
 class Checkpoint(Callback):
     """Saves the network and its trainer: `best` when a metric improves, `last` after each epoch and at the end.
 
-    It saves when Ctrl-C or SIGTERM stops the run, but not after an error. `fit(..., resume="auto")` resumes from the latest
-    checkpoint. It restores `best` if a killed run left none, or one of an earlier epoch. One run at a time uses a folder.
+    It saves when Ctrl-C, SIGTERM or SIGUSR1 stops the run, but not after an error. `fit(..., resume="auto")` resumes from the
+    latest checkpoint. It restores `best` if a killed run left none, or one of an earlier epoch. One run at a time uses a folder.
 
     Parameters
     ----------
     folder : str or pathlib.Path
         The folder that receives the folders `best` and `last`; see `save_checkpoint`.
     monitor : str, optional
-        A column of the history, for `best`. None: only `last`.
+        A column of the history, for `best`. "auto": `test_accuracy`, or `test_loss` if there is none. None: only `last`.
     mode : "min", "max" or None
         As for `EarlyStopping`.
     every : int, optional
@@ -281,7 +302,7 @@ class Checkpoint(Callback):
     def __init__(
         self,
         folder: Union[str, Path],
-        monitor: Optional[str] = "test_accuracy",
+        monitor: Optional[str] = "auto",
         *,
         mode: Optional[str] = None,
         every: Optional[int] = None,
@@ -292,7 +313,7 @@ class Checkpoint(Callback):
             whole_number(type(self).__name__, name, number, advice="For example, pass every=500 and keep=3.")
         flag(type(self).__name__, "background", background)
         self.folder = path_of(type(self).__name__, "folder", folder)
-        best = Best("test_accuracy" if monitor is None else monitor, mode)
+        best = Best("auto" if monitor is None else monitor, mode)
         self._best = None if monitor is None else best
         self._every = every
         self._rotation = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
@@ -407,6 +428,8 @@ class Checkpoint(Callback):
         if place and self._saved == here:
             return  # Ctrl-C came when everything was saved
         self._reached = state.step
+        if state.trainer.replica_check is not None:
+            state.trainer.replica_check.verify()  # no checkpoint holds bits of which devices disagree
         if self._base is None or not place:
             self._base = draw_base(state.trainer.contexts[0])
         progress = progress_of(state.history.rows, state.epoch)
@@ -432,8 +455,8 @@ class Best:
             raise TrainerError(
                 f"callbacks: got monitor={short(monitor)}; expected a column of the history. For example, pass 'test_loss'."
             )
-        self.monitor = monitor
-        self._sign = 1 if (mode or ("min" if monitor.endswith("loss") else "max")) == "min" else -1
+        self.monitor = self._asked = monitor
+        self._mode = mode
         self._min_delta = min_delta
         self.value, self.epoch = math.nan, 0
 
@@ -445,13 +468,14 @@ class Best:
         TrainerError
             The column needs a test set, and there is none.
         """
-        self.value, self.epoch = math.nan, 0
-        if self.monitor.startswith("test_") and not state.tests:
+        self.value, self.epoch, self.monitor = math.nan, 0, self._asked
+        if self.monitor.startswith(("test_", "auto")) and not state.tests:
             raise TrainerError(
                 f"callbacks: got monitor {self.monitor!r} without a test set; expected a column of the history. Pass "
                 "test_iter to fit, or another monitor: 'train_loss', or None for a Checkpoint."
             )
         for epoch, row in enumerate(state.history.rows, 1):
+            self._resolve(row)
             self._note(row.get(self.monitor, math.nan), epoch)
 
     def improves(self, state: FitState) -> bool:
@@ -463,6 +487,7 @@ class Best:
             There is no such column.
         """
         row = state.history.rows[-1]
+        self._resolve(row)
         if self.monitor not in row:
             raise TrainerError(
                 f"callbacks: got monitor {self.monitor!r}; expected one of {', '.join(row)}. Pass a test_iter for test_... "
@@ -470,16 +495,29 @@ class Best:
             )
         return self._note(row[self.monitor], state.epoch)
 
+    def _resolve(self, row: Row) -> None:
+        """Choose the column of "auto"."""
+        if self.monitor == "auto":
+            self.monitor = "test_accuracy" if "test_accuracy" in row else "test_loss"
+
     def _note(self, value: float, epoch: int) -> bool:
         # NaN, or a text that a callback has added, is never better, and any number is better than NaN.
-        better = isinstance(value, (int, float)) and value == value and not self._sign * (self.value - value) <= self._min_delta
+        sign = 1 if (self._mode or ("min" if self.monitor.endswith("loss") else "max")) == "min" else -1
+        better = isinstance(value, (int, float)) and value == value and not sign * (self.value - value) <= self._min_delta
         if better:
             self.value, self.epoch = value, epoch
         return better
 
 
-def _listed(means: Row) -> str:
-    return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
+def _wrapped(parts: Sequence[str], width: int) -> str:
+    """Return parts in lines of at most this many columns, two spaces between two; lines after the first are indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) < width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"    {part}")
+    return "\n".join(lines)
 
 
 def _clock(seconds: float) -> str:

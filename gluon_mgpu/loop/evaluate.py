@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, Iterable, Optional, Union
 
 from mxnet import gluon
 
@@ -13,9 +13,11 @@ from ..data_parallel.iterators import check_iterable
 from ..data_parallel.passes import Passes
 from ..data_parallel.sharding import split_batch
 from ..data_parallel.step import Batch, SplitFunction, check_network, run_eval_batch
+from ..data_parallel.virtual import VirtualPasses, VirtualSplit
 from ..trainer.parameters import devices_of
+from ..trainer.virtual_shards import VirtualShards
 from .epoch import EpochOptions, EpochProgress, run_epoch
-from .metrics import DeviceSums, Metrics, accuracy, named_metrics
+from .metrics import Metrics, accuracy, metrics_for, named_metrics, sums_of
 
 MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they take little memory, and small ones are short
 _OPTIONS = EpochOptions("evaluate", max_inflight=MAX_INFLIGHT)
@@ -52,11 +54,12 @@ def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: 
 def evaluate(
     net: gluon.Block,
     data_iter: Iterable[Any],
-    metrics: Metrics = (accuracy,),
+    metrics: Union[str, Metrics] = "auto",
     *,
     loss: Optional[Any] = None,
     split_f: SplitFunction = split_batch,
     compiled: str = "auto",
+    virtual_shards: Optional[int] = None,
 ) -> Dict[str, float]:
     """Return the mean of each metric over a data set, computed on all devices of the network.
 
@@ -67,13 +70,15 @@ def evaluate(
         `set_batch_norm(net, "local")`.
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
-    metrics : sequence of functions, or dict name -> function
-        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.loop.metrics`.
+    metrics : "auto", sequence of functions, or dict name -> function
+        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.accuracy`. Or objects of `mx.metric`. "auto": as in `fit`.
     loss : callable (output, label) -> NDArray, optional
         Its mean is returned as `loss`: that of its attribute `evaluation`, if it has one.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)
     compiled : "auto", "on" or "off"
         Whether the passes run as compiled graphs; see `fit`.
+    virtual_shards : int, optional
+        Cut batches into so many parts, so that the result has the same bits on any number of devices that divides it.
 
     Returns
     -------
@@ -87,8 +92,12 @@ def evaluate(
     make_passes = passes_of(check_mode("evaluate", compiled))
     check_network("evaluate", net)
     loss = getattr(loss, "evaluation", loss)
+    if virtual_shards is not None:
+        virtual_shards = VirtualShards(virtual_shards, devices_of(net)).number
+    passes = evaluating_passes(make_passes, net, loss)
+    measured = metrics_for(metrics, loss)
     return run_evaluation(
-        net, data_iter, metrics, loss=loss, split_f=split_f, passes=evaluating_passes(make_passes, net, loss)
+        net, data_iter, measured, loss=loss, split_f=split_f, passes=passes, virtual_shards=virtual_shards
     ).means
 
 
@@ -101,6 +110,7 @@ def run_evaluation(
     loss: Optional[Any],
     split_f: SplitFunction,
     passes: Passes,
+    virtual_shards: Optional[int] = None,
 ) -> EpochProgress:
     """Evaluate a network. `evaluate` calls it with these options, `fit` with its own, which can stop it."""
     named_metrics(metrics)
@@ -112,7 +122,11 @@ def run_evaluation(
     sync_running_stats(net)
     average_over_processes(net)
 
+    if virtual_shards is not None:
+        split_f = VirtualSplit(split_f, virtual_shards)
+        passes = VirtualPasses(passes, net, loss, split_f)
+
     def evaluate_batch(X: Any, y: Any) -> Batch:
         return run_eval_batch(passes, net, X, y, devices, loss, split_f)
 
-    return run_epoch(data_iter, evaluate_batch, DeviceSums(metrics), options)
+    return run_epoch(data_iter, evaluate_batch, sums_of(metrics, virtual_shards), options)

@@ -10,6 +10,8 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 from mxnet import gluon
 
 from ..checkpoint.checkpoint import ReadCheckpoint
+from ..checkpoint.rotation import find_checkpoints
+from ..checkpoint.snapshot import Taken
 from ..checks import check_function, one_of, short, whole_number
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
@@ -19,14 +21,14 @@ from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..data_parallel.step import SplitFunction, check_network, make_step
 from ..distributed import any_process
-from ..errors import TrainerError
+from ..errors import ReplicaError, TrainerError
 from ..runtime.environment import logger
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
 from .callbacks import Callback, Checkpoint, FitState, Progress
 from .evaluate import run_evaluation
 from .history import History
-from .metrics import Metrics, accuracy, named_metrics
+from .metrics import Metrics, metrics_for, named_metrics
 from .resume import find_resumable, num_batches_of
 from .run import Run, call_each, check_resumable, phase_reporter
 from .stopping import CaughtSignal, Terminated, agree_on_signal, catch_signals
@@ -41,7 +43,7 @@ def fit(
     test_iter: Optional[Iterable[Any]] = None,
     *,
     epochs: int,
-    metrics: Metrics = (accuracy,),
+    metrics: Union[str, Metrics] = "auto",
     callbacks: Optional[Sequence[Callback]] = None,
     split_f: SplitFunction = split_batch,
     weights: Union[None, str, Sequence[float]] = None,
@@ -53,11 +55,14 @@ def fit(
     trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
     hyperparameters: str = "checkpoint",
+    resume_schedule: str = "stretch",
+    virtual_shards: Optional[int] = None,
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
 
-    Ctrl-C and SIGTERM stop it after the current batch: callbacks save, then it raises KeyboardInterrupt, or SystemExit(143) after
-    SIGTERM. A second signal ends the process immediately. A program's own signal handlers stay.
+    Ctrl-C, SIGTERM and SIGUSR1 stop it after the current batch: callbacks save, then it raises KeyboardInterrupt, SystemExit(143)
+    after SIGTERM, or SystemExit(85) after SIGUSR1, which asks to be started again. A second Ctrl-C or SIGTERM ends the process
+    immediately. A program's own signal handlers stay.
 
     Parameters
     ----------
@@ -69,8 +74,9 @@ def fit(
     train_iter, test_iter : iterable of (X, y)
         Shapes (B, ...); read once per epoch.
     epochs : int
-    metrics : sequence of functions, or dict name -> function
-        See `gluon_mgpu.loop.metrics`.
+    metrics : "auto", sequence of functions, or dict name -> function
+        See `gluon_mgpu.accuracy`. Or objects of `mx.metric`, which read each batch on the host. "auto": the accuracy, unless
+        `loss` is one of Gluon's for labels that are no classes.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
@@ -98,6 +104,13 @@ def fit(
     hyperparameters : "checkpoint" or "trainer"
         Whose learning rate, schedule and other options of the optimizer a resumed run uses. With "checkpoint", other options
         than the trainer's raise, and the learning rate is the checkpoint's. With "trainer", the trainer keeps its own.
+    resume_schedule : "stretch" or "keep"
+        What a resumed run does whose learning-rate schedule runs over another number of updates, because `epochs` has changed.
+        "stretch" continues on the trainer's schedule, at the updates so far. "keep" continues on the checkpoint's, and trains at
+        its last rate after its end.
+    virtual_shards : int, optional
+        Cut every batch into so many parts, so that weights, states and history have the same bits on any number of devices and
+        processes that divides it; see `Trainer`.
 
     Returns
     -------
@@ -116,7 +129,7 @@ def fit(
     KeyboardInterrupt
         Ctrl-C, after saving.
     SystemExit
-        SIGTERM, after saving; its code is 143.
+        SIGTERM or SIGUSR1, after saving; its code is 143 or 85.
     """
     counts = {
         "epochs": epochs,
@@ -127,19 +140,23 @@ def fit(
     for name, value in counts.items():
         whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
     _check_arguments(net, loss, trainer, train_iter, test_iter, split_f)
-    named_metrics(metrics)
+    measured = metrics_for(metrics, loss)
+    named_metrics(measured)
     one_of("fit", "hyperparameters", hyperparameters, ("checkpoint", "trainer"), advice="Pass 'trainer' to change them.")
+    one_of("fit", "resume_schedule", resume_schedule, ("stretch", "keep"), advice="'stretch' is usual for more epochs.")
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
+    if virtual_shards is not None:
+        trainer.use_virtual_shards(virtual_shards)
     split_f = _weighted_split(weights, split_f, trainer)
     make_passes = passes_of(check_mode("fit", compiled), trainer)
     check_one_graph("fit", net, compiled)
     remember_equal(net)  # values may have been loaded since the trainer was created
     checkpoint = None
     if resume is not None:
-        keeps = hyperparameters == "checkpoint"
-        checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter, hyperparameters=keeps)
+        taken = Taken(hyperparameters == "checkpoint", resume_schedule)
+        checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter, taken=taken)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
     caught = CaughtSignal()
     test_loss = getattr(loss, "evaluation", loss)
@@ -149,10 +166,15 @@ def fit(
         callbacks,
         train_iter,
         test_iter,
-        metrics=metrics,
+        metrics=measured,
         train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
         evaluate=partial(
-            run_evaluation, net, loss=test_loss, split_f=split_f, passes=evaluating_passes(make_passes, net, test_loss)
+            run_evaluation,
+            net,
+            loss=test_loss,
+            split_f=split_f,
+            passes=evaluating_passes(make_passes, net, test_loss),
+            virtual_shards=trainer.virtual_shards,
         ),
         batches_per_update=accumulate_grad_batches,
         max_inflight=max_inflight,
@@ -171,6 +193,10 @@ def fit(
             call_each(callbacks, "on_fit_begin", state)
             if not state.stop:
                 _run_epochs(run, state, callbacks, caught)
+        except ReplicaError as error:
+            state.error = error
+            trainer.discard()
+            raise ReplicaError(f"{error} {_checkpoint_before(callbacks)}") from None
         except BaseException as error:
             state.error = error
             trainer.discard()
@@ -229,7 +255,7 @@ def _read_checkpoint(
     trainer: Trainer,
     train_iter: Iterable[Any],
     *,
-    hyperparameters: bool,
+    taken: Taken,
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     if not isinstance(resume, (str, Path)):
@@ -244,7 +270,7 @@ def _read_checkpoint(
                 held.callback(callback.release)
                 callback.hold()
         folder = saving[0].folder if saving else None
-        return find_resumable(resume, folder, net, trainer, check, hyperparameters=hyperparameters)
+        return find_resumable(resume, folder, net, trainer, check, taken=taken)
 
 
 def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:
@@ -260,6 +286,15 @@ def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFu
         return Balancer(trainer)
     plan_shards(1, len(trainer.contexts), weights)  # raises on invalid weights
     return partial(split_batch, weights=weights)
+
+
+def _checkpoint_before(callbacks: Sequence[Callback]) -> str:
+    """Name the latest checkpoint, which was verified before it was saved."""
+    for callback in callbacks:
+        found = find_checkpoints(callback.folder) if isinstance(callback, Checkpoint) else []
+        if found:
+            return f"The latest verified checkpoint is {found[0]}."
+    return "There is no checkpoint: pass Checkpoint(folder, every=100) among the callbacks."
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:

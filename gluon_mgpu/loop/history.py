@@ -22,7 +22,8 @@ class History:
     ----------
     rows : list of dict
         One per epoch: `epoch`, `train_loss`, `train_accuracy`, `test_...`, `seconds` of training, `examples_per_s`,
-        and the `learning_rate` of its last step.
+        and the `learning_rate` of its last step. Accuracies are from 0 to 1; `Progress` and the figure show them in percent.
+        A translator's `test_exact_match`, `test_bleu` and `test_chrf` are from 0 to 100.
     stopped : str
         Why training ended before the last epoch; empty if it did not.
     """

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Hashable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context
+from mxnet import Context, gluon
 
 from ..checks import explaining, is_whole, short, whole_number
 from ..data_parallel.step import Batch
 from ..distributed import Group, group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
+from .mx_metrics import MXMetric, unpacked
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
 Metric = Callable[[Any, Any], Tuple[Array, int]]
 _MOST_SHARDS = 64
 _MOST_BYTES = 2**23  # device memory of shards that wait to be joined
-Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
+Metrics = Union[Sequence[Metric], Mapping[str, Metric]]  # a Metric may be an mx.metric.EvalMetric
 
 
-def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
-    """Return the number of correct predictions, and the number of predictions.
+class MetricSum(NamedTuple):
+    """The sum of a metric over a shard, an array of one element on its device, and the number of summed values.
+
+    `float()` divides them and waits for the device.
+    """
+
+    total: Array
+    num: int
+
+    def __float__(self) -> float:
+        return float(self.total.asnumpy().item()) / self.num
+
+
+def accuracy(output: Array, label: Array) -> MetricSum:
+    """Return the number of correct predictions and the number of predictions; `float()` of the pair is the accuracy.
+
+    It is a pair, because `fit`, `evaluate` and `DeviceSums`, which take the function itself, add up shards of different sizes.
 
     Parameters
     ----------
@@ -33,11 +49,14 @@ def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
 
     Returns
     -------
-    (NDArray of shape (1,), int)
+    MetricSum (NDArray of shape (1,), int)
 
     Examples
     --------
-    >>> right, count = accuracy(mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([1, 1]))
+    >>> scores, labels = mx.nd.array([[0.1, 0.9], [0.8, 0.2]]), mx.nd.array([1, 1])
+    >>> float(accuracy(scores, labels))
+    0.5
+    >>> right, count = accuracy(scores, labels)
     >>> right.asscalar(), count
     (1.0, 2)
 
@@ -54,7 +73,7 @@ def accuracy(output: Array, label: Array) -> Tuple[Array, int]:
     if label.dtype == np.bool_:
         label = label.astype("int32")
     right = output.astype(label.dtype, copy=False).reshape(label.shape) == label
-    return _total(right), label.size
+    return MetricSum(_total(right), label.size)
 
 
 accuracy.joins_shards = True  # type: ignore[attr-defined]  # for joined shards it returns the sum over them
@@ -72,12 +91,12 @@ def top_k_accuracy(k: int) -> Metric:
 
     k = whole_number("top_k_accuracy", "k", k, advice="5 is usual.")
 
-    def top_k(output: Array, label: Array) -> Tuple[Array, int]:
+    def top_k(output: Array, label: Array) -> MetricSum:
         _check_scores(f"top_{k}_accuracy", output, label, ndim=2)
         scores = output.as_nd_ndarray()
         labels = label.as_nd_ndarray().reshape((scores.shape[0],) + scores.shape[2:])
         best = mx.nd.topk(scores, axis=1, k=min(k, scores.shape[1]))
-        return _total(mx.nd.broadcast_equal(best, labels.astype(best.dtype).expand_dims(1))), label.size
+        return MetricSum(_total(mx.nd.broadcast_equal(best, labels.astype(best.dtype).expand_dims(1))), label.size)
 
     top_k.__name__ = f"top_{k}_accuracy"
     top_k.joins_shards = True  # type: ignore[attr-defined]
@@ -99,6 +118,21 @@ def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
             f"{name}: got an output of shape {shape} and a label of shape {label.shape}; expected a row of scores for each "
             "label, with the classes along axis 1. Pass metrics=() where the labels are not classes."
         )
+
+
+def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
+    """Return the metrics of `fit` and `evaluate`; for "auto", the accuracy, unless the labels of a Gluon loss are no classes.
+
+    Examples
+    --------
+    >>> metrics_for("auto", gluon.loss.L2Loss()), metrics_for("auto", gluon.loss.SoftmaxCELoss()) == [accuracy]
+    ([], True)
+    """
+    if not isinstance(metrics, str) or metrics != "auto":
+        return metrics  # type: ignore[return-value]  # named_metrics rejects other texts
+    kind = next((kind for kind in type(loss).__mro__ if kind.__module__ == gluon.loss.__name__), gluon.loss.Loss)
+    has_classes = kind is gluon.loss.Loss or (issubclass(kind, gluon.loss.SoftmaxCELoss) and loss._sparse_label)
+    return [accuracy] if has_classes else []
 
 
 def check_metrics(metrics: Metrics, output: Any, label: Any) -> None:
@@ -127,7 +161,7 @@ class DeviceSums:
     Parameters
     ----------
     metrics : sequence of functions, or dict name -> function
-        Each takes a shard's output and label and returns (sum, count): see `accuracy`.
+        Each takes a shard's output and label and returns (sum, count): see `accuracy`. Or objects of `mx.metric`: see `MXMetric`.
 
     Examples
     --------
@@ -139,8 +173,10 @@ class DeviceSums:
 
     def __init__(self, metrics: Metrics = ()) -> None:
         self._metrics = named_metrics(metrics)
-        self._joined = {name: metric for name, metric in self._metrics.items() if getattr(metric, "joins_shards", False)}
-        self._alone = {name: metric for name, metric in self._metrics.items() if name not in self._joined}
+        self._of_batches = {name: metric for name, metric in self._metrics.items() if isinstance(metric, MXMetric)}
+        self._of_shards = {name: metric for name, metric in self._metrics.items() if name not in self._of_batches}
+        self._joined = {name: metric for name, metric in self._of_shards.items() if getattr(metric, "joins_shards", False)}
+        self._alone = {name: metric for name, metric in self._of_shards.items() if name not in self._joined}
         self._pairs: Dict[Hashable, Shards] = {}  # outputs and labels of one form and device, for the metrics that join shards
         self._losses: Dict[Hashable, Shards] = {}
         self._values: Dict[Tuple[str, Context, Any], Shards] = {}  # of a metric, on one device
@@ -154,11 +190,17 @@ class DeviceSums:
         expected = "an output and a label that the metrics take"
         with explaining("DeviceSums.add_shard", "an error", expected, advice="Try them on one example."):
             self._add_shard(output, label)
+            self._add_whole([output], [label])
+
+    def _add_whole(self, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
+        """Add the metrics of MXNet, which take a batch as a whole."""
+        for name, metric in self._of_batches.items() if outputs else ():
+            self.add(name, *metric.of_batch(outputs, labels))
 
     def _add_shard(self, output: Any, label: Any) -> None:
         form = _form(output, label) if self._joined else None
         if form is None:
-            self._apply(self._metrics, output, label)
+            self._apply(self._of_shards, output, label)
             return
         held = self._pairs.setdefault(form, Shards())
         if held.add(output, label):
@@ -172,6 +214,7 @@ class DeviceSums:
         """Add every metric of a batch, and its losses, if any, as `loss`."""
         for output, label in zip(batch.outputs, batch.labels):
             self._add_shard(output, label)
+        self._add_whole(batch.outputs, batch.labels)
         if batch.losses and batch.num_units is not None:  # the mean is over the units that the loss counts, not over its elements
             more = batch.num_units - sum(losses.size for losses in batch.losses)
             self._counts["loss"] = self._counts.get("loss", 0) + more
@@ -201,14 +244,14 @@ class DeviceSums:
         In a job of several processes, it covers this process only: see `read_all`.
         """
         now = self._copy()
-        return _means(now._totals(), now._counts)
+        return self._means(now._totals(), now._counts)
 
     def read_all(self) -> Dict[str, float]:
         """Return each metric's mean over everything that was added in any process. All processes wait and return the same."""
         processes = group()
         if processes is None:
             return self.read()
-        return _means(*self._copy()._all_totals(processes))
+        return self._means(*self._copy()._all_totals(processes))
 
     def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Array]]:
         """Return what `restore` takes: counts by metric, and sums by metric and device, on that device.
@@ -284,13 +327,119 @@ class DeviceSums:
                 )
             self.add(name, *result)
 
+    def _means(self, totals: Mapping[str, float], counts: Mapping[str, int]) -> Dict[str, float]:
+        means = {name: total / counts[name] for name, total in totals.items() if counts[name]}
+        own = {name: metric.mean(totals[name], counts[name]) for name, metric in self._of_batches.items() if name in means}
+        return {**means, **own}
+
     def _sum(self, name: str, values: Array) -> None:
         total = mx.nd.sum(values.astype("float64")).reshape((1,))
         on_device = self._sums.setdefault(total.context, {})
         on_device[name] = on_device[name] + total if name in on_device else total
 
 
-def _means(totals: Mapping[str, float], counts: Mapping[str, int]) -> Dict[str, float]:
+class ShardSums:
+    """Does what `DeviceSums` does, for virtual shards: adds up each by itself, and then their sums in their order.
+
+    So the means have the same bits on any number of devices and processes.
+
+    Parameters
+    ----------
+    metrics
+        As for `DeviceSums`.
+    num_shards : int
+    """
+
+    def __init__(self, metrics: Metrics, num_shards: int) -> None:
+        self._of_shards = [DeviceSums(metrics) for _ in range(num_shards)]
+        if self._of_shards[0]._of_batches:
+            raise TrainerError(
+                f"metrics: got {', '.join(self._of_shards[0]._of_batches)} of mx.metric with virtual_shards; expected functions "
+                "(output, label) -> (sum, count), which are added up for each virtual shard. Use mgpu.accuracy, for example."
+            )
+        self._more: Dict[str, int] = {}  # counts that belong to no shard
+
+    def add_batch(self, batch: Batch) -> None:
+        """Add every metric of a batch of virtual shards, and its losses."""
+        for place, number in enumerate(batch.shard_numbers or ()):
+            here = slice(place, place + 1)
+            self._of_shards[number].add_batch(Batch(batch.outputs[here], batch.labels[here], batch.losses[here], 0))
+        if batch.losses and batch.num_units is not None:
+            more = batch.num_units - sum(losses.size for losses in batch.losses)
+            self._more["loss"] = self._more.get("loss", 0) + more
+
+    def read(self) -> Dict[str, float]:
+        """Return each metric's mean in this process."""
+        return _means_of_shards(self._own(), [self._more])
+
+    def read_all(self) -> Dict[str, float]:
+        """Return each metric's mean over everything that was added in any process."""
+        return _means_of_shards(*self._of_all())
+
+    def state(self) -> Tuple[Dict[str, int], Dict[Tuple[str, Context], Array]]:
+        """Return what `restore` takes: counts and sums by metric and shard."""
+        for sums in self._of_shards:
+            sums._add_up()
+        shards, mores = self._of_all()
+        counts: Dict[str, int] = {}
+        found: Dict[Tuple[str, Context], Array] = {}
+        for number, (totals, of_shard) in enumerate(shards):
+            for name, total in totals.items():
+                counts[f"{name}#{number}"] = of_shard[name]
+                found[f"{name}#{number}", mx.cpu()] = mx.nd.array([total], dtype="float64")
+        for name in sorted(set().union(*mores)):
+            counts[f"{name}#"] = sum(more.get(name, 0) for more in mores)
+            found[f"{name}#", mx.cpu()] = mx.nd.zeros(1, dtype="float64")
+        return counts, found
+
+    def restore(self, counts: Mapping[str, int], sums: Sequence[Tuple[str, Context, Any]]) -> None:
+        """Continue from the result of `state`: a process takes the sums of its own shards."""
+        processes = group()
+        rank, num_processes = (0, 1) if processes is None else (processes.process.rank, processes.process.num_processes)
+        each = len(self._of_shards) // num_processes
+        for key, context, value in sums:
+            name, _, number = key.rpartition("#")
+            if number and int(number) // each == rank:
+                own = self._of_shards[int(number)]
+                own._counts[name] = counts[key]
+                own._sum(name, mx.nd.array(value, ctx=context, dtype="float64"))
+            elif not number and rank == 0:
+                self._more[name] = counts[key]
+
+    def _own(self) -> List[Tuple[Dict[str, float], Dict[str, int]]]:
+        """Return totals and counts of each shard in this process."""
+        copies = [sums._copy() for sums in self._of_shards]
+        return [(copy._totals(), copy._counts) for copy in copies]
+
+    def _of_all(self) -> Tuple[List[Tuple[Dict[str, float], Dict[str, int]]], List[Dict[str, int]]]:
+        """Return totals and counts of each shard, and the further counts of each process."""
+        own = self._own()
+        processes = group()
+        if processes is None:
+            return own, [self._more]
+        found = [json.loads(one) for one in processes.all_gather_bytes(json.dumps([own, self._more]).encode())]
+        each = len(own) // len(found)
+        return [found[number // each][0][number] for number in range(len(own))], [more for _, more in found]
+
+
+def sums_of(metrics: Metrics, num_shards: Optional[int]) -> Any:
+    """Return the sums of a pass: `ShardSums` with virtual shards, else `DeviceSums`."""
+    return DeviceSums(metrics) if num_shards is None else ShardSums(metrics, num_shards)
+
+
+def _means_of_shards(
+    shards: Sequence[Tuple[Mapping[str, float], Mapping[str, int]]], mores: Sequence[Mapping[str, int]]
+) -> Dict[str, float]:
+    totals: Dict[str, float] = {}
+    counts: Dict[str, int] = {}
+    for of_shard, count in shards:
+        for name, total in of_shard.items():
+            totals[name] = totals.get(name, 0.0) + total
+        for name, number in count.items():
+            counts[name] = counts.get(name, 0) + number
+    for more in mores:
+        for name, number in more.items():
+            counts[name] = counts.get(name, 0) + number
     return {name: total / counts[name] for name, total in totals.items() if counts[name]}
 
 
@@ -353,13 +502,14 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
         Something is not a function, or two metrics have the same name.
     """
     if isinstance(metrics, Mapping):
-        named = dict(metrics)
+        named = {name: MXMetric(one) if isinstance(one, mx.metric.EvalMetric) else one for name, one in metrics.items()}
     else:
+        metrics = [metrics] if isinstance(metrics, mx.metric.EvalMetric) else metrics
         if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
             raise TrainerError(
                 f"metrics: got {short(metrics)}; expected a list of functions, or a dict name -> function. Pass [accuracy]."
             )
-        listed = [metrics] if callable(metrics) else list(metrics or ())
+        listed = unpacked([metrics] if callable(metrics) else list(metrics or ()))
         named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
         if len(named) < len(listed):
             raise TrainerError(

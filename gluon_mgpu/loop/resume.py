@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sized, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sized, Tuple, Union
 
 from mxnet import gluon
 
@@ -16,7 +16,7 @@ from ..checkpoint.checkpoint import ReadCheckpoint, read_checkpoint
 from ..checkpoint.rng import RANDOM_STATE, random_state, set_random_state
 from ..checkpoint.rotation import checkpoint_in, find_checkpoints
 from ..checkpoint.snapshot import PROGRESS as PROGRESS_FILE
-from ..checkpoint.snapshot import TRAINING, CheckpointData
+from ..checkpoint.snapshot import TRAINING, CheckpointData, Taken
 from ..data_parallel.iterators import batches_of
 from ..distributed import group
 from ..distributed.process import this_process
@@ -83,7 +83,7 @@ def find_resumable(
     trainer: Trainer,
     check: Callable[[CheckpointData], None],
     *,
-    hyperparameters: bool = True,
+    taken: Taken,
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, or None if there is none. Nothing changes yet.
 
@@ -95,8 +95,8 @@ def find_resumable(
         Where this run saves.
     check : callable (CheckpointData)
         Raises `StateError` if the run cannot resume from this content.
-    hyperparameters : bool
-        False: the trainer keeps its own; see `fit`.
+    taken : Taken
+        Which hyper-parameters the trainer takes from it.
 
     Raises
     ------
@@ -109,9 +109,15 @@ def find_resumable(
             "fit: got resume='auto' and no callback that saves; expected a folder with checkpoints. Pass "
             "callbacks=[Checkpoint(folder)], or resume=folder."
         )
-    read = partial(read_checkpoint, net=net, trainer=trainer, check=check, hyperparameters=hyperparameters)
+    read = partial(read_checkpoint, net=net, trainer=trainer, check=check, taken=taken)
     checkpoint = _latest_good(where, read, may_be_missing=resume == "auto")
     _check_same_step(None if checkpoint is None else checkpoint.content)
+    if checkpoint is not None and checkpoint.content.training is not None and not this_process().rank:
+        changed = taken.changed_lengths(checkpoint.content.training["optimizer"], trainer)
+        if changed:
+            used, other = ("trainer", "keep") if taken.schedule == "stretch" else ("checkpoint", "stretch")
+            text = "fit: the checkpoint has a %s: the schedule of the %s is used. resume_schedule='%s' uses the other one"
+            logger.warning(text, changed[0], used, other)
     return checkpoint
 
 
@@ -125,20 +131,27 @@ def _latest_good(folder: Path, read: Callable[[Path], ReadCheckpoint], *, may_be
         raise StateError(
             f"fit: got resume={str(folder)!r}, which holds no checkpoint; expected a folder of Checkpoint. Check the path."
         )
-    first_error: Optional[StateError] = None
+    errors: Dict[str, Tuple[Path, StateError]] = {}  # by the reason: all checkpoints of a run often have the same
     for path in paths:
         try:
             checkpoint = read(path)
         except StateError as error:
-            logger.warning("fit: cannot resume from %s: %s", path, error)
-            first_error = first_error or error
+            errors.setdefault(str(error).replace(str(path), ""), (path, error))
             continue
+        _log_unusable(errors.values())
         place = checkpoint.content.place
         logger.info("fit: resumes from %s, epoch %s, step %s", path, place.get("epoch"), place.get("step"))
         return checkpoint
-    if first_error is not None:
-        raise first_error
+    if errors:
+        (_, first), *others = errors.values()
+        _log_unusable(others)
+        raise first
     return None
+
+
+def _log_unusable(errors: Iterable[Tuple[Path, StateError]]) -> None:
+    for path, error in errors:
+        logger.warning("fit: cannot resume from %s: %s", path, error)
 
 
 def _check_same_step(content: Optional[CheckpointData]) -> None:

@@ -16,9 +16,9 @@ from ..data_parallel.step import Batch, checking_outputs
 from ..distributed.process import this_process
 from ..errors import StateError
 from ..nested import Array
-from .callbacks import Callback, FitState
+from .callbacks import Callback, Checkpoint, FitState
 from .epoch import EpochOptions, EpochProgress, run_epoch
-from .metrics import DeviceSums, Metrics, check_metrics
+from .metrics import Metrics, check_metrics, sums_of
 from .resume import FitProgress, Row, check_data, loader_epoch, num_examples_of, position_of, remaining_batches, set_loader_epoch
 from .stopping import CaughtSignal, raise_interrupt
 
@@ -80,7 +80,7 @@ class Run:
             may_stop=lambda: not state.pending,  # between two updates: a stop before that would make half of one, or lose it
             on_phase=on_phase,
         )
-        self._sums, self._norms = DeviceSums(metrics), GradNorms()
+        self._sums, self._norms = sums_of(metrics, state.trainer.virtual_shards), GradNorms()
         self._num_examples, self._started = 0, time.perf_counter()  # of this epoch, in this process
         self._row: Optional[Row] = None  # of this epoch, before it is evaluated
         self._is_in_epoch = False
@@ -110,12 +110,16 @@ class Run:
         state = self._state
         if not self._is_in_epoch:
             self.start = self._epoch_start()
-            self._sums = DeviceSums(self._metrics)
+            self._sums = sums_of(self._metrics, state.trainer.virtual_shards)
             state.batches, self._is_in_epoch = 0, True
         row = self._row = self._row or self._train_epoch()
         state.history.rows.append(row)
         if self._test_iter is not None:
-            test = self._evaluate(self._test_iter, self._metrics, replace(self._options, operation="evaluate"))
+            call_each(self._callbacks, "on_test_begin", state)
+            try:
+                test = self._evaluate(self._test_iter, self._metrics, replace(self._options, operation="evaluate"))
+            finally:
+                call_each(self._callbacks, "on_test_end", state)
             self.raise_if_stopped(test.stopped, f"in the evaluation after epoch {state.epoch}")
             state.history.rows[-1] = _insert_means(row, {f"test_{name}": mean for name, mean in test.means.items()})
         self._row, self._is_in_epoch = None, False
@@ -124,13 +128,15 @@ class Run:
         """End the run if a signal has stopped it. All devices hold the same weights then."""
         if signum:
             self._state.interrupted = True
-            raise_interrupt(signum, f"fit: stopped {where}")
+            saves = any(isinstance(callback, Checkpoint) for callback in self._callbacks)
+            raise_interrupt(signum, f"fit: stopped {where}{'' if saves else '; nothing was saved: no Checkpoint'}")
 
     def position(self) -> Tuple[ProgressRecord, Dict[str, Array]]:
         """Return what a checkpoint needs to resume here: plain values, and sums on their devices. It does not wait."""
         state = self._state
+        own = {name: array for one in self._callbacks for name, array in one.state_arrays(state).items()}
         if not self._is_in_epoch:
-            return asdict(replace(self._epoch_start(), epoch=state.epoch + 1)), {}
+            return asdict(replace(self._epoch_start(), epoch=state.epoch + 1)), own
         self._add_queued()
         counts, sums = self._sums.state()
         num_norms, norms = self._norms.state()
@@ -146,7 +152,7 @@ class Run:
             loader_epoch=self.start.loader_epoch if self._row is None else loader_epoch(self._train_iter),
             shares=self._balancer.weights if self._balancer else None,
         )
-        return asdict(position), {**{f"sum/{context}/{name}": value for (name, context), value in sums.items()}, **norms}
+        return asdict(position), {**{f"sum/{context}/{name}": value for (name, context), value in sums.items()}, **norms, **own}
 
     def _epoch_start(self) -> FitProgress:
         """Return the position before the first batch of an epoch."""
@@ -243,7 +249,7 @@ class Run:
             if kind == "sum":
                 sums.append((place[1], by_name.get(place[0], contexts[0]), value))
         # In a job of several processes, the first one holds the sums of all.
-        if not this_process().rank:
+        if not this_process().rank or self._state.trainer.virtual_shards:
             self._sums.restore(self.start.counts, sums)
         self._norms.restore(self.start.norms, arrays, contexts[0])
 

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM while `fit` runs: recorded, agreed on by all processes, and raised between two batches.
+"""Ctrl-C, SIGTERM and SIGUSR1 while `fit` runs: recorded, agreed on by all processes, and raised between two batches.
 
-signal ──► recorded ──► the current batch ends ──► all processes agree on the step ──► callbacks save ──► KeyboardInterrupt
-                                                                                                     or SystemExit(143)
+signal ──► recorded ──► the current batch ends ──► all processes agree on the step ──► callbacks save ──► KeyboardInterrupt,
+                                                                                    SystemExit(143), or SystemExit(85)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Dict, Iterator, Optional
 import numpy as np
 
 from ..distributed import group
+from ..distributed.process import exit_code_of
 from ..runtime.environment import logger
 
 # A SIGTERM within this time after another one belongs to the same request. timeout(1) sends two. Slurm and systemd send one to
@@ -29,19 +30,30 @@ _MAX_STEPS = 16  # between two votes, however fast the steps are
 class Terminated(SystemExit):
     """Ends a program after SIGTERM, once `fit` has saved, with exit code 143: a shell reports SIGTERM the same way."""
 
+    signum: int = signal.SIGTERM
+    title = "Terminated"
+
     def __init__(self, where: str) -> None:
-        super().__init__(128 + signal.SIGTERM)
+        super().__init__(exit_code_of(self.signum))
         self._where = where
 
     def __str__(self) -> str:
         return self._where
 
 
+class Requeue(Terminated):
+    """Ends a program after SIGUSR1, once `fit` has saved, with exit code 85: start the same command again."""
+
+    signum = signal.SIGUSR1
+    title = "Saved, to be started again"
+
+
 def raise_interrupt(signum: int, where: str) -> None:
-    """Raise the exception that ends the program: `Terminated` after SIGTERM, else `KeyboardInterrupt`."""
-    if signum == signal.SIGTERM:
-        logger.warning("%s, because of SIGTERM", where)  # the interpreter does not print a SystemExit
-        raise Terminated(where)
+    """Raise the exception that ends the program: `Terminated`, `Requeue` or `KeyboardInterrupt`."""
+    for end in (Terminated, Requeue):
+        if signum == end.signum:
+            logger.warning("%s, because of %s", where, signal.Signals(signum).name)  # Python does not print a SystemExit
+            raise end(where)
     raise KeyboardInterrupt(where)
 
 
@@ -57,14 +69,23 @@ class CaughtSignal:
     def __init__(self) -> None:
         self.signum = 0
         self._at = 0.0
+        self._is_last_call = False  # whether the next SIGTERM ends the process
         self._pid = os.getpid()
 
     def handle(self, signum: int, frame: Optional[FrameType]) -> None:
-        """Record the first signal. A later one ends the process immediately, unless it belongs to the same request."""
+        """Record the first signal. A later one ends the process immediately, unless it belongs to the same request.
+
+        A SIGUSR1 never does. The SIGTERM after it is the scheduler's own, at the time limit: the process may still be saving.
+        """
         if os.getpid() != self._pid:
             self._end_fork(signum)
         elif not self.signum:
             self.signum, self._at = signum, time.monotonic()
+            self._is_last_call = signum != signal.SIGUSR1
+        elif signum == signal.SIGUSR1:
+            pass
+        elif signum == signal.SIGTERM and not self._is_last_call:
+            self._is_last_call, self._at = True, time.monotonic()
         elif signum != signal.SIGTERM:
             signal.default_int_handler(signum, frame)
         elif time.monotonic() - self._at >= _SAME_REQUEST_S:
@@ -80,11 +101,12 @@ class CaughtSignal:
 
 @contextmanager
 def catch_signals(caught: CaughtSignal) -> Iterator[None]:
-    """Record Ctrl-C and SIGTERM in this block instead of cutting an update in two. Raise at its end if one is still pending.
+    """Record Ctrl-C, SIGTERM and SIGUSR1 in this block instead of cutting an update in two.
 
-    A program's own handlers and ignored signals stay.
+    Raise at its end if one is still pending. A program's own handlers and ignored signals stay.
     """
-    defaults: Dict[int, object] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    defaults: Dict[int, object] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGUSR1: signal.SIG_DFL}
+    defaults[signal.SIGINT] = signal.default_int_handler
     is_main = threading.current_thread() is threading.main_thread()
     ours = [signum for signum, default in defaults.items() if is_main and signal.getsignal(signum) is default]
     for signum in ours:

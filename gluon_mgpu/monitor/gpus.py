@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from ..errors import MissingExtraError
 from ..runtime.nvidia.nvml import DriverError, Gpu, Nvml
 from .sample import GpuSample
+
+_OF_WINDOWS = Path("/dev/dxg")  # Windows' subsystem for Linux passes GPUs without a PCI device
 
 
 class GpuReader:
@@ -34,7 +37,7 @@ class GpuReader:
         try:
             self._nvml = Nvml()
         except (MissingExtraError, DriverError) as error:
-            self.why_not = str(error)
+            self.why_not = str(error) if may_have_gpus() else "this machine has no NVIDIA GPU; the host is shown."
 
     def read(self, pids: Iterable[int]) -> Tuple[GpuSample, ...]:
         """Return the GPUs; memory of these processes counts as own memory."""
@@ -52,6 +55,18 @@ class GpuReader:
         if self._nvml is not None:
             self._nvml.close()
             self._nvml = None
+
+
+def may_have_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Return whether this machine has an NVIDIA GPU on its PCI bus, also without a driver; True if that cannot be read."""
+    try:
+        vendors = [(device / "vendor").read_text().strip() for device in devices.iterdir()]
+        kinds = [(device / "class").read_text().strip() for device in devices.iterdir()]
+    except OSError:
+        return True
+    if _OF_WINDOWS.exists():
+        return True
+    return any(vendor == "0x10de" and kind.startswith("0x03") for vendor, kind in zip(vendors, kinds)) or not vendors
 
 
 def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> List[Gpu]:

@@ -176,7 +176,19 @@ def set_threads(contexts: Sequence[Any]) -> None:
     See `threads.set_threads`. A number in the environment is kept for a single context. For several it is not: `dot` may hang.
     """
     if not is_off():
-        threads.set_threads(contexts, alone=lambda: 0 if _why_not_all_cores() else num_cores())
+        threads.set_threads(contexts, alone=_threads_alone)
+
+
+def use_one_thread() -> None:
+    """Let a single CPU context compute with one thread, too, as several do: its sums then do not depend on their number."""
+    _alone.append(1)
+
+
+_alone: List[int] = []  # the number of threads of a single context, if it was chosen
+
+
+def _threads_alone() -> int:
+    return _alone[-1] if _alone else 0 if _why_not_all_cores() else num_cores()
 
 
 def settings(contexts: Sequence[Any] = ()) -> List[Setting]:

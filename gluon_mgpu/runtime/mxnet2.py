@@ -4,6 +4,7 @@
 |---|---|
 | `Context` is a class | a function; the class is `Device` |
 | `gluon.ParameterDict` | a dict |
+| `mx.metric` | `gluon.metric` |
 | `gluon.contrib.nn.SyncBatchNorm`, `contrib.amp` | `gluon.nn.SyncBatchNorm`, `amp` |
 | `Parameter._ctx_list`, `Trainer._contexts` | `_device_list`, `_devices` |
 | `Block._children` holds blocks | weak references |
@@ -49,6 +50,7 @@ def adapt(mxnet: Any) -> None:
     layers.SyncBatchNorm = gluon.nn.SyncBatchNorm  # type: ignore[attr-defined]
     gluon.contrib.nn = sys.modules[layers.__name__] = layers
     gluon.ParameterDict = dict
+    mxnet.metric = gluon.metric
     gluon.Block.name = property(lambda block: type(block).__name__.lower())
     Parameter._ctx_list = property(lambda param: param._device_list)
     gluon.Trainer._contexts = property(lambda trainer: trainer._devices)

@@ -126,7 +126,8 @@ def set_threads(contexts: Sequence[Any], *, alone: Callable[[], int]) -> None:
         for device_id in sorted(_seen - set(_threads)):
             _threads[device_id] = _on_workers(device_id, number)
             if device_id not in _new:
-                logger.info("cpu(%d) ran operations before use_devices, and keeps its %d threads", device_id, _threads[device_id])
+                kept = f"{_threads[device_id]} thread{'' if _threads[device_id] == 1 else 's'}"
+                logger.info("cpu(%d) ran operations before use_devices, and keeps its %s", device_id, kept)
         several = [f"cpu({device_id}) with {number}" for device_id, number in sorted(_threads.items()) if number > 1]
         if len(several) > 1:
             warnings.warn(

@@ -51,6 +51,11 @@ class ProcessSync:
         """Whether there are several processes."""
         return self._processes is not None
 
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed."""
+        return bool(self._compression)
+
     def begin(self) -> None:
         """Copy the weights of process 0 to every device of every process. Only the first call has an effect."""
         if self._processes is None or self._has_begun:

@@ -217,11 +217,11 @@ class History:
     @contextmanager
     def single_call(self) -> Iterator[None]:
         """Let the call inside be a complete pass, with the losses of all devices."""
-        self.is_one_call = True
+        before, self.is_one_call = self.is_one_call, True
         try:
             yield
         finally:
-            self.is_one_call = False
+            self.is_one_call = before
 
     def begin_era(self) -> None:
         """Let the next call begin another pass: a trainer has made a step, or dropped gradients."""

@@ -69,6 +69,8 @@ class LocalSGD(Trainer):
     SGD", 2020; Yu, Jin, Yang, "On the linear speedup analysis of communication efficient momentum SGD", 2019.
     """
 
+    trains_apart = True
+
     def __init__(
         self, params: Params, optimizer: Any, optimizer_params: Optional[Dict[str, Any]] = None, *, every: int, **options: Any
     ) -> None:

@@ -35,7 +35,7 @@ class LossScaler:
     factor : float
         The scale is divided by it when a gradient overflows, down to 1. It is multiplied by it after `every` consecutive good
         steps, up to 2**24.
-    every : int, steps
+    every : int, updates
 
     Attributes
     ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import re
 from typing import Any, Dict, List, Mapping, Optional, Set
@@ -13,7 +14,8 @@ from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
 from .. import schema
-from ..errors import StateError
+from ..checks import short
+from ..errors import StateError, TrainerError
 from ..moved import current_class
 from ..runtime.mxnet2 import update_one
 
@@ -23,7 +25,10 @@ _MOST_CAUGHT_UP = 10**6  # steps that a schedule counts one by one, in about a s
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
+_LENGTHS = {"max_update", "max_steps", "step", "warmup_steps"}  # options of MXNet's schedules that follow the number of epochs
 _MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule"}  # m_schedule is Nadam's
+_OTHER_NAMES = {"lr": "learning_rate", "weight_decay": "wd", "eps": "epsilon", "betas": "beta1"}
+_SET_BY_TRAINERS = {"begin_num_update", "param_dict", "param_idx2name", "rescale_grad", "sym"}  # accepted, but not proposed
 
 Description = Dict[str, Any]
 
@@ -45,11 +50,12 @@ def describe(optimizer: opt.Optimizer) -> Description:
     return {**_described(optimizer, _NOT_KEPT), "schedule": _described(optimizer.lr_scheduler, set())}
 
 
-def differences(saved: Description, optimizer: opt.Optimizer) -> List[str]:
+def differences(saved: Description, optimizer: opt.Optimizer, *, lengths: bool = True) -> List[str]:
     """Return, in words, how an optimizer differs from a described one; [] if training can continue with it.
 
-    Values that change in training may differ: the learning rate, counts, and the position of a schedule. For classes that are
-    neither MXNet's nor ours, only the class is compared.
+    Values that change in training may differ: the learning rate, counts, and the position of a schedule. Without `lengths`, so
+    may the numbers of updates over which a schedule runs. For classes that are neither MXNet's nor ours, only the class is
+    compared.
 
     Examples
     --------
@@ -61,7 +67,8 @@ def differences(saved: Description, optimizer: opt.Optimizer) -> List[str]:
     if (saved["schedule"] is None) != (here["schedule"] is None):
         found.append(f"{_class_name(saved['schedule'])} as its schedule where this one has {_class_name(here['schedule'])}")
     elif saved["schedule"] is not None:
-        pairs.append((saved["schedule"], here["schedule"], _options(optimizer.lr_scheduler), "schedule's "))
+        options = _options(optimizer.lr_scheduler) - (set() if lengths else _LENGTHS)
+        pairs.append((saved["schedule"], here["schedule"], options, "schedule's "))
     for theirs, mine, options, of in pairs:
         if current_class(theirs["class"]) != mine["class"]:
             found.append(f"{of}{_class_name(theirs)} where this one has {_class_name(mine)}")
@@ -90,12 +97,24 @@ def without_hyperparameters(described: Description, optimizer: opt.Optimizer) ->
     {'num_update': 0}
     """
     values = {name: value for name, value in described["values"].items() if name in _MOVED_BY_OPTIMIZERS}
+    return {**without_schedule(described, optimizer), "values": values}
+
+
+def without_schedule(described: Description, optimizer: opt.Optimizer) -> Description:
+    """Return a description without the options of its schedule: this optimizer's own then follows the number of updates.
+
+    Examples
+    --------
+    >>> schedule = lr_scheduler.CosineScheduler(max_update=8)
+    >>> without_schedule(describe(opt.SGD(lr_scheduler=schedule)), opt.SGD(lr_scheduler=schedule))["schedule"]["values"]
+    {}
+    """
     schedule, mine = described["schedule"], _described(optimizer.lr_scheduler, set())
     if schedule is None or mine is None or current_class(schedule["class"]) != mine["class"]:
-        return {**described, "values": values, "schedule": None}
+        return {**described, "schedule": None}
     names = getattr(optimizer.lr_scheduler, "moved", ())
     moved = {name: value for name, value in schedule["values"].items() if name in names}
-    return {**described, "values": values, "schedule": {**schedule, "values": moved}}
+    return {**described, "schedule": {**schedule, "values": moved}}
 
 
 def misfit(mine: Mapping[str, Any], theirs: Mapping[str, Any], thing: Any, *, exact: bool = False) -> Optional[schema.Wrong]:
@@ -342,3 +361,18 @@ _OF_OPTIMIZERS: Dict[str, schema.Schema] = {
     "lr_mult": _MULTIPLIERS,
     "wd_mult": _MULTIPLIERS,
 }
+
+
+def check_hyperparameters(optimizer: str, params: Dict[str, Any]) -> None:
+    """Raise `TrainerError` if an optimizer has no hyperparameters of these names."""
+    kinds = opt.Optimizer.opt_registry[optimizer.lower()].__mro__[:-1]
+    parameters = [one for kind in kinds for one in inspect.signature(kind.__init__).parameters.values()]
+    known = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)} - {"self"}
+    for name in params:
+        if name not in known:
+            close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, sorted(known), 1)
+            meant = f"Did you mean {close[0]}?" if close else "Leave it out."
+            raise TrainerError(
+                f"Trainer: got an unknown hyperparameter {short(name)} of {optimizer}; expected some of "
+                f"{', '.join(sorted(known - _SET_BY_TRAINERS))}. {meant}"
+            ) from None

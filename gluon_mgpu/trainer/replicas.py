@@ -296,6 +296,11 @@ class Replicas(Watcher):
         """Return buffers of all trainable parameters."""
         return self._placement.buffers
 
+    def current_buffers(self) -> List[Buffer]:
+        """Return buffers of all trainable parameters, where they are now."""
+        self._follow()
+        return self._placement.buffers
+
     @property
     def is_sharded(self) -> bool:
         """Whether each parameter is updated by one device, which copies it to the others."""

@@ -19,13 +19,16 @@ from .across_processes import ProcessSync
 from .buckets import BUCKET_BYTES
 from .buffers import Buffer
 from .copies import make_copyable
-from .groups import GroupedBuffers, clip, make_reduction, make_replicas, make_update
+from .groups import GroupedBuffers, GroupedReplicas, clip, make_reduction, make_replicas, make_update
 from .loss_scaler import LossScaler
+from .optimizer_config import check_hyperparameters
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .reduction import clip_values, global_norm, scale_to_norm
 from .running_stats import claim_examples, is_running_stat, remember_equal, stats_of
 from .states import StateData, read_states, states_on, write_states
+from .virtual_shards import TreeReduction, VirtualShards
+from .voting import ReplicaCheck
 
 
 class Trainer(gluon.Trainer):
@@ -85,6 +88,13 @@ class Trainer(gluon.Trainer):
         Let one device update each parameter, keep the optimizer's states of it, and copy its weights to the others. So each of k
         devices holds about 1/k of the states and computes 1/k of the update. The weights do not change. This is stage 1 of ZeRO,
         or PyTorch's `ZeroRedundancyOptimizer`, on the devices of one process.
+    virtual_shards : int, optional
+        Cut every batch into this many parts, computed one by one and summed in one order: weights, states and metrics then have
+        the same bits on 1, 2, 4, ... devices, in one process or several. A multiple of their number. It takes `train_batch` or
+        `fit`. BatchNorm normalises each part. CPU contexts must compute with one thread each.
+    check_replicas_every : int, optional
+        Every so many updates, compare the bits of weights and states on all devices, and report one that differs. With three
+        replicas or more, the bits of the majority are restored; with two, the run stops. See `ReplicaCheck`.
     bucket_bytes : int, bytes
         The size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced while
         the backward pass still computes the first. With `shard_optimizer`, it is divided by the number of devices.
@@ -108,6 +118,8 @@ class Trainer(gluon.Trainer):
     [[0.5, 0.5]]
     """
 
+    trains_apart = False  # whether the devices' weights differ between averages, as those of LocalSGD
+
     def __init__(
         self,
         params: Params,
@@ -125,6 +137,8 @@ class Trainer(gluon.Trainer):
         precision: Optional[str] = None,
         sharded_data: bool = False,
         shard_optimizer: bool = False,
+        virtual_shards: Optional[int] = None,
+        check_replicas_every: Optional[int] = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         _check_buckets(bucket_bytes)
@@ -145,7 +159,7 @@ class Trainer(gluon.Trainer):
         _check_optimizer(optimizer, optimizer_params)
         _check_options(self._replicas, update_on_kvstore)
         _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
-        self._reduction = make_reduction(kvstore, self._replicas)
+        self._reduction: Any = make_reduction(kvstore, self._replicas)
         self._process_sync = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
         if shard_optimizer:
             _check_sharded(kvstore, self._process_sync)
@@ -169,6 +183,49 @@ class Trainer(gluon.Trainer):
         remember_equal(self._running)
         self._process_sync.compress(has_shapes=has_values(self._replicas.params))
         self._replicas.take_over()
+        self._virtual: Optional[VirtualShards] = None
+        if virtual_shards is not None:
+            self.use_virtual_shards(virtual_shards)
+        self.replica_check = None if check_replicas_every is None else ReplicaCheck(self, check_replicas_every)
+
+    @property
+    def virtual_shards(self) -> Optional[int]:
+        """The number of virtual shards, None without."""
+        return None if self._virtual is None else self._virtual.number
+
+    def use_virtual_shards(self, number: int) -> None:
+        """Cut batches into so many virtual shards from now on: see `virtual_shards` above.
+
+        Raises
+        ------
+        TrainerError
+            The number is not a multiple of the number of devices, or an option of the trainer needs sums in another order.
+        """
+        if self.virtual_shards == number:
+            return
+        self._check_virtual()
+        self._virtual = VirtualShards(number, self.contexts)
+        self._reduction = TreeReduction(self.contexts, self._virtual.number)
+
+    def _check_virtual(self) -> None:
+        """Raise `TrainerError` if an option needs sums in another order than that of virtual shards."""
+        process_sync = self._process_sync
+        refused = {
+            "a network that spans devices": isinstance(self._replicas, GroupedReplicas),
+            "shard_optimizer=True": self._replicas.is_sharded,
+            "sharded_data=True": self.sharded_data,
+            "compression_params": process_sync.compresses,
+            "precision='fp16'": self.loss_scaler is not None,
+            type(self).__name__: self.trains_apart,
+            "sparse gradients": any(param._grad_stype != "default" for param in self._params),
+            "grad_req='add'": any(param.grad_req == "add" for param in self._params),
+            "gradients that were accumulated": bool(self._num_counted),
+        }
+        for what, is_there in refused.items():
+            if is_there:
+                raise TrainerError(
+                    f"Trainer: got virtual_shards and {what}; expected gradients that one tree adds up. Leave one of them out."
+                )
 
     @property
     def sharded_data(self) -> bool:
@@ -237,6 +294,12 @@ class Trainer(gluon.Trainer):
         """
         if not (self.sharded_data and batch_size == 0):
             _check_batch_size("Trainer.step", batch_size)
+        if self._virtual is not None and self._num_open:
+            claim_examples(self._running)
+            self._reduction.hold()
+            self._replicas.mark_used(self._replicas.weight_buffers())
+            self._num_counted += batch_size
+            return
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
         claim_examples(self._running)
@@ -300,7 +363,8 @@ class Trainer(gluon.Trainer):
                 "Trainer.accumulate: got gradients that were summed and not applied; expected an update first. Call update() to "
                 "apply them, or discard() to drop them."
             )
-        self._replicas.start_adding()
+        if self._virtual is None:
+            self._replicas.start_adding()
         self._num_open += 1
         try:
             yield
@@ -309,7 +373,7 @@ class Trainer(gluon.Trainer):
             self.discard()
             raise
         self._num_open -= 1
-        if not self._num_open:
+        if not self._num_open and self._virtual is None:
             self._replicas.close()
 
     def flush(self, ignore_stale_grad: bool = False) -> None:
@@ -323,6 +387,12 @@ class Trainer(gluon.Trainer):
             There was a backward pass that no `step` counted. Nothing was changed.
         """
         self._replicas.check_own("Trainer.flush")
+        if self._virtual is not None:
+            if self._reduction.holds and not self._num_open:
+                self._reduction.sum([])
+                self._summed = self._replicas.current_buffers()
+                self._apply(self._summed, 0)
+            return
         if self._num_open or not self._replicas.is_adding:
             return
         if self._replicas.has_new():
@@ -342,7 +412,9 @@ class Trainer(gluon.Trainer):
         """
         self._replicas.drop()
         self._num_counted, self._summed = 0, None
-        if self._num_open:
+        if self._virtual is not None:
+            self._reduction.drop()
+        elif self._num_open:
             self._replicas.start_adding()
 
     def allreduce_grads(self) -> None:
@@ -478,10 +550,10 @@ class Trainer(gluon.Trainer):
         if self._replicas.is_adding and self._replicas.has_new():
             self._replicas.note_pass()
 
-    def _check_applied(self) -> None:
+    def _check_applied(self, operation: str = "Trainer.save_states") -> None:
         if self._num_counted:
             raise TrainerError(
-                f"Trainer.save_states: got gradients of {self._num_counted} examples that were not applied; expected an update "
+                f"{operation}: got gradients of {self._num_counted} examples that were not applied; expected an update "
                 "first. Call flush() outside of accumulate()."
             )
 
@@ -513,6 +585,8 @@ class Trainer(gluon.Trainer):
             self._clip(buffers)
             self._update.apply(buffers)
             self._reduction.share(buffers)
+            if self.replica_check is not None:
+                self.replica_check.after_update()
         self._replicas.put_back_running()
         self._summed = None
 
@@ -590,7 +664,11 @@ def _check_optimizer(optimizer: Any, params: Any) -> None:
         explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
         with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
             warnings.simplefilter("ignore")
-            opt.create(optimizer, **params)
+            try:
+                opt.create(optimizer, **params)
+            except TypeError:
+                check_hyperparameters(optimizer, params)
+                raise
 
 
 def _check_options(replicas: Any, update_on_kvstore: Any) -> None:

@@ -7,10 +7,11 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 from ..errors import DataError
 from .space import Options, arguments_of
@@ -37,7 +38,7 @@ class Request:
     scheduler : str
         "asha", "pbt" or "none".
     devices : str
-        The devices of one trial: "cpu:1", "gpu:2".
+        The devices of one trial: "cpu*1", "gpu*2", with ":" in searches of earlier versions.
     epochs, seed : int
     """
 
@@ -64,10 +65,16 @@ class Request:
     @property
     def device_names(self) -> str:
         """The devices of a trial as `train --devices` takes them."""
-        kind, number = self.devices.split(":")
-        if kind == "cpu":
-            return self.devices
-        return "gpu:0" if number == "1" else f"gpu:0-{int(number) - 1}"
+        kind, number = self.kind_and_number
+        if number == 1:
+            return "cpu" if kind == "cpu" else "gpu:0"
+        return f"cpu*{number}" if kind == "cpu" else f"gpu:0-{number - 1}"
+
+    @property
+    def kind_and_number(self) -> Tuple[str, int]:
+        """The devices of a trial as "cpu" or "gpu", and how many."""
+        kind, number = re.split("[*:]", self.devices)
+        return kind, int(number)
 
 
 def read_request(folder: Path) -> Request:

@@ -78,7 +78,7 @@ def run_trials(trainable: Trainable, folder: Path) -> Results:
     tune = require_tune("search")
     request = read_request(folder)
     random.seed(request.seed)  # population-based training draws from it
-    with _started_ray(request.devices, folder) as (resources, temporary), _sigterm_as_interrupt() as terminated:
+    with _started_ray(request, folder) as (resources, temporary), _sigterm_as_interrupt() as terminated:
         tuner = _tuner(tune, tune.with_resources(_named(trainable, temporary), resources), folder)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Consider boosting PBT")  # trials have processes of their own
@@ -312,10 +312,10 @@ def _short(value: Any) -> str:
 
 
 @contextmanager
-def _started_ray(devices: str, folder: Path) -> Iterator[Any]:
+def _started_ray(request: Request, folder: Path) -> Iterator[Any]:
     """Start Ray on this machine alone; yield the resources of a trial, and a temporary folder. Both end with the block."""
     ray = require("ray", "tune", "search")
-    kind, number = devices.split(":")
+    kind, number = request.kind_and_number
     left = folder / _TEMPORARY
     if left.exists():
         before = Path(left.read_text(encoding="utf-8"))
@@ -337,12 +337,12 @@ def _started_ray(devices: str, folder: Path) -> Iterator[Any]:
         )
         logging.getLogger("ray.tune").setLevel(logging.ERROR)
         there = ray.cluster_resources().get(kind.upper(), 0)
-        if int(number) > there:
+        if number > there:
             raise DeviceError(
-                f"search: got --devices-per-trial {devices} on a machine with {there:.0f} "
+                f"search: got --devices-per-trial {request.devices} on a machine with {there:.0f} "
                 f"{'cores' if kind == 'cpu' else 'GPUs'}; expected at most that many. Pass fewer."
             )
-        yield ({"cpu": int(number)} if kind == "cpu" else {"cpu": 1, "gpu": int(number)}), temporary
+        yield ({"cpu": number} if kind == "cpu" else {"cpu": 1, "gpu": number}), temporary
     finally:
         ray.shutdown()
         shutil.rmtree(temporary, ignore_errors=True)

@@ -219,7 +219,14 @@ class LargerBatch:
         return UNKNOWN if low <= self.margin and high >= -self.margin else DIFFER
 
 
-def same_batch(recipe: Recipe, contexts: Sequence[Context], *, seed: int = 0, step: TrainStep = train_batch) -> SameBatch:
+def same_batch(
+    recipe: Recipe,
+    contexts: Sequence[Context],
+    *,
+    seed: int = 0,
+    step: TrainStep = train_batch,
+    tell: Callable[[str], None] = lambda text: None,
+) -> SameBatch:
     """Train on one device and on all with the same batches, and return both runs.
 
     The single device computes the same shards one after another and sums their gradients, so that BatchNorm uses the same
@@ -234,11 +241,16 @@ def same_batch(recipe: Recipe, contexts: Sequence[Context], *, seed: int = 0, st
         Determines the weights and the order of the examples.
     step : callable (net, loss, trainer, X, y) -> Batch
         The step to test.
+    tell : callable (str)
+        Gets a message before each of three runs.
     """
     check_contexts(contexts, "same_batch")
     order = np.random.default_rng(seed)
+    tell(f"the same batches on {contexts[0]}, with Gluon's own loop")
     reference = _train_by_gluon(recipe, contexts, seed, lambda num: np.arange(num))
+    tell(f"the same again, with the examples in another order: the size of rounding errors on {contexts[0]}")
     rounding = _train_by_gluon(recipe, contexts, seed, order.permutation)
+    tell(f"the same batches on {', '.join(map(str, contexts))}")
     return SameBatch(reference, train_run(recipe, contexts, seed=seed, step=step), rounding)
 
 
@@ -394,4 +406,6 @@ def _plot_epochs(axes: Any, larger: LargerBatch, names: Tuple[str, str]) -> None
             axes.plot(done[width - 1 :], smooth, color=color, linewidth=1, alpha=0.6, label=label if number == 0 else None)
     low, high = larger.interval()
     axes.set(yscale="log", xlabel="part of the training", ylabel="loss, averaged over 1/25 of the run")
-    axes.set_title(f"larger batch, {len(larger.ours)} seeds: accuracy differs by {low:+.4f} to {high:+.4f}", fontsize=10)
+    axes.set_title(
+        f"larger batch, {len(larger.ours)} seeds: accuracy differs by {100 * low:+.2f} to {100 * high:+.2f} points", fontsize=10
+    )

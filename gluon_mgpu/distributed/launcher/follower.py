@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
-from ..process import LaunchError
+from ..process import LaunchError, exit_code_of
 from .connection import Connection, LostError, wait_for_events
 from .handshake import CHALLENGE_BYTES, PROOF_BYTES, HandshakeError, answer_challenge, check_proof
 from .messages import Message, failure_fields
@@ -123,7 +123,7 @@ class Follower:
                 self._report(f"node 0 {why}; stopped this node's processes, and waiting for node 0")
                 since, self._plan = time.monotonic(), None
             self._pause()
-        return 128 + self._signals.first, f"ended by {signal.Signals(self._signals.first).name}"
+        return exit_code_of(self._signals.first), f"ended by {signal.Signals(self._signals.first).name}"
 
     def _take_part(self) -> Tuple[int, str]:
         """Connect to node 0 and follow it; return the job's exit code and cause, or raise LostError when node 0 is lost."""
@@ -290,7 +290,7 @@ class Follower:
 
     def _leave(self, wire: Wire) -> Tuple[int, str]:
         """Stop this node's part after a signal to its launcher, and report the signal to node 0."""
-        code, name = 128 + self._signals.first, signal.Signals(self._signals.first).name
+        code, name = exit_code_of(self._signals.first), signal.Signals(self._signals.first).name
         self._send_state(wire, Failure("the launcher", f"got {name}", code))
         self._end(wire)
         return code, f"ended by {name}"

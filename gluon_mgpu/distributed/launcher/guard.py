@@ -4,9 +4,9 @@
        ▲           │  ◄────────────────────────────────┘ orphans become the guard's children
        └── pipe ───┘  "pid 71", "ended 51283.5 9": the program's number; when it ended and its wait status
 
-The guard passes SIGINT and SIGTERM on; the launcher decides how long to wait, and kills. When the launcher ends for any reason,
-the kernel wakes the guard with a SIGCONT. The guard then stops the program itself: SIGTERM, a grace time, SIGKILL. When the guard
-ends, the kernel kills the program, and the launcher inherits the remaining processes.
+The guard passes SIGINT, SIGTERM and SIGUSR1 on; the launcher decides how long to wait, and kills. When the launcher ends for any
+reason, the kernel wakes the guard with a SIGCONT. The guard then stops the program itself: SIGTERM, a grace time, SIGKILL. When
+the guard ends, the kernel kills the program, and the launcher inherits the remaining processes.
 It imports nothing of this package, so that it starts in milliseconds and holds few bytes.
 
 Source: Linux' prctl(2), PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER; proc_pid_stat(5).
@@ -23,8 +23,9 @@ from contextlib import suppress
 from typing import Dict, List, NamedTuple, Optional, Sequence, Set
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGCONT}
-_RESTORED = {signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ}  # Python, or a shell's &, ignores some of them
+PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+_SIGNALS = PASSED_ON | {signal.SIGCHLD, signal.SIGCONT}
+_RESTORED = PASSED_ON | {signal.SIGPIPE, signal.SIGXFSZ}  # Python, or a shell's &, ignores some of them
 _NOT_FOUND = 127  # the exit status that shells use
 
 
@@ -154,7 +155,7 @@ def _wait(child: int, parent: int, grace_s: float) -> int:
         if signum == signal.SIGCONT and os.getppid() != parent:
             signum = signal.SIGTERM
             deadline = deadline or time.monotonic() + grace_s
-        if signum in (signal.SIGTERM, signal.SIGINT):
+        if signum in PASSED_ON:
             _pass_on(child, signum)
         elif deadline is not None and time.monotonic() >= deadline:
             _kill_group(child, signal.SIGKILL)

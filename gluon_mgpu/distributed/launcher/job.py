@@ -105,8 +105,8 @@ class Job:
 def run_job(job: Job) -> int:
     """Run a job to its end, from the main thread; return the exit code: 0, or that of the first process that failed.
 
-    The code is 128 plus the signal's number if a signal killed that process, 130 after a Ctrl-C here, 143 after a SIGTERM, and
-    124 for processes that hang. When this returns, all processes and ports of the job are released.
+    The code is 128 plus the signal's number if a signal killed that process, 130 after a Ctrl-C here, 143 after a SIGTERM, 85
+    after a SIGUSR1, and 124 for processes that hang. When this returns, all processes and ports of the job are released.
 
     Raises
     ------

@@ -21,6 +21,8 @@ _CHECK_S = 1.0
 _IDLE = 0.01  # of a core: all processes together use less when they wait for one another
 _TICKS_S = 0.02  # the kernel counts hundredths of a second
 _READ = 1 << 16
+_ASKED = {f"got {one.name}": one for one in guard.PASSED_ON}
+_ASKED["got SIGHUP"] = signal.SIGINT  # see `supervisor.Signals`
 _PARSER = "ParseFromArray"  # in ps-lite's output when it aborts on a message that is not its own (van.cc)
 
 
@@ -62,7 +64,7 @@ class Failure:
     @property
     def signum(self) -> int:
         """The signal that another node's launcher received; 0 for a failure."""
-        return self.code - 128 if self.what.startswith("got SIG") and self.code > 128 else 0
+        return int(_ASKED.get(self.what, 0))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Failure:
@@ -270,7 +272,7 @@ class _Started:
     def _start(self, grace_s: float) -> Tuple[subprocess.Popen, IO[bytes]]:
         report, report_end = os.pipe()
         cores = ",".join(map(str, self.task.cores)) or "-"
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until the guard is ready for them
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, guard.PASSED_ON)  # until the guard is ready for them
         try:
             popen = subprocess.Popen(
                 [

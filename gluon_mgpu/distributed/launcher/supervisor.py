@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
-from ..process import LaunchError
+from ..process import REQUEUE, LaunchError, exit_code_of
 from .connection import wait_for_events
 from .node import TIMED_OUT, Activity, Failure, Node
 from .plan import Plan, spread_servers
@@ -28,7 +28,7 @@ _FAILED_S = 5.0  # for the other workers to end after a failure: they have nothi
 _GRACES = 10  # the longest time between the first signal and SIGKILL, in grace times
 _MOST_GARBAGE = 10  # restarts after garbage on ps-lite's ports that do not count towards `max_restarts`
 _SAME_S = 0.5  # timeout(1) sends SIGTERM twice: two within this time count as one
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 Site = Union[Node, Member]
 
 
@@ -68,15 +68,17 @@ class Limits:
 
 
 class Signals:
-    """Records SIGINT, SIGTERM and SIGHUP instead of letting them end this process.
+    """Records SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of letting them end this process.
 
-    SIGHUP (a closed terminal or a lost ssh connection) is passed on as a Ctrl-C, after which programs save.
+    SIGHUP (a closed terminal or a lost ssh connection) is passed on as a Ctrl-C, after which programs save. After SIGUSR1, the
+    first SIGTERM is the scheduler's own, at the time limit, and is passed on.
     """
 
     def __init__(self) -> None:
         self.first = 0  # the signal that came first, 0 for none
         self.new: List[int] = []  # signals that have not been passed on
         self._first_at = 0.0
+        self._is_last_call = False  # whether the next SIGTERM kills
         self._before: Dict[int, object] = {}
 
     def __enter__(self) -> Signals:
@@ -96,7 +98,13 @@ class Signals:
     def _note(self, signum: int, _frame: Optional[FrameType]) -> None:
         if not self.first:
             self.first, self._first_at = signum, time.monotonic()
+            self._is_last_call = signum != signal.SIGUSR1
             self.new.append(signal.SIGINT if signum == signal.SIGHUP else signum)
+        elif signum == signal.SIGUSR1:
+            pass
+        elif signum == signal.SIGTERM and not self._is_last_call:
+            self._is_last_call, self._first_at = True, time.monotonic()
+            self.new.append(signum)
         elif signum != signal.SIGTERM or time.monotonic() - self._first_at >= _SAME_S:
             self.new.append(signal.SIGKILL)
 
@@ -191,6 +199,8 @@ class Supervisor:
             if failure is None:
                 return self._ended(0, "")
             cause = describe_failure(failure, sum(counts))
+            if failure.code == REQUEUE:  # the workers got SIGUSR1 and have saved: this machine's time is over
+                return self._ended(REQUEUE, f"{failure.who} {failure.what}: it has saved. Start the job again")
             is_free = failure.is_garbage and self._num_garbage < _MOST_GARBAGE and self._limits.max_restarts > 0
             if self._signals.first or not (is_free or restart - self._num_garbage < self._limits.max_restarts):
                 return self._ended(failure.code, cause)
@@ -208,7 +218,7 @@ class Supervisor:
 
     def _ended(self, code: int, cause: str) -> Tuple[int, str]:
         if self._signals.first:
-            code, cause = 128 + self._signals.first, f"ended by {signal.Signals(self._signals.first).name}"
+            code, cause = exit_code_of(self._signals.first), f"ended by {signal.Signals(self._signals.first).name}"
         return code, cause
 
     def _gather(self, restart: int) -> Tuple[Dict[int, Site], List[int]]:

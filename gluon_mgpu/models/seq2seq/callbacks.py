@@ -42,7 +42,7 @@ class ValidateTranslations(Callback):
 
     def on_epoch_end(self, state: FitState) -> None:
         translator = self._translator
-        if spans_devices(state.net):  # the search calls parts of the network that are on several devices
+        if spans_devices(state.net) or state.trainer.virtual_shards:  # several devices: other shapes, which round differently
             translator = translator.on_device(state.trainer.contexts[0])
         scores = translation_scores(translator.best(self._pairs.source), self._pairs.target)
         state.history.rows[-1].update({f"test_{name}": score for name, score in scores.items()})
@@ -160,7 +160,7 @@ class Plateau(Callback):
 class SaveTranslator(Checkpoint):
     """Saves the translator and its trainer's states: `best` when a metric improves, `last` after each epoch.
 
-    It saves when Ctrl-C or SIGTERM stops the run, but not after an error.
+    It saves when Ctrl-C, SIGTERM or SIGUSR1 stops the run, but not after an error.
 
     Parameters
     ----------

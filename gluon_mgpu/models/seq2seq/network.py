@@ -386,17 +386,18 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
 
     def _fed(self, feed: Dense, embedded: Array, memory: Memory, state: State) -> Tuple[Array, ...]:
         all_vectors, all_weights = [], []
+        F = mx.sym if isinstance(embedded, mx.sym.Symbol) else mx.nd
         for projected in each_step(self.layers[0].project(embedded)):
             projected = projected + feed(state[-1])
             after: List[Array] = []
             for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
                 states = layer.step(layer.project(self.dropout(after[-layer.num_states])) if i else projected, *before)
                 after += states
-            vectors, weights = self.attention(mx.nd.expand_dims(after[-layer.num_states], axis=1), *memory)
+            vectors, weights = self.attention(F.expand_dims(after[-layer.num_states], axis=1), *memory)
             state = (*after, vectors.reshape((-1, self._hidden_size)))
             all_vectors.append(vectors)
             all_weights.append(weights)
-        return (mx.nd.concat(*all_vectors, dim=1), mx.nd.concat(*all_weights, dim=2), *state)
+        return (F.concat(*all_vectors, dim=1), F.concat(*all_weights, dim=2), *state)
 
     def _by_layer(self, state: State) -> List[State]:
         """Return each layer's states, followed by the vector for input feeding."""

@@ -105,12 +105,11 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
 
     def project(self, inputs: Array) -> Array:
         """Return what the inputs add to the gates, shape (..., gates): for all steps at once, before the first."""
-        return self.i2h(inputs, _on(self.i2h_weight, inputs.context), _on(self.i2h_bias, inputs.context))
+        return self.i2h(inputs, _on(self.i2h_weight, inputs), _on(self.i2h_bias, inputs))
 
     def step(self, projected: Array, *states: Array) -> Tuple[Array, ...]:
         """Return the states after one step, of projected inputs of shape (N, gates)."""
-        context = projected.context
-        after = self.cell(projected, _on(self.h2h_weight, context), _on(self.h2h_bias, context), *states)
+        after = self.cell(projected, _on(self.h2h_weight, projected), _on(self.h2h_bias, projected), *states)
         return tuple(after) if isinstance(after, (list, tuple)) else (after,)
 
 
@@ -175,8 +174,9 @@ def can_compile(layers: Iterable[Recurrence], inputs: Any) -> bool:
     return not differentiates_prediction and all(layer.is_fused(inputs.context) for layer in layers)
 
 
-def _on(param: gluon.Parameter, context: Context) -> Array:
-    return param.data(context).as_nd_ndarray()
+def _on(param: gluon.Parameter, other: Array) -> Array:
+    """Return a parameter on the device of another array; as a symbol if that is one."""
+    return param.var() if isinstance(other, mx.sym.Symbol) else param.data(other.context).as_nd_ndarray()
 
 
 def _cut(F: Any, array: Any, width: int) -> Tuple[Any, Any]:
@@ -184,7 +184,12 @@ def _cut(F: Any, array: Any, width: int) -> Tuple[Any, Any]:
 
 
 def each_step(array: Array) -> List[Array]:
-    """Return the items along the first axis, cut in one operation: slices one by one would each get a gradient of full size."""
+    """Return the items along the first axis, cut in one operation: slices one by one would each get a gradient of full size.
+
+    A symbol must hold one.
+    """
+    if isinstance(array, mx.sym.Symbol):
+        return [mx.sym.reshape(array, shape=(-3, 0))]
     if array.shape[0] == 1:
         return [array.reshape(array.shape[1:])]
     return list(mx.nd.split(array, num_outputs=array.shape[0], axis=0, squeeze_axis=True))

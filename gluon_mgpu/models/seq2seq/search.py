@@ -23,7 +23,7 @@ from .. import Seq2Seq
 
 Sentence = Sequence[int]
 
-EXTRA_TOKENS = 10  # a translation is at most twice as long as its source, and these
+LENGTH_FACTOR, EXTRA_TOKENS = 2, 10  # a translation is at most twice as long as its source, and these
 MAX_REPEATS = 2  # of the same tokens in a row
 PENALTIES = ("wu", "plain")
 
@@ -170,7 +170,7 @@ class _Options:
 
     def limit(self, length: int) -> int:
         """Return how long the translation of a sentence of this length may be: its own matter, not that of the batch."""
-        return 2 * length + EXTRA_TOKENS if self.max_length is None else self.max_length
+        return LENGTH_FACTOR * length + EXTRA_TOKENS if self.max_length is None else self.max_length
 
 
 class _Hypothesis(NamedTuple):
@@ -309,7 +309,7 @@ def repeating(tokens: np.ndarray, most: int) -> Tuple[np.ndarray, np.ndarray]:
     Examples
     --------
     >>> rows, following = repeating(np.array([[5, 7, 7], [7, 5, 7]], "int32"), 1)
-    >>> list(zip(rows.tolist(), following.tolist()))  # 7 7 7; 5 7 5 is allowed, 7 5 7 5 is not
+    >>> list(zip(rows.tolist(), following.tolist()))  # 7 7 and 7 5 7 5 are excluded
     [(0, 7), (1, 7), (1, 5)]
     """
     rows, following = [np.zeros(0, "int32")], [np.zeros(0, "int32")]
@@ -338,7 +338,8 @@ def _traced(score: float, hypothesis: _Hypothesis, ended: bool) -> Translation:
 def plot_attention(weights: np.ndarray, source: Sequence[str], target: Sequence[str]) -> Any:
     """Return a figure of where each target token looked: dark is much. Save it with `plots.save`.
 
-    Where the usual font lacks characters, as of Korean, they are taken from the system's fonts that have them.
+    Where the usual font lacks characters, as of Korean, they are taken from the system's fonts that have them. If no font has
+    them, the axis shows the positions of the tokens, from 1.
 
     Parameters
     ----------
@@ -357,7 +358,7 @@ def plot_attention(weights: np.ndarray, source: Sequence[str], target: Sequence[
     Warns
     -----
     UserWarning
-        Some characters are in no font.
+        Some characters are in no font. The warning names packages with such fonts.
     """
     pieces = {"source": source, "target": target}
     for name, side in pieces.items():
@@ -370,27 +371,38 @@ def plot_attention(weights: np.ndarray, source: Sequence[str], target: Sequence[
             f"plot_attention: got weights of shape {np.shape(weights)} for {len(target)} target and {len(source)} source tokens; "
             "expected one for each pair. Count the end of the sentence in."
         )
-    made = figure(max(3.0, 1.5 + 0.4 * len(source)), max(2.5, 1.2 + 0.3 * len(target)))
+    made = figure(max(4.0, 2.5 + 0.4 * len(source)), max(2.5, 1.2 + 0.3 * len(target)))
     axes = made.subplots()
-    font = _font_for("".join([*source, *target]))
-    axes.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    font, missing = _font_for("".join([*source, *target]))
+    shown = {name: _tick_labels(side, missing) for name, side in pieces.items()}
+    drawn = axes.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    made.colorbar(drawn, ax=axes, label="weight")
     axes.set_xticks(range(len(source)))
-    axes.set_xticklabels(source, rotation=60, ha="right", rotation_mode="anchor", fontproperties=font)
+    axes.set_xticklabels(shown["source"], fontproperties=font)
+    for label in axes.get_xticklabels():
+        if len(label.get_text()) > 2:  # longer than characters, which stand upright
+            label.set(rotation=60, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(target)))
-    axes.set_yticklabels(target, fontproperties=font)
-    axes.set(xlabel="source", ylabel="target")
+    axes.set_yticklabels(shown["target"], fontproperties=font)
+    titles = {name: name if shown[name] == list(side) else f"{name}: position of the token" for name, side in pieces.items()}
+    axes.set(xlabel=titles["source"], ylabel=titles["target"])
     made.tight_layout()
     return made
 
 
-def _font_for(text: str) -> Any:
-    """Return the usual font, or one after the other those that have what it lacks; with a warning where something is left."""
+def _tick_labels(tokens: Sequence[str], missing: Set[int]) -> List[str]:
+    """Return the tokens, or all their positions if a font lacks characters of any."""
+    return [str(i) for i in range(1, len(tokens) + 1)] if missing & set(map(ord, "".join(tokens))) else list(tokens)
+
+
+def _font_for(text: str) -> Tuple[Any, Set[int]]:
+    """Return the usual font, or one after the other those that have what it lacks; and what no font has, after a warning."""
     manager = require("matplotlib.font_manager", "train", "plot")
     usual = manager.FontProperties()
     missing = {ord(letter) for letter in text if not letter.isspace()}
     missing -= _letters(manager.findfont(usual)) if missing else set()
     if not missing:
-        return usual
+        return usual, missing
     upright = [
         entry for entry in manager.fontManager.ttflist if entry.style == "normal" and entry.weight in (400, "normal", "regular")
     ]
@@ -402,11 +414,12 @@ def _font_for(text: str) -> Any:
         missing = missing - letters[names[-1]]
     if missing:
         warnings.warn(
-            f"plot_attention: got {''.join(map(chr, sorted(missing)))!r}, which no installed font has; expected one. Install "
-            "fonts-nanum or fonts-noto-cjk (Debian, Ubuntu), or google-noto-sans-cjk-fonts (Fedora), for Korean.",
+            f"plot_attention: got {''.join(map(chr, sorted(missing)))!r}, which no installed font has; expected one. The axis "
+            "shows positions instead. Install fonts-nanum or fonts-noto-cjk (Debian, Ubuntu), or google-noto-sans-cjk-fonts "
+            "(Fedora), for Korean.",
             stacklevel=3,
         )
-    return manager.FontProperties(family=[*names, *usual.get_family()])
+    return manager.FontProperties(family=[*names, *usual.get_family()]), missing
 
 
 def _letters(path: str) -> Set[int]:

@@ -25,7 +25,7 @@ class Demand:
     Attributes
     ----------
     spec : str
-        The specification, for messages: `'gpu:free:2'`.
+        The specification, for messages: `'gpu:free*2'`.
     numbers : tuple of int, or None
         The candidates; None for all GPUs.
     count : int or None

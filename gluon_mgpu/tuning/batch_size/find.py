@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon, init
 
-from ...checks import is_whole, real_number, renamed_argument, short, whole_number
+from ...checks import check_function, is_whole, real_number, renamed_argument, short, whole_number
 from ...devices.select import DeviceSpec
 from ...errors import DeviceError, StepError, TrainerError
 from ...models import resnet18
@@ -96,6 +96,7 @@ def find_batch_size(
     max_batch_size: int = 65536,
     multiple_of: Optional[int] = None,
     timeout_s: float = 300.0,
+    on_start: Callable[[int], None] = lambda batch_size: None,
     on_message: Optional[Callable[[Probe], None]] = None,
     tell: Optional[Callable[[Probe], None]] = None,
 ) -> BatchSizes:
@@ -125,6 +126,8 @@ def find_batch_size(
         Try only multiples of it, by default of the number of devices. It is also the resolution of the search.
     timeout_s : float, seconds
         For each probe. When one gives no answer in time, the search ends with what was found before.
+    on_start : callable (int)
+        Gets each batch size before it is tried, and first 0, before the devices are checked. Each takes seconds.
     on_message : callable (Probe), optional
         Called with each probe when it is done.
     tell : callable (Probe), optional
@@ -141,16 +144,18 @@ def find_batch_size(
 
     Examples
     --------
-    >>> found = find_batch_size("train.py:make", devices="cpu:2", on_message=print)  # doctest: +SKIP
+    >>> found = find_batch_size("train.py:make", devices="cpu*2", on_message=print)  # doctest: +SKIP
     batch 16: 0.55 GiB, 181 (178 to 184) examples/s, fits
     ...
     >>> found.recommended  # doctest: +SKIP
     64
     """
     on_message = renamed_argument("find_batch_size", "tell", tell, "on_message", on_message)
+    check_function("find_batch_size", "on_start", on_start, advice="Pass for example print.")
     question = Question(reference_of(workload), _checked_options(options), _spec_of(devices), np=bool(mx.util.is_np_array()))
     _check_numbers(memory_limit_bytes, first, max_batch_size, multiple_of, timeout_s)
     _check_not_inside()
+    on_start(0)
     there = _inspect(question, timeout_s)
     unit = multiple_of or len(there["devices"])
     _check_room(there, memory_limit_bytes, max_batch_size, unit)
@@ -158,6 +163,7 @@ def find_batch_size(
     probes: List[Probe] = []
 
     def fits(batch_size: int) -> bool:
+        on_start(batch_size)
         probes.append(_probe(replace(question, batch_size=batch_size), there, limit, timeout_s))
         if on_message is not None:
             on_message(probes[-1])
@@ -271,7 +277,7 @@ def _spec_of(devices: DeviceSpec) -> str:
     if isinstance(contexts, (list, tuple)) and contexts and all(isinstance(one, Context) for one in contexts):
         return ",".join(f"{one.device_type}:{one.device_id}-{one.device_id}" for one in contexts)
     raise DeviceError(
-        f"find_batch_size: got {short(devices)} as devices; expected a device spec. Pass 'gpu', 'cpu:2' or a count."
+        f"find_batch_size: got {short(devices)} as devices; expected a device spec. Pass 'gpu', 'cpu*2' or a count."
     )
 
 

@@ -1,0 +1,93 @@
+"""BatchNorm's running statistics for weights that no pass has trained with, such as averaged ones."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, List
+
+from mxnet import autograd, gluon
+
+from ..checks import check_function
+from ..distributed import group, own_batches
+from ..errors import TrainerError
+from ..nested import Array, is_device_array, leaves
+from ..trainer.groups import spans_devices
+from ..trainer.parameters import devices_of
+from ..trainer.running_stats import claim_examples, note_examples_on, running_stats
+from ..trainer.trainer import Trainer
+from .batchnorm import average_over_processes, sync_running_stats
+from .iterators import as_pair, batches_of, check_iterable
+from .passes import Passes, backward
+from .sharding import split_batch
+from .step import SplitFunction, check_network
+
+
+def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunction = split_batch) -> None:
+    """Let BatchNorm's running statistics follow the weights that a network has now: passes in training mode, without updates.
+
+    PyTorch's `torch.optim.swa_utils.update_bn`. MXNet's statistics move by the layer's momentum: with 0.9, after 50 batches the
+    former statistics count for 0.5 %. A network without running statistics reads no data. In a job, all processes must call it.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        Initialised on one or more devices.
+    data_iter : iterable of (X, y)
+        Shapes (B, ...): batches of training data, of the size used in training. With a trainer of `sharded_data`, those of this
+        process.
+    split_f : callable (X, y, devices) -> (list of shards, list of shards)
+
+    Raises
+    ------
+    TrainerError
+        Gradients were accumulated and not applied, the network spans devices, or an item is not a pair.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> net = gluon.nn.BatchNorm(in_channels=1, momentum=0.5)
+    >>> net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    >>> update_bn(net, [(mx.nd.array([[4.0], [8.0]]), mx.nd.zeros(2))] * 20)
+    >>> [round(float(mean.asscalar()), 3) for mean in net.running_mean.list_data()]
+    [6.0, 6.0]
+    """
+    check_network("update_bn", net)
+    check_iterable("update_bn", "data_iter", data_iter)
+    check_function("update_bn", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+    if spans_devices(net):
+        raise TrainerError(
+            f"update_bn: got a {type(net).__name__}, which spans devices; expected a whole network on each. Train with data "
+            "parallelism, or leave update_bn out."
+        )
+    stats, trainers = running_stats(net), [param._trainer for param in net.collect_params().values()]
+    if not stats:
+        return
+    trainers = list({id(trainer): trainer for trainer in trainers if isinstance(trainer, Trainer)}.values())
+    for trainer in trainers:
+        trainer._check_applied("update_bn")
+    passes, devices = Passes(net, None, trains=True), devices_of(net)
+    reads_own = any(trainer.sharded_data for trainer in trainers)
+    for item in batches_of(data_iter):
+        with own_batches(reads_own):
+            Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
+        outputs, _ = passes.forward("update_bn", Xs, ys)
+        if outputs:  # MXNet moves the statistics in the backward pass
+            backward([_nothing(output) for output in outputs])
+            for y in ys:
+                first = next(leaf for _, leaf in leaves(y))
+                note_examples_on([first.context], first.shape[0] - 1)  # backward has noted one
+            claim_examples(stats)
+    for trainer in trainers:
+        trainer.discard()  # the zeros
+    sync_running_stats(net)
+    if group() is not None:
+        average_over_processes(net)
+
+
+def _nothing(output: Any) -> Array:
+    """Return a number whose gradient is 0 for all of an output's arrays."""
+    with autograd.record():
+        parts: List[Array] = [(leaf * 0).sum() for _, leaf in leaves(output) if is_device_array(leaf)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total

@@ -1,0 +1,1 @@
+"""Networks in formats that other programs read: ONNX, MXNet's symbol files, PyTorch."""

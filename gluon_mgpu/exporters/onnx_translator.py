@@ -1,0 +1,149 @@
+"""Translate with the ONNX files of a translator. Needs NumPy and onnxruntime; with subwords, sentencepiece. No MXNet.
+
+    echo "이십오" | python translate.py
+
+`translate.py` in a folder of exported files is a copy of this module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import unicodedata
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Dict, List, Sequence, Union
+
+import numpy as np
+
+_PAD, _BOS, _EOS, _UNK = range(4)
+_FIRST_LINE = "gluon_mgpu vocabulary of "
+_JOINED = "\uffed"  # marks a missing space
+_UNKNOWN = "\ufffd"
+
+
+class OnnxTranslator:
+    """Greedy translation of text by an encoder and a decoder in ONNX Runtime.
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+        With `encoder.onnx`, `decoder.onnx`, `source.vocab`, `target.vocab` and `translator.json`.
+    **options
+        Of `onnxruntime.InferenceSession`, such as `providers`.
+    """
+
+    def __init__(self, folder: Union[str, Path], **options: Any) -> None:
+        onnxruntime = import_module("onnxruntime")
+        folder = Path(folder)
+        options = {"providers": ["CPUExecutionProvider"], **options}
+        self._encoder, self._decoder = (
+            onnxruntime.InferenceSession(str(folder / f"{part}.onnx"), **options) for part in ("encoder", "decoder")
+        )
+        self.source, self.target = (read_vocabulary((folder / f"{side}.vocab").read_bytes()) for side in ("source", "target"))
+        self._config: Dict[str, Any] = json.loads((folder / "translator.json").read_text(encoding="utf-8"))
+
+    def translate(self, texts: Sequence[str]) -> List[str]:
+        """Return the translation of each text; a text of nothing but spaces becomes an empty one."""
+        sentences = [self.source.encode(text) for text in texts]
+        found = iter(self.translate_tokens([sentence for sentence in sentences if sentence]))
+        return [self.target.decode(next(found)) if sentence else "" for sentence in sentences]
+
+    def translate_tokens(self, sentences: Sequence[Sequence[int]]) -> List[List[int]]:
+        """Return the translations of sentences of tokens, both without the end of the sentence."""
+        if not sentences:
+            return []
+        lengths = np.array([len(sentence) + 1 for sentence in sentences], "int32")
+        source = np.zeros((len(sentences), lengths.max()), "int32")
+        for row, sentence in zip(source, sentences):
+            row[: len(sentence) + 1] = [*sentence, _EOS]
+        *state, keys, values = self._encoder.run(None, {"source": source, "lengths": lengths})
+        limits = self._config["length_factor"] * lengths + self._config["extra_tokens"]
+        found: List[List[int]] = [[] for _ in sentences]
+        is_open = np.ones(len(sentences), bool)
+        token = np.full((len(sentences), 1), _BOS, "int32")
+        for step in range(1, limits.max() + 1):
+            memory = {"keys": keys, "values": values, "lengths": lengths}
+            inputs = {"token": token, **memory, **{f"state{i}": one for i, one in enumerate(state)}}
+            scores, *state, _ = self._decoder.run(None, inputs)
+            token = scores.argmax(axis=1).astype("int32").reshape(-1, 1)
+            for i in np.flatnonzero(is_open):
+                if token[i, 0] != _EOS:
+                    found[i].append(int(token[i, 0]))
+                is_open[i] = token[i, 0] != _EOS and step < limits[i]
+            if not is_open.any():
+                break
+        return found
+
+
+class ListVocabulary:
+    """A vocabulary of words or of characters."""
+
+    def __init__(self, kind: str, tokens: Sequence[str]) -> None:
+        self._kind, self._tokens = kind, tokens
+        self._numbers = {token: number for number, token in enumerate(tokens) if number > _UNK}
+
+    def encode(self, text: str) -> List[int]:
+        """Return the numbers of a text's tokens."""
+        text = normalise(text)
+        tokens = list(text) if self._kind == "characters" else split_words(text)
+        return [self._numbers.get(token, _UNK) for token in tokens]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """Return the text of some numbers."""
+        tokens = [_UNKNOWN if number == _UNK else self._tokens[number] for number in numbers if number > _EOS]
+        return "".join(tokens) if self._kind == "characters" else join_words(tokens)
+
+
+class SubwordVocabulary:
+    """A vocabulary of subwords, a model of sentencepiece."""
+
+    def __init__(self, model: bytes) -> None:
+        self._processor = import_module("sentencepiece").SentencePieceProcessor()
+        self._processor.load_from_serialized_proto(model)
+
+    def encode(self, text: str) -> List[int]:
+        """Return the numbers of a text's tokens."""
+        return list(self._processor.encode(normalise(text).replace("\u2581", "_")))  # sentencepiece's sign for a space
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """Return the text of some numbers."""
+        return normalise(self._processor.decode([number for number in numbers if number not in (_PAD, _BOS)]))
+
+
+def read_vocabulary(content: bytes) -> Union[ListVocabulary, SubwordVocabulary]:
+    """Return the vocabulary in the bytes of a file."""
+    if not content.startswith(_FIRST_LINE.encode()):
+        return SubwordVocabulary(content)
+    first, *tokens = content.decode("utf-8").split("\n")[:-1]
+    return ListVocabulary(first[len(_FIRST_LINE) :], tokens)
+
+
+def normalise(text: str) -> str:
+    """Return text in Unicode's form NFC, with single spaces between words and none around them."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def split_words(text: str) -> List[str]:
+    """Return the words and marks of normalised text, with signs where a mark had no space next to it."""
+    text = text.replace(_JOINED, _UNKNOWN)
+    tokens = []
+    for found in re.finditer(r"\w+|[^\w\s]", text):
+        token, (begin, end) = found.group(), found.span()
+        if not re.match(r"\w", token):
+            before, after = text[max(begin - 1, 0) : begin].strip(), text[end : end + 1]
+            token = (_JOINED if before else "") + token + (_JOINED if re.match(r"\w", after) else "")
+        tokens.append(token)
+    return tokens
+
+
+def join_words(tokens: Sequence[str]) -> str:
+    """Return the text of tokens of `split_words`."""
+    return " ".join(tokens).replace(f" {_JOINED}", "").replace(f"{_JOINED} ", "").replace(_JOINED, "")
+
+
+if __name__ == "__main__":
+    translator = OnnxTranslator(Path(__file__).parent)
+    for line in sys.argv[1:] or sys.stdin:
+        print(translator.translate([line])[0], flush=True)

@@ -1,0 +1,105 @@
+"""Finetune: freeze a part of the network, and train it later with a smaller learning rate."""
+
+from __future__ import annotations
+
+import re
+from typing import List, Optional, Sequence, Union
+
+from mxnet import gluon
+
+from ..checks import instance, real_number, whole_number
+from ..errors import TrainerError
+from ..trainer.parameters import blocks_of, named_params
+from .callbacks import Callback, FitState
+
+Selection = Union[str, gluon.Block, Sequence[gluon.Block]]
+
+
+class Finetune(Callback):
+    """Freezes parameters at first; from an epoch on they train with a smaller learning rate than the others.
+
+    The state depends on the epoch alone, so a resumed run continues in the right phase, with the same bits. BatchNorm in frozen
+    layers still follows the data: `use_global_stats=True` keeps its running statistics.
+
+    Parameters
+    ----------
+    freeze : str, gluon.Block or list of gluon.Block
+        A regular expression that matches the beginning of structural names, such as `"features"`; or parts of the network.
+    unfreeze_epoch : int, optional
+        The first epoch, from 1, in which these parameters train. None: never.
+    lr_mult : float
+        The factor of their learning rate then; Gluon's `Parameter.lr_mult`.
+
+    Raises
+    ------
+    TrainerError
+        An option is invalid, or no parameter is selected.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> from gluon_mgpu import Trainer, fit
+    >>> net = gluon.nn.HybridSequential()
+    >>> net.add(gluon.nn.Dense(2, in_units=1), gluon.nn.Dense(1, in_units=2))
+    >>> net.initialize(mx.init.One())
+    >>> data = [(mx.nd.ones((4, 1)), mx.nd.ones(4))]
+    >>> before = net[0].weight.data().asnumpy()
+    >>> callbacks = [Finetune(net[0], unfreeze_epoch=3, lr_mult=0.1)]
+    >>> history = fit(net, gluon.loss.L2Loss(), Trainer(net, "sgd"), data, epochs=2, metrics=(), callbacks=callbacks)
+    >>> bool((net[0].weight.data().asnumpy() == before).all())
+    True
+
+    Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification", 2018, sections 3.2 and 3.3.
+    """
+
+    def __init__(self, freeze: Selection, *, unfreeze_epoch: Optional[int] = None, lr_mult: float = 0.1) -> None:
+        kinds, advice = (str, gluon.Block, list, tuple), "For example, pass net.features."
+        instance("Finetune", "freeze", freeze, kinds, "a regular expression, a Block or a list of them", advice=advice)
+        if isinstance(freeze, str):
+            try:
+                re.compile(freeze)
+            except re.error as error:
+                raise TrainerError(
+                    f"Finetune: got freeze={freeze!r} ({error}); expected a regular expression. Pass 'features', for example."
+                ) from None
+        if unfreeze_epoch is not None:
+            whole_number("Finetune", "unfreeze_epoch", unfreeze_epoch, advice="For example, pass 3.")
+        real_number("Finetune", "lr_mult", lr_mult, advice="0.1 is usual.")
+        self._freeze, self._unfreeze_epoch, self._lr_mult = freeze, unfreeze_epoch, lr_mult
+        self._params: List[gluon.Parameter] = []
+
+    def on_fit_begin(self, state: FitState) -> None:
+        found = _selected(state.net, self._freeze)
+        self._params = [param for param in found if param._differentiable]
+        if not self._params:
+            names = list(named_params(state.net))
+            raise TrainerError(
+                f"Finetune: got freeze={self._freeze!r}, which selects no parameter; expected one or more of "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Pass a part of the network."
+            )
+        self._set(state, frozen=not self._is_unfrozen(max(1, state.epoch)))
+
+    def on_epoch_begin(self, state: FitState) -> None:
+        self._set(state, frozen=not self._is_unfrozen(state.epoch))
+
+    def _is_unfrozen(self, epoch: int) -> bool:
+        return self._unfreeze_epoch is not None and epoch >= self._unfreeze_epoch
+
+    def _set(self, state: FitState, *, frozen: bool) -> None:
+        grad_req = "null" if frozen else "write"
+        changed = [param for param in self._params if param.grad_req != grad_req]
+        for param in self._params:
+            param.lr_mult = self._lr_mult
+        for param in changed:
+            param.grad_req = grad_req
+        for block in blocks_of(state.net) if changed else []:
+            if getattr(block, "_cached_op", None) is not None:
+                block._clear_cached_op()  # its graph would write into the former gradients
+
+
+def _selected(net: gluon.Block, freeze: Selection) -> List[gluon.Parameter]:
+    if isinstance(freeze, str):
+        return [param for name, param in named_params(net).items() if re.match(freeze, name)]
+    chosen = [freeze] if isinstance(freeze, gluon.Block) else list(freeze)
+    wanted = {id(param) for block in chosen for param in block.collect_params().values()}
+    return [param for param in named_params(net).values() if id(param) in wanted]

@@ -1,0 +1,195 @@
+"""WeightAverage: exponential (EMA) and stochastic (SWA) averages of the weights while `fit` runs."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterable, Iterator, Optional, Union
+
+import mxnet as mx
+
+from ..checkpoint.checkpoint import save_checkpoint
+from ..checkpoint.snapshot import AVERAGE
+from ..checks import flag, one_of, path_of, real_number, whole_number
+from ..data_parallel.iterators import check_iterable
+from ..data_parallel.update_bn import update_bn
+from ..errors import TrainerError
+from ..nested import Array
+from ..runtime.environment import logger
+from ..trainer.averaged_weights import AveragedWeights
+from ..trainer.local_sgd import LocalSGD
+from ..trainer.running_stats import describe_seen, restore_seen, running_stats
+from .callbacks import Callback, FitState
+
+
+class WeightAverage(Callback):
+    """Averages the weights during training; evaluation uses the average, and so does the network after `fit`.
+
+    Each epoch is evaluated with the average: the columns `test_...` are its results, by which `Checkpoint` chooses `best` and
+    `EarlyStopping` stops. Training and checkpoints keep the trained weights. Checkpoints also hold the average: a resumed run has
+    the same bits, and `load_checkpoint(folder, net, averaged=True)` reads it. It needs the memory of the weights once more on
+    each device, twice while it evaluates.
+
+    Parameters
+    ----------
+    method : "ema" or "swa"
+        "ema": the weights of update n count `decay` times as much as those of update n + 1. The first updates use the smaller
+        decay (1 + n) / (10 + n). "swa": the mean of the weights at the end of each epoch.
+    decay : float
+        Of "ema".
+    every : int, steps, optional
+        Average after so many batches. By default 1 with "ema", and an epoch with "swa".
+    start_epoch : int
+        The first epoch that is averaged, from 1. SWA usually starts in the last quarter.
+    bn_data : iterable of (X, y), optional
+        Batches with which BatchNorm's running statistics are computed for the average whenever it is used: see `update_bn`. By
+        default they are those of the trained weights, which differ from those of an "swa" average.
+    folder : str or pathlib.Path, optional
+        Where to save the averaged network at the end: `load_checkpoint` and Gluon's `load_parameters` read it.
+    apply_at_end : bool
+        Leave the average in the network after the last epoch.
+
+    Raises
+    ------
+    TrainerError
+        An option is invalid, or the trainer is a `LocalSGD`, whose devices differ.
+
+    Examples
+    --------
+    >>> from mxnet import gluon, nd
+    >>> from gluon_mgpu import Trainer, fit
+    >>> net = gluon.nn.Dense(1, in_units=1)
+    >>> net.initialize()
+    >>> data = [(nd.ones((4, 1)), nd.ones(4))] * 3
+    >>> average = WeightAverage("ema", decay=0.99)
+    >>> history = fit(net, gluon.loss.L2Loss(), Trainer(net, "sgd"), data, epochs=2, metrics=(), callbacks=[average])
+    >>> average.num_updates
+    6
+
+    Source: EMA: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992, with TensorFlow's
+    ExponentialMovingAverage for the first updates. SWA: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better
+    Generalization", 2018.
+    """
+
+    def __init__(
+        self,
+        method: str = "ema",
+        *,
+        decay: float = 0.999,
+        every: Optional[int] = None,
+        start_epoch: int = 1,
+        bn_data: Optional[Iterable[Any]] = None,
+        folder: Union[None, str, Path] = None,
+        apply_at_end: bool = True,
+    ) -> None:
+        one_of("WeightAverage", "method", method, ("ema", "swa"), advice="'ema' is usual.")
+        if real_number("WeightAverage", "decay", decay, advice="0.999 is usual.") >= 1:
+            raise TrainerError(f"WeightAverage: got decay={decay}; expected a number below 1. 0.999 is usual.")
+        for name, value in (("every", 1 if every is None else every), ("start_epoch", start_epoch)):
+            whole_number("WeightAverage", name, value, advice="1 is usual.")
+        if bn_data is not None:
+            check_iterable("WeightAverage", "bn_data", bn_data)
+        self.folder = None if folder is None else path_of("WeightAverage", "folder", folder)
+        self._apply_at_end = flag("WeightAverage", "apply_at_end", apply_at_end)
+        self._method, self._decay, self._start_epoch, self._bn_data = method, decay, start_epoch, bn_data
+        self._every = 1 if every is None and method == "ema" else every
+        self.num_updates = 0
+        self._weights: Optional[AveragedWeights] = None
+        self._stats: Dict[Any, Any] = {}  # the training's running statistics, while those of the average are in the network
+
+    def on_fit_begin(self, state: FitState) -> None:
+        if isinstance(state.trainer, LocalSGD):
+            raise TrainerError(
+                "WeightAverage: got a LocalSGD, whose devices have different weights; expected a Trainer. Use a Trainer."
+            )
+        if self._method == "swa" and self._bn_data is None and running_stats(state.net):
+            logger.warning(
+                "WeightAverage: got no bn_data for a network with BatchNorm; its running statistics are those of the trained "
+                "weights, not of their mean. Pass bn_data=train_iter"
+            )
+        self.num_updates, self._weights = 0, None
+        self._step, self._epoch = state.step, len(state.history.rows)
+        arrays = {} if state.resumed is None else state.resumed.arrays
+        found = {key[len(AVERAGE) :]: value for key, value in arrays.items() if key.startswith(AVERAGE)}
+        if "progress" in found:
+            self.num_updates, self._step, self._epoch = map(int, found.pop("progress"))
+            self._weights = AveragedWeights(state.net)
+            self._weights.restore(found)
+
+    def on_batch_end(self, state: FitState) -> None:
+        self._follow(state)
+
+    def on_test_begin(self, state: FitState) -> None:
+        self._follow(state)
+        self._put()
+
+    def on_test_end(self, state: FitState) -> None:
+        self._take_back()
+
+    def on_epoch_end(self, state: FitState) -> None:
+        self._follow(state)
+
+    def on_fit_end(self, state: FitState) -> None:
+        self._take_back()
+        if state.error is None and self._weights is not None:
+            self._put()
+            if self.folder is not None:
+                save_checkpoint(self.folder, state.net, progress={"epoch": state.epoch, "averaged": self.num_updates})
+            if self._apply_at_end:
+                self._weights.keep()
+                self._stats = {}
+            self._take_back()
+
+    def state_arrays(self, state: FitState) -> Dict[str, Array]:
+        self._follow(state)  # it may come after this callback's turn, or before it
+        if self._weights is None:
+            return {}
+        progress = mx.nd.array([self.num_updates, self._step, self._epoch], dtype="float64")
+        return {**{AVERAGE + name: array for name, array in self._weights.arrays().items()}, AVERAGE + "progress": progress}
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the average into the network within this block: to evaluate, predict, save or export it."""
+        self._put()
+        try:
+            yield
+        finally:
+            self._take_back()
+
+    def _follow(self, state: FitState) -> None:
+        """Update the average if the weights of this step belong to it and are not in it yet."""
+        if state.pending:
+            return
+        step, epoch = state.step, len(state.history.rows)
+        is_due = epoch > self._epoch if self._every is None else step // self._every > self._step // self._every
+        self._step, self._epoch = step, epoch
+        if not is_due or state.epoch < self._start_epoch:
+            return
+        n = self.num_updates
+        if self._weights is None:
+            self._weights = AveragedWeights(state.net)
+        self._weights.update(1 / (n + 1) if self._method == "swa" or not n else 1 - min(self._decay, (1 + n) / (10 + n)))
+        self.num_updates += 1
+
+    def _put(self) -> None:
+        if self._weights is None:
+            return
+        self._weights.put()
+        stats = {} if self._bn_data is None else {param.name: param for param in running_stats(self._weights.net)}
+        if stats:
+            mx.nd.waitall()
+            values = {name: [array.asnumpy() for array in param.list_data()] for name, param in stats.items()}
+            self._stats = {"params": stats, "values": values, "seen": describe_seen(stats)}
+            update_bn(self._weights.net, self._bn_data)  # type: ignore[arg-type]
+
+    def _take_back(self) -> None:
+        if self._weights is None:
+            return
+        self._weights.take_back()
+        if self._stats:
+            mx.nd.waitall()
+            for name, param in self._stats["params"].items():
+                for array, value in zip(param.list_data(), self._stats["values"][name]):
+                    array.as_nd_ndarray()[:] = mx.nd.array(value, ctx=array.context, dtype=array.dtype)
+            restore_seen(self._stats["params"], self._stats["seen"])
+            self._stats = {}

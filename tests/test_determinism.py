@@ -1,0 +1,89 @@
+"""One seed gives the same bits, in this process and in others."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+from gluon_mgpu.runtime.determinism import DETERMINISTIC
+from mxnet.gluon import nn
+
+from .test_cli import data_dir  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.usefixtures("quick_import")
+PROGRAM = """
+    import hashlib, random, sys
+    import gluon_mgpu as mgpu
+    import mxnet as mx
+    import numpy as np
+    from mxnet import gluon
+    from mxnet.gluon import nn
+
+    def digest(seed, devices):
+        mgpu.seed_everything(seed, deterministic=True)
+        net = nn.HybridSequential()
+        net.add(nn.Dense(16, activation="relu"), nn.Dropout(0.5), nn.Dense(3))
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        X = np.random.randn(24, 5).astype("float32") * random.random()
+        data = gluon.data.DataLoader(gluon.data.ArrayDataset(X, np.arange(24) % 3), 6, shuffle=True)
+        trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01})
+        mgpu.fit(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, epochs=2, callbacks=[])
+        found = hashlib.sha256()
+        for param in net.collect_params().values():
+            found.update(param.data(devices[0]).asnumpy().tobytes())
+        return found.hexdigest()
+
+    with mgpu.use_devices("cpu:2") as ctx:
+        print(digest(3, ctx), digest(3, ctx), digest(4, ctx))
+        mx.npx.set_np()
+        print(digest(3, ctx), digest(3, ctx), digest(4, ctx))
+"""
+
+
+def test_two_processes_have_the_same_bits():
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first, second = (subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environ).stdout for _ in range(2))
+    assert first == second
+    for line in first.decode().splitlines():
+        one, again, other = line.split()
+        assert one == again != other
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 0.5, True, "0"])
+def test_a_wrong_seed_changes_nothing(seed):
+    mgpu.seed_everything(1)
+    expected = mx.nd.random.uniform(shape=3).asnumpy()
+    mgpu.seed_everything(1)
+    with pytest.raises(mgpu.errors.TrainerError, match="^seed_everything: got seed="):
+        mgpu.seed_everything(seed)
+    assert (mx.nd.random.uniform(shape=3).asnumpy() == expected).all()
+
+
+def test_the_option_of_the_programs(monkeypatch, tmp_path, data_dir, without_pictures):  # noqa: F811
+    for name in DETERMINISTIC:
+        monkeypatch.setenv(name, "9")
+    monkeypatch.setattr("gluon_mgpu.cli.train.resnet18", lambda num_classes: nn.Dense(num_classes))
+    command = [
+        "train",
+        "resnet18",
+        "--devices",
+        "cpu:1",
+        "--epochs",
+        "1",
+        "--data-dir",
+        str(data_dir),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert CliRunner().invoke(main, [*command, "--seed", "5"]).exit_code == 0
+    assert all(os.environ[name] == "9" for name in DETERMINISTIC)
+    assert CliRunner().invoke(main, [*command, "--seed", "5", "--deterministic"]).exit_code == 0
+    assert {name: os.environ[name] for name in DETERMINISTIC} == DETERMINISTIC
+    refused = CliRunner().invoke(main, [*command, "--deterministic", "--weights", "auto"])
+    assert refused.exit_code == 2 and "got auto with --deterministic" in refused.output

@@ -1,0 +1,615 @@
+"""Exported files: other programs compute with them what the network computes."""
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+from gluon_mgpu.errors import MissingExtraError, TrainerError
+from gluon_mgpu.exporters import onnx_translator
+from hypothesis import given
+from hypothesis import strategies as st
+from mxnet import autograd, gluon
+from mxnet.gluon import nn, rnn
+
+from .conftest import assert_house_style, small_net
+
+ROOT = Path(__file__).parent.parent
+WORDS = ["하나 둘 셋", "넷, 다섯!", "여섯 일곱"], ["one two-three", "four, five!", "six seven"]
+
+
+def run_onnx(file, *inputs):
+    """The outputs of a file in ONNX Runtime, an oracle that knows nothing of MXNet."""
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return session.run(None, {one.name: value for one, value in zip(session.get_inputs(), inputs)})
+
+
+def images(number, channels=1, size=6):
+    return np.random.RandomState(number).uniform(-1, 1, (number, channels, size, size)).astype("float32")
+
+
+def array(value):
+    return (mx.np if mx.util.is_np_array() else mx.nd).array(value, dtype=value.dtype)
+
+
+def trained(net, compiled=False):
+    """The network after two steps on devices whose shards differ, so that their running statistics do."""
+    trainer, loss = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), gluon.loss.SoftmaxCrossEntropyLoss()
+    step = mgpu.compile_step(net, loss, trainer, compiled="on" if compiled else "off")
+    for i in range(2):
+        step(images(7 + i) * (i + 1), np.arange(7 + i) % 3)
+    return net
+
+
+def imported(files, inputs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MXNet does not know the dtype of the inputs yet
+        return gluon.SymbolBlock.imports(str(files[0]), inputs, str(files[1]))
+
+
+def initialized(net, scale=0.5):
+    net.initialize(mx.init.Uniform(scale))
+    return net
+
+
+class Residual(nn.HybridBlock):
+    """Two inputs, two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Dense(4), nn.Dense(4)
+
+    def hybrid_forward(self, F, x, y):
+        sums = self.left(x) + self.right(y)
+        return sums, [F.broadcast_mul(sums, x)]
+
+
+class Tagger(nn.HybridBlock):
+    def __init__(self, layer):
+        super().__init__()
+        self.embedding, self.layer, self.norm, self.output = (
+            nn.Embedding(10, 4),
+            layer,
+            nn.LayerNorm(),
+            nn.Dense(3, flatten=False),
+        )
+
+    def hybrid_forward(self, F, x):
+        return self.output(self.norm(self.layer(self.embedding(x))))
+
+
+@pytest.mark.parametrize("bn", ["average", "sync"])
+@pytest.mark.parametrize("hybridize", [None, {"static_alloc": True, "static_shape": True}])
+def test_a_trained_network_in_onnx(tmp_path, arrays, bn, hybridize):
+    """On two devices, compiled or not: the running statistics are those that `evaluate` uses; the batch may have another size."""
+    pytest.importorskip("onnx")
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    net = small_net(ctx, normalize=True, hybridize=hybridize)
+    net(array(images(2)).as_in_context(ctx[1]))
+    is_compiled = bool(hybridize) and bn == "average"
+    trained(mgpu.set_batch_norm(net, bn), is_compiled)
+    exported = mgpu.export(net, tmp_path / "new" / "net.onnx", images(4))
+    assert exported.difference < 1e-5 and exported.inputs == {"data": ("batch", 1, 6, 6)}
+    expected = mgpu.predict(net, [images(9)])
+    (found,) = run_onnx(exported.files[0], images(9))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert np.ptp(expected, axis=0).max() > 0.01
+    trained(net, is_compiled)  # it still trains, as what it was
+
+
+@pytest.mark.parametrize("kind", ["rnn_relu", "rnn_tanh", "lstm", "gru"])
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layout", ["TNC", "NTC"])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.pairwise
+def test_recurrent_layers_in_onnx(tmp_path, kind, num_layers, bidirectional, layout, states):
+    """Stacked and in both directions; batch and steps may have other sizes, and states are inputs and outputs."""
+    pytest.importorskip("onnx")
+    options = {"activation": kind[4:]} if kind.startswith("rnn") else {}
+    make = {"lstm": rnn.LSTM, "gru": rnn.GRU}.get(kind, rnn.RNN)
+    net = initialized(make(5, num_layers, layout=layout, bidirectional=bidirectional, dropout=0.2, **options))
+    rng = np.random.RandomState(0)
+
+    def batch(number, steps):
+        shape = (number, steps, 6) if layout == "NTC" else (steps, number, 6)
+        begins = [
+            rng.normal(size=(num_layers * (1 + bidirectional), number, 5)).astype("float32") for _ in range(1 + (kind == "lstm"))
+        ]
+        return (rng.normal(size=shape).astype("float32"), begins) if states else (rng.normal(size=shape).astype("float32"),)
+
+    exported = mgpu.export(net, tmp_path / "net.onnx", batch(4, 3))
+    data, *begins = batch(2, 7)
+    expected = net(mx.nd.array(data), *([[mx.nd.array(one) for one in begins[0]]] if states else []))
+    expected = [expected[0], *expected[1]] if states else [expected]
+    found = run_onnx(exported.files[0], data, *(begins[0] if states else []))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one, other.asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_several_inputs_and_outputs(tmp_path):
+    pytest.importorskip("onnx")
+    net = initialized(Residual())
+    X, y = np.random.rand(3, 4).astype("float32"), np.random.rand(3, 2).astype("float32")
+    exported = mgpu.export(net, tmp_path / "net.onnx", (X, y))
+    assert exported.inputs == {"data0": ("batch", 4), "data1": ("batch", 2)}
+    first, (second,) = net(mx.nd.array(X[:1]), mx.nd.array(y[:1]))
+    found = run_onnx(exported.files[0], X[:1], y[:1])
+    np.testing.assert_allclose(found[0], first.asnumpy(), rtol=1e-5)
+    np.testing.assert_allclose(found[1], second.asnumpy(), rtol=1e-5)
+
+
+def sequence(*layers, kind=nn.HybridSequential):
+    net = kind()
+    net.add(*layers)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (sequence(nn.Conv2D(3, 3), nn.BatchNorm(), nn.Dense(4), kind=nn.Sequential), (2, 1, 6, 6)),
+        (sequence(nn.Conv1D(4, 3), nn.MaxPool1D(2), nn.GroupNorm(2), nn.InstanceNorm()), (2, 3, 11)),
+        (nn.GELU(), (2, 5)),
+        (sequence(nn.Conv2DTranspose(4, 4, 2, 1), nn.PReLU(), nn.GlobalMaxPool2D()), (2, 3, 5, 5)),
+    ],
+)
+def test_other_layers(tmp_path, net, shape):
+    """Of one dimension, for groups, in a `Sequential` that is not hybrid, without parameters."""
+    pytest.importorskip("onnx")
+    assert mgpu.export(initialized(net), tmp_path / "net.onnx", np.random.normal(size=shape)).difference < 1e-5
+    X = np.random.normal(size=(5, *shape[1:])).astype("float32")
+    np.testing.assert_allclose(run_onnx(tmp_path / "net.onnx", X)[0], net(mx.nd.array(X)).asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+class Reshaped(nn.HybridBlock):
+    def __init__(self, shape):
+        super().__init__()
+        self._shape = shape
+
+    def hybrid_forward(self, F, x):
+        return F.reshape(x, shape=self._shape)
+
+
+@pytest.mark.parametrize("shape", [(-3, 0), (0, -3), (0, -4, 2, -1, 0), (-2, 1), (0, 4, -2), (0, -1), (-1,)])
+def test_every_code_of_reshape(tmp_path, shape):
+    pytest.importorskip("onnx")
+    mgpu.export(Reshaped(shape), tmp_path / "net.onnx", np.arange(24, dtype="float32").reshape(2, 4, 3))
+    X = np.arange(60, dtype="float32").reshape(5, 4, 3)
+    (found,) = run_onnx(tmp_path / "net.onnx", X)
+    np.testing.assert_array_equal(found, mx.nd.array(X).reshape(shape).asnumpy())
+
+
+class Fixed(nn.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.reshape(x, shape=(2, -1)) + F.ones((2, 3))
+
+
+def test_a_network_for_one_batch_size(tmp_path, caplog):
+    """Its file takes that size only, and a warning says so."""
+    pytest.importorskip("onnx")
+    with caplog.at_level(logging.WARNING, "gluon_mgpu"):
+        exported = mgpu.export(Fixed(), tmp_path / "net.onnx", np.zeros((2, 3), "float32"))
+    assert exported.inputs == {"data": (2, 3)} and "fixed sizes" in caplog.text
+
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from check_export import NAMES, compare, zoo_network  # noqa: E402
+from check_export import images as zoo_images  # noqa: E402
+
+sys.path.pop(0)
+
+
+def test_a_network_of_the_model_zoo(tmp_path):
+    pytest.importorskip("onnx")
+    net, X = zoo_network("mobilenet0.25", 64), zoo_images(1, 3, 64)
+    mgpu.export(net, tmp_path / "net.onnx", X[:2])
+    expected = net(mx.nd.array(X)).asnumpy()
+    (found,) = run_onnx(tmp_path / "net.onnx", X)
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max() < np.ptp(expected, axis=0).max()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_all_of_the_model_zoo(tmp_path, name):
+    pytest.importorskip("onnx")
+    row = compare(name, tmp_path)
+    assert max(row.difference, row.other_batch) < 1e-4 < row.variation
+
+
+def test_onnx_and_mxnet_are_as_before(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    from mxnet.onnx.mx2onnx._export_onnx import MXNetGraph
+
+    before = (
+        vars(onnx).get("mapping"),
+        onnx.checker.check_graph,
+        {key: dict(value) for key, value in MXNetGraph.registry_.items()},
+    )
+    mgpu.export(initialized(nn.Dense(2)), tmp_path / "net.onnx", np.ones((2, 3), "float32"))
+    assert before == (vars(onnx).get("mapping"), onnx.checker.check_graph, MXNetGraph.registry_)
+    model = onnx.load(str(tmp_path / "net.onnx"))
+    onnx.checker.check_model(model, full_check=True)
+    assert [one.name for one in model.graph.input] == ["data"] and model.opset_import[0].version == 13
+
+
+def torch_twin(torch):
+    """PyTorch's layers with the attribute names of the network below."""
+
+    class Twin(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.layer = torch.nn.Embedding(10, 4), torch.nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True)
+            self.norm, self.output = torch.nn.LayerNorm(10), torch.nn.Linear(10, 3)
+
+        def forward(self, x):
+            return self.output(self.norm(self.layer(self.embedding(x))[0]))
+
+    return Twin()
+
+
+def test_a_state_dict_that_pytorch_loads(tmp_path):
+    """Under the same attribute names, with the same values: the forward pass of PyTorch's own layers agrees."""
+    torch = pytest.importorskip("torch")
+    net = initialized(Tagger(rnn.LSTM(5, 2, layout="NTC", bidirectional=True)))
+    X = np.random.randint(0, 10, (3, 4)).astype("int32")
+    exported = mgpu.export(net, tmp_path / "net.pt", X)
+    assert exported.difference < 1e-5
+    twin = torch_twin(torch)
+    twin.load_state_dict(torch.load(tmp_path / "net.pt"))
+    found = twin.eval()(torch.from_numpy(X).long()).detach().numpy()
+    np.testing.assert_allclose(found, net(mx.nd.array(X)).asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [rnn.GRU(5, 2, layout="NTC"), rnn.RNN(5, activation="tanh", layout="NTC", bidirectional=True)])
+def test_recurrent_layers_in_pytorch(tmp_path, layer):
+    pytest.importorskip("torch")
+    exported = mgpu.export(initialized(Tagger(layer)), tmp_path / "net.pth", np.ones((2, 3), "int32"))
+    assert exported.difference < 1e-5
+
+
+def test_convolutions_in_pytorch(tmp_path):
+    """BatchNorm, whose parameters have other names there, and one that ignores its gamma; pooling and activations."""
+    torch = pytest.importorskip("torch")
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3, groups=1), nn.BatchNorm(), nn.Activation("softrelu"), nn.Conv2DTranspose(6, 3, strides=2))
+    net.add(nn.BatchNorm(scale=False), nn.LeakyReLU(0.1), nn.AvgPool2D(3, 2, 1, ceil_mode=True), nn.MaxPool2D(2), nn.PReLU())
+    net.add(nn.Dropout(0.5), nn.GlobalAvgPool2D(), nn.Dense(5, activation="tanh"), nn.ELU(), nn.GELU(), nn.Swish())
+    exported = mgpu.export(initialized(net), tmp_path / "net.pt", images(3, 2, 13))
+    assert exported.difference < 1e-5
+    state = torch.load(tmp_path / "net.pt")
+    assert {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"} <= set(state)
+    torch.nn.BatchNorm2d(4).load_state_dict({key[2:]: value for key, value in state.items() if key.startswith("1.")})
+
+
+class Unknown(nn.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(2)
+
+    def hybrid_forward(self, F, x):
+        return F.LRN(F.reshape(self.dense(x), shape=(0, 0, 1, 1)), nsize=3)
+
+
+def test_a_layer_that_pytorch_lacks(tmp_path, caplog):
+    """The state dict is written, and a warning says that its forward pass was not checked."""
+    torch = pytest.importorskip("torch")
+    with caplog.at_level(logging.WARNING, "gluon_mgpu"):
+        exported = mgpu.export(initialized(Unknown()), tmp_path / "net.pt", np.ones((2, 3), "float32"))
+    assert exported.difference is None and "LRN" in exported.unchecked and "LRN" in caplog.text
+    assert list(torch.load(tmp_path / "net.pt")) == ["dense.weight", "dense.bias"]
+
+
+PLAIN = """
+import sys
+if sys.version_info >= (3, 12):
+    import setuptools  # brings distutils, which Python 3.12 dropped
+import numpy as np
+np.bool, np.object, np.float, np.int, np.complex = bool, object, float, int, complex  # for NumPy 1.24 and later
+import mxnet as mx
+from mxnet.gluon import SymbolBlock, nn
+folder = sys.argv[1]
+X = mx.nd.load(folder + "/X")[0]
+net = SymbolBlock.imports(folder + "/net-symbol.json", ["data"], folder + "/net-0000.params")
+again = nn.HybridSequential()
+again.add(nn.Conv2D(4, kernel_size=3, padding=1), nn.Activation("tanh"), nn.BatchNorm(), nn.MaxPool2D(2), nn.Flatten())
+again.add(nn.Dense(8, activation="tanh"), nn.Dense(3))
+again.load_parameters(folder + "/checkpoint/net.params")
+mx.nd.save(folder + "/Y", [net(X), again(X)])
+assert not any(name.startswith("gluon_mgpu") for name in sys.modules)
+"""
+
+
+@pytest.mark.usefixtures("quick_import")
+def test_plain_mxnet_reads_both(tmp_path):
+    """The symbol files, and the parameters in a checkpoint, in a process without this package."""
+    net = small_net([mx.cpu(0), mx.cpu(1)], normalize=True)
+    trained(mgpu.set_batch_norm(net, "sync"))
+    mgpu.save_checkpoint(tmp_path / "checkpoint", net)
+    exported = mgpu.export(net, tmp_path / "net", images(5))
+    assert exported.difference < 1e-6 and [one.name for one in exported.files] == ["net-symbol.json", "net-0000.params"]
+    mx.nd.save(str(tmp_path / "X"), [mx.nd.array(images(3))])
+    site = str(Path(mx.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), site]))
+    command = [sys.executable, "-S", "-W", "ignore", "-c", PLAIN, str(tmp_path)]  # -S: without the import hook
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=120)
+    for found in mx.nd.load(str(tmp_path / "Y")):
+        np.testing.assert_allclose(found.asnumpy(), mgpu.predict(net, [images(3)]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def np_mode():
+    mx.npx.set_np()
+    yield
+    mx.npx.reset_np()
+
+
+@pytest.mark.usefixtures("np_mode")
+def test_a_translator_in_np_mode(tmp_path):
+    """Its files are for legacy arrays, with which it computes in both modes."""
+    made = translator()
+    assert mgpu.export(made, tmp_path / "model", format="symbol").difference < 1e-6
+    with mx.util.np_array(False), mx.util.np_shape(False):
+        block = imported([tmp_path / f"model-encoder-{kind}" for kind in ("symbol.json", "0000.params")], ["source", "lengths"])
+        assert block(mx.nd.array([[4, 2]], dtype="int32"), mx.nd.array([2], dtype="int32"))[1].shape == (1, 2, 8)
+
+
+@pytest.mark.usefixtures("np_mode")
+def test_symbol_files_for_np_arrays(tmp_path):
+    """Also of a recurrent layer in another block, which MXNet itself cannot run as a graph of np arrays."""
+    net = initialized(Tagger(rnn.GRU(5, layout="NTC", bidirectional=True)))
+    X, other = np.random.randint(0, 9, (3, 4)).astype("int32"), mx.np.array(np.random.randint(0, 9, (2, 6)), dtype="int32")
+    block = imported(mgpu.export(net, tmp_path / "net", X).files, ["data"])
+    np.testing.assert_allclose(block(other).asnumpy(), net(other).asnumpy(), rtol=1e-4, atol=1e-6)
+    if "onnx" in sys.modules:
+        mgpu.export(net, tmp_path / "net.onnx", X)
+        np.testing.assert_allclose(
+            run_onnx(tmp_path / "net.onnx", other.asnumpy())[0], net(other).asnumpy(), rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("path", ["net.onnx", "net.pt", "net"])
+def test_a_file_that_differs_is_not_left_behind(tmp_path, path):
+    """An existing file stays, and so it does on Ctrl-C."""
+    pytest.importorskip("torch" if path.endswith("pt") else "onnx")
+    net = initialized(nn.HybridSequential())
+    net.add(nn.Dense(64, activation="tanh"), nn.LayerNorm(), nn.Dense(9))
+    net.initialize()
+    X = np.random.rand(5, 33).astype("float32")
+    mgpu.export(net, tmp_path / path, X)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    net[0].weight.set_data(net[0].weight.data() * 2)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run_onnx", "run_torch", "run_symbol"):
+            patch.setattr(f"gluon_mgpu.exporters.export.{name}", lambda *args: [np.full((5, 9), np.nan)])
+        with pytest.raises(TrainerError, match="expected at most 0.0001") as caught:
+            mgpu.export(net, tmp_path / path, X)
+        assert_house_style(caught.value)
+        for name in ("run_onnx", "run_torch", "run_symbol"):
+            patch.setattr(f"gluon_mgpu.exporters.export.{name}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mgpu.export(net, tmp_path / path, X)
+    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+class Python(nn.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return x * float(x.asnumpy().sum())
+
+
+def pipeline():
+    return mgpu.Pipeline([initialized(nn.Dense(2, in_units=3)), initialized(nn.Dense(2, in_units=2))], [mx.cpu(0), mx.cpu(1)])
+
+
+def in_half():
+    net = initialized(nn.Dense(2, in_units=3))
+    net.cast("float16")
+    return net
+
+
+X = np.ones((2, 3), "float32")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (3, "net.onnx", X),
+        (initialized(nn.Dense(2)), "net.txt", X),
+        (initialized(nn.Dense(2)), "net-1.0", X),
+        (initialized(nn.Dense(2)), ".", X),
+        (initialized(nn.Dense(2)), "folder.onnx/", X),
+        (initialized(nn.Dense(2)), None, X),
+        (initialized(nn.Dense(2)), "net.onnx"),
+        (initialized(nn.Dense(2)), "net.onnx", "images"),
+        (initialized(nn.Dense(2)), "net.onnx", X, 2.5),
+        (initialized(nn.Dense(2, in_units=4)), "net.onnx", X),
+        (nn.Dense(2), "net.onnx", X),
+        (Python(), "net.onnx", X),
+        (in_half(), "net.onnx", X),
+        (pipeline(), "net", X),
+        (initialized(mgpu.models.Seq2Seq(10, 12, embed_size=4, hidden_size=4)), "net.onnx", X),
+    ],
+)
+def test_unsuited_arguments(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainerError) as caught:
+        mgpu.export(*arguments)
+    assert_house_style(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"format": "tf"}, {"tolerance": -1}, {"dynamic_axes": [[("image", 0)]]}, {"dynamic_axes": [3]}, {"format": "torch"}],
+)
+def test_unsuited_options(tmp_path, options):
+    pytest.importorskip("onnx")
+    with pytest.raises(TrainerError) as caught:
+        mgpu.export(initialized(nn.Dense(2)), tmp_path / "net.onnx", X, **options)
+    assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize(("path", "module"), [("net.onnx", "onnx"), ("net.onnx", "onnxruntime"), ("net.pt", "torch")])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, path, module):
+    if module == "onnxruntime":
+        pytest.importorskip("onnx")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'gluon_mgpu\[(onnx|torch)\]'"):
+        mgpu.export(initialized(nn.Dense(2)), tmp_path / path, X)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_check_onnxruntime_is_not_imported(tmp_path, monkeypatch):
+    pytest.importorskip("onnx")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    exported = mgpu.export(initialized(nn.Dense(2)), tmp_path / "net.onnx", X, check=False)
+    assert exported.difference is None and exported.files[0].exists()
+
+
+def test_mixed_precision_exports_in_float32(tmp_path, monkeypatch):
+    """On any processor: the network does not run in bfloat16 here."""
+    monkeypatch.setattr("gluon_mgpu.trainer.precision.can_compute_bf16", lambda: True)
+    net = initialized(nn.Dense(3, in_units=4))
+    mgpu.set_precision(net, "bf16")
+    exported = mgpu.export(net, tmp_path / "net", np.random.rand(2, 4).astype("float32"))
+    assert exported.difference < 1e-6 and mgpu.precision_of(net) == "bf16"
+
+
+def test_sync_batchnorm_after_hybridize(tmp_path):
+    """`net.export` asks for hybridize(), after which a synchronised network does not run any more; this export works."""
+    net = small_net([mx.cpu()], normalize=True)
+    mgpu.convert_sync_batchnorm(net)
+    with pytest.raises(RuntimeError, match="hybridize"):
+        net.export(str(tmp_path / "plain"))
+    net.hybridize()
+    assert mgpu.export(net, tmp_path / "net", images(3)).difference < 1e-6
+    with autograd.record(), pytest.raises(TrainerError, match="mgpu.export"):
+        net(mx.nd.array(images(3)))
+
+
+TRANSLATORS = [
+    {"cell": "gru", "attention": "dot", "num_layers": 1},
+    {"cell": "lstm", "attention": "additive", "num_layers": 2, "input_feeding": True, "tied": True, "layout": "TNC"},
+]
+
+
+def translator(kind="words", **options):
+    made = mgpu.Translator(*(mgpu.data.build_vocabulary(side, kind) for side in WORDS), embed_size=8, hidden_size=8, **options)
+    made.net.initialize(mx.init.Uniform(0.9), ctx=[mx.cpu(0)])
+    return made
+
+
+@pytest.mark.parametrize("options", TRANSLATORS)
+def test_a_translator_in_onnx_runtime(tmp_path, options):
+    """Greedy translations are those of MXNet, alone and in a batch."""
+    pytest.importorskip("onnxruntime")
+    made = translator(**options)
+    exported = mgpu.export(made, tmp_path / "model")
+    assert exported.difference < 1e-5 and {one.name for one in exported.files} == set(os.listdir(tmp_path / "model"))
+    texts = [*WORDS[0], "", "하나 넷, 일곱!", "모르는 말 셋"]
+    expected = made.best(texts)
+    assert len(set(expected)) > 3
+    other = onnx_translator.OnnxTranslator(tmp_path / "model")
+    assert other.translate(texts) == expected == [other.translate([text])[0] for text in texts]
+
+
+def test_the_program_translates_alone(tmp_path):
+    """In a process without MXNet."""
+    pytest.importorskip("onnxruntime")
+    made = translator("characters")
+    mgpu.export(made, tmp_path / "model", list(WORDS[0]))
+    text = "import sys, runpy; sys.modules['mxnet'] = sys.modules['gluon_mgpu'] = None; sys.argv = sys.argv[1:]; runpy.run_path("
+    command = [
+        sys.executable,
+        "-c",
+        f"{text}sys.argv[0], run_name='__main__')",
+        str(tmp_path / "model" / "translate.py"),
+        *WORDS[0],
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "utf-8"}
+    )
+    assert done.stdout.decode().splitlines() == made.best(list(WORDS[0]))
+
+
+OURS = [mgpu.data.build_vocabulary([*WORDS[0], *WORDS[1], 'a-b, c! "d"'], kind) for kind in ("words", "characters")]
+THEIRS = [onnx_translator.read_vocabulary(vocabulary.to_bytes()) for vocabulary in OURS]
+
+
+@given(text=st.one_of(st.text(max_size=20), st.text('ab, -!"\t가\uffed\u1112\u1161', max_size=20)))
+def test_its_vocabularies_are_ours(text):
+    for ours, theirs in zip(OURS, THEIRS):
+        numbers = ours.encode(text)
+        assert theirs.encode(text) == numbers and theirs.decode(numbers) == ours.decode(numbers)
+
+
+def test_its_subwords_are_ours():
+    pytest.importorskip("sentencepiece")
+    ours = mgpu.data.build_vocabulary([*WORDS[0], *WORDS[1]] * 3, "subwords", size=60)
+    theirs = onnx_translator.read_vocabulary(ours.to_bytes())
+    for text in (*WORDS[0], "둘▁셋  ?", ""):
+        assert theirs.encode(text) == ours.encode(text) and theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
+
+
+def test_the_command_exports_a_translator(tmp_path):
+    pytest.importorskip("onnxruntime")
+    made = translator(input_feeding=True)
+    made.save(tmp_path / "run" / "best")
+    words = ["--onnx", str(tmp_path / "onnx"), "--symbol", str(tmp_path / "model")]
+    done = CliRunner().invoke(main, ["export", str(tmp_path / "run"), *words])
+    assert done.exit_code == 0 and done.output.count("largest difference") == 2, done.output
+    assert onnx_translator.OnnxTranslator(tmp_path / "onnx").translate(WORDS[0]) == made.best(WORDS[0])
+    files = [tmp_path / f"model-encoder-{kind}" for kind in ("symbol.json", "0000.params")]
+    block = imported(files, ["source", "lengths"])
+    source, lengths = mx.nd.array([[4, 5, 2]], dtype="int32"), mx.nd.array([3], dtype="int32")
+    state, _ = made.net.encode(source, lengths)
+    np.testing.assert_allclose(block(source, lengths)[0].asnumpy(), state[0].asnumpy(), rtol=1e-5)
+    again = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--onnx", str(tmp_path / "onnx")])
+    assert again.exit_code == 0, again.output
+    wrong = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--onnx", str(tmp_path)])
+    assert wrong.exit_code == 1 and "holds" in wrong.output
+
+
+def small_classifier(num_classes):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3, strides=2, padding=1), nn.BatchNorm(), nn.GlobalAvgPool2D(), nn.Dense(num_classes))
+    return net
+
+
+@pytest.mark.parametrize("make", [small_classifier, pytest.param(mgpu.models.resnet18, marks=pytest.mark.exhaustive)])
+def test_the_command_exports_a_classifier(tmp_path, monkeypatch, make):
+    """Its images may have any size; the classes and channels are read from the checkpoint."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr("gluon_mgpu.cli.export.resnet18", make)
+    net = initialized(make(4), 0.1)
+    net(mx.nd.array(images(2, 3, 16)))
+    mgpu.save_checkpoint(tmp_path / "run" / "best", net)
+    done = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--onnx", str(tmp_path / "net.onnx")])
+    assert done.exit_code == 0 and "largest difference" in done.output, done.output
+    (found,) = run_onnx(tmp_path / "net.onnx", images(3, 3, 8))
+    expected = net(mx.nd.array(images(3, 3, 8))).asnumpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+
+
+def test_the_command_says_what_is_wrong(tmp_path):
+    """No format; no run; the checkpoint of another network."""
+    assert "--onnx, --symbol or --torch" in CliRunner().invoke(main, ["export", str(tmp_path)]).output
+    assert CliRunner().invoke(main, ["export", str(tmp_path / "nothing"), "--symbol", str(tmp_path / "net")]).exit_code == 1
+    net = initialized(nn.Dense(2, in_units=3))
+    mgpu.save_checkpoint(tmp_path / "c", net)
+    done = CliRunner().invoke(main, ["export", str(tmp_path / "c"), "--symbol", str(tmp_path / "net")])
+    assert done.exit_code == 1 and "gluon_mgpu.export" in done.output and not list(tmp_path.glob("net*"))

@@ -1,0 +1,302 @@
+"""Finetune: what is frozen, when it unfreezes, and at which rate; LearningRateFinder: what it suggests and restores."""
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+from .conftest import small_batches
+from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
+from .test_weight_average import Press, assert_close, assert_same, interrupts, weights
+
+__all__ = ["interrupts"]  # a fixture
+SIZES = [6, 6, 5]
+OPTIMIZERS = {"sgd": {"learning_rate": 0.1, "momentum": 0.9}, "adam": {"learning_rate": 0.01}}
+
+
+def conv_net(ctx, hybridize=None):
+    """A convolution, whose weights are in no bucket on a CPU, and Dense layers, whose weights are."""
+    net = nn.HybridSequential()
+    body = nn.HybridSequential()
+    body.add(nn.Conv2D(4, kernel_size=3, in_channels=1, activation="tanh"), nn.Flatten(), nn.Dense(5, in_units=64))
+    net.add(body, nn.Dense(3, in_units=5))
+    mx.random.seed(5)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    return net
+
+
+def by_hand(optimizer, epochs, unfreeze_epoch, lr_mult):
+    """Plain Gluon on one device."""
+    net, ctx = conv_net([mx.cpu()]), mx.cpu()
+    body = list(net[0].collect_params().values())
+    for param in body:
+        param.grad_req, param.lr_mult = "null", lr_mult
+    trainer = gluon.Trainer(net.collect_params(), optimizer, OPTIMIZERS[optimizer])
+    for epoch in range(1, epochs + 1):
+        if epoch == unfreeze_epoch:
+            for param in body:
+                param.grad_req = "write"
+        for X, y in small_batches(SIZES):
+            with autograd.record():
+                loss = LOSS(net(mx.nd.array(X, ctx=ctx)), mx.nd.array(y, ctx=ctx))
+            loss.backward()
+            trainer.step(len(X))
+    return weights(net)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("hybridize", "compiled"),
+    [(None, "auto"), ({}, "off"), ({"static_alloc": True, "static_shape": True}, "off"), ({"static_alloc": True}, "auto")],
+)
+def test_it_is_the_loop_by_hand(devices, optimizer, hybridize, compiled):
+    net = conv_net(devices, hybridize)
+    before = weights(net)
+    trainer = mgpu.Trainer(net, optimizer, OPTIMIZERS[optimizer])
+    data, tuned = small_batches(SIZES), mgpu.Finetune(net[0], unfreeze_epoch=3, lr_mult=0.5)
+    seen = []
+
+    class Notes(mgpu.Callback):
+        def on_epoch_end(self, state):
+            seen.append(weights(state.net))
+
+    mgpu.fit(net, LOSS, trainer, data, epochs=4, callbacks=[tuned, Notes()], compiled=compiled)
+    assert_close(weights(net), by_hand(optimizer, 4, 3, 0.5), tolerance=1e-5)
+    for name, value in before.items():
+        frozen = name.startswith("0.")
+        assert (seen[1][name].tobytes() == value.tobytes()) == frozen
+        assert seen[3][name].tobytes() != seen[1][name].tobytes()
+    assert mgpu.replica_difference(net) == 0.0
+
+
+@pytest.mark.parametrize("freeze", [r"0\.", [0], None], ids=["regex", "list", "rate 0"])
+def test_selections_in_nd_and_np(freeze, arrays):
+    net = conv_net([mx.cpu(0), mx.cpu(1)])
+    before = weights(net)
+    if freeze is None:
+        tuned = mgpu.Finetune(net[0], unfreeze_epoch=1, lr_mult=0)
+    else:
+        tuned = mgpu.Finetune([net[0]] if isinstance(freeze, list) else freeze)
+    mgpu.fit(net, LOSS, mgpu.Trainer(net, "sgd"), small_batches(SIZES), epochs=2, callbacks=[tuned])
+    same = {name for name, value in weights(net).items() if value.tobytes() == before[name].tobytes()}
+    assert same == {name for name in before if name.startswith("0.")}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("step", [2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8])  # in an epoch, at its end, unfrozen
+def test_a_resumed_run_has_the_same_bits(interrupts, tmp_path, optimizer, step):
+    ctx = [mx.cpu(0), mx.cpu(1)]
+
+    def part(folder, *more):
+        net = conv_net(ctx)
+        callbacks = [mgpu.Finetune(net[0], unfreeze_epoch=3), mgpu.Checkpoint(folder, monitor=None), *more]
+        trainer = mgpu.Trainer(net, optimizer, OPTIMIZERS[optimizer])
+        mgpu.fit(net, LOSS, trainer, small_batches(SIZES), epochs=4, callbacks=callbacks, resume="auto")
+        return weights(net)
+
+    expected = part(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        part(tmp_path / "parts", Press(step))
+    assert_same(part(tmp_path / "parts"), expected)
+
+
+def test_it_averages_with_weight_average():
+    """Unfrozen parameters move to other memory."""
+    net = conv_net([mx.cpu(0), mx.cpu(1)])
+    seen = []
+
+    class Notes(mgpu.Callback):
+        def on_epoch_end(self, state):
+            seen.append(weights(state.net))
+
+    callbacks = [mgpu.Finetune("0", unfreeze_epoch=2), mgpu.WeightAverage("swa"), Notes()]
+    mgpu.fit(net, LOSS, mgpu.Trainer(net, "adam", {"learning_rate": 0.01}), small_batches(SIZES), epochs=3, callbacks=callbacks)
+    assert_close(weights(net), {name: sum(one[name] for one in seen) / 3 for name in seen[0]})
+
+
+@pytest.mark.parametrize(
+    ("freeze", "options", "expected"),
+    [
+        ("features", {}, "selects no parameter; expected one or more of 0.0.weight"),
+        ("(", {}, "regular expression"),
+        (3, {}, "freeze"),
+        ("0", {"unfreeze_epoch": 0}, "unfreeze_epoch"),
+        ("0", {"lr_mult": -1}, "lr_mult"),
+    ],
+)
+def test_wrong_options(freeze, options, expected):
+    net = conv_net([mx.cpu()])
+    with pytest.raises(mgpu.errors.TrainerError, match=expected):
+        mgpu.fit(
+            net, LOSS, mgpu.Trainer(net, "sgd"), small_batches(SIZES), epochs=1, callbacks=[mgpu.Finetune(freeze, **options)]
+        )
+    assert all(param.grad_req == "write" for param in net.collect_params().values())
+
+
+def trained(net, trainer, data):
+    for X, y in data:
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+    return weights(net)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_finder_changes_nothing(devices, arrays, optimizer):
+    """Weights, momentum, update counts, schedule, running statistics, the order of the data, Python's and NumPy's numbers."""
+    X, y = three_clouds()
+
+    def make():
+        net = nn.HybridSequential()
+        net.add(nn.Dense(8, in_units=2), nn.BatchNorm(in_channels=8), nn.Dense(3, in_units=8))
+        mx.random.seed(2)
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
+        params = {"learning_rate": 0.1, "lr_scheduler": schedule, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+        loader = mgpu.data.ArrayLoader(X, y, 16, shuffle=True)
+        trainer = mgpu.Trainer(net, optimizer, params)
+        trained(net, trainer, loader)
+        return net, trainer, loader
+
+    net, trainer, loader = make()
+    np.random.seed(4)
+    finder = mgpu.LearningRateFinder(net, LOSS, trainer)
+    finder.sweep(loader, num_steps=12, end=1.0)
+    rate, drawn = trainer.learning_rate, np.random.rand()
+    np.random.seed(4)
+    other, other_trainer, other_loader = make()
+    np.random.seed(4)
+    assert (rate, drawn, loader.epoch) == (other_trainer.learning_rate, np.random.rand(), other_loader.epoch)
+    assert_same(trained(net, trainer, loader), trained(other, other_trainer, other_loader))
+    assert len(finder.rates) == 12 and finder.rates[0] == pytest.approx(1e-7) and finder.rates[-1] == pytest.approx(1.0)
+
+
+def test_the_losses_are_those_of_training():
+    """An oracle by hand: SGD with these rates; the smoothed loss by its formula."""
+    data, net = batches_of(*three_clouds()), make_net([mx.cpu(0), mx.cpu(1)])
+    finder = mgpu.LearningRateFinder(net, LOSS, make_trainer(net))
+    finder.sweep(data, start=0.01, end=1.0, num_steps=6, smoothing=0.5)
+    by_hand, smooth, losses = make_net([mx.cpu()]), 0.0, []
+    trainer = gluon.Trainer(by_hand.collect_params(), "sgd")
+    for step in range(6):
+        X, y = data[step % len(data)]
+        trainer.set_learning_rate(0.01 * 100 ** (step / 5))
+        with autograd.record():
+            loss = LOSS(by_hand(mx.nd.array(X)), mx.nd.array(y))
+        loss.backward()
+        trainer.step(len(X))
+        losses.append(loss.mean().asscalar())
+        smooth = 0.5 * smooth + 0.5 * losses[-1]
+        assert finder.smoothed[step] == pytest.approx(smooth / (1 - 0.5 ** (step + 1)), rel=1e-5)
+    assert finder.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_it_suggests_a_rate_that_trains_and_stops_when_the_loss_diverges(tmp_path):
+    pytest.importorskip("matplotlib")
+    X, _ = three_clouds()
+    data, loss = batches_of(X, X @ np.float32([[1.0], [2.0]])), gluon.loss.L2Loss()
+
+    def linear():
+        net = nn.Dense(1, in_units=2)
+        net.initialize(mx.init.Zero(), ctx=[mx.cpu(0), mx.cpu(1)])
+        return net
+
+    net = linear()
+    finder = mgpu.LearningRateFinder(net, loss, make_trainer(net))
+    rate = finder.sweep(data, start=1e-5, end=1e3)
+    assert len(finder.rates) < 100 and finder.smoothed[-1] > 4 * min(finder.smoothed)
+    assert 1e-3 < rate < 1 and rate == finder.suggestion
+    finder.plot(tmp_path / "rates.png")
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+    net = linear()
+    history = mgpu.fit(net, loss, make_trainer(net, rate), data, epochs=8, metrics=(), callbacks=[])
+    assert history.rows[-1]["train_loss"] < 0.1 * history.rows[0]["train_loss"]
+
+
+def test_a_network_whose_shapes_the_first_batch_decides():
+    net = nn.Dense(3)
+    net.initialize(mx.init.Zero(), ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer = make_trainer(net)
+    mgpu.LearningRateFinder(net, LOSS, trainer).sweep(batches_of(*three_clouds()), num_steps=3)
+    assert (net.weight.data(mx.cpu(1)).asnumpy() == 0).all()
+    trained(net, trainer, batches_of(*three_clouds()))
+    assert (net.weight.data(mx.cpu(1)).asnumpy() != 0).any()
+
+
+def test_no_suggestion_where_the_loss_does_not_fall():
+    finder = mgpu.LearningRateFinder(make_net([mx.cpu()]), LOSS, make_trainer(make_net([mx.cpu()])))
+    finder.rates, finder.smoothed = [10.0**-i for i in range(20, 0, -1)], [float(i) for i in range(20)]
+    assert finder.suggestion is None
+    finder.rates, finder.smoothed = [], []
+    assert finder.suggestion is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"start": 0}, {"start": 1.0, "end": 0.5}, {"num_steps": 1}, {"smoothing": 1.0}, {"divergence": math.inf}]
+)
+def test_wrong_arguments_of_a_sweep(options):
+    net = make_net([mx.cpu()])
+    with pytest.raises(mgpu.errors.TrainerError, match=r"^LearningRateFinder\.sweep: got"):
+        mgpu.LearningRateFinder(net, LOSS, make_trainer(net)).sweep(batches_of(*three_clouds()), **options)
+
+
+def test_an_error_in_the_sweep_restores_everything():
+    net, data = make_net([mx.cpu()]), batches_of(*three_clouds())
+    trainer, before = make_trainer(net), weights(net)
+    with pytest.raises(mgpu.errors.TrainerError, match="pairs"):
+        mgpu.LearningRateFinder(net, LOSS, trainer).sweep(iter([*data, (1, 2, 3)]), start=0.1)
+    assert_same(weights(net), before)
+    assert trainer.learning_rate == 0.5
+
+
+PROGRAM = """
+    import hashlib
+    import gluon_mgpu as mgpu
+    import mxnet as mx
+    import numpy as np
+    from mxnet import gluon
+    from mxnet.gluon import nn
+
+    rng = np.random.RandomState(0)
+    data = [(rng.rand(9, 2).astype("float32"), rng.randint(0, 3, 9)) for _ in range(4)]
+    net, loss = nn.HybridSequential(), gluon.loss.SoftmaxCrossEntropyLoss()
+    net.add(nn.Dense(4, in_units=2), nn.Dense(3, in_units=4))
+    mx.random.seed(1)
+    net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    finder = mgpu.LearningRateFinder(net, loss, trainer)
+    print("found", finder.sweep(data, start=1e-3, end=1.0, num_steps=30), sum(finder.losses))
+    mgpu.fit(net, loss, trainer, data, data, epochs=3, callbacks=[mgpu.Finetune("0", unfreeze_epoch=2)])
+    weights = np.concatenate([param.data().asnumpy().ravel() for param in net.collect_params().values()])
+    print("bits", hashlib.sha256(weights.tobytes()).hexdigest())
+    print("sum", float(np.abs(weights).sum()))
+"""
+
+
+@pytest.mark.exhaustive
+def test_in_two_processes(tmp_path):
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    environ, outputs = {**os.environ, "OMP_NUM_THREADS": "1"}, []
+    for command in ([sys.executable], [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2"]):
+        command += ["program.py"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stdout.decode()
+        outputs.append(done.stdout.decode())
+    for word in ("found", "bits", "sum"):
+        one, two = ({line.split(word + " ")[1] for line in output.splitlines() if word + " " in line} for output in outputs)
+        assert len(one) == len(two) == 1, outputs
+        if word != "bits":
+            numbers = [np.float64(next(iter(found)).split()) for found in (one, two)]
+            np.testing.assert_allclose(*numbers, rtol=1e-4)

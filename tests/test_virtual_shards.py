@@ -1,0 +1,388 @@
+"""Contract: with `virtual_shards`, weights, states, metrics and history have the same bits on any number of devices."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.data import ArrayLoader
+from gluon_mgpu.errors import ReplicaError, StateError, TrainerError
+from gluon_mgpu.trainer.precision import can_compute_bf16
+from gluon_mgpu.trainer.virtual_shards import TreeReduction, complete_parts
+from hypothesis import given
+from hypothesis import strategies as st
+from mxnet import gluon
+from mxnet.gluon import nn, rnn
+
+from .conftest import assert_house_style
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+OPTIMIZERS = {
+    "sgd": ("sgd", {"learning_rate": 0.05, "momentum": 0.9}),
+    "adam": ("adam", {"learning_rate": 0.01}),
+    "adamw": ("adamw", {"learning_rate": 0.01, "wd": 0.01}),
+}
+
+
+def cpus(number):
+    return [mx.cpu(i) for i in range(number)]
+
+
+def mlp():
+    return [nn.Dense(32, activation="relu"), nn.Dropout(0.3), nn.BatchNorm(), nn.Dense(5)], (10,)
+
+
+def cnn():
+    layers = [nn.Conv2D(6, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"), nn.MaxPool2D(), nn.Flatten()]
+    return [*layers, nn.Dense(5)], (3, 8, 8)
+
+
+def recurrent():
+    return [nn.Dense(12, flatten=False), rnn.LSTM(8, layout="NTC", dropout=0.2, num_layers=2), nn.LayerNorm(), nn.Dense(5)], (
+        6,
+        4,
+    )
+
+
+NETWORKS = {"mlp": mlp, "cnn": cnn, "recurrent": recurrent}
+
+
+def make(network, num_devices, optimizer="sgd", shards=8, *, hybridize=True, **options):
+    mx.random.seed(3)
+    np.random.seed(3)
+    layers, shape = NETWORKS[network]()
+    net = nn.HybridSequential()
+    net.add(*layers)
+    net.initialize(mx.init.Xavier(), ctx=cpus(num_devices))
+    if hybridize:
+        net.hybridize()
+    name, params = OPTIMIZERS[optimizer]
+    return net, mgpu.Trainer(net, name, dict(params), virtual_shards=shards, **options), shape
+
+
+def digest(net, trainer, *more):
+    """The bits of weights, statistics and states, which all devices must have."""
+    found = set()
+    for replica, context in enumerate(trainer.contexts):
+        bits = hashlib.sha256()
+        for param in net._collect_params_with_prefix().values():
+            bits.update(param.data(context).asnumpy().tobytes())
+        for _, state in sorted(trainer._update.updaters[replica].states.items()):
+            for array in state if isinstance(state, (list, tuple)) else [state]:
+                bits.update(array.asnumpy().tobytes())
+        found.add(bits.hexdigest())
+    assert len(found) == 1, "the devices differ"
+    return (*found, *more)
+
+
+def train(network, num_devices, optimizer, *, sizes=(20, 17, 20), compiled="auto", micro_steps=1, **options):
+    net, trainer, shape = make(network, num_devices, optimizer, **options)
+    rng = np.random.RandomState(0)
+    step = mgpu.compile_step(net, LOSS, trainer, compiled=compiled, micro_steps=micro_steps)
+    losses = b""
+    for size in sizes:
+        batch = step(rng.randn(size, *shape).astype("float32"), rng.randint(0, 5, size))
+        losses += b"".join(loss.asnumpy().tobytes() for loss in batch.losses)
+    after = float(mx.nd.random.uniform(shape=(1,)).asscalar())
+    return digest(net, trainer, hashlib.sha256(losses).hexdigest(), after)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize(("compiled", "hybridize"), [("auto", True), ("off", True), ("off", False)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_bits_do_not_depend_on_the_devices(network, optimizer, compiled, hybridize, clip_norm):
+    found = {
+        train(network, k, optimizer, compiled=compiled, hybridize=hybridize, clip_norm=clip_norm, sizes=(20, 17))
+        for k in (1, 2, 4)
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("shards", [6, 12])
+def test_shards_that_are_no_power_of_two(shards):
+    assert len({train("mlp", k, "sgd", shards=shards) for k in (1, 2, 3, 6)}) == 1
+
+
+def test_batches_with_fewer_examples_than_shards():
+    assert len({train("cnn", k, "sgd", sizes=(16, 3, 1, 9)) for k in (1, 2, 4, 8)}) == 1
+
+
+def test_both_kinds_of_arrays(arrays):
+    assert len({train("mlp", k, "adam") for k in (1, 2)}) == 1
+
+
+def test_micro_steps_are_parts_of_virtual_shards():
+    assert len({train("cnn", k, "sgd", micro_steps=2) for k in (1, 2, 4)}) == 1
+
+
+@pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor")
+def test_bf16():
+    assert len({train("mlp", k, "sgd", precision="bf16") for k in (1, 2)}) == 1
+
+
+def test_another_number_of_shards_rounds_differently():
+    """The comparison of the other tests can fail."""
+    assert train("mlp", 2, "sgd", shards=8) != train("mlp", 2, "sgd", shards=4)
+    assert train("mlp", 1, "sgd", sizes=(20, 17)) != train("mlp", 1, "sgd", sizes=(20, 18))
+
+
+def test_it_trains_as_one_device_does():
+    """Without BatchNorm and Dropout, the update is that of the complete batch, except for rounding."""
+    rng = np.random.RandomState(1)
+    batches = [(rng.randn(n, 10).astype("float32"), rng.randint(0, 5, n)) for n in (20, 13, 3)]
+    found = []
+    for shards in (None, 4):
+        mx.random.seed(1)
+        net = nn.HybridSequential()
+        net.add(nn.Dense(16, activation="relu"), nn.Dense(5))
+        net.initialize(mx.init.Xavier(), ctx=cpus(2))
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, clip_norm=0.5, virtual_shards=shards)
+        for X, y in batches:
+            mgpu.train_batch(net, LOSS, trainer, X, y)
+        found.append(np.concatenate([param.data(mx.cpu(1)).asnumpy().ravel() for param in net.collect_params().values()]))
+    np.testing.assert_allclose(found[1], found[0], atol=2e-6)
+
+
+@given(st.integers(1, 24), st.data())
+def test_the_tree_is_the_same_for_every_division(num_shards, data):
+    """Whatever parts of the shards devices hold, the sum is that of the recursive halves of the largest power of two."""
+    num_leaves = data.draw(st.integers(1, num_shards))
+    num_devices = data.draw(st.sampled_from([k for k in (1, 2, 3, 4) if num_shards % k == 0]))
+    leaves = np.random.RandomState(num_shards).randn(num_leaves, 5).astype("float32")
+    tree = TreeReduction(cpus(num_devices), num_shards)
+    each = num_shards // num_devices
+    gradients = [[mx.nd.zeros(5, ctx=context)] for context in cpus(num_devices)]
+    for number, leaf in enumerate(leaves):
+        replica = number // each
+        tree.make_room(replica)
+        gradients[replica][0][:] = leaf
+        tree.add(number, replica, gradients[replica])
+    (found,) = tree.finish(num_leaves, gradients[0])
+
+    def total(begin, size):
+        return leaves[begin] if size == 1 else total(begin, size // 2) + total(begin + size // 2, size // 2)
+
+    parts = [total(begin, size) for begin, size in complete_parts(0, num_leaves)]
+    wanted = parts[0]
+    for part in parts[1:]:
+        wanted = wanted + part
+    np.testing.assert_array_equal(found.asnumpy(), wanted)
+
+
+class StopAt(mgpu.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_batch_end(self, state):
+        if state.step == self.step:
+            raise KeyboardInterrupt
+
+
+def run_fit(folder, num_devices, *, stop=None, resume=None, network="cnn", shards=8, **options):
+    net, trainer, shape = make(network, num_devices, "adam", None, clip_norm=1.0)
+    rng = np.random.RandomState(0)
+    X, y = rng.randn(70, *shape).astype("float32"), rng.randint(0, 5, 70).astype("float32")
+    callbacks = [mgpu.Checkpoint(folder, every=2, keep=3), *([StopAt(stop)] if stop else [])]
+    loaders = [ArrayLoader(X, y, 16, shuffle=True, seed=1), ArrayLoader(X[:40], y[:40], 16)]
+    history = mgpu.fit(
+        net, LOSS, trainer, *loaders, epochs=2, callbacks=callbacks, virtual_shards=shards, resume=resume, **options
+    )
+    timeless = [
+        {name: value for name, value in row.items() if "second" not in name and "_per_s" not in name} for row in history.rows
+    ]
+    return digest(net, trainer, json.dumps(timeless))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["each batch", "accumulated"])
+def test_a_run_is_the_same_on_other_devices_and_after_a_resume(tmp_path, options):
+    wanted = run_fit(tmp_path / "1", 1, **options)
+    assert run_fit(tmp_path / "2", 2, **options) == wanted
+    with pytest.raises(KeyboardInterrupt):
+        run_fit(tmp_path / "3", 4, stop=7, **options)
+    assert run_fit(tmp_path / "3", 2, resume="auto", **options) == wanted
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stop", range(1, 10))
+def test_every_moment_to_resume_on_another_number_of_devices(tmp_path, stop):
+    wanted = run_fit(tmp_path / "1", 1, network="mlp")
+    for begins, ends in ((1, 4), (4, 1), (2, 8)):
+        folder = tmp_path / f"{begins}{ends}"
+        with pytest.raises(KeyboardInterrupt):
+            run_fit(folder, begins, stop=stop, network="mlp")
+        assert run_fit(folder, ends, resume="auto", network="mlp") == wanted
+
+
+def test_a_checkpoint_knows_its_number(tmp_path):
+    run_fit(tmp_path, 2)
+    with pytest.raises(StateError, match="virtual_shards=8 for one with 4") as caught:
+        run_fit(tmp_path, 2, resume="auto", shards=4)
+    assert_house_style(caught.value)
+    with pytest.raises(StateError, match="virtual_shards=8 for one with None"):
+        run_fit(tmp_path, 2, resume="auto", shards=None)
+
+
+def test_evaluate():
+    rng = np.random.RandomState(0)
+    data = ArrayLoader(rng.randn(50, 10).astype("float32"), rng.randint(0, 5, 50), 16)
+    found = set()
+    for k in (1, 2, 4):
+        net, _, _ = make("mlp", k)
+        found.add(json.dumps(mgpu.evaluate(net, data, loss=LOSS, virtual_shards=8)))
+    assert len(found) == 1
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import mxnet as mx
+from tests.test_virtual_shards import run_fit, train
+print("BITS", train("recurrent", int(sys.argv[2]), "adam")[::2], run_fit(sys.argv[3], int(sys.argv[2])), flush=True)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_processes(tmp_path, request):
+    """Two processes with one device each, and one process: the same bits, also of the history."""
+    wanted = f"BITS {train('recurrent', 2, 'adam')[::2]} {run_fit(tmp_path / 'one', 2)}"
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--", sys.executable, "program.py"]
+    result = subprocess.run(
+        [*command, str(request.config.rootpath), "1", str(tmp_path / "two")],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = {line.split("] ", 1)[1] for line in result.stdout.splitlines() if "BITS" in line}
+    assert found == {wanted}, (found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make("mlp", 3), "got virtual_shards=8 on 3 devices; expected a multiple of 3"),
+        (lambda: make("mlp", 2, shards=0), "got virtual_shards=0"),
+        (lambda: make("mlp", 2, shard_optimizer=True), "got virtual_shards and shard_optimizer=True"),
+        (lambda: mgpu.LocalSGD(make("mlp", 2, shards=None)[0], "sgd", every=2, virtual_shards=8), "virtual_shards and LocalSGD"),
+        (lambda: by_hand(*make("mlp", 2)), "got gradients of a loop by hand with virtual_shards"),
+        (lambda: weighted(*make("mlp", 2)), "expected split_batch, as virtual shards have equal sizes"),
+        (lambda: synchronised(*make("mlp", 2)), "got a BatchNorm that is synchronised"),
+        (lambda: make("mlp", 1, check_replicas_every=10), "got check_replicas_every=10 with 1 replicas"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(TrainerError, match=message) as caught:
+        call()
+    assert_house_style(caught.value)
+
+
+def by_hand(net, trainer, shape):
+    with mx.autograd.record():
+        losses = [net(mx.nd.ones((2, *shape), ctx=context)).sum() for context in trainer.contexts]
+    mgpu.backward(losses)
+    trainer.step(4)
+
+
+def weighted(net, trainer, shape):
+    weights = mgpu.Balancer(trainer)
+    mgpu.train_batch(net, LOSS, trainer, np.ones((4, *shape), "float32"), np.zeros(4), split_f=weights)
+
+
+def synchronised(net, trainer, shape):
+    net.hybridize(False)
+    mgpu.set_batch_norm(net, "sync")
+    mgpu.train_batch(net, LOSS, trainer, np.ones((4, *shape), "float32"), np.zeros(4))
+
+
+def test_several_threads_are_refused(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.trainer.virtual_shards.ask_threads", lambda device_id: 2)
+    with pytest.raises(TrainerError, match=r"cpu\(0\), which computes with 2 threads") as caught:
+        make("mlp", 1)
+    assert_house_style(caught.value)
+
+
+def flip(array, rng):
+    """Flip a bit of an array, except for the sign and the largest bits of the exponent."""
+    values = array.asnumpy()
+    values.reshape(-1).view(np.uint32)[rng.randint(array.size)] ^= np.uint32(1 << rng.randint(10, 28))
+    mx.nd.array(values, ctx=array.context).copyto(array.as_nd_ndarray())
+
+
+def voting(num_devices, every, shards=None):
+    net, trainer, shape = make("mlp", num_devices, shards=shards, check_replicas_every=every)
+    X, y = np.random.RandomState(0).randn(12, *shape).astype("float32"), np.arange(12) % 5
+    step = mgpu.compile_step(net, LOSS, trainer)
+    for _ in range(2):
+        step(X, y)
+    return net, trainer, lambda: step(X, y)
+
+
+def choose(net, trainer, replica, rng):
+    """A weight or a state of a replica."""
+    indices = [index for index, param in enumerate(trainer._params) if param.grad_req != "null"]
+    index = indices[rng.randint(len(indices))]
+    if rng.randint(2):
+        return trainer._params[index].data(trainer.contexts[replica])
+    return trainer._update.updaters[replica].states[index]
+
+
+@pytest.mark.parametrize("shards", [None, 12])
+def test_three_replicas_restore_the_one_that_differs(caplog, shards):
+    net, trainer, step = voting(3, every=2, shards=shards)
+    rng = np.random.RandomState(0)
+    for trial in range(6):
+        flip(choose(net, trainer, trial % 3, rng), rng)
+        for _ in range(3):
+            step()
+        assert trainer.replica_check.num_restored == trial + 1
+        assert f"got other bits on cpu({trial % 3})" in caplog.messages[-1]
+        step()
+        if shards:  # otherwise BatchNorm's statistics are each device's own
+            digest(net, trainer)
+
+
+def test_two_replicas_stop(tmp_path):
+    """Which one is wrong is unknown: the run ends, and names the checkpoint before."""
+    net, trainer, shape = make("cnn", 2, check_replicas_every=3)
+    rng = np.random.RandomState(0)
+    data = ArrayLoader(rng.randn(64, *shape).astype("float32"), rng.randint(0, 5, 64), 8)
+
+    class Flip(mgpu.Callback):
+        def on_batch_end(self, state):
+            if state.step == 6:
+                flip(net[0].weight.data(mx.cpu(1)), rng)
+
+    saving = mgpu.Checkpoint(tmp_path, every=4, monitor=None)
+    with pytest.raises(ReplicaError, match=r"got other bits on cpu\(0\), cpu\(1\).*0.weight.*checkpoint is .*last") as caught:
+        mgpu.fit(net, LOSS, trainer, data, epochs=2, callbacks=[saving, Flip()])
+    assert_house_style(caught.value)
+
+
+def test_the_same_replicas_are_no_finding(caplog):
+    net, trainer, step = voting(2, every=1)
+    for _ in range(6):
+        step()
+    trainer.replica_check.verify()
+    assert trainer.replica_check.num_verified == 8 and not trainer.replica_check.num_restored and not caplog.messages
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_flips():
+    net, trainer, step = voting(3, every=1)
+    rng = np.random.RandomState(1)
+    for trial in range(1000):
+        array = choose(net, trainer, trial % 3, rng)
+        flip(array, rng)
+        trainer.replica_check.verify()
+        assert trainer.replica_check.num_restored == trial + 1

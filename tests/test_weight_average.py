@@ -1,0 +1,401 @@
+"""Averages of weights: those that NumPy computes, on any devices, also after a stop; what is evaluated."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
+from gluon_mgpu.trainer.averaged_weights import AveragedWeights
+from mxnet import gluon
+from mxnet.gluon import nn
+
+from .conftest import mostly_two
+from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
+from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
+
+DATA = batches_of(*three_clouds())  # 4 batches
+DECAY = 0.9
+
+
+def weights(net, context=None):
+    params = net._collect_params_with_prefix().items()
+    return {name: param.data(context or param.list_ctx()[0]).asnumpy().copy() for name, param in params}
+
+
+class Weights(mgpu.Callback):
+    """Notes the weights after each batch and before each evaluation."""
+
+    def __init__(self):
+        self.after_batches, self.tested = [], []
+
+    def on_batch_end(self, state):
+        self.after_batches.append(weights(state.net))
+
+    def on_test_begin(self, state):
+        self.tested.append(weights(state.net))
+
+
+def assert_close(one, other, tolerance=1e-6):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_allclose(value, other[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert all(value.tobytes() == other[name].tobytes() for name, value in one.items())
+
+
+def run(ctx, average, *, epochs=2, net=None, callbacks=(), **options):
+    net = net or make_net(ctx)
+    notes = Weights()
+    history = mgpu.fit(
+        net, LOSS, make_trainer(net, momentum=0.9), DATA, DATA, epochs=epochs, callbacks=[average, notes, *callbacks], **options
+    )
+    return net, notes, history
+
+
+def test_ema_is_that_of_numpy(devices, arrays):
+    average = mgpu.WeightAverage("ema", decay=DECAY)
+    net, notes, history = run(devices, average)
+    expected = {}
+    for n, found in enumerate(notes.after_batches):
+        decay = min(DECAY, (1 + n) / (10 + n)) if n else 0.0
+        expected = {name: decay * expected.get(name, 0.0) + (1 - decay) * value for name, value in found.items()}
+        if n == 3:
+            assert_close(notes.tested[0], expected)
+    assert_close(weights(net), expected)
+    assert average.num_updates == 8 and mgpu.replica_difference(net) == 0.0
+    result = mgpu.evaluate(net, DATA, loss=LOSS)
+    assert history.rows[-1]["test_loss"] == pytest.approx(result["loss"], abs=1e-6)
+
+
+@mostly_two
+def test_swa_is_the_mean_over_epochs_and_training_keeps_its_weights(devices):
+    plain_notes = Weights()
+    net = make_net(devices)
+    mgpu.fit(net, LOSS, make_trainer(net, momentum=0.9), DATA, DATA, epochs=4, callbacks=[plain_notes])
+    averaged, notes, _ = run(devices, mgpu.WeightAverage("swa", start_epoch=2), epochs=4)
+    for plain, found in zip(plain_notes.after_batches, notes.after_batches):
+        assert_same(plain, found)  # training has not noticed
+    ends = plain_notes.after_batches[3::4]
+    assert_same(notes.tested[0], ends[0])  # the first epoch is not averaged
+    assert_close(notes.tested[2], {name: (ends[1][name] + ends[2][name]) / 2 for name in ends[0]})
+    assert_close(weights(averaged), {name: sum(end[name] for end in ends[1:]) / 3 for name in ends[0]})
+
+
+def test_every_so_many_batches_and_accumulated_ones():
+    average = mgpu.WeightAverage("swa", every=3, apply_at_end=False)
+    net, notes, _ = run([mx.cpu()], average)
+    assert average.num_updates == 2  # after batches 3 and 6
+    assert_same(weights(net), notes.after_batches[-1])
+    with average.applied():
+        expected = {name: (notes.after_batches[2][name] + notes.after_batches[5][name]) / 2 for name in weights(net)}
+        assert_close(weights(net), expected)
+    assert_same(weights(net), notes.after_batches[-1])
+    average = mgpu.WeightAverage("ema")
+    run([mx.cpu()], average, accumulate_grad_batches=3)
+    assert average.num_updates == 4  # after batches 3 and 4 of each epoch
+
+
+def test_devices_do_not_matter():
+    found = [weights(run([mx.cpu(i) for i in range(k)], mgpu.WeightAverage("ema", decay=DECAY))[0]) for k in (1, 2)]
+    assert_close(*found, tolerance=1e-5)
+
+
+class Press(mgpu.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_batch_end(self, state):
+        if state.step == self.step:
+            signal.raise_signal(signal.SIGINT)
+
+    def on_test_begin(self, state):
+        if self.step == -state.epoch:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def interrupts():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("method", ["ema", "swa"])
+@pytest.mark.parametrize("first", [True, False], ids=["before Checkpoint", "after Checkpoint"])
+@pytest.mark.parametrize("step", [1, 4, 6, -1, -2])
+def test_a_resumed_run_has_the_same_bits(interrupts, tmp_path, method, first, step):
+    """Stopped after a batch, at the end of an epoch, and in an evaluation."""
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    expected, _, history = run(ctx, mgpu.WeightAverage(method, decay=DECAY), epochs=3)
+
+    def part(*more):
+        average, saves = mgpu.WeightAverage(method, decay=DECAY), mgpu.Checkpoint(tmp_path, monitor=None, every=3)
+        callbacks = [average, saves] if first else [saves, average]
+        net = make_net(ctx)
+        options = {"epochs": 3, "callbacks": [*callbacks, *more], "resume": "auto"}
+        return net, mgpu.fit(net, LOSS, make_trainer(net, momentum=0.9), DATA, DATA, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        part(Press(step))
+    net, resumed = part()
+    assert_same(weights(net), weights(expected))
+    assert [row["test_loss"] for row in resumed.rows] == [row["test_loss"] for row in history.rows]
+
+
+def test_resumed_on_another_number_of_devices(tmp_path):
+    expected, _, _ = run([mx.cpu()], mgpu.WeightAverage("ema", decay=DECAY), epochs=3)
+    for epochs, k in ((1, 1), (3, 3)):
+        saves = mgpu.Checkpoint(tmp_path, monitor=None)
+        average = mgpu.WeightAverage("ema", decay=DECAY)
+        net, _, _ = run([mx.cpu(i) for i in range(k)], average, epochs=epochs, callbacks=[saves], resume="auto")
+    assert_close(weights(net), weights(expected), tolerance=1e-5)
+    assert mgpu.replica_difference(net) == 0.0
+
+
+def test_one_operation_per_bucket_and_device(monkeypatch):
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    net = nn.HybridSequential()
+    net.add(*[nn.Dense(4, in_units=4) for _ in range(20)])
+    net.initialize(ctx=ctx)
+    mgpu.Trainer(net, "sgd")
+    average, calls, update = AveragedWeights(net), [], mx.nd.sgd_update
+    monkeypatch.setattr(mx.nd, "sgd_update", lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs))
+    average.update(0.5)
+    assert len(calls) == 2  # 40 parameters
+
+
+def test_parameters_that_move_into_a_bucket_keep_their_average():
+    net = make_net([mx.cpu()])
+    average, before = AveragedWeights(net), weights(net)
+    make_trainer(net)  # moves them
+    for param in net.collect_params().values():
+        param.set_data(param.data() + 2)
+    average.update(0.5)
+    average.put()
+    assert_close(weights(net), {name: value + 1 for name, value in before.items()})
+
+
+def test_the_average_is_saved_and_best_is_chosen_by_it(tmp_path):
+    average = mgpu.WeightAverage("swa", folder=tmp_path / "averaged")
+    net, _, _ = run([mx.cpu(0), mx.cpu(1)], average, callbacks=[mgpu.Checkpoint(tmp_path / "run")])
+    loaded = make_net([mx.cpu()])
+    assert mgpu.load_checkpoint(tmp_path / "averaged", loaded) == {"epoch": 2, "averaged": 2}
+    assert_same(weights(loaded), weights(net))
+    mgpu.load_checkpoint(tmp_path / "run" / "last", loaded)
+    assert weights(loaded)["0.weight"].tobytes() != weights(net)["0.weight"].tobytes()  # the trained weights
+
+
+def test_the_average_in_a_checkpoint(tmp_path, devices, arrays):
+    """`best` is chosen by the average, and holds it next to the trained weights; tied parameters have several names."""
+
+    def make(ctx):
+        net = nn.HybridSequential()
+        net.add(nn.Dense(2, in_units=2), nn.BatchNorm(in_channels=2))
+        net.add(nn.Dense(2, in_units=2, params=net[0].params), nn.Dense(3, in_units=2))
+        mx.random.seed(1)
+        net.initialize(mx.init.Xavier(), ctx=ctx)
+        return net
+
+    net, saves = make(devices), mgpu.Checkpoint(tmp_path / "run")
+    average = mgpu.WeightAverage("ema", decay=DECAY, apply_at_end=False)
+    history = mgpu.fit(net, LOSS, make_trainer(net), DATA, DATA, epochs=3, callbacks=[saves, average])
+    loaded = make([mx.cpu(0), mx.cpu(1)])
+    assert mgpu.load_checkpoint(tmp_path / "run" / "last", loaded, averaged=True)["epoch"] == 3
+    with average.applied():
+        assert_same(weights(loaded), {**weights(net), **{k: v for k, v in weights(loaded).items() if "running" in k}})
+    assert weights(loaded)["0.weight"].tobytes() != weights(net)["0.weight"].tobytes()
+    best = mgpu.load_checkpoint(tmp_path / "run" / "best", loaded, averaged=True)
+    expected = history.rows[best["epoch"] - 1]["test_loss"]
+    assert mgpu.evaluate(loaded, DATA, loss=LOSS)["loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(mgpu.errors.StateError, match="expected no trainer"):
+        mgpu.load_checkpoint(tmp_path / "run" / "last", loaded, make_trainer(loaded), averaged=True)
+    mgpu.save_checkpoint(tmp_path / "plain", loaded, make_trainer(loaded))
+    with pytest.raises(mgpu.errors.StateError, match="without averaged weights"):
+        mgpu.load_checkpoint(tmp_path / "plain", loaded, averaged=True)
+
+
+def bn_net(ctx):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(6, in_units=2), nn.BatchNorm(in_channels=6, momentum=0.5), nn.Dense(3, in_units=6))
+    mx.random.seed(3)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    return net
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
+def test_update_bn_gives_the_moments_of_the_data(devices, arrays, hybridize):
+    net = bn_net(devices)
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    trainer = make_trainer(net)
+    X, y = three_clouds(48)
+    before = weights(net)
+    mgpu.update_bn(net, [(X, y)] * 30)
+    after = weights(net)
+    hidden = X @ before["0.weight"].T + before["0.bias"]
+    shards = np.array_split(hidden, len(devices))
+    np.testing.assert_allclose(after["1.running_mean"], hidden.mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(after["1.running_var"], np.mean([shard.var(axis=0) for shard in shards], axis=0), atol=1e-5)
+    assert_same({k: v for k, v in before.items() if "running" not in k}, {k: v for k, v in after.items() if "running" not in k})
+    with pytest.raises(mgpu.errors.StaleGradientError):  # its passes leave no gradient for a step
+        trainer.step(1)
+
+
+def test_update_bn_rejects_gradients_that_it_would_lose():
+    net = bn_net([mx.cpu()])
+    trainer = make_trainer(net)
+    with trainer.accumulate():
+        mgpu.train_batch(net, LOSS, trainer, *DATA[0])
+    with pytest.raises(mgpu.errors.TrainerError, match="update_bn: got gradients of 16 examples that were not applied"):
+        mgpu.update_bn(net, DATA)
+
+
+@mostly_two
+def test_bn_data_gives_the_average_its_own_statistics(devices):
+    """Training goes on with its statistics: its loss per epoch does not depend on the callback."""
+    losses, tests = [], []
+    for options in (None, {}, {"bn_data": DATA * 5}):
+        net = bn_net(devices)
+        average = [] if options is None else [mgpu.WeightAverage("swa", **options)]
+        history = mgpu.fit(net, LOSS, make_trainer(net), DATA, DATA, epochs=3, bn="local", callbacks=average)
+        losses.append([row["train_loss"] for row in history.rows])
+        tests.append(history.rows[-1]["test_loss"])
+        if options == {"bn_data": DATA * 5}:
+            found = weights(net)["1.running_mean"]
+            mgpu.update_bn(net, DATA * 5)
+            np.testing.assert_allclose(found, weights(net)["1.running_mean"], atol=1e-3)
+    assert losses[0] == losses[1] == losses[2]
+    assert len(set(tests)) == 3
+
+
+def test_wrong_options():
+    for options, expected in [
+        ({"method": "mean"}, "'ema' or 'swa'|ema"),
+        ({"decay": 1.0}, "decay"),
+        ({"every": 0}, "every"),
+        ({"start_epoch": 0}, "start_epoch"),
+        ({"bn_data": 3}, "bn_data"),
+    ]:
+        with pytest.raises(mgpu.errors.TrainerError, match=expected):
+            mgpu.WeightAverage(**options)
+    net = make_net([mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.LocalSGD(net, "sgd", every=2)
+    with pytest.raises(mgpu.errors.TrainerError, match="got a LocalSGD"):
+        mgpu.fit(net, LOSS, trainer, DATA, epochs=1, callbacks=[mgpu.WeightAverage()])
+
+
+def test_the_mean_of_the_last_checkpoints(tmp_path, arrays):
+    net, seen = bn_net([mx.cpu(0), mx.cpu(1)]), []
+
+    class Notes(mgpu.Callback):
+        def on_epoch_end(self, state):
+            seen.append(weights(state.net))
+
+    saves = mgpu.Checkpoint(tmp_path / "run", keep=3)
+    mgpu.fit(net, LOSS, make_trainer(net), DATA, DATA, epochs=4, callbacks=[saves, Notes()])
+    loaded = bn_net([mx.cpu()])
+    for last, parts in ((None, seen[1:]), (2, seen[2:])):
+        folder = mgpu.average_checkpoints(tmp_path / "run", last=last)
+        assert mgpu.load_checkpoint(folder, loaded)["epoch"] == 4
+        assert_close(weights(loaded), {name: np.mean([one[name] for one in parts], axis=0) for name in seen[0]})
+    with pytest.raises(mgpu.errors.StateError, match="got 3 checkpoints .*; expected 4"):
+        mgpu.average_checkpoints(tmp_path / "run", last=4)
+    with pytest.raises(mgpu.errors.StateError, match="got 0 checkpoints"):
+        mgpu.average_checkpoints(tmp_path / "nowhere")
+    mgpu.save_checkpoint(tmp_path / "other", make_net([mx.cpu()]))
+    with pytest.raises(mgpu.errors.StateError, match="expected checkpoints of one network"):
+        mgpu.average_checkpoints([tmp_path / "run" / "last", tmp_path / "other"], output=tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
+
+
+def test_the_command(tmp_path):
+    net = make_net([mx.cpu()])
+    for folder in ("last", "step-00000001"):
+        mgpu.save_checkpoint(tmp_path / folder, net)
+    done = CliRunner().invoke(main, ["average", str(tmp_path), "--output", str(tmp_path / "mean")])
+    assert (done.exit_code, done.output) == (0, f"saved {tmp_path / 'mean'}\n")
+    mgpu.load_checkpoint(tmp_path / "mean", net)
+    refused = CliRunner().invoke(main, ["average", str(tmp_path), "--last", "5"])
+    assert refused.exit_code == 1 and "--keep 5" in refused.output
+
+
+def test_the_average_of_a_translators_checkpoints_is_a_translator(tmp_path, tsv, without_sacrebleu):  # noqa: F811
+    run = ["train", "seq2seq", "--tsv", tsv, *SMALL, *WORDS, "--devices", "cpu:1", "--epochs", "3", "--keep", "2"]
+    for command in ([*run, "--output", tmp_path / "run"], ["average", tmp_path / "run", "--last", "2"]):
+        done = CliRunner().invoke(main, [str(word) for word in command])
+        assert done.exit_code == 0, (done.output, done.exception)
+    parts = [path for path in (tmp_path / "run").iterdir() if path.name == "last" or path.name.startswith("step-")]
+    found = [weights(mgpu.load_translator(path).net) for path in parts]
+    average = mgpu.load_translator(tmp_path / "run" / "average")
+    assert_close(weights(average.net), {name: (found[0][name] + found[1][name]) / 2 for name in found[0]})
+    assert found[0]["encoder.embedding.weight"].tobytes() != found[1]["encoder.embedding.weight"].tobytes()
+
+
+PROGRAM = """
+    import hashlib, sys
+    import gluon_mgpu as mgpu
+    import mxnet as mx
+    import numpy as np
+    from mxnet import gluon
+    from mxnet.gluon import nn
+
+    rng = np.random.RandomState(0)
+    data = [(rng.rand(8, 2).astype("float32"), rng.randint(0, 3, 8)) for _ in range(4)]
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=2), nn.BatchNorm(in_channels=4), nn.Dense(3, in_units=4))
+    mx.random.seed(1)
+    net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0)])
+    average = mgpu.WeightAverage("swa", bn_data=data, folder=sys.argv[1])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    mgpu.fit(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, data, epochs=3, callbacks=[average])
+    found = np.concatenate([param.data().asnumpy().ravel() for param in net.collect_params().values()])
+    print("bits", hashlib.sha256(found.tobytes()).hexdigest())
+    if not mgpu.this_process().rank:
+        np.save(sys.argv[2], found)
+    layer = nn.BatchNorm(in_channels=1, momentum=0.5)  # each process reads its own batches
+    layer.initialize(ctx=[mx.cpu(0)])
+    mgpu.Trainer(layer, "sgd", sharded_data=True)
+    X = [[0.0], [2.0]] if mgpu.this_process().rank == 0 else [[10.0], [20.0]]
+    mgpu.update_bn(layer, [(np.float32(X), np.zeros(2))] * 20)
+    print("mean", round(float(layer.running_mean.data().asscalar()), 3))
+"""
+
+
+@pytest.mark.exhaustive
+def test_in_two_processes(tmp_path):
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name, command in (
+        ("one", [sys.executable, "program.py"]),
+        ("two", [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "program.py"]),
+    ):
+        done = subprocess.run(
+            [*command, f"{name}-average", f"{name}.npy"],
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+        )
+        output = done.stdout.decode()
+        assert done.returncode == 0, output
+        assert len({line.split("bits ")[1] for line in output.splitlines() if "bits " in line}) == 1
+        assert ("mean 1.0" if name == "one" else "mean 8.0") in output
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=2), nn.BatchNorm(in_channels=4), nn.Dense(3, in_units=4))
+    net.load_parameters(str(tmp_path / "two-average" / "net.params"), ctx=mx.cpu())
+    saved = np.concatenate([param.data().asnumpy().ravel() for param in net.collect_params().values()])
+    assert saved.tobytes() == np.load(tmp_path / "two.npy").tobytes()
+    assert isinstance(net, gluon.Block)

@@ -7,7 +7,7 @@ train by epochs    Trainer, fit; callbacks: Progress, Checkpoint, EarlyStopping,
                    WeightAverage, Finetune, Callback, FitState; History, seed_everything
 train by hand      split_batch, split_and_load, backward, train_batch, compile_step, prefetch, Balancer, LocalSGD
 evaluate, predict  evaluate, evaluate_accuracy_gpus, eval_batch, accuracy, top_k_accuracy, predict, predict_batches
-save and resume    save_checkpoint, load_checkpoint, average_checkpoints, Checkpoint
+save and resume    save_checkpoint, load_checkpoint, average_checkpoints, Checkpoint; export
 divide a network   Pipeline, split_stages, recompute
 BatchNorm, 16 bits set_batch_norm, convert_sync_batchnorm, revert_sync_batchnorm, update_bn, set_precision, LossScaler
 translate          load_translator, Translator, translate, plot_attention

@@ -144,6 +144,7 @@ def test_the_commands_are_these():
         "plan",
         "predict",
         "predict resnet18",
+        "replay",
         "search",
         "train",
         "train resnet18",
@@ -273,7 +274,8 @@ def test_train_resnet18_trains_saves_and_tells(tmp_path, data_dir):
     assert saved == f"saved curves.png, history.csv, history.json, best and last in {out}"
     (row,) = json.loads((out / "history.json").read_text())["epochs"]
     assert last == f"test accuracy {100 * row['test_accuracy']:.2f} %, {row['seconds']:.1f} s/epoch on cpu(0), cpu(1)"
-    assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
+    written = ["best", "command.json", "curves.png", "history.csv", "history.json", "last"]
+    assert sorted(path.name for path in out.iterdir()) == written
     with open(out / "history.csv", newline="") as file:
         assert [{name: float(value) for name, value in read.items()} for read in csv.DictReader(file)] == [row]
     assert (out / "curves.png").read_bytes().startswith(PNG)

@@ -66,7 +66,10 @@ def test_programs_run(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_the_options(page):
-    for line in re.findall(r"^(gluon-mgpu .*)$", text(page), re.MULTILINE):
+    lines = re.findall(r"^(gluon-mgpu .*)$", text(page), re.MULTILINE)
+    for line in [
+        f"gluon-mgpu {part.strip()}" for found in lines for part in found.split("gluon-mgpu ")[1:]
+    ]:  # launch ... train ...
         words = line.split(" #")[0].split()[1:]
         named = [word for word in words if word.startswith("--")]
         path = []

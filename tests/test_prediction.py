@@ -343,6 +343,14 @@ def test_outputs_that_are_not_one_an_example_are_refused(name, error, told):
 
 X = np.ones((2, 4), "float32")
 CTX = [mx.cpu(0), mx.cpu(1)]
+
+
+def without_shapes():
+    net = gluon.nn.Dense(2)
+    net.initialize(ctx=CTX)
+    return net
+
+
 WRONG = {
     "no batch": (TrainerError, "got no batch", lambda net: predict(net, [])),
     "a generator read twice": (TrainerError, "got no batch", lambda net: list(predict_batches(net, iter([])))),
@@ -364,6 +372,11 @@ WRONG = {
     "no parameters": (TrainerError, "on no device", lambda net: predict_batches(nn.Flatten(), [X])),
     "a wrapped network": (TrainerError, "DataParallelModel", lambda net: predict_batches(DataParallelModel(net, CTX), [X])),
     "no pairs": (TrainerError, "expected pairs", lambda net: predict(net, [X], pairs=True)),
+    "pairs for a network without shapes": (
+        TrainerError,
+        "Pass pairs=True",
+        lambda net: predict(without_shapes(), [(X, X[:, 0])]),
+    ),
     "pairs that are not called so": (TrainerError, "Pass pairs=True", lambda net: predict(net, [(X, X[:, 0])])),
     "no such axis": (ShardError, "batch_axis", lambda net: predict(net, [X], batch_axis=3)),
     "no such output axis": (ShardError, "output_axis", lambda net: predict(net, [X], output_axis=2)),

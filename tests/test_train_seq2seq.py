@@ -107,7 +107,8 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert all("test exact match" in line and "tokens/s" in line for line in epochs)
     assert lines[-2] == f"saved curves.png, history.csv, history.json, best and last in {out}"
     assert lines[-1].startswith("test of best, 5 beams: exact match ") and lines[-1].endswith(" tokens/s on cpu(0), cpu(1)")
-    assert sorted(path.name for path in out.iterdir()) == ["best", "curves.png", "history.csv", "history.json", "last"]
+    written = ["best", "command.json", "curves.png", "history.csv", "history.json", "last"]
+    assert sorted(path.name for path in out.iterdir()) == written
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
     assert all(0 <= row["test_exact_match"] <= 100 and row["grad_norm"] > 0 for row in rows)

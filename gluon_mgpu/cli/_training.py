@@ -27,6 +27,7 @@ from ..plots import plot_schedule, plot_trace, save
 from ..runtime.determinism import seed_everything
 from ..trainer.local_sgd import LocalSGD
 from ..trainer.trainer import Trainer
+from ._command import SaveCommand
 from ._options import HYBRIDIZE
 from ._output import print_once
 from ._pipeline import check_stages, divided, is_divided, num_replicas, number_of
@@ -163,7 +164,7 @@ def run_fit(
     extras = click.get_current_context().find_object(FitExtras)
     if extras is not None and extras.instead is not None:
         extras.instead(net, loss, trainer, train_iter, compiled=options.compiled, **more)
-    callbacks = list(callbacks)
+    callbacks = [*callbacks, *([SaveCommand(options.output)] if extras is None else [])]
     if options.tensorboard:
         callbacks.append(TensorBoard(options.output / "tensorboard"))
     leak_check = LeakCheck() if options.leak_check else None

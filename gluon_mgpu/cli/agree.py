@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import click
-from mxnet import Context, gluon
-from mxnet.gluon import nn
+from click.core import ParameterSource
+from mxnet import Context
+from rich.console import Console
 
 from ..data import load_digits
-from ..devices.select import use_devices
-from ..models import resnet18
+from ..devices.select import resolve_devices, use_devices
+from ..errors import TrainerError
 from ..tuning.agreement import AGREE, LargerBatch, Recipe, SameBatch, TrialRun, larger_batch, plot_agreement, same_batch
+from ..tuning.batch_size.workload import reference_of
+from ..tuning.bits import KINDS, NETWORKS, Bits, Difference, Place, Training, bisect, compare, train_at
 from ._output import print_table, showing, write_results
 
-
-def _mlp(num_classes: int) -> gluon.Block:
-    net = nn.HybridSequential()
-    net.add(nn.Flatten(), nn.Dense(64, activation="relu"), nn.Dense(num_classes))
-    return net
+_OF_BITS = ("steps", "virtual_shards", "processes")
+_NOT_OF_BITS = ("stages", "micro_batches", "epochs", "scaling", "num_seeds", "margin", "larger")
+_SHOWN = 12  # digits of a hash
 
 
-NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": resnet18}
+def _network(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
+    """Return the name of a network of ours, or under which another process finds a function of the user's."""
+    try:
+        return text if text in NETWORKS else reference_of(text)
+    except TrainerError:
+        raise click.BadParameter(f"got {text!r}; expected {', '.join(NETWORKS)} or FILE.py:FUNCTION.") from None
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--devices", "spec", default="cpu*2", show_default=True, help="Devices, as for use_devices; the first one also trains alone."
+    "--devices",
+    "spec",
+    default="cpu*2",
+    show_default="cpu*2, or cpu*4 with --bits",
+    help="Devices, as for use_devices; the first one also trains alone.",
 )
-@click.option("--network", type=click.Choice(list(NETWORKS)), default="mlp", show_default=True, help="resnet18 takes minutes.")
+@click.option(
+    "--network",
+    callback=_network,
+    metavar="mlp|resnet18|FILE.py:FUNCTION",
+    default="mlp",
+    show_default=True,
+    help="resnet18 takes minutes. With --bits also a function of yours, as for gluon-mgpu plan: it takes batch_size and ctx, and "
+    "returns (net, loss, trainer, X, y).",
+)
+@click.option(
+    "--bits",
+    is_flag=True,
+    help="Compare bits instead: train with --virtual-shards on the first 1, 2, 4, ... devices and in --processes, and name the "
+    "first step, layer and tensor that differ.",
+)
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="With --bits: steps to train.")
+@click.option("--virtual-shards", type=click.IntRange(1), default=8, show_default=True, help="With --bits: parts of each batch.")
+@click.option(
+    "--processes", type=click.IntRange(1), default=2, show_default=True, help="With --bits: also in so many; 1 leaves them out."
+)
 @click.option("--stages", type=click.IntRange(1), help="Divide the network on several devices into so many stages.")
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="With --stages: parts of a batch.")
 @click.option("--epochs", type=click.IntRange(1), default=10, show_default=True, help="Passes over the digits.")
@@ -60,11 +91,18 @@ NETWORKS: Dict[str, Callable[[int], gluon.Block]] = {"mlp": _mlp, "resnet18": re
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/agree"),
     show_default=True,
-    help="Folder for agree.json and agree.png.",
+    help="Folder for agree.json and agree.png; with --bits, for bits.json.",
 )
+@click.pass_context
 def agree(
+    context: click.Context,
+    /,
     spec: str,
     network: str,
+    bits: bool,
+    steps: int,
+    virtual_shards: int,
+    processes: int,
     stages: Optional[int],
     micro_batches: int,
     epochs: int,
@@ -82,8 +120,22 @@ def agree(
     First with the same batches: losses and weights must be equal except for rounding. Then with the batch times the number of
     devices, and a scaled learning rate: mean accuracies over the seeds must agree.
 
+    With --bits, weights, optimizer states and losses must have the same bits on any number of devices and processes.
+
     The exit code is 1 unless all agree.
     """
+    for name in _NOT_OF_BITS if bits else _OF_BITS:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = "--seeds" if name == "num_seeds" else f"--{name.replace('_', '-')}"
+            wrong = f"with --bits; expected {_listed(_OF_BITS)}" if bits else "without --bits; expected both"
+            raise click.UsageError(f"got {option} {wrong}. Leave {option} out.")
+    if bits:
+        training = Training(network, steps, virtual_shards, batch_size, optimizer, lr)
+        is_default = context.get_parameter_source("spec") is ParameterSource.DEFAULT
+        _compare_bits(training, resolve_devices("cpu*4" if is_default else spec), processes, output)
+        return
+    if network not in NETWORKS:
+        raise click.UsageError(f"got {network} without --bits; expected {' or '.join(NETWORKS)}. Add --bits.")
     params: Dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
     if micro_batches > 1 and stages is None:
         raise click.UsageError("got --micro-batches without --stages; expected both. Add --stages 2, or leave it out.")
@@ -177,3 +229,52 @@ def _results(same: SameBatch, larger: Optional[LargerBatch], names: Sequence[str
 
 def _described(run: TrialRun) -> Dict[str, Any]:
     return {"accuracy": run.accuracy, "losses": run.losses}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _compare_bits(training: Training, contexts: Sequence[Context], num_processes: int, output: Path) -> None:
+    """Train on one device, on several and in processes, and report whether all bits are the same."""
+    places = [Place(tuple(contexts[: 2**i])) for i in range(len(contexts).bit_length())]
+    if num_processes > 1 and (contexts[0].device_type == "cpu" or len(contexts) >= num_processes):  # each needs a GPU
+        places.append(Place(tuple(contexts[:1]), num_processes))
+    found: Dict[str, Bits] = {}
+    differences: Dict[str, Difference] = {}
+    with Console(stderr=True).status("") as status:
+        for place in places:
+            status.update(f"{training.num_steps} steps on {place}")
+            found[str(place)] = train_at(place, training)
+            difference = compare(found[str(places[0])], found[str(place)])
+            if difference is not None and not differences:
+                difference = bisect(training, places[0], place, difference, status.update)
+            differences.update({str(place): difference} if difference is not None else {})
+    rows = [[name, *(bits.hashes()[kind][:_SHOWN] for kind in KINDS)] for name, bits in found.items()]
+    print_table(f"SHA-256 after {training.num_steps} steps with {training.num_shards} virtual shards", ["where", *KINDS], rows)
+    output.mkdir(parents=True, exist_ok=True)
+    hashes = {name: {"at_end": bits.hashes(), "steps": bits.steps} for name, bits in found.items()}
+    results = {"training": asdict(training), "hashes": hashes, "differences": {k: asdict(v) for k, v in differences.items()}}
+    (output / "bits.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print(f"saved {output / 'bits.json'}")
+    counts = ", ".join(str(len(place.contexts)) for place in places if place.num_processes == 1)
+    if not differences:
+        everywhere = [f"{counts} device{'s' if counts != '1' else ''}", *(str(one) for one in places if one.num_processes > 1)]
+        print(f"the same bits on {', and in '.join(everywhere)}")
+        return
+    for name, difference in differences.items():
+        print(f"{name}: other {', '.join(difference.kinds)} than {places[0]} from step {difference.step} on")
+    print(_found(next(iter(differences.values()))))
+    sys.exit(1)
+
+
+def _found(difference: Difference) -> str:
+    """Return the first tensor that differs, as a text."""
+    if not difference.tensor:
+        return (
+            f"step {difference.step} has the same bits when it is computed again layer by layer. Train without hybridize(), and "
+            "check that the network reads no clock, and no random generator that random, np.random and mx.random do not seed."
+        )
+    shards = ", ".join(map(str, difference.shards))
+    where = f" Virtual shards: {shards}; the first one on {difference.device}." if shards else ""
+    return f"the first tensor of step {difference.step} that differs: {difference.tensor}.{where}"

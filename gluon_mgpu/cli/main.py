@@ -27,6 +27,7 @@ from .launch import launch
 from .monitor import monitor
 from .plan import plan
 from .predict import predict
+from .replay import replay
 from .search import search
 from .train import train
 from .train_seq2seq import train_seq2seq
@@ -107,5 +108,6 @@ main.add_command(find_batch_size_)
 main.add_command(plan)
 main.add_command(search)
 main.add_command(agree)
+main.add_command(replay)
 main.add_command(launch)
 main.add_command(monitor)

@@ -15,6 +15,7 @@ from ..data_parallel.batchnorm import BATCH_NORMS
 from ..loop.callbacks import Callback, Checkpoint, Progress, SaveHistory
 from ..models import resnet18
 from ..runtime.units import format_column
+from ._command import RecordedCommand
 from ._options import FOLDER, count, devices_option, output_option, positive, seed_option, training_options
 from ._output import print_once
 from ._pipeline import pipeline_options
@@ -26,7 +27,7 @@ def train() -> None:
     """Train a network."""
 
 
-@train.command("resnet18")
+@train.command("resnet18", cls=RecordedCommand)
 @devices_option
 @count("--epochs", default=8, help="Passes over the training images.")
 @count("--batch-size", default=64, help="Images per batch, over all devices together.")
@@ -44,7 +45,7 @@ def train() -> None:
     type=FOLDER,
     help="Folder with idx files (MNIST's format) to train on instead. With one pair of files, 80% train and 20% test.",
 )
-@output_option("runs/resnet18", "curves.png, history.csv, history.json, and the checkpoints best and last")
+@output_option("runs/resnet18", "command.json, curves.png, history.csv, history.json, and the checkpoints best and last")
 @seed_option("Seed of the weights and of the order of the images.")
 @click.option(
     "--bn",

@@ -42,6 +42,7 @@ from ..models.seq2seq.scores import has_sacrebleu, score_signatures, translation
 from ..models.seq2seq.translator import Translator, load_translator
 from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
+from ._command import RecordedCommand
 from ._options import FILE, all_of, count, devices_option, output_option, positive, seed_option, share, training_options
 from ._output import print_once
 from ._pipeline import num_replicas, pipeline_options
@@ -69,7 +70,7 @@ _DEFAULTS: Dict[str, Tuple[Any, Any]] = {  # for Korean numbers, for text
 }
 
 
-class _DefaultsByData(click.Command):
+class _DefaultsByData(RecordedCommand):
     """A command whose options without a default have those of `_DEFAULTS`."""
 
     def parse_args(self, ctx: click.Context, args: List[str]) -> List[str]:
@@ -148,7 +149,7 @@ _training_options = all_of(
     ),
     _by_data(count, "--patience", help="Stop after this many epochs without a better validation."),
     click.option("--optimizer", default="adam", show_default=True, help="Any optimizer of MXNet: adam, sgd, ..."),
-    output_option("runs/seq2seq", "curves.png, history.csv, history.json, and the models best and last"),
+    output_option("runs/seq2seq", "command.json, curves.png, history.csv, history.json, and the models best and last"),
     seed_option("Seed of the weights, of the split of the data, and of the order of the pairs."),
     training_options(hybridize="on", clip_norm=5.0, precise_layers="Dense layers"),
     pipeline_options("hybrid"),

@@ -255,11 +255,12 @@ def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
         yield
     except (StepError, AssertionError, AttributeError) as error:  # what Gluon's layers raise for a tuple
         cause = error.__cause__ if isinstance(error, StepError) else error
-        if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not isinstance(cause, (AssertionError, AttributeError)):
+        is_of_layers = isinstance(cause, (AssertionError, AttributeError)) or type(cause) is ValueError  # that of deferred shapes
+        if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not is_of_layers:
             raise
         raise TrainerError(
-            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({reason_of(cause)}); expected "
-            "its one argument. Pass pairs=True if the items are (X, y)."
+            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({reason_of(cause or error)}); "
+            "expected its one argument. Pass pairs=True if the items are (X, y)."
         ) from error
 
 

@@ -19,7 +19,7 @@ from gluon_mgpu.data_parallel.graph import NotCompilableError, inputs_of, trace
 from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
 from gluon_mgpu.models.seq2seq.loss import SequenceLoss
 from gluon_mgpu.models.seq2seq.network import Seq2Seq
-from gluon_mgpu.runtime.context_threads import in_own_thread
+from gluon_mgpu.runtime.context_threads import environment_with, in_own_thread
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 from mxnet.gluon import nn
@@ -308,14 +308,30 @@ def test_data_that_no_graph_reads_are_refused(data):
         inputs_of(dense(), mx.nd.ones((2, 3)), data)
 
 
+def test_the_environment_is_not_moved_while_operators_read_it(monkeypatch):
+    """Recurrent operators read it in the engine's threads. A run whose graphs were bound again and again ended in a crash."""
+    monkeypatch.delenv("MXNET_SUBGRAPH_VERBOSE", raising=False)
+    added, waits = [], []
+    monkeypatch.setattr(os, "unsetenv", lambda name: pytest.fail(f"{name} was removed"))
+    monkeypatch.setattr(os, "putenv", lambda name, value: added.append((name.decode(), value.decode())))
+    monkeypatch.setattr(mx.nd, "waitall", lambda: waits.append(len(added)))
+    for _ in range(2):
+        with environment_with({"MXNET_SUBGRAPH_VERBOSE": "0"}):
+            assert os.environ["MXNET_SUBGRAPH_VERBOSE"] == "0"
+        assert os.environ["MXNET_SUBGRAPH_VERBOSE"] == ""
+    assert added == [("MXNET_SUBGRAPH_VERBOSE", value) for value in ("0", "", "0", "")]
+    assert waits == [0]  # before the first was added
+    monkeypatch.undo()
+
+
 def test_what_mxnet_reads_when_it_binds_a_graph_is_put_back(monkeypatch):
     monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "MKLDNN")
     monkeypatch.delenv("MXNET_SUBGRAPH_VERBOSE", raising=False)
     net = dense(forward_bulk_size=3)
     net.initialize(ctx=mx.cpu())
     CompiledPasses(net, LOSS, trains=False, mode="on").forward("test", [mx.nd.ones((2, 36))], [mx.nd.zeros(2)])
-    assert os.environ["MXNET_SUBGRAPH_BACKEND"] == "MKLDNN" and "MXNET_SUBGRAPH_VERBOSE" not in os.environ
-    assert "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD" not in os.environ
+    assert os.environ["MXNET_SUBGRAPH_BACKEND"] == "MKLDNN" and not os.environ["MXNET_SUBGRAPH_VERBOSE"]
+    assert not os.environ["MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])

@@ -6,7 +6,15 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.data import PairLoader, SentencePairs, build_vocabulary, encode_pairs, korean_numbers
+from gluon_mgpu.data import (
+    PairLoader,
+    SentencePairs,
+    build_vocabulary,
+    encode_pairs,
+    korean_numbers,
+    unigram_entropy,
+    unigram_log_p,
+)
 from gluon_mgpu.errors import DataError
 from mxnet.gluon import nn
 
@@ -243,4 +251,24 @@ def test_unknown_tokens_stay_what_they_are():
 def test_bad_arguments_are_told(source, target, options, told):
     with pytest.raises(DataError, match=f"got .*{told}") as caught:
         PairLoader(source, target, **{"batch_tokens": 100, **options})
+    assert_house_style(caught.value)
+
+
+# ---- unigrams
+
+
+def test_unigrams_are_counted_with_one_end_a_sentence():
+    log_p = unigram_log_p([[4, 5, 4], [], [5]], 7)
+    np.testing.assert_allclose(np.exp(log_p), np.array([1, 1, 4, 1, 3, 3, 1]) / 14)
+    # Of the tokens 4, 6 and two ends.
+    wanted = -(np.log(3 / 14) + np.log(1 / 14) + 2 * np.log(4 / 14)) / 4
+    assert unigram_entropy(log_p, [[4, 6], []]) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "sentences, size, told", [([], 7, "no sentences"), ([[4, 7]], 7, "got 7 for a vocabulary of 7"), ([[4]], 2, "size=2")]
+)
+def test_unigrams_of_nothing(sentences, size, told):
+    with pytest.raises(DataError, match=f"unigram_log_p: .*{told}") as caught:
+        unigram_log_p(sentences, size)
     assert_house_style(caught.value)

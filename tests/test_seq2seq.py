@@ -284,6 +284,51 @@ def test_the_loss_is_that_of_numpy(arrays, smoothing, layout):
     assert loss.num_units((tokens, lengths)) == loss.num_units(label) == lengths.sum()
 
 
+def test_smoothing_is_for_training_only():
+    """`fit` and `evaluate` report cross-entropy, so that runs of any smoothing compare, also with compiled passes."""
+    X, y = pairs(4)
+    found = []
+    for smoothing, compiled in ((0.0, "off"), (0.3, "off"), (0.3, "on")):
+        net = small_model([mx.cpu()], True)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
+        loss = SequenceLoss(smoothing)
+        history = mgpu.fit(net, loss, trainer, [(X, y)], [(X, y)], epochs=1, metrics=(), callbacks=[], compiled=compiled)
+        row = history.rows[0]
+        assert row["test_loss"] == pytest.approx(mgpu.evaluate(net, [(X, y)], metrics=(), loss=loss)["loss"], rel=1e-5)
+        found.append((row["train_loss"], row["test_loss"]))
+    plain, smoothed, compiled = found
+    assert plain[0] == pytest.approx(plain[1], rel=1e-5)
+    assert smoothed[0] != pytest.approx(plain[0], rel=1e-3)
+    assert smoothed == pytest.approx(compiled, rel=1e-5) and smoothed[1] == pytest.approx(plain[1], rel=1e-5)
+
+
+# ---- the beginning
+
+
+def test_the_output_layer_begins_at_given_probabilities(devices):
+    log_p = np.log(np.arange(1, TARGET_VOCAB + 1) / sum(range(TARGET_VOCAB + 1)))
+    for tied in (False, True):
+        net = Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, embed_size=4, hidden_size=4, tied=tied)
+        net.begin_at(log_p)
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        for context in devices:
+            np.testing.assert_allclose(net.output.bias.data(context).asnumpy(), log_p, rtol=1e-6)
+    for wrong in (log_p[1:], 0.5):
+        with pytest.raises(TrainerError, match=r"Seq2Seq.begin_at: got log_p of shape .*; expected \(") as caught:
+            net.begin_at(wrong)
+        assert_house_style(caught.value)
+
+
+@pytest.mark.parametrize("cell, num_gates", [("gru", 3), ("lstm", 4)])
+def test_recurrent_matrices_begin_orthogonal(arrays, cell, num_gates):
+    layer = Recurrence(cell, 6, 4)
+    layer.initialize(mx.init.Xavier())
+    gates = layer.h2h_weight.data().asnumpy().reshape((num_gates, 6, 6))
+    for gate in gates:
+        np.testing.assert_allclose(gate @ gate.T, np.eye(6), atol=1e-5)
+    assert np.abs(gates[0] - gates[1]).max() > 0.1
+
+
 # ---- training
 
 
@@ -393,7 +438,7 @@ def test_train_batch_divides_by_target_tokens(devices, layout, micro_steps):
     for X, y in batches:
         mgpu.train_batch(net, loss, trainer, X, y, split_f=split, micro_steps=micro_steps)
     assert largest_difference(weights_of(trained([mx.cpu(0)], sizes, layout)), weights_of(net)) < 1e-5
-    total = sum(loss(net(on_device(X, mx.nd)), on_device(y, mx.nd)).asnumpy().sum() for X, y in batches)
+    total = sum(loss.evaluation(net(on_device(X, mx.nd)), on_device(y, mx.nd)).asnumpy().sum() for X, y in batches)
     mean = total / sum(lengths.sum() for _, (_, lengths) in batches)
     assert mgpu.evaluate(net, batches, (), loss=loss, split_f=split)["loss"] == pytest.approx(mean, rel=1e-5)
 

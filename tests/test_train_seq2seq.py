@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import sys
 
@@ -11,14 +12,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.cli.train_seq2seq import _korean_numbers, _schedule, train_seq2seq
+from gluon_mgpu.cli.train_seq2seq import _DEFAULTS, _korean_numbers, _schedule, _usual_size, train_seq2seq
 from gluon_mgpu.cli.translate import translate
-from gluon_mgpu.models.seq2seq.translator import load_translator
+from gluon_mgpu.models.seq2seq.translator import TranslatedText, load_translator
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 KOREAN = ["영", "일", "이", "삼", "사", "오", "육", "칠", "팔", "구"]
 SMALL = ["--embed-size", "8", "--hidden-size", "12", "--num-validation", "5", "--num-test", "4", "--batch-tokens", "120"]
+SMALL += ["--dropout", "0"]  # whose random numbers depend on the devices
 WORDS = ["--source-vocabulary", "words", "--target-vocabulary", "words"]
 program = type(main)(
     "gluon-mgpu", commands={"train": train_seq2seq, "translate": translate}
@@ -85,7 +87,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as monkeypatch:
         hide_sacrebleu(monkeypatch)
-        train(write_tsv(folder), folder / "run", "--epochs", "1")
+        train(write_tsv(folder), folder / "run", "--epochs", "2", "--lr", "0.02", "--dropout", "0")
     return folder / "run" / "best"
 
 
@@ -98,7 +100,8 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 too short, 0 too long, 0 with too different lengths"
     assert lines[1] == "numbers.tsv: 41 pairs to train on, 5 to validate, 4 to test"
     assert lines[2] == "14 words to 14 words, on cpu(0), cpu(1)"
-    assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
+    assert re.fullmatch(r"entropy of the unigrams: 2\.\d{4} nats per token; the validation loss .*", lines[3])
+    assert lines[4] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
     epochs = [line for line in lines if line.startswith("epoch ") and "batch" not in line]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("test exact match" in line and "tokens/s" in line for line in epochs)
@@ -187,6 +190,18 @@ def test_the_rate_warms_up_and_falls(tsv, tmp_path):
     _, rows = train(tsv, tmp_path / "plateau", "--epochs", "4", "--lr", "1e-9", "--schedule", "plateau", "--patience", "9")
     assert [row["learning_rate"] for row in rows[:1]] == [1e-9]
     assert rows[-1]["learning_rate"] <= 1e-9
+
+
+def test_a_network_that_learns_nothing_is_reported(tsv, tmp_path):
+    """At a rate of nearly 0, it remains where its bias lets it begin: near the entropy of the unigrams."""
+    lines, rows = train(tsv, tmp_path / "stuck", "--epochs", "1", "--lr", "1e-9")
+    entropy = float(re.search(r"unigrams: (\S+)", lines[3]).group(1))
+    assert rows[0]["test_loss"] == pytest.approx(entropy, rel=0.1)
+    warned = [line for line in lines if line.startswith("after epoch 1, the validation loss ")]
+    assert len(warned) == (rows[0]["test_loss"] >= entropy)
+    lines, _ = train(tsv, tmp_path / "wild", "--epochs", "1", "--lr", "1", "--dropout", "0.9")
+    (warned,) = [line for line in lines if line.startswith("after epoch 1, the validation loss ")]
+    assert f"is not below {entropy:.4f}, the entropy of the unigrams" in warned and "--vocabulary-size" in warned
 
 
 def test_no_progress_stops_it(tsv, tmp_path):
@@ -324,6 +339,47 @@ def test_n_best_and_scores(model):
     assert rows == [[str(i), f"{one.score:.4f}", one.text] for i, best in enumerate(found, 1) for one in best]
     scores = [float(row[1]) for row in rows]
     assert scores[:3] == sorted(scores[:3], reverse=True)
+
+
+def test_repeats_are_limited_on_demand(model, monkeypatch):
+    asked = []
+
+    def translate(self, texts, **options):
+        asked.append(options["max_repeats"])
+        return [[TranslatedText("said", 0.0, [], [])] for _ in texts]
+
+    monkeypatch.setattr("gluon_mgpu.models.seq2seq.translator.Translator.translate", translate)
+    for options in ([], ["--max-repeats", "0"], ["--max-repeats", "1"]):
+        assert run("translate", "--model", model, "--devices", "cpu:1", *options, input="one") == "said\n"
+    assert asked == [2, None, 1]
+
+
+def test_the_folder_of_a_run_is_its_best_model(model):
+    texts = "one\ntwo three"
+    assert run("translate", "--model", model.parent, "--devices", "cpu:1", input=texts).splitlines()[-2:] == load_translator(
+        model
+    ).best(texts.split("\n"), beam_size=5)
+
+
+def test_defaults_are_those_of_the_data(tmp_path):
+    parsed = {}
+    for name, words in (("numbers", []), ("text", ["--tsv", tmp_path / "a.tsv"]), ("chosen", ["--tsv", "a", "--dropout", "0"])):
+        parsed[name] = train_seq2seq.make_context("train", [str(word) for word in words]).params
+    for name, (numbers, text) in _DEFAULTS.items():
+        assert (parsed["numbers"][name], parsed["text"][name]) == (numbers, text)
+    assert (parsed["chosen"]["dropout"], parsed["chosen"]["label_smoothing"]) == (0.0, _DEFAULTS["label_smoothing"][1])
+    assert parsed["text"]["vocabulary_size"] is None
+
+
+@pytest.mark.parametrize("num, size", [(100, 2 + 150), (10_000, 2 + 1500), (10**6, 8000)])
+def test_a_small_corpus_has_few_subwords(num, size):
+    sentences = ["ab"] * (num - 1) + ["a"]
+    assert _usual_size(sentences, "subwords") == size
+    assert _usual_size(sentences, "words") == 8000
+
+
+def test_rare_characters_do_not_count():
+    assert _usual_size(["ab" * 5000, "c"], "subwords") == 2 + 21
 
 
 def test_at_a_terminal_each_line_is_answered(model, monkeypatch, capsys):

@@ -59,6 +59,15 @@ def every_translation(net, sentence, max_length, divisor):
     return sorted(found, key=lambda one: -one[0])
 
 
+def most_repeats(tokens):
+    """How often the same tokens stand in a row, at most: 3 in a b a b a b."""
+    found = [1] if tokens else [0]
+    for first, last in itertools.combinations(range(len(tokens) + 1), 2):
+        piece = tokens[first:last]
+        found += [n for n in range(1, len(piece) + 1) if len(piece) % n == 0 and piece == piece[: len(piece) // n] * n]
+    return max(found)
+
+
 @pytest.mark.parametrize(
     "alpha, penalty, divisor",
     [
@@ -68,13 +77,14 @@ def every_translation(net, sentence, max_length, divisor):
         (2.0, "plain", lambda n: n**2),
     ],
 )
-@pytest.mark.parametrize("feeding", [False, True])
-def test_a_wide_beam_finds_what_trying_everything_finds(feeding, alpha, penalty, divisor):
+@pytest.mark.parametrize("feeding, max_repeats", [(False, None), (True, 2), (False, 1)])
+def test_a_wide_beam_finds_what_trying_everything_finds(feeding, max_repeats, alpha, penalty, divisor):
     net = random_model(input_feeding=feeding)
-    options = {"beam_size": 200, "num_best": 5, "alpha": alpha, "penalty": penalty, "max_length": 4}
+    options = {"beam_size": 200, "num_best": 5, "alpha": alpha, "penalty": penalty, "max_length": 4, "max_repeats": max_repeats}
     found = translate(net, SENTENCES[:3], **options)
     for sentence, best in zip(SENTENCES, found):
-        expected = every_translation(net, sentence, 4, divisor)[:5]
+        every = every_translation(net, sentence, 4, divisor)
+        expected = [one for one in every if max_repeats is None or most_repeats(one[2]) <= max_repeats][:5]
         assert [one.tokens for one in best] == [tokens for _, _, tokens in expected]
         np.testing.assert_allclose([one.score for one in best], [score for score, _, _ in expected], atol=1e-5)
         np.testing.assert_allclose([one.log_probability for one in best], [total for _, total, _ in expected], atol=1e-5)
@@ -87,7 +97,7 @@ def test_a_wide_beam_finds_what_trying_everything_finds(feeding, alpha, penalty,
 def test_a_beam_of_one_takes_the_likeliest_token_each_time(arrays, cell, layout):
     net = random_model(vocab=9, cell=cell, layout=layout)
     lengths = set()
-    for sentence, (one,) in zip(SENTENCES, translate(net, SENTENCES)):
+    for sentence, (one,) in zip(SENTENCES, translate(net, SENTENCES, max_repeats=None)):
         tokens = []
         while len(tokens) < 2 * (len(sentence) + 1) + 10:
             tokens.append(int(log_p(net, sentence, tokens)[-1].argmax()))
@@ -126,6 +136,41 @@ def test_attention_is_that_of_the_whole_network():
         weights = net.decode(array([[1, *one.tokens][:num_rows]]), state, memory)[2].asnumpy()[0].T
         assert one.attention.shape == (num_rows, len(sentence) + 1)
         np.testing.assert_allclose(one.attention, weights, atol=1e-5)
+
+
+class Stuck(Seq2Seq):
+    """A network that finds the same tokens likeliest, time after time: `tokens[step % their number]`, then the end."""
+
+    def __init__(self, tokens, **options):
+        super().__init__(8, 9, embed_size=4, hidden_size=4, **options)
+        self.tokens = tokens
+        self.initialize()
+
+    def encode(self, source, lengths):
+        state, memory = super().encode(source, lengths)
+        return (*state, mx.nd.zeros((len(lengths), 1))), memory
+
+    def decode(self, target, state, memory):
+        _, after, weights = super().decode(target, state[:-1], memory)
+        likely = mx.nd.one_hot(mx.nd.array(self.tokens)[state[-1][:, 0] % len(self.tokens)], 9) * 8
+        scores = likely + mx.nd.one_hot(mx.nd.array([2]), 9) * 4
+        return mx.nd.expand_dims(scores, axis=1), (*after, state[-1] + 1), weights
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("tokens", [[5], [5, 6], [3, 4, 5, 6, 7]])
+def test_a_network_that_is_stuck_ends(beam_size, tokens):
+    net = Stuck(tokens)
+    unguarded = translate(net, SENTENCES, beam_size=beam_size, max_length=40, max_repeats=None)
+    assert all(most_repeats(best[0].tokens[:20]) >= 4 and not best[0].finished for best in unguarded)
+    for max_repeats in (1, 2, 3):
+        for (best,) in translate(net, SENTENCES, beam_size=beam_size, max_length=40, max_repeats=max_repeats):
+            assert best.tokens == (tokens * max_repeats + tokens)[: len(tokens) * (max_repeats + 1) - 1]
+            assert best.finished and most_repeats(best.tokens) == max_repeats
+    for (best,), (usual,) in zip(
+        translate(net, SENTENCES, max_length=40), translate(net, SENTENCES, max_length=40, max_repeats=2)
+    ):
+        assert best == usual
 
 
 def test_nothing_to_translate():
@@ -229,6 +274,7 @@ def test_characters_stand_upright_and_words_lean():
         ({"beam_size": 0}, "beam_size=0"),
         ({"batch_size": 1.5}, "batch_size=1.5"),
         ({"max_length": 0}, "max_length=0"),
+        ({"max_repeats": 0}, "max_repeats=0"),
         ({"num_best": 2}, "num_best=2 of beam_size=1"),
         ({"alpha": -1}, "alpha=-1"),
         ({"alpha": float("nan")}, "alpha=nan"),

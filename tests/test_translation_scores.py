@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from gluon_mgpu.errors import DataError
-from gluon_mgpu.models.seq2seq.scores import has_sacrebleu, translation_scores
+from gluon_mgpu.models.seq2seq.scores import has_sacrebleu, score_signatures, translation_scores
 
 KOREAN = ["고양이 스무 마리가 있다", "오늘은 날씨가 좋다"]
 NEARLY = ["고양이 스물 마리가 있다", "오늘 날씨가 좋네"]
@@ -41,6 +41,25 @@ def test_what_is_right_is_a_hundred():
     english = ["the cat sat on the mat", "it rains all day long"]
     for texts in (english, KOREAN):
         assert translation_scores(texts, texts) == pytest.approx({"exact_match": 100, "bleu": 100, "chrf": 100})
+
+
+def test_signatures_say_how_scores_were_computed(monkeypatch):
+    sacrebleu = pytest.importorskip("sacrebleu")
+    for references, tokenize in ((KOREAN, "char"), (["the cat"], "13a")):
+        signatures = score_signatures(references)
+        assert signatures["bleu"].startswith(
+            f"nrefs:1|case:mixed|eff:no|tok:{tokenize}|smooth:exp|version:{sacrebleu.__version__}"
+        )
+        assert signatures["chrf"].startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|")
+    monkeypatch.setattr("gluon_mgpu.models.seq2seq.scores.has_sacrebleu", lambda: False)
+    assert score_signatures(KOREAN) == {}
+
+
+def test_many_periods_are_no_reason_for_a_warning(caplog):
+    pytest.importorskip("sacrebleu")
+    texts = ["a cat ."] * 200
+    assert translation_scores(texts, texts)["chrf"] == 100
+    assert not caplog.records
 
 
 def test_korean_is_counted_in_characters_and_english_in_words():

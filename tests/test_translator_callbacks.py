@@ -8,7 +8,14 @@ from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.loop.callbacks import FitState
 from gluon_mgpu.loop.epoch import EpochProgress
 from gluon_mgpu.loop.history import History
-from gluon_mgpu.models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
+from gluon_mgpu.models.seq2seq.callbacks import (
+    Plateau,
+    PlateauSchedule,
+    SaveTranslator,
+    TokenProgress,
+    UnigramCheck,
+    ValidateTranslations,
+)
 from gluon_mgpu.models.seq2seq.translator import load_translator
 
 from .test_translator import PAIRS, made
@@ -34,6 +41,13 @@ def test_validation_adds_what_share_is_right(monkeypatch):
 def test_validation_needs_pairs():
     with pytest.raises(TrainerError, match="ValidateTranslations: got no pairs; expected one or more"):
         ValidateTranslations(made(), SentencePairs([], []))
+
+
+@pytest.mark.parametrize("loss, reported", [(2.49, False), (2.5, True), (float("nan"), True)])
+def test_a_loss_no_lower_than_the_entropy_of_the_unigrams_is_reported(capsys, loss, reported):
+    UnigramCheck(2.5).on_epoch_end(state_of(made(), [{"epoch": 1, "train_loss": 3.0, "test_loss": loss}]))
+    out = capsys.readouterr().out
+    assert out.startswith(f"after epoch 1, the validation loss {loss:.4f} is not below 2.5000, ") == bool(out) == reported
 
 
 def test_progress_is_in_tokens(capsys):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import click
 import mxnet as mx
+import numpy as np
 
 from ..data import (
     PairLoader,
@@ -21,6 +23,8 @@ from ..data import (
     read_pairs,
     read_tsv,
     split_pairs,
+    unigram_entropy,
+    unigram_log_p,
 )
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.sharding import split_batch
@@ -31,10 +35,10 @@ from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
 from ..loop.history import History
 from ..models import SequenceLoss
 from ..models.seq2seq.attention import ATTENTIONS
-from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, ValidateTranslations
+from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, UnigramCheck, ValidateTranslations
 from ..models.seq2seq.loss import LAYOUTS
 from ..models.seq2seq.recurrence import NUM_GATES
-from ..models.seq2seq.scores import has_sacrebleu, translation_scores
+from ..models.seq2seq.scores import has_sacrebleu, score_signatures, translation_scores
 from ..models.seq2seq.translator import Translator, load_translator
 from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
@@ -54,6 +58,32 @@ from ._training import (
 
 _KINDS = ("subwords", "words", "characters")
 _WARM_UP_STEPS = 100
+_MOST_TOKENS = 8000
+_DEFAULTS: Dict[str, Tuple[Any, Any]] = {  # for Korean numbers, for text
+    "embed_size": (64, 128),
+    "cell": ("gru", "lstm"),
+    "dropout": (0.0, 0.3),
+    "label_smoothing": (0.0, 0.1),
+    "epochs": (8, 30),
+    "lr": (0.003, 0.004),
+    "patience": (5, 10),
+}
+
+
+class _DefaultsByData(RecordedCommand):
+    """A command whose options without a default have those of `_DEFAULTS`."""
+
+    def parse_args(self, ctx: click.Context, args: List[str]) -> List[str]:
+        rest = super().parse_args(ctx, args)
+        for name, values in _DEFAULTS.items():
+            if ctx.params[name] is None:
+                ctx.params[name] = values[not _is_embedded(ctx.params)]
+        return rest
+
+
+def _by_data(option: Callable[..., Any], name: str, *, help: str, **more: Any) -> Any:
+    numbers, text = _DEFAULTS[name[2:].replace("-", "_")]
+    return option(name, default=None, show_default=f"{text}; for Korean numbers, {numbers}", help=help, **more)
 
 
 @dataclass(frozen=True)
@@ -85,30 +115,31 @@ _data_options = all_of(
     click.option("--source-vocabulary", type=click.Choice(_KINDS), help="By default subwords; for Korean numbers, characters."),
     click.option("--target-vocabulary", type=click.Choice(_KINDS), help="By default subwords; for Korean numbers, words."),
     click.option(
-        "--vocabulary-size", type=click.IntRange(5), default=8000, show_default=True, help="Largest number of tokens per side."
+        "--vocabulary-size",
+        type=click.IntRange(5),
+        help="Largest number of tokens per side. By default 8000; of subwords fewer for a small corpus: its characters, and 15 "
+        "times the square root of its number of pairs.",
     ),
 )
 _network_options = all_of(
-    count("--embed-size", default=64, help="Size of the token embeddings."),
+    _by_data(count, "--embed-size", help="Size of the token embeddings."),
     count("--hidden-size", default=128, help="Size of the recurrent layers, per direction."),
     count("--num-layers", default=1, help="Number of recurrent layers of encoder and decoder."),
-    click.option(
-        "--cell", type=click.Choice(list(NUM_GATES)), default="gru", show_default=True, help="Cell of the recurrent layers."
-    ),
+    _by_data(click.option, "--cell", type=click.Choice(list(NUM_GATES)), help="Cell of the recurrent layers."),
     click.option(
         "--attention", type=click.Choice(ATTENTIONS), default="dot", show_default=True, help="Luong's (dot) or Bahdanau's."
     ),
     click.option("--input-feeding", is_flag=True, help="Feed each step's attention result to the next step. Slower."),
     click.option("--tied", is_flag=True, help="Share target embedding and output layer; requires equal sizes."),
-    share("--dropout", default=0.0, help="Dropout of embeddings and between layers."),
-    share("--label-smoothing", default=0.0, help="Share of each target that is spread over the vocabulary."),
+    _by_data(share, "--dropout", help="Dropout of embeddings and between layers."),
+    _by_data(share, "--label-smoothing", help="Share of each target that is spread over the vocabulary."),
     click.option("--layout", type=click.Choice(LAYOUTS), default="NTC", show_default=True, help="Batch first, or time first."),
 )
 _training_options = all_of(
     devices_option,
-    count("--epochs", default=8, help="Largest number of passes over the training pairs."),
+    _by_data(count, "--epochs", help="Largest number of passes over the training pairs."),
     count("--batch-tokens", default=1200, help="Source and target tokens per batch, over all devices together."),
-    positive("--lr", default=0.003, show_default=True, help="Highest learning rate, reached after a warm-up."),
+    _by_data(positive, "--lr", help="Highest learning rate, reached after a warm-up."),
     click.option(
         "--schedule",
         type=click.Choice(["cosine", "plateau"]),
@@ -116,7 +147,7 @@ _training_options = all_of(
         show_default=True,
         help="How the rate falls: along a cosine, or by half after each epoch whose validation loss did not improve.",
     ),
-    count("--patience", default=5, help="Stop after this many epochs without a better validation."),
+    _by_data(count, "--patience", help="Stop after this many epochs without a better validation."),
     click.option("--optimizer", default="adam", show_default=True, help="Any optimizer of MXNet: adam, sgd, ..."),
     output_option("runs/seq2seq", "command.json, curves.png, history.csv, history.json, and the models best and last"),
     seed_option("Seed of the weights, of the split of the data, and of the order of the pairs."),
@@ -125,7 +156,7 @@ _training_options = all_of(
 )
 
 
-@click.command("seq2seq", cls=RecordedCommand)
+@click.command("seq2seq", cls=_DefaultsByData)
 @_data_options
 @_network_options
 @_training_options
@@ -156,6 +187,9 @@ def train_seq2seq(**options: Any) -> None:
     print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
     print_once(f"test of best, 5 beams: {'  '.join(format_column(*score) for score in scores.items())}; {rates}")
+    signatures = score_signatures(corpus.test.target)
+    if signatures:
+        print_once("sacrebleu: " + "  ".join(f"{name} {signature}" for name, signature in signatures.items()))
 
 
 def _train(
@@ -163,8 +197,15 @@ def _train(
 ) -> History:
     """Train on the devices, and return the history."""
     shards = num_replicas(shared, ctx) * this_process().num_processes if shared.virtual_shards is None else shared.virtual_shards
-    train_iter = _loader(corpus.train, translator, shards, options, shuffle=True)
-    valid_iter = _loader(corpus.valid, translator, shards, options, shuffle=False)
+    encoded = [
+        encode_pairs(one, translator.source_vocabulary, translator.target_vocabulary) for one in (corpus.train, corpus.valid)
+    ]
+    train_iter = _loader(encoded[0], shards, options, shuffle=True)
+    valid_iter = _loader(encoded[1], shards, options, shuffle=False)
+    log_p = unigram_log_p(encoded[0][1], len(translator.target_vocabulary))
+    entropy = unigram_entropy(log_p, encoded[1][1])
+    print_once(f"entropy of the unigrams: {entropy:.4f} nats per token; the validation loss (test loss) should fall below it")
+    translator.net.begin_at(log_p)
     net = prepare_network(translator.net, ctx, shared, train_iter, train_iter.split_axes[0])
     schedule = _schedule(options, len(train_iter))
     trainer = create_trainer(net, schedule, shared)
@@ -175,17 +216,17 @@ def _train(
         train_iter,
         valid_iter,
         metrics=(),
-        callbacks=_callbacks(translator, corpus, train_iter, schedule, shared, options),
+        callbacks=_callbacks(translator, corpus, train_iter, entropy, schedule, shared, options),
         split_f=_split_function(shared.weights, trainer, train_iter.split_axes),
         options=shared,
     )
 
 
 def _loader(
-    pairs: SentencePairs, translator: Translator, num_shards: int, options: Dict[str, Any], *, shuffle: bool
+    encoded: Tuple[List[List[int]], List[List[int]]], num_shards: int, options: Dict[str, Any], *, shuffle: bool
 ) -> PairLoader:
     return PairLoader(
-        *encode_pairs(pairs, translator.source_vocabulary, translator.target_vocabulary),
+        *encoded,
         options["batch_tokens"],
         shuffle=shuffle,
         seed=options["seed"],
@@ -198,6 +239,7 @@ def _callbacks(
     translator: Translator,
     corpus: Corpus,
     train_iter: PairLoader,
+    entropy: float,
     schedule: Any,
     shared: TrainingOptions,
     options: Dict[str, Any],
@@ -206,7 +248,7 @@ def _callbacks(
     monitor = monitored(options)
     if not has_sacrebleu():
         print_once("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
-    callbacks: List[Callback] = [ValidateTranslations(translator, corpus.valid), TokenProgress(train_iter)]
+    callbacks: List[Callback] = [ValidateTranslations(translator, corpus.valid), TokenProgress(train_iter), UnigramCheck(entropy)]
     callbacks += [Plateau(schedule)] if isinstance(schedule, PlateauSchedule) else []
     callbacks += [SaveTranslator(shared.output, translator, monitor, **shared.saving), SaveHistory(shared.output)]
     return [*callbacks, EarlyStopping(monitor, options["patience"])]
@@ -225,9 +267,24 @@ def _load_corpus(options: Dict[str, Any]) -> Tuple[Corpus, Tuple[Vocabulary, Voc
     usual = ["characters", "words"] if _is_embedded(options) else ["subwords", "subwords"]
     if options["reverse"]:
         corpus, usual = corpus.swapped(), usual[::-1]
-    source = build_vocabulary(corpus.train.source, options["source_vocabulary"] or usual[0], size=options["vocabulary_size"])
-    target = build_vocabulary(corpus.train.target, options["target_vocabulary"] or usual[1], size=options["vocabulary_size"])
+    kinds = (options["source_vocabulary"] or usual[0], options["target_vocabulary"] or usual[1])
+    source, target = (
+        build_vocabulary(side, kind, size=options["vocabulary_size"] or _usual_size(side, kind))
+        for side, kind in zip((corpus.train.source, corpus.train.target), kinds)
+    )
     return corpus, (source, target)
+
+
+def _usual_size(sentences: Sequence[str], kind: str) -> int:
+    """Return the size of a vocabulary: of subwords, few enough for each to occur often enough to be learned.
+
+    Source: Sennrich, Zhang, "Revisiting low-resource neural machine translation: a case study", 2019.
+    """
+    if kind != "subwords":
+        return _MOST_TOKENS
+    counts = sorted(Counter("".join(sentences)).values(), reverse=True)
+    num_usual = int(np.searchsorted(np.cumsum(counts), 0.9995 * sum(counts))) + 1
+    return min(_MOST_TOKENS, num_usual + round(15 * len(sentences) ** 0.5))
 
 
 def _is_embedded(options: Dict[str, Any]) -> bool:

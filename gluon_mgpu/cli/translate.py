@@ -14,7 +14,7 @@ from ..data.text.pairs import read_lines
 from ..data.text.vocabulary import UNK, Vocabulary
 from ..devices.select import use_devices
 from ..errors import DataError
-from ..models.seq2seq.search import plot_attention
+from ..models.seq2seq.search import MAX_REPEATS, plot_attention
 from ..models.seq2seq.translator import CONFIG_FILE, TranslatedText, load_translator
 from ..plots import figure, save
 from ._gpus import choosing_gpus
@@ -46,6 +46,13 @@ _JOINED = "\uffed"  # marks tokens without a space between them; few fonts have 
     help="Figure of the attention of the first sentence's translation (PNG).",
 )
 @click.option(
+    "--max-repeats",
+    type=click.IntRange(0),
+    default=MAX_REPEATS,
+    show_default=True,
+    help="How often the same tokens may occur in a row; 0 for no limit.",
+)
+@click.option(
     "--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Sentences per batch, over all devices."
 )
 def translate(
@@ -57,6 +64,7 @@ def translate(
     n_best: int,
     scores: bool,
     picture: Optional[Path],
+    max_repeats: int,
     batch_size: int,
 ) -> None:
     """Translate the sentences of FILE, one per line; without it those of standard input, or as you type them.
@@ -74,8 +82,14 @@ def translate(
         for texts in _texts(file):
             for place, text in enumerate(texts, number + 1):
                 note.check(place, text)
-            options = {"beam_size": beam, "num_best": n_best, "batch_size": batch_size}
-            found = translator.translate(texts, attention=picture is not None, **options)
+            found = translator.translate(
+                texts,
+                beam_size=beam,
+                num_best=n_best,
+                max_repeats=max_repeats or None,
+                batch_size=batch_size,
+                attention=picture is not None,
+            )
             for best in found:
                 number += 1
                 _print(number if n_best > 1 else None, best, scores)

@@ -9,6 +9,7 @@ from .text.length_buckets import balance_shards, padding_share, plan_buckets
 from .text.pair_loader import PairLoader, encode_pairs
 from .text.pair_selection import FilteredPairs, filter_pairs, split_pairs
 from .text.pairs import SentencePairs, normalise, read_pairs, read_tsv
+from .text.unigrams import unigram_entropy, unigram_log_p
 from .text.vocabularies import build_vocabulary, load_vocabulary
 from .text.vocabulary import BOS, EOS, PAD, UNK, Vocabulary, check_vocabulary
 
@@ -42,6 +43,8 @@ __all__ = [
     "UNK",
     "encode_pairs",
     "PairLoader",
+    "unigram_log_p",
+    "unigram_entropy",
     "plan_buckets",
     "padding_share",
     "balance_shards",

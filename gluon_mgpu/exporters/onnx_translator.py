@@ -67,6 +67,8 @@ class OnnxTranslator:
             memory = {"keys": keys, "values": values, "lengths": lengths}
             inputs = {"token": token, **memory, **{f"state{i}": one for i, one in enumerate(state)}}
             scores, *state, _ = self._decoder.run(None, inputs)
+            for scored, tokens in zip(scores, found):
+                scored[_repeating(tokens, self._config["max_repeats"])] = -np.inf
             token = scores.argmax(axis=1).astype("int32").reshape(-1, 1)
             for i in np.flatnonzero(is_open):
                 if token[i, 0] != _EOS:
@@ -75,6 +77,16 @@ class OnnxTranslator:
             if not is_open.any():
                 break
         return found
+
+
+def _repeating(tokens: List[int], most: int) -> List[int]:
+    """Return the next tokens with which the last tokens would stand more than `most` times in a row."""
+    size = len(tokens)
+    return [
+        tokens[-period]
+        for period in range(1, (size + 1) // (most + 1) + 1)
+        if all(tokens[i] == tokens[i - period] for i in range(size - period * most + 1, size))
+    ]
 
 
 class ListVocabulary:

@@ -14,7 +14,7 @@ from ..checkpoint.atomic_folder import commit, explained, new_folder
 from ..checkpoint.checkpoint import check_folder
 from ..errors import TrainerError
 from ..models import Seq2Seq
-from ..models.seq2seq.search import EXTRA_TOKENS, LENGTH_FACTOR
+from ..models.seq2seq.search import EXTRA_TOKENS, LENGTH_FACTOR, MAX_REPEATS
 from ..models.seq2seq.translator import Translator
 from ..nested import Array
 from ..runtime.environment import logger
@@ -129,7 +129,8 @@ def write_folder(
             ]
             translator.source_vocabulary.save(new / "source.vocab")
             translator.target_vocabulary.save(new / "target.vocab")
-            config = {"length_factor": LENGTH_FACTOR, "extra_tokens": EXTRA_TOKENS, **translator.config()}
+            limits = {"length_factor": LENGTH_FACTOR, "extra_tokens": EXTRA_TOKENS, "max_repeats": MAX_REPEATS}
+            config = {**limits, **translator.config()}
             (new / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
             shutil.copyfile(onnx_translator.__file__, new / PROGRAM)
             if check:

@@ -73,7 +73,7 @@ def evaluate(
     metrics : "auto", sequence of functions, or dict name -> function
         `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.accuracy`. Or objects of `mx.metric`. "auto": as in `fit`.
     loss : callable (output, label) -> NDArray, optional
-        Its mean is returned as `loss`.
+        Its mean is returned as `loss`: that of its attribute `evaluation`, if it has one.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)
     compiled : "auto", "on" or "off"
         Whether the passes run as compiled graphs; see `fit`.
@@ -91,6 +91,7 @@ def evaluate(
     """
     make_passes = passes_of(check_mode("evaluate", compiled))
     check_network("evaluate", net)
+    loss = getattr(loss, "evaluation", loss)
     if virtual_shards is not None:
         virtual_shards = VirtualShards(virtual_shards, devices_of(net)).number
     passes = evaluating_passes(make_passes, net, loss)

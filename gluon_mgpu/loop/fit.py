@@ -69,7 +69,7 @@ def fit(
     net : gluon.Block
         Initialised on the trainer's devices.
     loss : callable (output, label) -> NDArray, shape (shard size,)
-        One number per example.
+        One number per example. If it has an attribute `evaluation`, `test_iter` is evaluated with that loss.
     trainer : Trainer
     train_iter, test_iter : iterable of (X, y)
         Shapes (B, ...); read once per epoch.
@@ -159,6 +159,7 @@ def fit(
         checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter, taken=taken)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
     caught = CaughtSignal()
+    test_loss = getattr(loss, "evaluation", loss)
     on_phase = phase_reporter(callbacks, state)
     run = Run(
         state,
@@ -170,9 +171,9 @@ def fit(
         evaluate=partial(
             run_evaluation,
             net,
-            loss=loss,
+            loss=test_loss,
             split_f=split_f,
-            passes=evaluating_passes(make_passes, net, loss),
+            passes=evaluating_passes(make_passes, net, test_loss),
             virtual_shards=trainer.virtual_shards,
         ),
         batches_per_update=accumulate_grad_batches,

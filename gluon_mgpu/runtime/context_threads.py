@@ -48,14 +48,17 @@ os.register_at_fork(after_in_child=_threads.clear)  # a forked process has none 
 
 @contextmanager
 def environment_with(wanted: Dict[str, str]) -> Iterator[None]:
-    """Set variables of the environment within this block."""
-    before = {name: os.environ.get(name) for name in wanted}
+    """Set variables of the environment within this block. Those that were not set are empty afterwards: unset, for MXNet.
+
+    MXNet's recurrent operator reads the environment each time it runs, in another thread. The C library moves the environment
+    when a variable is added, and a read at this moment crashes the process. So a variable is added once, while no operator
+    runs, and stays; a new value moves nothing.
+    """
+    if not wanted.keys() <= os.environ.keys():
+        mx.nd.waitall()
+    before = {name: os.environ.get(name, "") for name in wanted}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.update(before)

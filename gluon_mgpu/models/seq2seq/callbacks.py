@@ -10,6 +10,7 @@ from mxnet import lr_scheduler
 
 from ...checkpoint.snapshot import Snapshot
 from ...data import PairLoader, SentencePairs
+from ...distributed.process import this_process
 from ...errors import TrainerError
 from ...loop.callbacks import Best, Callback, Checkpoint, FitState, Progress
 from ...loop.epoch import EpochProgress
@@ -45,6 +46,33 @@ class ValidateTranslations(Callback):
             translator = translator.on_device(state.trainer.contexts[0])
         scores = translation_scores(translator.best(self._pairs.source), self._pairs.target)
         state.history.rows[-1].update({f"test_{name}": score for name, score in scores.items()})
+
+
+class UnigramCheck(Callback):
+    """Prints advice after each epoch whose `test_loss` is not below the entropy of the unigrams.
+
+    Such a network knows only how frequent each token is: it translates every sentence into the same few words.
+
+    Parameters
+    ----------
+    entropy : float, nats per token
+        `data.unigram_entropy` of the validation pairs.
+    """
+
+    def __init__(self, entropy: float) -> None:
+        self._entropy = entropy
+
+    def on_epoch_end(self, state: FitState) -> None:
+        loss = state.history.rows[-1]["test_loss"]
+        if loss < self._entropy or this_process().rank:
+            return
+        print(
+            f"after epoch {state.epoch}, the validation loss {loss:.4f} is not below {self._entropy:.4f}, the entropy of the "
+            "unigrams: the network uses neither the source nor the words before. If more epochs do not help, try --lr 3 times "
+            "smaller or larger, a smaller --vocabulary-size, or a smaller --batch-tokens for more updates. Check that the lines "
+            "of the files match.",
+            flush=True,
+        )
 
 
 class TokenProgress(Progress):

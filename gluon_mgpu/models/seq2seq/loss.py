@@ -25,7 +25,7 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
     Parameters
     ----------
     label_smoothing : float, 0 up to 1
-        This share of each target is spread evenly over the vocabulary.
+        This share of each target is spread evenly over the vocabulary, in training. `fit` and `evaluate` report `evaluation`.
     layout : str
         `"NTC"` or `"TNC"`, as for the network.
 
@@ -54,6 +54,12 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
         real_number("SequenceLoss", "label_smoothing", label_smoothing, high=1.0, below=True, advice="0.1 is usual.")
         with self.name_scope():
             self.sums = _SmoothedSums(float(label_smoothing), LAYOUTS.index(layout))
+            self.plain = SequenceLoss(layout=layout) if label_smoothing else None
+
+    @property
+    def evaluation(self) -> SequenceLoss:
+        """The same loss without smoothing: cross-entropy, which compares runs of any smoothing, and with `unigram_entropy`."""
+        return self.plain or self
 
     @on_legacy_arrays
     def forward(self, scores: Array, label: Tuple[Array, Array]) -> Array:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, List, Optional, Tuple
 
 import mxnet as mx
+import numpy as np
 from mxnet.gluon import nn
 
 from ...checks import one_of, real_number, whole_number
@@ -16,6 +17,7 @@ from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
 from .loss import LAYOUTS
 from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, each_step
 
+_EMBEDDING_SCALE = 0.3  # Xavier's would fall with the size of the vocabulary: 0.04 for 3,000 tokens of size 128
 _BULK = {"forward_bulk_size": 4, "backward_bulk_size": 4}  # operations
 
 Memory = Tuple[Array, Array, Array]  # keys (N, S, hidden), values (N, S, 2 hidden), lengths (N,)
@@ -35,6 +37,9 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
     With teacher forcing, all inputs of the decoder are known in advance. Without input feeding, its recurrent layers run like the
     encoder's, and attention and output layer compute all steps together. With it, each step's attentional vector is an input of
     the next step.
+
+    `initialize` gives embeddings a scale that does not depend on the vocabulary, and each gate an orthogonal matrix; its own
+    initializer is for the other weights. For text, call `begin_at` first.
 
     Padding has no effect: a sentence has the same scores alone and in a batch. `net.hybridize()` compiles the whole network if
     all steps run at once, else its parts. Inputs are legacy or np arrays, by the current mode.
@@ -102,7 +107,8 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         self.layout, self.target_vocab_size, self.source_vocab_size = layout, target_vocab_size, source_vocab_size
         with self.name_scope():
             self.encoder = Encoder(source_vocab_size, embed_size, hidden_size, num_layers, cell, dropout, recurrence)
-            self.target_embedding = Embedding(target_vocab_size, embed_size)
+            scale = hidden_size**-0.5 if tied else _EMBEDDING_SCALE
+            self.target_embedding = Embedding(target_vocab_size, embed_size, weight_initializer=mx.init.Normal(scale))
             self.decoder = Decoder(embed_size, hidden_size, num_layers, cell, attention, input_feeding, dropout, recurrence)
             self.dropout = Dropout(dropout)
             shared = self.target_embedding.params if tied else None
@@ -147,6 +153,23 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
             if self._is_overridden() or not self.decoder.is_at_once(source):
                 return None
             return (source, lengths, target, *self._start(source, lengths))
+
+    def begin_at(self, log_p: np.ndarray) -> None:
+        """Let the output layer's bias begin at these log-probabilities: those of `data.unigram_log_p`. Call `initialize` next.
+
+        With a bias of zeros, Adam needs a thousand steps until the bias alone gives rare words their probability. Meanwhile the
+        vectors before the output layer saturate to do the same, and the network remains at the entropy of the unigrams.
+
+        Parameters
+        ----------
+        log_p : numpy.ndarray, shape (target_vocab_size,)
+        """
+        if np.shape(log_p) != (self.target_vocab_size,):
+            raise TrainerError(
+                f"Seq2Seq.begin_at: got log_p of shape {np.shape(log_p)}; expected ({self.target_vocab_size},), one for each "
+                "target token. Pass unigram_log_p(sentences, len(vocabulary))."
+            )
+        self.output.bias.init = mx.init.Constant(np.asarray(log_p, "float32"))
 
     def data_parallel_layers(self) -> List[nn.HybridBlock]:
         """Return the layers of `split_stages(..., data_parallel=)`: those of the attention, and the output layer.
@@ -244,7 +267,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
         super().__init__(**kwargs)
         self._hidden_size = hidden_size
         with self.name_scope():
-            self.embedding = Embedding(vocab_size, embed_size)
+            self.embedding = Embedding(vocab_size, embed_size, weight_initializer=mx.init.Normal(_EMBEDDING_SCALE))
             self.dropout = Dropout(dropout)
             self.forwards, self.backwards = (nn.HybridSequential(prefix=f"{way}_") for way in ("forwards", "backwards"))
             for layers in (self.forwards, self.backwards):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Iterable, List, Tuple
 
 import mxnet as mx
+import numpy as np
 from mxnet import Context, autograd, gluon
 from mxnet.gluon import nn
 
@@ -56,7 +57,7 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
         width = NUM_GATES[cell] * hidden_size
         with self.name_scope():
             self.i2h_weight = self.params.get("i2h_weight", shape=(width, input_size))
-            self.h2h_weight = self.params.get("h2h_weight", shape=(width, hidden_size))
+            self.h2h_weight = self.params.get("h2h_weight", shape=(width, hidden_size), init=_Orthogonal())
             self.i2h_bias = self.params.get("i2h_bias", shape=(width,), init="zeros")
             self.h2h_bias = self.params.get("h2h_bias", shape=(width,), init="zeros")
             self.i2h = _Project(width)
@@ -110,6 +111,20 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
         """Return the states after one step, of projected inputs of shape (N, gates)."""
         after = self.cell(projected, _on(self.h2h_weight, projected), _on(self.h2h_bias, projected), *states)
         return tuple(after) if isinstance(after, (list, tuple)) else (after,)
+
+
+@mx.init.register
+class _Orthogonal(mx.init.Initializer):  # type: ignore[misc]
+    """Each gate's matrix begins orthogonal, so that no direction of the state fades or grows from step to step.
+
+    Source: Saxe, McClelland, Ganguli, "Exact solutions to the nonlinear dynamics of learning", 2014.
+    """
+
+    def _init_weight(self, _: Any, array: Array) -> None:
+        size = array.shape[1]
+        gates = mx.nd.random.normal(shape=(array.shape[0] // size, size, size)).asnumpy()
+        for gate, (q, r) in enumerate(map(np.linalg.qr, gates)):
+            array[gate * size : (gate + 1) * size] = q * np.sign(np.diag(r))
 
 
 class _Project(nn.HybridBlock):  # type: ignore[misc]

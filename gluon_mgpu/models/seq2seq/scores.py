@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Dict, Sequence
+from typing import Any, Dict, Sequence
 
 from ...data import exact_match
 
@@ -40,11 +40,25 @@ def translation_scores(translations: Sequence[str], references: Sequence[str]) -
     scores = {"exact_match": 100 * exact_match(translations, references)}
     if not has_sacrebleu():
         return scores
-    metrics = import_module("sacrebleu.metrics")  # only here: the import is slow
-    bleu = metrics.BLEU(tokenize="char" if _is_korean(references) else "13a")
-    scores["bleu"] = float(bleu.corpus_score(list(translations), [list(references)]).score)
-    scores["chrf"] = float(metrics.CHRF().corpus_score(list(translations), [list(references)]).score)
+    for name, metric in _metrics(references).items():
+        scores[name] = float(metric.corpus_score(list(translations), [list(references)]).score)
     return scores
+
+
+def score_signatures(references: Sequence[str]) -> Dict[str, str]:
+    """Return sacrebleu's signatures of `bleu` and `chrf`, which say how they were computed; none without sacrebleu."""
+    found = {}
+    for name, metric in (_metrics(references) if has_sacrebleu() else {}).items():
+        metric.corpus_score(list(references), [list(references)])  # it counts the references
+        found[name] = str(metric.get_signature())
+    return found
+
+
+def _metrics(references: Sequence[str]) -> Dict[str, Any]:
+    metrics = import_module("sacrebleu.metrics")  # only here: the import is slow
+    tokenize = "char" if _is_korean(references) else "13a"
+    # force: sentences of few words that end in a period are not tokenized text, of which sacrebleu would warn
+    return {"bleu": metrics.BLEU(tokenize=tokenize, force=True), "chrf": metrics.CHRF()}
 
 
 def _is_korean(texts: Sequence[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -24,6 +24,7 @@ from .. import Seq2Seq
 Sentence = Sequence[int]
 
 LENGTH_FACTOR, EXTRA_TOKENS = 2, 10  # a translation is at most twice as long as its source, and these
+MAX_REPEATS = 2  # of the same tokens in a row
 PENALTIES = ("wu", "plain")
 
 
@@ -62,8 +63,9 @@ def translate(
     beam_size: int = 1,
     num_best: int = 1,
     alpha: float = 1.0,
-    penalty: str = "wu",
+    penalty: str = "plain",
     max_length: Optional[int] = None,
+    max_repeats: Optional[int] = MAX_REPEATS,
     batch_size: int = 64,
     attention: bool = False,
 ) -> List[List[Translation]]:
@@ -95,9 +97,14 @@ def translate(
     alpha : float, 0 or more
         How strongly to compensate for length. 0 ranks by probability alone, which favours short translations.
     penalty : str
-        `"wu"`: ((5 + length) / 6) ** alpha. `"plain"`: length ** alpha. The end of the sentence counts.
+        `"plain"`: length ** alpha. `"wu"`: ((5 + length) / 6) ** alpha, which favours short translations more. The end of the
+        sentence counts.
     max_length : int, optional
         Tokens per translation, including its end; twice the source's length and 10 by default.
+    max_repeats : int, optional
+        How often the same token, or the same group of tokens, may occur in a row; None for no limit. A token that would exceed
+        it gets no probability, so a network that is stuck does not repeat a phrase until `max_length`. 2 excludes hardly any
+        correct translation, in contrast to a limit on all n-grams (scripts/benchmarks/RESULTS.md).
     batch_size : int
         Sentences at once, over all devices.
     attention : bool
@@ -121,17 +128,17 @@ def translate(
     >>> [len(best) for best in found], found[0][0].score >= found[0][1].score
     ([2, 2], True)
 
-    Source: the penalty is that of Wu et al., "Google's neural machine translation system", 2016, section 7.
+    Source: Wu et al., "Google's neural machine translation system", 2016, section 7 (the penalty "wu").
     """
     counts = {"beam_size": beam_size, "num_best": num_best, "batch_size": batch_size}
-    _check_counts(**counts, **({} if max_length is None else {"max_length": max_length}))
+    _check_counts(**counts, **_given(max_length=max_length, max_repeats=max_repeats))
     _check_search(net, beam_size, num_best, alpha, penalty)
     for name, token in (("bos", bos), ("eos", eos)):
         _check_token(name, token, net.target_vocab_size)
     if source_eos is not None:
         _check_token("source_eos", source_eos, net.source_vocab_size)
     _check_sentences(net, sentences)
-    options = _Options(bos, eos, beam_size, num_best, alpha, penalty, max_length, attention)
+    options = _Options(bos, eos, beam_size, num_best, alpha, penalty, max_length, max_repeats, attention)
     devices = devices_of(net)
     end = [] if source_eos is None else [source_eos]
     sentences = [[*sentence, *end] for sentence in sentences]
@@ -154,6 +161,7 @@ class _Options:
     alpha: float
     penalty: str
     max_length: Optional[int]
+    max_repeats: Optional[int]
     attention: bool
 
     def divisor(self, length: int) -> float:
@@ -212,6 +220,7 @@ class _Search:
             [_Hypothesis(0.0), *[None] * (options.beam_size - 1)] for _ in sentences
         ]
         self._rows = np.arange(len(sentences) * options.beam_size, dtype="int32")  # whose state each row goes on with
+        self._tokens = np.zeros((len(self._rows), 0), dtype="int32")  # of each row's hypothesis so far
         self._finished: List[List[Tuple[float, _Hypothesis, bool]]] = [[] for _ in sentences]
         self._open = set(range(len(sentences)))
         self._num_steps = 0
@@ -226,11 +235,17 @@ class _Search:
         flat = [one for beam in self._alive for one in beam]
         tokens = np.array([options.bos if one is None or one.before is None else one.token for one in flat], dtype="int32")
         log_p = np.array([-np.inf if one is None else one.log_p for one in flat], dtype="float32")
+        if self._num_steps:
+            self._tokens = np.column_stack([self._tokens[self._rows], tokens])
         rows = self._array(self._rows)
         state = tuple(mx.nd.take(one, rows, axis=0) for one in self._state)
         column = tokens.reshape((-1, 1) if self._net.layout == "NTC" else (1, -1))
         scores, self._state, self._weights = self._net.decode(self._array(column), state, self._memory)
         totals = mx.nd.log_softmax(scores.reshape((num * options.beam_size, -1))) + self._array(log_p).reshape((-1, 1))
+        if options.max_repeats is not None:
+            excluded = repeating(self._tokens, options.max_repeats)
+            if len(excluded[0]):
+                totals[tuple(map(self._array, excluded))] = -np.inf
         totals = totals.reshape((num, -1))
         self._best = mx.nd.topk(totals, k=options.beam_size, ret_typ="both", dtype="int32")
 
@@ -281,6 +296,30 @@ class _Search:
 
     def _array(self, values: np.ndarray) -> Array:
         return mx.nd.array(values, ctx=self._context, dtype=values.dtype)
+
+
+def repeating(tokens: np.ndarray, most: int) -> Tuple[np.ndarray, np.ndarray]:
+    """Return rows and the next tokens with which the last tokens of the row would stand more than `most` times in a row.
+
+    Parameters
+    ----------
+    tokens : numpy.ndarray of int32, shape (rows, steps)
+    most : int, 1 or more
+
+    Examples
+    --------
+    >>> rows, following = repeating(np.array([[5, 7, 7], [7, 5, 7]], "int32"), 1)
+    >>> list(zip(rows.tolist(), following.tolist()))  # 7 7 and 7 5 7 5 are excluded
+    [(0, 7), (1, 7), (1, 5)]
+    """
+    rows, following = [np.zeros(0, "int32")], [np.zeros(0, "int32")]
+    num_steps = tokens.shape[1]
+    for period in range(1, (num_steps + 1) // (most + 1) + 1):
+        recent = tokens[:, num_steps + 1 - period * (most + 1) :]  # of the groups that the next token would complete
+        found = np.flatnonzero((recent[:, period:] == recent[:, : recent.shape[1] - period]).all(axis=1)).astype("int32")
+        rows.append(found)
+        following.append(tokens[found, num_steps - period])
+    return np.concatenate(rows), np.concatenate(following)
 
 
 def _traced(score: float, hypothesis: _Hypothesis, ended: bool) -> Translation:
@@ -391,6 +430,10 @@ def _letters(path: str) -> Set[int]:
         return set()
 
 
+def _given(**options: Any) -> Dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _check_counts(**counts: Any) -> None:
     for name, count in counts.items():
         whole_number("translate", name, count, advice="Leave it out for the usual.")
@@ -406,7 +449,7 @@ def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty
             f"translate: got num_best={num_best} of beam_size={beam_size}; expected as many or fewer. Widen the beam."
         )
     real_number("translate", "alpha", alpha, advice="1.0 is usual.")
-    one_of("translate", "penalty", penalty, list(PENALTIES), advice="'wu' is usual.")
+    one_of("translate", "penalty", penalty, list(PENALTIES), advice="'plain' is usual.")
 
 
 def _check_sentences(net: Seq2Seq, sentences: Any) -> None:

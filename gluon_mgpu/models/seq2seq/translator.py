@@ -118,7 +118,7 @@ class Translator:
             A text of nothing but spaces becomes one empty text.
         beam_size, num_best : int
         **search
-            Others of `translate`: `alpha`, `penalty`, `max_length`, `batch_size`, `attention`.
+            Others of `translate`: `alpha`, `penalty`, `max_length`, `max_repeats`, `batch_size`, `attention`.
 
         Raises
         ------

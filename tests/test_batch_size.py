@@ -111,6 +111,7 @@ def test_the_rate_is_the_median_of_the_rounds():
 # What fits
 
 
+@pytest.mark.exhaustive
 def test_memory_decides():
     """100 MiB an example in 730 MiB, of which the process itself takes more than 130 and less than 230: 5 fit, 6 do not."""
     told, started = [], []
@@ -287,6 +288,7 @@ def test_a_hang_of_a_large_batch_leaves_what_was_found_before(fake):
         find_batch_size(small_mlp, first=32)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_the_probe_and_what_it_has_started():
     question = f"Question('{HERE}:fail_as_told', {{'how': 'hang'}}, 'cpu', 4)"
     code = f"from gluon_mgpu.tuning.batch_size.process import Question, ask; ask({question})"

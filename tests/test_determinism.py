@@ -45,10 +45,12 @@ PROGRAM = """
 """
 
 
+@pytest.mark.usefixtures("quick_import")
 def test_two_processes_have_the_same_bits():
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    first, second = (subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environ).stdout for _ in range(2))
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) for _ in range(2)]
+    first, second = (process.communicate(timeout=240)[0] for process in running)
     assert first == second
     for line in first.decode().splitlines():
         one, again, other = line.split()

@@ -11,7 +11,7 @@ import pytest
 
 from .test_launch import launch_command
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
 PROGRAM = """
 import json, os, signal, sys, time
 

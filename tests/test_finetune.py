@@ -94,7 +94,7 @@ def test_selections_in_nd_and_np(freeze, arrays):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("step", [2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8])  # in an epoch, at its end, unfrozen
+@pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (3, 4)), 8])
 def test_a_resumed_run_has_the_same_bits(interrupts, tmp_path, optimizer, step):
     ctx = [mx.cpu(0), mx.cpu(1)]
 

@@ -244,6 +244,7 @@ SLOW = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("signum", "code"),
     [(signal.SIGUSR1, 85), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)],

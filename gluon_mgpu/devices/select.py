@@ -67,9 +67,8 @@ def use_devices(
     ...     print(ctx, mx.current_context())
     [cpu(0), cpu(1)] cpu(0)
     """
-    if one_thread:
-        environment.use_one_thread()
-    contexts = resolve_devices(spec, min_free_memory=min_free_memory, wait_s=wait_s, tell=tell)
+    with environment.one_thread(one_thread):
+        contexts = resolve_devices(spec, min_free_memory=min_free_memory, wait_s=wait_s, tell=tell)
     with contexts[0]:
         try:
             yield contexts

@@ -8,9 +8,10 @@ import importlib.util
 import logging
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, List, Sequence, Set
+from typing import Any, Iterator, List, Sequence, Set
 
 from ..errors import MissingExtraError
 from . import cuda_libraries, mxnet2, threads
@@ -179,9 +180,14 @@ def set_threads(contexts: Sequence[Any]) -> None:
         threads.set_threads(contexts, alone=_threads_alone)
 
 
-def use_one_thread() -> None:
-    """Let a single CPU context compute with one thread, too, as several do: its sums then do not depend on their number."""
-    _alone.append(1)
+@contextmanager
+def one_thread(is_on: bool = True) -> Iterator[None]:
+    """Let a single CPU context that is first used here compute with one thread, as several do, if `is_on`."""
+    _alone.extend([1] * is_on)
+    try:
+        yield
+    finally:
+        del _alone[len(_alone) - is_on :]
 
 
 _alone: List[int] = []  # the number of threads of a single context, if it was chosen

@@ -45,6 +45,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_import")
 def test_two_processes_have_the_same_bits():
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]

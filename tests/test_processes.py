@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
 NO_HOROVOD = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(NO_HOROVOD, reason="Horovod is not installed: sh scripts/build_horovod.sh")
 BACKENDS = ["dist_sync", pytest.param("horovod", marks=needs_horovod)]
-NUMBERS = [pytest.param(2, marks=pytest.mark.exhaustive), 3]
+NUMBERS = [2, pytest.param(3, marks=pytest.mark.exhaustive)]
 STARTERS = ("GLUON_MGPU_", "DMLC_", "HOROVOD_")
 BEGIN = """
 import json, sys

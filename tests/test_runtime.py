@@ -755,3 +755,12 @@ def test_import_mxnet_alone_loads_cuda_s_libraries_too(tmp_path):
     library = str(tmp_path / "libmxnet.so")
     assert run_python(program, MXNET_LIBRARY_PATH=library) == ("True False False\n", True)
     assert run_python(program, MXNET_LIBRARY_PATH=library, GLUON_MGPU_RUNTIME="off") == ("False False False\n", True)
+
+
+def test_one_thread_is_asked_for_within_a_block_only():
+    before = runtime._threads_alone()
+    with runtime.one_thread():
+        assert runtime._threads_alone() == 1
+    with runtime.one_thread(False):
+        assert runtime._threads_alone() == before
+    assert runtime._threads_alone() == before

@@ -321,7 +321,13 @@ def _threads_setting(device_id: int) -> Setting:
             return Setting(
                 name, value, "gluon_mgpu", "Two CPU contexts with several threads each can hang in OpenBLAS: one each."
             )
-        return Setting(name, value, "gluon_mgpu", "A single context gets every core of this process; MXNet takes half of them.")
+        cores = num_cores()
+        reason = "A single context gets every core of this process; MXNet takes half of them."
+        if value == "1" and cores > 1:
+            reason = f"It was asked for with one_thread=True, which leaves {cores - 1} of {cores} cores idle."
+        elif value != "1":
+            reason += f" virtual_shards needs one thread, and so cpu*{cores} to use {cores} cores."
+        return Setting(name, value, "gluon_mgpu", reason)
     variables = [name for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS") if os.environ.get(name)]
     reason = "It ran operations before use_devices; other threads now would give wrong gradients. Call use_devices earlier."
     if not threads.threads_of(device_id):

@@ -49,7 +49,8 @@ class ReplicaCheck:
         self.every = whole_number("Trainer", "check_replicas_every", every, advice="100 is usual.")
         self.num_verified = self.num_restored = 0
         self._trainer, self._num_updates = trainer, 0
-        self._taken: Optional[Tuple[int, List[List[List[Array]]]]] = None  # updates by then; copies by bucket and replica
+        # updates by then, the buckets, and copies by bucket and replica
+        self._taken: Optional[Tuple[int, List[Buffer], List[List[List[Array]]]]] = None
         processes = group()
         self._num_processes = 1 if processes is None else processes.process.num_processes
         num_replicas = len(trainer.contexts) * self._num_processes
@@ -76,8 +77,8 @@ class ReplicaCheck:
             self._settle()
 
     def _take(self) -> None:
-        copies = []
-        for buffer in self._trainer._replicas.weight_buffers():
+        copies, buffers = [], self._trainer._replicas.weight_buffers()
+        for buffer in buffers:
             replicas = []
             for replica in range(len(self._trainer.contexts)):
                 by_dtype: Dict[Any, List[Array]] = {}
@@ -85,7 +86,7 @@ class ReplicaCheck:
                     by_dtype.setdefault(array.dtype, []).append(array.reshape((-1,)))
                 replicas.append([mx.nd.concat(*arrays, dim=0) for arrays in by_dtype.values()])
             copies.append(replicas)
-        self._taken = self._num_updates, copies
+        self._taken = self._num_updates, buffers, copies
 
     def _arrays(self, buffer: Buffer, replica: int) -> List[Array]:
         """Return the weights of a bucket on one device, and the states of its parameters if every device has them."""
@@ -100,14 +101,13 @@ class ReplicaCheck:
     def _settle(self) -> None:
         """Compare the copies; restore the bits of the majority, or raise."""
         assert self._taken is not None, "copies were taken"
-        (num_updates, copies), self._taken = self._taken, None
+        (num_updates, buffers, copies), self._taken = self._taken, None
         own = [[_checksum(arrays) for arrays in replicas] for replicas in copies]
         processes = group()
         rank = 0 if processes is None else processes.process.rank
         everyone = [own]
         if processes is not None:
             everyone = [json.loads(one) for one in processes.all_gather_bytes(json.dumps(own).encode())]
-        buffers = self._trainer._replicas.weight_buffers()
         for at in range(len(copies)):
             votes = [(owner, replica, one) for owner, found in enumerate(everyone) for replica, one in enumerate(found[at])]
             (most, count), *others = Counter(one for *_, one in votes).most_common()

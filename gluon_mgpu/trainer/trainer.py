@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-from mxnet import Context, gluon, lr_scheduler
+from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
-from ..checks import explaining, flag, path_of, real_number, short, whole_number
+from ..checks import flag, path_of
 from ..devices.select import check_contexts
 from ..errors import StateError, TrainerError
 from ..nested import Array
@@ -19,9 +18,9 @@ from .across_processes import ProcessSync
 from .buckets import BUCKET_BYTES
 from .buffers import Buffer
 from .copies import make_copyable
-from .groups import GroupedBuffers, GroupedReplicas, clip, make_reduction, make_replicas, make_update
+from .groups import GroupedBuffers, clip, make_reduction, make_replicas, make_update
 from .loss_scaler import LossScaler
-from .optimizer_config import check_hyperparameters
+from .options import check_batch_size, check_buckets, check_clipping, check_optimizer, check_options, check_sharded, check_virtual
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .reduction import clip_values, global_norm, scale_to_norm
@@ -141,7 +140,7 @@ class Trainer(gluon.Trainer):
         check_replicas_every: Optional[int] = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        _check_buckets(bucket_bytes)
+        check_buckets(bucket_bytes)
         switches = {"measure_grad_norm": measure_grad_norm, "static_graph": static_graph, "sharded_data": sharded_data}
         switches.update(find_unused_parameters=find_unused_parameters, shard_optimizer=shard_optimizer)
         for name, value in switches.items():
@@ -156,13 +155,13 @@ class Trainer(gluon.Trainer):
         self._optimizer: opt.Optimizer
         self._order = gluon_order(params)
         check_contexts(self._replicas.contexts, "Trainer")
-        _check_optimizer(optimizer, optimizer_params)
-        _check_options(self._replicas, update_on_kvstore)
-        _check_clipping(clip_norm=clip_norm, clip_value=clip_value)
+        check_optimizer(optimizer, optimizer_params)
+        check_options(self._replicas, update_on_kvstore)
+        check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._reduction: Any = make_reduction(kvstore, self._replicas)
         self._process_sync = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
         if shard_optimizer:
-            _check_sharded(kvstore, self._process_sync)
+            check_sharded(kvstore, self._process_sync)
         super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         make_copyable({type(param) for param in self._params})
         self._clip_norm, self._clip_value = clip_norm, clip_value
@@ -203,29 +202,9 @@ class Trainer(gluon.Trainer):
         """
         if self.virtual_shards == number:
             return
-        self._check_virtual()
+        check_virtual(self)
         self._virtual = VirtualShards(number, self.contexts)
         self._reduction = TreeReduction(self.contexts, self._virtual.number)
-
-    def _check_virtual(self) -> None:
-        """Raise `TrainerError` if an option needs sums in another order than that of virtual shards."""
-        process_sync = self._process_sync
-        refused = {
-            "a network that spans devices": isinstance(self._replicas, GroupedReplicas),
-            "shard_optimizer=True": self._replicas.is_sharded,
-            "sharded_data=True": self.sharded_data,
-            "compression_params": process_sync.compresses,
-            "precision='fp16'": self.loss_scaler is not None,
-            type(self).__name__: self.trains_apart,
-            "sparse gradients": any(param._grad_stype != "default" for param in self._params),
-            "grad_req='add'": any(param.grad_req == "add" for param in self._params),
-            "gradients that were accumulated": bool(self._num_counted),
-        }
-        for what, is_there in refused.items():
-            if is_there:
-                raise TrainerError(
-                    f"Trainer: got virtual_shards and {what}; expected gradients that one tree adds up. Leave one of them out."
-                )
 
     @property
     def sharded_data(self) -> bool:
@@ -293,7 +272,7 @@ class Trainer(gluon.Trainer):
             The batch size is not a positive number, or a parameter was moved to other devices.
         """
         if not (self.sharded_data and batch_size == 0):
-            _check_batch_size("Trainer.step", batch_size)
+            check_batch_size("Trainer.step", batch_size)
         if self._virtual is not None and self._num_open:
             claim_examples(self._running)
             self._reduction.hold()
@@ -453,7 +432,7 @@ class Trainer(gluon.Trainer):
         TrainerError
             The gradients of several devices were not summed: their weights would diverge.
         """
-        _check_batch_size("Trainer.update", batch_size)
+        check_batch_size("Trainer.update", batch_size)
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.update")
         if self._summed is not None:
@@ -638,75 +617,3 @@ class Trainer(gluon.Trainer):
                 "parameter from its own gradient, state and count alone. Use sgd or adam, or leave shard_optimizer out."
             )
         self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
-
-
-def _check_optimizer(optimizer: Any, params: Any) -> None:
-    known = sorted(opt.Optimizer.opt_registry)
-    if isinstance(optimizer, str) and optimizer.lower() not in known:
-        raise TrainerError(
-            f"Trainer: got optimizer {short(optimizer)}; expected one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
-        )
-    if not isinstance(optimizer, (str, opt.Optimizer)):
-        raise TrainerError(
-            f"Trainer: got {short(optimizer)} as the optimizer; expected a name or an mxnet.optimizer.Optimizer. Pass 'sgd'."
-        )
-    if params is not None and (not isinstance(params, dict) or not all(isinstance(name, str) for name in params)):
-        raise TrainerError(
-            f"Trainer: got optimizer_params={short(params)}; expected a dict of options. Pass {{'learning_rate': 0.1}}."
-        )
-    schedule = optimizer.lr_scheduler if isinstance(optimizer, opt.Optimizer) else (params or {}).get("lr_scheduler")
-    if schedule is not None and not isinstance(schedule, lr_scheduler.LRScheduler):
-        raise TrainerError(
-            f"Trainer: got lr_scheduler={short(schedule)}; expected an mxnet.lr_scheduler.LRScheduler, which can be saved. "
-            "Write a subclass whose __call__ takes the number of updates."
-        )
-    if isinstance(optimizer, str) and params:
-        explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
-        with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
-            warnings.simplefilter("ignore")
-            try:
-                opt.create(optimizer, **params)
-            except TypeError:
-                check_hyperparameters(optimizer, params)
-                raise
-
-
-def _check_options(replicas: Any, update_on_kvstore: Any) -> None:
-    if update_on_kvstore is not None and update_on_kvstore is not False:
-        raise TrainerError(
-            f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; expected None or False. The weights are updated on the "
-            "devices, so that clipping, schedules and idle devices are correct. Leave it out."
-        )
-    for name, param in zip(replicas.names, replicas.params):
-        if param._stype != "default":
-            raise TrainerError(
-                f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer for sparse "
-                "weights, on one device."
-            )
-
-
-def _check_sharded(kvstore: Any, process_sync: ProcessSync) -> None:
-    if process_sync.is_joint:
-        raise TrainerError(
-            "Trainer: got shard_optimizer=True in a job of several processes; expected one process, among whose devices the "
-            "optimizer's states are divided. Leave it out."
-        )
-    if getattr(kvstore, "type", kvstore) == "nccl":
-        raise TrainerError(
-            "Trainer: got shard_optimizer=True and kvstore='nccl'; expected a store that can sum onto one device. Pass "
-            "kvstore='device'."
-        )
-
-
-def _check_clipping(**bounds: Optional[float]) -> None:
-    for name, bound in bounds.items():
-        if bound is not None:
-            real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
-
-
-def _check_buckets(bucket_bytes: Any) -> None:
-    whole_number("Trainer", "bucket_bytes", bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
-
-
-def _check_batch_size(operation: str, batch_size: float) -> None:
-    real_number(operation, "batch_size", batch_size, above=True, advice="Pass the examples over all devices, X.shape[0].")

@@ -1,0 +1,113 @@
+"""What a Trainer accepts: its optimizer and options, and which of them exclude each other."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Optional
+
+from mxnet import lr_scheduler
+from mxnet import optimizer as opt
+
+from ..checks import explaining, real_number, short, whole_number
+from ..errors import TrainerError
+from .across_processes import ProcessSync
+from .groups import GroupedReplicas
+from .optimizer_config import check_hyperparameters
+
+
+def check_optimizer(optimizer: Any, params: Any) -> None:
+    """Raise `TrainerError` for an unknown optimizer, or options that it does not take."""
+    known = sorted(opt.Optimizer.opt_registry)
+    if isinstance(optimizer, str) and optimizer.lower() not in known:
+        raise TrainerError(
+            f"Trainer: got optimizer {short(optimizer)}; expected one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
+        )
+    if not isinstance(optimizer, (str, opt.Optimizer)):
+        raise TrainerError(
+            f"Trainer: got {short(optimizer)} as the optimizer; expected a name or an mxnet.optimizer.Optimizer. Pass 'sgd'."
+        )
+    if params is not None and (not isinstance(params, dict) or not all(isinstance(name, str) for name in params)):
+        raise TrainerError(
+            f"Trainer: got optimizer_params={short(params)}; expected a dict of options. Pass {{'learning_rate': 0.1}}."
+        )
+    schedule = optimizer.lr_scheduler if isinstance(optimizer, opt.Optimizer) else (params or {}).get("lr_scheduler")
+    if schedule is not None and not isinstance(schedule, lr_scheduler.LRScheduler):
+        raise TrainerError(
+            f"Trainer: got lr_scheduler={short(schedule)}; expected an mxnet.lr_scheduler.LRScheduler, which can be saved. "
+            "Write a subclass whose __call__ takes the number of updates."
+        )
+    if isinstance(optimizer, str) and params:
+        explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
+        with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
+            warnings.simplefilter("ignore")
+            try:
+                opt.create(optimizer, **params)
+            except TypeError:
+                check_hyperparameters(optimizer, params)
+                raise
+
+
+def check_options(replicas: Any, update_on_kvstore: Any) -> None:
+    """Raise `TrainerError` for an update on a store, and for weights that are not dense."""
+    if update_on_kvstore is not None and update_on_kvstore is not False:
+        raise TrainerError(
+            f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; expected None or False. The weights are updated on the "
+            "devices, so that clipping, schedules and idle devices are correct. Leave it out."
+        )
+    for name, param in zip(replicas.names, replicas.params):
+        if param._stype != "default":
+            raise TrainerError(
+                f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer for sparse "
+                "weights, on one device."
+            )
+
+
+def check_sharded(kvstore: Any, process_sync: ProcessSync) -> None:
+    """Raise `TrainerError` if the optimizer's states cannot be divided among the devices."""
+    if process_sync.is_joint:
+        raise TrainerError(
+            "Trainer: got shard_optimizer=True in a job of several processes; expected one process, among whose devices the "
+            "optimizer's states are divided. Leave it out."
+        )
+    if getattr(kvstore, "type", kvstore) == "nccl":
+        raise TrainerError(
+            "Trainer: got shard_optimizer=True and kvstore='nccl'; expected a store that can sum onto one device. Pass "
+            "kvstore='device'."
+        )
+
+
+def check_virtual(trainer: Any) -> None:
+    """Raise `TrainerError` if an option needs sums in another order than that of virtual shards."""
+    refused = {
+        "a network that spans devices": isinstance(trainer._replicas, GroupedReplicas),
+        "shard_optimizer=True": trainer._replicas.is_sharded,
+        "sharded_data=True": trainer.sharded_data,
+        "compression_params": trainer._process_sync.compresses,
+        "precision='fp16'": trainer.loss_scaler is not None,
+        type(trainer).__name__: trainer.trains_apart,
+        "sparse gradients": any(param._grad_stype != "default" for param in trainer._params),
+        "grad_req='add'": any(param.grad_req == "add" for param in trainer._params),
+        "gradients that were accumulated": bool(trainer._num_counted),
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise TrainerError(
+                f"Trainer: got virtual_shards and {what}; expected gradients that one tree adds up. Leave one of them out."
+            )
+
+
+def check_clipping(**bounds: Optional[float]) -> None:
+    """Raise `TrainerError` for a bound that is not positive."""
+    for name, bound in bounds.items():
+        if bound is not None:
+            real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
+
+
+def check_buckets(bucket_bytes: Any) -> None:
+    """Raise `TrainerError` for a size that is no whole number of bytes."""
+    whole_number("Trainer", "bucket_bytes", bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
+
+
+def check_batch_size(operation: str, batch_size: float) -> None:
+    """Raise `TrainerError` for a batch size that is not positive."""
+    real_number(operation, "batch_size", batch_size, above=True, advice="Pass the examples over all devices, X.shape[0].")

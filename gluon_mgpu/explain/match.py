@@ -12,7 +12,7 @@ from .checks import ANY_CHECK, entry_of_check
 from .entries import ENTRIES, Entry
 
 _LEAST_SHARE = 0.5  # of the words, by weight, that a message without a matching fragment has to share
-_LEAST_OF_FEW = 0.6  # if these are fewer than five words
+_LEAST_OF_FEW = 0.6  # if these are fewer than four words
 _UNKNOWN = 3.0  # weight of a word that no entry has: a message of another program has many
 _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one
 _AT_MOST = 3
@@ -100,7 +100,7 @@ def _similar(line: str) -> Dict[Entry, float]:
         if len(common) >= max(2, min(3, len(pattern.spoken))):
             shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
             share = 2 * shared / (both + unknown + shared)
-            least = _LEAST_SHARE if len(common) >= 5 else _LEAST_OF_FEW
+            least = _LEAST_SHARE if len(common) >= 4 else _LEAST_OF_FEW
             if share >= max(least, found.get(pattern.entry, 0.0)):
                 found[pattern.entry] = share
     return found

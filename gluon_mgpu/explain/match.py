@@ -11,7 +11,7 @@ from typing import Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Sequen
 from .checks import ANY_CHECK, entry_of_check
 from .entries import ENTRIES, Entry
 
-_LEAST_SHARE = 0.5  # of the words, by weight, that a message without a matching fragment has to share
+_LEAST_SHARE = 0.47  # of the words, by weight, that a message without a matching fragment has to share
 _LEAST_OF_FEW = 0.6  # if these are fewer than four words
 _UNKNOWN = 3.0  # weight of a word that no entry has: a message of another program has many
 _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one

@@ -8,10 +8,13 @@ ANY_CHECK = "operator-check-failed"
 _SOURCE = re.compile(r"([\w.+/\\-]+\.(?:cc|h|cuh?)):\d+:?\s")
 _FOLDERS = re.compile(r"(?:^|[/\\])(?:src|include|mshadow|nnvm|ps-lite|operator)[/\\]")  # of MXNet
 _CORE = re.compile(
-    r"(?:^|[/\\])(?:nnvm|executor|imperative|engine|storage|c_api|runtime|common|ndarray)[/\\.]|src[/\\](?:symbol|core)"
+    r"(?:^|[/\\])(?:nnvm|executor|imperative|engine|storage|c_api|runtime|common|ndarray)[/\\.]|src[/\\](?:symbol|core|pass)"
 )
-_CONDITION = re.compile(r"Check failed:?\s+(.+?)(?: \([^()]* vs\. |:? [A-Z][a-z]|: |(?<=\)) (?=[A-Za-z]{2,} [a-z])|$)")
+_CONDITION = re.compile(r"Check (?:failed|\s*notnull):?\s+(.+?)(?: \([^()]* vs\. |:? [A-Z][a-z]|: |(?<=\)) (?=[A-Za-z]{2,} [a-z])|$)")
 _FILES = {  # what the files of MXNet and ps-lite are about; the first one that fits counts, here and below
+    r"cpu_device_storage": "host-out-of-memory",
+    r"cpu_shared_storage": "shared-memory",
+    r"pooled_storage|gpu_device_storage": "gpu-out-of-memory",
     r"iter_batchloader": "image-channels",
     r"image_(?:det_)?aug": "image-smaller-than-crop",
     r"io/image_io": "image-not-read",
@@ -32,7 +35,7 @@ _FILES = {  # what the files of MXNet and ps-lite are about; the first one that 
     r"json": "symbol-json-unreadable",
     r"kvstore[/\\](?:gpu_topology|comm)": "peer-access",
     r"kvstore|kv_app": "kvstore-keys",
-    r"(?:^|[/\\])(?:van|postoffice|customer|zmq_van|resender|network_utils)\.": "ps-connection",
+    r"(?:^|[/\\])(?:van|postoffice|customer|(?:zmq|ibverbs|fabric)_van|resender|network_utils)\.": "ps-connection",
     r"profiler?[/\\.]": "profiler",
     r"image[/\\]": "image-channels",
 }
@@ -50,7 +53,7 @@ _CONDITIONS = {  # what a condition is about
     r"kernel|ksize": "kernel-larger-than-input",
     r"layout|TENSOR_NCHW": "layout-not-on-cpu",
     r"label|num_classes": "empty-labels",
-    r"param_?\b|(?:in|out)_data|num_inputs|inputs\b|_attrs\b|kwargs": "operator-arguments",
+    r"param_?\b|(?:in|out)_data|num_inputs|inputs\b|_attrs\b|kwargs|\bargs\b": "operator-arguments",
     r"index|idx|\baxis|\baxes|begin|(?<![.>])\bend\b": "index-out-of-range",
     r"shape|\bsize\b|\bSize\b|length|dim": "shape-inconsistent",
 }

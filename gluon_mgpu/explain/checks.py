@@ -10,7 +10,10 @@ _FOLDERS = re.compile(r"(?:^|[/\\])(?:src|include|mshadow|nnvm|ps-lite|operator)
 _CORE = re.compile(
     r"(?:^|[/\\])(?:nnvm|executor|imperative|engine|storage|c_api|runtime|common|ndarray)[/\\.]|src[/\\](?:symbol|core|pass)"
 )
-_CONDITION = re.compile(r"Check (?:failed|\s*notnull):?\s+(.+?)(?: \([^()]* vs\. |:? [A-Z][a-z]|: |(?<=\)) (?=[A-Za-z]{2,} [a-z])|$)")
+_CONDITION = re.compile(
+    r"Check (?:failed|\s*notnull):?\s+(.+?)"
+    r"(?: \([^()]* vs\. |:? [A-Z][a-z]|: |(?<=\)) (?=[A-Za-z]{2,} [a-z])|$)"
+)
 _FILES = {  # what the files of MXNet and ps-lite are about; the first one that fits counts, here and below
     r"cpu_device_storage": "host-out-of-memory",
     r"cpu_shared_storage": "shared-memory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 ANY_CHECK = "operator-check-failed"
-_SOURCE = re.compile(r"([\w.+/\\-]+\.(?:cc|h|cuh?)):\d+:?\s")
+_SOURCE = re.compile(r"([\w.+/\\-]+\.(?:cc|h|cuh?)):\d+[:\]]?\s")
 _FOLDERS = re.compile(r"(?:^|[/\\])(?:src|include|mshadow|nnvm|ps-lite|operator)[/\\]")  # of MXNet
 _CORE = re.compile(
     r"(?:^|[/\\])(?:nnvm|executor|imperative|engine|storage|c_api|runtime|common|ndarray)[/\\.]|src[/\\](?:symbol|core|pass)"
@@ -38,12 +38,14 @@ _FILES = {  # what the files of MXNet and ps-lite are about; the first one that 
     r"json": "symbol-json-unreadable",
     r"kvstore[/\\](?:gpu_topology|comm)": "peer-access",
     r"kvstore|kv_app": "kvstore-keys",
-    r"(?:^|[/\\])(?:van|postoffice|customer|(?:zmq|ibverbs|fabric)_van|resender|network_utils)\.": "ps-connection",
+    r"(?:^|[/\\])(?:van|postoffice|customer|manager|(?:zmq|ibverbs|fabric)_van|resender|network_utils)\.": "ps-connection",
     r"profiler?[/\\.]": "profiler",
     r"image[/\\]": "image-channels",
 }
 _CONDITIONS = {  # what a condition is about
     r"CheckContiguous|\.attrs\.count|storage_id|dispatch_mode|node_?id|num_pending|2index|_map\w*(?:\.|->)end": "internal-check",
+    r"zmq|(?:send|recv)_bytes|van_|senders_|ParseFromArray\(meta|my_node": "ps-connection",
+    r"dptr_? [!=]=": "internal-check",
     r"handle_ownership|OwnHandle": "cublas-failed",
     r"workspace": "convolution-workspace",
     r"InferNodeShapes|infer_shape|shape_is_known": "shapes-unknown",

@@ -103,6 +103,14 @@ def test_reported_messages_have_the_right_entry_first():
         "botocore.exceptions.NoCredentialsError: Unable to locate credentials",
         "npm ERR! code ERESOLVE",
         "E: Unable to locate package foo",
+        "fatal: not a git repository (or any of the parent directories): .git",
+        "django.core.exceptions.ImproperlyConfigured: The SECRET_KEY setting must not be empty.",
+        "jinja2.exceptions.TemplateNotFound: index.html",
+        "java.lang.NullPointerException",
+        "TypeError: Cannot read properties of undefined (reading 'map')",
+        "sqlalchemy.exc.IntegrityError: (sqlite3.IntegrityError) NOT NULL constraint failed: users.name",
+        "ValueError: Unknown currency code: XYZ",
+        "AssertionError: Response status should be 200, got 404",
     ],
 )
 def test_what_is_no_known_message_has_no_answer(text):
@@ -133,6 +141,10 @@ def test_a_message_that_differs_a_little_is_found(text, name):
         ("src/operator/new-inl.h:7: Check failed: axis_end < limit : no text", "index-out-of-range"),
         ("src/operator/contrib/multibox_new.cc:8: Check failed: ready == 1 (0 vs. 1)", "empty-labels"),
         ("src/operator/nn/new.cc:12: Check failed: ready == 1 (0 vs. 1)", "operator-check-failed"),
+        ("src/storage/pooled_storage_new.h:5: Check failed: ready == 1", "gpu-out-of-memory"),
+        ("src/operator/quantization/new.cc:5: Check failed: ready == 1", "quantization"),
+        ("src/nnvm/new.cc:5: Check failed: ready == 1", "internal-check"),
+        ("ValueError: the context of this NDArray must be 7", "argument-value"),
     ],
 )
 def test_a_check_without_an_entry_is_answered_by_its_file_or_its_condition(text, name):

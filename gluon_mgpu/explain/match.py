@@ -8,9 +8,11 @@ from functools import lru_cache
 from math import log
 from typing import Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
+from .checks import ANY_CHECK, entry_of_check
 from .entries import ENTRIES, Entry
 
-_LEAST_SHARE = 0.5  # of the words, by weight, that a message without a matching fragment has to share
+_LEAST_SHARE = 0.47  # of the words, by weight, that a message without a matching fragment has to share
+_LEAST_OF_FEW = 0.6  # if these are fewer than four words
 _UNKNOWN = 3.0  # weight of a word that no entry has: a message of another program has many
 _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one
 _AT_MOST = 3
@@ -20,37 +22,6 @@ _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File \")")
-_ANY_CHECK = "operator-check-failed"
-_CONDITION = re.compile(r"Check failed:?\s+(.+?)(?: \(|:? [A-Z]|: |$)")
-_FILES = {  # of MXNet's sources, for checks that no entry names
-    r"image_(?:det_)?aug": "image-smaller-than-crop",
-    r"io/image_io": "image-not-read",
-    r"io/iter_(?:csv|libsvm)|sparse_batch": "table-rows",
-    r"multibox|bounding_box|proposal|roi_align": "empty-labels",
-    r"quantiz": "quantization",
-    r"mkldnn|dnnl": "layout-not-on-cpu",
-    r"operator/custom": "custom-op",
-    r"operator/random": "operator-arguments",
-    r"broadcast": "broadcast",
-    r"dot-inl|/dot\b": "dot-shapes",
-    r"la_op|linalg": "linear-algebra",
-    r"indexing_op": "index-out-of-range",
-    r"sparse|cast_storage": "sparse-arrays",
-    r"concat": "concat-shapes",
-    r"json": "symbol-json-unreadable",
-}
-_CONDITIONS = {  # what a failed condition is about, for checks that no entry names; the first one that is in it counts
-    r"n_?dim\b": "wrong-number-of-axes",
-    r"d_?type|type_flag": "dtype-mismatch",
-    r"s_?types?\b|storage_type\b": "sparse-arrays",
-    r"dev_mask|dev_id|\bctx\b": "mixed-devices",
-    r"kernel|ksize": "kernel-larger-than-input",
-    r"layout": "layout-not-on-cpu",
-    r"label|num_classes": "empty-labels",
-    r"param_?\b|in_data|num_inputs|inputs\b|_attrs\b": "operator-arguments",
-    r"index|idx|\baxis|\baxes|begin|\bend\b": "index-out-of-range",
-    r"shape|\bsize\b|\bSize\b|length|dim": "shape-inconsistent",
-}
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -129,18 +100,10 @@ def _similar(line: str) -> Dict[Entry, float]:
         if len(common) >= max(2, min(3, len(pattern.spoken))):
             shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
             share = 2 * shared / (both + unknown + shared)
-            if share >= max(_LEAST_SHARE, found.get(pattern.entry, 0.0)):
+            least = _LEAST_SHARE if len(common) >= 4 else _LEAST_OF_FEW
+            if share >= max(least, found.get(pattern.entry, 0.0)):
                 found[pattern.entry] = share
     return found
-
-
-def _by_condition(text: str) -> List[Entry]:
-    """Return the entry that the source file or the condition of a failed check is about."""
-    found = _CONDITION.search(text)
-    condition, path = (found.group(1), text[: found.start()]) if found else ("", "")
-    names = [name for pattern, name in _CONDITIONS.items() if re.search(pattern, condition)]
-    names = [name for pattern, name in _FILES.items() if re.search(pattern, path)] + names
-    return [entry for entry in ENTRIES if names[:1] == [entry.name]]
 
 
 def explain_message(text: str) -> List[Answer]:
@@ -152,9 +115,10 @@ def explain_message(text: str) -> List[Answer]:
             found[entry] = max(score, found.get(entry, 0.0))
     found = found or _similar(" ".join(lines))
     ranked = sorted(found, key=lambda entry: (entry.follows, -found[entry]))
-    if ranked and ranked[0].name == _ANY_CHECK:
-        ranked = [*_by_condition(" ".join(lines)), *ranked]
-        found.setdefault(ranked[0], found[ranked[-1]])
+    if not ranked or ranked[0].name == ANY_CHECK:
+        name = entry_of_check(" ".join(lines))
+        ranked = [*(entry for entry in ENTRIES if entry.name == name), *ranked]
+        found.update({entry: found.get(entry, 0.0) for entry in ranked[:1]})
     close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry] >= _CLOSE * found[ranked[0]]]
     return [Answer(ranked[0], tuple(close))] if ranked else []
 

@@ -165,6 +165,26 @@ class Chosen(gluon.Block):
         return self.layers[which](self.trunk(x))
 
 
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_train_batch_leaves_layers_alone_that_only_an_earlier_pass_reached(devices, micro_steps):
+    """A pass that no step has used leaves fresh gradients in a layer that the batch of `train_batch` does not reach."""
+
+    def layers(ctx):
+        net = nn.Sequential()
+        net.add(dense(ctx, 1, units=3), dense(ctx, 2))
+        return net
+
+    def loss(output, y):
+        return (output**2).sum(axis=1)
+
+    X, net, alone = data(2, 6), layers(devices), layers(devices)
+    trainer = mgpu.Trainer(net, *MOMENTUM, find_unused_parameters=True)
+    mgpu.backward(losses_of(net, data(1, 6), devices))
+    mgpu.train_batch(net[0], loss, trainer, X, X, micro_steps=micro_steps)
+    mgpu.train_batch(alone[0], loss, mgpu.Trainer(alone[0], *MOMENTUM), X, X, micro_steps=micro_steps)
+    assert largest_difference(weights_of(net), weights_of(alone)) == 0.0
+
+
 def test_layers_that_only_some_devices_use(several):
     """Full batches reach every device, but a layer on another one than the batch before, which was left out."""
     found = []

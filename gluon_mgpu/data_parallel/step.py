@@ -76,6 +76,9 @@ def train_batch(
     may be uneven. If the loss has a method `num_units(y)`, the gradient is divided by its result for the complete batch instead:
     `models.SequenceLoss` counts target tokens.
 
+    Gradients of earlier backward passes that no `step` has used are dropped, except those that `accumulate` or
+    `grad_req="add"` adds up.
+
     Parameters
     ----------
     net : gluon.Block
@@ -200,12 +203,11 @@ class TrainStep:
         if not trainer.resolve_shapes():
             Passes(net, None, trains=False).forward("train_batch", Xs[:1], ys[:1])
             trainer.resolve_shapes()
+        trainer._replicas.drop_earlier()
         outputs, losses = self.passes.forward("train_batch", Xs, ys)
         _check_outputs.get()(outputs, ys)
         num_examples = _count_all("train_batch", split_f, losses, y, ys, trainer.contexts)
         num_units = _num_units("train_batch", loss, y)
-        if not losses:
-            trainer._replicas.drop_earlier()
         self.on_phase("backward")
         self.passes.backward(trainer, losses)
         self.on_phase("update")

@@ -15,7 +15,7 @@ from ..checks import check_function, flag, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import own_batches, process_shard
 from ..errors import ShardError, TrainerError
-from ..nested import Array, is_device_array, leaves
+from ..nested import Array, Fields, is_device_array, leaves
 from ..trainer.groups import spans_devices
 from ..trainer.running_stats import claim_examples
 from ..trainer.trainer import Trainer
@@ -177,7 +177,7 @@ class TrainStep:
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, split_f = self.trainer, self.split_f
         axis = _batch_axis(split_f)
-        parts = split_data((X, y), self.micro_steps, axis, even_split=False)
+        parts = split_data(Fields((X, y)), self.micro_steps, axis, even_split=False)
         try:
             with trainer.accumulate():
                 batches = [self._train(Xp, yp) for Xp, yp in parts]

@@ -17,6 +17,10 @@ MOST_LEVELS = 32  # of tuples, lists and dicts inside each other
 Array = Any  # an mx.nd.NDArray, an mx.np.ndarray or a numpy.ndarray
 
 
+class Fields(tuple):
+    """Features and labels: a tuple of nested data that is never read as one array, even if it holds only plain numbers."""
+
+
 def is_device_array(value: Any) -> bool:
     """Return whether this is an MXNet array, legacy or np."""
     return isinstance(value, mx.nd.NDArray)  # mx.np.ndarray is a subclass
@@ -31,7 +35,9 @@ def is_leaf(value: Any) -> bool:
     """Return whether this is one array: of MXNet, of NumPy, or plain numbers that Gluon would turn into an array."""
     if is_device_array(value) or isinstance(value, (np.ndarray, np.generic, numbers.Number)):
         return True
-    return isinstance(value, (list, tuple)) and bool(value) and not _holds_array(value) and _is_numeric(value)
+    if not isinstance(value, (list, tuple)) or isinstance(value, Fields):
+        return False
+    return bool(value) and not _holds_array(value) and _is_numeric(value)
 
 
 def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str = "data") -> Any:

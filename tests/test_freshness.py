@@ -1,6 +1,8 @@
 """A sum over devices takes the gradients of one backward pass, as Gluon on one device uses those of the last."""
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -165,6 +167,26 @@ class Chosen(gluon.Block):
         return self.layers[which](self.trunk(x))
 
 
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_train_batch_leaves_layers_alone_that_only_an_earlier_pass_reached(devices, micro_steps):
+    """A pass that no step has used leaves fresh gradients in a layer that the batch of `train_batch` does not reach."""
+
+    def layers(ctx):
+        net = nn.Sequential()
+        net.add(dense(ctx, 1, units=3), dense(ctx, 2))
+        return net
+
+    def loss(output, y):
+        return (output**2).sum(axis=1)
+
+    X, net, alone = data(2, 6), layers(devices), layers(devices)
+    trainer = mgpu.Trainer(net, *MOMENTUM, find_unused_parameters=True)
+    mgpu.backward(losses_of(net, data(1, 6), devices))
+    mgpu.train_batch(net[0], loss, trainer, X, X, micro_steps=micro_steps)
+    mgpu.train_batch(alone[0], loss, mgpu.Trainer(alone[0], *MOMENTUM), X, X, micro_steps=micro_steps)
+    assert largest_difference(weights_of(net), weights_of(alone)) == 0.0
+
+
 def test_layers_that_only_some_devices_use(several):
     """Full batches reach every device, but a layer on another one than the batch before, which was left out."""
     found = []
@@ -242,6 +264,47 @@ def test_every_form_of_a_loop_is_right(backward, several):
         backward(losses_of(net, X, several))
         trainer.step(len(X))
     assert largest_difference(weights_of(net), on_one_device(passes)) <= 1e-6
+
+
+def test_each_device_may_have_a_thread_of_its_own(several):
+    """GluonNLP's and GluonCV's `Parallel`: a thread for each device records and goes backward, at the same time as the others."""
+    passes = [(data(seed, size), True) for seed, size in enumerate([6, 1, 5, 2, 3] * 12)]
+    net = dense(several)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+
+    def go_back(x):
+        with autograd.record():
+            loss = (net(x) ** 2).sum()
+        loss.backward()
+
+    with ThreadPoolExecutor(len(several)) as threads:
+        for X, _ in passes:
+            Xs, _ = mgpu.split_batch(X, X, several)
+            list(threads.map(go_back, Xs))
+            trainer.step(len(X))
+    assert largest_difference(weights_of(net), on_one_device(passes)) <= 1e-5
+
+
+def test_threads_leave_later_calls_as_they_are(several):
+    """`mgpu.backward` of several threads must not make each later call of the main thread a pass of its own."""
+    net = dense(several)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold():
+        with history.single_call():
+            inside.set()
+            go_on.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait(30)
+    with history.single_call():
+        go_on.set()
+        thread.join()
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    one_by_one(losses_of(net, data(1, 6), several))
+    trainer.step(6)
+    assert largest_difference(weights_of(net), on_one_device([(data(1, 6), True)])) <= 1e-6
 
 
 def test_gradients_that_are_returned_are_no_pass(several):

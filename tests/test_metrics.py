@@ -304,3 +304,17 @@ def test_shards_that_cannot_be_joined_are_counted_one_by_one(output, label):
         sums.add_shard(output, label)
         assert not sums._pairs
     assert sums.read() == {"hits": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("output", "label", "picked"),
+    [
+        ((mx.nd.ones((2, 3)),), mx.nd.ones(2), "accuracy(output[0], label)"),
+        ({"score": mx.nd.ones((2, 3))}, {"kind": mx.nd.ones(2)}, "accuracy(output['score'], label['kind'])"),
+    ],
+)
+def test_the_advice_for_nested_outputs_picks_one_array(output, label, picked):
+    with pytest.raises(TrainerError) as caught:
+        mgpu.accuracy(output, label)
+    assert f"lambda output, label: {picked}" in str(caught.value)
+    assert mgpu.accuracy(*eval(picked[len("accuracy") :], {"output": output, "label": label}))[1] == 2

@@ -356,6 +356,7 @@ def test_the_translator_has_hybrids(quick, tsv, tmp_path):  # noqa: F811
         (["resnet18", "--output", "plan.txt"], "got plan.txt; expected a name that ends in .json or .csv."),
         (["resnet18", "--batch-size", "0"], "got '0'; expected whole numbers of 1 or more"),
         (["resnet18", "--memory-limit", "much"], "got 'much'; expected a size such as 4GiB"),
+        (["resnet18", "--memory-limit", "9" * 400], "expected a size such as 4GiB"),
     ],
 )
 def test_wrong_usage_is_told_before_anything_is_measured(quick, arguments, told):

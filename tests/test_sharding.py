@@ -96,6 +96,31 @@ def test_host_arrays_become_arrays_of_the_mode(arrays):
         assert mgpu.gather(shards).asnumpy().tolist() == np.asarray(value).tolist()
 
 
+@pytest.mark.parametrize("labels", [[0, 1, 1], [[0, 1], [1, 0], [1, 1]]], ids=["numbers", "rows"])
+def test_features_and_labels_of_plain_numbers_are_two_arrays(labels):
+    """Both as lists of one shape, they could be read as one array of two rows."""
+    Xs, ys = mgpu.split_batch([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], labels, CTX[:2])
+    assert [x.asnumpy().tolist() for x in Xs] == [[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0]]]
+    assert [y.asnumpy().tolist() for y in ys] == [labels[:2], labels[2:]]
+    Xs, ys = mgpu.split_batch_multi_inputs([[1.0, 2.0], [3.0, 4.0]], [5, 6], CTX[:2])
+    assert [[x.asnumpy().tolist() for x in features] for features in Xs] == [[[1.0], [3.0]], [[2.0], [4.0]]]
+    assert [type(features) for features in Xs] == [tuple, tuple]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"micro_steps": 2}, {"virtual_shards": 2}], ids=["plain", "micro_steps", "virtual_shards"]
+)
+def test_plain_numbers_train_as_arrays_do(options):
+    X, y, found = [[1.0, 2.0], [3.0, -4.0], [0.5, 6.0]], [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], []
+    for features, labels in ((X, y), (np.array(X), np.array(y))):
+        net = gluon.nn.Dense(2, in_units=2)
+        net.initialize(mx.init.One(), ctx=CTX[:2])
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, virtual_shards=options.get("virtual_shards"))
+        mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, features, labels, micro_steps=options.get("micro_steps", 1))
+        found.append(net.weight.data(CTX[0]).asnumpy())
+    np.testing.assert_array_equal(*found)
+
+
 def test_dtype_casts_every_array(arrays):
     for data in (np.arange(4), arrays.arange(4)):
         assert [shard.dtype for shard in mgpu.split_and_load(data, CTX[:2], dtype="float16")] == [np.float16] * 2

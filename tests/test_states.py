@@ -131,6 +131,25 @@ def test_a_file_of_one_kind_of_arrays_is_read_with_the_other(tmp_path):
     assert max(largest_difference(one, weights[0]) for one in weights) == 0.0
 
 
+def test_an_optimizer_that_takes_only_rows_continues(tmp_path):
+    """GroupAdaGrad rejects weights that are not 2-D, also when its file is checked."""
+    weights = []
+    for is_resumed in (False, True):
+        net = nn.Dense(3, in_units=3, use_bias=False)
+        mx.random.seed(0)
+        net.initialize(mx.init.Uniform(1.0), ctx=[mx.cpu(0), mx.cpu(1)])
+        trainer = mgpu.Trainer(net, "groupadagrad", {"learning_rate": 0.1})
+        for step in range(4):
+            if is_resumed and step == 2:
+                trainer.save_states(str(tmp_path / "states"))
+                trainer = mgpu.Trainer(net, "groupadagrad", {"learning_rate": 0.1})
+                trainer.load_states(str(tmp_path / "states"))
+            X = np.random.RandomState(step).uniform(-1, 1, (6, 3)).astype("float32")
+            mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, X, X)
+        weights.append([net.weight.data(mx.cpu(1)).asnumpy()])
+    assert largest_difference(*weights) == 0.0
+
+
 def test_files_of_version_1_are_read(tmp_path):
     net = deep_net([mx.cpu(0)])
     trainer = made(mgpu.Trainer, net, "adam")

@@ -200,7 +200,7 @@ def size_in_bytes(_context: click.Context, _parameter: click.Parameter, text: Op
     """Return the bytes of a size such as 4GiB; a callback of click."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
     if not found:
         raise click.BadParameter(f"got {text!r}; expected a size such as 4GiB, 1.5G or 800MiB.")
     return int(float(found.group(1)) * 2 ** _UNITS[found.group(2).lower()])

@@ -16,7 +16,7 @@ from ..checks import explaining, flag, instance, is_whole, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import process_shard
 from ..errors import ShardError
-from ..nested import Array, is_device_array, leaves, map_leaves
+from ..nested import Array, Fields, is_device_array, leaves, map_leaves
 from ..trainer.freshness import history
 from .transfer import on_device
 
@@ -210,7 +210,7 @@ def split_batch(
 
     Source: the signature is that of d2l, chapter "Training on Multiple GPUs".
     """
-    shards = _split("split_batch", (X, y), devices, batch_axis, even_split, weights, dtype)
+    shards = _split("split_batch", Fields((X, y)), devices, batch_axis, even_split, weights, dtype)
     return [shard[0] for shard in shards], [shard[1] for shard in shards]
 
 
@@ -236,8 +236,8 @@ def split_batch_multi_inputs(
     """
     advice = "Pass [X1, X2], for example."
     instance("split_batch_multi_inputs", "X", X, (list, tuple), "a list of arrays", advice=advice, error=ShardError)
-    shards = _split("split_batch_multi_inputs", (tuple(X), y), devices, batch_axis, False, None, dtype)
-    return [shard[0] for shard in shards], [shard[1] for shard in shards]
+    shards = _split("split_batch_multi_inputs", Fields((Fields(X), y)), devices, batch_axis, False, None, dtype)
+    return [tuple(shard[0]) for shard in shards], [shard[1] for shard in shards]
 
 
 def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any = 0) -> Any:
@@ -377,7 +377,7 @@ def _leaves(data: Any, batch_axis: Any) -> List[Tuple[str, Array, Any]]:
 
 def _like(data: Any, parts: Sequence[Array]) -> Any:
     """Return data of this form with these leaves."""
-    if type(data) is tuple and all(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in data):
+    if type(data) in (tuple, Fields) and all(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in data):
         return tuple(parts)  # as below, but faster, for the usual (X, y)
     rest = iter(parts)
     return map_leaves(lambda path, leaf: next(rest), data)

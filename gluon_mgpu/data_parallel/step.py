@@ -15,7 +15,7 @@ from ..checks import check_function, flag, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import own_batches, process_shard
 from ..errors import ShardError, TrainerError
-from ..nested import Array, is_device_array, leaves
+from ..nested import Array, Fields, is_device_array, leaves
 from ..trainer.groups import spans_devices
 from ..trainer.running_stats import claim_examples
 from ..trainer.trainer import Trainer
@@ -75,6 +75,9 @@ def train_batch(
     The gradient is divided by the number of examples, which is counted: the last batch of an epoch may be smaller, and shards
     may be uneven. If the loss has a method `num_units(y)`, the gradient is divided by its result for the complete batch instead:
     `models.SequenceLoss` counts target tokens.
+
+    Gradients of earlier backward passes that no `step` has used are dropped, except those that `accumulate` or
+    `grad_req="add"` adds up.
 
     Parameters
     ----------
@@ -174,7 +177,7 @@ class TrainStep:
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, split_f = self.trainer, self.split_f
         axis = _batch_axis(split_f)
-        parts = split_data((X, y), self.micro_steps, axis, even_split=False)
+        parts = split_data(Fields((X, y)), self.micro_steps, axis, even_split=False)
         try:
             with trainer.accumulate():
                 batches = [self._train(Xp, yp) for Xp, yp in parts]
@@ -200,12 +203,11 @@ class TrainStep:
         if not trainer.resolve_shapes():
             Passes(net, None, trains=False).forward("train_batch", Xs[:1], ys[:1])
             trainer.resolve_shapes()
+        trainer._replicas.drop_earlier()
         outputs, losses = self.passes.forward("train_batch", Xs, ys)
         _check_outputs.get()(outputs, ys)
         num_examples = _count_all("train_batch", split_f, losses, y, ys, trainer.contexts)
         num_units = _num_units("train_batch", loss, y)
-        if not losses:
-            trainer._replicas.drop_earlier()
         self.on_phase("backward")
         self.passes.backward(trainer, losses)
         self.on_phase("update")

@@ -15,7 +15,7 @@ from mxnet import Context, autograd, gluon
 
 from ..distributed import process_shard
 from ..errors import TrainerError
-from ..nested import Array, is_device_array, map_leaves
+from ..nested import Array, Fields, is_device_array, map_leaves
 from ..runtime.engine_push import EngineContext, WrittenWith
 from ..trainer.buffers import Buffer, zero
 from ..trainer.freshness import as_one_call, history
@@ -65,7 +65,7 @@ class VirtualSplit:
         axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis, axis)
         self.num_examples = count_examples("split_batch", y, axes[1])
         self.num_leaves = min(self.num_shards, self.num_examples)
-        pairs = split_shards((X, y), devices, self.num_shards, axes, dtype=self.keywords.get("dtype"))
+        pairs = split_shards(Fields((X, y)), devices, self.num_shards, axes, dtype=self.keywords.get("dtype"))
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 

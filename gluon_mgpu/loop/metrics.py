@@ -107,9 +107,10 @@ def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
     """Raise `TrainerError` unless this output holds one row of scores, or one prediction, for each label."""
     if not is_device_array(output) or not is_device_array(label):
         kinds = [type(one).__name__ + (f" of {len(one)}" if isinstance(one, (list, tuple)) else "") for one in (output, label)]
+        picked = ", ".join(_first(word, one) for word, one in (("output", output), ("label", label)))
         raise TrainerError(
             f"{name}: got {kinds[0]} as the output and {kinds[1]} as the label; expected one MXNet array each. Pass metrics=(), "
-            f"or a function that picks one: metrics={{'{name}': lambda output, label: accuracy(output[0], label)}}."
+            f"or a function that picks one: metrics={{'{name}': lambda output, label: accuracy({picked})}}."
         )
     shape = output.shape
     rest = shape[:1] + shape[2:] if len(shape) > 1 and (shape[1] > 1 or ndim > 1) else shape
@@ -118,6 +119,13 @@ def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
             f"{name}: got an output of shape {shape} and a label of shape {label.shape}; expected a row of scores for each "
             "label, with the classes along axis 1. Pass metrics=() where the labels are not classes."
         )
+
+
+def _first(word: str, data: Any) -> str:
+    """Return the expression that picks the first array of nested data."""
+    if isinstance(data, Mapping) and data:
+        return f"{word}[{next(iter(data))!r}]"
+    return f"{word}[0]" if isinstance(data, (list, tuple)) else word
 
 
 def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:

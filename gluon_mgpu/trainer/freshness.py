@@ -196,7 +196,7 @@ class History:
     current : Pass or None
         The pass that the next call may belong to.
     is_one_call : bool
-        The next call is a complete pass.
+        The next call of this thread is a complete pass.
     latest_doubtful : int
         The number of the latest pass that reached a device twice, was empty, or had gradients replaced.
     empty, empty_era : int
@@ -210,18 +210,22 @@ class History:
         self._calls: Dict[int, Call] = {}
         self.current: Optional[Pass] = None
         self.latest_doubtful = 0
-        self.is_one_call = False
+        self._of_thread = threading.local()
         self.is_empty_pass = True
         self.is_inside = False  # of a call that consists of several
+
+    @property
+    def is_one_call(self) -> bool:
+        return getattr(self._of_thread, "is_one_call", False)
 
     @contextmanager
     def single_call(self) -> Iterator[None]:
         """Let the call inside be a complete pass, with the losses of all devices."""
-        before, self.is_one_call = self.is_one_call, True
+        before, self._of_thread.is_one_call = self.is_one_call, True
         try:
             yield
         finally:
-            self.is_one_call = before
+            self._of_thread.is_one_call = before
 
     def begin_era(self) -> None:
         """Let the next call begin another pass: a trainer has made a step, or dropped gradients."""
@@ -416,4 +420,31 @@ def writing_gradients(params: Mapping[int, gluon.Parameter], contexts: Sequence[
             _after_call(seen)
 
 
-on_backward(_before_call, _after_call)
+_lock = threading.Lock()
+_running: Set[int] = set()  # threads inside of a backward call
+_unfinished: List[Seen] = []  # of calls that ended while an overlapping one of another thread continued
+
+
+def _enter() -> Optional[Seen]:
+    """Begin a call of this thread. It is part of the calls of other threads that it overlaps: they set flags at the same time."""
+    thread = threading.get_ident()
+    with _lock:
+        if _running - {thread}:
+            _running.add(thread)
+            return None
+        seen = _before_call()
+        _running.add(thread)
+        return seen
+
+
+def _leave(seen: Optional[Seen]) -> None:
+    """End a call of this thread: the last one of those that overlap notes the gradients of all."""
+    with _lock:
+        _running.discard(threading.get_ident())
+        if seen is not None:
+            _unfinished.append(seen)
+        while _unfinished and not _running:
+            _after_call(_unfinished.pop())
+
+
+on_backward(_enter, _leave)

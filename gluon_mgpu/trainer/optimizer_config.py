@@ -200,7 +200,7 @@ def failure(optimizer: opt.Optimizer, counts: Mapping[int, int]) -> str:
             tried._all_index_update_counts = {0: dict(counts)}
             tried._set_current_context(0)
             for index in counts:
-                weight, gradient = mx.nd.zeros((1,)), mx.nd.zeros((1,))
+                weight, gradient = mx.nd.zeros((1, 1)), mx.nd.zeros((1, 1))  # GroupAdaGrad takes rows only
                 update_one(tried, index, weight, gradient, tried.create_state_multi_precision(index, weight))
                 weight.wait_to_read()
     except Exception as error:  # its arithmetic, or MXNet's operators, may raise any exception

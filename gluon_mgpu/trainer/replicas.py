@@ -236,12 +236,14 @@ class Replicas(Watcher):
         self._sums.take_over()
 
     def drop_earlier(self) -> None:
-        """Drop gradients that no step has used or counted: this pass has no data in this process of several."""
+        """Drop gradients that no step has used or counted, except for running sums: they are not of the coming pass."""
         if self._sums.has_earlier:
             self._drop_earlier()
-        elif self._placement.has_begun and not self._sums.is_on:
-            self._follow()
-            self._fresh.clear()
+        elif not self._sums.is_on:
+            if self._fresh.is_outdated():
+                self._fresh.watch_present()
+            if self._fresh.flags.read().any():
+                self._fresh.clear_used(set(self._fresh.watched) - self._running.indices)
 
     def check_own(self, operation: str) -> None:
         """Raise `TrainerError` if another trainer has ended this accumulation."""

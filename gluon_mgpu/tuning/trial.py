@@ -15,6 +15,7 @@ from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import passes_of
 from ..data_parallel.sharding import count_examples, split_batch
 from ..data_parallel.step import SplitFunction, TrainStep, make_step
+from ..nested import Fields
 from ..pipeline.network import Pipeline
 from ..pipeline.schedule import Task
 from ..runtime.profiler import memory_peaks
@@ -174,7 +175,7 @@ def _typical(batches: Iterable[Any], batch_axis: Any) -> Tuple[Any, Any, int]:
     """Return the batch with the median number of examples, of the first ones, and that number."""
     found: List[Tuple[int, int, Any, Any]] = []
     for X, y in copy.copy(batches):  # the loader's epochs stay
-        found.append((count_examples("plan", (X, y), batch_axis), len(found), X, y))
+        found.append((count_examples("plan", Fields((X, y)), batch_axis), len(found), X, y))
         if len(found) == _MOST_READ:
             break
     num_examples, _, X, y = sorted(found, key=lambda one: one[:2])[len(found) // 2]

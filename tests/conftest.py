@@ -18,7 +18,7 @@ from mxnet.gluon import nn
 
 from .pairwise import all_pairs
 
-collect_ignore = ["without"]  # stand-ins of packages, for child processes
+collect_ignore = ["without"]  # stand-ins of packages
 
 SEED = int(os.environ.get("GLUON_MGPU_TEST_SEED", "0"))
 
@@ -77,16 +77,6 @@ def seed():
     mx.random.seed(SEED)
     if is_mxnet2():
         mx.npx.set_np()
-
-
-@pytest.fixture(scope="module")
-def quick_import():
-    """Child processes of this module import MXNet without scikit-learn and SciPy: 1.8 s of processor time instead of 3.0."""
-    folder = os.path.join(os.path.dirname(__file__), "without")
-    path = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))
-        yield folder
 
 
 @pytest.fixture(params=[1, 2, 3])

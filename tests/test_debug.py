@@ -19,7 +19,6 @@ from mxnet.gluon import nn
 
 from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
 
-pytestmark = pytest.mark.usefixtures("quick_import")
 CE = gluon.loss.SoftmaxCrossEntropyLoss
 
 

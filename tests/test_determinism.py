@@ -15,7 +15,6 @@ from mxnet.gluon import nn
 
 from .test_cli import data_dir  # noqa: F401  a fixture
 
-pytestmark = pytest.mark.usefixtures("quick_import")
 PROGRAM = """
     import hashlib, random, sys
     import gluon_mgpu as mgpu
@@ -46,7 +45,6 @@ PROGRAM = """
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("quick_import")
 def test_two_processes_have_the_same_bits():
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

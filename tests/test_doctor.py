@@ -20,7 +20,6 @@ from gluon_mgpu.runtime import environment, threads
 
 from .fake_nvml import h200, install, v100s
 
-pytestmark = pytest.mark.usefixtures("quick_import")
 ROOT = Path(__file__).parent.parent
 
 KEYS = ["here", "features", "gpu_code", "driver", "gpus", "links", "libraries", "devices", "settings", "thread_pools"]

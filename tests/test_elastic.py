@@ -11,7 +11,7 @@ import pytest
 
 from .test_launch import launch_command
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 PROGRAM = """
 import json, os, signal, sys, time
 
@@ -111,7 +111,7 @@ def launched(folder):
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory, quick_import):
+def jobs(tmp_path_factory):
     """What the launcher prints, the results of the two remaining processes, and those of one process with three devices."""
     alone, job = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("job")
     for folder in (alone, job):

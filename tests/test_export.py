@@ -330,7 +330,6 @@ assert not any(name.startswith("gluon_mgpu") for name in sys.modules)
 """
 
 
-@pytest.mark.usefixtures("quick_import")
 def test_plain_mxnet_reads_both(tmp_path):
     """The symbol files, and the parameters in a checkpoint, in a process without this package."""
     net = small_net([mx.cpu(0), mx.cpu(1)], normalize=True)

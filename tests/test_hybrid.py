@@ -85,13 +85,17 @@ def translator(**options):
 
 
 @pytest.mark.parametrize(
-    "options, dtype",
+    "arrays, options, dtype",
     [
-        ({}, "float32"),
-        ({"cell": "lstm", "num_layers": 2, "layout": "TNC"}, "int32"),
-        ({"num_layers": 2, "tied": True, "attention": "additive"}, "int32"),
+        pytest.param(kind, options, dtype, marks=[] if kind == default else pytest.mark.exhaustive, id=f"{kind}-{name}")
+        for kind in ("nd", "np")
+        for name, default, options, dtype in [
+            ("gru", "nd", {}, "float32"),
+            ("lstm", "np", {"cell": "lstm", "num_layers": 2, "layout": "TNC"}, "int32"),
+            ("tied", "nd", {"num_layers": 2, "tied": True, "attention": "additive"}, "int32"),
+        ]
     ],
-    ids=["gru", "lstm", "tied"],
+    indirect=["arrays"],
 )
 def test_a_translator(arrays, options, dtype):
     layout = options.get("layout", "NTC")

@@ -16,7 +16,7 @@ from .test_launch import TELL, mark, marked
 
 __all__ = ["mark"]  # a fixture
 TOKEN = "the-token-of-these-tests"
-pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("quick_import")]
+pytestmark = pytest.mark.timeout(100)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from . import test_launch
 from .test_launch import Runner, kill_when_done, mark, marked, until
 
 __all__ = ["mark"]  # a fixture
-pytestmark = pytest.mark.usefixtures("quick_import")
 PUSH_AND_PULL = """
 import os, sys, time
 import mxnet as mx

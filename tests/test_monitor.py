@@ -31,7 +31,6 @@ from .conftest import assert_house_style, small_batches, small_net
 from .fake_nvml import install, v100s
 
 pytest.importorskip("psutil")
-pytestmark = pytest.mark.usefixtures("quick_import")
 CE = gluon.loss.SoftmaxCrossEntropyLoss
 
 

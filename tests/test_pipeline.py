@@ -181,8 +181,14 @@ class Joined(nn.Block):
         return self.layer(mx.nd.concat(h, x, dim=1))
 
 
-@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1), (2,)], ids=str)
-@pytest.mark.parametrize("devices", [(0, 1, 2), (0, 1, 0)], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    "devices, frozen",
+    [
+        pytest.param(devices, frozen, marks=[] if is_default else pytest.mark.exhaustive, id=f"{name}-{frozen}")
+        for frozen, defaults in (((), "own shared"), ((0,), "own"), ((1,), "shared"), ((0, 1), "own"), ((2,), "shared"))
+        for name, devices, is_default in (("own", (0, 1, 2), "own" in defaults), ("shared", (0, 1, 0), "shared" in defaults))
+    ],
+)
 def test_blocks_with_tuples_and_frozen_stages(frozen, devices):
     def stages():
         blocks = [seeded(kind()) for kind in (Two, Three, Joined)]

@@ -22,7 +22,7 @@ from mxnet import gluon
 
 from .conftest import assert_house_style
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
+pytestmark = pytest.mark.timeout(600)
 NO_HOROVOD = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(NO_HOROVOD, reason="Horovod is not installed: sh scripts/build_horovod.sh")
 BACKENDS = ["dist_sync", pytest.param("horovod", marks=needs_horovod)]
@@ -68,7 +68,7 @@ def launched(folder, parts, num_processes, num_devices=1, backend="dist_sync"):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, quick_import):
+def job(tmp_path_factory):
     """What each process of a job tells in all parts; each job is launched once."""
     made = {}
 

@@ -17,7 +17,7 @@ from mxnet import gluon
 from .test_launch import launch_command
 from .test_processes import BEGIN
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("quick_import")]
+pytestmark = pytest.mark.timeout(600)
 PROGRAM = """
     import os, random, signal
 
@@ -79,7 +79,7 @@ def saved(folder, run):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, quick_import):
+def job(tmp_path_factory):
     """The folder of a job that trains two networks, each undisturbed and stopped, and what its launcher printed."""
     folder = tmp_path_factory.mktemp("job")
     script = folder / "program.py"

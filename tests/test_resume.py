@@ -209,7 +209,7 @@ def test_on_any_devices_and_with_any_arrays(tmp_path, num_devices, arrays, hybri
         {"background": True},
         {"accumulate_grad_batches": 3, "every": 1},
         {"micro_steps": 2, "every": 100},
-        {"bn": "local"},
+        pytest.param({"bn": "local"}, marks=pytest.mark.exhaustive),
         {"max_inflight": 5, "every": 3, "metrics": {"sum": lambda output, label: (output.sum(), label.size)}},
         {"tests": False, "monitor": "train_loss", "metrics": ()},
     ],
@@ -220,7 +220,9 @@ def test_with_any_option(tmp_path, options):
     assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, clip_norm=0.5), [4, 8], **options))
 
 
-@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"micro_steps": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"accumulate_grad_batches": 3}, pytest.param({"micro_steps": 2}, marks=pytest.mark.exhaustive), {}], ids=str
+)
 def test_with_shapes_that_the_first_batch_decides(tmp_path, options):
     """Those of the network that goes on come from the file, and its first batch may be one of a group."""
     ctx = [mx.cpu(0), mx.cpu(1)]
@@ -236,7 +238,16 @@ def test_in_bf16(tmp_path):
     assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, precision="bf16", hybridize={}), [4, 8]))
 
 
-@pytest.mark.parametrize("kind", ["list", "DataLoader", "DataLoader that loads ahead", "sampler", "generator of NumPy's numbers"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("list", marks=pytest.mark.exhaustive),
+        pytest.param("DataLoader", marks=pytest.mark.exhaustive),
+        "DataLoader that loads ahead",
+        "sampler",
+        "generator of NumPy's numbers",
+    ],
+)
 def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
     """Gluon's samplers shuffle by NumPy's global generator, and augmentation draws from it as it goes."""
     ((X, y),) = small_batches([34])

@@ -19,8 +19,6 @@ from gluon_mgpu.runtime import threads
 
 from .test_cuda import elf
 
-pytestmark = pytest.mark.usefixtures("quick_import")
-
 
 def run_python(program, *options, **environment):
     """The output of a program, and whether it ended well."""

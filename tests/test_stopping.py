@@ -216,7 +216,6 @@ def test_two_sigterms_at_once_are_one_request(defaults, clock):
         assert signals.take() == [signal.SIGINT, signal.SIGKILL]
 
 
-pytestmark = pytest.mark.usefixtures("quick_import")
 SLOW = """
     import os, sys, time
     import gluon_mgpu as mgpu

@@ -87,6 +87,7 @@ def test_multipliers_and_frozen_layers_are_respected():
     [*OPTIMIZERS, *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in MORE_OPTIMIZERS)],
     ids=[f"{name}-{'-'.join(params)}" for name, params in OPTIMIZERS + MORE_OPTIMIZERS],
 )
+@pytest.mark.usefixtures("fresh_names")
 def test_every_optimizer_keeps_replicas_and_saves_its_states(optimizer, params, tmp_path):
     """Stop after two steps, resume in a new trainer: the bits of three steps; on other devices, the same within the bound."""
     batches = small_batches([6] * 3)

@@ -249,7 +249,6 @@ print("BITS", run_fit(sys.argv[3], int(sys.argv[2])), flush=True)
 """
 
 
-@pytest.mark.usefixtures("quick_import")
 @pytest.mark.timeout(300)
 def test_processes(tmp_path, request):
     """Two processes with one device each, and one process: the same bits, also of the history."""

@@ -24,7 +24,6 @@ from mxnet.gluon import nn
 
 from .conftest import assert_house_style, small_batches, small_net
 
-pytestmark = pytest.mark.usefixtures("quick_import")
 CE = gluon.loss.SoftmaxCrossEntropyLoss
 
 

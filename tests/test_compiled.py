@@ -474,3 +474,29 @@ def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypa
     assert sizes(2) == [8, 4, 2]
     assert sizes(3) == [4, 2, 3]  # 8 has been used least recently; its memory stays
     assert sizes(9) == [9]
+
+
+def test_recurrent_executors_leave_when_their_own_memory_exceeds_the_limit(monkeypatch):
+    """MXNet's recurrent operator keeps memory in each executor: 40 shapes of a translator took five times that of the largest."""
+    passes, bytes_of = {}, {}
+
+    def kept(cell, n):
+        if cell not in passes:
+            net = Seq2Seq(9, 9, embed_size=4, hidden_size=6, cell=cell)
+            net.initialize(ctx=mx.cpu())
+            passes[cell] = CompiledPasses(net, SequenceLoss(), trains=True, mode="on")
+        tokens, lengths = mx.nd.ones((2, n)), mx.nd.full(2, n)
+        passes[cell].forward("test", [(tokens, lengths, tokens)], [(tokens, lengths)])
+        found = list(passes[cell]._executors[mx.cpu()]._by_key.values())
+        bytes_of[cell, n] = found[-1].own_bytes
+        return [executor._inputs[0].shape[1] for executor in found]
+
+    assert [kept("gru", n) for n in (5, 3)] == [[5], [5, 3]]
+    assert [kept("lstm", n) for n in (5, 3)] == [[5], [5, 3]]
+    for cell, gates in (("gru", 3), ("lstm", 4)):  # two directions, and the decoder
+        weights = gates * 6 * (2 * (4 + 6) + (4 + 6)) + 3 * 2 * gates * 6
+        assert bytes_of[cell, 3] == 4 * (5 * weights + 16 * 3 * 3 * 2 * 6)
+    monkeypatch.setattr(executors, "MOST_OWN_BYTES", sum(bytes_of["gru", n] for n in (5, 3, 3)))
+    assert kept("gru", 2) == [5, 3, 2]
+    assert kept("gru", 4) == [4]
+    assert kept("gru", 2) == [2]  # although two would not exceed the limit

@@ -37,8 +37,8 @@ class Graph:
     params : dict of str to gluon.Parameter
         The parameters and running statistics that it uses.
     has_loss : bool
-    is_recurrent : bool
-        Whether it holds MXNet's recurrent operator.
+    recurrent : list of (str, str)
+        The names of the output and of the parameters of each of MXNet's recurrent operators.
     draws : bool
         Whether an operator may draw random numbers, as Dropout does.
     bulk_sizes : dict
@@ -49,7 +49,7 @@ class Graph:
     inputs: List[str]
     params: Dict[str, gluon.Parameter]
     has_loss: bool
-    is_recurrent: bool
+    recurrent: List[Tuple[str, str]]
     draws: bool
     bulk_sizes: Dict[str, Any]
     _form: Any
@@ -167,7 +167,13 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
     draws = any(map(may_draw, nodes))
-    return Graph(group, names, used, loss is not None, bool(operators & _RECURRENT), draws, bulk_sizes, net._out_format)
+    recurrent = [(_name_of(node), _name_of(nodes[node["inputs"][1][0]])) for node in nodes if node["op"] in _RECURRENT]
+    return Graph(group, names, used, loss is not None, recurrent, draws, bulk_sizes, net._out_format)
+
+
+def _name_of(node: Dict[str, Any]) -> str:
+    """Return the name that a graph gives to the first output of a node."""
+    return str(node["name"]) + "_output" * (node["op"] != "null")
 
 
 _RECURRENT = {"RNN", "_npx_rnn"}

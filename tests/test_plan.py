@@ -111,6 +111,15 @@ def test_every_layout_is_a_command_of_the_training_program(name):
         assert own["batch_size" if name == "resnet18" else "batch_tokens"] == layout.batch_size
 
 
+def test_of_text_the_batch_is_named(tmp_path):
+    """The program's default depends on the text, so the command of what was measured has the number."""
+    text = tmp_path / "pairs.tsv"
+    text.write_text("one\t일\n", encoding="utf-8")
+    target = Program("seq2seq", ["--tsv", str(text)])
+    layout = layouts_of(1, [target.batch_size], ["fp32"], ["data"])[0]
+    assert f"--batch-tokens {layout.batch_size} --tsv" in target.command(layout, "cpu:1")
+
+
 class Made:
     """A target whose layouts have these rates; the trial of a kind that is missing fails."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.cli.train_seq2seq import _DEFAULTS, _korean_numbers, _schedule, _usual_size, train_seq2seq
+from gluon_mgpu.cli.train_seq2seq import _DEFAULTS, _korean_numbers, _schedule, _usual_batch_tokens, _usual_size, train_seq2seq
 from gluon_mgpu.cli.translate import translate
 from gluon_mgpu.models.seq2seq.translator import TranslatedText, load_translator
 
@@ -369,6 +369,7 @@ def test_defaults_are_those_of_the_data(tmp_path):
         assert (parsed["numbers"][name], parsed["text"][name]) == (numbers, text)
     assert (parsed["chosen"]["dropout"], parsed["chosen"]["label_smoothing"]) == (0.0, _DEFAULTS["label_smoothing"][1])
     assert parsed["text"]["vocabulary_size"] is None
+    assert parsed["text"]["patience"] >= parsed["text"]["epochs"]  # scores of a beginner vary; the rate falls in every epoch
 
 
 @pytest.mark.parametrize("num, size", [(100, 2 + 150), (10_000, 2 + 1500), (10**6, 8000)])
@@ -376,6 +377,21 @@ def test_a_small_corpus_has_few_subwords(num, size):
     sentences = ["ab"] * (num - 1) + ["a"]
     assert _usual_size(sentences, "subwords") == size
     assert _usual_size(sentences, "words") == 8000
+
+
+@pytest.mark.parametrize("num, tokens", [(100, 600), (10_000, 800), (10**5, 1200)])
+def test_a_small_corpus_has_small_batches(num, tokens):
+    train = [[7] * 9] * num, [[7] * 9] * num  # 10 tokens with the end
+    assert _usual_batch_tokens([train, ([[7]], [[7]])]) == tokens
+
+
+def test_by_default_each_pair_fits_into_a_batch(tmp_path):
+    path = tmp_path / "long.tsv"
+    path.write_text("".join(f"a{i} b c\td{i} e\n" for i in range(20)) + "b " * 400 + "\t" + "d " * 399 + "\n", encoding="utf-8")
+    options = [word for word in SMALL if word not in ("--batch-tokens", "120")]
+    run("train", "--tsv", path, *options, *WORDS, "--devices", "cpu:1", "--epochs", 1, "--output", tmp_path / "run")
+    long = [[7] * 400], [[7] * 399]
+    assert _usual_batch_tokens([([[7]], [[7]]), long]) == 801
 
 
 def test_rare_characters_do_not_count():

@@ -24,7 +24,7 @@ from ..tuning.layouts import Layout
 from ..tuning.trial import Trial
 from ._training import FitExtras
 from .train import train_resnet18
-from .train_seq2seq import train_seq2seq
+from .train_seq2seq import BATCH_TOKENS, train_seq2seq
 
 PROGRAMS: Dict[str, click.Command] = {"resnet18": train_resnet18, "seq2seq": train_seq2seq}
 _BATCH = {"resnet18": "batch_size", "seq2seq": "batch_tokens"}
@@ -74,7 +74,8 @@ class Program:
                     f"got --{option.replace('_', '-')} after --; expected only options that plan does not set. See gluon-mgpu "
                     "plan --help."
                 )
-        self.batch_size = parsed.params[self._batch_option]
+        self._usual_size = parsed.params[self._batch_option]  # None: by the data
+        self.batch_size = self._usual_size or BATCH_TOKENS
         self.kinds: Sequence[str] = _KINDS[name]
 
     def visit(self, layout: Layout, contexts: Sequence[Context], work: Callable[[Trial], None]) -> None:
@@ -106,7 +107,7 @@ class Program:
     def _options(self, layout: Layout) -> List[str]:
         """Return the options of a layout that are not the program's defaults."""
         words = []
-        if layout.batch_size != self.batch_size:
+        if layout.batch_size != self._usual_size:
             words += [f"--{self._batch_option.replace('_', '-')}", str(layout.batch_size)]
         if layout.precision != "fp32":
             words += ["--precision", layout.precision]

@@ -56,9 +56,12 @@ from ._training import (
     split_options,
 )
 
+Encoded = Tuple[List[List[int]], List[List[int]]]  # source and target sentences
+
 _KINDS = ("subwords", "words", "characters")
 _WARM_UP_STEPS = 100
 _MOST_TOKENS = 8000
+BATCH_TOKENS, _FEWEST_BATCH_TOKENS, _USUAL_STEPS = 1200, 600, 250  # steps per epoch
 _DEFAULTS: Dict[str, Tuple[Any, Any]] = {  # for Korean numbers, for text
     "embed_size": (64, 128),
     "cell": ("gru", "lstm"),
@@ -66,7 +69,8 @@ _DEFAULTS: Dict[str, Tuple[Any, Any]] = {  # for Korean numbers, for text
     "label_smoothing": (0.0, 0.1),
     "epochs": (8, 30),
     "lr": (0.003, 0.004),
-    "patience": (5, 10),
+    "patience": (5, 30),
+    "batch_tokens": (BATCH_TOKENS, None),  # by the corpus
 }
 
 
@@ -138,7 +142,12 @@ _network_options = all_of(
 _training_options = all_of(
     devices_option,
     _by_data(count, "--epochs", help="Largest number of passes over the training pairs."),
-    count("--batch-tokens", default=1200, help="Source and target tokens per batch, over all devices together."),
+    click.option(
+        "--batch-tokens",
+        type=click.IntRange(1),
+        help=f"Source and target tokens per batch, over all devices together. By default {BATCH_TOKENS}; of a small corpus of "
+        f"text a {_USUAL_STEPS}th, but {_FEWEST_BATCH_TOKENS} or more, and the longest pair.",
+    ),
     _by_data(positive, "--lr", help="Highest learning rate, reached after a warm-up."),
     click.option(
         "--schedule",
@@ -200,6 +209,7 @@ def _train(
     encoded = [
         encode_pairs(one, translator.source_vocabulary, translator.target_vocabulary) for one in (corpus.train, corpus.valid)
     ]
+    options = {**options, "batch_tokens": options["batch_tokens"] or _usual_batch_tokens(encoded)}
     train_iter = _loader(encoded[0], shards, options, shuffle=True)
     valid_iter = _loader(encoded[1], shards, options, shuffle=False)
     log_p = unigram_log_p(encoded[0][1], len(translator.target_vocabulary))
@@ -222,9 +232,14 @@ def _train(
     )
 
 
-def _loader(
-    encoded: Tuple[List[List[int]], List[List[int]]], num_shards: int, options: Dict[str, Any], *, shuffle: bool
-) -> PairLoader:
+def _usual_batch_tokens(encoded: Sequence[Encoded]) -> int:
+    """Return the tokens per batch of text: few enough for many updates, and enough for each training and validation pair."""
+    num_tokens = sum(len(sentence) + 1 for side in encoded[0] for sentence in side)
+    longest = sum(max(len(sentence) for part in encoded for sentence in part[side]) + 1 for side in (0, 1))
+    return max(longest, min(BATCH_TOKENS, max(_FEWEST_BATCH_TOKENS, num_tokens // _USUAL_STEPS)))
+
+
+def _loader(encoded: Encoded, num_shards: int, options: Dict[str, Any], *, shuffle: bool) -> PairLoader:
     return PairLoader(
         *encoded,
         options["batch_tokens"],

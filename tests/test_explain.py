@@ -102,6 +102,7 @@ def test_reported_messages_have_the_right_entry_first():
         "django.db.utils.OperationalError: no such table: auth_user",
         "botocore.exceptions.NoCredentialsError: Unable to locate credentials",
         "npm ERR! code ERESOLVE",
+        "OSError: [Errno 22] Invalid argument",
         "E: Unable to locate package foo",
         "fatal: not a git repository (or any of the parent directories): .git",
         "django.core.exceptions.ImproperlyConfigured: The SECRET_KEY setting must not be empty.",

@@ -18,7 +18,7 @@ _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best o
 _AT_MOST = 3
 _SAYS_LITTLE = 3  # words: such an error, as "KeyError: 0", is read with the line of code that raised it
 _OF_CLASS = 0.3  # of its weight has a word that is the class of an error or begins a check: what follows says more
-_CLASS = re.compile(r"(?:error|exception|warning)$|^(?:check|failed)$")
+_CLASS = re.compile(r"(?:error|exception|warning)$|^(?:check|failed|errno)$")
 _SPOKEN = re.compile(r"[a-z]{3}")
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
@@ -113,7 +113,7 @@ def _similar(line: str) -> Dict[Entry, float]:
     unknown = _UNKNOWN * len(every - words)
     for pattern in (pattern for patterns in _patterns().values() for pattern in patterns):
         common = pattern.spoken & words
-        if len(common) >= max(2, min(3, len(pattern.spoken))):
+        if len(common) >= max(2, min(3, len(pattern.spoken))) and not all(map(_CLASS.search, common)):
             shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
             share = 2 * shared / (both + unknown + shared)
             least = _LEAST_SHARE if len(common) >= 4 else _LEAST_OF_FEW

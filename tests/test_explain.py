@@ -650,7 +650,7 @@ def test_a_gpu_that_is_not_there_is_explained():
             use()
         assert first(str(caught.value)) in {
             "built-without-cuda",
-            "nccl-failed",
+            "nccl-missing",
             "libcuda-missing",
             "driver-too-old",
             "invalid-device-ordinal",

@@ -102,6 +102,7 @@ def test_reported_messages_have_the_right_entry_first():
         "django.db.utils.OperationalError: no such table: auth_user",
         "botocore.exceptions.NoCredentialsError: Unable to locate credentials",
         "npm ERR! code ERESOLVE",
+        "OSError: [Errno 22] Invalid argument",
         "E: Unable to locate package foo",
         "fatal: not a git repository (or any of the parent directories): .git",
         "django.core.exceptions.ImproperlyConfigured: The SECRET_KEY setting must not be empty.",
@@ -294,7 +295,7 @@ def index(tmp_path):
     nd.ones((2,))[5]
 
 
-@provokes("index-out-of-range")
+@provokes("axis-out-of-range")
 def axis(tmp_path):
     nd.sum(nd.ones((2, 2)), axis=5).wait_to_read()
 
@@ -649,7 +650,7 @@ def test_a_gpu_that_is_not_there_is_explained():
             use()
         assert first(str(caught.value)) in {
             "built-without-cuda",
-            "nccl-failed",
+            "nccl-missing",
             "libcuda-missing",
             "driver-too-old",
             "invalid-device-ordinal",
@@ -679,6 +680,26 @@ def test_errors_of_tracebacks_come_before_other_messages():
     log = "[10:00:00] src/base.cc:51: Upgrade advisory: this mxnet has been built against cuda library version 9020\n"
     log += TRACEBACK.format("IndexError: index 7 is out of bounds for axis 0 with size 2\n")
     assert [answer.entry.name for answer in explain_log(log)] == ["index-out-of-range", "upgrade-advisory"]
+
+
+def test_an_error_that_says_little_is_read_with_the_line_that_raised_it():
+    frames = '  File "recordio.py", line 313, in read_idx\n    pos = ctypes.c_size_t(self.idx[idx])\n               ^^^^^^^^\n'
+    log = TRACEBACK.format(f"{frames}KeyError: 0\n")
+    assert explain_log(log)[0].entry.name == "record-index"
+    log = TRACEBACK.format('  File "a.py", line 1, in f\n    assert arg_shapes is not None\nAssertionError\n')
+    assert [answer.entry.name for answer in explain_log(log)] == ["shapes-unknown"]
+
+
+def test_a_message_inside_a_longer_one_is_not_its_cause():
+    notice = "A fatal error occurred in asynchronous engine operation. If you do not know what caused this error, "
+    notice += "you can try set environment variable MXNET_ENGINE_TYPE to NaiveEngine and run with debugger"
+    assert first(notice) == "asynchronous-error"
+
+
+def test_the_line_below_a_failed_cuda_call_names_its_reason():
+    log = "MXNetError: src/common/cuda_utils.h:310: Check failed: e == cudaSuccess\n"
+    log += "|| e == cudaErrorCudartUnloading: CUDA: invalid device ordinal\n"
+    assert [answer.entry.name for answer in explain_log(log)] == ["invalid-device-ordinal", "cuda-call-failed"]
 
 
 def test_a_chain_of_errors_is_answered_by_its_last_one_first():

@@ -16,6 +16,9 @@ _LEAST_OF_FEW = 0.6  # if these are fewer than four words
 _UNKNOWN = 3.0  # weight of a word that no entry has: a message of another program has many
 _CLOSE = 0.6  # of the best score: entries that are mentioned next to the best one
 _AT_MOST = 3
+_SAYS_LITTLE = 3  # words: such an error, as "KeyError: 0", is read with the line of code that raised it
+_OF_CLASS = 0.3  # of its weight has a word that is the class of an error or begins a check: what follows says more
+_CLASS = re.compile(r"(?:error|exception|warning)$|^(?:check|failed|errno)$")
 _SPOKEN = re.compile(r"[a-z]{3}")
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
@@ -54,9 +57,9 @@ def _fragment(text: str, continues: bool) -> str:
 
 @lru_cache(maxsize=None)
 def _weights() -> Dict[str, float]:
-    """Return the weight of each word: the more entries have it, the smaller."""
+    """Return the weight of each word: the more entries have it, the smaller; a class of errors says little."""
     counts = Counter(word for entry in ENTRIES for word in {w for message in entry.messages for w in _words(message)})
-    return {word: log(1 + len(ENTRIES) / count) for word, count in counts.items()}
+    return {word: log(1 + len(ENTRIES) / count) * (_OF_CLASS if _CLASS.search(word) else 1) for word, count in counts.items()}
 
 
 @lru_cache(maxsize=None)
@@ -74,9 +77,18 @@ def _patterns() -> Dict[str, List[_Pattern]]:
     return found
 
 
+def _is_part(pattern: _Pattern, other: _Pattern) -> bool:
+    """Return whether another entry's message holds a whole message and more: what stands in a notice is not its cause."""
+    return (
+        pattern.entry is not other.entry
+        and len(pattern.words) < len(other.words)
+        and all(any(part in whole for whole in other.fragments) for part in pattern.fragments)
+    )
+
+
 def _exact(line: str) -> Dict[Entry, float]:
     """Return the entries of which a whole message is in a line, with the weight of its words."""
-    found: Dict[Entry, float] = {}
+    matched: List[_Pattern] = []
     words = _words(line)
     text = f" {' '.join(words)} "
     for pattern in (pattern for word in sorted({"", *words}) for pattern in _patterns().get(word, ())):
@@ -85,6 +97,10 @@ def _exact(line: str) -> Dict[Entry, float]:
             start = text.find(fragment, max(position - 1, 0))  # two fragments may share the space between them
             position = start + len(fragment) if start >= 0 else len(text) + 1
         if position <= len(text):
+            matched.append(pattern)
+    found: Dict[Entry, float] = {}
+    for pattern in matched:
+        if not any(_is_part(pattern, other) for other in matched):
             found[pattern.entry] = max(found.get(pattern.entry, 0.0), sum(_weights()[word] for word in pattern.words))
     return found
 
@@ -97,7 +113,7 @@ def _similar(line: str) -> Dict[Entry, float]:
     unknown = _UNKNOWN * len(every - words)
     for pattern in (pattern for patterns in _patterns().values() for pattern in patterns):
         common = pattern.spoken & words
-        if len(common) >= max(2, min(3, len(pattern.spoken))):
+        if len(common) >= max(2, min(3, len(pattern.spoken))) and not all(map(_CLASS.search, common)):
             shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
             share = 2 * shared / (both + unknown + shared)
             least = _LEAST_SHARE if len(common) >= 4 else _LEAST_OF_FEW
@@ -126,7 +142,7 @@ def explain_message(text: str) -> List[Answer]:
 def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
     """Yield the messages of a log, and whether each is the last error of a traceback, with the lines that belong to it."""
     error: List[str] = []  # of the last traceback, until it is clear that no other error follows from it
-    inside = False
+    inside, code = False, ""
     for line in lines:
         begins, chained = "Traceback (most recent call last)" in line, line.startswith(_CHAINED)
         if begins or chained:
@@ -134,9 +150,11 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
                 yield not chained, "\n".join(error)
             error, inside = [], begins
         elif inside and not line[:1].isspace():
-            error, inside = [line], False
+            error, inside = [code, line] if len(_spoken(_words(line))) < _SAYS_LITTLE else [line], False
         elif error and not _IS_ERROR.search(line):
             error.append(line)
+        elif inside:
+            code = line if line.strip(" ^~") else code
         elif not inside:
             yield False, line
     yield True, "\n".join(error)

@@ -379,7 +379,7 @@ def test_a_small_corpus_has_few_subwords(num, size):
     assert _usual_size(sentences, "words") == 8000
 
 
-@pytest.mark.parametrize("num, tokens", [(100, 600), (10_000, 800), (10**5, 1200)])
+@pytest.mark.parametrize("num, tokens", [(100, 720), (10_000, 800), (10**5, 1200)])
 def test_a_small_corpus_has_small_batches(num, tokens):
     train = [[7] * 9] * num, [[7] * 9] * num  # 10 tokens with the end
     assert _usual_batch_tokens([train, ([[7]], [[7]])]) == tokens

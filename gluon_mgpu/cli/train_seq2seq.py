@@ -61,7 +61,7 @@ Encoded = Tuple[List[List[int]], List[List[int]]]  # source and target sentences
 _KINDS = ("subwords", "words", "characters")
 _WARM_UP_STEPS = 100
 _MOST_TOKENS = 8000
-BATCH_TOKENS, _FEWEST_BATCH_TOKENS, _USUAL_STEPS = 1200, 600, 250  # steps per epoch
+BATCH_TOKENS, _FEWEST_BATCH_TOKENS, _USUAL_STEPS = 1200, 720, 250  # steps per epoch
 _DEFAULTS: Dict[str, Tuple[Any, Any]] = {  # for Korean numbers, for text
     "embed_size": (64, 128),
     "cell": ("gru", "lstm"),

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import signal
 import sys
 
@@ -12,7 +13,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.cli.train_seq2seq import _DEFAULTS, _korean_numbers, _schedule, _usual_batch_tokens, _usual_size, train_seq2seq
+from gluon_mgpu.cli.train_seq2seq import (
+    _DEFAULTS,
+    Corpus,
+    _choose_beam,
+    _korean_numbers,
+    _schedule,
+    _usual_batch_tokens,
+    _usual_size,
+    train_seq2seq,
+)
 from gluon_mgpu.cli.translate import translate
 from gluon_mgpu.models.seq2seq.translator import TranslatedText, load_translator
 
@@ -359,6 +369,29 @@ def test_the_folder_of_a_run_is_its_best_model(model):
     assert run("translate", "--model", model.parent, "--devices", "cpu:1", input=texts).splitlines()[-2:] == load_translator(
         model
     ).best(texts.split("\n"), beam_size=5)
+
+
+@pytest.mark.parametrize("good", [1, 5])
+def test_the_beam_of_the_better_validation_score_is_used(model, tmp_path, monkeypatch, good):
+    asked = []
+
+    def translate(self, texts, *, beam_size, **options):
+        asked.append(beam_size)
+        return [[TranslatedText(text if beam_size == good else "wrong", 0.0, [], [])] for text in texts]
+
+    shutil.copytree(model, tmp_path / "best")
+    monkeypatch.setattr("gluon_mgpu.models.seq2seq.translator.Translator.translate", translate)
+    pairs = mgpu.data.SentencePairs(("one", "two"), ("one", "two"))
+    best = load_translator(tmp_path / "best")
+    words = _choose_beam(
+        best, Corpus("pairs", pairs, pairs, pairs), tmp_path / "best", {"tsv": None, "source": None, "target": None}
+    )
+    assert words == ("1 beam" if good == 1 else "5 beams")
+    arguments = ["translate", "--model", tmp_path / "best", "--devices", "cpu:1"]
+    assert run(*arguments, input="one").endswith("one\n")
+    assert run(*arguments, "--n-best", "3", input="one").startswith("1\t")
+    assert run(*arguments, "--beam", "2", input="one").endswith("wrong\n")
+    assert asked == [5, 1, good, max(3, good), 2]
 
 
 def test_defaults_are_those_of_the_data(tmp_path):

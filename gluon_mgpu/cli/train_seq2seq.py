@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
@@ -39,7 +40,7 @@ from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator,
 from ..models.seq2seq.loss import LAYOUTS
 from ..models.seq2seq.recurrence import NUM_GATES
 from ..models.seq2seq.scores import has_sacrebleu, score_signatures, translation_scores
-from ..models.seq2seq.translator import Translator, load_translator
+from ..models.seq2seq.translator import BEAM_SIZE, Translator, load_translator
 from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
 from ._command import RecordedCommand
@@ -192,10 +193,11 @@ def train_seq2seq(**options: Any) -> None:
         print_once(f"{source} to {target}, on {names}")
         history = _train(translator, corpus, ctx, shared, options)
         best = load_translator(shared.output / "best", ctx)
-        scores = translation_scores(best.best(corpus.test.source, beam_size=5), corpus.test.target)
+        beams = _choose_beam(best, corpus, shared.output / "best", options)
+        scores = translation_scores(best.best(corpus.test.source, beam_size=best.beam_size), corpus.test.target)
     print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
-    print_once(f"test of best, 5 beams: {'  '.join(format_column(*score) for score in scores.items())}; {rates}")
+    print_once(f"test of best, {beams}: {'  '.join(format_column(*score) for score in scores.items())}; {rates}")
     signatures = score_signatures(corpus.test.target)
     if signatures:
         print_once("sacrebleu: " + "  ".join(f"{name} {signature}" for name, signature in signatures.items()))
@@ -230,6 +232,25 @@ def _train(
         split_f=_split_function(shared.weights, trainer, train_iter.split_axes),
         options=shared,
     )
+
+
+def _choose_beam(best: Translator, corpus: Corpus, folder: Path, options: Dict[str, Any]) -> str:
+    """Let the beam of a translator be that of the better validation score, save it, and return it as words.
+
+    A wide beam finds the translations of a good model. Of a model that knows little, it prefers texts that are too short.
+    """
+    column = "chrf" if monitored(options) == "test_chrf" else "exact_match"
+    found = {}
+    for beam_size in (BEAM_SIZE, 1):  # the wide one if they are equally good
+        scores = translation_scores(best.best(corpus.valid.source, beam_size=beam_size), corpus.valid.target)
+        found[beam_size] = scores[column]
+    best.beam_size = max(found, key=found.__getitem__)
+    if not this_process().rank:
+        best.save_config(folder)
+    name = {beam_size: "1 beam" if beam_size == 1 else f"{beam_size} beams" for beam_size in found}
+    compared = ", ".join(f"{name[beam_size]} {format_column(column, score)}" for beam_size, score in found.items())
+    print_once(f"validation of best: {compared}")
+    return name[best.beam_size]
 
 
 def _usual_batch_tokens(encoded: Sequence[Encoded]) -> int:

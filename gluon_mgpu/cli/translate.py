@@ -15,7 +15,7 @@ from ..data.text.vocabulary import UNK, Vocabulary
 from ..devices.select import use_devices
 from ..errors import DataError
 from ..models.seq2seq.search import MAX_REPEATS, plot_attention
-from ..models.seq2seq.translator import CONFIG_FILE, TranslatedText, load_translator
+from ..models.seq2seq.translator import BEAM_SIZE, CONFIG_FILE, TranslatedText, load_translator
 from ..plots import figure, save
 from ._gpus import choosing_gpus
 from ._options import best_of
@@ -36,7 +36,12 @@ _JOINED = "\uffed"  # marks tokens without a space between them; few fonts have 
 )
 @click.option("--devices", default="auto", show_default=True, help="As for train.")
 @choosing_gpus
-@click.option("--beam", type=click.IntRange(1), default=5, show_default=True, help="Hypotheses per sentence; 1 is greedy.")
+@click.option(
+    "--beam",
+    type=click.IntRange(1),
+    help="Hypotheses per sentence; 1 is greedy. By default those of the better validation score in training; if unknown, "
+    f"{BEAM_SIZE}.",
+)
 @click.option("--n-best", type=click.IntRange(1), default=1, show_default=True, help="Translations per sentence, best first.")
 @click.option("--scores", is_flag=True, help="Print each translation's score and a tab before it.")
 @click.option(
@@ -60,7 +65,7 @@ def translate(
     model: Path,
     devices: str,
     choice: Dict[str, Any],
-    beam: int,
+    beam: Optional[int],
     n_best: int,
     scores: bool,
     picture: Optional[Path],
@@ -72,12 +77,13 @@ def translate(
     It prints the translations in the order of the sentences, one per line. With --n-best, lines begin with the sentence's number,
     counted from 1, and a tab.
     """
-    if n_best > beam:
+    if beam is not None and n_best > beam:
         raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; expected as many or fewer. Widen the beam.")
     if picture is not None:
         figure()  # raises now if matplotlib is missing
     with use_devices(devices, **choice) as ctx:
         translator = load_translator(best_of(model, [CONFIG_FILE]), ctx)
+        beam = beam or max(n_best, translator.beam_size or BEAM_SIZE)
         number, note = 0, UnknownNotes(translator.source_vocabulary)
         for texts in _texts(file):
             for place, text in enumerate(texts, number + 1):

@@ -12,7 +12,7 @@ import numpy as np
 from mxnet import Context
 
 from ... import schema
-from ...checkpoint.atomic_folder import commit, explained, new_folder, open_folder, sync
+from ...checkpoint.atomic_folder import commit, explained, new_file, new_folder, open_folder, sync
 from ...checkpoint.checkpoint import check_folder, check_parameters, set_parameters
 from ...checkpoint.rotation import INNER
 from ...checkpoint.snapshot import FILES, OLD_STATES, PARAMS, Snapshot, content_of, take_snapshot
@@ -33,6 +33,7 @@ from .search import Translation, translate
 PathLike = Union[str, Path]
 
 CONFIG_FILE = "model.json"
+BEAM_SIZE = 5  # of translations, if no score of a validation has chosen another
 _SIDES = ("source", "target")
 _ADVICE = "Use another folder"
 _OWN_FILES = (CONFIG_FILE, *(f"{side}.vocab" for side in _SIDES))
@@ -79,6 +80,8 @@ class Translator:
         To be initialised and trained.
     source_vocabulary, target_vocabulary : Vocabulary
     options : dict
+    beam_size : int or None
+        The beam of the better validation score, if `train seq2seq` has compared them: `gluon-mgpu translate` uses it.
 
     Raises
     ------
@@ -99,6 +102,7 @@ class Translator:
         for name, one in (("source_vocabulary", source_vocabulary), ("target_vocabulary", target_vocabulary)):
             instance("Translator", name, one, Vocabulary, "a Vocabulary", advice="Pass what build_vocabulary returns.")
         self.source_vocabulary, self.target_vocabulary, self.options = source_vocabulary, target_vocabulary, options
+        self.beam_size: Optional[int] = None
         try:
             self.net = Seq2Seq(len(source_vocabulary), len(target_vocabulary), **options)
         except TypeError as error:
@@ -201,7 +205,13 @@ class Translator:
     def config(self) -> Dict[str, Any]:
         """Return the content of model.json."""
         known = {f"{side}_vocabulary": one.config() for side, one in zip(_SIDES, self._vocabularies())}
-        return {"network": self.options, **known}
+        return {"network": self.options, **known, **({} if self.beam_size is None else {"beam_size": self.beam_size})}
+
+    def save_config(self, folder: PathLike) -> None:
+        """Write model.json again, to a folder that `save` wrote."""
+        path = Path(folder) / CONFIG_FILE
+        with explained("Translator.save_config", path, left="The file before stays."), new_file(path) as new:
+            new.write_text(json.dumps(self.config(), indent=1), encoding="utf-8")
 
     def _vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
         return self.source_vocabulary, self.target_vocabulary
@@ -252,6 +262,7 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
     options = config["network"]
     _check_num_layers(options.get("num_layers", 1), len(content.params), path)  # so many are made, before they are compared
     translator = Translator(*vocabularies, **options)
+    translator.beam_size = config.get("beam_size")
     check_parameters(content, translator.net)  # before memory is taken for it
     translator.net.initialize(ctx=list(ctx) if isinstance(ctx, (list, tuple)) else ctx or mx.current_context())
     set_parameters(content, translator.net)
@@ -320,5 +331,6 @@ _CONFIG = schema.record(
         ),
         **{f"{side}_vocabulary": _VOCABULARY for side in _SIDES},
     },
+    {"beam_size": schema.integer(1, 2**31 - 1)},
     closed=False,
 )

@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import re
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # CPU contexts of all numbers run in one process here
 
@@ -20,6 +21,13 @@ from mxnet.gluon import nn
 from .pairwise import all_pairs
 
 collect_ignore = ["without"]  # stand-ins of packages
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # from nohup or a shell's &: child processes would ignore what tests send them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for ignored in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, lambda *_: None)
 os.fsync = os.fstat  # no test sees whether the disk has data; those of its order replace it themselves
 
 SEED = int(os.environ.get("GLUON_MGPU_TEST_SEED", "0"))

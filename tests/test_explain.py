@@ -690,6 +690,38 @@ def test_an_error_that_says_little_is_read_with_the_line_that_raised_it():
     assert [answer.entry.name for answer in explain_log(log)] == ["shapes-unknown"]
 
 
+@pytest.mark.parametrize(
+    "frame, error, name, without",
+    [
+        ("mxnet/onnx/mx2onnx/_op_translations.py", "NotImplementedError", "onnx-operator", "block-not-set-up"),
+        ("mxnet/contrib/onnx/onnx2mx/import_onnx.py", "KeyError: 'Gemm_5'", "onnx-import", "key-not-found"),
+        ("pydantic/main.py", "TypeError: f() missing 1 required positional argument: 'x'", "pydantic-version", "call-arguments"),
+        ("multiprocessing/spawn.py", "EOFError: Ran out of input", "cannot-pickle", "invalid-params-file"),
+    ],
+)
+def test_the_last_frame_of_a_traceback_names_the_library_of_an_error(frame, error, name, without):
+    log = TRACEBACK.format(f'  File "/lib/python3.9/{frame}", line 5, in f\n    g()\n{error}\n')
+    assert explain_log(log)[0].entry.name == first(log) == name
+    other = TRACEBACK.format(f'  File "/lib/python3.9/{frame}", line 5, in f\n    g()\n  File "a.py", line 1, in g\n{error}\n')
+    assert name not in {answer.entry.name for answer in explain_log(other)} and first(other) != name
+    assert first(error) == without
+
+
+@pytest.mark.parametrize("end", ["", "\n\n        This probably means that you are not using fork"])
+def test_a_message_may_be_broken_over_several_lines(end):
+    text = (
+        "RuntimeError:\n        An attempt has been made to start a new process before the\n        current process has finished"
+    )
+    text = f"{text} its bootstrapping phase.{end}\n"
+    assert first(text) == explain_log(TRACEBACK.format(text))[0].entry.name == "main-guard"
+
+
+def test_the_line_below_a_failed_launch_names_its_reason():
+    text = "Launching horovodrun task function was not successful:\n"
+    assert first(text) == "gloo-connection"
+    assert first(f"{text}bash: /opt/conda/bin/python3: No such file or directory") == "remote-python"
+
+
 def test_a_message_inside_a_longer_one_is_not_its_cause():
     notice = "A fatal error occurred in asynchronous engine operation. If you do not know what caused this error, "
     notice += "you can try set environment variable MXNET_ENGINE_TYPE to NaiveEngine and run with debugger"

@@ -24,7 +24,7 @@ _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
-_FRAME = re.compile(r"^\s*(?:\[bt\]|File \")")
+_FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.py in )")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -40,6 +40,7 @@ class _Pattern(NamedTuple):
     fragments: Tuple[str, ...]  # the words between what varies, with a space around each
     words: Tuple[str, ...]
     spoken: FrozenSet[str]  # those that are no sign, number or short word
+    several: bool  # whether it spans lines of a message, such as a library's frame and the error
 
 
 def _words(text: str) -> List[str]:
@@ -68,11 +69,11 @@ def _patterns() -> Dict[str, List[_Pattern]]:
     found: Dict[str, List[_Pattern]] = {}
     for entry in ENTRIES:
         for message in entry.messages:
-            *parts, end = message.split("…")
+            *parts, end = re.split("[…¶]", message)
             fragments = [_fragment(part, part[-1:].isalnum() or part.endswith("_")) for part in parts] + [_fragment(end, False)]
             whole = {word for fragment in fragments for word in re.findall(r"(?<= )\S+(?= )", fragment)}
             words = tuple(_words(message))
-            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), words, _spoken(words))
+            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), words, _spoken(words), "¶" in message)
             found.setdefault(max(sorted(whole), key=_weights().__getitem__, default=""), []).append(pattern)
     return found
 
@@ -86,8 +87,8 @@ def _is_part(pattern: _Pattern, other: _Pattern) -> bool:
     )
 
 
-def _exact(line: str) -> Dict[Entry, float]:
-    """Return the entries of which a whole message is in a line, with the weight of its words."""
+def _exact(line: str, several: bool = False) -> Dict[Entry, float]:
+    """Return the entries of which a whole message, or one that spans several lines, is in a line, with its words' weight."""
     matched: List[_Pattern] = []
     words = _words(line)
     text = f" {' '.join(words)} "
@@ -96,7 +97,7 @@ def _exact(line: str) -> Dict[Entry, float]:
         for fragment in pattern.fragments:
             start = text.find(fragment, max(position - 1, 0))  # two fragments may share the space between them
             position = start + len(fragment) if start >= 0 else len(text) + 1
-        if position <= len(text):
+        if position <= len(text) and pattern.several == several:
             matched.append(pattern)
     found: Dict[Entry, float] = {}
     for pattern in matched:
@@ -125,11 +126,14 @@ def _similar(line: str) -> Dict[Entry, float]:
 def explain_message(text: str) -> List[Answer]:
     """Return the answer to one message, which may have several lines; nothing if no entry fits."""
     found: Dict[Entry, float] = {}
+    frames = [line for line in text.splitlines() if _FRAME.match(line)]
     lines = [line for line in text.splitlines() if not _FRAME.match(line)]
     for line in lines:
         for entry, score in _exact(line).items():
             found[entry] = max(score, found.get(entry, 0.0))
-    found = found or _similar(" ".join(lines))
+    best = max(found.values(), default=0.0)  # a message over several lines, such as the last frame and the error, comes first
+    found.update({entry: best + score for entry, score in _exact(" ".join([*frames[-1:], *lines]), several=True).items()})
+    found = found or _exact(" ".join(lines)) or _similar(" ".join(lines))
     ranked = sorted(found, key=lambda entry: (entry.follows, -found[entry]))
     if not ranked or ranked[0].name == ANY_CHECK:
         name = entry_of_check(" ".join(lines))
@@ -142,17 +146,19 @@ def explain_message(text: str) -> List[Answer]:
 def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
     """Yield the messages of a log, and whether each is the last error of a traceback, with the lines that belong to it."""
     error: List[str] = []  # of the last traceback, until it is clear that no other error follows from it
-    inside, code = False, ""
+    inside, frame, code = False, "", ""
     for line in lines:
         begins, chained = "Traceback (most recent call last)" in line, line.startswith(_CHAINED)
         if begins or chained:
             if error:
                 yield not chained, "\n".join(error)
-            error, inside = [], begins
+            error, inside, frame = [], begins, ""
         elif inside and not line[:1].isspace():
-            error, inside = [code, line] if len(_spoken(_words(line))) < _SAYS_LITTLE else [line], False
+            error, inside = [frame, *([code] if len(_spoken(_words(line))) < _SAYS_LITTLE else []), line], False
         elif error and not _IS_ERROR.search(line):
             error.append(line)
+        elif inside and _FRAME.match(line):
+            frame = line
         elif inside:
             code = line if line.strip(" ^~") else code
         elif not inside:

@@ -12,4 +12,5 @@ fi
 .venv/bin/python -m mypy
 # The tests start Python more than a hundred times; where PYTHONDONTWRITEBYTECODE is set, each would compile the package again.
 .venv/bin/python -m compileall -q gluon_mgpu gluon_mgpu_startup
-exec .venv/bin/python -m pytest -n 2 --dist worksteal
+# Three at a time, on two cores: tests wait for the processes that they start.
+exec .venv/bin/python -m pytest -n 3 --dist worksteal

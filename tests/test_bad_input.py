@@ -232,6 +232,13 @@ def test_the_network_says_how_to_cast_the_batch():
         mgpu.eval_batch(net, np.ones((2, 3), "float32"), np.ones((2, 1), "float32"), CTX, loss=gluon.loss.L2Loss())
 
 
+def test_whole_numbers_for_a_network_of_floats():
+    net = nn.Dense(1, in_units=3)
+    net.initialize(ctx=CTX)
+    with pytest.raises(StepError, match=r"The network is of float32: cast its data with astype\('float32'\)\.$"):
+        mgpu.eval_batch(net, np.ones((2, 3), "int64"), np.ones((2, 1), "float32"), CTX, loss=gluon.loss.L2Loss())
+
+
 def test_a_skipped_update_names_discard():
     world_net = small_net(CTX)
     trainer = mgpu.Trainer(world_net, "sgd")

@@ -421,7 +421,7 @@ def make_trainer(net):
     return mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
 
 
-@pytest.mark.parametrize("make", [mgpu.EarlyStopping, lambda: mgpu.Checkpoint("never")])
+@pytest.mark.parametrize("make", [mgpu.EarlyStopping, lambda: mgpu.Checkpoint("never", "test_loss")])
 def test_a_monitor_that_needs_a_test_set_is_told_before_the_first_epoch(make, tmp_path, monkeypatch):
     """It was told after the first epoch, which may have taken hours."""
     monkeypatch.chdir(tmp_path)
@@ -432,6 +432,14 @@ def test_a_monitor_that_needs_a_test_set_is_told_before_the_first_epoch(make, tm
     assert_house_style(caught.value)
     np.testing.assert_array_equal(net.weight.data().asnumpy(), before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_without_a_test_set_saves_only_the_last(tmp_path):
+    net, checkpoint = make_net([mx.cpu()]), mgpu.Checkpoint(tmp_path / "run")
+    trainer = make_trainer(net)
+    for more, saved in (((), {"last"}), ((make_batches(),), {"best", "last"})):
+        mgpu.fit(net, LOSS, trainer, make_batches(), *more, epochs=1, callbacks=[checkpoint])
+        assert {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()} == saved
 
 
 def test_a_callback_that_fails_at_the_end_does_not_stop_the_others(tmp_path):

@@ -40,6 +40,14 @@ def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "
             as_pair(item, reader)
 
 
+def no_batch(operation: str) -> TrainerError:
+    """Return the error of an iterable that has no batch."""
+    return TrainerError(
+        f"{operation}: got no batch; expected one or more. Check that the data set is not empty. A generator is empty when it is "
+        "read a second time: pass a list or a loader."
+    )
+
+
 def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator over one pass.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Iterator, List, Optional, Sequence, Tuple
@@ -18,6 +19,8 @@ from ..trainer.freshness import history
 from ..trainer.running_stats import note_examples
 from ..trainer.trainer import Trainer
 from .batchnorm import run_shards
+
+_OF_INTEGERS = re.compile(r"expected u?int\d+, got float|expected float\d+, got u?int")
 
 
 class Passes:
@@ -136,9 +139,10 @@ def naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> I
         found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
         places = ", ".join(sorted({str(leaf.context) for leaf in found}))
         shapes = short([tuple(leaf.shape) for leaf in found])
+        reason = reason_of(error)
         raise StepError(
-            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; "
-            f"expected data of a shape and dtype that it accepts. {_advice(found, net)}"
+            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason}; "
+            f"expected data of a shape and dtype that it accepts. {_advice(found, net, reason)}"
         ) from error
 
 
@@ -151,13 +155,15 @@ def dtype_of(net: Any) -> str:
     return next((name for name in map(dtype_of, children(net)) if name), "")
 
 
-def _advice(found: Sequence[Array], net: Any) -> str:
+def _advice(found: Sequence[Array], net: Any, reason: str) -> str:
     """Return advice for data that a network or a loss does not accept."""
     dtypes, own = {np.dtype(leaf.dtype).name for leaf in found}, dtype_of(net)
     if "bool" in dtypes:
         return "Few operators take bool: cast it with astype('float32'), or 'int32'."
     if own.startswith("float") and own not in dtypes and any(dtype.startswith("float") for dtype in dtypes):
         return f"The network is of {own}: pass split_f=functools.partial(split_batch, dtype={own!r})."
+    if own.startswith("float") and _OF_INTEGERS.search(reason):
+        return f"The network is of {own}: cast its data with astype({own!r})."
     return "Try it on one device, with one example."
 
 

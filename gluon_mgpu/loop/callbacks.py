@@ -280,7 +280,8 @@ class Checkpoint(Callback):
     folder : str or pathlib.Path
         The folder that receives the folders `best` and `last`; see `save_checkpoint`.
     monitor : str, optional
-        A column of the history, for `best`. "auto": `test_accuracy`, or `test_loss` if there is none. None: only `last`.
+        A column of the history, for `best`. "auto": `test_accuracy`, or `test_loss` if there is none. None, or "auto" without a
+        test set: only `last`.
     mode : "min", "max" or None
         As for `EarlyStopping`.
     every : int, optional
@@ -313,8 +314,9 @@ class Checkpoint(Callback):
             whole_number(type(self).__name__, name, number, advice="For example, pass every=500 and keep=3.")
         flag(type(self).__name__, "background", background)
         self.folder = path_of(type(self).__name__, "folder", folder)
-        best = Best("auto" if monitor is None else monitor, mode)
-        self._best = None if monitor is None else best
+        self._column = Best("auto" if monitor is None else monitor, mode)
+        self._monitor = monitor
+        self._best: Optional[Best] = None
         self._every = every
         self._rotation = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
         self._lock: Optional[FolderLock] = None
@@ -347,6 +349,7 @@ class Checkpoint(Callback):
         self._rotation.wait()
 
     def on_fit_begin(self, state: FitState) -> None:
+        self._best = None if self._monitor is None or self._monitor == "auto" and not state.tests else self._column
         if self._best is not None:
             self._best.begin(state)
         for name in ("best", "last"):

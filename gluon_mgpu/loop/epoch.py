@@ -11,10 +11,10 @@ from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optiona
 
 import mxnet as mx
 
-from ..data_parallel.iterators import as_pair, batches_of
+from ..data_parallel.iterators import as_pair, batches_of, no_batch
 from ..data_parallel.prefetch import NUM_HELD, Buffers
 from ..data_parallel.step import Batch
-from ..errors import NonFiniteLossError, StepError, TrainerError, last_line
+from ..errors import NonFiniteLossError, StepError, last_line
 from ..nested import Array, is_device_array, leaves, map_leaves
 from .metrics import DeviceSums
 from .stopping import StopVote
@@ -188,10 +188,7 @@ class EpochRunner:
         """Wait for the devices, add up the batches that are queued, and return the result of the pass."""
         options = self._options
         if not self._num_batches and not self._queued:
-            raise TrainerError(
-                f"{options.operation}: got no batch; expected one or more. A generator is empty when it is read a second time: "
-                "pass a list or a loader."
-            )
+            raise no_batch(options.operation)
         # The sums do not depend on the last update. Waiting for it here counts its seconds and raises its errors in this pass.
         options.on_phase("devices")
         self._checked(self._queued, mx.nd.waitall)

@@ -15,7 +15,7 @@ from mxnet import Context, autograd, gluon
 from ..checks import flag, reason_of, whole_number
 from ..data_parallel.batchnorm import sync_running_stats
 from ..data_parallel.compiled import check_mode, passes_of
-from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of
+from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
 from ..data_parallel.passes import Passes
 from ..data_parallel.prefetch import NUM_HELD, Buffers
 from ..data_parallel.sharding import gather, plan_shards, split_and_load
@@ -240,10 +240,7 @@ def _run(forward: _Forward, data_iter: Iterable[Any], pairs: bool, max_inflight:
         if len(queued) > max_inflight:
             yield _read(*queued.popleft(), forward.output_axis)
     if not queued:  # after a batch, at least one stays in the queue
-        raise TrainerError(
-            "predict: got no batch; expected one or more. A generator is empty when it is read a second time: "
-            "pass a list or a loader."
-        )
+        raise no_batch("predict")
     while queued:
         yield _read(*queued.popleft(), forward.output_axis)
 

@@ -11,7 +11,7 @@ from mxnet import gluon
 
 from ..checkpoint.checkpoint import remember
 from ..checks import instance, real_number, whole_number
-from ..data_parallel.iterators import as_pair, batches_of, check_iterable
+from ..data_parallel.iterators import as_pair, batches_of, check_iterable, no_batch
 from ..data_parallel.sharding import split_batch
 from ..data_parallel.step import Batch, SplitFunction, check_network, eval_batch, train_batch
 from ..distributed import group
@@ -182,10 +182,7 @@ def _endless(train_iter: Iterable[Any]) -> Iterator[Tuple[Any, Any]]:
         for item in batches_of(train_iter):
             yield as_pair(item, "LearningRateFinder.sweep")
         if item is None:
-            raise TrainerError(
-                "LearningRateFinder.sweep: got no batch; expected one or more. A generator is empty when it is read a second "
-                "time: pass a list or a loader."
-            )
+            raise no_batch("LearningRateFinder.sweep")
 
 
 def _mean(batch: Batch) -> float:

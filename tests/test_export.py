@@ -161,6 +161,9 @@ def sequence(*layers, kind=nn.HybridSequential):
         (sequence(nn.Conv2D(3, 3), nn.BatchNorm(), nn.Dense(4), kind=nn.Sequential), (2, 1, 6, 6)),
         (sequence(nn.Conv1D(4, 3), nn.MaxPool1D(2), nn.GroupNorm(2), nn.InstanceNorm()), (2, 3, 11)),
         (nn.GELU(), (2, 5)),
+        (nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x, output_size=(3, 2))), (2, 3, 7, 5)),
+        (nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(F.split(x, 3)[1], output_size=4)), (2, 3, 6, 3)),
+        (nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x)), (2, 3, 7, 5)),
         (sequence(nn.Conv2DTranspose(4, 4, 2, 1), nn.PReLU(), nn.GlobalMaxPool2D()), (2, 3, 5, 5)),
     ],
 )
@@ -170,6 +173,28 @@ def test_other_layers(tmp_path, net, shape):
     assert mgpu.export(initialized(net), tmp_path / "net.onnx", np.random.normal(size=shape)).difference < 1e-5
     X = np.random.normal(size=(5, *shape[1:])).astype("float32")
     np.testing.assert_allclose(run_onnx(tmp_path / "net.onnx", X)[0], net(mx.nd.array(X)).asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"id_index": 0, "valid_thresh": 0.2},
+        {"id_index": 0, "background_id": 2, "force_suppress": True, "topk": 7},
+        {"in_format": "center", "out_format": "center", "topk": 100},
+        {"valid_thresh": 1.0},  # no box is left
+    ],
+)
+def test_boxes_that_others_overlap(tmp_path, options):
+    """MXNet's converter lets boxes of all classes suppress each other."""
+    pytest.importorskip("onnx")
+    rng = np.random.RandomState(0)
+    corners = rng.uniform(0, 50, (2, 30, 2))
+    scores, kinds = rng.permutation(60).reshape(2, 30, 1) / 60, rng.randint(-1, 4, (2, 30, 1))
+    boxes = np.concatenate([kinds, scores, corners, corners + rng.uniform(1, 30, (2, 30, 2)), scores], axis=2)
+    net = nn.HybridLambda(lambda F, x: F.contrib.box_nms(x, **options))
+    assert mgpu.export(net, tmp_path / "net.onnx", boxes.astype("float32")).difference == 0
+    num_left = (net(mx.nd.array(boxes)).asnumpy()[..., 1] >= 0).sum()
+    assert num_left == 0 if options.get("valid_thresh") == 1 else 0 < num_left < 60
 
 
 class Reshaped(nn.HybridBlock):

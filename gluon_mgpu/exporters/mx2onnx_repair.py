@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import MissingExtraError, TrainerError
 from .graph import ExportGraph, evaluate, in_legacy_mode
+from .onnx_boxes import convert_box_nms
 from .recurrent import cells_of
 
 OPSET = 13  # the newest that MXNet's converters know
@@ -27,8 +28,14 @@ _TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "u
 
 
 @contextmanager
-def repaired(onnx: Any) -> Iterator[Any]:
+def repaired(onnx: Any, shapes: Dict[str, Tuple[int, ...]]) -> Iterator[Any]:
     """Yield MXNet's `MXNetGraph` with what it misses; `onnx` and MXNet are as before afterwards.
+
+    Parameters
+    ----------
+    onnx : module
+    shapes : dict of str to tuple of int
+        Of all arrays in the graph, by MXNet's names of outputs.
 
     Raises
     ------
@@ -49,7 +56,7 @@ def repaired(onnx: Any) -> Iterator[Any]:
     context.ir_version, context.opset_imports = IR_VERSION, {"": OPSET}
     check = onnx.checker.check_graph
     registry = MXNetGraph.registry_
-    converters = {**registry[OPSET], **_converters(onnx, {**registry[OPSET - 1], **registry[OPSET]})}
+    converters = {**registry[OPSET], **_converters(onnx, {**registry[OPSET - 1], **registry[OPSET]}, shapes)}
     changes: List[Tuple[Any, str, Any]] = [
         (onnx, "mapping", mapping),
         (onnx.checker, "check_graph", lambda graph: check(graph, context)),
@@ -153,7 +160,17 @@ def _value(graph: Dict[str, Any], index: int, params: Dict[str, np.ndarray]) -> 
     return evaluate(symbol, {name: mx.nd.array(params[name]) for name in symbol.list_inputs()})[0]
 
 
-def _converters(onnx: Any, older: Dict[str, Callable[..., Any]]) -> Dict[str, Callable[..., Any]]:
+def _means(size: int, parts: int) -> np.ndarray:
+    """Return the matrix, shape (parts, size), of the means over parts of about one size; neighbours may overlap by one."""
+    first, places = np.arange(parts), np.arange(size)
+    begin, end = first * size // parts, -((first + 1) * size // -parts)
+    inside = (begin[:, None] <= places) & (places < end[:, None])
+    return inside / (end - begin)[:, None]
+
+
+def _converters(
+    onnx: Any, older: Dict[str, Callable[..., Any]], shapes: Dict[str, Tuple[int, ...]]
+) -> Dict[str, Callable[..., Any]]:
     """Return functions for operators that MXNet's own functions cannot convert, or convert for some sizes only."""
     make = onnx.helper.make_node
     mxnet13 = import_module("mxnet.onnx.mx2onnx._op_translations._op_translations_opset13")
@@ -263,6 +280,25 @@ def _converters(onnx: Any, older: Dict[str, Callable[..., Any]]) -> Dict[str, Ca
             make("Reshape", [f"{name}_normal", f"{name}_shape"], [name], name=name),
         ]
 
+    def input_shape(node: Node, graph: Dict[str, Any]) -> Tuple[int, ...]:
+        index, number, *_ = node["inputs"][0]
+        source = graph["mx_graph"][index]
+        name = source["name"] if source["op"] == "null" else f"{source['name']}_output"
+        return shapes[name if name in shapes else f"{name}{number}"]
+
+    def adaptive_pooling(node: Node, **graph: Any) -> List[Any]:
+        name, inputs, attrs = mxnet13.get_inputs(node, graph)
+        height, width = input_shape(node, graph)[2:]
+        wanted = [int(part) for part in attrs.get("output_size", "").strip("()[]").split(",") if part.strip()] or [1]
+        dtype = mxnet13.get_input_dtypes(node, graph)[0]
+        rows = constant(graph, f"{name}_rows", _means(height, wanted[0]).astype(dtype))
+        columns = constant(graph, f"{name}_columns", _means(width, wanted[-1]).T.astype(dtype))
+        return [make("MatMul", [inputs[0], columns], [f"{name}_part"]), make("MatMul", [rows, f"{name}_part"], [name], name=name)]
+
+    def box_nms(node: Node, **graph: Any) -> List[Any]:
+        name, inputs, attrs = mxnet13.get_inputs(node, graph)
+        return convert_box_nms(onnx, name, inputs[0], attrs, input_shape(node, graph), graph["initializer"])
+
     def without_layout(convert: Callable[..., Any]) -> Callable[..., Any]:
         def converted(node: Node, **graph: Any) -> Any:
             attrs = {key: value for key, value in node["attrs"].items() if (key, value) != ("layout", "NCW")}
@@ -286,6 +322,8 @@ def _converters(onnx: Any, older: Dict[str, Callable[..., Any]]) -> Dict[str, Ca
         "RNN": recurrent,
         "GroupNorm": group_norm,
         "SequenceLast": last,
+        "_contrib_box_nms": box_nms,
+        "_contrib_AdaptiveAvgPooling2D": adaptive_pooling,
         **layers,
         **{name: same(kind) for name, kind in simple.items()},
     }

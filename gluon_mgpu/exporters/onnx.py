@@ -57,7 +57,7 @@ def write_onnx(operation: str, graph: ExportGraph, path: Path, axes: OpenAxes) -
     shapes = [graph.inputs[name].shape for name in names]
     sizes = [tuple(axes.names.get(name, {}).get(i, size) for i, size in enumerate(graph.inputs[name].shape)) for name in names]
     try:
-        with repaired(onnx) as converter:
+        with repaired(onnx, _array_shapes(symbol, graph, params)) as converter:
             codes = [onnx.helper.np_dtype_to_tensor_dtype(graph.inputs[name].dtype) for name in names]
             arrays = {name: mx.nd.array(value, dtype=value.dtype) for name, value in params.items()}
             heads = list(converter.get_outputs(symbol, arrays, shapes, None, codes)[1])
@@ -162,6 +162,13 @@ def _infers(symbol: Any, graph: ExportGraph, params: Dict[str, np.ndarray], grou
     except mx.MXNetError:
         return False
     return True
+
+
+def _array_shapes(symbol: Any, graph: ExportGraph, params: Dict[str, np.ndarray]) -> Dict[str, Tuple[int, ...]]:
+    """Return the shapes of all arrays in a graph, by the names of outputs, for the sample."""
+    every = symbol.get_internals()
+    known = {name: value.shape for name, value in {**graph.inputs, **params}.items()}
+    return dict(zip(every.list_outputs(), every.infer_shape(**known)[1]))
 
 
 def _clean(onnx: Any, made: Any, graph: ExportGraph, axes: OpenAxes, heads: List[str]) -> None:

@@ -25,7 +25,7 @@ _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |Cell In ?\[)")
-_ERROR = re.compile(r"^[\w.]+(?:Error|Exception): ")
+_ERROR = re.compile(r"^\s*[\w.]+(?:Error|Exception): ")
 _OF_PYTHON = re.compile(r"^\s*(?:File \"[^\"]+\", line \d+, in |\S+\.pyc?(?:\]\(\S+)? in )")  # such frames are of a traceback, even without its head
 _CODE = re.compile(r"^(?:\s|-+> ?\d+ )")
 _AROUND = re.compile(r"^\s+\d+(?:\s|$)|^[\s^~]*$")  # lines next to the one that raised the error, as notebooks show them
@@ -159,7 +159,7 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
             error, inside, frame, code = [], not chained, "" if begins or chained else line, ""
         elif inside and _FRAME.match(line):
             frame, code = line, ""
-        elif inside and _CODE.match(line):
+        elif inside and _CODE.match(line) and not _ERROR.match(line):
             code = code if _AROUND.match(line) else line
         elif inside:
             error, inside, ends = [f"{frame} {code}", *([code] if len(_spoken(_words(line))) < _SAYS_LITTLE else []), line], False, True

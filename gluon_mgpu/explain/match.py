@@ -26,9 +26,11 @@ _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetE
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |Cell In ?\[)")
 _ERROR = re.compile(r"^\s*[\w.]+(?:Error|Exception): ")
-_OF_PYTHON = re.compile(r"^\s*(?:File \"[^\"]+\", line \d+, in |\S+\.pyc?(?:\]\(\S+)? in )")  # such frames are of a traceback, even without its head
+_OF_PYTHON = re.compile(
+    r"^\s*(?:File \"[^\"]+\", line \d+, in |\S+\.pyc?(?:\]\(\S+)? in )"
+)  # such frames are of a traceback, even without its head
 _CODE = re.compile(r"^(?:\s|-+> ?\d+ )")
-_AROUND = re.compile(r"^\s+\d+(?:\s|$)|^[\s^~]*$")  # lines next to the one that raised the error, as notebooks show them
+_AROUND = re.compile(r"^\s+\d+(?:\s|$)|^[\s^~]*$")  # lines next to the one that raised an error, as notebooks show them
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -162,8 +164,9 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
         elif inside and _CODE.match(line) and not _ERROR.match(line):
             code = code if _AROUND.match(line) else line
         elif inside:
-            error, inside, ends = [f"{frame} {code}", *([code] if len(_spoken(_words(line))) < _SAYS_LITTLE else []), line], False, True
-        elif _ERROR.match(line):  # pasted without its traceback
+            little = len(_spoken(_words(line))) < _SAYS_LITTLE
+            error, inside, ends = [f"{frame} {code}", *([code] if little else []), line], False, True
+        elif _ERROR.match(line) and "Check failed" not in line:  # pasted without its traceback
             if error:
                 yield ends, "\n".join(error)
             error, ends = [line], False

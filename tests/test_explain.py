@@ -707,6 +707,52 @@ def test_the_last_frame_of_a_traceback_names_the_library_of_an_error(frame, erro
     assert first(error) == without
 
 
+FORWARD = (
+    '  File "mxnet/module/module.py", line 606, in forward\n    shapes = tuple(i.shape for i in data_batch.data)\n{}\n',
+    "mxnet/module/module.pyc in forward(self, data_batch)\n    605 \n--> 606     shapes = [data_batch.data]\n    607 \n{}\n",
+    "[mxnet/module/module.py](https://host/#) in forward(self, data_batch)\n    605 \n--> 606  data_batch.data\n\n{}\n",
+)
+
+
+@pytest.mark.parametrize(
+    "head", ["", "Traceback (most recent call last):\n", "AttributeError   Traceback (most recent call last)\n"]
+)
+@pytest.mark.parametrize("frame", FORWARD, ids=["python", "ipython", "colab"])
+@pytest.mark.parametrize(
+    "error, name, without",
+    [
+        ("AttributeError: 'NoneType' object has no attribute 'data'", "no-detection", "none-value"),
+        ("AttributeError: 'NDArray' object has no attribute 'data'", "module-data-iter", "ndarray-method"),
+    ],
+)
+def test_the_line_of_code_names_the_cause_in_every_form_of_a_traceback(head, frame, error, name, without):
+    assert [answer.entry.name for answer in explain_log(head + frame.format(error))] == [name]
+    assert first(error) == without
+
+
+def test_a_traceback_of_which_the_head_is_missing_ends_with_its_error():
+    log = (
+        "INFO:root:Epoch[0]\n" + FORWARD[0].format("KeyError: 'x'") + "INFO:root:Epoch[1]\n" + FORWARD[0].format("KeyError: 'y'")
+    )
+    assert [answer.entry.name for answer in explain_log(log)] == ["key-not-found"]
+
+
+def test_an_indented_traceback_is_read_to_its_error():
+    log = TRACEBACK.format(FORWARD[0].format("AttributeError: 'NoneType' object has no attribute 'data'"))
+    assert explain_log("\n".join(f"    {line}" for line in log.split("\n")))[0].entry.name == "no-detection"
+
+
+def test_lines_below_an_error_without_a_traceback_belong_to_it():
+    log = "RuntimeError: simple_bind error. Arguments:\ndata: (1, 3, 184, 200)\n[11:30:05] src/executor/graph_executor.cc:413: "
+    log += (
+        "InferShape pass cannot decide shapes for the following arguments. Please consider providing them as inputs:\nlabel: ()\n"
+    )
+    assert explain_log(log)[0].entry.name == "shapes-unknown"
+    log = "MXNetError: Operator stack inferring shapes failed.\ninput shapes:\n{}\noutput shapes:\nNone\n"
+    assert explain_log(log.format("None\nNone"))[0].entry.name == "scalar-array"
+    assert explain_log(log.format("[2,3]\n[2,4]"))[0].entry.name == "samples-of-different-sizes"
+
+
 @pytest.mark.parametrize("end", ["", "\n\n        This probably means that you are not using fork"])
 def test_a_message_may_be_broken_over_several_lines(end):
     text = (

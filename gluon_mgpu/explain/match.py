@@ -24,7 +24,13 @@ _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
-_FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.py in )")
+_FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |Cell In ?\[)")
+_ERROR = re.compile(r"^\s*[\w.]+(?:Error|Exception): ")
+_OF_PYTHON = re.compile(
+    r"^\s*(?:File \"[^\"]+\", line \d+, in |\S+\.pyc?(?:\]\(\S+)? in )"
+)  # such frames are of a traceback, even without its head
+_CODE = re.compile(r"^(?:\s|-+> ?\d+ )")
+_AROUND = re.compile(r"^\s+\d+(?:\s|$)|^[\s^~]*$")  # lines next to the one that raised an error, as notebooks show them
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -145,25 +151,30 @@ def explain_message(text: str) -> List[Answer]:
 
 def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
     """Yield the messages of a log, and whether each is the last error of a traceback, with the lines that belong to it."""
-    error: List[str] = []  # of the last traceback, until it is clear that no other error follows from it
-    inside, frame, code = False, "", ""
+    error: List[str] = []  # until it is clear that no other error follows from it
+    inside, ends, frame, code = False, False, "", ""
     for line in lines:
         begins, chained = "Traceback (most recent call last)" in line, line.startswith(_CHAINED)
-        if begins or chained:
+        if begins or chained or (not inside and _OF_PYTHON.match(line)):
             if error:
-                yield not chained, "\n".join(error)
-            error, inside, frame = [], begins, ""
-        elif inside and not line[:1].isspace():
-            error, inside = [frame, *([code] if len(_spoken(_words(line))) < _SAYS_LITTLE else []), line], False
+                yield ends and not chained, "\n".join(error)
+            error, inside, frame, code = [], not chained, "" if begins or chained else line, ""
+        elif inside and _FRAME.match(line):
+            frame, code = line, ""
+        elif inside and _CODE.match(line) and not _ERROR.match(line):
+            code = code if _AROUND.match(line) else line
+        elif inside:
+            little = len(_spoken(_words(line))) < _SAYS_LITTLE
+            error, inside, ends = [f"{frame} {code}", *([code] if little else []), line], False, True
+        elif _ERROR.match(line) and "Check failed" not in line:  # pasted without its traceback
+            if error:
+                yield ends, "\n".join(error)
+            error, ends = [line], False
         elif error and not _IS_ERROR.search(line):
             error.append(line)
-        elif inside and _FRAME.match(line):
-            frame = line
-        elif inside:
-            code = line if line.strip(" ^~") else code
-        elif not inside:
+        else:
             yield False, line
-    yield True, "\n".join(error)
+    yield ends, "\n".join(error)
 
 
 def explain_log(text: str) -> List[Answer]:

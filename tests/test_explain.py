@@ -718,7 +718,7 @@ def test_a_message_may_be_broken_over_several_lines(end):
 
 def test_the_line_below_a_failed_launch_names_its_reason():
     text = "Launching horovodrun task function was not successful:\n"
-    assert first(text) == "gloo-connection"
+    assert first(text) == "horovod-task"
     assert first(f"{text}bash: /opt/conda/bin/python3: No such file or directory") == "remote-python"
 
 

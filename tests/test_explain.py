@@ -756,6 +756,11 @@ def test_a_consequence_comes_after_its_cause():
     assert [answer.entry.name for answer in explain_log(log)] == ["host-out-of-memory", "horovod-shut-down"]
 
 
+def test_what_a_log_reports_first_is_answered_first():
+    log = "ssh: Could not resolve hostname node1\nOSError: Too many open files\nssh: Could not resolve hostname node2\n"
+    assert [answer.entry.name for answer in explain_log(log)] == ["ssh", "too-many-open-files"]
+
+
 def test_the_log_of_a_job_of_several_processes():
     lines = TRACEBACK.format("OSError: [Errno 24] Too many open files").split("\n")
     log = "\n".join(f"\x1b[32m[{rank}] \x1b[0m{line}" for line in lines for rank in range(3))

@@ -764,7 +764,7 @@ def test_a_message_may_be_broken_over_several_lines(end):
 
 def test_the_line_below_a_failed_launch_names_its_reason():
     text = "Launching horovodrun task function was not successful:\n"
-    assert first(text) == "gloo-connection"
+    assert first(text) == "horovod-task"
     assert first(f"{text}bash: /opt/conda/bin/python3: No such file or directory") == "remote-python"
 
 
@@ -800,6 +800,11 @@ def test_a_consequence_comes_after_its_cause():
         f"[1,1]<stderr>:{line}" for line in TRACEBACK.format("MemoryError: Unable to allocate 3 GiB for an array").split("\n")
     )
     assert [answer.entry.name for answer in explain_log(log)] == ["host-out-of-memory", "horovod-shut-down"]
+
+
+def test_what_a_log_reports_first_is_answered_first():
+    log = "ssh: Could not resolve hostname node1\nOSError: Too many open files\nssh: Could not resolve hostname node2\n"
+    assert [answer.entry.name for answer in explain_log(log)] == ["ssh", "too-many-open-files"]
 
 
 def test_the_log_of_a_job_of_several_processes():

@@ -185,5 +185,7 @@ def explain_log(text: str) -> List[Answer]:
         if ends or _IS_ERROR.search(message) or _exact(message):
             for answer in explain_message(message):
                 groups[2 * answer.entry.follows + (not ends)].append(answer)
-    first = {answer.entry.name: answer for answer in reversed([answer for group in groups for answer in group])}
-    return list(reversed(list(first.values())))[:_AT_MOST]
+    first: Dict[str, Answer] = {}
+    for answer in (answer for group in groups for answer in group):
+        first.setdefault(answer.entry.name, answer)
+    return list(first.values())[:_AT_MOST]

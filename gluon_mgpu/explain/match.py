@@ -183,7 +183,9 @@ def explain_log(text: str) -> List[Answer]:
     groups: List[List[Answer]] = [[], [], [], []]
     for ends, message in _messages([line for line in lines if line and "[bt]" not in line]):
         if ends or _IS_ERROR.search(message) or _exact(message):
-            for answer in explain_message(message):
+            begin, _, more = message.partition("\n")
+            alone = explain_message(begin) if more and not ends and _exact(begin) else []  # what follows may be another's
+            for answer in (*explain_message(message), *alone):
                 groups[2 * answer.entry.follows + (not ends)].append(answer)
     first: Dict[str, Answer] = {}
     for answer in (answer for group in groups for answer in group):

@@ -76,6 +76,7 @@ _REFUSES = re.compile(  # an error of Python that refuses an argument
     r"(?:doesn't |does not |don't |mis)match|divisible|already|either|specified)",
     re.IGNORECASE | re.DOTALL,
 )
+_BARE = re.compile(r"\bassert .+ AssertionError:?$")  # a check of Python without a message
 _FIELD = re.compile(  # words of this field, of which a message of another program has none
     r"tensors?\b|ndarrays?\b|mxnet|gluon|horovod|ndim|\baxis\b|\baxes\b|dtype|\bshape\b|batch(?:_| ?size|\b)|kernel|channels?\b|"
     r"strides?\b|\blayout\b|lstm|\brnn\b|\bgru\b|dropout|embed|\bvocab|tokeni|bert\b|anchor|bbox|bounding box|heatmap|"
@@ -92,6 +93,8 @@ def entry_of_check(text: str) -> str:
     source, check = _SOURCE.search(text), _CONDITION.search(text)
     path, condition = source.group(1) if source else "", check.group(1) if check else ""
     words = text[check.end() :] if check else text
+    if _BARE.search(text):
+        return "assertion"
     if not check and not _FOLDERS.search(path):
         return "argument-value" if _REFUSES.search(text) and _FIELD.search(text) else ""
     for table, part, flags in ((_FILES, path, 0), (_CONDITIONS, condition, 0), (_WORDS, words, re.IGNORECASE)):

@@ -19,11 +19,13 @@ _AT_MOST = 3
 _SAYS_LITTLE = 3  # words: such an error, as "KeyError: 0", is read with the line of code that raised it
 _OF_CLASS = 0.3  # of its weight has a word that is the class of an error or begins a check: what follows says more
 _CLASS = re.compile(r"(?:error|exception|warning)$|^(?:check|failed|errno)$")
+_OPEN = re.compile(r"[^\w…¶]…\W*$")
+_WARNS = re.compile(r"\b[A-Z]?\w*Warning: ")
 _SPOKEN = re.compile(r"[a-z]{3}")
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
-_IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
+_IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:", re.MULTILINE)
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.py in )")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
@@ -41,6 +43,7 @@ class _Pattern(NamedTuple):
     words: Tuple[str, ...]
     spoken: FrozenSet[str]  # those that are no sign, number or short word
     several: bool  # whether it spans lines of a message, such as a library's frame and the error
+    open: bool  # whether another word has to follow, as after "No module named 'mxnet.…'"
 
 
 def _words(text: str) -> List[str]:
@@ -73,7 +76,14 @@ def _patterns() -> Dict[str, List[_Pattern]]:
             fragments = [_fragment(part, part[-1:].isalnum() or part.endswith("_")) for part in parts] + [_fragment(end, False)]
             whole = {word for fragment in fragments for word in re.findall(r"(?<= )\S+(?= )", fragment)}
             words = tuple(_words(message))
-            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), words, _spoken(words), "¶" in message)
+            pattern = _Pattern(
+                entry,
+                tuple(part for part in fragments if part.strip()),
+                words,
+                _spoken(words),
+                "¶" in message,
+                bool(_OPEN.search(message)),
+            )
             found.setdefault(max(sorted(whole), key=_weights().__getitem__, default=""), []).append(pattern)
     return found
 
@@ -97,12 +107,14 @@ def _exact(line: str, several: bool = False) -> Dict[Entry, float]:
         for fragment in pattern.fragments:
             start = text.find(fragment, max(position - 1, 0))  # two fragments may share the space between them
             position = start + len(fragment) if start >= 0 else len(text) + 1
-        if position <= len(text) and pattern.several == several:
+        if position + pattern.open <= len(text) and pattern.several == several:
             matched.append(pattern)
     found: Dict[Entry, float] = {}
     for pattern in matched:
         if not any(_is_part(pattern, other) for other in matched):
-            found[pattern.entry] = max(found.get(pattern.entry, 0.0), sum(_weights()[word] for word in pattern.words))
+            found[pattern.entry] = max(
+                found.get(pattern.entry, 0.0), sum(_weights()[word] for word in pattern.words) + 0.1 * pattern.open
+            )
     return found
 
 
@@ -132,9 +144,10 @@ def explain_message(text: str) -> List[Answer]:
         for entry, score in _exact(line).items():
             found[entry] = max(score, found.get(entry, 0.0))
     best = max(found.values(), default=0.0)  # a message over several lines, such as the last frame and the error, comes first
-    found.update({entry: best + score for entry, score in _exact(" ".join([*frames[-1:], *lines]), several=True).items()})
+    several = _exact(" ".join([*frames[-1:], *lines]), several=True)
+    found.update({entry: best + score for entry, score in several.items()})
     found = found or _exact(" ".join(lines)) or _similar(" ".join(lines))
-    ranked = sorted(found, key=lambda entry: (entry.follows, -found[entry]))
+    ranked = sorted(found, key=lambda entry: (entry.follows and entry not in several, -found[entry]))
     if not ranked or ranked[0].name == ANY_CHECK:
         name = entry_of_check(" ".join(lines))
         ranked = [*(entry for entry in ENTRIES if entry.name == name), *ranked]
@@ -173,6 +186,7 @@ def explain_log(text: str) -> List[Answer]:
     for ends, message in _messages([line for line in lines if line and "[bt]" not in line]):
         if ends or _IS_ERROR.search(message) or _exact(message):
             for answer in explain_message(message):
-                groups[2 * answer.entry.follows + (not ends)].append(answer)
+                later = answer.entry.follows or bool(not ends and _WARNS.search(message))
+                groups[2 * later + (not ends)].append(answer)
     first = {answer.entry.name: answer for answer in reversed([answer for group in groups for answer in group])}
     return list(reversed(list(first.values())))[:_AT_MOST]

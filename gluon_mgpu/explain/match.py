@@ -165,16 +165,19 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
         if begins or chained:
             if error:
                 yield not chained, "\n".join(error)
-            error, inside, frame = [], begins, ""
-        elif inside and not line[:1].isspace():
-            error, inside = [frame, *([code] if len(_spoken(_words(line))) < _SAYS_LITTLE else []), line], False
+            error, inside, frame, code = [], begins, "", ""
+        elif inside and not line[:1].isspace():  # the error: its frame holds the code, unless the error says too little
+            little = len(_spoken(_words(line))) < _SAYS_LITTLE
+            error, inside = [frame, code, line] if little or not frame else [f"{frame} {code}", line], False
         elif error and not _IS_ERROR.search(line):
             error.append(line)
         elif inside and _FRAME.match(line):
             frame = line
         elif inside:
             code = line if line.strip(" ^~") else code
-        elif not inside:
+        elif line.lstrip().startswith('File "'):  # a traceback that was pasted without its first line
+            inside, frame, code = True, line, ""
+        else:
             yield False, line
     yield True, "\n".join(error)
 

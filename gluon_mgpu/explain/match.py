@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import log
 from typing import Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
-from .checks import ANY_CHECK, entry_of_check
+from .checks import ANY_CHECK, BARE_ASSERTION, entry_of_check
 from .entries import ENTRIES, Entry
 
 _LEAST_SHARE = 0.47  # of the words, by weight, that a message without a matching fragment has to share
@@ -146,10 +146,11 @@ def explain_message(text: str) -> List[Answer]:
     best = max(found.values(), default=0.0)  # a message over several lines, such as the last frame and the error, comes first
     several = _exact(" ".join([*frames[-1:], *lines]), several=True)
     found.update({entry: best + score for entry, score in several.items()})
-    found = found or _exact(" ".join(lines)) or _similar(" ".join(lines))
+    whole = " ".join(lines)
+    found = found or _exact(whole) or ({} if BARE_ASSERTION.search(whole) else _similar(whole))
     ranked = sorted(found, key=lambda entry: (entry.follows and entry not in several, -found[entry]))
     if not ranked or ranked[0].name == ANY_CHECK:
-        name = entry_of_check(" ".join(lines))
+        name = entry_of_check(whole, " ".join(frames[-1:]))
         ranked = [*(entry for entry in ENTRIES if entry.name == name), *ranked]
         found.update({entry: found.get(entry, 0.0) for entry in ranked[:1]})
     close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry] >= _CLOSE * found[ranked[0]]]

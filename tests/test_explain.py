@@ -739,6 +739,16 @@ def test_a_warning_comes_after_an_error():
     assert [answer.entry.name for answer in explain_log(log)] == ["built-without-cuda", "module-inputs"]
 
 
+def test_a_traceback_that_python_shows_in_quotes_is_read_as_one():
+    printed = """{'time': 0.25,
+  'traceback': 'Traceback (most recent call last):\\n'
+               '  File "a.py", line 1, in <module>\\n'
+               'ValueError: the batch cannot be '
+               'evenly split into slices\\n',
+  'train_map': -1}"""
+    assert [answer.entry.name for answer in explain_log(printed)] == ["uneven-split"]
+
+
 def test_the_traceback_of_a_worker_comes_before_its_consequence():
     frames = (
         '  File "/lib/python3.9/site-packages/gluonnlp/data/transforms.py", line 1089, in __call__\n    assert len(line) == 2\n'

@@ -27,6 +27,7 @@ _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:", re.MULTILINE)
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.py in )")
+_PRINTED = re.compile(r"""(\\n)?['"]\n +['"]""")  # between two lines of a text that Python shows in quotes
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -185,6 +186,8 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
 
 def explain_log(text: str) -> List[Answer]:
     """Return at most three answers to the messages of a log: the last errors of tracebacks first, each entry once."""
+    if "(most recent call last):\\n" in text:  # a traceback in quotes, as in the results of AutoGluon's trials
+        text = _PRINTED.sub(r"\1", text).replace("\\n", "\n")
     lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", text)]
     groups: List[List[Answer]] = [[], [], [], []]
     for ends, message in _messages([line for line in lines if line and "[bt]" not in line]):

@@ -753,6 +753,57 @@ def test_lines_below_an_error_without_a_traceback_belong_to_it():
     assert explain_log(log.format("[2,3]\n[2,4]"))[0].entry.name == "samples-of-different-sizes"
 
 
+def test_a_traceback_without_its_first_line_is_one_message():
+    log = '  File "lib/roi_data_layer/roidb.py", line 23, in f\n    roidb[i]["image"] = imdb.image_path_at(i)\n'
+    assert explain_log(f"{log}IndexError: list index out of range\n")[0].entry.name == "region-cache"
+    assert explain_log(log) == []
+
+
+def test_a_pattern_that_goes_on_needs_another_word():
+    assert explain_log("ModuleNotFoundError: No module named 'gluoncv'")[0].entry.name == "missing-package"
+    assert explain_log("ModuleNotFoundError: No module named 'gluoncv.torch'")[0].entry.name == "version-mismatch"
+    assert explain_log("ModuleNotFoundError: No module named 'mxnet'")[0].entry.name == "no-mxnet"
+
+
+def test_a_bare_assertion_is_answered_by_its_condition_or_by_a_general_entry():
+    for code, name in (("assert price > 0", "assertion"), ("assert os.path.isfile(_mask)", "file-not-found")):
+        log = TRACEBACK.format(f'  File "a.py", line 1, in f\n    {code}\nAssertionError\n')
+        assert explain_log(log)[0].entry.name == name
+    assert explain_log(TRACEBACK.format("AssertionError\n")) == []
+
+
+def test_an_error_that_a_library_raises_is_a_refused_value():
+    frames = '  File "/lib/python3.9/site-packages/{}/transforms.py", line 5, in f\n    raise ValueError(text)\n'
+    error = "ValueError: The scale 7 has no meaning here\n"
+    assert explain_log(TRACEBACK.format(frames.format("gluoncv/data") + error))[0].entry.name == "argument-value"
+    assert explain_log(TRACEBACK.format(frames.format("shop/data") + error)) == []
+
+
+def test_a_warning_comes_after_an_error():
+    log = "base_module.py:65: UserWarning: Data provided by label_shapes don't match names specified by label_names\n"
+    log += "[06:22:55] src/storage/storage.cc:113: Compile with USE_CUDA=1 to enable GPU usage\n"
+    assert [answer.entry.name for answer in explain_log(log)] == ["built-without-cuda", "module-inputs"]
+
+
+def test_a_traceback_that_python_shows_in_quotes_is_read_as_one():
+    printed = """{'time': 0.25,
+  'traceback': 'Traceback (most recent call last):\\n'
+               '  File "a.py", line 1, in <module>\\n'
+               'ValueError: the batch cannot be '
+               'evenly split into slices\\n',
+  'train_map': -1}"""
+    assert [answer.entry.name for answer in explain_log(printed)] == ["uneven-split"]
+
+
+def test_the_traceback_of_a_worker_comes_before_its_consequence():
+    frames = (
+        '  File "/lib/python3.9/site-packages/gluonnlp/data/transforms.py", line 1089, in __call__\n    assert len(line) == 2\n'
+    )
+    log = f'multiprocessing.pool.RemoteTraceback:\n"""\nTraceback (most recent call last):\n{frames}AssertionError\n"""\n\n'
+    log += "The above exception was the direct cause of the following exception:\n\n" + TRACEBACK.format("AssertionError\n")
+    assert explain_log(log)[0].entry.name == "gluonnlp-vocabulary"
+
+
 @pytest.mark.parametrize("end", ["", "\n\n        This probably means that you are not using fork"])
 def test_a_message_may_be_broken_over_several_lines(end):
     text = (

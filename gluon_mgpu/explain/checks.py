@@ -73,27 +73,35 @@ _WORDS = {  # what the words after a condition, or of a message without one, say
 _REFUSES = re.compile(  # an error of Python that refuses an argument
     r"(?:Value|Type|Assertion|Runtime|NotImplemented|Attribute)Error\b.*?\b(?:must|should|expect\w*|invalid|unknown|unsupported|"
     r"unrecognized|(?:not|only) (?:\w+ )?(?:support|accept|allow|implement|valid|available)\w*|requires?|needs?|cannot|can't|"
-    r"(?:doesn't |does not |don't |mis)match|divisible|already|either|specified)",
+    r"(?:doesn't |does not |don't |not |mis)match|divisible|already|either|specified|at least one|exceed\w*|incompatible|"
+    r"inappropriate|provide\w*|different (?:from|number)|differs? from|one of|multiples? of|(?:larg|great|small)er than)",
     re.IGNORECASE | re.DOTALL,
 )
+BARE_ASSERTION = re.compile(r"\bassert .+ AssertionError:?$")  # a check of Python without a message
+_LIBRARY = re.compile(r"[/\\](?:mxnet|gluoncv|gluonnlp|gluonts|autogluon|sockeye|horovod|insightface|d2l)[/\\]")  # in a frame
+_RAISED = re.compile(r"(?:Value|Type|Assertion|Runtime)Error: .*[a-z]{3,} .*[a-z]{2,}")
 _FIELD = re.compile(  # words of this field, of which a message of another program has none
     r"tensors?\b|ndarrays?\b|mxnet|gluon|horovod|ndim|\baxis\b|\baxes\b|dtype|\bshape\b|batch(?:_| ?size|\b)|kernel|channels?\b|"
     r"strides?\b|\blayout\b|lstm|\brnn\b|\bgru\b|dropout|embed|\bvocab|tokeni|bert\b|anchor|bbox|bounding box|heatmap|"
     r"backbone|resnet|hidden|num_\w+|learning.rate|\blr\b|momentum|optimi[sz]er|epochs?\b|gradient|\bgrads?\b|out_grads|"
     r"hybrid|symbol|forecast|time series|quantile|likelihood|prediction_length|context_length|\bfreq|kvstore|contexts?\b|"
     r"\bctx\b|gpus?\b|pooler|bucket|convolution|no_bias|sparse|N?CHW|HWC|stype|pretrained|\barrays?\b|quantiz|calib|augment|"
-    r"\brois?\b|imgrec|state_info|crop_size|units\b|conv\d?d?\b|data_shape|image size",
+    r"\brois?\b|imgrec|state_info|crop_size|units\b|conv\d?d?\b|data_shape|image size|data(?:set|loader)|rcnn\b|yolo|\bssd\b|"
+    r"sampler|checkpoint|(?:src|tgt)_|sequence length|beam|layers?\b.*\bnum|norm_layer|classes\b.*\bnum|num.*\bclass",
     re.IGNORECASE,
 )
 
 
-def entry_of_check(text: str) -> str:
+def entry_of_check(text: str, frame: str = "") -> str:
     """Return the name of the entry that fits the file, condition or words of a check, or a refused argument; "" if none does."""
     source, check = _SOURCE.search(text), _CONDITION.search(text)
     path, condition = source.group(1) if source else "", check.group(1) if check else ""
     words = text[check.end() :] if check else text
+    if BARE_ASSERTION.search(text):
+        return "assertion"
     if not check and not _FOLDERS.search(path):
-        return "argument-value" if _REFUSES.search(text) and _FIELD.search(text) else ""
+        refused = _REFUSES.search(text) and _FIELD.search(text) or _RAISED.search(text) and _LIBRARY.search(frame)
+        return "argument-value" if refused else ""
     for table, part, flags in ((_FILES, path, 0), (_CONDITIONS, condition, 0), (_WORDS, words, re.IGNORECASE)):
         for pattern, name in table.items():
             if re.search(pattern, part, flags):

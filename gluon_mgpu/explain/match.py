@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import log
 from typing import Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
-from .checks import ANY_CHECK, entry_of_check
+from .checks import ANY_CHECK, BARE_ASSERTION, entry_of_check
 from .entries import ENTRIES, Entry
 
 _LEAST_SHARE = 0.47  # of the words, by weight, that a message without a matching fragment has to share
@@ -19,11 +19,13 @@ _AT_MOST = 3
 _SAYS_LITTLE = 3  # words: such an error, as "KeyError: 0", is read with the line of code that raised it
 _OF_CLASS = 0.3  # of its weight has a word that is the class of an error or begins a check: what follows says more
 _CLASS = re.compile(r"(?:error|exception|warning)$|^(?:check|failed|errno)$")
+_OPEN = re.compile(r"[^\w…¶]…\W*$")
+_WARNS = re.compile(r"\b[A-Z]?\w*Warning: ")
 _SPOKEN = re.compile(r"[a-z]{3}")
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
 _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
-_IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
+_IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:", re.MULTILINE)
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |Cell In ?\[)")
 _ERROR = re.compile(r"^\s*[\w.]+(?:Error|Exception): ")
 _OF_PYTHON = re.compile(
@@ -31,6 +33,7 @@ _OF_PYTHON = re.compile(
 )  # such frames are of a traceback, even without its head
 _CODE = re.compile(r"^(?:\s|-+> ?\d+ )")
 _AROUND = re.compile(r"^\s+\d+(?:\s|$)|^[\s^~]*$")  # lines next to the one that raised an error, as notebooks show them
+_PRINTED = re.compile(r"""(\\n)?['"]\n +['"]""")  # between two lines of a text that Python shows in quotes
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -47,6 +50,7 @@ class _Pattern(NamedTuple):
     words: Tuple[str, ...]
     spoken: FrozenSet[str]  # those that are no sign, number or short word
     several: bool  # whether it spans lines of a message, such as a library's frame and the error
+    open: bool  # whether another word has to follow, as after "No module named 'mxnet.…'"
 
 
 def _words(text: str) -> List[str]:
@@ -79,7 +83,14 @@ def _patterns() -> Dict[str, List[_Pattern]]:
             fragments = [_fragment(part, part[-1:].isalnum() or part.endswith("_")) for part in parts] + [_fragment(end, False)]
             whole = {word for fragment in fragments for word in re.findall(r"(?<= )\S+(?= )", fragment)}
             words = tuple(_words(message))
-            pattern = _Pattern(entry, tuple(part for part in fragments if part.strip()), words, _spoken(words), "¶" in message)
+            pattern = _Pattern(
+                entry,
+                tuple(part for part in fragments if part.strip()),
+                words,
+                _spoken(words),
+                "¶" in message,
+                bool(_OPEN.search(message)),
+            )
             found.setdefault(max(sorted(whole), key=_weights().__getitem__, default=""), []).append(pattern)
     return found
 
@@ -103,12 +114,14 @@ def _exact(line: str, several: bool = False) -> Dict[Entry, float]:
         for fragment in pattern.fragments:
             start = text.find(fragment, max(position - 1, 0))  # two fragments may share the space between them
             position = start + len(fragment) if start >= 0 else len(text) + 1
-        if position <= len(text) and pattern.several == several:
+        if position + pattern.open <= len(text) and pattern.several == several:
             matched.append(pattern)
     found: Dict[Entry, float] = {}
     for pattern in matched:
         if not any(_is_part(pattern, other) for other in matched):
-            found[pattern.entry] = max(found.get(pattern.entry, 0.0), sum(_weights()[word] for word in pattern.words))
+            found[pattern.entry] = max(
+                found.get(pattern.entry, 0.0), sum(_weights()[word] for word in pattern.words) + 0.1 * pattern.open
+            )
     return found
 
 
@@ -138,11 +151,13 @@ def explain_message(text: str) -> List[Answer]:
         for entry, score in _exact(line).items():
             found[entry] = max(score, found.get(entry, 0.0))
     best = max(found.values(), default=0.0)  # a message over several lines, such as the last frame and the error, comes first
-    found.update({entry: best + score for entry, score in _exact(" ".join([*frames[-1:], *lines]), several=True).items()})
-    found = found or _exact(" ".join(lines)) or _similar(" ".join(lines))
-    ranked = sorted(found, key=lambda entry: (entry.follows, -found[entry]))
+    several = _exact(" ".join([*frames[-1:], *lines]), several=True)
+    found.update({entry: best + score for entry, score in several.items()})
+    whole = " ".join(lines)
+    found = found or _exact(whole) or ({} if BARE_ASSERTION.search(whole) else _similar(whole))
+    ranked = sorted(found, key=lambda entry: (entry.follows and entry not in several, -found[entry]))
     if not ranked or ranked[0].name == ANY_CHECK:
-        name = entry_of_check(" ".join(lines))
+        name = entry_of_check(whole, " ".join(frames[-1:]))
         ranked = [*(entry for entry in ENTRIES if entry.name == name), *ranked]
         found.update({entry: found.get(entry, 0.0) for entry in ranked[:1]})
     close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry] >= _CLOSE * found[ranked[0]]]
@@ -179,6 +194,8 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
 
 def explain_log(text: str) -> List[Answer]:
     """Return at most three answers to the messages of a log: the last errors of tracebacks first, each entry once."""
+    if "(most recent call last):\\n" in text:  # a traceback in quotes, as in the results of AutoGluon's trials
+        text = _PRINTED.sub(r"\1", text).replace("\\n", "\n")
     lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", text)]
     groups: List[List[Answer]] = [[], [], [], []]
     for ends, message in _messages([line for line in lines if line and "[bt]" not in line]):
@@ -186,7 +203,8 @@ def explain_log(text: str) -> List[Answer]:
             begin, _, more = message.partition("\n")
             alone = explain_message(begin) if more and not ends and _exact(begin) else []  # what follows may be another's
             for answer in (*explain_message(message), *alone):
-                groups[2 * answer.entry.follows + (not ends)].append(answer)
+                later = answer.entry.follows or bool(not ends and _WARNS.search(message))
+                groups[2 * later + (not ends)].append(answer)
     first: Dict[str, Answer] = {}
     for answer in (answer for group in groups for answer in group):
         first.setdefault(answer.entry.name, answer)

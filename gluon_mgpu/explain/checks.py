@@ -85,15 +85,18 @@ _FIELD = re.compile(  # words of this field, of which a message of another progr
     r"\brois?\b|imgrec|state_info|crop_size|units\b|conv\d?d?\b|data_shape|image size",
     re.IGNORECASE,
 )
+_LIBRARY = re.compile(r"[/\\](?:mxnet|gluon(?:cv|nlp|ts)|d2l|horovod)[/\\][\w/\\]+\.py")  # a frame of it raised the error
+_SAYS_WHY = re.compile(r"(?:Value|Type|Assertion|NotImplemented)Error: \W*(?:\w+\W+){2}\w+")
 
 
-def entry_of_check(text: str) -> str:
+def entry_of_check(text: str, frame: str = "") -> str:
     """Return the name of the entry that fits the file, condition or words of a check, or a refused argument; "" if none does."""
     source, check = _SOURCE.search(text), _CONDITION.search(text)
     path, condition = source.group(1) if source else "", check.group(1) if check else ""
     words = text[check.end() :] if check else text
     if not check and not _FOLDERS.search(path):
-        return "argument-value" if _REFUSES.search(text) and _FIELD.search(text) else ""
+        refused = (_REFUSES.search(text) and _FIELD.search(text)) or (_SAYS_WHY.search(text) and _LIBRARY.search(frame))
+        return "argument-value" if refused else ""
     for table, part, flags in ((_FILES, path, 0), (_CONDITIONS, condition, 0), (_WORDS, words, re.IGNORECASE)):
         for pattern, name in table.items():
             if re.search(pattern, part, flags):

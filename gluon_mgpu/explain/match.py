@@ -25,6 +25,7 @@ _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.py in )")
+_INSIDE = re.compile(r"\s|-+> |~?/\S*\.py\b|<ipython|File |(?:Cell|Input) In\b")  # what lines of a traceback begin with, also in notebooks
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -136,7 +137,7 @@ def explain_message(text: str) -> List[Answer]:
     found = found or _exact(" ".join(lines)) or _similar(" ".join(lines))
     ranked = sorted(found, key=lambda entry: (entry.follows, -found[entry]))
     if not ranked or ranked[0].name == ANY_CHECK:
-        name = entry_of_check(" ".join(lines))
+        name = entry_of_check(" ".join(lines), *frames[-1:])
         ranked = [*(entry for entry in ENTRIES if entry.name == name), *ranked]
         found.update({entry: found.get(entry, 0.0) for entry in ranked[:1]})
     close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry] >= _CLOSE * found[ranked[0]]]
@@ -148,16 +149,17 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
     error: List[str] = []  # of the last traceback, until it is clear that no other error follows from it
     inside, frame, code = False, "", ""
     for line in lines:
-        begins, chained = "Traceback (most recent call last)" in line, line.startswith(_CHAINED)
+        is_frame, chained = bool(_FRAME.match(line)), line.startswith(_CHAINED)
+        begins = "Traceback (most recent call last)" in line or (is_frame and not inside)
         if begins or chained:
             if error:
                 yield not chained, "\n".join(error)
-            error, inside, frame = [], begins, ""
-        elif inside and not line[:1].isspace():
+            error, inside, frame = [], begins, line if is_frame else ""
+        elif inside and not _INSIDE.match(line):
             error, inside = [frame, *([code] if len(_spoken(_words(line))) < _SAYS_LITTLE else []), line], False
         elif error and not _IS_ERROR.search(line):
             error.append(line)
-        elif inside and _FRAME.match(line):
+        elif inside and is_frame:
             frame = line
         elif inside:
             code = line if line.strip(" ^~") else code

@@ -85,7 +85,9 @@ _FIELD = re.compile(  # words of this field, of which a message of another progr
     r"\brois?\b|imgrec|state_info|crop_size|units\b|conv\d?d?\b|data_shape|image size",
     re.IGNORECASE,
 )
-_LIBRARY = re.compile(r"[/\\](?:mxnet|gluon(?:cv|nlp|ts)|d2l|horovod)[/\\][\w/\\]+\.py")  # a frame of it raised the error
+_LIBRARY = re.compile(  # a frame of it raised the error; a folder named mxnet may also be one of the user's
+    r"(?:(?:packages|python[\d.]*|\.egg|3rdparty)[/\\]mxnet|[/\\](?:gluon(?:cv|nlp|ts)|d2l|horovod))[/\\][\w/\\]+\.py"
+)
 _SAYS_WHY = re.compile(r"(?:Value|Type|Assertion|NotImplemented)Error: \W*(?:\w+\W+){2}\w+")
 
 

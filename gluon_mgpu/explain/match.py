@@ -25,7 +25,8 @@ _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.py in )")
-_INSIDE = re.compile(r"\s|-+> |~?/\S*\.py\b|<ipython|File |(?:Cell|Input) In\b")  # what lines of a traceback begin with, also in notebooks
+# What lines of a traceback begin with, also in notebooks
+_INSIDE = re.compile(r"\s|-+> |~?/\S*\.py\b|<ipython|File |(?:Cell|Input) In\b")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 

@@ -749,7 +749,7 @@ def test_lines_below_an_error_without_a_traceback_belong_to_it():
     )
     assert explain_log(log)[0].entry.name == "shapes-unknown"
     log = "MXNetError: Operator stack inferring shapes failed.\ninput shapes:\n{}\noutput shapes:\nNone\n"
-    assert explain_log(log.format("None\nNone"))[0].entry.name == "scalar-array"
+    assert explain_log(log.format("None\nNone"))[0].entry.name == "scalar-or-empty-array"
     assert explain_log(log.format("[2,3]\n[2,4]"))[0].entry.name == "samples-of-different-sizes"
 
 
@@ -802,6 +802,39 @@ def test_the_traceback_of_a_worker_comes_before_its_consequence():
     log = f'multiprocessing.pool.RemoteTraceback:\n"""\nTraceback (most recent call last):\n{frames}AssertionError\n"""\n\n'
     log += "The above exception was the direct cause of the following exception:\n\n" + TRACEBACK.format("AssertionError\n")
     assert explain_log(log)[0].entry.name == "gluonnlp-vocabulary"
+
+
+@pytest.mark.parametrize(
+    "frame, found",
+    [
+        ("/lib/python3.9/site-packages/mxnet/gluon/contrib/estimator/estimator.py", "argument-value"),
+        ("/work/incubator-mxnet/python/mxnet/gluon/contrib/estimator/estimator.py", "argument-value"),
+        ("C:\\Anaconda3\\lib\\site-packages\\gluoncv\\data\\base.py", "argument-value"),
+        ("/work/mxnet/train.py", None),
+        ("/opt/envs/mxnet/lib/python3.9/site-packages/django/forms.py", None),
+    ],
+)
+def test_what_a_library_for_mxnet_refuses_is_an_argument(frame, found):
+    error = "ValueError: the order total is not acceptable"
+    log = TRACEBACK.format(f'  File "{frame}", line 5, in f\n    raise ValueError(why)\n{error}\n')
+    assert next((answer.entry.name for answer in explain_log(log)), None) == found
+    tail = log.split("\n", log.count("\n") - 3)[-1]  # the header of the traceback is missing
+    assert tail.startswith("  File") and next((answer.entry.name for answer in explain_log(tail)), None) == found
+
+
+def test_a_traceback_of_a_notebook_is_read_to_its_last_frame():
+    log = """ValueError                                Traceback (most recent call last)
+<ipython-input-3-d2a6> in <module>()
+----> 1 net(x)
+
+~/lib/python3.6/site-packages/mxnet/gluon/contrib/estimator/estimator.py in f(self, x)
+     71     def f(self, x):
+---> 72         raise ValueError(why)
+     73
+
+ValueError: the order total is not acceptable
+"""
+    assert [answer.entry.name for answer in explain_log(log)] == ["argument-value"]
 
 
 @pytest.mark.parametrize("end", ["", "\n\n        This probably means that you are not using fork"])

@@ -78,8 +78,6 @@ _REFUSES = re.compile(  # an error of Python that refuses an argument
     re.IGNORECASE | re.DOTALL,
 )
 BARE_ASSERTION = re.compile(r"\bassert .+ AssertionError:?$")  # a check of Python without a message
-_LIBRARY = re.compile(r"[/\\](?:mxnet|gluoncv|gluonnlp|gluonts|autogluon|sockeye|horovod|insightface|d2l)[/\\]")  # in a frame
-_RAISED = re.compile(r"(?:Value|Type|Assertion|Runtime)Error: .*[a-z]{3,} .*[a-z]{2,}")
 _FIELD = re.compile(  # words of this field, of which a message of another program has none
     r"tensors?\b|ndarrays?\b|mxnet|gluon|horovod|ndim|\baxis\b|\baxes\b|dtype|\bshape\b|batch(?:_| ?size|\b)|kernel|channels?\b|"
     r"strides?\b|\blayout\b|lstm|\brnn\b|\bgru\b|dropout|embed|\bvocab|tokeni|bert\b|anchor|bbox|bounding box|heatmap|"
@@ -90,6 +88,10 @@ _FIELD = re.compile(  # words of this field, of which a message of another progr
     r"sampler|checkpoint|(?:src|tgt)_|sequence length|beam|layers?\b.*\bnum|norm_layer|classes\b.*\bnum|num.*\bclass",
     re.IGNORECASE,
 )
+_LIBRARY = re.compile(  # a frame of it raised the error; a folder named mxnet may also be one of the user's
+    r"(?:(?:packages|python[\d.]*|\.egg|3rdparty)[/\\]mxnet|[/\\](?:gluon(?:cv|nlp|ts)|autogluon|sockeye|insightface|d2l|horovod))[/\\][\w/\\]+\.py"
+)
+_SAYS_WHY = re.compile(r"(?:Value|Type|Assertion|Runtime|NotImplemented)Error: \W*(?:\w+\W+){2}\w+")
 
 
 def entry_of_check(text: str, frame: str = "") -> str:
@@ -100,7 +102,7 @@ def entry_of_check(text: str, frame: str = "") -> str:
     if BARE_ASSERTION.search(text):
         return "assertion"
     if not check and not _FOLDERS.search(path):
-        refused = _REFUSES.search(text) and _FIELD.search(text) or _RAISED.search(text) and _LIBRARY.search(frame)
+        refused = (_REFUSES.search(text) and _FIELD.search(text)) or (_SAYS_WHY.search(text) and _LIBRARY.search(frame))
         return "argument-value" if refused else ""
     for table, part, flags in ((_FILES, path, 0), (_CONDITIONS, condition, 0), (_WORDS, words, re.IGNORECASE)):
         for pattern, name in table.items():

@@ -25,6 +25,7 @@ _PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:")
 _FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.py in )")
+_BROKEN = re.compile(r"(terminate called after throwing[^\n]*)\n(?=[^\n]{0,60}what\(\):)")  # C++ prints one message in two lines
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -146,14 +147,15 @@ def explain_message(text: str) -> List[Answer]:
 def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
     """Yield the messages of a log, and whether each is the last error of a traceback, with the lines that belong to it."""
     error: List[str] = []  # of the last traceback, until it is clear that no other error follows from it
-    inside, frame, code = False, "", ""
-    for line in lines:
-        begins, chained = "Traceback (most recent call last)" in line, line.startswith(_CHAINED)
+    inside, start, margin, frame, code = False, 0, 0, "", ""
+    for number, line in enumerate(lines):
+        begins, chained = "Traceback (most recent call last)" in line, line.lstrip().startswith(_CHAINED)
+        indent = len(line) - len(line.lstrip())
         if begins or chained:
             if error:
                 yield not chained, "\n".join(error)
-            error, inside, frame = [], begins, ""
-        elif inside and not line[:1].isspace():
+            error, inside, start, margin, frame = [], begins, number, indent, ""
+        elif inside and indent <= margin:  # pip indents what a build prints
             error, inside = [frame, *([code] if len(_spoken(_words(line))) < _SAYS_LITTLE else []), line], False
         elif error and not _IS_ERROR.search(line):
             error.append(line)
@@ -163,12 +165,14 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
             code = line if line.strip(" ^~") else code
         elif not inside:
             yield False, line
+    for line in lines[start:] if inside else []:  # a traceback whose error is indented further, or missing
+        yield False, line
     yield True, "\n".join(error)
 
 
 def explain_log(text: str) -> List[Answer]:
     """Return at most three answers to the messages of a log: the last errors of tracebacks first, each entry once."""
-    lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", text)]
+    lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", _BROKEN.sub(r"\1 ", text))]
     groups: List[List[Answer]] = [[], [], [], []]
     for ends, message in _messages([line for line in lines if line and "[bt]" not in line]):
         if ends or _IS_ERROR.search(message) or _exact(message):

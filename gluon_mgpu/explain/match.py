@@ -164,7 +164,7 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
         elif inside:
             code = line if line.strip(" ^~") else code
         elif not inside:
-            yield False, line
+            yield line.startswith("E   "), line  # so pytest marks the error below the lines of code
     for line in lines[start:] if inside else []:  # a traceback whose error is indented further, or missing
         yield False, line
     yield True, "\n".join(error)

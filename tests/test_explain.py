@@ -693,6 +693,12 @@ def test_a_message_of_cpp_in_two_lines_is_read_as_one():
     assert explain_log(ranks)[0].entry.name == "threads-in-a-server"
 
 
+def test_the_error_that_pytest_marks_comes_before_the_lines_of_code():
+    log = 'numpy/__init__.py:284: in __getattr__\n    raise AttributeError("module {!r} has no attribute "\n'
+    error = "AttributeError: module 'numpy' has no attribute 'bool'"
+    assert explain_log(f"{log}E   {error}\nERROR conftest.py")[0].entry.name == "numpy-removed-names"
+
+
 def test_errors_of_tracebacks_come_before_other_messages():
     log = "[10:00:00] src/base.cc:51: Upgrade advisory: this mxnet has been built against cuda library version 9020\n"
     log += TRACEBACK.format("IndexError: index 7 is out of bounds for axis 0 with size 2\n")

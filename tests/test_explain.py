@@ -676,6 +676,29 @@ def test_a_log_is_answered_by_the_last_error_of_its_traceback():
     assert [answer.entry.name for answer in explain_log(log)] == ["shape-inconsistent"]
 
 
+@pytest.mark.parametrize(
+    "end",
+    ["      RuntimeError: Cannot find the MXNet include path\n", "          RuntimeError: Cannot find the MXNet include path"],
+)
+def test_a_traceback_that_pip_indents_is_read(end):
+    frames = "\n".join(f"{' ' * 6}{line}" for line in TRACEBACK.split("\n")[:-1])
+    log = f"  error: subprocess-exited-with-error\n  [9 lines of output]\n{frames}\n{end}"
+    assert explain_log(log)[0].entry.name == "horovod-not-built"
+
+
+def test_a_message_of_cpp_in_two_lines_is_read_as_one():
+    log = "terminate called after throwing an instance of 'std::system_error'\n  what():  Operation not permitted\n"
+    assert explain_log(log)[0].entry.name == "threads-in-a-server"
+    ranks = "".join(f"[1,0]<stderr>:{line}\n" for line in log.splitlines())
+    assert explain_log(ranks)[0].entry.name == "threads-in-a-server"
+
+
+def test_the_error_that_pytest_marks_comes_before_the_lines_of_code():
+    log = 'numpy/__init__.py:284: in __getattr__\n    raise AttributeError("module {!r} has no attribute "\n'
+    error = "AttributeError: module 'numpy' has no attribute 'bool'"
+    assert explain_log(f"{log}E   {error}\nERROR conftest.py")[0].entry.name == "numpy-removed-names"
+
+
 def test_errors_of_tracebacks_come_before_other_messages():
     log = "[10:00:00] src/base.cc:51: Upgrade advisory: this mxnet has been built against cuda library version 9020\n"
     log += TRACEBACK.format("IndexError: index 7 is out of bounds for axis 0 with size 2\n")

@@ -34,6 +34,7 @@ _OF_PYTHON = re.compile(
 _CODE = re.compile(r"^(?:\s|-+> ?\d+ )")
 _AROUND = re.compile(r"^\s+\d+(?:\s|$)|^[\s^~]*$")  # lines next to the one that raised an error, as notebooks show them
 _PRINTED = re.compile(r"""(\\n)?['"]\n +['"]""")  # between two lines of a text that Python shows in quotes
+_BROKEN = re.compile(r"(terminate called after throwing[^\n]*)\n(?=[^\n]{0,60}what\(\):)")  # C++ prints one message in two lines
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -188,7 +189,7 @@ def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
         elif error and not _IS_ERROR.search(line):
             error.append(line)
         else:
-            yield False, line
+            yield line.startswith("E   "), line  # so pytest marks the error below the lines of code
     yield ends, "\n".join(error)
 
 
@@ -196,7 +197,7 @@ def explain_log(text: str) -> List[Answer]:
     """Return at most three answers to the messages of a log: the last errors of tracebacks first, each entry once."""
     if "(most recent call last):\\n" in text:  # a traceback in quotes, as in the results of AutoGluon's trials
         text = _PRINTED.sub(r"\1", text).replace("\\n", "\n")
-    lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", text)]
+    lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", _BROKEN.sub(r"\1 ", text))]
     groups: List[List[Answer]] = [[], [], [], []]
     for ends, message in _messages([line for line in lines if line and "[bt]" not in line]):
         if ends or _IS_ERROR.search(message) or _exact(message):

@@ -405,9 +405,13 @@ def test_defaults_are_those_of_the_data(tmp_path):
     assert parsed["text"]["patience"] >= parsed["text"]["epochs"]  # scores of a beginner vary; the rate falls in every epoch
 
 
-@pytest.mark.parametrize("num, size", [(100, 2 + 150), (10_000, 2 + 1500), (10**6, 8000)])
-def test_a_small_corpus_has_few_subwords(num, size):
-    sentences = ["ab"] * (num - 1) + ["a"]
+@pytest.mark.parametrize(
+    "sentence, num, size",
+    [("ab", 10_000, 2 + 300), ("ab a ab a ab", 100, 3 + 150), ("ab a ab a ab", 10_000, 3 + 1500), ("ab " * 40, 10_000, 8000)]
+    + [("가나다" * 4, 100, 3 + 60)],  # without spaces: 6 characters count as a word
+)
+def test_a_small_corpus_has_few_subwords_and_one_of_long_sentences_more(sentence, num, size):
+    sentences = [sentence] * num
     assert _usual_size(sentences, "subwords") == size
     assert _usual_size(sentences, "words") == 8000
 
@@ -428,7 +432,7 @@ def test_by_default_each_pair_fits_into_a_batch(tmp_path):
 
 
 def test_rare_characters_do_not_count():
-    assert _usual_size(["ab" * 5000, "c"], "subwords") == 2 + 21
+    assert _usual_size(["ab"] * 5000 + ["c"], "subwords") == 2 + 212
 
 
 def test_at_a_terminal_each_line_is_answered(model, monkeypatch, capsys):

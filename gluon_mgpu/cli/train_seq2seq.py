@@ -314,13 +314,16 @@ def _load_corpus(options: Dict[str, Any]) -> Tuple[Corpus, Tuple[Vocabulary, Voc
 def _usual_size(sentences: Sequence[str], kind: str) -> int:
     """Return the size of a vocabulary: of subwords, few enough for each to occur often enough to be learned.
 
+    More for long sentences, which larger subwords shorten (scripts/benchmarks/RESULTS.md).
+
     Source: Sennrich, Zhang, "Revisiting low-resource neural machine translation: a case study", 2019.
     """
     if kind != "subwords":
         return _MOST_TOKENS
     counts = sorted(Counter("".join(sentences)).values(), reverse=True)
     num_usual = int(np.searchsorted(np.cumsum(counts), 0.9995 * sum(counts))) + 1
-    return min(_MOST_TOKENS, num_usual + round(15 * len(sentences) ** 0.5))
+    num_words = max(sum(len(text.split()) for text in sentences), sum(counts) / 6)  # or so, where no spaces divide words
+    return min(_MOST_TOKENS, num_usual + round(3 * num_words / len(sentences) ** 0.5))
 
 
 def _is_embedded(options: Dict[str, Any]) -> bool:

@@ -394,6 +394,11 @@ def broadcast_like_of_fewer_axes(tmp_path):
     nd.broadcast_like(nd.ones(3), nd.ones((2, 3)))
 
 
+@provokes("numpy-of-ndarrays")
+def numpy_of_a_list_of_arrays(tmp_path):
+    np.mean([nd.ones(1), nd.ones(1)])
+
+
 @provokes("trainer-parameters")
 def network_instead_of_parameters(tmp_path):
     gluon.Trainer(dense(), "sgd")

@@ -221,7 +221,7 @@ def unknown_shape(tmp_path):
     gluon.Parameter("weight", shape=(3, 0)).initialize()
 
 
-@provokes("parameter-not-initialized")
+@provokes("reset-ctx-before-initialize")
 def reset_before_initialize(tmp_path):
     nn.Dense(2, in_units=2).collect_params().reset_ctx(mx.cpu(1))
 
@@ -375,6 +375,28 @@ def frozen(tmp_path):
     net.collect_params().setattr("grad_req", "null")
     net.initialize()
     net.weight.grad()
+
+
+@provokes("np-symbol-in-hybrid-network")
+def np_function_of_a_symbol(tmp_path):
+    class Network(nn.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return mx.np.concatenate([x, x])
+
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        net = Network()
+        net.hybridize()
+        net(mx.np.ones((2, 3)))
+
+
+@provokes("broadcast-axes")
+def broadcast_like_of_fewer_axes(tmp_path):
+    nd.broadcast_like(nd.ones(3), nd.ones((2, 3)))
+
+
+@provokes("numpy-of-ndarrays")
+def numpy_of_a_list_of_arrays(tmp_path):
+    np.mean([nd.ones(1), nd.ones(1)])
 
 
 @provokes("trainer-parameters")

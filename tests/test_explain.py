@@ -853,9 +853,9 @@ def test_the_traceback_of_a_worker_comes_before_its_consequence():
     "frame, found",
     [
         ("/lib/python3.9/site-packages/mxnet/gluon/contrib/estimator/estimator.py", "argument-value"),
-        ("/work/incubator-mxnet/python/mxnet/gluon/contrib/estimator/estimator.py", "argument-value"),
+        ("/src/incubator-mxnet/python/mxnet/gluon/contrib/estimator/estimator.py", "argument-value"),
         ("C:\\Anaconda3\\lib\\site-packages\\gluoncv\\data\\base.py", "argument-value"),
-        ("/work/mxnet/train.py", None),
+        ("/src/mxnet/train.py", None),
         ("/opt/envs/mxnet/lib/python3.9/site-packages/django/forms.py", None),
     ],
 )

@@ -122,8 +122,8 @@ _data_options = all_of(
     click.option(
         "--vocabulary-size",
         type=click.IntRange(5),
-        help="Largest number of tokens per side. By default 8000; of subwords fewer for a small corpus: its characters, and 15 "
-        "times the square root of its number of pairs.",
+        help="Largest number of tokens per side. By default 8000; of subwords fewer for a small corpus: its characters, and 3 "
+        "times its number of words divided by the square root of its number of pairs.",
     ),
 )
 _network_options = all_of(
@@ -166,7 +166,7 @@ _training_options = all_of(
 )
 
 
-@click.command("seq2seq", cls=_DefaultsByData)
+@click.command("seq2seq", cls=_DefaultsByData, context_settings={"help_option_names": ["-h", "--help"]})
 @_data_options
 @_network_options
 @_training_options

@@ -25,7 +25,7 @@ _AT_ONCE = 1024  # lines of a long input that are translated together
 _JOINED = "\uffed"  # marks tokens without a space between them; few fonts have it
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @click.option(
     "--model",

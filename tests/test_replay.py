@@ -77,7 +77,8 @@ def test_other_devices_agree_without_virtual_shards(trained, monkeypatch):
     out = trained("resnet18")
     step = steps_in(out)[-2]
     (*_, last) = replay(out, step, "--devices", "cpu:4")
-    assert last.startswith(f"step {step} agrees with") and last.endswith("allowed 1e-05")
+    begins = f"step {step} agrees with", f"step {step} has the same bits as"  # some processors add in the same order
+    assert last.startswith(begins[0]) and last.endswith("allowed 1e-05") or last.startswith(begins[1])
 
 
 def without_dropout(num_classes):

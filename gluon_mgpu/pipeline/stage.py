@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import AbstractSet, Any, Callable, Collection, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
+import numpy as np
 from mxnet import gluon
 
 from ..data_parallel.graph import Graph, inputs_of, may_draw
 from ..nested import Array, is_device_array, leaves, map_leaves
+from ..trainer.precision import precision_of, reduce_precision
 
 NETWORK = -1  # as a producer: the network's own inputs
 Source = Tuple[int, int]  # a producer, and the number of its output
@@ -200,7 +202,7 @@ class CutGraph:
 
     def __init__(self, graph: Graph, data_parallel: AbstractSet[str] = frozenset()) -> None:
         self.graph = graph
-        self._document = json.loads(graph.symbol.tojson())
+        self._document = json.loads(graph.symbol.tojson())  # without the casts of a lower precision: parts pass on float32
         self._nodes: List[Dict[str, Any]] = self._document["nodes"]
         self._heads: List[Entry] = [(head[0], head[1]) for head in self._document["heads"]]
         operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
@@ -239,7 +241,10 @@ class CutGraph:
                 source = home.get(entry[0])
                 if source is not None and source != stage and entry not in wanted[source]:
                     wanted[source].append(entry)
-        stages = [self._stage(stage, part, home, wanted, is_last=stage == len(parts) - 1) for stage, part in enumerate(parts)]
+        precision = precision_of(net)
+        stages = [
+            self._stage(stage, part, home, wanted, precision, is_last=stage == len(parts) - 1) for stage, part in enumerate(parts)
+        ]
         stages[-1].is_data_parallel = bool(self._last)
         return Stages(stages, net, self.graph)
 
@@ -263,7 +268,16 @@ class CutGraph:
     def _reads(self, number: int) -> List[Entry]:
         return [(one[0], one[1]) for one in self._nodes[number]["inputs"]]
 
-    def _stage(self, stage: int, part: Sequence[int], home: Dict[int, int], wanted: List[List[Entry]], *, is_last: bool) -> Stage:
+    def _stage(
+        self,
+        stage: int,
+        part: Sequence[int],
+        home: Dict[int, int],
+        wanted: List[List[Entry]],
+        precision: str,
+        *,
+        is_last: bool,
+    ) -> Stage:
         nodes: List[Dict[str, Any]] = []
         places: Dict[Entry, Entry] = {}  # of what has been added
         inputs: List[str] = []
@@ -308,7 +322,10 @@ class CutGraph:
             "heads": heads,
             "attrs": self._document.get("attrs", {}),
         }
-        block = GraphStage(mx.sym.load_json(json.dumps(document)), inputs, self.graph.params, self.graph.bulk_sizes)
+        symbol = mx.sym.load_json(json.dumps(document))
+        if precision != "fp32":
+            symbol = reduce_precision(symbol, precision, dict.fromkeys(inputs, np.float32))  # MXNet casts no integers
+        block = GraphStage(symbol, inputs, self.graph.params, self.graph.bulk_sizes)
         draws = any(may_draw(self._nodes[number]) for number in part)
         return Stage(block, lambda arrays: block.forward(*arrays), sources, draws, needs_gradient)
 

@@ -185,8 +185,19 @@ def _graph_of(block: gluon.HybridBlock, *args: Any) -> Tuple[Any, Any]:
     """Replace `HybridBlock._get_graph`, which returns the graph to compile. The exported graph does not change."""
     inputs, graph = type(block)._get_graph(block, *args)
     arrays = [one.as_nd_ndarray() for one in _flatten(args, "input")[0] if one is not None]
-    codes = {symbol.name: _DTYPE_NP_TO_MX[one.dtype] for symbol, one in zip(inputs, arrays)}
-    return inputs, _addable(_reduced(graph, block._precision, codes), set(codes))
+    types = {symbol.name: one.dtype for symbol, one in zip(inputs, arrays)}
+    return inputs, reduce_precision(graph, block._precision, types)
+
+
+def reduce_precision(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
+    """Return a graph of MXNet's that computes in `"bf16"` or `"fp16"`: with casts; its outputs keep their types.
+
+    Parameters
+    ----------
+    types : dict of str to dtype
+        The types of its inputs that are no parameters.
+    """
+    return _addable(_reduced(graph, precision, {name: _DTYPE_NP_TO_MX[dtype] for name, dtype in types.items()}), set(types))
 
 
 def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:

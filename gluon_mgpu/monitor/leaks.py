@@ -227,8 +227,8 @@ class LeakCheck(Callback):
     Examples
     --------
     >>> check, kept = LeakCheck(every=1), []
-    >>> for _ in range(60):
-    ...     kept.append(mx.nd.ones((1000,)))  # 4 kB
+    >>> for _ in range(44):
+    ...     kept.append(mx.nd.ones((100000,)))  # 400 kB
     ...     check.step(kept[-1:])
     >>> check.growth()["host"].verdict
     'leak'

@@ -16,7 +16,7 @@ from gluon_mgpu.cli import main
 from gluon_mgpu.cli.train_seq2seq import (
     _DEFAULTS,
     Corpus,
-    _choose_beam,
+    _choose_search,
     _korean_numbers,
     _schedule,
     _usual_batch_tokens,
@@ -371,27 +371,31 @@ def test_the_folder_of_a_run_is_its_best_model(model):
     ).best(texts.split("\n"), beam_size=5)
 
 
-@pytest.mark.parametrize("good", [1, 5])
-def test_the_beam_of_the_better_validation_score_is_used(model, tmp_path, monkeypatch, good):
+@pytest.mark.parametrize("good, words", [((1, None), "1 beam"), ((5, None), "5 beams"), ((5, 1.25), "5 beams of usual length")])
+def test_the_search_of_the_best_validation_score_is_used(model, tmp_path, monkeypatch, good, words):
     asked = []
 
     def translate(self, texts, *, beam_size, **options):
-        asked.append(beam_size)
-        return [[TranslatedText(text if beam_size == good else "wrong", 0.0, [], [])] for text in texts]
+        search = beam_size, options.get("length_ratio", self.length_ratio)
+        asked.append(search)
+        return [[TranslatedText(text if search == good else "wrong", 0.0, [], [])] for text in texts]
 
     shutil.copytree(model, tmp_path / "best")
+    shutil.copytree(model, tmp_path / "last")
     monkeypatch.setattr("gluon_mgpu.models.seq2seq.translator.Translator.translate", translate)
-    pairs = mgpu.data.SentencePairs(("one", "two"), ("one", "two"))
+    pairs = mgpu.data.SentencePairs(("one", "two"), ("one two", "two"))  # 5 target tokens to 4, with the ends
     best = load_translator(tmp_path / "best")
-    words = _choose_beam(
-        best, Corpus("pairs", pairs, pairs, pairs), tmp_path / "best", {"tsv": None, "source": None, "target": None}
-    )
-    assert words == ("1 beam" if good == 1 else "5 beams")
-    arguments = ["translate", "--model", tmp_path / "best", "--devices", "cpu:1"]
-    assert run(*arguments, input="one").endswith("one\n")
-    assert run(*arguments, "--n-best", "3", input="one").startswith("1\t")
-    assert run(*arguments, "--beam", "2", input="one").endswith("wrong\n")
-    assert asked == [5, 1, good, max(3, good), 2]
+    corpus, options = Corpus("pairs", pairs, pairs, pairs), {"tsv": None, "source": None, "target": None}
+    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.translation_scores", lambda texts, _: {"exact_match": texts.count("one")})
+    assert _choose_search(best, corpus, tmp_path, options) == words
+    beam, ratio = good
+    for folder in ("best", "last"):
+        arguments = ["translate", "--model", tmp_path / folder, "--devices", "cpu:1"]
+        assert run(*arguments, input="one").endswith("one\n")
+        assert run(*arguments, "--n-best", "3", input="one").startswith("1\t")
+        assert run(*arguments, "--beam", "2", input="one").endswith("wrong\n")
+        assert asked == [(5, None), (5, 1.25), (1, None), good, (max(3, beam), ratio), (2, ratio)]
+        del asked[3:]
 
 
 def test_defaults_are_those_of_the_data(tmp_path):

@@ -54,7 +54,7 @@ def every_table(feeding, sentence, length):
     return {tokens: log_p(net, sentence, tokens) for tokens in itertools.product(WORDS, repeat=length)}
 
 
-def every_translation(feeding, sentence, max_length, divisor):
+def every_translation(feeding, sentence, max_length, score):
     """(score, log-probability, tokens) of each sequence that ends within this length, or reaches it, best first."""
     tables = every_table(feeding, tuple(sentence), max_length - 1)
     found = []
@@ -65,7 +65,7 @@ def every_translation(feeding, sentence, max_length, divisor):
             if length < max_length:
                 total += table[length, 2]
             num = min(length + 1, max_length)
-            found.append((total / divisor(num), total, list(tokens)))
+            found.append((score(total, num, len(sentence) + 1), total, list(tokens)))
     return sorted(found, key=lambda one: -one[0])
 
 
@@ -79,21 +79,23 @@ def most_repeats(tokens):
 
 
 @pytest.mark.parametrize(
-    "alpha, penalty, divisor",
+    "options, score",
     [
-        (0.0, "wu", lambda n: 1.0),
-        (1.0, "wu", lambda n: (5 + n) / 6),
-        (0.6, "plain", lambda n: n**0.6),
-        (2.0, "plain", lambda n: n**2),
+        ({"alpha": 0.0, "penalty": "wu"}, lambda total, n, _: total),
+        ({"alpha": 1.0, "penalty": "wu"}, lambda total, n, _: total / ((5 + n) / 6)),
+        ({"alpha": 0.6, "penalty": "plain"}, lambda total, n, _: total / n**0.6),
+        ({"alpha": 2.0, "penalty": "plain"}, lambda total, n, _: total / n**2),
+        ({"length_ratio": 0.5}, lambda total, n, m: total / n - abs(np.log(n / (0.5 * m)))),
+        ({"length_ratio": 3.0, "alpha": 0.5}, lambda total, n, m: total / n**0.5 - abs(np.log(n / (3 * m)))),
     ],
+    ids=["sum", "wu", "plain", "alpha", "short", "long"],
 )
 @pytest.mark.parametrize("feeding, max_repeats", [(False, None), (True, 2), (False, 1)])
-def test_a_wide_beam_finds_what_trying_everything_finds(feeding, max_repeats, alpha, penalty, divisor):
+def test_a_wide_beam_finds_what_trying_everything_finds(feeding, max_repeats, options, score):
     net = random_model(input_feeding=feeding)
-    options = {"beam_size": 200, "num_best": 5, "alpha": alpha, "penalty": penalty, "max_length": 4, "max_repeats": max_repeats}
-    found = translate(net, SENTENCES[:3], **options)
+    found = translate(net, SENTENCES[:3], beam_size=200, num_best=5, max_length=4, max_repeats=max_repeats, **options)
     for sentence, best in zip(SENTENCES, found):
-        every = every_translation(feeding, sentence, 4, divisor)
+        every = every_translation(feeding, sentence, 4, score)
         expected = [one for one in every if max_repeats is None or most_repeats(one[2]) <= max_repeats][:5]
         assert [one.tokens for one in best] == [tokens for _, _, tokens in expected]
         np.testing.assert_allclose([one.score for one in best], [score for score, _, _ in expected], atol=1e-5)
@@ -292,6 +294,7 @@ def test_characters_stand_upright_and_words_lean():
         ({"alpha": -1}, "alpha=-1"),
         ({"alpha": float("nan")}, "alpha=nan"),
         ({"penalty": "none"}, "penalty='none'"),
+        ({"length_ratio": 0}, "length_ratio=0"),
         ({"eos": VOCAB}, f"eos={VOCAB}"),
         ({"bos": -1}, "bos=-1"),
         ({"source_eos": 8}, "source_eos=8"),

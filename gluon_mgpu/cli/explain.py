@@ -8,12 +8,13 @@ from typing import Optional, Sequence
 
 import click
 
-from ..explain import ENTRIES, Answer, Entry, explain_log, explain_message
+from ..explain import ENTRIES, Answer, Entry, explain_log, explain_message, system_note
 
 _LABELS = {
     "en": ("message", "cause", "what to do", "see", "also close"),
     "ko": ("메시지", "원인", "해결 방법", "참고", "비슷한 항목"),
 }
+_NOTE = {"en": "note", "ko": "참고 사항"}
 _NOTHING = {
     "en": "No entry fits. gluon-mgpu doctor checks this machine; docs/troubleshooting.md lists symptoms.",
     "ko": "맞는 항목이 없습니다. gluon-mgpu doctor로 이 컴퓨터를 점검하고, docs/troubleshooting.md에서 증상을 찾아보세요.",
@@ -35,6 +36,9 @@ def explain(message: Sequence[str], lang: Optional[str]) -> None:
     language = lang or _language()
     for number, answer in enumerate(found):
         click.echo(("\n" if number else "") + _as_text(answer.entry, answer.others if len(found) == 1 else (), language))
+        system = system_note(text if log is None else log, answer.entry)
+        if system and not number:
+            click.echo(f"  {_NOTE[language]}: {system.note_ko if language == 'ko' else system.note}")
     if not found:
         click.echo(_NOTHING[language], err=True)
         sys.exit(1)

@@ -193,7 +193,7 @@ def train_seq2seq(**options: Any) -> None:
         print_once(f"{source} to {target}, on {names}")
         history = _train(translator, corpus, ctx, shared, options)
         best = load_translator(shared.output / "best", ctx)
-        beams = _choose_beam(best, corpus, shared.output / "best", options)
+        beams = _choose_search(best, corpus, shared.output, options)
         scores = translation_scores(best.best(corpus.test.source, beam_size=best.beam_size), corpus.test.target)
     print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
@@ -234,23 +234,37 @@ def _train(
     )
 
 
-def _choose_beam(best: Translator, corpus: Corpus, folder: Path, options: Dict[str, Any]) -> str:
-    """Let the beam of a translator be that of the better validation score, save it, and return it as words.
+def _choose_search(best: Translator, corpus: Corpus, output: Path, options: Dict[str, Any]) -> str:
+    """Let the beam and the length ratio of a translator be those of the best validation score, and return them as words.
 
-    A wide beam finds the translations of a good model. Of a model that knows little, it prefers texts that are too short.
+    They are saved in the folders best and last. A wide beam finds the translations of a good model. Of a model that knows little,
+    it prefers texts that are too short, unless it is to find texts of the usual length.
     """
     column = "chrf" if monitored(options) == "test_chrf" else "exact_match"
+    ratio = _length_ratio(best, corpus.train)
+    wide = f"{BEAM_SIZE} beams"
+    searches = {wide: (BEAM_SIZE, None), f"{wide} of usual length": (BEAM_SIZE, ratio), "1 beam": (1, None)}
     found = {}
-    for beam_size in (BEAM_SIZE, 1):  # the wide one if they are equally good
-        scores = translation_scores(best.best(corpus.valid.source, beam_size=beam_size), corpus.valid.target)
-        found[beam_size] = scores[column]
-    best.beam_size = max(found, key=found.__getitem__)
+    for name, (beam_size, length_ratio) in searches.items():  # the first one if they are equally good
+        texts = best.best(corpus.valid.source, beam_size=beam_size, length_ratio=length_ratio)
+        found[name] = translation_scores(texts, corpus.valid.target)[column]
+    chosen = max(found, key=found.__getitem__)
+    best.beam_size, best.length_ratio = searches[chosen]
     if not this_process().rank:
-        best.save_config(folder)
-    name = {beam_size: "1 beam" if beam_size == 1 else f"{beam_size} beams" for beam_size in found}
-    compared = ", ".join(f"{name[beam_size]} {format_column(column, score)}" for beam_size, score in found.items())
+        for folder in (output / "best", output / "last"):
+            if folder.is_dir():
+                best.save_config(folder)
+    compared = ", ".join(f"{name} {format_column(column, score)}" for name, score in found.items())
     print_once(f"validation of best: {compared}")
-    return name[best.beam_size]
+    return chosen
+
+
+def _length_ratio(translator: Translator, pairs: SentencePairs) -> float:
+    """Return the target tokens per source token, ends included, of at most 10,000 pairs."""
+    part = pairs.take(range(min(len(pairs), 10_000)))
+    sides = encode_pairs(part, translator.source_vocabulary, translator.target_vocabulary)
+    source, target = (sum(len(sentence) + 1 for sentence in side) for side in sides)
+    return target / source
 
 
 def _usual_batch_tokens(encoded: Sequence[Encoded]) -> int:

@@ -39,7 +39,7 @@ _JOINED = "\uffed"  # marks tokens without a space between them; few fonts have 
 @click.option(
     "--beam",
     type=click.IntRange(1),
-    help="Hypotheses per sentence; 1 is greedy. By default those of the better validation score in training; if unknown, "
+    help="Hypotheses per sentence; 1 is greedy. By default those of the best validation score in training; if unknown, "
     f"{BEAM_SIZE}.",
 )
 @click.option("--n-best", type=click.IntRange(1), default=1, show_default=True, help="Translations per sentence, best first.")

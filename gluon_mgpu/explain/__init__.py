@@ -2,5 +2,6 @@
 
 from .entries import ENTRIES, Entry
 from .match import Answer, explain_log, explain_message
+from .systems import System, system_note
 
-__all__ = ["ENTRIES", "Entry", "Answer", "explain_log", "explain_message"]
+__all__ = ["ENTRIES", "Entry", "Answer", "System", "explain_log", "explain_message", "system_note"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
@@ -37,7 +38,8 @@ class Translation:
     tokens : list of int
         Without the end of the sentence.
     score : float
-        The log-probability divided by the length penalty: what translations are ranked by.
+        What translations are ranked by: the log-probability divided by the length penalty, less the distance from the expected
+        length if there is a `length_ratio`.
     log_probability : float
         Of all tokens and the end of the sentence.
     finished : bool
@@ -64,6 +66,7 @@ def translate(
     num_best: int = 1,
     alpha: float = 1.0,
     penalty: str = "plain",
+    length_ratio: Optional[float] = None,
     max_length: Optional[int] = None,
     max_repeats: Optional[int] = MAX_REPEATS,
     batch_size: int = 64,
@@ -99,6 +102,10 @@ def translate(
     penalty : str
         `"plain"`: length ** alpha. `"wu"`: ((5 + length) / 6) ** alpha, which favours short translations more. The end of the
         sentence counts.
+    length_ratio : float, optional
+        Target tokens per source token in the training data, ends included. The score of a translation is lower by
+        `abs(log(length / (length_ratio * source length)))`. A network that has learned little then finds translations of the
+        usual length, where a beam alone prefers short ones (scripts/benchmarks/RESULTS.md).
     max_length : int, optional
         Tokens per translation, including its end; twice the source's length and 10 by default.
     max_repeats : int, optional
@@ -128,17 +135,18 @@ def translate(
     >>> [len(best) for best in found], found[0][0].score >= found[0][1].score
     ([2, 2], True)
 
-    Source: Wu et al., "Google's neural machine translation system", 2016, section 7 (the penalty "wu").
+    Source: Wu et al., "Google's neural machine translation system", 2016, section 7 (the penalty "wu"); Yang, Huang, Ma,
+    "Breaking the beam search curse", 2018 (an expected length).
     """
     counts = {"beam_size": beam_size, "num_best": num_best, "batch_size": batch_size}
     _check_counts(**counts, **_given(max_length=max_length, max_repeats=max_repeats))
-    _check_search(net, beam_size, num_best, alpha, penalty)
+    _check_search(net, beam_size, num_best, alpha, penalty, length_ratio)
     for name, token in (("bos", bos), ("eos", eos)):
         _check_token(name, token, net.target_vocab_size)
     if source_eos is not None:
         _check_token("source_eos", source_eos, net.source_vocab_size)
     _check_sentences(net, sentences)
-    options = _Options(bos, eos, beam_size, num_best, alpha, penalty, max_length, max_repeats, attention)
+    options = _Options(bos, eos, beam_size, num_best, alpha, penalty, length_ratio, max_length, max_repeats, attention)
     devices = devices_of(net)
     end = [] if source_eos is None else [source_eos]
     sentences = [[*sentence, *end] for sentence in sentences]
@@ -160,13 +168,28 @@ class _Options:
     num_best: int
     alpha: float
     penalty: str
+    length_ratio: Optional[float]
     max_length: Optional[int]
     max_repeats: Optional[int]
     attention: bool
 
-    def divisor(self, length: int) -> float:
+    def score(self, log_p: float, length: int, source_length: int) -> float:
+        """Return what a translation of this log-probability and length is ranked by."""
+        return log_p / self._divisor(length) - self._distance(length, source_length)
+
+    def highest_score(self, log_p: float, length: int, source_length: int) -> float:
+        """Return the score of a hypothesis that continues after this length, if all tokens that follow were certain."""
+        longest = self.limit(source_length)
+        nearest = 0.0 if self.length_ratio is None else min(max(length + 1, self.length_ratio * source_length), longest)
+        return log_p / self._divisor(longest) - self._distance(nearest, source_length)
+
+    def _divisor(self, length: float) -> float:
         """Return the length penalty."""
         return float(((5 + length) / 6 if self.penalty == "wu" else length) ** self.alpha)
+
+    def _distance(self, length: float, source_length: int) -> float:
+        """Return how far a length is from the expected one."""
+        return 0.0 if self.length_ratio is None else abs(math.log(length / (self.length_ratio * source_length)))
 
     def limit(self, length: int) -> int:
         """Return how long the translation of a sentence of this length may be: its own matter, not that of the batch."""
@@ -281,13 +304,13 @@ class _Search:
         self._open.remove(i)
 
     def _finish(self, i: int, hypothesis: _Hypothesis, ended: bool) -> None:
-        score = hypothesis.log_p / self._options.divisor(self._num_steps)
+        score = self._options.score(hypothesis.log_p, self._num_steps, len(self._sentences[i]))
         self._finished[i] = sorted([*self._finished[i], (score, hypothesis, ended)], key=lambda one: -one[0])
         del self._finished[i][self._options.num_best :]
 
     def _can_win(self, i: int, hypothesis: _Hypothesis) -> bool:
-        """Return whether the best of those that go on may yet come among the best: at most, what follows is certain."""
-        at_most = hypothesis.log_p / self._options.divisor(self._options.limit(len(self._sentences[i])))
+        """Return whether the best of those that continue may yet be among the best."""
+        at_most = self._options.highest_score(hypothesis.log_p, self._num_steps, len(self._sentences[i]))
         return len(self._finished[i]) < self._options.num_best or at_most > self._finished[i][-1][0]
 
     def best(self) -> List[List[Translation]]:
@@ -439,7 +462,7 @@ def _check_counts(**counts: Any) -> None:
         whole_number("translate", name, count, advice="Leave it out for the usual.")
 
 
-def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty: str) -> None:
+def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty: str, length_ratio: Optional[float]) -> None:
     if not isinstance(net, Seq2Seq):
         raise TrainerError(
             f"translate: got {type(net).__name__} as the network; expected a Seq2Seq. Pass gluon_mgpu.models.Seq2Seq."
@@ -450,6 +473,8 @@ def _check_search(net: Any, beam_size: int, num_best: int, alpha: float, penalty
         )
     real_number("translate", "alpha", alpha, advice="1.0 is usual.")
     one_of("translate", "penalty", penalty, list(PENALTIES), advice="'plain' is usual.")
+    if length_ratio is not None:
+        real_number("translate", "length_ratio", length_ratio, above=True, advice="Pass target tokens / source tokens.")
 
 
 def _check_sentences(net: Seq2Seq, sentences: Any) -> None:

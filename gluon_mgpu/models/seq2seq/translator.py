@@ -81,7 +81,9 @@ class Translator:
     source_vocabulary, target_vocabulary : Vocabulary
     options : dict
     beam_size : int or None
-        The beam of the better validation score, if `train seq2seq` has compared them: `gluon-mgpu translate` uses it.
+        The beam of the best validation score, if `train seq2seq` has compared them: `gluon-mgpu translate` uses it.
+    length_ratio : float or None
+        `length_ratio` of `translate` where the search has none, if it improved the validation score.
 
     Raises
     ------
@@ -103,6 +105,7 @@ class Translator:
             instance("Translator", name, one, Vocabulary, "a Vocabulary", advice="Pass what build_vocabulary returns.")
         self.source_vocabulary, self.target_vocabulary, self.options = source_vocabulary, target_vocabulary, options
         self.beam_size: Optional[int] = None
+        self.length_ratio: Optional[float] = None
         try:
             self.net = Seq2Seq(len(source_vocabulary), len(target_vocabulary), **options)
         except TypeError as error:
@@ -122,7 +125,7 @@ class Translator:
             A text of nothing but spaces becomes one empty text.
         beam_size, num_best : int
         **search
-            Others of `translate`: `alpha`, `penalty`, `max_length`, `max_repeats`, `batch_size`, `attention`.
+            Others of `translate`: `alpha`, `penalty`, `length_ratio`, `max_length`, `max_repeats`, `batch_size`, `attention`.
 
         Raises
         ------
@@ -133,6 +136,7 @@ class Translator:
             raise TrainerError(f"Translator: got {short(texts)}; expected a list of texts. Pass [text] for one.")
         encoded = [self.source_vocabulary.encode(text) for text in texts]
         not_empty = [sentence for sentence in encoded if sentence]
+        search.setdefault("length_ratio", self.length_ratio)
         found = iter(translate(self.net, not_empty, beam_size=beam_size, num_best=num_best, **search))
         return [
             [self._as_text(sentence, one) for one in next(found)] if sentence else [TranslatedText("", 0.0, [], [])]
@@ -205,7 +209,8 @@ class Translator:
     def config(self) -> Dict[str, Any]:
         """Return the content of model.json."""
         known = {f"{side}_vocabulary": one.config() for side, one in zip(_SIDES, self._vocabularies())}
-        return {"network": self.options, **known, **({} if self.beam_size is None else {"beam_size": self.beam_size})}
+        search = {"beam_size": self.beam_size, "length_ratio": self.length_ratio}
+        return {"network": self.options, **known, **{name: value for name, value in search.items() if value is not None}}
 
     def save_config(self, folder: PathLike) -> None:
         """Write model.json again, to a folder that `save` wrote."""
@@ -262,7 +267,7 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
     options = config["network"]
     _check_num_layers(options.get("num_layers", 1), len(content.params), path)  # so many are made, before they are compared
     translator = Translator(*vocabularies, **options)
-    translator.beam_size = config.get("beam_size")
+    translator.beam_size, translator.length_ratio = config.get("beam_size"), config.get("length_ratio")
     check_parameters(content, translator.net)  # before memory is taken for it
     translator.net.initialize(ctx=list(ctx) if isinstance(ctx, (list, tuple)) else ctx or mx.current_context())
     set_parameters(content, translator.net)
@@ -331,6 +336,6 @@ _CONFIG = schema.record(
         ),
         **{f"{side}_vocabulary": _VOCABULARY for side in _SIDES},
     },
-    {"beam_size": schema.integer(1, 2**31 - 1)},
+    {"beam_size": schema.integer(1, 2**31 - 1), "length_ratio": schema.number(1e-6, 1e6)},
     closed=False,
 )

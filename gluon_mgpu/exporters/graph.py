@@ -82,6 +82,15 @@ def evaluate(symbol: Any, arrays: Dict[str, Array]) -> List[np.ndarray]:
     return [array.asnumpy() for array in (found if isinstance(found, list) else [found])]
 
 
+def shapes_in(symbol: Any, known: Dict[str, np.ndarray]) -> Dict[str, List[Tuple[int, ...]]]:
+    """Return the shapes of each node's outputs by its name, for arrays by the names of the graph's inputs; {} if unknown."""
+    every = symbol.get_internals()
+    found: Dict[str, List[Tuple[int, ...]]] = {}
+    for one, shape in zip(every, every.infer_shape(**{name: value.shape for name, value in known.items()})[1] or ()):
+        found.setdefault(one.name, []).append(shape)
+    return found
+
+
 class _Whole(gluon.HybridBlock):  # type: ignore[misc]
     """Calls a network as a user does. Tracing this block leaves no graph in the network."""
 

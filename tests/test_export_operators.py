@@ -129,6 +129,15 @@ def test_outputs_that_repeat_or_are_inputs(tmp_path):
     agrees_in_onnx(tmp_path, Calls(lambda F, x: x), ROWS)
 
 
+def test_outputs_in_bfloat16_are_refused(tmp_path, monkeypatch):
+    """MXNet's `amp.init` changes operators for the whole process, and the check saw differences of 1.0."""
+    halves = np.zeros((2, 3), [("bfloat16", "<u2")])  # as `asnumpy` returns them
+    monkeypatch.setattr("gluon_mgpu.exporters.graph._predicted", lambda *_: [halves])
+    with pytest.raises(TrainerError, match=r"got outputs in bfloat16; expected float32.*amp.init") as caught:
+        mgpu.export(initialized(nn.Dense(3)), tmp_path / "net", drawn(ROWS))
+    assert_house_style(caught.value)
+
+
 def test_the_error_shows_shapes_that_differ(tmp_path, monkeypatch):
     pytest.importorskip("onnx")
     monkeypatch.setattr("gluon_mgpu.exporters.export.run_onnx", lambda *_: [np.ones((2, 4))])

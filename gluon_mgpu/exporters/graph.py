@@ -178,6 +178,11 @@ def predict_sample(operation: str, net: gluon.Block, arguments: Sequence[Any]) -
         if list(net.collect_params()) and len(devices_of(net)) > 1:
             sync_running_stats(net)
             outputs = _predicted(net, arguments)
+    if any(array.dtype.names for array in outputs):  # a structure of one number of 16 bits, which NumPy cannot compute with
+        raise TrainerError(
+            f"{operation}: got outputs in bfloat16; expected float32, in which the file is compared. amp.init() changed MXNet's "
+            "operators in this process: load the parameters in another one, and export there. set_precision needs no such step."
+        )
     return outputs
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import count
+from itertools import chain, count
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -132,7 +132,7 @@ def _name_apart(graph: Dict[str, Any]) -> None:
     seen = {node["name"] for node in nodes if node["op"] == "null"}
 
     def free(name: str) -> str:
-        found = next(one for one in (f"{name}_use{i}" for i in count(2)) if one not in taken)
+        found = next(one for one in chain([name], (f"{name}_use{i}" for i in count(2))) if one not in taken)
         taken.add(found)
         return found
 

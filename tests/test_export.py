@@ -568,6 +568,8 @@ def test_the_program_translates_alone(tmp_path):
         command, stdout=subprocess.PIPE, check=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "utf-8"}
     )
     assert done.stdout.decode().splitlines() == made.best(list(WORDS[0]))
+    shown = subprocess.run([sys.executable, *command[3:4], "--help"], stdout=subprocess.PIPE, check=True, timeout=120)
+    assert shown.stdout.startswith(b"Translate with the ONNX files of a translator.")  # and not a translation of --help
 
 
 OURS = [mgpu.data.build_vocabulary([*WORDS[0], *WORDS[1], 'a-b, c! "d"'], kind) for kind in ("words", "characters")]

@@ -4,6 +4,10 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+if [ "$(uname -s) $(uname -m)" != "Linux x86_64" ]; then
+    echo "Setting up: got $(uname -s) $(uname -m); tested on Linux x86_64. docs/compatibility.md#windows-macos-and-arm64 says what works elsewhere." >&2
+fi
+
 suits='import platform, struct, sys
 v = sys.version_info[:2]
 sys.exit(0 if (3, 8) <= v <= (3, 12) and platform.python_implementation() == "CPython" and struct.calcsize("P") == 8 else 1)'

@@ -192,6 +192,19 @@ def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
     compare(story, mode=MODES[mode])
 
 
+@pytest.mark.skipif(mx.__version__[0] != "1", reason="the entries are made longer")
+def test_graphs_of_mxnet_2_are_forgotten_too():
+    """There an entry also names the parameter, and a trainer raised if any hybridized network was in memory."""
+    net = nn.Dense(2, in_units=3)
+    net.initialize()
+    net.hybridize()
+    net(mx.nd.ones((1, 3)))
+    net._cached_op_args = [(is_input, "weight", value) for is_input, value in net._cached_op_args]
+    mgpu.Trainer(net, "sgd")
+    assert net._cached_op is None
+    assert net(mx.nd.ones((1, 3))).shape == (1, 2)
+
+
 @pytest.mark.parametrize("mode, optimizer", [("plain", "lamb"), ("hybrid", "sgd"), ("static", "adam")])
 def test_layers_may_be_frozen_and_thawed(arrays, mode, optimizer):
     """A weight alone stays trainable: MXNet's gradient of a bias is wrong beside a frozen weight."""

@@ -378,6 +378,14 @@ def test_another_optimizer_is_refused(checkpoint):
     assert "of a trainer with SGD where this one has Adam" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
 
 
+def test_a_trainer_of_another_mxnet_is_refused(checkpoint, monkeypatch):
+    """MXNet 2 moved each optimizer to a module of its own, and gave it other attributes: `SGD where this one has SGD`."""
+    net, trainer, _ = make_run(contexts(2))
+    monkeypatch.setattr(type(trainer.optimizer), "__module__", "mxnet.optimizer.sgd")
+    message = told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert "mxnet.optimizer.optimizer.SGD, of another version of MXNet" in message and "the network alone" in message
+
+
 def test_what_is_refused_changes_nothing(checkpoint, tmp_path):
     """Gluon assigns parameter by parameter as it reads them: a wrong last layer was told when the first were overwritten."""
     net, trainer, _ = make_run(contexts(2), "adam")

@@ -4,6 +4,8 @@ import tempfile
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
+from click.testing import CliRunner
+from gluon_mgpu.cli import main
 from gluon_mgpu.devices import mxnet_gpus
 from gluon_mgpu.errors import DeviceError
 from gluon_mgpu.runtime.nvidia import locks
@@ -404,6 +406,24 @@ def test_an_error_on_a_machine_with_an_h200_names_the_builds_for_it(monkeypatch)
     assert "cu112" not in str(caught.value)
     assert_house_style(caught.value)
     assert "535.104.05 is new enough" in mgpu.describe_devices()[1].note
+
+
+@pytest.mark.skipif(mx.runtime.Features().is_enabled("CUDA"), reason="the wheel holds GPU code")
+def test_an_error_on_a_machine_without_a_gpu_says_so(monkeypatch):
+    install(monkeypatch, [], error="LibraryNotFound")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DeviceError, match=r"driver lists no GPU here.*driver 545.*CUDA 11.8.*CUDA 13, driver 590") as caught:
+        mgpu.resolve_devices("gpu")
+    assert_house_style(caught.value)
+
+
+@pytest.mark.skipif(mx.runtime.Features().is_enabled("CUDA"), reason="the wheel holds GPU code")
+def test_the_advice_for_each_of_several_kinds_of_gpu_names_it(monkeypatch):
+    install(monkeypatch, [h200(), *v100s(2)])
+    shown = CliRunner().invoke(main, ["devices"]).output
+    assert "\nNVIDIA H200:\nGet an MXNet for Hopper" in shown and "\nTesla V100-SXM2-16GB:\nRun pip uninstall" in shown
+    install(monkeypatch, v100s(2))
+    assert "Tesla V100-SXM2-16GB:" not in CliRunner().invoke(main, ["devices"]).output
 
 
 @pytest.fixture

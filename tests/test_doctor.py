@@ -198,6 +198,9 @@ def test_two_wheels_of_mxnet_are_told(monkeypatch):
         def __init__(self, name):
             self.metadata = {"Name": name}
 
+        def locate_file(self, path):
+            return Path(mx.__file__).parent.parent / path
+
     monkeypatch.setattr(metadata, "distributions", lambda: [Package(n) for n in ("mxnet", "numpy", "mxnet-cu112", "mxnet-tools")])
     (problem,) = problems(json.loads(doctor("--devices", "cpu:1", "--json")))
     assert problem["what"] == "mxnet and mxnet-cu112 are installed and overwrite each other."

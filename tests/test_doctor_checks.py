@@ -146,6 +146,7 @@ def test_eight_h100_are_one_finding():
 def test_blackwell_is_not_sent_to_the_container(name, capability):
     found = one(check_gpus(reading(kind(name, capability)), GPU_BUILD), "(Blackwell)", "smolix/mxnet", "ends with Hopper")
     assert "docker run" not in found.to_do
+    assert "Your driver 535.104.05 is too old: upgrade it first." in found.to_do  # for the fork
 
 
 @pytest.mark.parametrize("build", [GPU_BUILD, CPU_BUILD], ids=["gpu-build", "cpu-build"])
@@ -175,12 +176,13 @@ CONTAINER = FatBinaries(((6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (9, 0)), ((9, 0
         ("1.9.1+cu124", "/site/mxnet/libmxnet.so", ("mxnet",), None, "its version, 1.9.1+cu124, has a suffix"),
         ("1.9.1.dev3", "/site/mxnet/libmxnet.so", ("mxnet",), None, "has a suffix"),
         ("1.9.1", "/opt/mxnet/lib/libmxnet.so", ("mxnet",), None, "/opt/mxnet/lib/libmxnet.so, is outside the package"),
+        ("1.9.1", "/src/python/mxnet/libmxnet.so", ("mxnet",), None, "is not where pip installed mxnet"),
         ("1.9.1", "/site/mxnet/libmxnet.so", ("mxnet-cu112",), CONTAINER, "holds machine code for 9.0"),
         ("1.9.1", "/site/mxnet/libmxnet.so", ("mxnet",), CU112, "CPU wheel mxnet, but its library holds GPU code"),
     ],
 )
 def test_a_build_from_elsewhere_is_known_by_its_version_metadata_place_or_code(version, library, wheels, code, sign):
-    found = gpu_builds.why_built_elsewhere(version, library, wheels, code=code)
+    found = gpu_builds.why_built_elsewhere(version, library, wheels, code=code, folders=["/site"])
     assert sign in found and bool(sign) == bool(found)
 
 
@@ -397,7 +399,7 @@ def test_numpy_2_stops_training_and_two_wheels_do_not():
     "name, is_one", [("mxnet", True), ("MXNet_cu117", True), ("mxnet-cu92mkl", True), ("mxnet-tools", False), ("gluonnlp", False)]
 )
 def test_wheels_of_mxnet_are_known_by_name(monkeypatch, name, is_one):
-    monkeypatch.setattr(machine.metadata, "distributions", lambda: [SimpleNamespace(metadata={"Name": name})])
+    monkeypatch.setattr(machine.metadata, "distributions", lambda: [SimpleNamespace(metadata={"Name": name}, locate_file=str)])
     assert bool(machine._wheels()) == is_one
 
 

@@ -64,12 +64,15 @@ def test_without_a_suitable_python_the_scripts_say_which(script, tmp_path):
     fake = tmp_path / "python3"
     fake.write_text("#!/bin/sh\necho 'PyPy 2.7'\nexit 1\n")
     fake.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(fake)}
+    (tmp_path / "uname").write_text('#!/bin/sh\n[ "$1" = -s ] && echo Darwin || echo arm64\n')
+    (tmp_path / "uname").chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(fake), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["sh", str(ROOT / "scripts" / script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240
     )
     assert done.returncode != 0
     assert "found no suitable Python; expected CPython 3.8, 3.9, 3.10, 3.11 or 3.12" in done.stdout.decode()
+    assert "got Darwin arm64; tested on Linux x86_64" in done.stdout.decode()
 
 
 def test_the_scripts_find_their_environment_ready(tmp_path):

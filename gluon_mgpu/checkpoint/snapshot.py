@@ -27,6 +27,7 @@ from ..trainer.optimizer_config import (
     describe,
     differences,
     failure,
+    is_of_other_mxnet,
     misfit,
     other_class,
     restore_optimizer,
@@ -265,6 +266,11 @@ def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer, t
     _check_training(content, lambda found: _misnamed_states(content.arrays, found["states"]), training)
     check_same(str(content.folder), training, trainer._replicas, "load_checkpoint")
     _check_virtual(content, trainer)
+    if is_of_other_mxnet(training["optimizer"], trainer.optimizer):
+        raise StateError(
+            f"load_checkpoint: got {content.folder} of a trainer with {training['optimizer']['class']}, of another version of "
+            f"MXNet than this {mx.__version__}; expected the same version. Load the network alone: load_checkpoint(folder, net)."
+        )
     differing = taken.differences(training["optimizer"], trainer)
     if differing:
         raise StateError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import List, Optional
+from typing import Dict, List, Optional
 
 import click
 
@@ -60,8 +60,13 @@ def devices(as_json: bool, free: Optional[int], min_free_memory: Optional[str]) 
     if named:
         columns = ["MXNet", "nvidia-smi", "UUID", "PCI"]
         print_table("names of the GPUs", columns, [_names(device) for device in named])
-    for note in sorted({device.note for device in found if device.note}):
-        click.echo(f"\n{note}")
+    notes: Dict[str, List[str]] = {}
+    for device in found:
+        if device.note and device.description not in notes.setdefault(device.note, []):
+            notes[device.note].append(device.description)
+    for note in sorted(notes):
+        of = f"{', '.join(notes[note])}:\n" if len(notes) > 1 else ""
+        click.echo(f"\n{of}{note}")
 
 
 def free_gpus(count: int, min_free_bytes: int) -> List[str]:

@@ -83,7 +83,10 @@ def why_hidden(num_seen: int, num_there: int) -> str:
 def why_none() -> str:
     """Return why MXNet does not see a GPU, and what to do about it."""
     driver, _ = try_driver(links=False)
-    reason = why_hidden(num_gpus(), len(driver.gpus) if driver else len(nvidia_smi()))
+    num_there = len(driver.gpus) if driver else len(nvidia_smi())
+    reason = why_hidden(num_gpus(), num_there)
+    if not num_there:
+        reason = f"The NVIDIA driver lists no GPU here. {reason}"
     if is_for_gpus():
         return reason
     kinds = {gpu.compute_capability for gpu in driver.gpus} if driver else set()

@@ -159,7 +159,8 @@ def _get_code(capability: Capability, build: Build, driver: Optional[Driver]) ->
     has_wheel = OLDEST <= capability < NO_WHEEL
     others = advice(capability, driver.version if driver else "")
     if build.elsewhere:
-        again = f"Build this MXNet again with -DMXNET_CUDA_ARCH={version_text(capability)}."
+        with_cuda = "" if build.is_for_gpus else "-DUSE_CUDA=ON "
+        again = f"Build this MXNet again with {with_cuda}-DMXNET_CUDA_ARCH={version_text(capability)}."
         return f"{again} Or {_IN_ANOTHER}" if has_wheel else f"{again} Otherwise: {others}"
     if has_wheel:  # another wheel for GPUs is here
         return f"Uninstall this wheel of MXNet, then run {WHEEL}: code for compute capability 5.0 to 8.9."

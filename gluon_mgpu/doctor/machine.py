@@ -59,10 +59,13 @@ class Packages:
         In display order.
     wheels : tuple of str
         The distributions that install a package `mxnet`.
+    folders : tuple of str
+        Where those are installed.
     """
 
     versions: Dict[str, str]
     wheels: Tuple[str, ...]
+    folders: Tuple[str, ...] = ()
 
 
 def inspect_machine() -> Machine:
@@ -90,7 +93,7 @@ def inspect_packages() -> Packages:
     found["numpy"] = _version("numpy") or "not installed"
     for name, extra in _OPTIONAL.items():
         found[name] = _version(name) or f"not installed: pip install 'gluon_mgpu[{extra}]'"
-    return Packages(found, wheels)
+    return Packages(found, tuple(wheels), tuple(sorted(set(wheels.values()))))
 
 
 def check_packages(packages: Packages) -> List[Problem]:
@@ -107,9 +110,12 @@ def check_packages(packages: Packages) -> List[Problem]:
     return found
 
 
-def _wheels() -> Tuple[str, ...]:
-    names = (str(package.metadata["Name"]).lower().replace("_", "-") for package in metadata.distributions())
-    return tuple(sorted({name for name in names if _WHEEL.fullmatch(name)}))
+def _wheels() -> Dict[str, str]:
+    """Return the folder of each distribution that installs a package `mxnet`, by its name."""
+    named = ((str(package.metadata["Name"]).lower().replace("_", "-"), package) for package in metadata.distributions())
+    return {
+        name: str(package.locate_file("")) for name, package in sorted(named, key=lambda pair: pair[0]) if _WHEEL.fullmatch(name)
+    }
 
 
 def _version(name: str) -> str:

@@ -185,7 +185,8 @@ def _inspect_build(exam: Examination, packages: Packages) -> Build:
     build = exam.run("MXNet", Build("", "", "", "", (), None), inspect_build)
     build = replace(build, code=exam.run("GPU code", None, inspect_code, build.library))
     exam.check("MXNet", check_build, build)
-    return replace(build, elsewhere=why_built_elsewhere(build.version, build.library, packages.wheels, code=build.code))
+    sign = why_built_elsewhere(build.version, build.library, packages.wheels, code=build.code, folders=packages.folders)
+    return replace(build, elsewhere=sign)
 
 
 def _inspect_with_mxnet(spec: str, build: Build, reading: Reading, exam: Examination) -> _WithMxnet:

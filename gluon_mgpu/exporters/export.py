@@ -21,7 +21,8 @@ from ..runtime.mxnet2 import require_mxnet1
 from .graph import ExportGraph, NotTraceableError, arguments_of, check_exportable, in_plain_form, predict_sample, trace
 from .onnx import Group, OpenAxes, open_axes, run_onnx, write_onnx
 from .symbol import files_of, mode_of, run_symbol, write_symbol
-from .torch import UnknownLayerError, run_torch, state_of
+from .torch import run_torch, state_of
+from .torch_operators import UnknownLayerError
 from .translator import FILES, graphs_of, write_folder
 
 FORMATS = ("onnx", "symbol", "torch")
@@ -266,8 +267,13 @@ def _checked_onnx(graph: ExportGraph, file: Path, axes: OpenAxes, tolerance: flo
 
 def _compared(format: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], tolerance: float) -> float:
     """Return the largest difference relative to each output's largest value; raise if it exceeds the tolerance."""
-    shapes = [[array.shape for array in arrays] for arrays in (found, expected)]
-    differences = [np.inf] if shapes[0] != shapes[1] else [_difference(a, b) for a, b in zip(found, expected)]
+    shapes = [", ".join(str(array.shape) for array in arrays) for arrays in (found, expected)]
+    if shapes[0] != shapes[1]:
+        raise TrainerError(
+            f"export: got outputs of the {format} file with shapes {shapes[0]}; expected the network's, {shapes[1]}. Nothing was "
+            "written: export with a symbol prefix."
+        )
+    differences = [_difference(a, b) for a, b in zip(found, expected)]
     largest = float(np.max([0.0, *differences]))  # NaN, if there is one
     if not largest <= tolerance:
         raise TrainerError(

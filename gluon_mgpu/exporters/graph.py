@@ -82,6 +82,15 @@ def evaluate(symbol: Any, arrays: Dict[str, Array]) -> List[np.ndarray]:
     return [array.asnumpy() for array in (found if isinstance(found, list) else [found])]
 
 
+def shapes_in(symbol: Any, known: Dict[str, np.ndarray]) -> Dict[str, List[Tuple[int, ...]]]:
+    """Return the shapes of each node's outputs by its name, for arrays by the names of the graph's inputs; {} if unknown."""
+    every = symbol.get_internals()
+    found: Dict[str, List[Tuple[int, ...]]] = {}
+    for one, shape in zip(every, every.infer_shape(**{name: value.shape for name, value in known.items()})[1] or ()):
+        found.setdefault(one.name, []).append(shape)
+    return found
+
+
 class _Whole(gluon.HybridBlock):  # type: ignore[misc]
     """Calls a network as a user does. Tracing this block leaves no graph in the network."""
 
@@ -169,6 +178,11 @@ def predict_sample(operation: str, net: gluon.Block, arguments: Sequence[Any]) -
         if list(net.collect_params()) and len(devices_of(net)) > 1:
             sync_running_stats(net)
             outputs = _predicted(net, arguments)
+    if any(array.dtype.names for array in outputs):  # a structure of one number of 16 bits, which NumPy cannot compute with
+        raise TrainerError(
+            f"{operation}: got outputs in bfloat16; expected float32, in which the file is compared. amp.init() changed MXNet's "
+            "operators in this process: load the parameters in another one, and export there. set_precision needs no such step."
+        )
     return outputs
 
 

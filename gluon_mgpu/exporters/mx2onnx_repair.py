@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import chain, count
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -18,6 +19,7 @@ import numpy as np
 from ..errors import MissingExtraError, TrainerError
 from .graph import ExportGraph, evaluate, in_legacy_mode
 from .onnx_boxes import convert_box_nms
+from .onnx_operators import operators
 from .recurrent import cells_of
 
 OPSET = 13  # the newest that MXNet's converters know
@@ -28,14 +30,16 @@ _TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "u
 
 
 @contextmanager
-def repaired(onnx: Any, shapes: Dict[str, Tuple[int, ...]]) -> Iterator[Any]:
+def repaired(onnx: Any, shapes: Dict[str, List[Tuple[int, ...]]], *, is_np: bool) -> Iterator[Any]:
     """Yield MXNet's `MXNetGraph` with what it misses; `onnx` and MXNet are as before afterwards.
 
     Parameters
     ----------
     onnx : module
-    shapes : dict of str to tuple of int
-        Of all arrays in the graph, by MXNet's names of outputs.
+    shapes : dict of str to list of tuple of int
+        Of each node's outputs, by its name.
+    is_np : bool
+        Whether the network takes np arrays.
 
     Raises
     ------
@@ -56,7 +60,7 @@ def repaired(onnx: Any, shapes: Dict[str, Tuple[int, ...]]) -> Iterator[Any]:
     context.ir_version, context.opset_imports = IR_VERSION, {"": OPSET}
     check = onnx.checker.check_graph
     registry = MXNetGraph.registry_
-    converters = {**registry[OPSET], **_converters(onnx, {**registry[OPSET - 1], **registry[OPSET]}, shapes)}
+    converters = {**registry[OPSET], **_converters(onnx, {**registry[OPSET - 1], **registry[OPSET]}, shapes, is_np)}
     changes: List[Tuple[Any, str, Any]] = [
         (onnx, "mapping", mapping),
         (onnx.checker, "check_graph", lambda graph: check(graph, context)),
@@ -77,8 +81,10 @@ _ABSENT = object()
 # Operators for np arrays, and those for legacy arrays that compute the same.
 _BINARY = {"add": "add", "subtract": "sub", "multiply": "mul", "true_divide": "div", "power": "power", "maximum": "maximum"}
 _SCALAR = {"add": "plus", "subtract": "minus", "rsubtract": "rminus", "multiply": "mul", "true_divide": "div"}
-_SCALAR.update({"rtrue_divide": "rdiv", "power": "power", "maximum": "maximum", "minimum": "minimum"})
+_SCALAR.update({"rtrue_divide": "rdiv", "power": "power", "rpower": "rpower", "maximum": "maximum", "minimum": "minimum"})
 _UNARY = ("exp", "log", "sqrt", "square", "tanh", "sin", "cos", "tan", "negative", "reciprocal", "ceil", "floor", "log2")
+_COMPARISON = {"equal": "equal", "not_equal": "not_equal", "greater": "greater", "greater_equal": "greater_equal"}
+_COMPARISON.update({"less": "lesser", "less_equal": "lesser_equal"})
 _LEGACY = {
     **{f"_npi_{name}": f"broadcast_{legacy}" for name, legacy in _BINARY.items()},
     **{f"_npi_{name}_scalar": f"_{legacy}_scalar" for name, legacy in _SCALAR.items()},
@@ -86,7 +92,11 @@ _LEGACY = {
     **{f"_np_{name}": name for name in ("max", "min", "sum", "prod", "squeeze", "transpose")},
     **{f"_npx_{name}": name for name in ("relu", "sigmoid")},
     **{"_npi_absolute": "abs", "_npi_concatenate": "Concat", "_np_reshape": "Reshape", "_npx_reshape": "Reshape"},
-    **{"_npi_minimum": "broadcast_minimum", "_np_copy": "_copy"},
+    **{"_npi_minimum": "broadcast_minimum", "_np_copy": "_copy", "_npi_arange": "_arange"},
+    **{f"_npi_{name}": name for name in ("argmax", "argmin", "expm1", "log1p")},
+    **{f"_npi_{name}": f"broadcast_{legacy}" for name, legacy in _COMPARISON.items()},
+    **{f"_npi_{name}_scalar": f"_{legacy}_scalar" for name, legacy in _COMPARISON.items()},
+    **{f"_{legacy}": f"broadcast_{legacy}" for legacy in _COMPARISON.values()},
 }
 _ATTRIBUTES = {"_npi_concatenate": ("axis", "dim"), "_np_reshape": ("newshape", "shape"), "_npx_reshape": ("newshape", "shape")}
 _SHAPE_CODES = {-2: 0, -4: -2, -5: -3, -6: -4}  # of npx.reshape, and of Reshape
@@ -115,12 +125,38 @@ def prepared(traced: ExportGraph) -> Tuple[Any, Dict[str, np.ndarray]]:
     return symbol, {name: value for name, value in values.items() if name in symbol.list_inputs()}
 
 
+def _name_apart(graph: Dict[str, Any]) -> None:
+    """Give each node and each output of a graph its own name. Outputs that repeat, or are inputs, are copied."""
+    nodes, heads = graph["nodes"], graph["heads"]
+    taken = {node["name"] for node in nodes}
+    seen = {node["name"] for node in nodes if node["op"] == "null"}
+
+    def free(name: str) -> str:
+        found = next(one for one in chain([name], (f"{name}_use{i}" for i in count(2))) if one not in taken)
+        taken.add(found)
+        return found
+
+    for node in nodes:
+        if node["op"] != "null":
+            node["name"] = free(node["name"]) if node["name"] in seen else node["name"]
+            seen.add(node["name"])
+    for i, head in enumerate(heads):
+        source = nodes[head[0]]
+        if source["op"] == "null" or source["op"].startswith("_np") or head in heads[:i]:  # or whose output has a name of its own
+            nodes.append({"op": "_copy", "name": free(f"{source['name']}_output"), "inputs": [head]})
+            heads[i] = [len(nodes) - 1, 0, 0]
+
+
 def legacy_graph(symbol: Any) -> Dict[str, Any]:
-    """Return a graph as MXNet writes it to a file, with operators for legacy arrays."""
+    """Return a graph as MXNet writes it to a file, with operators for legacy arrays, each with its own name.
+
+    A layer that is called twice gives its nodes the same names, and MXNet's converter finds outputs by their names.
+    """
     graph: Dict[str, Any] = json.loads(symbol.tojson())
     graph.get("attrs", {}).pop("is_np_shape", None)
     for node in graph["nodes"]:
         _rename(node)
+    _name_apart(graph)
     return graph
 
 
@@ -138,7 +174,7 @@ def _rename(node: Node) -> None:
         attributes["shape"] = str(tuple(_SHAPE_CODES.get(code, code) for code in codes))
     if node["op"] == "Concat":
         attributes["num_args"] = str(len(node["inputs"]))
-    for name in [name for name in attributes if name in ("initial", "dtype", "order", "a_min")]:
+    for name in [name for name in attributes if name in ("initial", "dtype", "order", "a_min", "axes")]:
         if attributes[name] in ("None", "C"):
             del attributes[name]
 
@@ -169,7 +205,7 @@ def _means(size: int, parts: int) -> np.ndarray:
 
 
 def _converters(
-    onnx: Any, older: Dict[str, Callable[..., Any]], shapes: Dict[str, Tuple[int, ...]]
+    onnx: Any, older: Dict[str, Callable[..., Any]], shapes: Dict[str, List[Tuple[int, ...]]], is_np: bool
 ) -> Dict[str, Callable[..., Any]]:
     """Return functions for operators that MXNet's own functions cannot convert, or convert for some sizes only."""
     make = onnx.helper.make_node
@@ -280,11 +316,9 @@ def _converters(
             make("Reshape", [f"{name}_normal", f"{name}_shape"], [name], name=name),
         ]
 
-    def input_shape(node: Node, graph: Dict[str, Any]) -> Tuple[int, ...]:
-        index, number, *_ = node["inputs"][0]
-        source = graph["mx_graph"][index]
-        name = source["name"] if source["op"] == "null" else f"{source['name']}_output"
-        return shapes[name if name in shapes else f"{name}{number}"]
+    def input_shape(node: Node, graph: Dict[str, Any], which: int = 0) -> Tuple[int, ...]:
+        index, number, *_ = node["inputs"][which]
+        return shapes[graph["mx_graph"][index]["name"]][number]
 
     def adaptive_pooling(node: Node, **graph: Any) -> List[Any]:
         name, inputs, attrs = mxnet13.get_inputs(node, graph)
@@ -317,6 +351,7 @@ def _converters(
     layers = {kind: without_layout(older[kind]) for kind in ("Convolution", "Deconvolution", "Pooling")}
     simple = {"erf": "Erf", "sign": "Sign", "broadcast_maximum": "Max", "sinh": "Sinh", "cosh": "Cosh"}
     return {
+        **operators(onnx, mxnet13, older, constant=constant, shape_of=input_shape, is_np=is_np),
         "null": variable,
         "Reshape": reshape,
         "RNN": recurrent,

@@ -13,7 +13,7 @@ import numpy as np
 from ..checks import reason_of
 from ..errors import TrainerError
 from ..runtime.environment import require
-from .graph import ExportGraph, in_legacy_mode
+from .graph import ExportGraph, in_legacy_mode, shapes_in
 from .mx2onnx_repair import IR_VERSION, OPSET, prepared, repaired
 
 Axes = Dict[str, Dict[int, str]]  # by input: the axes whose sizes may differ from the sample's, with their names
@@ -57,7 +57,7 @@ def write_onnx(operation: str, graph: ExportGraph, path: Path, axes: OpenAxes) -
     shapes = [graph.inputs[name].shape for name in names]
     sizes = [tuple(axes.names.get(name, {}).get(i, size) for i, size in enumerate(graph.inputs[name].shape)) for name in names]
     try:
-        with repaired(onnx, _array_shapes(symbol, graph, params)) as converter:
+        with repaired(onnx, shapes_in(symbol, {**graph.inputs, **params}), is_np=graph.is_np) as converter:
             codes = [onnx.helper.np_dtype_to_tensor_dtype(graph.inputs[name].dtype) for name in names]
             arrays = {name: mx.nd.array(value, dtype=value.dtype) for name, value in params.items()}
             heads = list(converter.get_outputs(symbol, arrays, shapes, None, codes)[1])
@@ -162,13 +162,6 @@ def _infers(symbol: Any, graph: ExportGraph, params: Dict[str, np.ndarray], grou
     except mx.MXNetError:
         return False
     return True
-
-
-def _array_shapes(symbol: Any, graph: ExportGraph, params: Dict[str, np.ndarray]) -> Dict[str, Tuple[int, ...]]:
-    """Return the shapes of all arrays in a graph, by the names of outputs, for the sample."""
-    every = symbol.get_internals()
-    known = {name: value.shape for name, value in {**graph.inputs, **params}.items()}
-    return dict(zip(every.list_outputs(), every.infer_shape(**known)[1]))
 
 
 def _clean(onnx: Any, made: Any, graph: ExportGraph, axes: OpenAxes, heads: List[str]) -> None:

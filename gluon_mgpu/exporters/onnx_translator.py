@@ -1,6 +1,7 @@
 """Translate with the ONNX files of a translator. Needs NumPy and onnxruntime; with subwords, sentencepiece. No MXNet.
 
     echo "이십오" | python translate.py
+    python translate.py "이십오" "칠월 삼일"
 
 `translate.py` in a folder of exported files is a copy of this module.
 """
@@ -156,6 +157,9 @@ def join_words(tokens: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit()
     translator = OnnxTranslator(Path(__file__).parent)
     for line in sys.argv[1:] or sys.stdin:
         print(translator.translate([line])[0], flush=True)

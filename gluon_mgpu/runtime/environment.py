@@ -108,7 +108,8 @@ def load_mxnet() -> ModuleType:
     if importlib.util.find_spec("mxnet") is None:
         raise MissingExtraError(
             "import gluon_mgpu: got no package mxnet; expected MXNet 1.9.1. Install it with pip install 'gluon_mgpu[cpu]' "
-            "(any machine), or 'gluon_mgpu[cu112]' (NVIDIA GPUs up to Ada). docs/compatibility.md#gpus names builds for Hopper."
+            "(Linux on x86-64), or 'gluon_mgpu[cu112]' (also NVIDIA GPUs up to Ada). docs/compatibility.md names builds for "
+            "newer GPUs, Apple silicon and other systems."
         )
     numpy = importlib.import_module("numpy")
     if int(numpy.__version__.split(".")[0]) >= 2:

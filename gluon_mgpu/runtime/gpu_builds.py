@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from textwrap import indent
 from typing import Optional, Sequence
 
 from .fat_binary import Capability, FatBinaries, version_text
@@ -27,9 +28,11 @@ _FORK_CODE = FatBinaries(((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)), ((1
 _ON_OTHERS = (
     "Train on the CPU (--devices cpu), or on a GPU of compute capability 5.0 to 9.0: Maxwell to Hopper (V100, A100, H100)."
 )
-_FORK = f"""The fork smolix/mxnet has wheels with code for Ampere to Blackwell: {FORK}.
-   They need Python 3.11 or 3.12, CUDA 13 and driver 590. They are MXNet 2.0, on which
-   gluon_mgpu trains with np arrays; that was tested on CPUs, with 2.0.0b1, and not with this fork."""
+_FORK = f"""The fork smolix/mxnet has wheels for Linux on x86-64 with code for Ampere to Blackwell:
+{FORK}
+They are MXNet 2.0, on which gluon_mgpu trains with np arrays; that was tested on CPUs, with 2.0.0b1, and not with
+this fork. They need Python 3.11 or 3.12, CUDA 13, and NVIDIA driver 590 or newer."""
+_FORK_DRIVER = 590
 _GENERATIONS = {3: "Kepler", 5: "Maxwell", 6: "Pascal", 7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _LATER = {(7, 5): "Turing", (8, 9): "Ada"}  # generations that share a major version with an older one
 
@@ -70,13 +73,15 @@ def advice(capability: Optional[Capability], driver: str = "") -> str:
     >>> print(advice((8, 0)))
     Run pip uninstall mxnet, then pip install 'gluon_mgpu[cu112]'.
     """
-    if capability is None or OLDEST <= capability < NO_WHEEL:
+    if capability is None:
+        return f"{short_advice(None)} pip install 'gluon_mgpu[gpu]' lets gluon-mgpu doctor choose among these for your GPU."
+    if OLDEST <= capability < NO_WHEEL:
         return short_advice(capability)
     if NO_WHEEL <= capability < _NO_CONTAINER:
         return _for_hopper(capability, driver)
     if capability < OLDEST:
         return f"The wheel of {WHEEL} starts at {titled(OLDEST)}. {_ON_OTHERS}"
-    return _for_newer(capability)
+    return _for_newer(capability, driver)
 
 
 def short_advice(capability: Optional[Capability]) -> str:
@@ -89,14 +94,15 @@ def short_advice(capability: Optional[Capability]) -> str:
     """
     if capability is None:
         return (
-            f"For GPUs up to Ada, run pip uninstall mxnet, then {WHEEL}. For Hopper, use NVIDIA's container {CONTAINER} or a "
-            "build from source. For Blackwell, only the fork smolix/mxnet has wheels. See docs/compatibility.md#gpus."
+            f"For GPUs up to Ada, run pip uninstall mxnet, then {WHEEL}. For Hopper: NVIDIA's container {CONTAINER} (Docker, "
+            "driver 545) or a build from source (CUDA 11.8). For Hopper, Blackwell: the fork smolix/mxnet (MXNet 2.0, CUDA 13, "
+            "driver 590). See docs/compatibility.md#gpus."
         )
     if capability < OLDEST:
         return _ON_OTHERS
     if capability < NO_WHEEL:
         return f"Run pip uninstall mxnet, then {WHEEL}."
-    fork = "the fork smolix/mxnet (MXNet 2.0, np arrays only)"
+    fork = "the fork smolix/mxnet (MXNet 2.0, np arrays only; CUDA 13, driver 590)"
     if capability < _NO_CONTAINER:
         return (
             f"MXNet for Hopper: NVIDIA's container {CONTAINER} (Docker, driver 545), a build from source (CUDA 11.8), or {fork}. "
@@ -118,16 +124,17 @@ def _for_hopper(capability: Capability, driver: str) -> str:
    It needs Docker, the NVIDIA Container Toolkit, and NVIDIA driver 545 or newer (on data-center GPUs also 535.86, 525.85 or
    470.57).{_enough_for_container(driver)}
 2. A build of MXNet 1.9.1 from source needs CUDA 11.8, cuDNN 8 and the CMake option -DMXNET_CUDA_ARCH={version_text(capability)}.
-3. {_FORK}
+3. {indent(_FORK, "   ").lstrip()}{_verdict(driver, _major(driver) >= _FORK_DRIVER)}
 Details: docs/compatibility.md#gpus. Until then, train on the CPU: --devices cpu."""
 
 
-def _for_newer(capability: Capability) -> str:
+def _for_newer(capability: Capability, driver: str) -> str:
     has_fork = bool(_FORK_CODE.code_for(capability))
     first = "Use the fork smolix/mxnet, below: no build of MXNet 1.9.1 is known" if has_fork else "No build of MXNet is known"
-    fork = f"{_FORK}\n" if has_fork else ""
+    fork = f"{_FORK}{_verdict(driver, _major(driver) >= _FORK_DRIVER)}\n" if has_fork else ""
     return f"""{first} to run there.
-{fork}NVIDIA's container {CONTAINER} ends with Hopper. A build from source needs CUDA 12.8, for which MXNet 1.9.1 was not written.
+{fork}NVIDIA's container {CONTAINER} ends with Hopper. A build from source needs CUDA 12.8 or newer, for which MXNet 1.9.1
+was not written.
 Details: docs/compatibility.md#gpus. {_ON_OTHERS}"""
 
 
@@ -136,11 +143,23 @@ def _enough_for_container(driver: str) -> str:
     numbers = [int(part) for part in driver.split(".")[:2] if part.isdigit()]
     if len(numbers) < 2:
         return ""
-    enough = numbers[0] >= _DRIVER or numbers[1] >= _DATA_CENTER_DRIVERS.get(numbers[0], sys.maxsize)
-    return f" Your driver {driver} is {'new enough' if enough else 'too old: upgrade it first'}."
+    return _verdict(driver, numbers[0] >= _DRIVER or numbers[1] >= _DATA_CENTER_DRIVERS.get(numbers[0], sys.maxsize))
 
 
-def why_built_elsewhere(version: str, library: str, wheels: Sequence[str], *, code: Optional[FatBinaries]) -> str:
+def _major(driver: str) -> int:
+    first = driver.partition(".")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _verdict(driver: str, is_enough: bool) -> str:
+    """Return whether a driver suffices, as a sentence; "" if its version is unknown."""
+    state = "new enough" if is_enough else "too old: upgrade it first"
+    return f" Your driver {driver} is {state}." if _major(driver) else ""
+
+
+def why_built_elsewhere(
+    version: str, library: str, wheels: Sequence[str], *, code: Optional[FatBinaries], folders: Sequence[str] = ()
+) -> str:
     """Return the sign that the installed MXNet is not a wheel from PyPI; "" if there is none.
 
     Parameters
@@ -153,6 +172,8 @@ def why_built_elsewhere(version: str, library: str, wheels: Sequence[str], *, co
         The installed distributions that contain a package `mxnet`.
     code : FatBinaries or None
         The GPU code in the library; None if it could not be read.
+    folders : sequence of str
+        Where those distributions are installed; () if unknown.
 
     Examples
     --------
@@ -169,6 +190,8 @@ def why_built_elsewhere(version: str, library: str, wheels: Sequence[str], *, co
         return f"its version, {version}, has a suffix"
     if os.path.basename(os.path.dirname(os.path.abspath(library))) != "mxnet":
         return f"its library, {library}, is outside the package"
+    if folders and os.path.realpath(os.path.dirname(os.path.dirname(library))) not in map(os.path.realpath, folders):
+        return f"its library, {library}, is not where pip installed {wheels[0]}"  # a source tree in PYTHONPATH
     return _foreign(wheels, code) if code else ""
 
 

@@ -171,7 +171,8 @@ def _forget_graphs(placed: Set[int]) -> None:
     block than the parameters, such as one that wraps theirs.
     """
     blocks = [block for block in _compiled if getattr(block, "_cached_op", None) is not None]
-    stale = [block for block in blocks if any(not is_input and id(value) in placed for is_input, value in block._cached_op_args)]
+    # Entries are (is input, value), and in MXNet 2 (is input, name, value).
+    stale = [block for block in blocks if any(not entry[0] and id(entry[-1]) in placed for entry in block._cached_op_args)]
     if stale:
         mx.nd.waitall()  # once: their operations must not be deleted while they run
     for block in stale:

@@ -85,6 +85,19 @@ def other_class(saved: Description, optimizer: opt.Optimizer) -> List[str]:
     return [] if is_same else [f"{_class_name(saved)} where this one has {_class_name(mine)}"]
 
 
+def is_of_other_mxnet(saved: Description, optimizer: opt.Optimizer) -> bool:
+    """Return whether a described optimizer is the same one in another version of MXNet, where it has other attributes.
+
+    Examples
+    --------
+    >>> is_of_other_mxnet({"class": "mxnet.optimizer.adam.Adam"}, opt.Adam())
+    True
+    """
+    saved_module, _, saved_name = saved["class"].rpartition(".")
+    module, name = type(optimizer).__module__, type(optimizer).__qualname__
+    return saved_name == name and saved_module != module and {saved_module[:6], module[:6]} == {"mxnet."}
+
+
 def without_hyperparameters(described: Description, optimizer: opt.Optimizer) -> Description:
     """Return the values of a description that training changes by itself: no learning rate, and no option.
 

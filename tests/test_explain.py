@@ -404,7 +404,7 @@ def network_instead_of_parameters(tmp_path):
     gluon.Trainer(dense(), "sgd")
 
 
-@provokes("trainer-parameters")
+@provokes("optimizer-settings")
 def unknown_optimizer(tmp_path):
     gluon.Trainer(dense().collect_params(), "nonsense")
 

@@ -127,6 +127,9 @@ def test_what_is_no_known_message_has_no_answer(text):
         ),
         ("OSError: libopenblas.so.0: 无法打开共享对象文件: 没有那个文件或目录", "system-library-missing"),
         ("[1,0]<stderr>:OSError: [WinError 126] 지정된 모듈을 찾을 수 없습니다", "windows-dll"),
+        ("AttributeError: 'Symbol' object has no attribute 'shape'. Did you mean: 'reshape'?", "symbol-in-hybrid-network"),
+        ("AttributeError: 'NDArray' object has no attribute 'unsqueeze'. Did you mean: 'squeeze'?", "ndarray-method"),
+        ("AttributeError: module 'gluoncv.data' has no attribute 'batchfy'. Did you mean: 'batchify'?", "version-mismatch"),
     ],
 )
 def test_a_message_that_differs_a_little_is_found(text, name):
@@ -404,7 +407,7 @@ def network_instead_of_parameters(tmp_path):
     gluon.Trainer(dense(), "sgd")
 
 
-@provokes("trainer-parameters")
+@provokes("optimizer-settings")
 def unknown_optimizer(tmp_path):
     gluon.Trainer(dense().collect_params(), "nonsense")
 
@@ -653,6 +656,131 @@ def ours_fp16(tmp_path):
 @provokes("ours-data-file")
 def ours_no_data(tmp_path):
     mgpu.data.load_idx_folder(tmp_path)
+
+
+@provokes("convolution-channels")
+def images_with_channels_last(tmp_path):
+    net = nn.Conv2D(4, 3, in_channels=3)
+    net.initialize()
+    forward(net, 2, 8, 8, 3)
+
+
+@provokes("layer-arguments")
+def groups_that_do_not_divide(tmp_path):
+    net = nn.Conv2D(16, 3, groups=3, in_channels=3)
+    net.initialize()
+    forward(net, 2, 3, 8, 8)
+
+
+@provokes("layer-arguments")
+def activation_of_another_name(tmp_path):
+    net = nn.Dense(3, activation="leakyrelu")
+    net.initialize()
+    forward(net, 2, 2)
+
+
+@provokes("wrong-number-of-axes")
+def volume_without_a_channel(tmp_path):
+    net = nn.Conv3D(4, 3)
+    net.initialize()
+    forward(net, 2, 8, 8, 8)
+
+
+@provokes("rnn-state")
+def state_of_another_batch(tmp_path):
+    layer = gluon.rnn.GRU(4)
+    layer.initialize()
+    layer(nd.ones((5, 2, 3)), layer.begin_state(7))
+
+
+@provokes("ndarray-meets-symbol")
+def array_in_a_hybrid_network(tmp_path):
+    hybrid(lambda F, x: x - nd.ones(3))(nd.ones((2, 3)))
+
+
+@provokes("inputs-by-position")
+def input_by_name(tmp_path):
+    hybrid(lambda F, x, mask: x * mask)(nd.ones(3), mask=nd.ones(3))
+
+
+@provokes("sequential-takes-layers")
+def function_as_a_layer(tmp_path):
+    net = nn.Sequential()
+    net.add(nd.relu)
+    net.initialize()
+
+
+@provokes("parameter-assigned")
+def array_in_place_of_a_parameter(tmp_path):
+    dense().weight = nd.ones((3, 2))
+
+
+@provokes("symbol-expected")
+def symbol_block_of_arrays(tmp_path):
+    gluon.SymbolBlock(nd.ones(2), mx.sym.var("data"))
+
+
+@provokes("name-of-another-framework")
+def method_of_pytorch(tmp_path):
+    nd.ones(2).cuda()
+
+
+@provokes("context-not-a-context")
+def device_as_text(tmp_path):
+    dense(ctx="gpu")
+
+
+@provokes("no-devices-to-divide-by")
+def split_over_no_devices(tmp_path):
+    gluon.utils.split_and_load(nd.ones((4, 2)), [])
+
+
+@provokes("optimizer-settings")
+def learning_rate_beside_a_schedule(tmp_path):
+    schedule = mx.lr_scheduler.FactorScheduler(10)
+    settings = {"learning_rate": 0.1, "lr_scheduler": schedule}
+    gluon.Trainer(dense().collect_params(), "sgd", settings).set_learning_rate(0.01)
+
+
+@provokes("dataset-and-loader")
+def arrays_of_other_lengths(tmp_path):
+    gluon.data.ArrayDataset(nd.ones((4, 2)), nd.ones(3))
+
+
+@provokes("transforms-order")
+def normalize_before_to_tensor(tmp_path):
+    gluon.data.vision.transforms.Normalize(0.5, 0.5)(nd.ones((8, 8, 5)))
+
+
+@provokes("nd-array-source")
+def array_of_ragged_lists(tmp_path):
+    nd.array([[1, 2, 3], [4, 5]])
+
+
+@provokes("split-size")
+def split_unevenly(tmp_path):
+    nd.split(nd.ones((5, 3)), num_outputs=2, axis=0)
+
+
+@provokes("pad-operator")
+def pad_of_two_axes(tmp_path):
+    nd.pad(nd.ones((4, 4)), mode="constant", pad_width=(1, 1, 1, 1))
+
+
+@provokes("box-arrays")
+def regions_without_an_image(tmp_path):
+    nd.contrib.ROIAlign(nd.ones((1, 1, 8, 8)), nd.ones((1, 4)), (2, 2), 1.0)
+
+
+@provokes("attribute-called")
+def shape_as_a_function(tmp_path):
+    nd.ones(2).shape(0)
+
+
+@provokes("ours-arguments")
+def ours_no_pairs(tmp_path):
+    net = dense()
+    mgpu.fit(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), [nd.ones((4, 2))], epochs=1)
 
 
 @pytest.mark.filterwarnings("ignore")  # those of MXNet that precede an error

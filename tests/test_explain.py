@@ -128,7 +128,7 @@ def test_what_is_no_known_message_has_no_answer(text):
         ("OSError: libopenblas.so.0: 无法打开共享对象文件: 没有那个文件或目录", "system-library-missing"),
         ("[1,0]<stderr>:OSError: [WinError 126] 지정된 모듈을 찾을 수 없습니다", "windows-dll"),
         ("AttributeError: 'Symbol' object has no attribute 'shape'. Did you mean: 'reshape'?", "symbol-in-hybrid-network"),
-        ("AttributeError: 'NDArray' object has no attribute 'unsqueeze'. Did you mean: 'squeeze'?", "ndarray-method"),
+        ("AttributeError: 'NDArray' object has no attribute 'unsqueeze'. Did you mean: 'squeeze'?", "pytorch-names"),
         ("AttributeError: module 'gluoncv.data' has no attribute 'batchfy'. Did you mean: 'batchify'?", "version-mismatch"),
     ],
 )
@@ -665,14 +665,14 @@ def images_with_channels_last(tmp_path):
     forward(net, 2, 8, 8, 3)
 
 
-@provokes("layer-arguments")
+@provokes("groups-of-channels")
 def groups_that_do_not_divide(tmp_path):
     net = nn.Conv2D(16, 3, groups=3, in_channels=3)
     net.initialize()
     forward(net, 2, 3, 8, 8)
 
 
-@provokes("layer-arguments")
+@provokes("activation-name")
 def activation_of_another_name(tmp_path):
     net = nn.Dense(3, activation="leakyrelu")
     net.initialize()
@@ -720,12 +720,12 @@ def symbol_block_of_arrays(tmp_path):
     gluon.SymbolBlock(nd.ones(2), mx.sym.var("data"))
 
 
-@provokes("name-of-another-framework")
+@provokes("pytorch-names")
 def method_of_pytorch(tmp_path):
     nd.ones(2).cuda()
 
 
-@provokes("context-not-a-context")
+@provokes("context-as-text")
 def device_as_text(tmp_path):
     dense(ctx="gpu")
 
@@ -735,24 +735,24 @@ def split_over_no_devices(tmp_path):
     gluon.utils.split_and_load(nd.ones((4, 2)), [])
 
 
-@provokes("optimizer-settings")
+@provokes("learning-rate-schedule")
 def learning_rate_beside_a_schedule(tmp_path):
     schedule = mx.lr_scheduler.FactorScheduler(10)
     settings = {"learning_rate": 0.1, "lr_scheduler": schedule}
     gluon.Trainer(dense().collect_params(), "sgd", settings).set_learning_rate(0.01)
 
 
-@provokes("dataset-and-loader")
+@provokes("arrays-of-different-length")
 def arrays_of_other_lengths(tmp_path):
     gluon.data.ArrayDataset(nd.ones((4, 2)), nd.ones(3))
 
 
-@provokes("transforms-order")
+@provokes("transform-order")
 def normalize_before_to_tensor(tmp_path):
     gluon.data.vision.transforms.Normalize(0.5, 0.5)(nd.ones((8, 8, 5)))
 
 
-@provokes("nd-array-source")
+@provokes("array-of-this")
 def array_of_ragged_lists(tmp_path):
     nd.array([[1, 2, 3], [4, 5]])
 

@@ -42,9 +42,9 @@ def no_driver(monkeypatch):
 
 def until(condition):
     deadline = time.monotonic() + 240
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert condition()
 
 
 class Slow:

@@ -56,9 +56,9 @@ def test_what_it_looks_like(workers, num_pending, serial, told):
 
 def until(condition):
     deadline = time.monotonic() + 240
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert condition()
 
 
 ended = threading.Event()  # the watchdog has told, and what stands may go on

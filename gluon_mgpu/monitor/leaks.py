@@ -227,8 +227,9 @@ class LeakCheck(Callback):
     Examples
     --------
     >>> check, kept = LeakCheck(every=1), []
-    >>> for _ in range(44):
+    >>> for _ in range(56):
     ...     kept.append(mx.nd.ones((100000,)))  # 400 kB
+    ...     kept[-1].wait_to_read()
     ...     check.step(kept[-1:])
     >>> check.growth()["host"].verdict
     'leak'

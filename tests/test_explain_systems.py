@@ -20,7 +20,7 @@ def note(*lines, lang="en"):
     "line, names",
     [
         (r'  File "C:\Users\me\train.py", line 1, in <module>', "WSL 2"),
-        (r"  File c:/work/venv/Lib/site-packages/mxnet/__init__.py", "WSL 2"),
+        (r"  File c:/venv/Lib/site-packages/mxnet/__init__.py", "WSL 2"),
         ('  File "/Users/me/train.py", line 1, in <module>', "Intel Macs"),
         ("Linux graviton 5.10.0 #1 SMP aarch64 GNU/Linux", "Arm Performance Libraries"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from ast import literal_eval
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -80,6 +81,14 @@ def evaluate(symbol: Any, arrays: Dict[str, Array]) -> List[np.ndarray]:
     with autograd.pause(train_mode=False):
         found = CachedOp(symbol)(*(arrays[name] for name in symbol.list_inputs()))
     return [array.asnumpy() for array in (found if isinstance(found, list) else [found])]
+
+
+def parsed(text: Any) -> Any:
+    """Return the value of an attribute, which graphs hold as text."""
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def shapes_in(symbol: Any, known: Dict[str, np.ndarray]) -> Dict[str, List[Tuple[int, ...]]]:

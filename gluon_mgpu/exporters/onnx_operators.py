@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
+
+from .graph import parsed
 
 Node = Dict[str, Any]
 Converter = Callable[..., List[Any]]
@@ -44,7 +45,7 @@ def operators(
 
     def read(node: Node, graph: Dict[str, Any]) -> Tuple[str, List[str], Dict[str, Any]]:
         name, inputs, attrs = translations.get_inputs(node, graph)
-        return name, inputs, {key: _parsed(value) for key, value in attrs.items()}
+        return name, inputs, {key: parsed(value) for key, value in attrs.items()}
 
     def chain(*kinds: str) -> Converter:
         """Return a converter that applies operators of one input one after the other."""
@@ -245,10 +246,3 @@ def operators(
         "log1p": log1p,
         "expm1": expm1,
     }
-
-
-def _parsed(text: Any) -> Any:
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

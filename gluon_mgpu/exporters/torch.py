@@ -16,9 +16,9 @@ from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 
 from ..errors import first_line
 from ..models.seq2seq.recurrence import Recurrence
-from .graph import ExportGraph, in_legacy_mode, shapes_in
+from .graph import ExportGraph, in_legacy_mode, parsed, shapes_in
 from .mx2onnx_repair import legacy_graph
-from .torch_operators import UnknownLayerError, operators_of, parsed
+from .torch_operators import UnknownLayerError, operators_of
 
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.InstanceNorm)  # MXNet's GroupNorm has values for groups, PyTorch's for channels
 _CELLS = (rnn.RNNCell, rnn.LSTMCell, rnn.GRUCell)

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 
 class UnknownLayerError(Exception):
     """A layer whose counterpart in PyTorch is not known here."""
-
-
-def parsed(text: Any) -> Any:
-    """Return the value of an attribute, which graphs hold as text."""
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _pooling(torch: Any, attrs: Dict[str, Any], x: Any) -> Any:

@@ -411,8 +411,8 @@ def test_defaults_are_those_of_the_data(tmp_path):
 
 @pytest.mark.parametrize(
     "sentence, num, size",
-    [("ab", 10_000, 2 + 300), ("ab a ab a ab", 100, 3 + 150), ("ab a ab a ab", 10_000, 3 + 1500), ("ab " * 40, 10_000, 8000)]
-    + [("가나다" * 4, 100, 3 + 60)],  # without spaces: 6 characters count as a word
+    [("ab", 10_000, 2 + 125), ("ab a ab a ab", 100, 3 + 140), ("ab a ab a ab", 10_000, 3 + 1398), ("ab " * 40, 10_000, 8000)]
+    + [("가나다" * 4, 100, 3 + 35)],  # without spaces: 6 characters count as a word
 )
 def test_a_small_corpus_has_few_subwords_and_one_of_long_sentences_more(sentence, num, size):
     sentences = [sentence] * num
@@ -436,7 +436,7 @@ def test_by_default_each_pair_fits_into_a_batch(tmp_path):
 
 
 def test_rare_characters_do_not_count():
-    assert _usual_size(["ab"] * 5000 + ["c"], "subwords") == 2 + 212
+    assert _usual_size(["ab"] * 5000 + ["c"], "subwords") == 2 + 88
 
 
 def test_at_a_terminal_each_line_is_answered(model, monkeypatch, capsys):

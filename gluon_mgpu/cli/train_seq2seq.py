@@ -66,7 +66,7 @@ BATCH_TOKENS, _FEWEST_BATCH_TOKENS, _USUAL_STEPS = 1200, 720, 250  # steps per e
 _DEFAULTS: Dict[str, Tuple[Any, Any]] = {  # for Korean numbers, for text
     "embed_size": (64, 128),
     "cell": ("gru", "lstm"),
-    "dropout": (0.0, 0.3),
+    "dropout": (0.0, 0.2),
     "label_smoothing": (0.0, 0.1),
     "epochs": (8, 30),
     "lr": (0.003, 0.004),
@@ -122,8 +122,8 @@ _data_options = all_of(
     click.option(
         "--vocabulary-size",
         type=click.IntRange(5),
-        help="Largest number of tokens per side. By default 8000; of subwords fewer for a small corpus: its characters, and 3 "
-        "times its number of words divided by the square root of its number of pairs.",
+        help="Largest number of tokens per side. By default 8000; of subwords fewer for a small corpus: its characters, and 1.25 "
+        "times the square root of its number of pairs times the words per sentence to the power of 1.5.",
     ),
 )
 _network_options = all_of(
@@ -337,7 +337,7 @@ def _usual_size(sentences: Sequence[str], kind: str) -> int:
     counts = sorted(Counter("".join(sentences)).values(), reverse=True)
     num_usual = int(np.searchsorted(np.cumsum(counts), 0.9995 * sum(counts))) + 1
     num_words = max(sum(len(text.split()) for text in sentences), sum(counts) / 6)  # or so, where no spaces divide words
-    return min(_MOST_TOKENS, num_usual + round(3 * num_words / len(sentences) ** 0.5))
+    return min(_MOST_TOKENS, num_usual + round(1.25 * (num_words / len(sentences)) ** 1.5 * len(sentences) ** 0.5))
 
 
 def _is_embedded(options: Dict[str, Any]) -> bool:

@@ -156,7 +156,7 @@ def metric(tmp_path):
     mx.metric.Accuracy().update([nd.ones((2,))], [nd.ones((3, 2))])
 
 
-@provokes("shapes-unknown")
+@provokes("module-inputs")
 def bind(tmp_path):
     mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3).bind(mx.cpu(), {"data": nd.ones((1, 2))})
 

@@ -23,11 +23,13 @@ _OPEN = re.compile(r"[^\w…¶]…\W*$")
 _WARNS = re.compile(r"\b[A-Z]?\w*Warning: ")
 _SPOKEN = re.compile(r"[a-z]{3}")
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
-_PREFIX = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))")
+_PREFIX = re.compile(
+    r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))"
+)
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:", re.MULTILINE)
-_FRAME = re.compile(r"^\s*(?:\[bt\]|File [\"/~]|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |Cell In ?\[)")
-_ERROR = re.compile(r"^\s*[\w.]+(?:Error|Exception): ")
+_FRAME = re.compile(r"^\s*(?:File [\"/~]|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |Cell In ?\[)")
+_ERROR = re.compile(r"^\s*[\w.]+(?:Error|Exception)(?:: |:?$)")
 _OF_PYTHON = re.compile(
     r"^\s*(?:File \"[^\"]+\", line \d+, in |\S+\.pyc?(?:\]\(\S+)? in )"
 )  # such frames are of a traceback, even without its head
@@ -36,6 +38,14 @@ _AROUND = re.compile(r"^\s+\d+(?:\s|$)|^[\s^~]*$")  # lines next to the one that
 _PRINTED = re.compile(r"""(\\n)?['"]\n +['"]""")  # between two lines of a text that Python shows in quotes
 _BROKEN = re.compile(r"(terminate called after throwing[^\n]*)\n(?=[^\n]{0,60}what\(\):)")  # C++ prints one message in two lines
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_BEGINS = "Traceback (most recent call last)"
+_AT_EXIT = re.compile(
+    r"^(?:Exception ignored in|Error in (?:atexit|sys\.excepthook))"
+)  # such tracebacks are printed after the error
+_INNER = re.compile(  # frames that are the same whatever the script calls
+    r"[/\\]mxnet[/\\](?:base|_ctypes|_ffi|cython|ndarray|symbol)\b|<string>|python[\d.]*[/\\](?!site-|dist-|mxnet)|packages[/\\]numpy[/\\]",
+    re.IGNORECASE,
+)
 
 
 class Answer(NamedTuple):
@@ -43,6 +53,14 @@ class Answer(NamedTuple):
 
     entry: Entry
     others: Tuple[str, ...]
+    follows: bool = False  # whether such a message often follows from another error
+
+
+class _Score(NamedTuple):
+    """How well an entry fits: of two scores, the larger one is the better one."""
+
+    leads: bool  # not by a message that often follows from another error
+    weight: float
 
 
 class _Pattern(NamedTuple):
@@ -52,6 +70,7 @@ class _Pattern(NamedTuple):
     spoken: FrozenSet[str]  # those that are no sign, number or short word
     several: bool  # whether it spans lines of a message, such as a library's frame and the error
     open: bool  # whether another word has to follow, as after "No module named 'mxnet.…'"
+    leads: bool
 
 
 def _words(text: str) -> List[str]:
@@ -91,6 +110,7 @@ def _patterns() -> Dict[str, List[_Pattern]]:
                 _spoken(words),
                 "¶" in message,
                 bool(_OPEN.search(message)),
+                message not in entry.follows,
             )
             found.setdefault(max(sorted(whole), key=_weights().__getitem__, default=""), []).append(pattern)
     return found
@@ -105,7 +125,7 @@ def _is_part(pattern: _Pattern, other: _Pattern) -> bool:
     )
 
 
-def _exact(line: str, several: bool = False) -> Dict[Entry, float]:
+def _exact(line: str, several: bool = False) -> Dict[Entry, _Score]:
     """Return the entries of which a whole message, or one that spans several lines, is in a line, with its words' weight."""
     matched: List[_Pattern] = []
     words = _words(line)
@@ -117,18 +137,17 @@ def _exact(line: str, several: bool = False) -> Dict[Entry, float]:
             position = start + len(fragment) if start >= 0 else len(text) + 1
         if position + pattern.open <= len(text) and pattern.several == several:
             matched.append(pattern)
-    found: Dict[Entry, float] = {}
+    found: Dict[Entry, _Score] = {}
     for pattern in matched:
         if not any(_is_part(pattern, other) for other in matched):
-            found[pattern.entry] = max(
-                found.get(pattern.entry, 0.0), sum(_weights()[word] for word in pattern.words) + 0.1 * pattern.open
-            )
+            score = _Score(pattern.leads, sum(_weights()[word] for word in pattern.words) + 0.1 * pattern.open)
+            found[pattern.entry] = max(score, found.get(pattern.entry, score))
     return found
 
 
-def _similar(line: str) -> Dict[Entry, float]:
+def _similar(line: str) -> Dict[Entry, _Score]:
     """Return the entries whose messages share enough words with a line, with that share, 0 to 1."""
-    found: Dict[Entry, float] = {}
+    found: Dict[Entry, _Score] = {}
     every = _spoken(_words(_PLACE.sub(" ", line)))
     words = every & _weights().keys()
     unknown = _UNKNOWN * len(every - words)
@@ -136,61 +155,95 @@ def _similar(line: str) -> Dict[Entry, float]:
         common = pattern.spoken & words
         if len(common) >= max(2, min(3, len(pattern.spoken))) and not all(map(_CLASS.search, common)):
             shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
-            share = 2 * shared / (both + unknown + shared)
-            least = _LEAST_SHARE if len(common) >= 4 else _LEAST_OF_FEW
-            if share >= max(least, found.get(pattern.entry, 0.0)):
-                found[pattern.entry] = share
+            score = _Score(pattern.leads, 2 * shared / (both + unknown + shared))
+            if score.weight >= (_LEAST_SHARE if len(common) >= 4 else _LEAST_OF_FEW):
+                found[pattern.entry] = max(score, found.get(pattern.entry, score))
     return found
+
+
+def _telling(frames: Sequence[str]) -> Sequence[str]:
+    """Return the last frame of a traceback, and those before it up to one that is not of Python or of MXNet's interface."""
+    outer = [number for number, frame in enumerate(frames) if not _INNER.search(frame)]
+    return frames[outer[-1] if outer else -1 :]
 
 
 def explain_message(text: str) -> List[Answer]:
     """Return the answer to one message, which may have several lines; nothing if no entry fits."""
-    found: Dict[Entry, float] = {}
-    frames = [line for line in text.splitlines() if _FRAME.match(line)]
-    lines = [line for line in text.splitlines() if not _FRAME.match(line)]
-    for line in lines:
-        for entry, score in _exact(line).items():
-            found[entry] = max(score, found.get(entry, 0.0))
-    best = max(found.values(), default=0.0)  # a message over several lines, such as the last frame and the error, comes first
-    several = _exact(" ".join([*frames[-1:], *lines]), several=True)
-    found.update({entry: best + score for entry, score in several.items()})
+    lines = [line for line in text.splitlines() if "[bt]" not in line]
+    frames, lines = [line for line in lines if _FRAME.match(line)], [line for line in lines if not _FRAME.match(line)]
     whole = " ".join(lines)
+    found: Dict[Entry, _Score] = {}
+    for entry, score in (item for line in lines for item in _exact(line).items()):
+        found[entry] = max(score, found.get(entry, score))
+    best = max((score.weight for score in found.values()), default=0.0)
+    for frame in _telling(frames) or [""]:  # a message over several lines, such as a frame and the error, comes first
+        for entry, score in _exact(f"{frame} {whole}", several=True).items():
+            found[entry] = _Score(True, best + score.weight)
     found = found or _exact(whole) or ({} if BARE_ASSERTION.search(whole) else _similar(whole))
-    ranked = sorted(found, key=lambda entry: (entry.follows and entry not in several, -found[entry]))
+    ranked = sorted(found, key=found.__getitem__, reverse=True)
     if not ranked or ranked[0].name == ANY_CHECK:
         name = entry_of_check(whole, " ".join(frames[-1:]))
         ranked = [*(entry for entry in ENTRIES if entry.name == name), *ranked]
-        found.update({entry: found.get(entry, 0.0) for entry in ranked[:1]})
-    close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry] >= _CLOSE * found[ranked[0]]]
-    return [Answer(ranked[0], tuple(close))] if ranked else []
+        found = {**{entry: _Score(not entry.follows, 0.0) for entry in ranked[:1]}, **found}
+    close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry].weight >= _CLOSE * found[ranked[0]].weight]
+    return [Answer(ranked[0], tuple(close), not found[ranked[0]].leads)] if ranked else []
 
 
-def _messages(lines: Sequence[str]) -> Iterator[Tuple[bool, str]]:
-    """Yield the messages of a log, and whether each is the last error of a traceback, with the lines that belong to it."""
-    error: List[str] = []  # until it is clear that no other error follows from it
-    inside, ends, frame, code = False, False, "", ""
+class _Message(NamedTuple):
+    """A message of a log, with the lines that belong to it."""
+
+    text: str
+    ends: bool = False  # whether it is the last error of a traceback
+    at_exit: bool = False  # whether Python printed it while it ended
+
+
+def _messages(lines: Sequence[str]) -> Iterator[_Message]:
+    """Yield the messages of a log."""
+    error = _Message("")  # until it is clear that no other error follows from it
+    frames: List[List[str]] = []  # of a traceback: where, and the line of code
+    inside, at_exit = False, False
     for line in lines:
-        begins, chained = "Traceback (most recent call last)" in line, line.startswith(_CHAINED)
-        if begins or chained or (not inside and _OF_PYTHON.match(line)):
-            if error:
-                yield ends and not chained, "\n".join(error)
-            error, inside, frame, code = [], not chained, "" if begins or chained else line, ""
+        begins, chained, exiting = _BEGINS in line, line.startswith(_CHAINED), bool(_AT_EXIT.match(line))
+        if begins or chained or exiting or (not inside and _OF_PYTHON.match(line)):
+            yield error._replace(ends=error.ends and not chained)
+            if exiting or (begins and not line.startswith(_BEGINS)):
+                yield _Message(line, exiting, exiting)
+            at_exit = exiting or (at_exit and inside)
+            error, inside, frames = _Message(""), not chained, [] if begins or chained or exiting else [[line, ""]]
         elif inside and _FRAME.match(line):
-            frame, code = line, ""
-        elif inside and _CODE.match(line) and not _ERROR.match(line):
-            code = code if _AROUND.match(line) else line
+            frames.append([line, ""])
+        elif inside and frames and _is_code(line, *frames[-1]):
+            frames[-1][1] = frames[-1][1] if _AROUND.match(line) else line
         elif inside:
-            little = len(_spoken(_words(line))) < _SAYS_LITTLE
-            error, inside, ends = [f"{frame} {code}", *([code] if little else []), line], False, True
+            little = frames and len(_spoken(_words(line))) < _SAYS_LITTLE
+            text = [*map(" ".join, frames), *(frames[-1][1:] if little else []), line]
+            error, inside = _Message("\n".join(text), True, at_exit), False
         elif _ERROR.match(line) and "Check failed" not in line:  # pasted without its traceback
-            if error:
-                yield ends, "\n".join(error)
-            error, ends = [line], False
-        elif error and not _IS_ERROR.search(line):
-            error.append(line)
+            yield error
+            error = _Message(line)
+        elif error.text and not _IS_ERROR.search(line):
+            error = error._replace(text=f"{error.text}\n{line}")
         else:
-            yield line.startswith("E   "), line  # so pytest marks the error below the lines of code
-    yield ends, "\n".join(error)
+            yield error
+            yield _Message(line, ends=line.startswith("E   "))  # so pytest marks the error below the lines of code
+            error = _Message("")
+    yield error
+
+
+def _is_code(line: str, frame: str, code: str) -> bool:
+    """Return whether a line below a frame is of its code: indented, or the first one if the whole traceback is not."""
+    return not _ERROR.match(line) and bool(_CODE.match(line) or not (code or _CODE.match(frame)))
+
+
+def _bare(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a log without what a launcher, a logger or a mail puts before each line of a traceback."""
+    prefix = re.compile("")
+    for line, following in zip(lines, [*lines[1:], ""]):
+        before, begins, _ = line.partition(_BEGINS)
+        if begins:
+            prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(before)))
+            prefix = prefix if prefix.match(following) else re.compile("")
+        yield prefix.sub("", line, count=1) if prefix.match(line) else line
 
 
 def explain_log(text: str) -> List[Answer]:
@@ -199,12 +252,12 @@ def explain_log(text: str) -> List[Answer]:
         text = _PRINTED.sub(r"\1", text).replace("\\n", "\n")
     lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", _BROKEN.sub(r"\1 ", text))]
     groups: List[List[Answer]] = [[], [], [], []]
-    for ends, message in _messages([line for line in lines if line and "[bt]" not in line]):
+    for message, ends, at_exit in _messages(list(_bare([line for line in lines if line and "[bt]" not in line]))):
         if ends or _IS_ERROR.search(message) or _exact(message):
             begin, _, more = message.partition("\n")
             alone = explain_message(begin) if more and not ends and _exact(begin) else []  # what follows may be another's
             for answer in (*explain_message(message), *alone):
-                later = answer.entry.follows or bool(not ends and _WARNS.search(message))
+                later = answer.follows or at_exit or bool(not ends and _WARNS.search(message))
                 groups[2 * later + (not ends)].append(answer)
     first: Dict[str, Answer] = {}
     for answer in (answer for group in groups for answer in group):

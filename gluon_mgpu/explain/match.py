@@ -23,28 +23,23 @@ _OPEN = re.compile(r"[^\w…¶]…\W*$")
 _WARNS = re.compile(r"\b[A-Z]?\w*Warning: ")
 _SPOKEN = re.compile(r"[a-z]{3}")
 _WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
-_PREFIX = re.compile(
-    r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]|^.{0,60}?<std(?:err|out)>:|^\s*\[?(?:rank |node )?\d+\]?(?: ?[|:] | (?=\S))"
-)
-_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\]|\S+\.(?:cc|h|cuh?):\d+:?|\b[\w.]*MXNetError:")  # says nothing of the cause
+_COLOUR = re.compile(r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]")
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:", re.MULTILINE)
-_FRAME = re.compile(r"^\s*(?:File [\"/~]|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |Cell In ?\[)")
+_FRAME = re.compile(r"^\s*(?:File (?:[\"/~]|[A-Za-z]:)|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |(?:Cell|Input) In ?\[)")
 _ERROR = re.compile(r"^\s*[\w.]+(?:Error|Exception)(?:: |:?$)")
-_OF_PYTHON = re.compile(
+_OF_PYTHON = re.compile(  # such frames are of a traceback, even without its head
     r"^\s*(?:File \"[^\"]+\", line \d+, in |\S+\.pyc?(?:\]\(\S+)? in )"
-)  # such frames are of a traceback, even without its head
+)
 _CODE = re.compile(r"^(?:\s|-+> ?\d+ )")
 _AROUND = re.compile(r"^\s+\d+(?:\s|$)|^[\s^~]*$")  # lines next to the one that raised an error, as notebooks show them
 _PRINTED = re.compile(r"""(\\n)?['"]\n +['"]""")  # between two lines of a text that Python shows in quotes
 _BROKEN = re.compile(r"(terminate called after throwing[^\n]*)\n(?=[^\n]{0,60}what\(\):)")  # C++ prints one message in two lines
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _BEGINS = "Traceback (most recent call last)"
-_AT_EXIT = re.compile(
-    r"^(?:Exception ignored in|Error in (?:atexit|sys\.excepthook))"
-)  # such tracebacks are printed after the error
+_AT_EXIT = re.compile(r"^(?:Exception ignored in|Error in (?:atexit|sys\.excepthook))")  # Python prints them after an error
 _INNER = re.compile(  # frames that are the same whatever the script calls
-    r"[/\\]mxnet[/\\](?:base|_ctypes|_ffi|cython|ndarray|symbol)\b|<string>|python[\d.]*[/\\](?!site-|dist-|mxnet)|packages[/\\]numpy[/\\]",
-    re.IGNORECASE,
+    r"[/\\]mxnet[/\\](?:base|_ctypes|_ffi|cython|ndarray|symbol)\b|packages[/\\]numpy[/\\]|<string>|"
+    r"lib/python[\d.]+/(?!site-|dist-|mxnet)|\\[Ll]ib\\(?!site-)"
 )
 
 
@@ -140,7 +135,7 @@ def _exact(line: str, several: bool = False) -> Dict[Entry, _Score]:
     found: Dict[Entry, _Score] = {}
     for pattern in matched:
         if not any(_is_part(pattern, other) for other in matched):
-            score = _Score(pattern.leads, sum(_weights()[word] for word in pattern.words) + 0.1 * pattern.open)
+            score = _Score(pattern.leads, sum(_weights()[word] for word in pattern.words))
             found[pattern.entry] = max(score, found.get(pattern.entry, score))
     return found
 
@@ -148,12 +143,12 @@ def _exact(line: str, several: bool = False) -> Dict[Entry, _Score]:
 def _similar(line: str) -> Dict[Entry, _Score]:
     """Return the entries whose messages share enough words with a line, with that share, 0 to 1."""
     found: Dict[Entry, _Score] = {}
-    every = _spoken(_words(_PLACE.sub(" ", line)))
+    every = _spoken(_words(line))
     words = every & _weights().keys()
     unknown = _UNKNOWN * len(every - words)
     for pattern in (pattern for patterns in _patterns().values() for pattern in patterns):
         common = pattern.spoken & words
-        if len(common) >= max(2, min(3, len(pattern.spoken))) and not all(map(_CLASS.search, common)):
+        if len(common) >= max(2, min(3, len(pattern.spoken))):
             shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
             score = _Score(pattern.leads, 2 * shared / (both + unknown + shared))
             if score.weight >= (_LEAST_SHARE if len(common) >= 4 else _LEAST_OF_FEW):
@@ -172,14 +167,12 @@ def explain_message(text: str) -> List[Answer]:
     lines = [line for line in text.splitlines() if "[bt]" not in line]
     frames, lines = [line for line in lines if _FRAME.match(line)], [line for line in lines if not _FRAME.match(line)]
     whole = " ".join(lines)
-    found: Dict[Entry, _Score] = {}
-    for entry, score in (item for line in lines for item in _exact(line).items()):
-        found[entry] = max(score, found.get(entry, score))
+    found = _exact(whole)
     best = max((score.weight for score in found.values()), default=0.0)
     for frame in _telling(frames) or [""]:  # a message over several lines, such as a frame and the error, comes first
         for entry, score in _exact(f"{frame} {whole}", several=True).items():
             found[entry] = _Score(True, best + score.weight)
-    found = found or _exact(whole) or ({} if BARE_ASSERTION.search(whole) else _similar(whole))
+    found = found or ({} if BARE_ASSERTION.search(whole) else _similar(whole))
     ranked = sorted(found, key=found.__getitem__, reverse=True)
     if not ranked or ranked[0].name == ANY_CHECK:
         name = entry_of_check(whole, " ".join(frames[-1:]))
@@ -218,7 +211,7 @@ def _messages(lines: Sequence[str]) -> Iterator[_Message]:
             little = frames and len(_spoken(_words(line))) < _SAYS_LITTLE
             text = [*map(" ".join, frames), *(frames[-1][1:] if little else []), line]
             error, inside = _Message("\n".join(text), True, at_exit), False
-        elif _ERROR.match(line) and "Check failed" not in line:  # pasted without its traceback
+        elif _ERROR.match(line):  # pasted without its traceback
             yield error
             error = _Message(line)
         elif error.text and not _IS_ERROR.search(line):
@@ -250,7 +243,7 @@ def explain_log(text: str) -> List[Answer]:
     """Return at most three answers to the messages of a log: the last errors of tracebacks first, each entry once."""
     if "(most recent call last):\\n" in text:  # a traceback in quotes, as in the results of AutoGluon's trials
         text = _PRINTED.sub(r"\1", text).replace("\\n", "\n")
-    lines = [_PREFIX.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", _BROKEN.sub(r"\1 ", text))]
+    lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", _BROKEN.sub(r"\1 ", text))]
     groups: List[List[Answer]] = [[], [], [], []]
     for message, ends, at_exit in _messages(list(_bare([line for line in lines if line and "[bt]" not in line]))):
         if ends or _IS_ERROR.search(message) or _exact(message):

@@ -22,7 +22,7 @@ _CLASS = re.compile(r"(?:error|exception|warning)$|^(?:check|failed|errno)$")
 _OPEN = re.compile(r"[^\w…¶]…\W*$")
 _WARNS = re.compile(r"\b[A-Z]?\w*Warning: ")
 _SPOKEN = re.compile(r"[a-z]{3}")
-_WORD = re.compile(r"[a-z0-9_]+|[=!<>]=?")
+_WORD = re.compile(r"(?<!\w)-\d+|[a-z0-9_]+|[=!<>]=?")
 _COLOUR = re.compile(r"(?:\x1b|#033)\[[0-9;?]*[A-Za-z]")
 _IS_ERROR = re.compile(r"(?:^|[\s.])\w*(?:Error|Exception|Warning)\b(?::|$)|Check failed|terminate called|\berror:", re.MULTILINE)
 _FRAME = re.compile(r"^\s*(?:File (?:[\"/~]|[A-Za-z]:)|\S+\.pyc?(?:\]\(\S+)? in |<ipython-\S+ in |(?:Cell|Input) In ?\[)")
@@ -208,9 +208,8 @@ def _messages(lines: Sequence[str]) -> Iterator[_Message]:
         elif inside and frames and _is_code(line, *frames[-1]):
             frames[-1][1] = frames[-1][1] if _AROUND.match(line) else line
         elif inside:
-            little = frames and len(_spoken(_words(line))) < _SAYS_LITTLE
-            text = [*map(" ".join, frames), *(frames[-1][1:] if little else []), line]
-            error, inside = _Message("\n".join(text), True, at_exit), False
+            code = f"{frames[-1][1]} " if frames and len(_spoken(_words(line))) < _SAYS_LITTLE else ""
+            error, inside = _Message("\n".join([*map(" ".join, frames), f"{code}{line}"]), True, at_exit), False
         elif _ERROR.match(line):  # pasted without its traceback
             yield error
             error = _Message(line)
@@ -247,8 +246,9 @@ def explain_log(text: str) -> List[Answer]:
     groups: List[List[Answer]] = [[], [], [], []]
     for message, ends, at_exit in _messages(list(_bare([line for line in lines if line and "[bt]" not in line]))):
         if ends or _IS_ERROR.search(message) or _exact(message):
-            begin, _, more = message.partition("\n")
-            alone = explain_message(begin) if more and not ends and _exact(begin) else []  # what follows may be another's
+            frames = sum(1 for line in message.splitlines() if _FRAME.match(line))
+            begin = "\n".join(message.splitlines()[: frames + 1])  # what follows may be another's
+            alone = explain_message(begin) if begin != message and (ends or _exact(begin)) else []
             for answer in (*explain_message(message), *alone):
                 later = answer.follows or at_exit or bool(not ends and _WARNS.search(message))
                 groups[2 * later + (not ends)].append(answer)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from functools import lru_cache
 from math import log
-from typing import Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Pattern, Sequence, Tuple
 
 from .checks import ANY_CHECK, BARE_ASSERTION, entry_of_check
 from .entries import ENTRIES, Entry
@@ -229,13 +229,18 @@ def _is_code(line: str, frame: str, code: str) -> bool:
 
 def _bare(lines: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a log without what a launcher, a logger or a mail puts before each line of a traceback."""
-    prefix = re.compile("")
-    for line, following in zip(lines, [*lines[1:], ""]):
+    prefixes: Dict[int, Pattern[str]] = {}  # from the line with this number on
+    for number, line in enumerate(lines[:-1]):
         before, begins, _ = line.partition(_BEGINS)
         if begins:
-            prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(before)))
-            prefix = prefix if prefix.match(following) else re.compile("")
-        yield prefix.sub("", line, count=1) if prefix.match(line) else line
+            before = re.sub(r"[A-Z]\w+\s\s+$", "", before)  # a notebook shows the class of the error there
+            prefix = re.compile(re.sub(r"\d+", r"\\d+", f"{re.escape(before)}|{re.escape(before.rstrip())}$"))
+            prefixes[number] = prefix if prefix.match(lines[number + 1]) else re.compile("")
+    prefix = next(iter(prefixes.values()), re.compile(""))
+    for number, line in enumerate(lines):
+        prefix = prefixes.get(number, prefix)
+        found = prefix.match(line)
+        yield line[found.end() :] if found else line
 
 
 def explain_log(text: str) -> List[Answer]:
@@ -244,7 +249,8 @@ def explain_log(text: str) -> List[Answer]:
         text = _PRINTED.sub(r"\1", text).replace("\\n", "\n")
     lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", _BROKEN.sub(r"\1 ", text))]
     groups: List[List[Answer]] = [[], [], [], []]
-    for message, ends, at_exit in _messages(list(_bare([line for line in lines if line and "[bt]" not in line]))):
+    lines = [line for line in _bare([line for line in lines if line and "[bt]" not in line]) if line]
+    for message, ends, at_exit in _messages(lines):
         if ends or _IS_ERROR.search(message) or _exact(message):
             frames = sum(1 for line in message.splitlines() if _FRAME.match(line))
             begin = "\n".join(message.splitlines()[: frames + 1])  # what follows may be another's

@@ -243,11 +243,19 @@ def _bare(lines: Sequence[str]) -> Iterator[str]:
         yield line[found.end() :] if found else line
 
 
+def _unwrapped(text: str) -> str:
+    """Return a log without the breaks that a terminal put into its long lines: several are then as long as the longest."""
+    lengths = [len(line) for line in text.split("\n")]
+    width = max(lengths)
+    return re.sub(rf"(?m)^(.{{{width}}})\n", r"\1", text) if width >= 60 and lengths.count(width) > 2 else text
+
+
 def explain_log(text: str) -> List[Answer]:
     """Return at most three answers to the messages of a log: the last errors of tracebacks first, each entry once."""
     if "(most recent call last):\\n" in text:  # a traceback in quotes, as in the results of AutoGluon's trials
         text = _PRINTED.sub(r"\1", text).replace("\\n", "\n")
-    lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"\r\n|\r|\n", _BROKEN.sub(r"\1 ", text))]
+    text = _unwrapped(re.sub(r"\r\n|\r", "\n", _COLOUR.sub("", text)))
+    lines = [line.rstrip() for line in _BROKEN.sub(r"\1 ", text).split("\n")]
     groups: List[List[Answer]] = [[], [], [], []]
     lines = [line for line in _bare([line for line in lines if line and "[bt]" not in line]) if line]
     for message, ends, at_exit in _messages(lines):

@@ -263,9 +263,11 @@ def explain_log(text: str) -> List[Answer]:
             frames = sum(1 for line in message.splitlines() if _FRAME.match(line))
             begin = "\n".join(message.splitlines()[: frames + 1])  # what follows may be another's
             alone = explain_message(begin) if begin != message and (ends or _exact(begin)) else []
+            warning = not ends and bool(_WARNS.search(message))
             for answer in (*explain_message(message), *alone):
-                later = answer.follows or at_exit or bool(not ends and _WARNS.search(message))
-                groups[2 * later + (not ends)].append(answer)
+                later = answer.follows or at_exit or warning
+                notice = warning or answer.entry.follows.issuperset(answer.entry.messages)
+                groups[2 * later + (not ends and (notice or not later))].append(answer)
     first: Dict[str, Answer] = {}
     for answer in (answer for group in groups for answer in group):
         first.setdefault(answer.entry.name, answer)

@@ -205,6 +205,13 @@ def test_what_nothing_fits_exits_with_1_and_names_the_doctor(arguments, options)
     assert "gluon-mgpu doctor" in result.output and "docs/troubleshooting.md" in result.output
 
 
+def test_the_name_of_a_file_gets_the_command_that_reads_it(tmp_path):
+    path = tmp_path / "train log.txt"
+    path.write_text("all is well")
+    result = explain(str(path))
+    assert result.exit_code == 1 and f"gluon-mgpu explain - < '{path}'" in result.output
+
+
 def test_explain_works_where_mxnet_does_not(tmp_path):
     (tmp_path / "mxnet.py").write_text("raise OSError('libcudart.so.11.0: cannot open')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "LC_ALL": "C.UTF-8"}

@@ -267,3 +267,104 @@ def test_at_most_three_entries_answer_a_log():
     messages = ["Too many open files", "Address already in use", "Segmentation fault: 11", "No space left on device", "Bus error"]
     assert len(explain_log("\n".join(f"OSError: {message}" for message in messages))) == 3
     assert explain_log("INFO:root:Epoch[0] Batch [20] Speed: 33.7 samples/sec\n" * 1000) == []
+
+
+ITERATION = TRACEBACK.format(FORWARD[0].format("AttributeError: 'NoneType' object has no attribute 'data'"))
+AT_EXIT = """Exception ignored in: <object repr() failed>
+Traceback (most recent call last):
+  File "/usr/lib/python3.6/site-packages/mxnet/_ctypes/ndarray.py", line 51, in __del__
+AttributeError: 'NoneType' object has no attribute 'MXNDArrayFree'
+"""
+
+
+@pytest.mark.parametrize("before", [ITERATION, "Too many open files\n", "OSError: [Errno 24] Too many open files\n"])
+@pytest.mark.parametrize(
+    "after",
+    [
+        AT_EXIT,
+        AT_EXIT.replace("Exception ignored in: <object repr() failed>", "Error in atexit._run_exitfuncs:"),
+        "terminate called without an active exception\nAborted (core dumped)\n",
+        "UserWarning: semaphore_tracker: There appear to be 2 leaked semaphores to clean up at shutdown\n",
+    ],
+    ids=["del", "atexit", "terminate", "semaphores"],
+)
+def test_what_python_prints_while_it_ends_comes_after_an_error(before, after):
+    assert explain_log(before + after)[0].entry.name == explain_log(before)[0].entry.name
+
+
+def test_an_error_at_exit_alone_is_one():
+    assert explain_log(AT_EXIT)[0].entry.name == "error-at-exit"
+
+
+@pytest.mark.parametrize(
+    "notice", ["src/base.cc:51: Upgrade advisory: this mxnet has been built against cuDNN lib version 7501\n"]
+)
+def test_a_notice_comes_after_an_error_that_follows_it(notice):
+    assert [answer.entry.name for answer in explain_log(f"{notice}Too many open files\n")][0] == "too-many-open-files"
+    assert explain_log(notice)[0].entry.name == "upgrade-advisory"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "> ",
+        "> > ",
+        "    ",
+        "[1,0]<stderr>:",
+        "2: ",
+        "worker-{}: ",
+        "2020-07-27T10:01:02.{}Z ",
+        "W-{}-model a.b.Worker - ",
+        "#033[34m",
+    ],
+)
+@pytest.mark.parametrize("frame", FORWARD, ids=["python", "ipython", "colab"])
+@pytest.mark.parametrize("head", ["", "AttributeError                            "])
+def test_what_stands_before_each_line_of_a_traceback_is_left_out(prefix, frame, head):
+    log = frame.format("AttributeError: 'NoneType' object has no attribute 'data'\n\n" + AT_EXIT)
+    lines = f"Epoch 1\n{head}Traceback (most recent call last):\n{log}".split("\n")
+    log = "\n".join(prefix.format(100 + number) + line for number, line in enumerate(lines))
+    assert explain_log(log)[0].entry.name == "no-detection"
+
+
+def test_a_traceback_without_indentation_is_read():
+    assert explain_log("\n".join(line.strip() for line in ITERATION.split("\n")))[0].entry.name == "no-detection"
+
+
+@pytest.mark.parametrize("width", [70, 80])
+def test_lines_that_a_terminal_broke_are_joined(width):
+    log = TRACEBACK.format("MXNetError: src/engine/engine.cc:1: " + "x" * 150 + " 'NoneType' object has no attribute 'data'\n")
+    log = FORWARD[0].format(log.split("\n")[-2])
+    broken = "\n".join(line[i : i + width] for line in log.split("\n") for i in range(0, len(line) or 1, width))
+    assert explain_log(broken)[0].entry.name == explain_log(log)[0].entry.name == "no-detection"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        '  File "<string>", line 55, in take\n  File "/src/python/mxnet/_ctypes/ndarray.py", line 92, in _imperative_invoke\n',
+        '  File "/lib/python3.9/site-packages/mxnet/base.py", line 253, in check_call\n    raise MXNetError(text)\n',
+        '  File "/lib/python3.9/site-packages/numpy/core/fromnumeric.py", line 90, in f\n    return ufunc.reduce(obj)\n',
+        '  File "/usr/lib/python3.9/json/decoder.py", line 357, in raw_decode\n    obj, end = self.scan_once(s, idx)\n',
+        '  File "C:\\Python39\\lib\\json\\decoder.py", line 357, in raw_decode\n',
+    ],
+    ids=["operator", "check_call", "numpy", "python", "windows"],
+)
+def test_frames_of_python_and_of_operators_do_not_hide_the_one_that_tells(frames):
+    telling = '  File "/lib/python3.9/site-packages/gluonts/transform/split.py", line 5, in f\n    entry[name]\n'
+    log = TRACEBACK.format(telling + frames + "KeyError: 'target'\n")
+    assert explain_log(log)[0].entry.name == "gluonts-features" != explain_log(log.replace("gluonts", "shop"))[0].entry.name
+
+
+def test_a_line_below_an_error_does_not_hide_it():
+    log = TRACEBACK.format("ValueError: the order of the input tensors is not acceptable: expected a batch of NDArrays\n")
+    name = explain_log(log)[0].entry.name
+    log += "Primary job  terminated normally, but 1 process returned\na non-zero exit code. Per user-direction, the job has been "
+    log += "aborted.\n"
+    assert [answer.entry.name for answer in explain_log(log)] == [name, "horovod-shut-down"]
+
+
+@pytest.mark.parametrize("end", ["terminate called without an active exception", "Aborted (core dumped)", AT_EXIT])
+def test_the_end_of_a_program_says_more_than_a_notice(end):
+    notice = "src/nnvm/legacy_json_util.cc:190: Loading symbol saved by previous version v0.11.0. Attempting to upgrade...\n"
+    assert explain_log(notice + end)[0].entry.name == explain_log(end)[0].entry.name != "symbol-of-another-version"

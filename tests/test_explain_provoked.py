@@ -156,7 +156,7 @@ def metric(tmp_path):
     mx.metric.Accuracy().update([nd.ones((2,))], [nd.ones((3, 2))])
 
 
-@provokes("shapes-unknown")
+@provokes("module-inputs")
 def bind(tmp_path):
     mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3).bind(mx.cpu(), {"data": nd.ones((1, 2))})
 
@@ -629,6 +629,100 @@ def shape_as_a_function(tmp_path):
 def ours_no_pairs(tmp_path):
     net = dense()
     mgpu.fit(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), [nd.ones((4, 2))], epochs=1)
+
+
+@provokes("parameter-shape-differs")
+def channels_of_another_layer(tmp_path):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, 3), nn.BatchNorm(in_channels=32))
+    net.initialize()
+    net.hybridize()
+    forward(net, 1, 3, 8, 8)
+
+
+@provokes("argument-value")
+def loader_without_a_batch_size(tmp_path):
+    gluon.data.DataLoader([1, 2, 3])
+
+
+@provokes("generator-not-list")
+def index_of_a_loader(tmp_path):
+    gluon.data.DataLoader([1, 2, 3], batch_size=2)[0]
+
+
+@provokes("input-not-ndarray")
+def function_that_returns_numpy(tmp_path):
+    class Twice(autograd.Function):
+        def forward(self, x):
+            return 2 * x.asnumpy()
+
+    x = nd.ones(3)
+    x.attach_grad()
+    with autograd.record():
+        Twice()(x)
+
+
+@provokes("module-inputs")
+def two_layers_of_one_name(tmp_path):
+    inner = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
+    mx.sym.FullyConnected(inner, num_hidden=4, name="fc").simple_bind(mx.cpu(), data=(2, 3))
+
+
+@provokes("list-instead-of-array")
+def number_as_a_label(tmp_path):
+    gluon.loss.SigmoidBCELoss()(nd.ones((4, 1)), 1)
+
+
+@provokes("not-a-scalar")
+def float_of_an_np_array(tmp_path):
+    float(mx.np.ones((4,)))
+
+
+@provokes("npx-function")
+def function_that_np_lacks(tmp_path):
+    mx.np.fromfunction(lambda i: i, (3,))
+
+
+@provokes("tensor-too-large")
+def negative_size(tmp_path):
+    nd.zeros((-3, 2))
+
+
+@provokes("deferred-initialization")
+def product_with_a_weight_of_unknown_size(tmp_path):
+    class Layer(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.params.get("weight", shape=(4, 0), allow_deferred_init=True)
+
+        def hybrid_forward(self, F, x, weight):
+            return F.dot(x, weight, transpose_b=True)
+
+    layer = Layer()
+    layer.initialize()
+    forward(layer, 2, 3)
+
+
+@provokes("learning-rate-schedule")
+def schedule_by_name(tmp_path):
+    gluon.Trainer(dense().collect_params(), "sgd", {"lr_scheduler": "cosine", "learning_rate": 0.1})
+
+
+@provokes("dtype-not-supported")
+def integers_in_dense(tmp_path):
+    net = dense()
+    net.cast("int8")
+    forward(net, 1, 2, dtype="int8")
+
+
+@provokes("ours-split")
+def ours_fewer_labels(tmp_path):
+    mgpu.data.ArrayLoader(np.ones((4, 2)), np.ones(3), batch_size=2)
+
+
+@provokes("ours-arguments")
+def ours_history_by_name(tmp_path):
+    mgpu.History()["test_accuracy"]
 
 
 @pytest.mark.filterwarnings("ignore")  # those of MXNet that precede an error

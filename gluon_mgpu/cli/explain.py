@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from typing import Optional, Sequence
 
@@ -18,6 +19,10 @@ _NOTE = {"en": "note", "ko": "참고 사항"}
 _NOTHING = {
     "en": "No entry fits. gluon-mgpu doctor checks this machine; docs/troubleshooting.md lists symptoms.",
     "ko": "맞는 항목이 없습니다. gluon-mgpu doctor로 이 컴퓨터를 점검하고, docs/troubleshooting.md에서 증상을 찾아보세요.",
+}
+_FILE = {
+    "en": "This is a file. To explain a log, run: gluon-mgpu explain - < {}",
+    "ko": "파일 이름입니다. 로그의 오류를 설명하려면 다음을 실행하세요: gluon-mgpu explain - < {}",
 }
 
 
@@ -40,7 +45,7 @@ def explain(message: Sequence[str], lang: Optional[str]) -> None:
         if system and not number:
             click.echo(f"  {_NOTE[language]}: {system.note_ko if language == 'ko' else system.note}")
     if not found:
-        click.echo(_NOTHING[language], err=True)
+        click.echo(_FILE[language].format(shlex.quote(text)) if os.path.isfile(text) else _NOTHING[language], err=True)
         sys.exit(1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Tuple
+from typing import Dict, FrozenSet, Iterator, List, NamedTuple, Tuple
 
 
 class Entry(NamedTuple):
@@ -18,7 +18,7 @@ class Entry(NamedTuple):
     fix_ko: str
     link: str  # a section of docs/
     source: str = ""  # the file that raises it
-    follows: bool = False  # such messages often follow from another error of the same log
+    follows: FrozenSet[str] = frozenset()  # messages that are notices, or often follow from another error of the same log
 
 
 def _entries(lines: List[str]) -> Iterator[Entry]:
@@ -26,9 +26,10 @@ def _entries(lines: List[str]) -> Iterator[Entry]:
     starts = [number for number, line in enumerate(lines) if line.startswith("[")]
     for start, end in zip(starts, [*starts[1:], len(lines)]):
         block = [line for line in lines[start + 1 : end] if line]
-        messages = tuple(line[2:] for line in block if line.startswith("- "))
-        fields: Dict[str, str] = dict(line.split(": ", 1) for line in block if not line.startswith("- "))
-        follows = fields.pop("follows", "no") == "yes"
+        fields: Dict[str, str] = dict(line.split(": ", 1) for line in block if line[:2] not in ("- ", "~ "))
+        every = fields.pop("follows", "no") == "yes"
+        messages = tuple(line[2:] for line in block if line[:2] in ("- ", "~ "))
+        follows = frozenset(line[2:] for line in block if line[:2] == "~ " or (every and line[:2] == "- "))
         yield Entry(name=lines[start][1:-1], messages=messages, follows=follows, **fields)
 
 

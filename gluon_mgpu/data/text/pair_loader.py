@@ -92,7 +92,7 @@ class PairLoader:
         if len(source) != len(target) or not len(source):
             raise DataError(
                 f"PairLoader: got {len(source)} source and {len(target)} target sentences; expected as many of each, 1 or more. "
-                "Check the files."
+                "Pass one target sentence per source sentence."
             )
         whole_number("PairLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
         whole_number("PairLoader", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)

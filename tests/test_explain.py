@@ -172,6 +172,11 @@ def test_the_command_explains_a_message():
     assert entry.fix in explain(entry.name).output
 
 
+def test_the_answer_shows_the_message_that_fits():
+    shown = explain("OSError: libgfortran.so.3: cannot open shared object file").output.splitlines()[1]
+    assert shown == "  message: libgfortran.so.…: cannot open shared object file"
+
+
 @pytest.mark.parametrize(
     "arguments, environment, korean",
     [

@@ -9,7 +9,7 @@ from typing import Optional, Sequence
 
 import click
 
-from ..explain import ENTRIES, Answer, Entry, explain_log, explain_message, system_note
+from ..explain import ENTRIES, Answer, explain_log, explain_message, system_note
 
 _LABELS = {
     "en": ("message", "cause", "what to do", "see", "also close"),
@@ -40,7 +40,7 @@ def explain(message: Sequence[str], lang: Optional[str]) -> None:
     found = named or (explain_message(text) if log is None else explain_log(log))
     language = lang or _language()
     for number, answer in enumerate(found):
-        click.echo(("\n" if number else "") + _as_text(answer.entry, answer.others if len(found) == 1 else (), language))
+        click.echo(("\n" if number else "") + _as_text(answer if len(found) == 1 else answer._replace(others=()), language))
         system = system_note(text if log is None else log, answer.entry)
         if system and not number:
             click.echo(f"  {_NOTE[language]}: {system.note_ko if language == 'ko' else system.note}")
@@ -54,11 +54,12 @@ def _language() -> str:
     return "ko" if locale.startswith("ko") else "en"
 
 
-def _as_text(entry: Entry, others: Sequence[str], language: str) -> str:
+def _as_text(answer: Answer, language: str) -> str:
     message, cause, fix, see, close = _LABELS[language]
+    entry, others, shown = answer.entry, answer.others, answer.message or answer.entry.messages[0]
     lines = [
         entry.name,
-        f"  {message}: {entry.messages[0]}" + (f" ({entry.source})" if entry.source else ""),
+        f"  {message}: {shown}" + (f" ({entry.source})" if entry.source and shown == entry.messages[0] else ""),
         f"  {cause}: {entry.cause_ko if language == 'ko' else entry.cause}",
         f"  {fix}: {entry.fix_ko if language == 'ko' else entry.fix}",
         f"  {see}: docs/{entry.link}",

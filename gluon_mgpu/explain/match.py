@@ -35,6 +35,7 @@ class Answer(NamedTuple):
     entry: Entry
     others: Tuple[str, ...]
     follows: bool = False  # whether such a message often follows from another error
+    message: str = ""  # that of the entry which fits; "" if none of them is in the text
 
 
 class _Score(NamedTuple):
@@ -42,10 +43,12 @@ class _Score(NamedTuple):
 
     leads: bool  # not by a message that often follows from another error
     weight: float
+    message: str = ""  # of the entry
 
 
 class _Pattern(NamedTuple):
     entry: Entry
+    message: str
     fragments: Tuple[str, ...]  # the words between what varies, with a space around each
     words: Tuple[str, ...]
     spoken: FrozenSet[str]  # those that are no sign, number or short word
@@ -86,6 +89,7 @@ def _patterns() -> Dict[str, List[_Pattern]]:
             words = tuple(_words(message))
             pattern = _Pattern(
                 entry,
+                message,
                 tuple(part for part in fragments if part.strip()),
                 words,
                 _spoken(words),
@@ -121,7 +125,7 @@ def _exact(line: str, several: bool = False) -> Dict[Entry, _Score]:
     found: Dict[Entry, _Score] = {}
     for pattern in matched:
         if not any(_is_part(pattern, other) for other in matched):
-            score = _Score(pattern.leads, sum(_weights()[word] for word in pattern.words))
+            score = _Score(pattern.leads, sum(_weights()[word] for word in pattern.words), pattern.message)
             found[pattern.entry] = max(score, found.get(pattern.entry, score))
     return found
 
@@ -136,7 +140,7 @@ def _similar(line: str) -> Dict[Entry, _Score]:
         common = pattern.spoken & words
         if len(common) >= max(2, min(3, len(pattern.spoken))):
             shared, both = (sum(map(_weights().__getitem__, group)) for group in (common, pattern.spoken | words))
-            score = _Score(pattern.leads, 2 * shared / (both + unknown + shared))
+            score = _Score(pattern.leads, 2 * shared / (both + unknown + shared), pattern.message)
             if score.weight >= (_LEAST_SHARE if len(common) >= 4 else _LEAST_OF_FEW):
                 found[pattern.entry] = max(score, found.get(pattern.entry, score))
     return found
@@ -157,15 +161,15 @@ def explain_message(text: str) -> List[Answer]:
     best = max((score.weight for score in found.values()), default=0.0)
     for frame in _telling(frames) or [""]:  # a message over several lines, such as a frame and the error, comes first
         for entry, score in _exact(f"{frame} {whole}", several=True).items():
-            found[entry] = _Score(True, best + score.weight)
+            found[entry] = score._replace(leads=True, weight=best + score.weight)
     found = found or ({} if BARE_ASSERTION.search(whole) else _similar(whole))
-    ranked = sorted(found, key=found.__getitem__, reverse=True)
+    ranked = sorted(found, key=lambda entry: found[entry][:2], reverse=True)
     if not ranked or ranked[0].name == ANY_CHECK:
         name = entry_of_check(whole, " ".join(frames[-1:]))
         ranked = [*(entry for entry in ENTRIES if entry.name == name), *ranked]
         found = {**{entry: _Score(not entry.follows, 0.0) for entry in ranked[:1]}, **found}
     close = [entry.name for entry in ranked[1:_AT_MOST] if found[entry].weight >= _CLOSE * found[ranked[0]].weight]
-    return [Answer(ranked[0], tuple(close), not found[ranked[0]].leads)] if ranked else []
+    return [Answer(ranked[0], tuple(close), not found[ranked[0]].leads, found[ranked[0]].message)] if ranked else []
 
 
 def is_known(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,25 @@ def test_pairs_of_manuals_are_sentences_of_the_same_place(tmp_path):
         ("Then close them all.", "그리고 모두 닫습니다."),
         ("Draw a line & fill the circle", "선을 긋고 원을 채웁니다"),
     ]
+
+
+def test_pairs_of_catalogues_are_finished_translations(tmp_path):
+    def message(english, korean, more=""):
+        return f'{more}\nmsgid "{english}"\nmsgstr "{korean}"\n'
+
+    catalogue = [
+        message("", "Content-Type: text/plain; charset=UTF-8\\n"),
+        message("Open <b>all</b> the files.", "모든 파일을 <b>엽니다</b>."),
+        message("Close all of them.", "모두 닫습니다.", "#, fuzzy"),
+        message("Not translated in this file", ""),
+        message("Too short", "너무 짧습니다"),
+    ]
+    with zipfile.ZipFile(tmp_path / "a-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("a/locale/ko/LC_MESSAGES/django.po", "\n".join(catalogue))
+        wheel.writestr("a/locale/ko/LC_MESSAGES/django.mo", b"not read: the .po file is there")
+        wheel.writestr("a/locale/de/LC_MESSAGES/django.po", "not read")
+    script = runpy.run_path(str(SCRIPTS / "catalogue_pairs.py"))
+    assert script["pairs"](tmp_path) == {"Open all the files.": "모든 파일을 엽니다 ."}
 
 
 def test_learning_curves_are_drawn(tmp_path):

@@ -56,7 +56,8 @@ def _language() -> str:
 
 def _as_text(answer: Answer, language: str) -> str:
     message, cause, fix, see, close = _LABELS[language]
-    entry, others, shown = answer.entry, answer.others, answer.message or answer.entry.messages[0]
+    entry, others = answer.entry, answer.others
+    shown = (answer.message or entry.messages[0]).replace("¶", "…")  # which may stand for line breaks
     lines = [
         entry.name,
         f"  {message}: {shown}" + (f" ({entry.source})" if entry.source and shown == entry.messages[0] else ""),

@@ -41,8 +41,8 @@ def explain(message: Sequence[str], lang: Optional[str]) -> None:
     language = lang or _language()
     for number, answer in enumerate(found):
         click.echo(("\n" if number else "") + _as_text(answer if len(found) == 1 else answer._replace(others=()), language))
-        system = system_note(text if log is None else log, answer.entry)
-        if system and not number:
+        system = None if number else system_note(text if log is None else log, answer.entry)
+        if system:
             click.echo(f"  {_NOTE[language]}: {system.note_ko if language == 'ko' else system.note}")
     if not found:
         click.echo(_FILE[language].format(shlex.quote(text)) if os.path.isfile(text) else _NOTHING[language], err=True)

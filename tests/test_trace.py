@@ -297,7 +297,7 @@ def test_markers_on_contexts_that_the_profiler_cannot_record():
 
 def test_the_figure_shows_every_lane(tmp_path):
     trace = mgpu.Trace(tmp_path / "trace.json", warm_up=2, steps=4)
-    train(trace, [mx.cpu(0), mx.cpu(1)])
+    train(trace, [mx.cpu(0), mx.cpu(1)], batches=8, sleep_s=0.1)  # the devices sum while the host waits
     axes = plot_trace(trace.path, steps=2).axes[0]
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels[0] == "host" and {"cpu(0)", "cpu(1)", "cpu(0): sums, updates", "cpu(1): sums, updates"} <= set(labels)

@@ -1,6 +1,6 @@
 """python -m gluon_mgpu: the command gluon-mgpu."""
 
-from gluon_mgpu_startup.command import main
+from .cli.main import run
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import reprlib
 import sys
-import warnings
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -133,7 +132,7 @@ def path_of(operation: str, name: str, value: Any, *, error: Type[Exception] = T
     gluon_mgpu.errors.TrainerError: save_checkpoint: got folder=None; expected a path. Pass a str or a pathlib.Path.
     """
     try:
-        if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
+        if not isinstance(value, (str, os.PathLike)) or not value or b"\0" in os.fsencode(value):
             raise ValueError
         return Path(value)
     except (TypeError, ValueError):  # a PathLike of bytes, or characters that file names cannot hold
@@ -145,9 +144,9 @@ def flag(operation: str, name: str, value: Any, *, error: Type[Exception] = Trai
 
     Examples
     --------
-    >>> flag("Trainer", "static_graph", "no")
+    >>> flag("Trainer", "sharded_data", "no")
     Traceback (most recent call last):
-    gluon_mgpu.errors.TrainerError: Trainer: got static_graph='no'; expected True or False. Pass one of them.
+    gluon_mgpu.errors.TrainerError: Trainer: got sharded_data='no'; expected True or False. Pass one of them.
     """
     if not isinstance(value, (bool, Integral)) and type(value).__name__ not in ("bool_", "bool"):
         raise error(f"{operation}: got {_named(name, value)}; expected True or False. Pass one of them.")
@@ -167,25 +166,6 @@ def instance(
     """
     if not isinstance(value, kind):
         raise error(f"{operation}: got {_named(name, value)}; expected {what}. {advice}")
-
-
-def renamed_argument(operation: str, old: str, value: Any, new: str, new_value: Any) -> Any:
-    """Return the value of an argument that has a new name; None if neither was passed. The old name is deprecated.
-
-    Call it from the public function itself, so that the warning names the caller's line.
-
-    Raises
-    ------
-    TrainerError
-        Both names were passed.
-    """
-    if value is None:
-        return new_value
-    if new_value is not None:
-        raise TrainerError(f"{operation}: got {old}= and {new}=; expected one of them. Pass {new}=, the new name.")
-    message = f"{operation}: {old}= is deprecated, and will be removed in the next release. Pass {new}= instead."
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return value
 
 
 @contextmanager
@@ -268,8 +248,6 @@ class _Short(reprlib.Repr):
                 return f"{kind} of shape {tuple(x.shape)} and dtype {getattr(x.dtype, '__name__', x.dtype)}"
             if callable(x) and hasattr(x, "__name__"):
                 return f"the function {x.__name__}"
-            if isinstance(x, int) and abs(x) >= 10**60:  # Python refuses to print thousands of digits
-                return f"a number of {x.bit_length()} bits"
             text = super().repr1(x, level)
         except Exception:  # any error of the value's own code
             return f"an object of type {kind}"

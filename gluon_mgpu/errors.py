@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 _LONGEST = 600  # characters of a message: a longer one loses its middle
 
@@ -48,6 +48,17 @@ class NestedError(ShardError, TypeError):
 
 class TrainerError(_OneLineError, ValueError):
     """A Trainer got an argument that it cannot train with, or its methods were called in the wrong order."""
+
+
+class ModesError(TrainerError):
+    """Two modes exclude each other: `modes` names them as docs/limitations.md does."""
+
+    def __init__(self, message: str, modes: Tuple[str, str]) -> None:
+        super().__init__(message)
+        self.modes = modes
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.modes)
 
 
 class StaleGradientError(_OneLineError, UserWarning):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import numbers
+import warnings
 from collections.abc import Mapping  # typing's is ten times slower to ask
 from typing import Any, Callable, Iterator, List, Tuple
 
@@ -120,3 +121,13 @@ def _is_numeric(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_is_numeric(item) for item in value)
     return isinstance(value, (numbers.Number, np.generic))
+
+
+def host_array(data: Any) -> np.ndarray:
+    """Return nested numbers as a NumPy array; rows of unequal length raise ValueError, of which NumPy before 1.24 only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", np.VisibleDeprecationWarning)
+        try:
+            return np.asarray(data)
+        except np.VisibleDeprecationWarning as warning:
+            raise ValueError(str(warning)) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Sequence, Tuple, Union
 
 from .checks import whole_number
 from .errors import TrainerError
@@ -37,11 +37,11 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
     Parameters
     ----------
     rows : sequence of dict
-        One per epoch, with `epoch`, and `train_...` and `test_...` columns.
+        One per epoch, with `epoch`, and `train_...`, `test_...` and `valid_...` columns.
     """
     charts: Dict[str, List[Tuple[str, Sequence[float], Sequence[float]]]] = {"loss": []}
     for name in rows[0] if rows else {}:
-        if name.startswith(("train_", "test_")):
+        if name.startswith(("train_", "test_", "valid_")):
             epochs = [row["epoch"] for row in rows if name in row]
             label, values = _labelled(name, [row[name] for row in rows if name in row])
             charts.setdefault(label, []).append((name, epochs, values))
@@ -67,115 +67,6 @@ def _labelled(name: str, values: Sequence[float]) -> Tuple[str, Sequence[float]]
     if name.endswith(("_bleu", "_chrf")):
         return "score, 0 to 100", values
     return ("other metrics", values) if None in percents else ("%", percents)  # type: ignore[return-value]
-
-
-def plot_bars(groups: Dict[str, Dict[str, float]], ylabels: Sequence[str]) -> Any:
-    """Return a figure of bars, one chart per group; labels that differ only in a final number share a colour.
-
-    Parameters
-    ----------
-    groups : dict of title -> dict of label -> value
-    ylabels : sequence of str
-        One per group: the quantity and its unit.
-    """
-    made = figure(3.4 * len(groups), 4)
-    charts = zip(made.subplots(1, len(groups), squeeze=False)[0], groups.items(), ylabels)
-    for axes, (title, bars), ylabel in charts:
-        kinds = list(dict.fromkeys(_kind_of_bar(label) for label in bars))
-        colors = [f"C{kinds.index(_kind_of_bar(label)) % 10}" for label in bars]
-        axes.bar(range(len(bars)), list(bars.values()), color=colors)
-        axes.set_xticks(range(len(bars)))
-        axes.set_xticklabels(list(bars), rotation=20 if len(bars) < 4 else 60, ha="right", fontsize=8)
-        axes.set_axisbelow(True)
-        axes.set(title=title, ylabel=ylabel)
-        axes.grid(axis="y", alpha=0.3)
-    made.tight_layout()
-    return made
-
-
-def _kind_of_bar(label: str) -> str:
-    """Return what gives a bar its colour: `cpu(0)` of `cpu(0) 1024`, or its whole label."""
-    device, _, size = label.rpartition(" ")
-    return device if size.isdigit() else label
-
-
-def plot_batch_sizes(
-    rates: Sequence[Tuple[float, float, float, float]],
-    memory: Sequence[Tuple[float, float, bool]],
-    *,
-    limit_gib: float,
-    recommended: float,
-) -> Any:
-    """Return a figure of batch sizes: examples/s with their ranges on the left, memory and its limit on the right.
-
-    Parameters
-    ----------
-    rates : sequence of (batch size, median, low, high)
-        For the batches that fit.
-    memory : sequence of (batch size, GiB, whether it fits)
-    limit_gib : float
-    recommended : float
-        The batch size to mark.
-    """
-    made = figure(10, 4)
-    left, right = made.subplots(1, 2)
-    sizes, medians, lows, highs = zip(*sorted(rates))
-    below_above = [[m - low for m, low in zip(medians, lows)], [high - m for m, high in zip(medians, highs)]]
-    left.errorbar(sizes, medians, below_above, marker=".", capsize=3)
-    left.axvline(recommended, linestyle=":", color="tab:green", label=f"recommended: {recommended:g}")
-    left.set(xlabel="batch size", ylabel="examples/s", title="speed: median and range", ylim=(0, 1.1 * max(highs)))
-    for fits, marker, color, label in ((True, ".", "tab:blue", "fits"), (False, "x", "tab:red", "does not fit")):
-        points = sorted((size, gib) for size, gib, does in memory if does is fits)
-        if points:
-            right.plot(*zip(*points), marker=marker, color=color, linestyle="-" if fits else "", label=label)
-    right.axhline(limit_gib, linestyle="--", color="gray", label="limit")
-    right.set(xlabel="batch size", ylabel="GiB", title="memory")
-    right.set_ylim(0, 1.1 * max(limit_gib, *(gib for _, gib, _ in memory)))
-    places = sorted(size for size, _, _ in memory)
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xlim(places[0] / 1.3, places[-1] * 1.3)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    made.tight_layout()
-    return made
-
-
-def plot_trials(trials: Sequence[Tuple[Dict[str, Any], Optional[float], bool]], kinds: Dict[str, str], metric: str) -> Any:
-    """Return a figure of a search: the metric of each trial against each hyper-parameter; the best trial is a star.
-
-    Parameters
-    ----------
-    trials : sequence of (hyper-parameters, value, whether it is the best)
-        Trials without a value are left out.
-    kinds : dict of name -> "log", "uniform", "int" or "choice"
-    metric : str
-    """
-    shown = sorted((trial for trial in trials if trial[1] is not None), key=lambda trial: trial[2])  # the best one on top
-    columns = min(3, len(kinds))
-    rows = -(-len(kinds) // columns)
-    made = figure(4 * columns, 3.4 * rows)
-    charts = made.subplots(rows, columns, squeeze=False).flat
-    for (name, kind), axes in zip(kinds.items(), charts):
-        choices = sorted({options[name] for options, _, _ in shown}, key=lambda one: (isinstance(one, str), one))
-        for options, value, is_best in shown:
-            place = choices.index(options[name]) if kind == "choice" else options[name]
-            percent = in_percent(metric, value)  # type: ignore[arg-type]  # None was left out
-            style = {"marker": "*", "s": 160, "color": "tab:orange"} if is_best else {"marker": "o", "s": 24, "color": "tab:blue"}
-            axes.scatter([place], [value if percent is None else percent], alpha=0.8, linewidth=0, **style)
-        if kind == "choice":
-            axes.set_xticks(range(len(choices)))
-            axes.set_xticklabels([str(one) for one in choices])
-            axes.set_xlim(-0.5, len(choices) - 0.5)
-        elif kind == "log":
-            axes.set_xscale("log")
-        axes.set(xlabel=name, ylabel=f"{column_title(metric)}{', %' if metric.endswith(('accuracy', 'exact_match')) else ''}")
-        axes.grid(alpha=0.3)
-    for axes in charts:  # the rest of the last row
-        axes.set_axis_off()
-    made.tight_layout()
-    return made
 
 
 def plot_trace(path: Union[str, Path], *, steps: int = 3) -> Any:
@@ -259,15 +150,10 @@ def plot_schedule(path: Union[str, Path], *, step: int = 0) -> Any:
     """
     step = whole_number("plot_schedule", "step", step, low=0, advice="0 is the first batch of the trace.")
     lanes, batches = _read_tasks(path)
-    if not batches:
-        raise TrainerError(
-            f"plot_schedule: got {path}, a trace without tasks; expected a trace of a Pipeline. Call fit(pipeline, ..., "
-            "trace='trace.json'), or plot_trace for other networks."
-        )
     if step >= len(batches):
         raise TrainerError(
-            f"plot_schedule: got step={step} of a trace of {len(batches)} batches; expected at most {len(batches) - 1}. Trace "
-            "more steps: Trace(path, steps=20)."
+            f"plot_schedule: got step={step} of {path}, which has tasks of {len(batches)} batches; expected one of a Pipeline "
+            "with more steps. Call fit(pipeline, ..., trace=Trace(path, steps=20)), or plot_trace for other networks."
         )
     tasks = batches[step]
     begin, end = tasks[0].begin, max(task.end for task in tasks)

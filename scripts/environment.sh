@@ -2,6 +2,7 @@
 # A second call reuses .venv. PYTHON=/path/to/python chooses the Python; .venv can be deleted at any time.
 
 set -eu
+venv=.venv
 cd "$(dirname "$0")/.."
 
 if [ "$(uname -s) $(uname -m)" != "Linux x86_64" ]; then
@@ -34,15 +35,15 @@ find_python() {
 }
 
 make_venv() { # $1: python
-    rm -rf .venv
+    rm -rf "$venv"
     # Where ensurepip is missing (Debian without python3-venv), the pip of the system fills an environment that has none.
-    if ! "$1" -m venv .venv >/dev/null 2>&1; then
-        rm -rf .venv
-        "$1" -m venv --without-pip .venv || {
+    if ! "$1" -m venv "$venv" >/dev/null 2>&1; then
+        rm -rf "$venv"
+        "$1" -m venv --without-pip "$venv" || {
             echo "Setting up: $1 -m venv failed; expected Python's venv module. Debian, Ubuntu: apt install python3-venv" >&2
             return 1
         }
-        "$1" -m pip --python .venv/bin/python install --quiet pip || {
+        "$1" -m pip --python "$venv/bin/python" install --quiet pip || {
             echo "Setting up: $1 -m pip failed; expected pip 22.3 or newer, or python3-venv. Debian, Ubuntu: apt install python3-venv" >&2
             return 1
         }
@@ -51,18 +52,18 @@ make_venv() { # $1: python
 
 install_project() { # $1: extras
     python=$(find_python)
-    wanted="$("$python" -c 'import sys; print(sys.version, sys.base_prefix)') $1 $(sed "/^\[mypy\]/,\$d" setup.cfg | cat - packaging/gluon_mgpu.pth | cksum)"
-    if [ -x .venv/bin/python ] && [ "$(cat ".venv/installed-$1" 2>/dev/null)" = "$wanted" ]; then
+    wanted="$("$python" -c 'import sys; print(sys.version, sys.base_prefix)') $1 $(sed "/^\[mypy\]/,\$d" setup.cfg | cksum)"
+    if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/installed-$1" 2>/dev/null)" = "$wanted" ]; then
         return 0
     fi
     version=$("$python" -c 'import platform; print(platform.python_version())')
-    echo "Setting up .venv with Python $version: downloads about 150 MB once, and takes about a minute."
+    echo "Setting up $venv with Python $version: downloads about 150 MB once, and takes about a minute."
     # The packages of another extra may stay; those of another Python may not.
-    if ! [ -x .venv/bin/python ] || [ "$(.venv/bin/python -c 'import platform; print(platform.python_version())' 2>/dev/null)" != "$version" ]; then
+    if ! [ -x "$venv/bin/python" ] || [ "$("$venv/bin/python" -c 'import platform; print(platform.python_version())' 2>/dev/null)" != "$version" ]; then
         make_venv "$python"
     fi
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[$1]"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[$1]"
     # pip would compile on one core. Files that are not for this Python fail, in silence.
-    .venv/bin/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true
-    echo "$wanted" >".venv/installed-$1"
+    "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" >/dev/null 2>&1 || true
+    echo "$wanted" >"$venv/installed-$1"
 }

@@ -5,8 +5,8 @@
 
 It takes some minutes. A complete report requires two NVIDIA GPUs of compute capability 5.0 to 8.9; the report lists the parts
 that were not tested. The file, gpu_report.json, is text that you can read before you send it. Names of users and of this
-computer, and paths of home folders are removed. It holds the environment variables of MXNet, CUDA and NCCL only. Variables whose
-names suggest keys or passwords are not passed to the programs that it runs.
+computer, and paths of home folders are removed. It holds no environment variables, and those whose names suggest keys or
+passwords are not passed to the programs that it runs.
 """
 
 from __future__ import annotations
@@ -29,82 +29,18 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = "4096,1048576,67108864"
-# Only these variables go into the report: others that begin with NVIDIA_ or GLUON_MGPU_ may be keys.
-ENVIRONMENT = frozenset(
-    [
-        "CUDA_CACHE_DISABLE",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "CUDA_DEVICE_ORDER",
-        "CUDA_HOME",
-        "CUDA_LAUNCH_BLOCKING",
-        "CUDA_MODULE_LOADING",
-        "CUDA_PATH",
-        "CUDA_VISIBLE_DEVICES",
-        "GLUON_MGPU_DEBUG",
-        "GLUON_MGPU_RUNTIME",
-        "GOMP_SPINCOUNT",
-        "LD_LIBRARY_PATH",
-        "MXNET_CPU_PARALLEL_RAND_COPY",
-        "MXNET_CPU_TEMP_COPY",
-        "MXNET_CPU_WORKER_NTHREADS",
-        "MXNET_CUDA_ALLOW_TENSOR_CORE",
-        "MXNET_CUDA_TENSOR_OP_MATH_ALLOW_CONVERSION",
-        "MXNET_CUDNN_AUTOTUNE_DEFAULT",
-        "MXNET_CUDNN_LIB_CHECKING",
-        "MXNET_ENABLE_GPU_P2P",
-        "MXNET_ENGINE_TYPE",
-        "MXNET_EXEC_BULK_EXEC_INFERENCE",
-        "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_BWD",
-        "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD",
-        "MXNET_EXEC_BULK_EXEC_TRAIN",
-        "MXNET_GPU_COPY_NTHREADS",
-        "MXNET_GPU_MEM_POOL_RESERVE",
-        "MXNET_GPU_MEM_POOL_TYPE",
-        "MXNET_GPU_TEMP_COPY",
-        "MXNET_GPU_WORKER_NTHREADS",
-        "MXNET_KVSTORE_BIGARRAY_BOUND",
-        "MXNET_KVSTORE_REDUCTION_NTHREADS",
-        "MXNET_KVSTORE_USETREE",
-        "MXNET_MKLDNN_CACHE_NUM",
-        "MXNET_MKLDNN_ENABLED",
-        "MXNET_OMP_MAX_THREADS",
-        "MXNET_OPTIMIZER_AGGREGATION_SIZE",
-        "MXNET_SAFE_ACCUMULATION",
-        "MXNET_SUBGRAPH_BACKEND",
-        "NCCL_ALGO",
-        "NCCL_DEBUG",
-        "NCCL_IB_DISABLE",
-        "NCCL_P2P_DISABLE",
-        "NCCL_P2P_LEVEL",
-        "NCCL_PROTO",
-        "NCCL_SHM_DISABLE",
-        "NCCL_SOCKET_IFNAME",
-        "NVIDIA_DRIVER_CAPABILITIES",
-        "NVIDIA_REQUIRE_CUDA",
-        "NVIDIA_TF32_OVERRIDE",
-        "NVIDIA_VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-        "OMP_PLACES",
-        "OMP_PROC_BIND",
-        "OMP_WAIT_POLICY",
-    ]
-)
 SECRET = re.compile(r"key|token|secret|passw|passphrase|credential|auth|cookie|session", re.IGNORECASE)  # in a variable's name
-SHORT = ["--rounds", "2"]
 NEEDS_TWO = "sums over two GPUs, NCCL, copies from GPU to GPU, the balance of memory, and what a second GPU brings"
 
 FACTS = """
 import json, gluon_mgpu, mxnet
 from dataclasses import asdict
-from gluon_mgpu import cuda
 from gluon_mgpu.devices import describe_devices, usable_gpus
 print(json.dumps({
     "gluon_mgpu": gluon_mgpu.__version__,
     "mxnet": mxnet.__version__,
     "usable_gpus": [str(context) for context in usable_gpus()],
     "devices": [asdict(device) for device in describe_devices()],
-    "cuda_libraries": [asdict(library) for library in cuda.libraries()],
 }))
 """
 
@@ -142,7 +78,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(
-        description="Try gluon_mgpu on the GPUs here: the doctor, the tests that are marked gpu, copies and steps. Everything "
+        description="Try gluon_mgpu on the GPUs here: the doctor, the tests that are marked gpu, and benchmarks. Everything "
         "goes into one file of text, without names of users and computers, which you can read and send back.",
     )
     parser.add_argument("--output", default="gpu_report.json", help="the file (default: gpu_report.json)")
@@ -167,17 +103,16 @@ def make(folder: Path, parts: Sequence[str], limit_s: float) -> Dict[str, Any]:
 
 
 def look(folder: Path, limit_s: float) -> Tuple[Dict[str, Any], List[str]]:
-    """Return versions, devices and CUDA's libraries, and the GPUs that MXNet can run on; [] if it cannot be imported."""
+    """Return versions and devices, and the GPUs that MXNet can run on; [] if it cannot be imported."""
     done = run([sys.executable, "-c", FACTS], folder, limit_s)
     found = last_json(done.output) if done.code == 0 else {}
     return {**done.facts(), **found}, list(found.get("usable_gpus", []))
 
 
 def machine() -> Dict[str, Any]:
-    """Return a description of this machine, and the environment variables for the report."""
-    chosen = {name: value for name, value in sorted(os.environ.items()) if name in ENVIRONMENT}
+    """Return a description of this machine."""
     system = {"system": platform.system(), "kernel": platform.release(), "C library": " ".join(platform.libc_ver())}
-    return {**system, "Python": platform.python_version(), "cores": os.cpu_count(), "environment": chosen}
+    return {**system, "Python": platform.python_version(), "cores": os.cpu_count()}
 
 
 def doctor(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
@@ -199,16 +134,9 @@ def tests(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
     return {**done.facts(), "counts": counts, "on_gpus": on_gpus, "cases": cases}
 
 
-def transfer(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
-    """Return GB/s between the CPU and each GPU, and between GPUs."""
-    devices = "cpu:0," + ",".join(spec(name) for name in gpus) if gpus else "cpu:2"
-    sizes = SIZES if gpus else "4096,1048576"
-    return bench("transfer", ["--devices", devices, "--sizes", sizes], folder, limit_s)
-
-
 def step(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
     """Return what a step costs, ours and plain Gluon's, on one device and on two."""
-    return bench("step", [*compared(gpus), "--contenders", "ours,ours-static,gluon", "--no-memory"], folder, limit_s)
+    return bench("step", [*compared(gpus), "--contenders", "ours,gluon"], folder, limit_s)
 
 
 def train(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
@@ -219,7 +147,6 @@ def train(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
 PARTS: Dict[str, Callable[[Path, Sequence[str], float], Dict[str, Any]]] = {
     "doctor": doctor,
     "tests": tests,
-    "transfer": transfer,
     "step": step,
     "train": train,
 }
@@ -229,24 +156,19 @@ def compared(gpus: Sequence[str]) -> List[str]:
     """Return the options of a comparison: on GPUs in full; on CPU contexts so small that it only shows that it runs."""
     if not gpus:
         return ["--device", "cpu", "--num-devices", "1,2", "--quick"]
-    return ["--device", "gpu", "--num-devices", "1,2" if len(gpus) > 1 else "1", *SHORT]
-
-
-def spec(context: str) -> str:
-    """Return how use_devices takes a device: gpu(1) is gpu:1."""
-    return context.replace("(", ":").replace(")", "")
+    return ["--device", "gpu", "--num-devices", "1,2" if len(gpus) > 1 else "1", "--rounds", "2"]
 
 
 def bench(name: str, arguments: Sequence[str], folder: Path, limit_s: float) -> Dict[str, Any]:
-    """Run `gluon-mgpu bench`, and return its results."""
-    command = [sys.executable, "-m", "gluon_mgpu", "bench", name, *arguments, "--output", str(folder)]
+    """Run a comparison of scripts/benchmarks, and return its results."""
+    command = [sys.executable, str(ROOT / "scripts" / "benchmarks"), name, *arguments, "--output", str(folder)]
     return {"arguments": list(arguments), **run(command, folder, limit_s, files=[f"{name}.json"]).facts()}
 
 
 def run(command: Sequence[str], where: Path, limit_s: float, *, files: Sequence[str] = ()) -> Done:
     """Run a command to its end or its time limit; a crash is a finding, and the report continues."""
     began = time.perf_counter()
-    known = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or not SECRET.search(name)}
+    known = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
     environment = {**known, "PYTHONWARNINGS": "ignore", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(list(command), cwd=str(where), env=environment, stdout=out, stderr=errors)
@@ -325,7 +247,7 @@ def secrets() -> List[Tuple[str, str]]:
     with suppress(KeyError, OSError):  # a user without a name, in a container
         users.append(getpass.getuser())
     names.update(dict.fromkeys(users, "<user>"))
-    keys = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT and SECRET.search(name)}
+    keys = {name: value for name, value in os.environ.items() if SECRET.search(name)}
     names.update({value: "<secret>" for value in keys.values() if len(value) > 7})
     found = [(text, mark) for text, mark in {**folders, **names}.items() if len(text) > 1 and text != "localhost"]
     return sorted(found, key=lambda pair: len(pair[0]), reverse=True)
@@ -352,9 +274,6 @@ def tell(report: Dict[str, Any], path: str, num_bytes: int) -> None:
     if "tests" in report:
         counts, on_gpus = report["tests"]["counts"], report["tests"]["on_gpus"]
         print(f"\ntests: {', '.join(f'{number} {outcome}' for outcome, number in counts.items())}; {on_gpus} ran on GPUs")
-        for case in report["tests"]["cases"]:
-            if case["outcome"] == "failed":
-                print(f"  failed: {case['test']}")
     print("\nnot tested:" if report["not_tested"] else "\neverything was tried")
     for sentence in report["not_tested"]:
         print(f"  {sentence}")

@@ -9,8 +9,11 @@ if [ $# -gt 0 ]; then
 fi
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
+# One process compiles the package and the tests, while mypy runs. Otherwise each of the tests' hundred processes would.
+unset PYTHONDONTWRITEBYTECODE
+.venv/bin/python -m compileall -q gluon_mgpu
+.venv/bin/python -m pytest --collect-only -q >/dev/null &
 .venv/bin/python -m mypy
-# The tests start Python more than a hundred times; where PYTHONDONTWRITEBYTECODE is set, each would compile the package again.
-.venv/bin/python -m compileall -q gluon_mgpu gluon_mgpu_startup
+wait
 # Three at a time, on two cores: tests wait for the processes that they start.
 exec .venv/bin/python -m pytest -n 3 --dist worksteal

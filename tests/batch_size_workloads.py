@@ -18,29 +18,36 @@ def hold_100_mib_an_example(batch_size, ctx):
     return lambda: held or held.append(np.ones(batch_size * 100 * 2**20, "uint8"))
 
 
-def small_mlp(batch_size, ctx, np_arrays=False):
+def small_mlp(batch_size, ctx):
     net = gluon.nn.HybridSequential()
     net.add(gluon.nn.Dense(8, activation="relu"), gluon.nn.Dense(3))
     net.initialize(ctx=ctx)
     array = mx.np if mx.util.is_np_array() else mx.nd
     X, y = array.ones((batch_size, 4)), array.zeros((batch_size,))
-    assert type(X) is (mx.np.ndarray if np_arrays else mx.nd.NDArray)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
     return net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y
 
 
-def fail_as_told(batch_size, ctx, how):
+def bad_alloc(batch_size, ctx):
     def step():
-        if how == "bad alloc":
-            os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
-            os.abort()
-        elif how == "mxnet allocation":
-            resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
-            mx.nd.ones((1024, 1024, 1024)).wait_to_read()
-        elif how == "value":
-            raise ValueError("the data holds\n7 examples")
-        elif how == "hang":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "left behind by a probe"])
-            time.sleep(600)
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+        os.abort()
 
     return step
+
+
+def mxnet_allocation(batch_size, ctx):
+    resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+    return lambda: mx.nd.ones((1024, 1024, 1024)).wait_to_read()
+
+
+def value(batch_size, ctx):
+    def step():
+        raise ValueError("the data holds\n7 examples")
+
+    return step
+
+
+def hang(batch_size, ctx):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "left behind by a probe"])
+    return lambda: time.sleep(600)

@@ -86,11 +86,23 @@ def beyond_pairs(items):
 @pytest.fixture(autouse=True)
 def seed():
     """The same random numbers in every test, whichever tests run before."""
-    random.seed(SEED)
-    np.random.seed(SEED)
-    mx.random.seed(SEED)
+    seed_all(SEED)
     if is_mxnet2():
         mx.npx.set_np()
+
+
+def seed_all(number):
+    """Seed the generators of Python, NumPy and MXNet."""
+    random.seed(number)
+    np.random.seed(number)
+    mx.random.seed(number)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """What the modules before have left is not walked through by this one's garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A stand-in for the module pynvml, made of plain values, where there is no NVIDIA driver.
 
-    from .fake_nvml import FakeGpu, FakeMig, h200, install, v100s
+    from .fake_nvml import FakeGpu, h200, install, v100s
 
     def test_it(monkeypatch):
         nvml = install(monkeypatch, v100s(8))            # `import pynvml` gives it from here on, in this test
@@ -20,15 +20,11 @@ who have opened it and not closed it; `nvml.without` holds names of functions th
 # ruff: noqa: N802
 
 import sys
-import tempfile
 import types
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Dict, List, Optional, Set, Tuple
-
-import pytest
-from gluon_mgpu.runtime.nvidia import locks
 
 CODES = {
     "NotSupported": (3, "Not Supported"),
@@ -44,19 +40,6 @@ CODES = {
 
 
 @dataclass
-class FakeMig:
-    """A MIG device of a FakeGpu."""
-
-    uuid: str
-    name: str = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-    total_bytes: int = 5 * 2**30
-    used_bytes: int = 0
-    processes: List[Tuple[int, str, Optional[int]]] = field(default_factory=list)
-    instance: Tuple[int, int] = (1, 0)
-    refuses: Dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
 class FakeGpu:
     """A GPU: what it is, what it says, and which functions it refuses, by their error's name."""
 
@@ -69,16 +52,10 @@ class FakeGpu:
     utilization: int = 0
     temperature_c: int = 40
     power_w: float = 55.5
-    power_limit_w: float = 300.0
     throttle_bits: int = 1  # idle
     compute_capability: Tuple[int, int] = (7, 0)
     processes: List[Tuple[int, str, Optional[int]]] = field(default_factory=list)  # pid, name ("" has gone), bytes
     mig_enabled: bool = False
-    mig: List[FakeMig] = field(default_factory=list)
-    pcie: Tuple[int, int] = (3, 16)  # generation, lanes
-    nvlinks: Dict[str, int] = field(default_factory=dict)  # the other GPU's uuid, or "switch" -> how many
-    nvlink_mbytes_per_s: int = 25781
-    numa_node: int = 0
     refuses: Dict[str, str] = field(default_factory=dict)
 
     @property
@@ -89,35 +66,12 @@ class FakeGpu:
 def h200(**values: Any) -> FakeGpu:
     """An H200, which MXNet 1.9.1 holds no code for."""
     about = {"name": "NVIDIA H200", "bus": 0x19, "total_bytes": 141 * 2**30, "compute_capability": (9, 0)}
-    about.update(pcie=(5, 16), power_limit_w=700.0)
     return FakeGpu(**{"uuid": "GPU-d2f0a4c1-7a0b-4c43-8d55-000000000200", **about, **values})
 
 
 def v100s(count: int) -> List[FakeGpu]:
-    """V100s in two NUMA nodes, four a node, a pair of each node joined by two NVLinks."""
-    gpus = [
-        FakeGpu(f"GPU-8932f9{i:02d}-5d7a-3b2e-9c1f-000000000{i:03d}", bus=0x10 + 8 * i, numa_node=i // 4) for i in range(count)
-    ]
-    for left, right in zip(gpus[::2], gpus[1::2]):
-        left.nvlinks[right.uuid] = right.nvlinks[left.uuid] = 2
-    return gpus
-
-
-def a100_mig(**values: Any) -> FakeGpu:
-    """An A100 in MIG mode, cut into two devices."""
-    parts = [FakeMig(f"MIG-c7384736-a75d-5afc-978f-00000000000{i}", instance=(i + 7, 0)) for i in range(2)]
-    about = {"name": "NVIDIA A100-SXM4-40GB", "bus": 0x47, "total_bytes": 40 * 2**30, "compute_capability": (8, 0)}
-    refuses = {"nvmlDeviceGetUtilizationRates": "NotSupported"}
-    return FakeGpu(
-        **{
-            "uuid": "GPU-a1000000-0000-4000-8000-000000000001",
-            "mig_enabled": True,
-            "mig": parts,
-            **about,
-            "refuses": refuses,
-            **values,
-        }
-    )
+    """V100s."""
+    return [FakeGpu(f"GPU-8932f9{i:02d}-5d7a-3b2e-9c1f-000000000{i:03d}", bus=0x10 + 8 * i) for i in range(count)]
 
 
 def install(monkeypatch, gpus=(), *, missing=False, **about):
@@ -129,8 +83,6 @@ def install(monkeypatch, gpus=(), *, missing=False, **about):
 
 class FakeNvml(types.ModuleType):
     """The module: the functions of pynvml that the project calls, and its errors."""
-
-    NVML_NVLINK_MAX_LINKS = 18
 
     def __init__(self, gpus=(), *, driver="535.104.05", cuda=12020, error="") -> None:
         super().__init__("pynvml")
@@ -185,7 +137,7 @@ class FakeNvml(types.ModuleType):
         return self.cuda
 
     def nvmlSystemGetProcessName(self, pid):
-        parts = [part for gpu in self.gpus for part in (gpu, *gpu.mig)]
+        parts = self.gpus
         names = {number: name for part in parts for number, name, _ in part.processes}
         if not names.get(pid):
             raise self._error("NotFound")
@@ -229,19 +181,10 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetPowerUsage(self, gpu):
         return int(gpu.power_w * 1000)
 
-    def nvmlDeviceGetEnforcedPowerLimit(self, gpu):
-        return int(gpu.power_limit_w * 1000)
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu):
-        return gpu.throttle_bits
-
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu):
         return gpu.throttle_bits
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu):
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, _, used in gpu.processes]
-
-    def nvmlDeviceGetComputeRunningProcesses_v2(self, gpu):
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, _, used in gpu.processes]
 
     # MIG
@@ -250,57 +193,8 @@ class FakeNvml(types.ModuleType):
             raise self._error("NotSupported")
         return [int(gpu.mig_enabled), int(gpu.mig_enabled)]
 
-    def nvmlDeviceGetMaxMigDeviceCount(self, gpu):
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu, index):
-        if index >= len(gpu.mig):
-            raise self._error("NotFound")
-        return gpu.mig[index]
-
     def nvmlDeviceGetGpuInstanceId(self, part):
         return part.instance[0]
 
     def nvmlDeviceGetComputeInstanceId(self, part):
         return part.instance[1]
-
-    # Links
-    def nvmlDeviceGetTopologyCommonAncestor(self, one, other):
-        return 10 if one.numa_node == other.numa_node else 50
-
-    def nvmlDeviceGetP2PStatus(self, one, other, index):
-        joined = other.uuid in one.nvlinks or ("switch" in one.nvlinks and "switch" in other.nvlinks)
-        if index == 2:
-            return 0 if joined else 5
-        return 0 if joined or one.numa_node == other.numa_node else 4
-
-    def _link_ends(self, gpu):
-        by_uuid = {one.uuid: one.bus_id for one in self.gpus}
-        return [by_uuid.get(uuid, "00000000:C0:00.0") for uuid, count in gpu.nvlinks.items() for _ in range(count)]
-
-    def nvmlDeviceGetNvLinkState(self, gpu, link):
-        if not gpu.nvlinks:
-            raise self._error("NotSupported")
-        return int(link < len(self._link_ends(gpu)))
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu, link):
-        return SimpleNamespace(busId=self._link_ends(gpu)[link])
-
-    def nvmlDeviceGetFieldValues(self, gpu, fields):
-        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=gpu.nvlink_mbytes_per_s)) for _ in fields]
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu):
-        return gpu.pcie[0]
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, gpu):
-        return gpu.pcie[1]
-
-
-@pytest.fixture(autouse=True)
-def own_locks(monkeypatch, tmp_path):
-    """Locks on GPUs in a folder of the test, given back at its end. In modules that import it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(locks, "_held", {})
-    yield
-    for uuid in list(locks._held):
-        locks.release(uuid)

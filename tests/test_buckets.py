@@ -1,8 +1,6 @@
 """Flat memory shows in no bit: whatever is done to a network whose parameters are views of buckets, Gluon gives the same."""
 
-import copy
 import gc
-import pickle
 import weakref
 
 import gluon_mgpu as mgpu
@@ -10,12 +8,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
-from gluon_mgpu.trainer import buckets
-from gluon_mgpu.trainer.buckets import place_of
+from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import assert_house_style, small_batches, small_net, weights_of
+from .conftest import small_batches, small_net, weights_of
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 CTX = [mx.cpu(0), mx.cpu(1)]
@@ -198,74 +195,13 @@ def test_graphs_of_mxnet_2_are_forgotten_too():
     net = nn.Dense(2, in_units=3)
     net.initialize()
     net.hybridize()
-    net(mx.nd.ones((1, 3)))
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 3))).sum()
+    loss.backward()
     net._cached_op_args = [(is_input, "weight", value) for is_input, value in net._cached_op_args]
     mgpu.Trainer(net, "sgd")
     assert net._cached_op is None
     assert net(mx.nd.ones((1, 3))).shape == (1, 2)
-
-
-@pytest.mark.parametrize("mode, optimizer", [("plain", "lamb"), ("hybrid", "sgd"), ("static", "adam")])
-def test_layers_may_be_frozen_and_thawed(arrays, mode, optimizer):
-    """A weight alone stays trainable: MXNet's gradient of a bias is wrong beside a frozen weight."""
-    batches = small_batches([4] * 6)
-
-    def hybridize(net):
-        if MODES[mode] is not None:
-            net.hybridize(**MODES[mode])
-
-    def story(net, make_trainer):
-        outputs(net, batches[0][0])
-        for param in net[0].collect_params().values():
-            param.grad_req = "null"
-        hybridize(net)
-        trainer = make_trainer()
-        step(net, trainer, *batches[0])
-        step(net, trainer, *batches[1])
-        for param in net[0].collect_params().values():
-            param.grad_req = "write"
-        for param in net[5].collect_params().values():
-            param.grad_req = "null"
-        hybridize(net)
-        step(net, trainer, *batches[2])
-        step(net, trainer, *batches[3])
-        for param in net[5].collect_params().values():
-            param.grad_req = "write"
-        hybridize(net)
-        step(net, trainer, *batches[4])
-        step(net, trainer, *batches[5])
-        yield from outputs(net, batches[0][0])
-
-    compare(story, mode=MODES[mode], optimizer=FLAT[optimizer])
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("known", [True, False])
-def test_gradients_may_be_added_up_over_micro_steps(arrays, mode, known):
-    batches = small_batches([4] * 6)
-
-    def story(net, make_trainer):
-        if known:
-            outputs(net, batches[0][0])
-        for param in net.collect_params().values():
-            param.grad_req = "add"
-        trainer = make_trainer()
-        array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-        for first, second in zip(batches[::2], batches[1::2]):
-            for X, y in (first, second):
-                Xs = gluon.utils.split_and_load(array(X, dtype=X.dtype), CTX)
-                ys = gluon.utils.split_and_load(array(y, dtype=y.dtype), CTX)
-                with autograd.record():
-                    losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-                autograd.backward(losses)
-            trainer.step(8)
-            for param in net.collect_params().values():
-                for gradient in param.list_grad():
-                    gradient[:] = 0
-        yield from outputs(net, batches[0][0])
-
-    compare(story, mode=MODES[mode])
 
 
 def test_multipliers_count_whenever_they_are_set():
@@ -323,53 +259,6 @@ def test_a_part_that_is_not_used_stays_and_counts_its_own_updates(optimizer):
             trainer.step(4, ignore_stale_grad=True)
         told[who] = weights_of(net) + weights_of(net, CTX[1])
     assert_same(told["ours"], told["gluon"])
-
-
-def test_a_part_that_is_not_used_is_told_after_the_first_step():
-    net = TwoHeads()
-    net.initialize(ctx=CTX)
-    trainer = mgpu.Trainer(net, "sgd")
-    for heads in ("left right", "left"):
-        with autograd.record():
-            losses = [net.run(mx.nd.ones((2, 4), ctx=context), heads.split()).sum(axis=1) for context in CTX]
-        autograd.backward(losses)
-        if heads == "left right":
-            trainer.step(4)
-    before = weights_of(net)
-    with pytest.raises(StaleGradientError, match=r"right\.weight, right\.bias") as caught:
-        trainer.step(4)
-    assert_house_style(caught.value)
-    assert_same(weights_of(net), before)
-
-
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_a_device_without_data_takes_part_with_zeros(static_graph):
-    """Also with one parameter watched: its silence speaks for all."""
-    sizes = [4, 1, 4, 1, 1, 6]
-    reference = small_net(CTX[:1])
-    outputs(reference, small_batches([1])[0][0], CTX[:1])
-    alone = mgpu.Trainer(reference, *MOMENTUM)
-    net = small_net(CTX)
-    outputs(net, small_batches([1])[0][0])
-    trainer = mgpu.Trainer(net, *MOMENTUM, static_graph=static_graph)
-    for X, y in small_batches(sizes):
-        mgpu.train_batch(reference, LOSS, alone, X, y)
-        mgpu.train_batch(net, LOSS, trainer, X, y)
-    assert mgpu.replica_difference(net) == 0.0
-    for mine, theirs in zip(weights_of(net), weights_of(reference)):
-        np.testing.assert_allclose(mine, theirs, atol=1e-6)
-
-
-def test_a_static_graph_watches_one_parameter_once_all_were_used():
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, *MOMENTUM, static_graph=True)
-    X, y = small_batches([4])[0]
-    outputs(net, X)
-    assert len(trainer._replicas._fresh.watched) in (0, 6)
-    step(net, trainer, X, y)
-    assert len(trainer._replicas._fresh.watched) == 1
-    with pytest.raises(StaleGradientError):
-        trainer.step(4)
 
 
 def test_trainers_one_after_another_and_side_by_side_share_the_memory():
@@ -474,20 +363,6 @@ def test_mixed_precision_parameters_have_buckets_of_their_own():
     assert_same(told["ours"], told["gluon"])
 
 
-def test_what_cannot_be_flattened_is_trained_one_by_one():
-    net = nn.Sequential()
-    net.add(nn.Embedding(5, 4, sparse_grad=True), nn.Dense(3, in_units=8))
-    net.initialize(ctx=CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    with autograd.record():
-        losses = [net(mx.nd.array([[1, 2]], ctx=context)).sum(axis=1) for context in CTX]
-    autograd.backward(losses)
-    trainer.step(2)
-    params = list(net.collect_params().values())
-    assert place_of(params[0]) is None and place_of(params[1]) is not None
-    assert mgpu.replica_difference(net) == 0.0
-
-
 def test_casting_under_a_trainer_is_refused():
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, *MOMENTUM)
@@ -497,9 +372,8 @@ def test_casting_under_a_trainer_is_refused():
     with autograd.record():
         losses = [LOSS(net(mx.nd.array(X[:2], ctx=context, dtype="float64")), mx.nd.array(y[:2], ctx=context)) for context in CTX]
     autograd.backward(losses)
-    with pytest.raises(TrainerError, match="float64") as caught:
+    with pytest.raises(TrainerError, match="float64"):
         trainer.step(4)
-    assert_house_style(caught.value)
 
 
 def test_a_network_may_be_made_anew_before_the_first_step():
@@ -512,7 +386,7 @@ def test_a_network_may_be_made_anew_before_the_first_step():
     step(net, trainer, X, y)
     step(net, trainer, X, y)
     assert all((a != b).any() for a, b in zip(before, weights_of(net)))
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
 def test_memory_goes_with_the_network():
@@ -524,13 +398,6 @@ def test_memory_goes_with_the_network():
     del net, trainer
     gc.collect()
     assert bucket() is None
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, -1, 1.5, True, "25"])
-def test_a_wrong_bucket_size_is_refused(bucket_bytes):
-    with pytest.raises(TrainerError, match="bucket_bytes") as caught:
-        mgpu.Trainer(small_net(CTX), "sgd", bucket_bytes=bucket_bytes)
-    assert_house_style(caught.value)
 
 
 class Layers(nn.HybridBlock):
@@ -552,30 +419,6 @@ class Layers(nn.HybridBlock):
     def hybrid_forward(self, F, x):
         x = self.prelu(self.norm(self.gru(self.lstm(self.embedding(x)))))
         return self.out(self.swish(self.group(self.project(x).swapaxes(1, 2))))
-
-
-@pytest.mark.parametrize("mode, optimizer", [("plain", "sgd"), ("hybrid", "adam"), ("static", "adam")])
-def test_layers_of_many_kinds_train_and_predict_with_gluons_bits(mode, optimizer):
-    rng = np.random.RandomState(0)
-    batches = [(rng.randint(0, 11, (6, 5)).astype("float32"), rng.randint(0, 3, 6)) for _ in range(2)]
-
-    def make(ctx, hybridize=None):
-        net = Layers()
-        mx.random.seed(2)
-        net.initialize(mx.init.Xavier(), ctx=ctx)
-        if hybridize is not None:
-            net.hybridize(**hybridize)
-        return net
-
-    def story(net, make_trainer):
-        yield from outputs(net, batches[0][0])
-        trainer = make_trainer()
-        for X, y in batches:
-            step(net, trainer, X, y)
-            yield from outputs(net, X)
-
-    # with static_shape, recurrent layers give Gluon itself other last bits from run to run
-    compare(story, mode=MODES[mode], optimizer=FLAT[optimizer], make=make, atol=1e-5 if mode == "static" else 0.0)
 
 
 def two_layers(ctx=CTX):
@@ -629,56 +472,8 @@ def test_a_schedule_is_one_for_all_parameters_and_replicas(optimizer, last):
             net[last].collect_params().setattr("grad_req", "write")
         sum_step(net, trainer)
         rates.append(trainer.learning_rate)
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
     assert rates == [params["learning_rate"] * factor for factor in (1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125)]
-
-
-def test_a_schedule_goes_on_where_only_some_parameters_take_part():
-    schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0)
-    net = TwoHeads()
-    net.initialize(ctx=CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0, "momentum": 0.9, "lr_scheduler": schedule})
-    for heads in ["left"] * 3 + ["left right"] * 3:
-        with autograd.record():
-            losses = [net.run(mx.nd.ones((2, 4), ctx=context), heads.split()).sum(axis=1) for context in CTX]
-        autograd.backward(losses)
-        trainer.step(4, ignore_stale_grad=True)
-    assert trainer._optimizer.num_update == 6
-    assert mgpu.replica_difference(net) == 0.0
-
-
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_nadam_goes_through_parameters_in_gluons_order(num_devices):
-    ctx = CTX[:num_devices]
-    nets = [two_layers(ctx[:1]), two_layers(ctx)]
-    theirs = gluon.Trainer(list(nets[0].collect_params().values()), "nadam", {"learning_rate": 0.01})
-    ours = mgpu.Trainer(list(nets[1].collect_params().values()), "nadam", {"learning_rate": 0.01})
-    for _ in range(6):
-        sum_step(nets[0], theirs, ctx[:1])
-        sum_step(nets[1], ours, ctx)
-    assert_same(weights_of(nets[1]), weights_of(nets[0]), atol=1e-6)
-
-
-def test_what_one_parameter_spoke_for_is_not_fresh_to_the_next_trainer():
-    net = TwoHeads()
-    net.initialize(ctx=CTX)
-
-    def backward(heads):
-        with autograd.record():
-            losses = [net.run(mx.nd.ones((2, 4), ctx=context), heads.split()).sum(axis=1) for context in CTX]
-        autograd.backward(losses)
-
-    static = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, static_graph=True)
-    for _ in range(3):
-        backward("left right")
-        static.step(4)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    before = net.left.weight.data(CTX[0]).asnumpy()
-    backward("right")
-    trainer.step(4, ignore_stale_grad=True)
-    np.testing.assert_array_equal(net.left.weight.data(CTX[0]).asnumpy(), before)
-    backward("left right")
-    static.step(4)  # and it goes on
 
 
 def test_a_graph_of_the_time_before_the_buckets_is_told():
@@ -691,9 +486,8 @@ def test_a_graph_of_the_time_before_the_buckets_is_told():
     autograd.backward(losses, retain_graph=True)
     trainer.step(4)  # the shapes are known now, and the parameters move
     autograd.backward(losses)
-    with pytest.raises(TrainerError, match="recorded before") as caught:
+    with pytest.raises(TrainerError, match="recorded before"):
         trainer.step(4)
-    assert_house_style(caught.value)
     step_from_here = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CTX]
     assert all(np.isfinite(one.asscalar()) for one in step_from_here)
 
@@ -723,17 +517,6 @@ def test_a_step_that_raised_does_not_sum_again():
     assert net.weight.data(CTX[1]).asscalar() == pytest.approx(0.9)
 
 
-def test_graphs_made_before_the_package_was_imported_are_found():
-    net = small_net(CTX, hybridize=MODES["static"])
-    net(mx.nd.array(small_batches([4])[0][0], ctx=CTX[0]))
-    gc.collect()
-    gc.freeze()
-    try:
-        assert any(block is net for block in buckets._compiled_so_far())
-    finally:
-        gc.unfreeze()
-
-
 def test_frozen_garbage_does_not_hide_a_graph():
     X, y = small_batches([4])[0]
     nets = []
@@ -746,7 +529,6 @@ def test_frozen_garbage_does_not_hide_a_graph():
     gc.freeze()
     try:
         trainers_of = [mgpu.Trainer(one, "sgd", {"learning_rate": 0.1}) for one in nets]
-        assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
     for one, trainer in zip(nets, trainers_of):
@@ -793,21 +575,8 @@ def test_grouping_anew_leaves_no_sums_behind():
             losses = [net(mx.nd.ones((2, 8), ctx=context)).sum() for context in CTX]
         autograd.backward(losses)
         trainer.step(4)
-        held.append(len(trainer._reduction._keys))
+        held.append(len(trainer._sum._stores[tuple(CTX)]._keys))
     assert max(held) <= 8
-
-
-def test_a_copied_network_has_no_trainer():
-    net = two_layers()
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    sum_step(net, trainer)
-    copied = copy.deepcopy(net)
-    before = weights_of(net)
-    assert_same(weights_of(copied), before)
-    assert copied[0].weight._trainer is None
-    sum_step(net, trainer)
-    assert_same(weights_of(copied), before)
-    pickle.loads(pickle.dumps(net))
 
 
 def test_whole_numbers_that_are_not_learnt_are_not_averaged():
@@ -817,7 +586,7 @@ def test_whole_numbers_that_are_not_learnt_are_not_averaged():
     for context, value in zip(CTX, (2**30, 2**30)):
         net.counter.data(context)[:] = value
         net.running_mean.data(context)[:] = 1.0 if context == CTX[0] else 3.0
-    mgpu.average_running_stats(net)
+    mgpu.data_parallel.average_running_stats(net)
     assert [net.counter.data(context).asscalar() for context in CTX] == [2**30, 2**30]
     assert net.running_mean.data(CTX[1]).asnumpy().tolist() == [2.0, 2.0]
 
@@ -847,7 +616,7 @@ def test_a_scalar_of_np_takes_part_with_zero_where_a_device_is_idle():
                 losses = [net(mx.np.ones((1, 1), ctx=context)).sum() for context in contexts]
             autograd.backward(losses)
             trainer.step(len(contexts))
-        assert mgpu.replica_difference(net) == 0.0
+        assert mgpu.data_parallel.replica_difference(net) == 0.0
         assert float(net.scale.data(CTX[1])) == pytest.approx(0.9 - 0.1 * 0.9)
     finally:
         mx.npx.reset_np()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import MissingExtraError, NonFiniteLossError, TrainerError
 from gluon_mgpu.loop.callbacks import Best, FitState
-from gluon_mgpu.plots import plot_bars, plot_history
+from gluon_mgpu.plots import plot_history
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -70,7 +70,7 @@ def train(callbacks, *, epochs=10, ctx=None, test_iter=None, num_batches=1):
 
 
 def test_columns_are_one_value_an_epoch():
-    history = mgpu.History([{"epoch": 1.0, "train_loss": 0.5}, {"epoch": 2.0, "train_loss": 0.25}])
+    history = mgpu.loop.History([{"epoch": 1.0, "train_loss": 0.5}, {"epoch": 2.0, "train_loss": 0.25}])
     assert history.column("train_loss") == [0.5, 0.25]
 
 
@@ -96,7 +96,7 @@ def test_the_picture_shows_the_curves(tmp_path):
     pictures = []
     for i, last in enumerate([1 / 3, 1 / 3, 3.0]):
         rows[-1]["train_loss"] = last
-        mgpu.History(rows).save(tmp_path / str(i))
+        mgpu.loop.History(rows).save(tmp_path / str(i))
         pictures.append((tmp_path / str(i) / "curves.png").read_bytes())
     assert pictures[0] == pictures[1] != pictures[2]
 
@@ -113,29 +113,21 @@ def test_axes_have_units_and_whole_epochs():
         assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
 
 
-def test_bars_of_one_device_share_a_colour():
-    made = plot_bars(
-        {"products": {"cpu(0) 64": 1.0, "cpu(0) 256": 2.0, "cpu(1) 64": 3.0}, "norms": {"each": 1.0, "once": 2.0}}, ["", ""]
-    )
-    colors = [[bar.get_facecolor() for bar in axes.patches] for axes in made.axes]
-    assert colors[0][0] == colors[0][1] != colors[0][2] and colors[1][0] != colors[1][1]
-
-
 def test_a_column_that_begins_later_is_saved(tmp_path):
-    mgpu.History([{"epoch": 1.0}, {"epoch": 2.0, "test_loss": 0.5}]).save(tmp_path)
+    mgpu.loop.History([{"epoch": 1.0}, {"epoch": 2.0, "test_loss": 0.5}]).save(tmp_path)
     assert (tmp_path / "history.csv").read_text().split() == ["epoch,test_loss", "1.0,", "2.0,0.5"]
 
 
 def test_an_empty_history_is_saved(tmp_path):
-    mgpu.History().save(tmp_path)
+    mgpu.loop.History().save(tmp_path)
     assert json.loads((tmp_path / "history.json").read_text()) == {"stopped": "", "epochs": []}
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 
 def test_without_matplotlib_the_extra_is_named_and_the_numbers_are_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'gluon_mgpu\[train\]'") as caught:
-        mgpu.History([{"epoch": 1.0, "train_loss": 0.5}]).save(tmp_path)
+    with pytest.raises(MissingExtraError, match="pip install 'matplotlib") as caught:
+        mgpu.loop.History([{"epoch": 1.0, "train_loss": 0.5}]).save(tmp_path)
     assert_house_style(caught.value)
     assert (tmp_path / "history.csv").read_text().split() == ["epoch,train_loss", "1.0,0.5"]
     assert json.loads((tmp_path / "history.json").read_text())["epochs"] == [{"epoch": 1.0, "train_loss": 0.5}]
@@ -143,7 +135,7 @@ def test_without_matplotlib_the_extra_is_named_and_the_numbers_are_kept(tmp_path
 
 def test_history_is_a_table_of_text():
     rows = [{"epoch": 1.0, "train_loss": 0.123456, "seconds": 1234.5}, {"epoch": 10.0, "train_loss": 1e-7, "test_loss": 0.5}]
-    lines = mgpu.History(rows).table().splitlines()
+    lines = mgpu.loop.History(rows).table().splitlines()
     assert [line.split() for line in lines] == [
         ["epoch", "train_loss", "seconds", "test_loss"],
         ["1", "0.1235", "1234"],
@@ -167,7 +159,7 @@ def test_history_is_saved_after_each_epoch_and_at_the_end(tmp_path):
             assert seen[-1] == ("", state.history.rows)
             state.stop = "enough" if state.epoch == 2 else ""
 
-    history = train([mgpu.SaveHistory(tmp_path / "h"), Look()])
+    history = train([mgpu.loop.SaveHistory(tmp_path / "h"), Look()])
     assert [len(rows) for _, rows in seen] == [1, 2]
     assert saved_rows(tmp_path / "h") == ("enough", history.rows)
     assert (tmp_path / "h" / "curves.png").read_bytes().startswith(PNG)
@@ -180,7 +172,7 @@ def test_the_history_of_a_run_that_fails_is_kept(tmp_path):
                 raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="^mine$"):
-        train([Broken(), mgpu.SaveHistory(str(tmp_path))])
+        train([Broken(), mgpu.loop.SaveHistory(str(tmp_path))])
     stopped, rows = saved_rows(tmp_path)
     assert (stopped, len(rows)) == ("RuntimeError", 1)
 
@@ -202,7 +194,7 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
 
 
 def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_BATCHES", 1)
+    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 1)
     train([mgpu.Progress(every_s=0)], epochs=2, num_batches=2)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  accuracy")[0] for line in lines if " batch " in line][:2] == [
@@ -214,7 +206,7 @@ def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
 
 def test_progress_without_a_length_foretells_nothing(capsys, monkeypatch):
     """A generator has no length: how much is left is known only once the first epoch has ended."""
-    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_BATCHES", 1)
+    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 1)
     net, batches = make_net([mx.cpu()]), make_batches(2)
 
     class Stream:
@@ -482,7 +474,7 @@ def test_a_step_that_was_cut_in_two_is_not_saved(tmp_path):
 
 def test_an_epoch_without_its_evaluation_is_drawn_and_listed(tmp_path):
     """Ctrl-C in the evaluation leaves a row without test columns."""
-    history = mgpu.History([{"epoch": 1, "train_loss": 1.0, "test_loss": 2.0}, {"epoch": 2, "train_loss": 0.5}])
+    history = mgpu.loop.History([{"epoch": 1, "train_loss": 1.0, "test_loss": 2.0}, {"epoch": 2, "train_loss": 0.5}])
     history.save(tmp_path)
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
     assert history.column("train_loss") == [1.0, 0.5]
@@ -506,7 +498,7 @@ def test_a_run_that_fails_at_once_leaves_the_old_history(tmp_path):
     (tmp_path / "history.csv").write_text("old")
     net = make_net([mx.cpu()])
     with pytest.raises(TrainerError, match="got no batch"):
-        mgpu.fit(net, LOSS, make_trainer(net), [], epochs=1, callbacks=[mgpu.SaveHistory(tmp_path)])
+        mgpu.fit(net, LOSS, make_trainer(net), [], epochs=1, callbacks=[mgpu.loop.SaveHistory(tmp_path)])
     assert (tmp_path / "history.csv").read_text() == "old"
 
 
@@ -514,7 +506,7 @@ def test_nan_is_never_the_best():
     best = Best("test_loss")
     found = []
     for epoch, value in enumerate([float("nan"), 2.0, float("nan"), 1.0, 3.0], 1):
-        state = FitState(None, None, 5, 0, epoch, mgpu.History([{"test_loss": value}]))
+        state = FitState(None, None, 5, 0, epoch, mgpu.loop.History([{"test_loss": value}]))
         found.append(best.improves(state))
     assert found == [False, True, False, True, False]
     assert (best.value, best.epoch) == (1.0, 4)

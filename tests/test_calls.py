@@ -1,45 +1,85 @@
-"""runtime/c_api.py: values of arrays, without a copy where they lie in the CPU's memory."""
+"""Contract: a step makes few Python calls, which grow with the devices and not with the parameters. Noise cannot change them."""
 
+import sys
+from weakref import WeakSet
+
+import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime import c_api
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+CONTEXTS = [mx.cpu(i) for i in range(8)]
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+COMPILED = (113, 14)  # at most so many calls for a step, and so many more for each device
+RECORDED = (100, 30)  # more than Gluon's own split, forward and backward
 
 
-def test_values_are_where_they_are():
-    """Nothing is copied, nobody writes to them, and the array's memory lives as long as they do."""
-    array = mx.nd.arange(1000)
-    values = c_api.values_of(array)
-    array[:] = 7  # which is not to be done
-    array.wait_to_read()
-    assert values.tolist() == [7.0] * 1000
-    with pytest.raises(ValueError, match="read-only"):
-        values[0] = 1
-    del array
-    for other in [mx.nd.zeros((1000,)) for _ in range(20)]:
-        other.wait_to_read()
-    assert values.tolist() == [7.0] * 1000
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Without the trainers of other tests, which each pass tells what it has written."""
+    monkeypatch.setattr("gluon_mgpu.trainer.gradients._all", WeakSet())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "int32", "int64", "uint8"])
-def test_values_are_those_that_mxnet_copies(dtype):
-    """Also while they are still being computed."""
-    for shape in ((3, 4, 5), (1,), (512, 512)):
-        array = mx.nd.ones(shape, dtype=dtype) + mx.nd.ones(shape, dtype=dtype)
-        values = c_api.values_of(array)
-        assert (values.dtype, values.shape) == (np.dtype(dtype), shape)
-        assert (values == 2).all()
+def calls_of(step):
+    """The number of Python functions that a step calls, once it has run some times."""
+    for _ in range(4):
+        step()
+    mx.nd.waitall()
+    count = [0]
+
+    def profile(frame, event, argument):
+        count[0] += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    mx.nd.waitall()
+    return count[0]
 
 
-def test_values_of_bfloat16_are_its_bits():
-    bfloat16 = np.dtype([("bfloat16", np.uint16)])
-    array = mx.nd.array([1, -2]).astype(bfloat16)
-    assert c_api.values_of(array).tolist() == array.asnumpy().tolist() == [(0x3F80,), (0xC000,)]
+def world(num_devices, num_params=62):
+    """A network of so many parameters, and a batch."""
+    net = nn.HybridSequential()
+    for _ in range(num_params // 2 - 1):
+        net.add(nn.Dense(8, activation="relu", in_units=8))
+    net.add(nn.Dense(10, in_units=8))
+    net.initialize(mx.init.Xavier(), ctx=CONTEXTS[:num_devices])
+    net.hybridize(static_alloc=True, static_shape=True)
+    rng = np.random.RandomState(0)
+    return net, rng.randn(64, 8).astype("float32"), rng.randint(0, 10, 64).astype("float32")
 
 
-def test_values_of_what_has_no_memory_of_its_own_are_copied():
-    sparse = mx.nd.array([[0, 0], [1, 2]]).tostype("row_sparse")
-    assert c_api.values_of(sparse).tolist() == [[0, 0], [1, 2]]
-    with mx.util.np_shape(True):
-        assert c_api.values_of(mx.nd.zeros((0, 3))).shape == (0, 3)
-        assert c_api.values_of(mx.nd.ones(())).tolist() == 1.0
+def compiled(num_devices, **options):
+    net, X, y = world(num_devices, **options)
+    step = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}))
+    return calls_of(lambda: step(X, y))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_a_compiled_step(num_devices):
+    assert compiled(num_devices) <= COMPILED[0] + COMPILED[1] * num_devices
+
+
+def test_a_compiled_step_of_many_parameters():
+    assert compiled(2, num_params=500) <= 1.1 * compiled(2)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_a_recorded_step_beside_gluons_split_and_passes(num_devices):
+    net, X, y = world(num_devices)
+
+    def gluons():
+        with autograd.record():
+            shards = zip(*(gluon.utils.split_and_load(one, CONTEXTS[:num_devices]) for one in (X, y)))
+            losses = [LOSS(net(features), label) for features, label in shards]
+        autograd.backward(losses)
+
+    allowed = calls_of(gluons) + RECORDED[0] + RECORDED[1] * num_devices
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    trainer.discard()
+    assert calls_of(lambda: mgpu.train_batch(net, LOSS, trainer, X, y)) <= allowed

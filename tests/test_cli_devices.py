@@ -5,9 +5,7 @@ from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from gluon_mgpu.devices import mxnet_gpus
 
-from .fake_nvml import h200, install, own_locks, v100s
-
-__all__ = ["own_locks"]  # a fixture
+from .fake_nvml import h200, install, v100s
 
 GIB = 2**30
 
@@ -20,7 +18,6 @@ def nvml(monkeypatch):
     fake.gpus[3].used_bytes = 300 * 2**20
     monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 2)
     monkeypatch.setattr(mxnet_gpus, "why_not", lambda number: "")
-    monkeypatch.setattr(mxnet_gpus, "cuda_uuids", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
     return fake
 
@@ -66,7 +63,6 @@ def test_the_names_of_free_gpus(nvml, monkeypatch):
     names = [gpu.uuid for gpu in nvml.gpus]
     assert run("devices", "--free") == f"{names[0]},{names[1]},{names[3]}\n"
     assert run("devices", "--free", "1") == f"{names[0]}\n"
-    assert run("devices", "--free", "--min-free-memory", "15.9GiB") == f"{names[0]},{names[1]}\n"
 
 
 def test_free_gpus_behind_numbers_in_doubt(nvml, monkeypatch):
@@ -77,22 +73,10 @@ def test_free_gpus_behind_numbers_in_doubt(nvml, monkeypatch):
     assert run("devices", "--free", "1") == f"{nvml.gpus[4].uuid}\n"  # whatever its number is
 
 
-@pytest.mark.parametrize(
-    "arguments, told",
-    [
-        (["--free", "2"], "Error: devices: got --free; expected 2 free GPUs: gpu(0): it would do; gpu(1): process 17 (python)"),
-        (
-            ["--free", "--min-free-memory", "17GiB"],
-            "expected a free GPU with 17.0 GiB of free memory: gpu(0): 15.7 GiB of 16.0 GiB",
-        ),
-        (["--free", "--min-free-memory", "much"], "got min_free_memory='much'"),
-    ],
-    ids=["too few", "too little", "no size"],
-)
-def test_no_free_gpus(nvml, arguments, told):
-    result = invoke("devices", *arguments)
+def test_too_few_free_gpus(nvml):
+    result = invoke("devices", "--free", "2")
     assert result.exit_code == 1
-    assert told in result.output
+    assert "Error: devices: got --free; expected 2 free GPUs: gpu(0): it would do; gpu(1): process 17 (python)" in result.output
 
 
 def test_nobody_tells_which_gpus_are_free(monkeypatch):
@@ -101,13 +85,11 @@ def test_nobody_tells_which_gpus_are_free(monkeypatch):
     assert result.exit_code == 1
     assert "Error: devices: got --free; expected a driver that reports its GPUs" in result.output
     assert run("devices").startswith("devices")
-    result = invoke("devices", "--min-free-memory", "8GiB")  # it was ignored
-    assert result.exit_code == 2 and "got --min-free-memory without --free; expected both" in result.output
 
 
 @pytest.mark.parametrize(
     "program",
-    [["train", "resnet18"], ["train", "seq2seq", "--num-examples", "200"], ["predict", "resnet18"], ["translate"]],
+    [["train", "resnet18"], ["train", "seq2seq"], ["predict", "resnet18"], ["translate"]],
     ids=" ".join,
 )
 def test_programs_choose_gpus(monkeypatch, program):
@@ -119,11 +101,10 @@ def test_programs_choose_gpus(monkeypatch, program):
         asked.append((spec, options))
         raise KeyboardInterrupt
 
-    module = "_training" if program[0] == "train" else program[0]
-    monkeypatch.setattr(f"gluon_mgpu.cli.{module}.use_devices", refuse)
-    result = invoke(*program, "--devices", "gpu:free:2", "--min-free-memory", "8GiB", "--wait-for-gpu", "60")
+    monkeypatch.setattr("gluon_mgpu.devices.select.use_devices", refuse)
+    result = invoke(*program, "--devices", "gpu:free*2", "--min-free-memory", "8GiB", "--wait-for-gpu", "60")
     one_thread = {"one_thread": False} if program[0] == "train" else {}
-    assert asked == [("gpu:free:2", {"min_free_memory": "8GiB", "wait_s": 60.0, **one_thread})]
+    assert asked == [("gpu:free*2", {"min_free_memory": "8GiB", "wait_s": 60.0, **one_thread})]
     assert result.exit_code == 130
     assert "waiting" in result.stderr
     assert "waiting" not in result.stdout

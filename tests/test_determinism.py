@@ -8,10 +8,6 @@ import textwrap
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from click.testing import CliRunner
-from gluon_mgpu.cli import main
-from gluon_mgpu.runtime.determinism import DETERMINISTIC
-from mxnet.gluon import nn
 
 from .test_cli import data_dir  # noqa: F401  a fixture
 
@@ -37,7 +33,7 @@ PROGRAM = """
             found.update(param.data(devices[0]).asnumpy().tobytes())
         return found.hexdigest()
 
-    with mgpu.use_devices("cpu:2") as ctx:
+    with mgpu.use_devices("cpu*2") as ctx:
         print(digest(3, ctx), digest(3, ctx), digest(4, ctx))
         mx.npx.set_np()
         print(digest(3, ctx), digest(3, ctx), digest(4, ctx))
@@ -64,27 +60,3 @@ def test_a_wrong_seed_changes_nothing(seed):
     with pytest.raises(mgpu.errors.TrainerError, match="^seed_everything: got seed="):
         mgpu.seed_everything(seed)
     assert (mx.nd.random.uniform(shape=3).asnumpy() == expected).all()
-
-
-def test_the_option_of_the_programs(monkeypatch, tmp_path, data_dir, without_pictures):  # noqa: F811
-    for name in DETERMINISTIC:
-        monkeypatch.setenv(name, "9")
-    monkeypatch.setattr("gluon_mgpu.cli.train.resnet18", lambda num_classes: nn.Dense(num_classes))
-    command = [
-        "train",
-        "resnet18",
-        "--devices",
-        "cpu:1",
-        "--epochs",
-        "1",
-        "--data-dir",
-        str(data_dir),
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert CliRunner().invoke(main, [*command, "--seed", "5"]).exit_code == 0
-    assert all(os.environ[name] == "9" for name in DETERMINISTIC)
-    assert CliRunner().invoke(main, [*command, "--seed", "5", "--deterministic"]).exit_code == 0
-    assert {name: os.environ[name] for name in DETERMINISTIC} == DETERMINISTIC
-    refused = CliRunner().invoke(main, [*command, "--deterministic", "--weights", "auto"])
-    assert refused.exit_code == 2 and "got auto with --deterministic" in refused.output

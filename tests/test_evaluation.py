@@ -4,11 +4,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import ShardError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-
-from .conftest import assert_house_style
 
 SIZES = [6, 6, 5]  # the last batch is uneven on 2 and on 3 devices
 
@@ -48,26 +45,6 @@ def test_accuracy_is_that_of_numpy(devices, arrays, sizes):
     assert found == right_in_numpy(net, batches)
 
 
-def test_the_oracle_can_tell(devices):
-    """A right answer more or fewer shows: the test above does not compare constants."""
-    net, ((X, y),) = linear_net(devices), make_batches([30])
-    right = right_in_numpy(net, [(X, y)])
-    y[0] = (in_numpy(net, X)[0].argmax() + (y[0] == in_numpy(net, X)[0].argmax())) % 3  # right becomes wrong, and the other way
-    assert abs(mgpu.evaluate_accuracy_gpus(net, [(X, y)]) - right) == pytest.approx(1 / 30)
-
-
-def test_mxnet_batches_count_as_numpys(devices, arrays):
-    net, batches = linear_net(devices), make_batches()
-    on_device = [(arrays.array(X), arrays.array(y, dtype="int32")) for X, y in batches]
-    assert mgpu.evaluate_accuracy_gpus(net, on_device) == right_in_numpy(net, batches)
-
-
-def test_a_gluon_data_loader_is_an_iterator(devices):
-    net, ((X, y),) = linear_net(devices), make_batches([17])
-    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), batch_size=6)
-    assert mgpu.evaluate_accuracy_gpus(net, loader) == right_in_numpy(net, [(X, y)])
-
-
 def test_the_loss_is_the_mean_over_examples(devices, arrays):
     """Not the mean of the batches' or the shards' means: the last batch is smaller."""
     net, batches = linear_net(devices), make_batches([6, 6, 1])
@@ -76,26 +53,6 @@ def test_the_loss_is_the_mean_over_examples(devices, arrays):
     assert list(found) == ["accuracy", "loss"]
     np.testing.assert_allclose(found["loss"], losses.mean(), rtol=1e-5)
     assert found["accuracy"] == right_in_numpy(net, batches)
-
-
-def test_metrics_are_what_was_asked_for(devices):
-    net, batches = linear_net(devices), make_batches()
-    assert list(mgpu.evaluate(net, batches, {"hits": mgpu.accuracy})) == ["hits"]
-    assert list(mgpu.evaluate(net, batches, mgpu.top_k_accuracy(2))) == ["top_2_accuracy"]
-    assert mgpu.evaluate(net, batches, [mgpu.top_k_accuracy(3)]) == {"top_3_accuracy": 1.0}
-    assert mgpu.evaluate(net, batches, []) == {}
-
-
-def test_a_split_of_ones_own_is_used(devices):
-    net, batches = linear_net(devices), make_batches()
-    seen = []
-
-    def split(X, y, contexts):
-        seen.append((X.shape, contexts))
-        return mgpu.split_batch(X, y, contexts[-1:])
-
-    assert mgpu.evaluate_accuracy_gpus(net, batches, split) == right_in_numpy(net, batches)
-    assert seen == [((n, 4), devices) for n in SIZES]
 
 
 def diverged_norm(ctx):
@@ -127,28 +84,6 @@ def test_batch_norm_is_averaged_over_the_devices_first(devices, hybridize):
         np.testing.assert_allclose(net.running_var.data(context).asnumpy(), variance, rtol=1e-6)
 
 
-def test_batch_norm_is_averaged_for_np_arrays_too(devices, arrays):
-    net, k = nn.BatchNorm(in_channels=1), len(devices)
-    net.initialize(ctx=devices)
-    for i, context in enumerate(devices):
-        net.running_mean.data(context)[:] = 2.0 * i
-    mgpu.evaluate(net, [(np.zeros((4, 1), "float32"), np.zeros(4))], [])
-    assert [net.running_mean.data(context).asnumpy().tolist() for context in devices] == [[k - 1.0]] * k
-
-
-def test_averaging_leaves_weights_alone(devices):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(2, in_units=4), nn.BatchNorm(in_channels=2))
-    net.initialize(ctx=devices)
-    for i, context in enumerate(devices):
-        net[0].weight.data(context)[:] = float(i)
-        net[1].gamma.data(context)[:] = float(i)
-    mgpu.average_running_stats(net)
-    for i, context in enumerate(devices):
-        assert (net[0].weight.data(context).asnumpy() == i).all()
-        assert (net[1].gamma.data(context).asnumpy() == i).all()
-
-
 def test_evaluation_predicts_and_trains_nothing(devices):
     """Dropout is off, BatchNorm's statistics are used and not changed, nothing is recorded."""
     modes = []
@@ -168,58 +103,7 @@ def test_evaluation_predicts_and_trains_nothing(devices):
     assert all((net[1].running_mean.data(context).asnumpy() == 0).all() for context in devices)
 
 
-def not_initialised():
-    return nn.Dense(3, in_units=4)
-
-
-def without_parameters():
-    return nn.Flatten()
-
-
-@pytest.mark.parametrize("make", [not_initialised, without_parameters])
-def test_a_network_on_no_device_is_refused(make):
-    with pytest.raises(TrainerError, match="^evaluate: got a network without initialised parameters") as caught:
-        mgpu.evaluate_accuracy_gpus(make(), make_batches())
-    assert_house_style(caught.value)
-
-
-def test_a_network_whose_shapes_are_unknown_yet_is_evaluated(devices):
-    net, batches = nn.Dense(3), make_batches()
-    net.initialize(ctx=devices)
-    assert mgpu.evaluate_accuracy_gpus(net, batches) == right_in_numpy(net, batches)
-
-
-@pytest.mark.parametrize("items", [[], iter([]), (item for item in ())], ids=["list", "iterator", "generator"])
-def test_no_batch_is_refused(items):
-    with pytest.raises(TrainerError, match="^evaluate: got no batch") as caught:
-        mgpu.evaluate_accuracy_gpus(linear_net([mx.cpu()]), items)
-    assert_house_style(caught.value)
-
-
 X, Y = np.zeros((2, 4), "float32"), np.zeros(2, "int32")
-
-
-@pytest.mark.parametrize(
-    "item, told",
-    [
-        (X, "ndarray"),
-        ((X,), "tuple of 1"),
-        ([X, Y, Y], "list of 3"),
-        ({"X": X, "y": Y}, "dict"),
-        ("XY", "str"),
-        (None, "NoneType"),
-    ],
-)
-def test_items_that_are_no_pairs_are_refused(item, told):
-    with pytest.raises(TrainerError, match=f"^evaluate: got {told} from the data iterator") as caught:
-        mgpu.evaluate(linear_net([mx.cpu()]), [(X, Y), item])
-    assert_house_style(caught.value)
-
-
-def test_labels_that_are_not_as_many_are_refused(devices):
-    with pytest.raises(ShardError, match="got 2 examples in .* and 3 in ") as caught:
-        mgpu.evaluate(linear_net(devices), [(X, np.zeros(3))])
-    assert_house_style(caught.value)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

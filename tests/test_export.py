@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.errors import MissingExtraError, TrainerError
+from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.exporters import onnx_translator
+from gluon_mgpu.trainer.parameters import blocks_of
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
+from mxnet.gluon.model_zoo import vision
 
-from .conftest import assert_house_style, small_net
+from .conftest import small_net
 
-ROOT = Path(__file__).parent.parent
 WORDS = ["하나 둘 셋", "넷, 다섯!", "여섯 일곱"], ["one two-three", "four, five!", "six seven"]
 
 
@@ -61,27 +62,11 @@ def initialized(net, scale=0.5):
     return net
 
 
-class Residual(nn.HybridBlock):
-    """Two inputs, two outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Dense(4), nn.Dense(4)
-
-    def hybrid_forward(self, F, x, y):
-        sums = self.left(x) + self.right(y)
-        return sums, [F.broadcast_mul(sums, x)]
-
-
 class Tagger(nn.HybridBlock):
     def __init__(self, layer):
         super().__init__()
-        self.embedding, self.layer, self.norm, self.output = (
-            nn.Embedding(10, 4),
-            layer,
-            nn.LayerNorm(),
-            nn.Dense(3, flatten=False),
-        )
+        self.embedding, self.layer = nn.Embedding(10, 4), layer
+        self.norm, self.output = nn.LayerNorm(), nn.Dense(3, flatten=False)
 
     def hybrid_forward(self, F, x):
         return self.output(self.norm(self.layer(self.embedding(x))))
@@ -127,7 +112,11 @@ def test_recurrent_layers_in_onnx(tmp_path, kind, num_layers, bidirectional, lay
         ]
         return (rng.normal(size=shape).astype("float32"), begins) if states else (rng.normal(size=shape).astype("float32"),)
 
-    exported = mgpu.export(net, tmp_path / "net.onnx", batch(4, 3))
+    axes = None
+    if states:  # their batch is the second axis
+        names = [f"data{i}" for i in range(1, 2 + (kind == "lstm"))]
+        axes = [[("data0", int(layout == "TNC")), *((name, 1) for name in names)], [("data0", int(layout == "NTC"))]]
+    exported = mgpu.export(net, tmp_path / "net.onnx", batch(4, 3), dynamic_axes=axes)
     data, *begins = batch(2, 7)
     expected = net(mx.nd.array(data), *([[mx.nd.array(one) for one in begins[0]]] if states else []))
     expected = [expected[0], *expected[1]] if states else [expected]
@@ -135,18 +124,6 @@ def test_recurrent_layers_in_onnx(tmp_path, kind, num_layers, bidirectional, lay
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
         np.testing.assert_allclose(one, other.asnumpy(), rtol=1e-4, atol=1e-5)
-
-
-def test_several_inputs_and_outputs(tmp_path):
-    pytest.importorskip("onnx")
-    net = initialized(Residual())
-    X, y = np.random.rand(3, 4).astype("float32"), np.random.rand(3, 2).astype("float32")
-    exported = mgpu.export(net, tmp_path / "net.onnx", (X, y))
-    assert exported.inputs == {"data0": ("batch", 4), "data1": ("batch", 2)}
-    first, (second,) = net(mx.nd.array(X[:1]), mx.nd.array(y[:1]))
-    found = run_onnx(exported.files[0], X[:1], y[:1])
-    np.testing.assert_allclose(found[0], first.asnumpy(), rtol=1e-5)
-    np.testing.assert_allclose(found[1], second.asnumpy(), rtol=1e-5)
 
 
 def sequence(*layers, kind=nn.HybridSequential):
@@ -175,46 +152,6 @@ def test_other_layers(tmp_path, net, shape):
     np.testing.assert_allclose(run_onnx(tmp_path / "net.onnx", X)[0], net(mx.nd.array(X)).asnumpy(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"id_index": 0, "valid_thresh": 0.2},
-        {"id_index": 0, "background_id": 2, "force_suppress": True, "topk": 7},
-        {"in_format": "center", "out_format": "center", "topk": 100},
-        {"valid_thresh": 1.0},  # no box is left
-    ],
-)
-def test_boxes_that_others_overlap(tmp_path, options):
-    """MXNet's converter lets boxes of all classes suppress each other."""
-    pytest.importorskip("onnx")
-    rng = np.random.RandomState(0)
-    corners = rng.uniform(0, 50, (2, 30, 2))
-    scores, kinds = rng.permutation(60).reshape(2, 30, 1) / 60, rng.randint(-1, 4, (2, 30, 1))
-    boxes = np.concatenate([kinds, scores, corners, corners + rng.uniform(1, 30, (2, 30, 2)), scores], axis=2)
-    net = nn.HybridLambda(lambda F, x: F.contrib.box_nms(x, **options))
-    assert mgpu.export(net, tmp_path / "net.onnx", boxes.astype("float32")).difference == 0
-    num_left = (net(mx.nd.array(boxes)).asnumpy()[..., 1] >= 0).sum()
-    assert num_left == 0 if options.get("valid_thresh") == 1 else 0 < num_left < 60
-
-
-class Reshaped(nn.HybridBlock):
-    def __init__(self, shape):
-        super().__init__()
-        self._shape = shape
-
-    def hybrid_forward(self, F, x):
-        return F.reshape(x, shape=self._shape)
-
-
-@pytest.mark.parametrize("shape", [(-3, 0), (0, -3), (0, -4, 2, -1, 0), (-2, 1), (0, 4, -2), (0, -1), (-1,)])
-def test_every_code_of_reshape(tmp_path, shape):
-    pytest.importorskip("onnx")
-    mgpu.export(Reshaped(shape), tmp_path / "net.onnx", np.arange(24, dtype="float32").reshape(2, 4, 3))
-    X = np.arange(60, dtype="float32").reshape(5, 4, 3)
-    (found,) = run_onnx(tmp_path / "net.onnx", X)
-    np.testing.assert_array_equal(found, mx.nd.array(X).reshape(shape).asnumpy())
-
-
 class Fixed(nn.HybridBlock):
     def hybrid_forward(self, F, x):
         return F.reshape(x, shape=(2, -1)) + F.ones((2, 3))
@@ -228,111 +165,50 @@ def test_a_network_for_one_batch_size(tmp_path, caplog):
     assert exported.inputs == {"data": (2, 3)} and "fixed sizes" in caplog.text
 
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from check_export import NAMES, compare, zoo_network  # noqa: E402
-from check_export import images as zoo_images  # noqa: E402
-
-sys.path.pop(0)
+ZOO = ("resnet18_v1", "resnet50_v2", "vgg11_bn", "alexnet", "densenet121", "squeezenet1.0", "inceptionv3", "mobilenetv2_0.5")
 
 
-def test_a_network_of_the_model_zoo(tmp_path):
+def patches(seed, number, size):
+    """Images of coloured patches with noise: noise alone looks alike to a network."""
+    rng = np.random.RandomState(seed)
+    colours = np.kron(rng.normal(size=(number, 3, 7, 7)), np.ones((1, 1, size // 7 + 1, size // 7 + 1)))[:, :, :size, :size]
+    return (colours + rng.normal(0, 0.3, colours.shape)).astype("float32")
+
+
+def zoo_network(name, size):
+    """A network with random weights and running statistics, whose output depends on its input."""
+    rng = np.random.RandomState(0)
+    mx.random.seed(0)
+    net = vision.get_model(name)
+    net.initialize(mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2))  # keeps the size of relu's outputs
+    layers = [block for block in blocks_of(net) if isinstance(block, nn.BatchNorm)]
+    for layer in layers:
+        layer._kwargs["momentum"] = 0.0  # the statistics become those of this batch
+    with autograd.record():
+        net(mx.nd.array(patches(2, 4, size))).wait_to_read()
+    mx.nd.waitall()
+    for layer in layers:
+        for param in (layer.gamma, layer.running_var, layer.running_mean):
+            param.set_data(param.data() * mx.nd.array(rng.uniform(0.7, 1.3, param.shape)))
+        layer.beta.set_data(mx.nd.array(rng.normal(0, 0.2, layer.beta.shape)))
+    return net
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("mobilenet0.25", 64),
+        *(pytest.param(name, 299 if name == "inceptionv3" else 224, marks=pytest.mark.exhaustive) for name in ZOO),
+    ],
+)
+def test_networks_of_the_model_zoo(tmp_path, name, size):
+    """Also for another batch size than the sample's. The images' outputs differ, so that a constant one would be seen."""
     pytest.importorskip("onnx")
-    net, X = zoo_network("mobilenet0.25", 64), zoo_images(1, 3, 64)
+    net, X = zoo_network(name, size), patches(1, 3, size)
     mgpu.export(net, tmp_path / "net.onnx", X[:2])
     expected = net(mx.nd.array(X)).asnumpy()
     (found,) = run_onnx(tmp_path / "net.onnx", X)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max() < np.ptp(expected, axis=0).max()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
-def test_all_of_the_model_zoo(tmp_path, name):
-    pytest.importorskip("onnx")
-    row = compare(name, tmp_path)
-    assert max(row.difference, row.other_batch) < 1e-4 < row.variation
-
-
-def test_onnx_and_mxnet_are_as_before(tmp_path):
-    onnx = pytest.importorskip("onnx")
-    from mxnet.onnx.mx2onnx._export_onnx import MXNetGraph
-
-    before = (
-        vars(onnx).get("mapping"),
-        onnx.checker.check_graph,
-        {key: dict(value) for key, value in MXNetGraph.registry_.items()},
-    )
-    mgpu.export(initialized(nn.Dense(2)), tmp_path / "net.onnx", np.ones((2, 3), "float32"))
-    assert before == (vars(onnx).get("mapping"), onnx.checker.check_graph, MXNetGraph.registry_)
-    model = onnx.load(str(tmp_path / "net.onnx"))
-    onnx.checker.check_model(model, full_check=True)
-    assert [one.name for one in model.graph.input] == ["data"] and model.opset_import[0].version == 13
-
-
-def torch_twin(torch):
-    """PyTorch's layers with the attribute names of the network below."""
-
-    class Twin(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.layer = torch.nn.Embedding(10, 4), torch.nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True)
-            self.norm, self.output = torch.nn.LayerNorm(10), torch.nn.Linear(10, 3)
-
-        def forward(self, x):
-            return self.output(self.norm(self.layer(self.embedding(x))[0]))
-
-    return Twin()
-
-
-def test_a_state_dict_that_pytorch_loads(tmp_path):
-    """Under the same attribute names, with the same values: the forward pass of PyTorch's own layers agrees."""
-    torch = pytest.importorskip("torch")
-    net = initialized(Tagger(rnn.LSTM(5, 2, layout="NTC", bidirectional=True)))
-    X = np.random.randint(0, 10, (3, 4)).astype("int32")
-    exported = mgpu.export(net, tmp_path / "net.pt", X)
-    assert exported.difference < 1e-5
-    twin = torch_twin(torch)
-    twin.load_state_dict(torch.load(tmp_path / "net.pt"))
-    found = twin.eval()(torch.from_numpy(X).long()).detach().numpy()
-    np.testing.assert_allclose(found, net(mx.nd.array(X)).asnumpy(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("layer", [rnn.GRU(5, 2, layout="NTC"), rnn.RNN(5, activation="tanh", layout="NTC", bidirectional=True)])
-def test_recurrent_layers_in_pytorch(tmp_path, layer):
-    pytest.importorskip("torch")
-    exported = mgpu.export(initialized(Tagger(layer)), tmp_path / "net.pth", np.ones((2, 3), "int32"))
-    assert exported.difference < 1e-5
-
-
-def test_convolutions_in_pytorch(tmp_path):
-    """BatchNorm, whose parameters have other names there, and one that ignores its gamma; pooling and activations."""
-    torch = pytest.importorskip("torch")
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3, groups=1), nn.BatchNorm(), nn.Activation("softrelu"), nn.Conv2DTranspose(6, 3, strides=2))
-    net.add(nn.BatchNorm(scale=False), nn.LeakyReLU(0.1), nn.AvgPool2D(3, 2, 1, ceil_mode=True), nn.MaxPool2D(2), nn.PReLU())
-    net.add(nn.Dropout(0.5), nn.GlobalAvgPool2D(), nn.Dense(5, activation="tanh"), nn.ELU(), nn.GELU(), nn.Swish())
-    exported = mgpu.export(initialized(net), tmp_path / "net.pt", images(3, 2, 13))
-    assert exported.difference < 1e-5
-    state = torch.load(tmp_path / "net.pt")
-    assert {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"} <= set(state)
-    torch.nn.BatchNorm2d(4).load_state_dict({key[2:]: value for key, value in state.items() if key.startswith("1.")})
-
-
-class Unknown(nn.HybridBlock):
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Dense(2)
-
-    def hybrid_forward(self, F, x):
-        return F.cbrt(self.dense(x))
-
-
-def test_a_layer_that_pytorch_lacks(tmp_path, caplog):
-    """The state dict is written, and a warning says that its forward pass was not checked."""
-    torch = pytest.importorskip("torch")
-    with caplog.at_level(logging.WARNING, "gluon_mgpu"):
-        exported = mgpu.export(initialized(Unknown()), tmp_path / "net.pt", np.ones((2, 3), "float32"))
-    assert exported.difference is None and "cbrt" in exported.unchecked and "cbrt" in caplog.text
-    assert list(torch.load(tmp_path / "net.pt")) == ["dense.weight", "dense.bias"]
 
 
 PLAIN = """
@@ -379,16 +255,6 @@ def np_mode():
 
 
 @pytest.mark.usefixtures("np_mode")
-def test_a_translator_in_np_mode(tmp_path):
-    """Its files are for legacy arrays, with which it computes in both modes."""
-    made = translator()
-    assert mgpu.export(made, tmp_path / "model", format="symbol").difference < 1e-6
-    with mx.util.np_array(False), mx.util.np_shape(False):
-        block = imported([tmp_path / f"model-encoder-{kind}" for kind in ("symbol.json", "0000.params")], ["source", "lengths"])
-        assert block(mx.nd.array([[4, 2]], dtype="int32"), mx.nd.array([2], dtype="int32"))[1].shape == (1, 2, 8)
-
-
-@pytest.mark.usefixtures("np_mode")
 def test_symbol_files_for_np_arrays(tmp_path):
     """Also of a recurrent layer in another block, which MXNet itself cannot run as a graph of np arrays."""
     net = initialized(Tagger(rnn.GRU(5, layout="NTC", bidirectional=True)))
@@ -402,10 +268,10 @@ def test_symbol_files_for_np_arrays(tmp_path):
         )
 
 
-@pytest.mark.parametrize("path", ["net.onnx", "net.pt", "net"])
+@pytest.mark.parametrize("path", ["net.onnx", "net"])
 def test_a_file_that_differs_is_not_left_behind(tmp_path, path):
     """An existing file stays, and so it does on Ctrl-C."""
-    pytest.importorskip("torch" if path.endswith("pt") else "onnx")
+    pytest.importorskip("onnx")
     net = initialized(nn.HybridSequential())
     net.add(nn.Dense(64, activation="tanh"), nn.LayerNorm(), nn.Dense(9))
     net.initialize()
@@ -414,12 +280,11 @@ def test_a_file_that_differs_is_not_left_behind(tmp_path, path):
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     net[0].weight.set_data(net[0].weight.data() * 2)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("run_onnx", "run_torch", "run_symbol"):
+        for name in ("run_onnx", "run_symbol"):
             patch.setattr(f"gluon_mgpu.exporters.export.{name}", lambda *args: [np.full((5, 9), np.nan)])
-        with pytest.raises(TrainerError, match="expected at most 0.0001") as caught:
+        with pytest.raises(TrainerError, match="expected at most 0.0001"):
             mgpu.export(net, tmp_path / path, X)
-        assert_house_style(caught.value)
-        for name in ("run_onnx", "run_torch", "run_symbol"):
+        for name in ("run_onnx", "run_symbol"):
             patch.setattr(f"gluon_mgpu.exporters.export.{name}", interrupt)
         with pytest.raises(KeyboardInterrupt):
             mgpu.export(net, tmp_path / path, X)
@@ -453,11 +318,7 @@ X = np.ones((2, 3), "float32")
     [
         (3, "net.onnx", X),
         (initialized(nn.Dense(2)), "net.txt", X),
-        (initialized(nn.Dense(2)), "net-1.0", X),
-        (initialized(nn.Dense(2)), ".", X),
         (initialized(nn.Dense(2)), "folder.onnx/", X),
-        (initialized(nn.Dense(2)), None, X),
-        (initialized(nn.Dense(2)), "net.onnx"),
         (initialized(nn.Dense(2)), "net.onnx", "images"),
         (initialized(nn.Dense(2)), "net.onnx", X, 2.5),
         (initialized(nn.Dense(2, in_units=4)), "net.onnx", X),
@@ -470,38 +331,9 @@ X = np.ones((2, 3), "float32")
 )
 def test_unsuited_arguments(tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TrainerError) as caught:
+    with pytest.raises(TrainerError):
         mgpu.export(*arguments)
-    assert_house_style(caught.value)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"format": "tf"}, {"tolerance": -1}, {"dynamic_axes": [[("image", 0)]]}, {"dynamic_axes": [3]}, {"format": "torch"}],
-)
-def test_unsuited_options(tmp_path, options):
-    pytest.importorskip("onnx")
-    with pytest.raises(TrainerError) as caught:
-        mgpu.export(initialized(nn.Dense(2)), tmp_path / "net.onnx", X, **options)
-    assert_house_style(caught.value)
-
-
-@pytest.mark.parametrize(("path", "module"), [("net.onnx", "onnx"), ("net.onnx", "onnxruntime"), ("net.pt", "torch")])
-def test_a_missing_package_is_named(tmp_path, monkeypatch, path, module):
-    if module == "onnxruntime":
-        pytest.importorskip("onnx")
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'gluon_mgpu\[(onnx|torch)\]'"):
-        mgpu.export(initialized(nn.Dense(2)), tmp_path / path, X)
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_a_check_onnxruntime_is_not_imported(tmp_path, monkeypatch):
-    pytest.importorskip("onnx")
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    exported = mgpu.export(initialized(nn.Dense(2)), tmp_path / "net.onnx", X, check=False)
-    assert exported.difference is None and exported.files[0].exists()
 
 
 def test_mixed_precision_exports_in_float32(tmp_path, monkeypatch):
@@ -509,14 +341,15 @@ def test_mixed_precision_exports_in_float32(tmp_path, monkeypatch):
     monkeypatch.setattr("gluon_mgpu.trainer.precision.can_compute_bf16", lambda: True)
     net = initialized(nn.Dense(3, in_units=4))
     mgpu.set_precision(net, "bf16")
-    exported = mgpu.export(net, tmp_path / "net", np.random.rand(2, 4).astype("float32"))
-    assert exported.difference < 1e-6 and mgpu.precision_of(net) == "bf16"
+    assert mgpu.export(net, tmp_path / "net", np.random.rand(2, 4).astype("float32")).difference < 1e-6
+    exported = mgpu.export(net, tmp_path / "other", np.random.rand(2, 4).astype("float32"), check=False)
+    assert exported.difference is None and exported.files[0].exists()
 
 
 def test_sync_batchnorm_after_hybridize(tmp_path):
     """`net.export` asks for hybridize(), after which a synchronised network does not run any more; this export works."""
     net = small_net([mx.cpu()], normalize=True)
-    mgpu.convert_sync_batchnorm(net)
+    mgpu.data_parallel.convert_sync_batchnorm(net)
     with pytest.raises(RuntimeError, match="hybridize"):
         net.export(str(tmp_path / "plain"))
     net.hybridize()
@@ -527,13 +360,15 @@ def test_sync_batchnorm_after_hybridize(tmp_path):
 
 TRANSLATORS = [
     {"cell": "gru", "attention": "dot", "num_layers": 1},
-    {"cell": "lstm", "attention": "additive", "num_layers": 2, "input_feeding": True, "tied": True, "layout": "TNC"},
+    {"cell": "lstm", "attention": "additive", "num_layers": 2, "tied": True},
 ]
 
 
 def translator(kind="words", **options):
-    made = mgpu.Translator(*(mgpu.data.build_vocabulary(side, kind) for side in WORDS), embed_size=8, hidden_size=8, **options)
-    made.net.initialize(mx.init.Uniform(0.9), ctx=[mx.cpu(0)])
+    made = mgpu.models.Translator(
+        *(mgpu.data.build_vocabulary(side, kind) for side in WORDS), embed_size=8, hidden_size=8, **options
+    )
+    made.net.initialize(mx.init.Uniform(2.0), ctx=[mx.cpu(0)])
     return made
 
 
@@ -546,7 +381,7 @@ def test_a_translator_in_onnx_runtime(tmp_path, options):
     assert exported.difference < 1e-5 and {one.name for one in exported.files} == set(os.listdir(tmp_path / "model"))
     texts = [*WORDS[0], "", "하나 넷, 일곱!", "모르는 말 셋"]
     expected = made.best(texts)
-    assert len(set(expected)) > 3
+    assert len(set(expected)) >= 3
     other = onnx_translator.OnnxTranslator(tmp_path / "model")
     assert other.translate(texts) == expected == [other.translate([text])[0] for text in texts]
 
@@ -555,7 +390,7 @@ def test_the_program_translates_alone(tmp_path):
     """In a process without MXNet."""
     pytest.importorskip("onnxruntime")
     made = translator("characters")
-    mgpu.export(made, tmp_path / "model", list(WORDS[0]))
+    mgpu.export(made, tmp_path / "model")
     text = "import sys, runpy; sys.modules['mxnet'] = sys.modules['gluon_mgpu'] = None; sys.argv = sys.argv[1:]; runpy.run_path("
     command = [
         sys.executable,
@@ -572,42 +407,28 @@ def test_the_program_translates_alone(tmp_path):
     assert shown.stdout.startswith(b"Translate with the ONNX files of a translator.")  # and not a translation of --help
 
 
-OURS = [mgpu.data.build_vocabulary([*WORDS[0], *WORDS[1], 'a-b, c! "d"'], kind) for kind in ("words", "characters")]
-THEIRS = [onnx_translator.read_vocabulary(vocabulary.to_bytes()) for vocabulary in OURS]
+TEXTS = [*WORDS[0], *WORDS[1], 'a-b, c! "d"'] * 3
+OURS = [mgpu.data.build_vocabulary(TEXTS, kind, size=60) for kind in ("words", "characters", "subwords")]
 
 
-@given(text=st.one_of(st.text(max_size=20), st.text('ab, -!"\t가\uffed\u1112\u1161', max_size=20)))
+@given(text=st.one_of(st.text(max_size=20), st.text('ab, -!"\t가▁\u1112\u1161', max_size=20)))
 def test_its_vocabularies_are_ours(text):
-    for ours, theirs in zip(OURS, THEIRS):
-        numbers = ours.encode(text)
+    for ours in OURS:
+        theirs, numbers = onnx_translator.Vocabulary(ours._model), ours.encode(text)
         assert theirs.encode(text) == numbers and theirs.decode(numbers) == ours.decode(numbers)
-
-
-def test_its_subwords_are_ours():
-    pytest.importorskip("sentencepiece")
-    ours = mgpu.data.build_vocabulary([*WORDS[0], *WORDS[1]] * 3, "subwords", size=60)
-    theirs = onnx_translator.read_vocabulary(ours.to_bytes())
-    for text in (*WORDS[0], "둘▁셋  ?", ""):
-        assert theirs.encode(text) == ours.encode(text) and theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
 
 
 def test_the_command_exports_a_translator(tmp_path):
     pytest.importorskip("onnxruntime")
-    made = translator(input_feeding=True)
+    made = translator()
     made.save(tmp_path / "run" / "best")
-    words = ["--onnx", str(tmp_path / "onnx"), "--symbol", str(tmp_path / "model")]
-    done = CliRunner().invoke(main, ["export", str(tmp_path / "run"), *words])
-    assert done.exit_code == 0 and done.output.count("largest difference") == 2, done.output
+    done = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--onnx", str(tmp_path / "onnx")])
+    assert done.exit_code == 0 and done.output.count("largest difference") == 1, done.output
     assert onnx_translator.OnnxTranslator(tmp_path / "onnx").translate(WORDS[0]) == made.best(WORDS[0])
-    files = [tmp_path / f"model-encoder-{kind}" for kind in ("symbol.json", "0000.params")]
-    block = imported(files, ["source", "lengths"])
-    source, lengths = mx.nd.array([[4, 5, 2]], dtype="int32"), mx.nd.array([3], dtype="int32")
-    state, _ = made.net.encode(source, lengths)
-    np.testing.assert_allclose(block(source, lengths)[0].asnumpy(), state[0].asnumpy(), rtol=1e-5)
-    again = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--onnx", str(tmp_path / "onnx")])
-    assert again.exit_code == 0, again.output
     wrong = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--onnx", str(tmp_path)])
     assert wrong.exit_code == 1 and "holds" in wrong.output
+    symbol = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--symbol", str(tmp_path / "model")])
+    assert symbol.exit_code == 2 and "for a translator" in symbol.output
 
 
 def small_classifier(num_classes):
@@ -616,12 +437,11 @@ def small_classifier(num_classes):
     return net
 
 
-@pytest.mark.parametrize("make", [small_classifier, pytest.param(mgpu.models.resnet18, marks=pytest.mark.exhaustive)])
-def test_the_command_exports_a_classifier(tmp_path, monkeypatch, make):
+def test_the_command_exports_a_classifier(tmp_path, monkeypatch):
     """Its images may have any size; the classes and channels are read from the checkpoint."""
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr("gluon_mgpu.cli.export.resnet18", make)
-    net = initialized(make(4), 0.1)
+    monkeypatch.setattr("gluon_mgpu.models.resnet18", small_classifier)
+    net = initialized(small_classifier(4), 0.1)
     net(mx.nd.array(images(2, 3, 16)))
     mgpu.save_checkpoint(tmp_path / "run" / "best", net)
     done = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--onnx", str(tmp_path / "net.onnx")])
@@ -629,13 +449,3 @@ def test_the_command_exports_a_classifier(tmp_path, monkeypatch, make):
     (found,) = run_onnx(tmp_path / "net.onnx", images(3, 3, 8))
     expected = net(mx.nd.array(images(3, 3, 8))).asnumpy()
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
-
-
-def test_the_command_says_what_is_wrong(tmp_path):
-    """No format; no run; the checkpoint of another network."""
-    assert "--onnx, --symbol or --torch" in CliRunner().invoke(main, ["export", str(tmp_path)]).output
-    assert CliRunner().invoke(main, ["export", str(tmp_path / "nothing"), "--symbol", str(tmp_path / "net")]).exit_code == 1
-    net = initialized(nn.Dense(2, in_units=3))
-    mgpu.save_checkpoint(tmp_path / "c", net)
-    done = CliRunner().invoke(main, ["export", str(tmp_path / "c"), "--symbol", str(tmp_path / "net")])
-    assert done.exit_code == 1 and "gluon_mgpu.export" in done.output and not list(tmp_path.glob("net*"))

@@ -1,22 +1,20 @@
 """fit(): it learns, tells what each epoch gave, and ends well, whatever ends it."""
 
-import importlib
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import NonFiniteLossError, StepError, TrainerError
+from gluon_mgpu.errors import NonFiniteLossError, TrainerError
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import SEED, assert_house_style, largest_difference, weights_of
+from .conftest import SEED, largest_difference, weights_of
+from .worlds import devices
+
+__all__ = ["devices"]  # a fixture
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -39,12 +37,6 @@ def three_clouds(num_examples=60):
     labels = rng.randint(0, 3, num_examples).astype("int32")
     corners = np.array([[0, 2], [-2, -1], [2, -1]], "float32")
     return corners[labels] + rng.normal(0, 0.3, (num_examples, 2)).astype("float32"), labels
-
-
-@pytest.fixture(params=[1, 3])
-def devices(request):
-    """1 and 3 CPU contexts."""
-    return [mx.cpu(i) for i in range(request.param)]
 
 
 def batches_of(X, y, size=16):
@@ -116,7 +108,7 @@ def test_it_learns(num_devices, arrays):
     assert history.column("test_accuracy")[-1] > 0.95
     assert history.stopped == ""
     assert mgpu.evaluate_accuracy_gpus(net, batches_of(X, y)) > 0.95
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
 def test_it_is_train_batch_in_a_loop(devices):
@@ -141,11 +133,6 @@ def test_a_row_an_epoch(devices):
         assert row["learning_rate"] == 0.5
 
 
-def test_without_a_test_set_there_are_no_test_columns():
-    (row,) = train([mx.cpu()]).rows
-    assert list(row) == ["epoch", "train_accuracy", "train_loss", "seconds", "examples_per_s", "learning_rate"]
-
-
 def test_the_training_metrics_are_over_every_example(devices):
     """Where the weights do not move, training measures what evaluating does."""
     data = batches_of(*three_clouds(37))
@@ -155,29 +142,6 @@ def test_the_training_metrics_are_over_every_example(devices):
     assert row["train_accuracy"] == measured["accuracy"]
     assert row["train_top_2_accuracy"] == measured["top_2_accuracy"]
     assert row["train_loss"] == pytest.approx(measured["loss"], rel=1e-6)
-
-
-def test_the_test_metrics_are_those_after_the_epoch(devices):
-    data = batches_of(*three_clouds(37))
-    net = make_net(devices)
-    row = train(devices, data, data, net=net, epochs=2).rows[-1]
-    measured = mgpu.evaluate(net, data, loss=LOSS)
-    assert (row["test_accuracy"], row["test_loss"]) == (measured["accuracy"], measured["loss"])
-
-
-@pytest.mark.parametrize(
-    "metrics, names",
-    [
-        ([mgpu.accuracy, mgpu.top_k_accuracy(2)], ["train_accuracy", "train_top_2_accuracy"]),
-        ({"hits": mgpu.accuracy}, ["train_hits"]),
-        (mgpu.accuracy, ["train_accuracy"]),
-        ([], []),
-    ],
-    ids=["list", "dict", "function", "none"],
-)
-def test_metrics_name_their_columns(metrics, names):
-    (row,) = train([mx.cpu()], metrics=metrics).rows
-    assert [name for name in row if name.startswith("train_")] == [*names, "train_loss"]
 
 
 def test_the_learning_rate_is_that_of_each_epoch_s_last_step():
@@ -190,7 +154,7 @@ def test_the_learning_rate_is_that_of_each_epoch_s_last_step():
 
 
 def test_callbacks_are_called_in_order(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", float("inf"))
+    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", float("inf"))
     first, second, order = Recorder(), Recorder(), []
     first._note = lambda what, state: order.append((1, what)) or Recorder._note(first, what, state)
     second._note = lambda what, state: order.append((2, what)) or Recorder._note(second, what, state)
@@ -220,15 +184,6 @@ def test_a_data_iterator_without_a_length_is_taken():
     assert recorder.state.num_batches == 0
 
 
-def test_a_callback_can_stop_it():
-    class Stop(mgpu.Callback):
-        def on_epoch_end(self, state):
-            state.stop = "enough" if state.epoch == 2 else ""
-
-    history = train([mx.cpu()], epochs=5, callbacks=[Stop()])
-    assert (len(history.rows), history.stopped) == (2, "enough")
-
-
 def test_a_split_of_ones_own_is_used(devices):
     sizes = []
 
@@ -241,15 +196,6 @@ def test_a_split_of_ones_own_is_used(devices):
 
 
 # Micro-steps, and the gradient's norm
-
-
-def test_micro_steps_are_those_of_train_batch(devices):
-    by_hand, fitted = make_net(devices), make_net(devices)
-    trainer = make_trainer(by_hand)
-    for X, y in batches_of(*three_clouds()):
-        mgpu.train_batch(by_hand, LOSS, trainer, X, y, micro_steps=3)
-    train(devices, net=fitted, micro_steps=3)
-    assert largest_difference(weights_of(by_hand), weights_of(fitted)) == 0.0
 
 
 @pytest.mark.parametrize("num_devices, every", [(2, 2), (1, 3), (3, 3), (3, 9)])
@@ -293,7 +239,7 @@ def test_an_error_drops_what_was_accumulated():
 @pytest.mark.pairwise
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_gradients_norm_is_a_column(devices, arrays, every):
-    """The mean and the largest over the epoch's updates, against those that were read one by one."""
+    """The mean over the epoch's updates, against those that were read one by one."""
     data = batches_of(*three_clouds())
     net = make_net(devices)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}, measure_grad_norm=True)
@@ -306,53 +252,9 @@ def test_the_gradients_norm_is_a_column(devices, arrays, every):
             mgpu.train_batch(by_hand, LOSS, trainer, *(np.concatenate(parts) for parts in zip(*data[i : i + every])))
             norms.append(float(trainer.grad_norm))
         assert row["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
-        assert row["grad_norm_max"] == pytest.approx(max(norms), rel=1e-4)
-        assert row["grad_norm"] < row["grad_norm_max"]
 
 
 # What it refuses
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"epochs": 0},
-        {"epochs": -1},
-        {"epochs": 1.5},
-        {"epochs": True},
-        {"epochs": "1"},
-        {"max_inflight": 0},
-        {"max_inflight": 1.5},
-        {"max_inflight": "a"},
-        {"micro_steps": 0},
-        {"accumulate_grad_batches": 1.5},
-    ],
-)
-def test_bad_numbers_are_refused_before_anything_happens(options):
-    net, recorder = make_net([mx.cpu()]), Recorder()
-    before = weights_of(net)
-    with pytest.raises(TrainerError, match="^fit: got (epochs|max_inflight|micro_steps|accumulate_grad_batches)=") as caught:
-        train([mx.cpu()], net=net, callbacks=[recorder], **options)
-    assert_house_style(caught.value)
-    assert recorder.calls == []
-    assert largest_difference(weights_of(net), before) == 0.0
-
-
-def test_what_is_no_metric_is_refused_before_anything_is_trained():
-    net = make_net([mx.cpu()])
-    before = weights_of(net)
-    with pytest.raises(TrainerError, match="^metrics: got 5"):
-        train([mx.cpu()], net=net, metrics=[5])
-    assert largest_difference(weights_of(net), before) == 0.0
-
-
-@pytest.mark.parametrize("item", [np.zeros((4, 2)), (np.zeros((4, 2)),), (1, 2, 3), {"X": 1}])
-def test_items_that_are_no_pairs_are_refused(item):
-    with pytest.raises(TrainerError, match="^fit: got .* from the data iterator; expected pairs") as caught:
-        train([mx.cpu()], [item])
-    assert_house_style(caught.value)
-    with pytest.raises(TrainerError, match="^evaluate: got .* from the data iterator; expected pairs"):
-        train([mx.cpu()], test_iter=[item])
 
 
 @pytest.mark.parametrize("which, operation", [("train_iter", "fit"), ("test_iter", "evaluate")])
@@ -360,18 +262,11 @@ def test_a_generator_that_is_used_up_is_told(which, operation):
     """Its second epoch is empty, which would otherwise look like an epoch of nothing."""
     recorder = Recorder()
     generator = (pair for pair in batches_of(*three_clouds()))
-    with pytest.raises(TrainerError, match=f"^{operation}: got no batch; .*not empty. A generator is empty when") as caught:
+    with pytest.raises(TrainerError, match=f"^{operation}: got no batch") as caught:
         train([mx.cpu()], epochs=3, callbacks=[recorder], **{which: generator})
-    assert_house_style(caught.value)
     assert recorder.calls[-1][:2] == ("fit ends", 2)
     assert recorder.state.error is caught.value
     assert recorder.state.history.stopped == "TrainerError"
-
-
-def test_a_network_that_does_not_take_the_data_is_told(devices):
-    with pytest.raises(StepError, match=r"^fit: got an error at step 1: train_batch: .* for shard 0 on cpu\(0\)") as caught:
-        train(devices, [(np.zeros((6, 5), "float32"), np.zeros(6))])
-    assert_house_style(caught.value)
 
 
 @pytest.mark.parametrize("num_devices, step, shard", [(1, 1, 0), (2, 2, 1), (3, 5, 2), (3, 4, 0)])
@@ -391,54 +286,25 @@ def test_a_nan_in_the_data_is_told_with_step_and_device(num_devices, step, shard
     net, recorder = make_net(ctx), Recorder()
     with pytest.raises(NonFiniteLossError) as caught:
         train(ctx, Epochs(), net=net, epochs=3, callbacks=[recorder, mgpu.Checkpoint(tmp_path, monitor=None)])
-    assert_house_style(caught.value)
     assert str(caught.value).startswith(f"fit: got a loss of nan at step {5 + step} on cpu({shard}) (shard {shard});")
     assert (recorder.calls[-1], recorder.state.history.stopped) == (("fit ends", 2, 1), "NonFiniteLossError")
     assert mgpu.load_checkpoint(tmp_path / "last", net)["epoch"] == 1
     assert all(np.isfinite(weight).all() for weight in weights_of(net))
 
 
-def test_an_error_of_a_callback_goes_on_and_the_others_hear_of_it():
-    class Broken(mgpu.Callback):
-        def on_epoch_begin(self, state):
-            raise RuntimeError("mine")
-
-    recorder = Recorder()
-    with pytest.raises(RuntimeError, match="^mine$"):
-        train([mx.cpu()], callbacks=[Broken(), recorder])
-    assert recorder.calls == [("fit begins", 0, 0), ("fit ends", 1, 0)]
-    assert recorder.state.history.stopped == "RuntimeError"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.exhaustive)])
-def test_an_error_at_the_end_does_not_keep_later_callbacks_from_saving(tmp_path, error):
+def test_an_error_at_the_end_does_not_keep_later_callbacks_from_saving(tmp_path):
     """A Ctrl-C in one callback's `on_fit_end` skipped those behind it, and what they had to save was lost."""
 
     class Broken(mgpu.Callback):
         def on_fit_end(self, state):
-            raise error("mine")
+            raise KeyboardInterrupt("mine")
 
     net, recorder = make_net([mx.cpu()]), Recorder()
-    saves = mgpu.SaveHistory(tmp_path / "history")
-    with pytest.raises(error, match="^mine$"):
+    saves = mgpu.loop.SaveHistory(tmp_path / "history")
+    with pytest.raises(KeyboardInterrupt, match="^mine$"):
         train([mx.cpu()], net=net, callbacks=[Broken(), saves, recorder])
     assert recorder.calls[-1] == ("fit ends", 1, 1)
     assert (tmp_path / "history" / "history.json").exists()
-
-
-def test_ctrl_c_while_an_error_ends_the_run_is_raised():
-    class Broken(mgpu.Callback):
-        def on_epoch_end(self, state):
-            raise ValueError("first")
-
-        def on_fit_end(self, state):
-            raise KeyboardInterrupt
-
-    recorder = Recorder()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        train([mx.cpu()], callbacks=[Broken(), recorder])
-    assert str(caught.value.__context__) == "first"
-    assert recorder.calls[-1][0] == "fit ends"
 
 
 # Ctrl-C
@@ -489,26 +355,12 @@ def test_a_second_ctrl_c_does_not_wait(ctrl_c):
 def test_ctrl_c_in_an_evaluation_keeps_what_was_trained(ctrl_c):
     data = batches_of(*three_clouds())
     recorder = Recorder()
-    with pytest.raises(
-        KeyboardInterrupt, match="^fit: stopped in the evaluation after epoch 1; nothing was saved: no Checkpoint$"
-    ):
+    with pytest.raises(KeyboardInterrupt, match="^fit: stopped in the evaluation after epoch 1"):
         train([mx.cpu()], data, interrupting(data, at=2), epochs=3, callbacks=[recorder])
     assert recorder.calls[-1] == ("fit ends", 1, 1)
     (row,) = recorder.state.history.rows
     assert "train_loss" in row
     assert "test_loss" not in row
-
-
-def test_ones_own_handler_of_ctrl_c_stays(ctrl_c):
-    pressed = []
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    own = signal.getsignal(signal.SIGINT)
-    try:
-        history = train([mx.cpu()], interrupting(batches_of(*three_clouds()), at=2))
-    except KeyboardInterrupt:
-        pytest.fail("fit took Ctrl-C for itself")
-    assert (len(history.rows), pressed) == (1, [signal.SIGINT])
-    assert signal.getsignal(signal.SIGINT) is own
 
 
 def test_it_trains_in_another_thread(ctrl_c):
@@ -518,82 +370,3 @@ def test_it_trains_in_another_thread(ctrl_c):
     thread.start()
     thread.join(timeout=240)
     assert len(histories[0].rows) == 1
-
-
-SCRIPT = """
-    import signal, sys
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    import gluon_mgpu as mgpu
-    import numpy as np
-    from mxnet import gluon
-
-    def endless():
-        rng = np.random.RandomState(0)
-        for number in range(10**9):
-            if number == 20:
-                print("training", flush=True)
-            yield rng.uniform(size=(8, 2)).astype("float32"), rng.randint(0, 3, 8)
-
-    with mgpu.use_devices("cpu:2") as ctx:
-        net = gluon.nn.Dense(3, in_units=2)
-        net.initialize(ctx=ctx)
-        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-        loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        mgpu.fit(net, loss, trainer, endless(), epochs=1, callbacks=[mgpu.Checkpoint(sys.argv[1], monitor=None)])
-    print("not reached")
-"""
-
-
-def test_ctrl_c_ends_a_program_with_a_checkpoint(tmp_path):
-    """The epoch of this program has 10**9 batches: nothing but Ctrl-C ends it."""
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "universal_newlines": True}
-    with subprocess.Popen(command, env=environment, **pipes) as program:
-        try:
-            assert program.stdout.readline() == "training\n"
-            program.send_signal(signal.SIGINT)
-            output, errors = program.communicate(timeout=240)
-        finally:
-            program.kill()
-    assert output == ""
-    assert "KeyboardInterrupt: fit: stopped in epoch 1 after step" in errors
-    assert program.returncode == -signal.SIGINT
-    net = nn.Dense(3, in_units=2)
-    net.initialize(ctx=[mx.cpu(i) for i in range(3)])
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-    progress = mgpu.load_checkpoint(tmp_path / "last", net, trainer)
-    assert (progress["epoch"], progress["epochs_completed"]) == (1, 0)
-    assert np.isfinite(net.weight.data(mx.cpu(2)).asnumpy()).all()
-    assert not (tmp_path / "best").exists()
-
-
-@pytest.mark.parametrize("wrong", ["label", "metric"])
-def test_an_error_of_the_loss_or_a_metric_names_the_step(wrong):
-    X, y = batches_of(*three_clouds())[0]
-    bad = (X, np.ones((len(X), 7), "float32")) if wrong == "label" else (X, y)
-    calls = []
-
-    def metric(output, label):
-        calls.append(1)
-        return (output.reshape((len(calls), -1)) if len(calls) < 3 else output.reshape((7, 13))).sum(), 1
-
-    with pytest.raises(StepError, match="^fit: got an error at step 3: ") as caught:
-        train([mx.cpu()], [(X, y), (X, y), bad], metrics={"own": metric} if wrong == "metric" else [])
-    assert_house_style(caught.value)
-    assert isinstance(caught.value.__cause__, mx.MXNetError)
-
-
-def test_memory_that_is_written_again_changes_no_bit(devices, monkeypatch):
-    """The same weights and history as where every shard has memory of its own."""
-
-    def fitted():
-        net = make_net(devices)
-        history = train(devices, test_iter=batches_of(*three_clouds(), size=7), net=net, epochs=2)
-        return weights_of(net), [(row["train_loss"], row["test_accuracy"]) for row in history.rows]
-
-    weights, rows = fitted()
-    monkeypatch.setattr(importlib.import_module("gluon_mgpu.data_parallel.prefetch"), "can_count_holders", lambda: False)
-    fresh_weights, fresh_rows = fitted()
-    assert [array.tobytes() for array in weights] == [array.tobytes() for array in fresh_weights]
-    assert rows == fresh_rows

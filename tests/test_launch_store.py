@@ -31,7 +31,7 @@ PULLED = "pulled [11.0, 11.0] [22.0, 22.0]\n"
 @pytest.fixture
 def run(tmp_path, capfdbinary, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(test_launch, "PYTHON", (sys.executable,))
+    monkeypatch.setattr(test_launch, "PYTHON", (sys.executable, "-m", "gluon_mgpu.distributed.launcher.worker"))
     return Runner(tmp_path, capfdbinary)
 
 

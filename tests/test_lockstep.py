@@ -20,6 +20,7 @@ def test_one_runs_at_a_time_until_it_meets_the_others():
 
     def task(i):
         seen.append(f"{i} begins")
+        defer(lambda: seen.append(f"deferred by {i}"))
         first = exchange(PLACE, i)
         first.result = first.result or f"left by {i}"
         seen.append(f"{i} has {first.values}, {first.result}")
@@ -35,6 +36,8 @@ def test_one_runs_at_a_time_until_it_meets_the_others():
         "1 has [0, 1], left by 0",
         "0 has [10, 11], None",
         "1 has [10, 11], None",
+        "deferred by 0",
+        "deferred by 1",
     ]
 
 
@@ -82,18 +85,6 @@ def test_when_one_fails_all_are_ended(waits_for, error):
     assert ended == ([1, 1] if error is StepError else [1])  # the third had not begun where the second raised
     assert deferred == [] and not is_in_lockstep()
     assert run_in_lockstep([lambda: exchange(PLACE, 1).values] * 2) == [[1, 1]] * 2
-
-
-def test_deferred_calls_come_when_all_have_ended():
-    seen = []
-
-    def task(i):
-        defer(lambda: seen.append(f"deferred by {i}"))
-        exchange(PLACE, None)
-        seen.append(f"{i} ends")
-
-    run_in_lockstep([lambda i=i: task(i) for i in range(2)])
-    assert seen == ["0 ends", "1 ends", "deferred by 0", "deferred by 1"]
 
 
 def test_without_greenlet_the_extra_is_named(monkeypatch):

@@ -4,21 +4,15 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import DeviceError, TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of
 from mxnet import gluon
 
-from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
+from .conftest import largest_difference, small_batches, small_net, weights_of
+from .worlds import devices as devices
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
-
-
-@pytest.fixture(params=[1, 3])
-def devices(request):
-    """1 and 3 CPU contexts."""
-    return [mx.cpu(i) for i in range(request.param)]
 
 
 def scaled_trainer(net, *optimizer, scale=2.0**10, every=2, **options):
@@ -84,44 +78,9 @@ def test_overflowing_steps_leave_everything_alone(arrays):
             else:
                 assert largest_difference(weights_of(net), before) == 0.0
             assert trainer.loss_scaler.scale == scale
-            assert mgpu.replica_difference(net) == 0.0
+            assert mgpu.data_parallel.replica_difference(net) == 0.0
         assert largest_difference(weights_of(net), weights_of(good)) <= 1e-6
         assert trainer._update.counts() == plain._update.counts()
-
-
-def test_states_hold_the_scale(tmp_path):
-    net = small_net([mx.cpu()])
-    trainer = scaled_trainer(net, *MOMENTUM, every=100)
-    for (X, y), bad in zip(small_batches([8, 8, 8]), (None, mx.cpu(), None)):
-        by_hand(net, trainer, X, y, bad)
-    trainer.save_states(str(tmp_path / "states"))
-    other = scaled_trainer(net, *MOMENTUM)
-    other.load_states(str(tmp_path / "states"))
-    assert other.loss_scaler.state() == trainer.loss_scaler.state() == {"scale": 512.0, "num_good": 1}
-    plain = mgpu.Trainer(net, *MOMENTUM)
-    plain.load_states(str(tmp_path / "states"))  # another precision may go on from here
-    assert plain.loss_scaler is None
-    plain.save_states(str(tmp_path / "states"))
-    other.load_states(str(tmp_path / "states"))
-    assert other.loss_scaler.scale == 512.0
-
-
-def test_losses_that_were_not_scaled_are_refused(devices):
-    net = small_net(devices)
-    trainer = scaled_trainer(net, *MOMENTUM)
-    ((X, y),) = small_batches([6])
-    by_hand(net, trainer, X, y)
-    before = weights_of(net)
-    Xs, ys = mgpu.split_batch(X, y, devices)
-    with mx.autograd.record():
-        losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-    mgpu.backward(losses)
-    with pytest.raises(TrainerError, match="scaled") as raised:
-        trainer.step(6)
-    assert_house_style(raised.value)
-    assert largest_difference(weights_of(net), before) == 0.0
-    by_hand(net, trainer, X, y)
-    assert largest_difference(weights_of(net), before) > 0.0
 
 
 @pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor")
@@ -140,16 +99,3 @@ def test_a_trainer_sets_the_precision(devices, arrays):
     assert any((weight.view("uint32") & 0xFFFF).any() for weight in weights_of(net))
     mgpu.Trainer(net, *MOMENTUM, precision="fp32")
     assert precision_of(net) == "fp32"
-
-
-def test_wrong_precisions_are_refused():
-    net = small_net([mx.cpu()])
-    for params, precision, error in (
-        (net, "fp16", DeviceError),
-        (net, "half", TrainerError),
-        (net.collect_params(), "bf16", TrainerError),
-    ):
-        with pytest.raises(error) as raised:
-            mgpu.Trainer(params, *MOMENTUM, precision=precision)
-        assert_house_style(raised.value)
-        assert precision_of(net) == "fp32"

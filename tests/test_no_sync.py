@@ -3,8 +3,8 @@
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.loop.epoch import EpochOptions, run_epoch
-from gluon_mgpu.loop.metrics import DeviceSums
+from gluon_mgpu.loop.batch_loop import EpochOptions, run_epoch
+from gluon_mgpu.loop.metric_sums import DeviceSums
 from mxnet import gluon
 from mxnet.base import _LIB
 
@@ -62,7 +62,7 @@ def test_an_evaluation_reads_once_a_device(devices, waits):
 
 
 def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.loop.epoch.REPORT_S", 1e9)
+    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", 1e9)
     net = small_net(devices)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     loss = gluon.loss.SoftmaxCrossEntropyLoss()

@@ -1,8 +1,6 @@
 """Contract: the notebooks run unchanged, without errors or warnings, and show plots; the Korean ones have the same code."""
 
 import ast
-import copy
-import importlib.util
 import os
 import re
 import sys
@@ -12,6 +10,7 @@ os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")  # without it jupyter_core 5
 
 import nbformat
 import pytest
+import run_notebooks
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
@@ -29,6 +28,7 @@ SMALL = {
 
 # Without these cells, which start a dozen processes, unless --exhaustive: test_recovery.py kills a process, too.
 LEFT_OUT = {"04_many_processes": ['runs["2 processes, one killed"]', "def steps_of(folder, rank, restart)"]}
+LEFT_OUT["04_many_processes"] += ["SUMS = ", "figure = mgpu.plots.figure(9, 3.6)"]
 
 
 def outputs_of(notebook):
@@ -67,10 +67,6 @@ def parameters_of(notebook):
 
 def names_set_by(source):
     return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-
-
-def test_notebooks_are_found():
-    assert len(NOTEBOOKS) >= 2
 
 
 @every_notebook
@@ -171,45 +167,15 @@ def test_languages_link_to_each_other_and_to_the_same_pages(path):
     assert [link.replace("../../", "../") for link in korean[1:]] == english[1:]
 
 
-def run_notebooks():
-    """Return scripts/run_notebooks.py as a module."""
-    spec = importlib.util.spec_from_file_location("run_notebooks", FOLDER.parent / "scripts" / "run_notebooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @every_notebook
 def test_copy_code_brings_a_changed_code_cell_to_the_translation_and_keeps_its_text(path):
     english, korean = translation_of(path)
     text = markdown_of(korean)
     changed = next(cell for cell in english.cells if cell.cell_type == "code")
     changed.source += "\nprint('changed')"
-    run_notebooks().copy_code(english, korean)
+    run_notebooks.copy_code(english, korean)
     assert changed in korean.cells
     assert markdown_of(korean) == text
     assert [cell for cell in korean.cells if cell.cell_type == "code"] == [
         cell for cell in english.cells if cell.cell_type == "code"
     ]
-
-
-def test_copy_code_rejects_a_translation_without_the_same_cells():
-    english, korean = translation_of(NOTEBOOKS[0])
-    del korean.cells[3]
-    before = copy.deepcopy(korean)
-    with pytest.raises(ValueError, match="expected the same code and text cells in the same order"):
-        run_notebooks().copy_code(english, korean)
-    assert korean == before
-
-
-def test_running_a_notebook_stores_joined_outputs_and_nothing_else():
-    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
-    code = "import sys\nprint('one', flush=True)\nprint('two', flush=True)\nprint('three', file=sys.stderr)\nprint('four')"
-    notebook.cells = [nbformat.v4.new_markdown_cell("text"), nbformat.v4.new_code_cell(code)]
-    metadata = copy.deepcopy(notebook.metadata)
-    run_notebooks().run(notebook)
-    streams = [(output.name, output.text) for output in outputs_of(notebook)]
-    assert [text for name, text in streams if name == "stderr"] == ["three\n"]
-    assert "".join(text for name, text in streams if name == "stdout") == "one\ntwo\nfour\n"
-    assert all(one[0] != two[0] for one, two in zip(streams, streams[1:]))
-    assert notebook.metadata == metadata and all(not cell.metadata for cell in notebook.cells)

@@ -7,12 +7,7 @@ import pytest
 from mxnet import autograd, gluon
 
 from .conftest import small_batches, small_net, weights_of
-
-
-@pytest.fixture(params=[1, 3])
-def devices(request):
-    """1 and 3 CPU contexts."""
-    return [mx.cpu(i) for i in range(request.param)]
+from .worlds import devices as devices
 
 
 def by_hand(net, ctx, trainer, batches):
@@ -55,15 +50,3 @@ def test_our_trainer_is_a_drop_in_in_the_hand_written_loop(devices, arrays):
         nets.append(weights_of(net))
     for gluons, ours in zip(*nets):
         np.testing.assert_allclose(ours, gluons, atol=1e-6)
-
-
-def test_a_schedule_is_followed_on_every_device(devices):
-    schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.2)
-    net = small_net(devices)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.2, "lr_scheduler": schedule})
-    rates = []
-    for X, y in small_batches([6] * 6):
-        mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y)
-        rates.append(trainer.learning_rate)
-    assert rates == [0.2, 0.2, 0.1, 0.1, 0.05, 0.05]
-    assert mgpu.replica_difference(net) == 0.0

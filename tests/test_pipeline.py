@@ -1,6 +1,10 @@
 """Networks divided over devices compute what one device computes, in the order of their schedule."""
 
+import gc
+import sys
 from collections import Counter
+from functools import partial
+from itertools import accumulate
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -8,9 +12,10 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.graph import trace
 from gluon_mgpu.errors import DeviceError, StaleGradientError, TrainerError
-from gluon_mgpu.pipeline.schedule import SCHEDULES, most_held, plan
+from gluon_mgpu.pipeline.schedule import SCHEDULES, plan
 from gluon_mgpu.pipeline.split import _divide
 from gluon_mgpu.pipeline.stage import CutGraph
+from gluon_mgpu.runtime.device_threads import in_own_thread
 from gluon_mgpu.runtime.profiler import Recording, tasks_of
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import given
@@ -18,7 +23,7 @@ from hypothesis import strategies as st
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import assert_house_style, largest_difference
+from .conftest import gluon_loop, largest_difference
 from .test_no_sync import waits as waits
 
 CE = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -144,18 +149,75 @@ def test_tokens_that_a_stage_with_parameters_has_made_get_no_gradients():
     assert largest_difference(found, alone) < 1e-6
 
 
-def test_a_tied_weight_is_on_all_devices_that_use_it_and_others_on_one():
-    stages = mgpu.split_stages(seeded(Crossing()), 4, batches()[0][0], balance="bytes")
-    model = mgpu.Pipeline(stages, contexts(4), 2)
-    params = list(model.collect_params().values())
-    used = [sum(param in stage.params() for stage in stages) for param in params]
-    assert [len(param.list_ctx()) for param in params] == used
-    assert sorted(set(used)) == [1, 2]
-    trainer = trained(model)[1]
-    held = trainer.bytes_per_device()
-    total = sum(4 * param.data(param.list_ctx()[0]).size * count for param, count in zip(params, used))
-    assert sum(device["weights"] for device in held.values()) >= total  # and the padding of buckets
-    assert set(held) == {f"cpu({i})" for i in range(4)}
+class Skip(nn.HybridBlock):
+    """A skip connection that a stage adds to its result, and a weight that is a sum."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first, self.second, self.third = (nn.Dense(16, in_units=16) for _ in range(3))
+            self.last = nn.Dense(5, in_units=16)
+            self.one, self.other = (self.params.get(name, shape=(1, 16)) for name in ("one", "other"))
+
+    def hybrid_forward(self, F, x, one, other):
+        scale = one + other
+        f = self.first(x)
+        h = F.tanh(self.third(F.relu(self.second(f)))) + f + x
+        return self.last(F.broadcast_mul(scale, h))
+
+
+def cut_everywhere(make):
+    """Yield equal networks with their graph in three stages, cut at all neighbouring places."""
+    X = mx.nd.array(batches()[0][0])
+    cut = CutGraph(trace(make(), None, X, None))
+    places = [place for place in range(1, len(cut.operators)) if cut.is_after_data(place)]
+    assert len(places) > 3
+    for before, after in zip(places, places[1:]):
+        net = make()
+        yield net, CutGraph(trace(net, None, X, None)).stages([before, after], net)
+
+
+def trained_by_steps(model, data):
+    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.1})
+    for X, y in data:
+        mgpu.train_batch(model, CE, trainer, X, y, ignore_stale_grad=True)
+    return values(model)
+
+
+@pytest.mark.parametrize("micro_batches, recompute", [(1, False), (3, False), (2, True)])
+def test_no_gradient_is_lost_wherever_a_graph_is_cut(micro_batches, recompute):
+    """MXNet replaces a variable's gradient array where its gradient is that of an output."""
+    expected = values(gluon_loop(seeded(Skip()), "sgd", {"learning_rate": 0.1}, batches()))
+    for _, stages in cut_everywhere(lambda: seeded(Skip())):
+        model = mgpu.Pipeline(stages, contexts(3), micro_batches, recompute=recompute)
+        assert largest_difference(trained_by_steps(model, batches()), expected) < 1e-5, model
+
+
+class Both(nn.Block):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Dense(16, in_units=16), nn.Dense(16, in_units=16)
+
+    def forward(self, x):
+        return self.one(x), self.other(x)
+
+
+class Hybrid(nn.HybridBlock):
+    def hybrid_forward(self, F, h, g):
+        return F.tanh(h), g
+
+
+def test_a_hybridized_stage_that_returns_its_input_is_refused():
+    """MXNet cannot differentiate through it, or loses its gradient."""
+    blocks = [seeded(Both()), Hybrid(), Joined()]
+    blocks[2].initialize()
+    blocks[1].hybridize()
+    model = mgpu.Pipeline(blocks, contexts(3))
+    trainer = mgpu.Trainer(model, "sgd")
+    with pytest.raises(TrainerError):
+        mgpu.train_batch(model, CE, trainer, *batches()[0])
+    blocks[1].hybridize(False)
+    mgpu.train_batch(model, CE, trainer, *batches()[0])
 
 
 class Two(nn.Block):
@@ -181,14 +243,8 @@ class Joined(nn.Block):
         return self.layer(mx.nd.concat(h, x, dim=1))
 
 
-@pytest.mark.parametrize(
-    "devices, frozen",
-    [
-        pytest.param(devices, frozen, marks=[] if is_default else pytest.mark.exhaustive, id=f"{name}-{frozen}")
-        for frozen, defaults in (((), "own shared"), ((0,), "own"), ((1,), "shared"), ((0, 1), "own"), ((2,), "shared"))
-        for name, devices, is_default in (("own", (0, 1, 2), "own" in defaults), ("shared", (0, 1, 0), "shared" in defaults))
-    ],
-)
+@pytest.mark.parametrize("devices", [(0, 1, 2), (0, 1, 0)], ids=["own", "shared"])
+@pytest.mark.parametrize("frozen", [(), (1,), (0, 1), pytest.param((0,), marks=pytest.mark.exhaustive)], ids=str)
 def test_blocks_with_tuples_and_frozen_stages(frozen, devices):
     def stages():
         blocks = [seeded(kind()) for kind in (Two, Three, Joined)]
@@ -217,20 +273,6 @@ def test_dropout_draws_the_same_numbers_in_all_schedules_and_again():
     assert largest_difference(losses("gpipe", True), losses("gpipe", False)) == 0
     assert largest_difference(losses("gpipe", False), expected) < 1e-6  # in another order of the sum
     assert largest_difference(trained(dense(dropout=0.5))[0], expected) > 1e-3
-
-
-def test_hybridized_stages_compute_the_same(arrays):
-    found = []
-    for options in (None, {}, {"static_alloc": True, "static_shape": True}):
-        net = dense()
-        if options is not None:
-            net.hybridize(**options)
-        model = mgpu.Pipeline(mgpu.split_stages(net, 2, batches()[0][0], balance="bytes"), contexts(2), 4)
-        flags = [dict(block._flags)["static_alloc"] for block in net._children.values() if block._active]
-        assert not any(flags)
-        found.append(trained(model)[0])
-    assert largest_difference(found[0], found[1]) < 1e-6
-    assert largest_difference(found[1], found[2]) == 0
 
 
 @pytest.mark.parametrize(
@@ -262,32 +304,57 @@ def normalized():
     return seeded(net)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_running_statistics_move_once_a_batch(recompute):
-    """Those of the first layer, whose input does not depend on micro-batches, by the statistics of the whole batch."""
-    net, data = normalized(), batches()
-    trained(net, data=data, epochs=1)
-    model = mgpu.Pipeline(mgpu.split_stages(normalized(), 2, data[0][0], balance="bytes"), contexts(2), 4, recompute=recompute)
-    trained(model, data=data, epochs=1)
-    one, other = (found._collect_params_with_prefix() for found in (net, model))
-    for name in ("0.running_mean", "0.running_var"):
-        expected, found = (params[name].data(params[name].list_ctx()[0]).asnumpy() for params in (one, other))
-        assert np.abs(expected - float(name.endswith("var"))).max() > 0.05, "they move"
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+def in_parts(net, data, way):
+    """The running statistics of the first layer after training on batches in four parts."""
+    if way == "virtual shards":
+        model, options = net, {"virtual_shards": 4}
+        net.collect_params().reset_ctx(contexts(2))
+    else:
+        stages = mgpu.split_stages(net, 2, data[0][0], balance="bytes")
+        model, options = mgpu.Pipeline(stages, contexts(2), 4, recompute=way == "recompute"), {}
+    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01}, **options)
+    for X, y in data:
+        mgpu.train_batch(model, CE, trainer, X, y)
+    return [stat.data(mx.cpu(0)).asnumpy() for stat in (net[0].running_mean, net[0].running_var)]
 
 
-def test_running_statistics_of_replicas_are_averaged_by_examples():
-    net, data = normalized(), batches((12, 12))
-    net.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
-    trained(net, data=data, epochs=1)
-    model = mgpu.Pipeline(mgpu.split_stages(normalized(), 2, data[0][0], balance="bytes"), contexts(2, 2))
-    trained(model, data=data, epochs=1)
-    for found in (net, model):
-        mgpu.average_running_stats(found)
-    one, other = (
-        [p.data(p.list_ctx()[1]).asnumpy() for p in found.collect_params(".*running").values()] for found in (net, model)
-    )
-    assert largest_difference(one, other) < 1e-6
+@pytest.mark.parametrize("way", ["micro-batches", "recompute", "virtual shards"])
+@pytest.mark.parametrize("mean", [0, 10000])
+def test_running_statistics_move_by_the_mean_of_the_changes_of_all_parts(mean, way):
+    """Squares of values far from zero have no room for a variance in float32: it was negative."""
+    data = [((X * 0.1 + mean).astype("float32"), y) for X, y in batches()]
+    expected = [np.zeros(16), np.ones(16)]
+    for X, _ in data:
+        parts = [part.astype("float64") for part in np.array_split(X, 4)]
+        means = [sum(len(part) * value for part, value in zip(parts, values)) / len(X) for values in moments(parts)]
+        expected = [0.8 * old + 0.2 * new for old, new in zip(expected, means)]
+    found = in_parts(normalized(), data, way)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5 if mean == 0 else 2e-2)
+
+
+def moments(parts):
+    return [part.mean(axis=0) for part in parts], [part.var(axis=0) for part in parts]
+
+
+class BehindFrozen(nn.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.frozen, self.other, self.last = nn.Dense(16, in_units=16), nn.Dense(16, in_units=16), nn.Dense(5, in_units=16)
+            self.norm = nn.BatchNorm(in_channels=16, center=False, scale=False)
+        self.frozen.collect_params().setattr("grad_req", "null")
+
+    def hybrid_forward(self, F, x):
+        return self.last(self.norm(self.frozen(x)) + F.tanh(self.other(x)))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_running_statistics_behind_frozen_layers_stay(micro_batches):
+    for net, stages in cut_everywhere(lambda: seeded(BehindFrozen())):
+        trained_by_steps(mgpu.Pipeline(stages, contexts(3), micro_batches), batches())
+        var = net.norm.running_var
+        assert (var.data(var.list_ctx()[0]).asnumpy() == 1).all(), stages
 
 
 def test_a_batch_that_fails_leaves_the_running_statistics():
@@ -304,6 +371,12 @@ def test_a_batch_that_fails_leaves_the_running_statistics():
 
 
 # The order
+
+
+def most_held(planned, stage):
+    """Of how many micro-batches a stage holds the activations, at most."""
+    changes = [1 if one.task.kind == "F" else -1 for one in planned if one.task.stage == stage]
+    return max(accumulate(changes))
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.sampled_from(SCHEDULES), st.data())
@@ -377,13 +450,48 @@ def test_a_step_does_not_wait(waits):
     assert waits == []
 
 
-def test_nothing_is_left_of_a_batch(waits):
+def test_nothing_is_left_of_a_batch():
     model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0], balance="bytes"), contexts(2), 4)
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01})
-    check = mgpu.LeakCheck(every=2)
-    for _ in range(60):
-        check.step(mgpu.train_batch(model, CE, trainer, *batches()[0]).losses)
-    assert check.growth()["host"].verdict != "leak", check.report()
+
+    def num_arrays(num_batches):
+        for _ in range(num_batches):
+            mgpu.train_batch(model, CE, trainer, *batches()[0])
+        mx.nd.waitall()
+        gc.collect()
+        return sum(issubclass(type(one), mx.nd.NDArray) for one in gc.get_objects())
+
+    before = num_arrays(30)  # some memory is kept for later batches
+    assert num_arrays(10) == before
+
+
+@pytest.mark.parametrize("num_stages, most", [(2, 4500), (4, 7500)])
+def test_a_step_makes_few_python_calls(num_stages, most):
+    """There were 6,300 and 11,600."""
+    net = dense(8)
+    net.hybridize()
+    model = mgpu.Pipeline(mgpu.split_stages(net, num_stages, batches()[0][0], balance="bytes"), contexts(num_stages), 4)
+    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01})
+    X, y = map(mx.nd.array, batches()[0])
+    for _ in range(2):
+        mgpu.train_batch(model, CE, trainer, X, y)
+    calls = Counter()
+
+    def profile(frame, event, arg):
+        calls[event] += 1
+
+    def set_everywhere(function):
+        for context in contexts(num_stages):
+            in_own_thread(context, partial(sys.setprofile, function))
+        sys.setprofile(function)
+
+    gc.collect()
+    set_everywhere(profile)
+    try:
+        mgpu.train_batch(model, CE, trainer, X, y)
+    finally:
+        set_everywhere(None)
+    assert calls["call"] < most
 
 
 # Division
@@ -433,17 +541,6 @@ def test_no_other_division_has_a_smaller_largest_part(costs, num_parts):
     assert max(sum(costs[begin:end]) for begin, end in zip(bounds, bounds[1:])) == best(len(costs), num_parts)
 
 
-def test_the_graph_of_a_network_of_gluons_zoo_is_divided():
-    make = gluon.model_zoo.vision.get_model
-    X = mx.nd.array(np.random.RandomState(0).randn(2, 3, 32, 32))
-    net = seeded(make("resnet18_v2", classes=5))
-    expected = net(X).asnumpy()
-    for num_stages in (2, 5):
-        model = mgpu.Pipeline(mgpu.split_stages(net, num_stages, X, balance="bytes"), contexts(num_stages))
-        np.testing.assert_allclose(model(X).asnumpy(), expected, rtol=1e-4, atol=1e-5)
-        net.collect_params().reset_ctx(mx.cpu(0))
-
-
 # What works as for any network
 
 
@@ -463,22 +560,8 @@ def test_a_run_resumes_on_other_stages(tmp_path, num_stages):
 
     expected, _ = trained(dense(), "adam", epochs=3)
     run(2, 1)
+    run(3, 2, "auto")
     assert largest_difference(run(num_stages, 3, "auto"), expected) < 2e-6
-
-
-def test_files_fit_with_and_without_a_pipeline(tmp_path):
-    net = dense()
-    model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2), 2)
-    _, trainer = trained(model)
-    model.save_parameters(str(tmp_path / "params"))
-    net.load_parameters(str(tmp_path / "params"))
-    assert largest_difference(values(net), values(model)) == 0
-    trainer.save_states(str(tmp_path / "states"))
-    alone = mgpu.Trainer(net, "sgd", {"learning_rate": 0.05, "momentum": 0.9})
-    alone.load_states(str(tmp_path / "states"))
-    mgpu.train_batch(net, CE, alone, *batches()[0])
-    mgpu.train_batch(model, CE, trainer, *batches()[0])
-    assert largest_difference(values(net), values(model)) < 1e-6
 
 
 def test_evaluate_predict_and_a_loop_by_hand(arrays):
@@ -498,35 +581,6 @@ def test_evaluate_predict_and_a_loop_by_hand(arrays):
     assert largest_difference(values(net), values(model)) < 1e-6
 
 
-@pytest.mark.parametrize("batches_per_update, micro_steps", [(2, 1), (1, 2)])
-def test_batches_add_up(batches_per_update, micro_steps):
-    found = []
-    for model in (dense(), mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2), 2)):
-        trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.05})
-        options = {"accumulate_grad_batches": batches_per_update, "micro_steps": micro_steps}
-        mgpu.fit(model, CE, trainer, batches(), epochs=2, callbacks=[], **options)
-        found.append(values(model))
-    assert largest_difference(*found) < 1e-6
-
-
-def test_fewer_examples_than_replicas():
-    found = [
-        trained(net, data=batches((5, 1, 3)))[0]
-        for net in (dense(), mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2, 2), 4))
-    ]
-    assert largest_difference(*found) < 1e-6
-
-
-def test_shapes_that_the_first_batch_decides():
-    blocks = [nn.Dense(16, activation="tanh"), nn.Dense(5)]
-    model = mgpu.Pipeline(blocks, contexts(2), 4)
-    model.initialize(mx.init.Xavier())
-    trained(model)
-    assert [block.weight.shape for block in blocks] == [(16, 16), (5, 16)]
-    assert [block.weight.list_ctx() for block in blocks] == [[mx.cpu(0)], [mx.cpu(1)]]
-    assert repr(model).splitlines()[1] == "  stage 0 on cpu(0): 2 parameters"
-
-
 # What is refused
 
 
@@ -542,36 +596,42 @@ def synchronised():
 
 
 REFUSED = {
-    "no list": (lambda: mgpu.Pipeline(dense(), contexts(2)), TrainerError, "a list of Blocks"),
-    "devices": (lambda: mgpu.Pipeline([dense()], contexts(2)), TrainerError, "2 devices for 1 stages"),
-    "ctx": (lambda: mgpu.Pipeline([dense()], "cpu"), TrainerError, "one such list for each replica"),
-    "twice": (lambda: mgpu.Pipeline([dense()], [[mx.cpu(0)], [mx.cpu(0)]]), DeviceError, "twice|different"),
-    "schedule": (lambda: mgpu.Pipeline([dense()], [mx.cpu(0)], 1, "2f2b"), TrainerError, "1f1b"),
-    "micro_batches": (lambda: mgpu.Pipeline([dense()], [mx.cpu(0)], 0), TrainerError, "micro_batches"),
-    "sync": (lambda: mgpu.Pipeline([synchronised()], [mx.cpu(0)]), TrainerError, "revert_sync_batchnorm"),
-    "sample": (lambda: mgpu.split_stages(dense(), 2, np.zeros((3, 7))), TrainerError, "sample that the network"),
-    "layers": (lambda: mgpu.split_stages(dense(), 9, np.zeros((3, 16))), TrainerError, "of 5 layers"),
-    "python": (lambda: mgpu.split_stages(seeded(Two()), 2, np.zeros((3, 16))), TrainerError, "your own list of Blocks"),
-    "network": (lambda: mgpu.split_stages(3, 2, np.zeros((3, 16))), TrainerError, "a gluon.Block"),
-    "ctx again": (lambda: mgpu.Pipeline([dense()], [mx.cpu(0)]).initialize(ctx=mx.cpu(1)), TrainerError, "have devices"),
-    "nadam": (lambda: mgpu.Trainer(mgpu.Pipeline([dense()], [mx.cpu(0)]), "nadam"), TrainerError, "adamw"),
-    "local": (lambda: mgpu.LocalSGD(mgpu.Pipeline([dense()], [mx.cpu(0)]), "sgd", every=2), TrainerError, "a whole network"),
-    "precision": (lambda: mgpu.set_precision(mgpu.Pipeline([dense()], [mx.cpu(0)]), "bf16"), TrainerError, "before split_stages"),
-    "step": (lambda: stale(mgpu.Pipeline([dense()], [mx.cpu(0)])), StaleGradientError, "no gradient"),
-    "elsewhere": (lambda: mgpu.Pipeline([dense()], [mx.cpu(1)])(mx.nd.zeros((1, 16))), TrainerError, "where the first stage is"),
+    "no list": lambda: mgpu.Pipeline(dense(), contexts(2)),
+    "devices": lambda: mgpu.Pipeline([dense()], contexts(2)),
+    "ctx": lambda: mgpu.Pipeline([dense()], "cpu"),
+    "twice": lambda: mgpu.Pipeline([dense()], [[mx.cpu(0)], [mx.cpu(0)]]),
+    "schedule": lambda: mgpu.Pipeline([dense()], [mx.cpu(0)], 1, "2f2b"),
+    "sync": lambda: mgpu.Pipeline([synchronised()], [mx.cpu(0)]),
+    "sample": lambda: mgpu.split_stages(dense(), 2, np.zeros((3, 7))),
+    "layers": lambda: mgpu.split_stages(dense(), 9, np.zeros((3, 16))),
+    "python": lambda: mgpu.split_stages(seeded(Two()), 2, np.zeros((3, 16))),
+    "ctx again": lambda: mgpu.Pipeline([dense()], [mx.cpu(0)]).initialize(ctx=mx.cpu(1)),
+    "nadam": lambda: mgpu.Trainer(mgpu.Pipeline([dense()], [mx.cpu(0)]), "nadam"),
+    "local": lambda: mgpu.LocalSGD(mgpu.Pipeline([dense()], [mx.cpu(0)]), "sgd", every=2),
+    "precision": lambda: mgpu.set_precision(mgpu.Pipeline([dense()], [mx.cpu(0)]), "bf16"),
+    "compiled": lambda: fitted(compiled="on"),
+    "weights": lambda: fitted(weights="auto"),
+    "step": lambda: stale(mgpu.Pipeline([dense()], [mx.cpu(0)])),
+    "elsewhere": lambda: mgpu.Pipeline([dense()], [mx.cpu(1)])(mx.nd.zeros((1, 16))),
 }
 
 
-@pytest.mark.parametrize("make, error, match", REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(make, error, match):
-    with pytest.raises(error, match=match) as raised:
+@pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(make):
+    with pytest.raises((TrainerError, DeviceError, StaleGradientError)):
         make()
-    assert_house_style(raised.value)
 
 
-@pytest.mark.parametrize("options", [{"compiled": "on"}, {"weights": "auto"}], ids=str)
-def test_what_fit_refuses(options):
+def fitted(**options):
     model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2, 2), 4)
-    with pytest.raises(TrainerError) as raised:
-        mgpu.fit(model, CE, mgpu.Trainer(model, "sgd"), batches(), epochs=1, callbacks=[], **options)
-    assert_house_style(raised.value)
+    mgpu.fit(model, CE, mgpu.Trainer(model, "sgd"), batches(), epochs=1, callbacks=[], **options)
+
+
+def test_shapes_that_the_first_batch_decides():
+    blocks = [nn.Dense(16, activation="tanh"), nn.Dense(5)]
+    model = mgpu.Pipeline(blocks, contexts(2), 4)
+    model.initialize(mx.init.Xavier())
+    trained(model)
+    assert [block.weight.shape for block in blocks] == [(16, 16), (5, 16)]
+    assert [block.weight.list_ctx() for block in blocks] == [[mx.cpu(0)], [mx.cpu(1)]]
+    assert repr(model).splitlines()[1] == "  stage 0 on cpu(0): 2 parameters"

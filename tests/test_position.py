@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 from gluon_mgpu.checkpoint.snapshot import read_content
 from gluon_mgpu.errors import StateError, TrainerError
-from gluon_mgpu.loop.resume import FitProgress, loader_epoch, position_of, remaining_batches, set_loader_epoch
+from gluon_mgpu.loop.resume import FitProgress, loader_epoch, remaining_batches, set_loader_epoch
 from mxnet import gluon
 
-from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
+from .conftest import largest_difference, small_batches, small_net, weights_of
 from .test_checkpoint import forge
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -34,9 +35,8 @@ def refused(match, *arguments, **options):
     net = options.pop("net", None) or small_net(CTX)
     mgpu.eval_batch(net, *small_batches([4])[0], CTX)
     before = weights_of(net)
-    with pytest.raises((StateError, TrainerError), match=match) as caught:
+    with pytest.raises((StateError, TrainerError), match=match):
         fit(*arguments, net=net, **options)
-    assert_house_style(caught.value)
     assert largest_difference(weights_of(net), before) == 0.0
 
 
@@ -61,11 +61,6 @@ def three_epochs(tmp_path_factory):
 
 
 # From where
-
-
-def test_none_begins_anew(tmp_path):
-    _, history = fit(tmp_path / "run", "auto")
-    assert [row["epoch"] for row in history.rows] == [1, 2]
 
 
 @pytest.mark.parametrize("where", ["auto", "run", "run/last", "run/step-00000008"])
@@ -101,12 +96,6 @@ def test_none_that_is_good_is_an_error_and_begins_nothing_anew(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_a_damaged_one_that_was_named_is_an_error(tmp_path):
-    fit(tmp_path)
-    truncate(tmp_path / "last" / "states.npz")
-    refused("states.npz, which is damaged", tmp_path, tmp_path / "last")
-
-
 @pytest.mark.parametrize("resume", ["nowhere", "empty"])
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path, resume):
     (tmp_path / "empty").mkdir()
@@ -116,22 +105,6 @@ def test_a_folder_without_a_checkpoint_is_an_error(tmp_path, resume):
 
 def test_auto_needs_a_callback_that_saves():
     refused("no callback that saves", "unused", "auto", callbacks=[])
-
-
-@pytest.mark.parametrize("resume", [True, 3, ["auto"]])
-def test_what_is_no_folder_is_refused(tmp_path, resume):
-    refused("expected 'auto' or a folder", tmp_path, resume)
-
-
-def test_another_network_or_option_is_an_error_that_names_it(tmp_path):
-    fit(tmp_path)
-    refused("momentum 0.9 where this one has 0.5", tmp_path, "auto", params={"momentum": 0.5})
-    refused(
-        "of another network: .*5.weight float32 .3, 8. where this one has float32 .8, 36.",
-        tmp_path,
-        "auto",
-        net=small_net(CTX, normalize=True),
-    )
 
 
 def test_a_checkpoint_that_was_saved_by_hand_says_nothing_of_a_run(tmp_path):
@@ -153,13 +126,6 @@ def test_other_batches_are_refused_in_the_middle_of_an_epoch(tmp_path):
     refused("expected the same batches", tmp_path, tmp_path / "last", size=12, epochs=9)
 
 
-def test_the_version_before_is_told(tmp_path):
-    (tmp_path / "last").mkdir()
-    for name in ("net.params", "trainer.states", "progress.json"):
-        (tmp_path / "last" / name).write_text("{}")
-    refused("of an older gluon_mgpu, whose trainer.states is a pickle", tmp_path, "auto")
-
-
 # With which data
 
 
@@ -170,8 +136,8 @@ def test_what_was_done_is_drawn_and_not_given():
         loader.epoch = 0
         assert [x.tolist() for x, _ in remaining_batches(loader, FitProgress(batches=done))] == whole[done:]
     loader.epoch = 0
-    assert remaining_batches(loader, FitProgress(batches=7)) is None
-    with pytest.raises(StateError, match="got a train_iter of 7 batches, and a checkpoint after 8"):
+    assert list(remaining_batches(loader, FitProgress(batches=7))) == []
+    with pytest.raises(StateError, match="of 7 batches.* after 8"):
         remaining_batches(loader, FitProgress(batches=8))
 
 
@@ -206,26 +172,13 @@ def test_iterators_that_count_their_epochs_are_known():
     assert [x.asnumpy().tolist() for x in remaining_batches(loader, FitProgress(batches=1))] == passes[1][1:] != passes[0][1:]
 
 
-def test_position_knows_what_it_is_of(tmp_path):
-    fit(tmp_path)
-    position = position_of(read_content(tmp_path / "last", with_training=True))
-    assert (position.epoch, position.batches, position.step, position.loader_epoch) == (3, 0, 8, 2)
-
-
 # Several processes
 
 
-def test_the_first_process_writes_and_all_read(tmp_path, monkeypatch):
-    """A process that is not the first of its job writes nothing."""
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd")
-    mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
-    mgpu.save_checkpoint(tmp_path / "c", net)
-    before = weights_of(net)
-    monkeypatch.setattr("gluon_mgpu.checkpoint.checkpoint.this_process", lambda: mgpu.distributed.Process(1, 2, 1, 2, 0, 1, 0))
-    net[0].weight.set_data(net[0].weight.data(CTX[0]) * 2)
-    mgpu.save_checkpoint(tmp_path / "c", net)
-    mgpu.save_checkpoint(tmp_path / "d", net)
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    mgpu.load_checkpoint(tmp_path / "c", net)
-    assert largest_difference(weights_of(net), before) == 0.0
+def test_processes_that_would_resume_from_different_steps_are_refused(tmp_path, monkeypatch):
+    """A machine that cannot read the folder begins anew, or from an older copy."""
+    fit(tmp_path)
+    for other in (b"none", b"4"):
+        ranks = SimpleNamespace(all_gather_bytes=lambda own, other=other: [own, other])
+        monkeypatch.setattr("gluon_mgpu.loop.resume.group", lambda ranks=ranks: ranks)
+        refused(f"would resume from the steps 8, {other.decode()}", tmp_path, "auto")

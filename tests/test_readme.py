@@ -41,10 +41,35 @@ def test_the_programs_run(tmp_path, monkeypatch, capfd):
 def test_commands_exist():
     """The list of commands names each that there is, and no other."""
     listed = re.findall(r"^\| `gluon-mgpu ([a-z0-9 -]+)`", (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), re.MULTILINE)
-    groups = {name: command for name, command in main.commands.items() if hasattr(command, "commands")}
-    there = [name for name in main.commands if name not in groups]
-    there += [f"{name} {one}" for name, group in groups.items() for one in group.commands]
+    commands = {name: main.get_command(None, name) for name in main.list_commands(None)}
+    groups = {name: command for name, command in commands.items() if hasattr(command, "list_commands")}
+    there = [name for name in commands if name not in groups]
+    there += [f"{name} {one}" for name, group in groups.items() for one in group.list_commands(None)]
     assert sorted(listed) == sorted(there)
+
+
+def test_the_first_screen_shows_a_picture_a_change_and_figures_that_were_measured():
+    results = (ROOT / "scripts" / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    figures = []
+    for name in READMES:
+        first = re.split(r"^## ", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)[0]
+        (picture,) = re.findall(r"!\[.+\]\((.+)\)", first)
+        assert (ROOT / picture).stat().st_size < 60_000
+        assert "```diff" in first
+        cells = [
+            re.findall(r"[\d.]+", cells)
+            for cells in re.findall(r"^\| (?:gluon_mgpu|Gluon|d2l|PyTorch).*? \| (.*) \|$", first, re.MULTILINE)
+        ]
+        figures.append(cells)
+    assert figures[0] == figures[1] and len(figures[0]) == 5
+    training = results.split("## Training ResNet-18")[1].split("\n## ")[0]
+    assert {figure for row in figures[0] for figure in row} <= set(re.findall(r"[\d.]+", training))
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_few_links_lead_on(name):
+    links = re.findall(r"(?<!!)\[[^]]+\]\(([^)]+)\)", (ROOT / name).read_text(encoding="utf-8"))
+    assert len(links) == 6 and set(links) & set(READMES), "five, and the other language"
 
 
 def test_it_is_short():

@@ -1,20 +1,28 @@
 """Blocks that are computed again in the backward pass give the gradients of those that keep their activations."""
 
 import gc
+import time
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.data_parallel.passes import WaitingPass
+from gluon_mgpu.errors import ModesError, TrainerError
 from gluon_mgpu.pipeline.recompute import _calls
-from mxnet import autograd, gluon
+from mxnet import autograd
 from mxnet.gluon import nn
 
-from .conftest import assert_house_style, largest_difference
+from .conftest import largest_difference
 from .test_pipeline import CE, batches, seeded
 
 pytestmark = pytest.mark.timeout(60)  # a second forward pass that waits for the update waits forever
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Backward passes of other tests in this process do not wait."""
+    monkeypatch.setattr(WaitingPass, "is_needed", False)
 
 
 def layers(hybridized=False):
@@ -73,8 +81,11 @@ def test_it_trains_the_same_weights(options, hybridized):
     assert list(found[0]) == list(found[1])  # files fit
     difference = largest_difference(*(list(one.values()) for one in found))
     assert difference < 1e-6  # in another order of the sums of a block that is used twice
-    gc.collect()
-    assert not _calls._kept
+    deadline = time.monotonic() + 10
+    while _calls and time.monotonic() < deadline:  # a thread of MXNet drops a graph a moment later
+        gc.collect()
+        time.sleep(0.01)
+    assert not _calls
 
 
 def test_gradients_belong_to_the_numbers_that_dropout_drew(arrays):
@@ -86,7 +97,7 @@ def test_gradients_belong_to_the_numbers_that_dropout_drew(arrays):
     for _ in range(2):
         with autograd.record():
             y = block(x)
-        y.backward()
+        mgpu.backward([y])
         assert (x.grad.asnumpy() == y.asnumpy()).all()
         assert 0.4 < (y.asnumpy() == 0).mean() < 0.6
         outputs.append(y.asnumpy())
@@ -94,30 +105,6 @@ def test_gradients_belong_to_the_numbers_that_dropout_drew(arrays):
     mx.random.seed(1)
     with autograd.record():
         assert (block(x).asnumpy() == outputs[0]).all()
-
-
-def test_the_next_numbers_do_not_repeat_those_of_the_block():
-    block = mgpu.recompute(nn.Dropout(0.5))
-    x = mx.nd.ones((50, 40))
-    with autograd.record():
-        first, second = block(x), nn.Dropout(0.5)(x)
-    assert (first.asnumpy() != second.asnumpy()).any()
-
-
-def test_a_loop_with_gluons_trainer():
-    found = []
-    for wrapped in (plain, mgpu.recompute):
-        net = nn.Sequential()
-        net.add(wrapped(nn.Dense(16, in_units=16, activation="tanh")), nn.Dense(5, in_units=16))
-        seeded(net)
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-        for X, y in batches():
-            with autograd.record():
-                loss = CE(net(mx.nd.array(X)), mx.nd.array(y))
-            loss.backward()
-            trainer.step(len(y))
-        found.append([param.data().asnumpy() for param in net.collect_params().values()])
-    assert largest_difference(*found) == 0
 
 
 def test_activations_are_not_kept():
@@ -133,7 +120,7 @@ def test_activations_are_not_kept():
     with autograd.record():
         y = mgpu.recompute(Watched())(x)
     assert len(autograd.get_symbol(y).get_internals().list_outputs()) == 2  # x, and the block: nothing in between
-    y.backward()
+    mgpu.backward([y])
     assert (x.grad.asnumpy() == 8).all()
     assert len(inner) == 2
 
@@ -149,7 +136,7 @@ def test_prediction_and_shapes_that_are_not_known():
     assert net[0].block.weight.shape == (16, 7)
 
 
-def test_an_error_of_the_second_forward_pass_is_raised(caplog):
+def test_an_error_of_the_second_forward_pass_is_raised():
     class Once(nn.Block):
         calls = 0
 
@@ -163,13 +150,19 @@ def test_an_error_of_the_second_forward_pass_is_raised(caplog):
     x.attach_grad()
     with autograd.record():
         y = mgpu.recompute(Once())(x)
-    with pytest.raises(mx.MXNetError):
-        y.backward()
-        x.grad.wait_to_read()
-    assert "the second time" in caplog.text
+    with pytest.raises(ValueError, match="the second time"):
+        mgpu.backward([y])
 
 
-def test_what_is_refused():
-    with pytest.raises(TrainerError, match="a gluon.Block") as raised:
+def test_what_is_refused(capfd):
+    with pytest.raises(TrainerError, match="a gluon.Block"):
         mgpu.recompute(3)
-    assert_house_style(raised.value)
+    block = seeded(mgpu.recompute(layers()))
+    with pytest.raises(ModesError):
+        mgpu.Pipeline([block], [mx.cpu(0)])
+    with autograd.record():
+        loss = block(mx.nd.ones((4, 16)))
+    with pytest.raises(mx.MXNetError):
+        loss.backward()
+        mx.nd.waitall()
+    assert "mgpu.backward" in capfd.readouterr().out  # printed by MXNet

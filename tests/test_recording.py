@@ -9,14 +9,11 @@ from pathlib import Path
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from click.testing import CliRunner
-from gluon_mgpu.cli import main
-from mxnet.gluon import nn
 
 from .test_cli import data_dir  # noqa: F401  a fixture
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds, train
 
-DOCS = Path(__file__).parent.parent / "docs" / "training.md"
+DOCS = Path(__file__).parent.parent / "docs" / "callbacks.md"
 
 
 class FakeWriter:
@@ -45,19 +42,6 @@ def writers(monkeypatch):
     return FakeWriter.made
 
 
-def test_tags_and_steps(writers, devices, arrays, tmp_path):
-    data = batches_of(*three_clouds())
-    history = train(devices, data, test_iter=data[:2], epochs=2, callbacks=[mgpu.TensorBoard(tmp_path)])
-    (writer,) = writers
-    assert (writer.log_dir, writer.purge_step, writer.calls) == (str(tmp_path), None, ["flush", "flush", "close"])
-    for epoch, row in enumerate(history.rows, 1):
-        step = epoch * len(data)
-        found = {tag: value for tag, value, at in writer.scalars if at == step}
-        assert found["loss/train"] == row["train_loss"] and found["accuracy/test"] == row["test_accuracy"]
-        assert found["loss/running"] == row["train_loss"]  # at the end of the epoch
-        assert found["learning_rate"] == row["learning_rate"] and found["epoch"] == epoch
-
-
 def test_a_resumed_run_continues_the_curves(writers, tmp_path):
     data, ctx = batches_of(*three_clouds()), [mx.cpu(0), mx.cpu(1)]
     saves = [mgpu.Checkpoint(tmp_path / "run", monitor=None), mgpu.TensorBoard(tmp_path / "board")]
@@ -69,9 +53,9 @@ def test_a_resumed_run_continues_the_curves(writers, tmp_path):
 
 
 def test_only_the_first_process_writes(writers, monkeypatch, tmp_path):
-    monkeypatch.setattr("gluon_mgpu.loop.recording.this_process", lambda: types.SimpleNamespace(rank=1))
+    monkeypatch.setattr("gluon_mgpu.loop.tensorboard.this_process", lambda: types.SimpleNamespace(rank=1))
     logged = []
-    callbacks = [mgpu.TensorBoard(tmp_path), mgpu.LogRows(lambda row, step: logged.append(row))]
+    callbacks = [mgpu.TensorBoard(tmp_path), mgpu.loop.LogRows(lambda row, step: logged.append(row))]
     train([mx.cpu()], callbacks=callbacks)
     assert (writers, logged) == ([], [])
 
@@ -80,13 +64,6 @@ def test_without_the_library(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(mgpu.errors.MissingExtraError, match="extra 'tensorboard'"):
         mgpu.TensorBoard(tmp_path)
-
-
-def test_the_programs_have_an_option(writers, monkeypatch, tmp_path, data_dir, without_pictures):  # noqa: F811
-    monkeypatch.setattr("gluon_mgpu.cli.train.resnet18", lambda num_classes: nn.Dense(num_classes))
-    command = ["train", "resnet18", "--devices", "cpu:1", "--epochs", "1", "--data-dir", str(data_dir), "--output", str(tmp_path)]
-    assert CliRunner().invoke(main, [*command, "--tensorboard"]).exit_code == 0
-    assert writers[0].log_dir == str(tmp_path / "tensorboard") and writers[0].scalars
 
 
 def events(folder):
@@ -107,25 +84,10 @@ def test_the_files_hold_the_history(tmp_path):
     pytest.importorskip("tensorboardX")
     data = batches_of(*three_clouds())
     history = train([mx.cpu()], data, epochs=2, callbacks=[mgpu.TensorBoard(tmp_path)])
-    losses = [(value, step) for tag, value, step in events(tmp_path) if tag == "loss/train"]
-    assert losses == [(pytest.approx(row["train_loss"]), step * len(data)) for step, row in enumerate(history.rows, 1)]
-
-
-def test_tensorboard_reads_the_files_and_hides_what_was_trained_again(tmp_path):
-    """A run was killed after its checkpoint; the resumed one trains these steps again."""
-    pytest.importorskip("tensorboardX")
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    data, ctx = batches_of(*three_clouds()), [mx.cpu()]
-    net = make_net(ctx)
-    common = {"callbacks": [mgpu.Checkpoint(tmp_path / "run", monitor=None), mgpu.TensorBoard(tmp_path / "board")]}
-    mgpu.fit(net, LOSS, make_trainer(net), data, epochs=1, **common)
-    train(ctx, data, epochs=2, callbacks=common["callbacks"][1:])  # its second epoch is not in a checkpoint
-    net = make_net(ctx)
-    history = mgpu.fit(net, LOSS, make_trainer(net), data, epochs=2, resume="auto", **common)
-    reader = accumulator.EventAccumulator(str(tmp_path / "board"))
-    reader.Reload()
-    last = [event for event in reader.Scalars("loss/train") if event.step == 2 * len(data)]
-    assert [event.value for event in last] == [pytest.approx(history.rows[1]["train_loss"])]
+    found = events(tmp_path)
+    for tag, column in (("loss/train", "train_loss"), ("accuracy/train", "train_accuracy"), ("learning_rate", "learning_rate")):
+        values = [(value, step) for one, value, step in found if one == tag]
+        assert values == [(pytest.approx(row[column]), step * len(data)) for step, row in enumerate(history.rows, 1)]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

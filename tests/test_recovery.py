@@ -11,7 +11,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.checkpoint.rng import random_state, set_random_state
+from gluon_mgpu.checkpoint.random_state import random_state, set_random_state
 from mxnet import gluon
 
 from .test_launch import launch_command

@@ -11,7 +11,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
-from gluon_mgpu.trainer.buckets import place_of
+from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -54,7 +54,7 @@ def test_a_device_without_data_repeats_its_old_gradient(trainer_class):
     right, with_old_gradient = -10.0, -15.0
     assert weight(net) == (with_old_gradient if trainer_class is gluon.Trainer else right)
     if trainer_class is mgpu.Trainer:
-        assert mgpu.replica_difference(net) == 0.0
+        assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
 def test_without_update_on_kvstore_gluon_refuses_the_idle_device_after_it_has_reduced():
@@ -132,7 +132,7 @@ def test_the_averaged_gradient_is_clipped(batch_size, arrays):
     gradient = 2 * np.array([[3.0, 4.0], [3.0, 4.0]]) / batch_size
     clipped = gradient * min(1, 2.0 / np.linalg.norm(gradient))
     np.testing.assert_allclose(net.weight.data(CTX[1]).asnumpy(), -clipped, rtol=1e-6)
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
 @BOTH
@@ -259,9 +259,9 @@ def test_optimizers_with_a_memory_of_their_own_pull_replicas_apart(optimizer):
             autograd.backward(outputs)
             trainer.step(1)
         nets[trainer_class] = net
-    assert mgpu.replica_difference(nets[mgpu.Trainer]) == 0.0
+    assert mgpu.data_parallel.replica_difference(nets[mgpu.Trainer]) == 0.0
     if optimizer in ("nadam", "sgld"):
-        assert mgpu.replica_difference(nets[gluon.Trainer]) > 0
+        assert mgpu.data_parallel.replica_difference(nets[gluon.Trainer]) > 0
 
 
 def test_fewer_examples_than_devices_break_gluons_split():
@@ -302,15 +302,15 @@ def test_devices_of_one_number_count_their_updates_apart(monkeypatch):
         if trainer_class is gluon.Trainer:
             assert trainer._optimizer._all_index_update_counts == {0: {0: 6}}
         else:
-            assert trainer._update._counts == [{0: 3}, {0: 3}]
-            assert mgpu.replica_difference(net) == 0.0
+            assert [device.counts for device in trainer._update._devices] == [{0: 3}, {0: 3}]
+            assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
 DOT = """
     {first}
     import gluon_mgpu as mgpu
     import mxnet as mx
-    with mgpu.use_devices("cpu:2") as ctx:
+    with mgpu.use_devices("cpu*2") as ctx:
         matrices = [mx.nd.ones((256, 256), ctx=context) for context in ctx]
         for _ in range(100):
             for matrix in matrices:
@@ -356,7 +356,7 @@ def test_threads_that_were_in_use_are_left_alone():
         import mxnet as mx
         for i in range(2):
             (mx.nd.ones((2, 2), ctx=mx.cpu(i)) * 2).wait_to_read()
-        with mgpu.use_devices("cpu:2"):
+        with mgpu.use_devices("cpu*2"):
             print("left", mgpu.runtime.threads_of(0), mgpu.runtime.threads_of(1))
     """
     told = run_python(program, 60, OMP_NUM_THREADS="2")
@@ -370,7 +370,7 @@ def test_one_thread_per_context_is_left_alone_without_a_warning():
         (mx.nd.ones((2, 2), ctx=context) * 2).wait_to_read()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with mgpu.use_devices("cpu:2"):
+        with mgpu.use_devices("cpu*2"):
             pass
 
 
@@ -432,9 +432,12 @@ def test_the_divisor_is_the_number_of_examples():
     def split(X, y, devices):
         return mgpu.split_batch(X, y, devices, batch_axis=1)
 
-    with pytest.raises(TrainerError, match="holds 3 examples"):
+    def known(X, y, devices, batch_axis=1):
+        return mgpu.split_batch(X, y, devices, batch_axis=batch_axis)
+
+    with pytest.raises(TrainerError, match="7, 7. examples for a batch of 7"):
         mgpu.train_batch(tnc, loss, trainer, X, y, split_f=split)
-    assert mgpu.train_batch(tnc, gluon.loss.L2Loss(batch_axis=1), trainer, X, y, split_f=split).num_examples == 5
+    assert mgpu.train_batch(tnc, gluon.loss.L2Loss(batch_axis=1), trainer, X, y, split_f=known).num_examples == 5
 
 
 NEIGHBOURS = """

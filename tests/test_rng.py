@@ -6,7 +6,7 @@ import random
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.checkpoint.rng import check_random_state, draw_base, random_state, seed_of, set_random_state
+from gluon_mgpu.checkpoint.random_state import draw_base, random_state, seed_of, set_random_state
 
 
 def drawn():
@@ -23,33 +23,6 @@ def test_they_go_on_from_a_text(before):
     random.seed(1), np.random.seed(1)
     set_random_state(json.loads(text))
     assert [drawn() for _ in range(300)] == expected
-
-
-def test_looking_changes_nothing():
-    random.seed(3), np.random.seed(3)
-    expected = drawn()
-    random.seed(3), np.random.seed(3)
-    random_state()
-    assert drawn() == expected
-
-
-@pytest.mark.parametrize("broken", [{}, {"python": [3, "00", None], "numpy": []}, {"python": 1, "numpy": 2}])
-def test_what_is_no_state_is_an_error(broken):
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        set_random_state(broken)
-
-
-def test_checking_changes_nothing():
-    state = random_state()
-    later = (drawn(), random_state())[1]
-    for one in (later, {**later, "python": [3, "00", None]}):
-        set_random_state(state)
-        if one is later:
-            check_random_state(one)
-        else:
-            with pytest.raises((ValueError, TypeError, KeyError)):
-                check_random_state(one)
-        assert random_state() == state
 
 
 def test_seeds_differ_by_base_step_and_process():

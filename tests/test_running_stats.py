@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, small_batches, small_net
+from .conftest import largest_difference
 
 LOSS = gluon.loss.L2Loss()
 MOMENTUM = 0.9
@@ -84,7 +84,7 @@ def test_a_device_counts_by_its_examples(mode, arrays):
     net, trainer = normed(2, mode)
     X, y = batch(3)  # 2 and 1
     by_train_batch(net, trainer, X, y)
-    mgpu.average_running_stats(net)
+    mgpu.data_parallel.average_running_stats(net)
     one, other = moved(INITIAL, X[:2]), moved(INITIAL, X[2:])
     assert_stats(net, [(2 * a + b) / 3 for a, b in zip(one, other)])
 
@@ -106,35 +106,14 @@ def test_examples_count_from_the_last_average(loop):
     net, trainer = normed(2)
     first, second = batch(4, 0), batch(1, 1)
     loop(net, trainer, *first)
-    mgpu.average_running_stats(net)
+    mgpu.data_parallel.average_running_stats(net)
     middle = [sum(pair) / 2 for pair in zip(moved(INITIAL, first[0][:2]), moved(INITIAL, first[0][2:]))]
     assert_stats(net, middle)
     loop(net, trainer, *second)  # one device has seen 1 example since, the other one 0
-    mgpu.average_running_stats(net)
+    mgpu.data_parallel.average_running_stats(net)
     assert_stats(net, moved(middle, second[0]))
-    mgpu.average_running_stats(net)
+    mgpu.data_parallel.average_running_stats(net)
     assert_stats(net, moved(middle, second[0]))
-
-
-def test_where_no_device_has_seen_anything_nothing_changes():
-    net, _ = normed(3)
-    mgpu.average_running_stats(net)
-    assert_stats(net, INITIAL, atol=0)
-    net[0].running_mean.set_data(mx.nd.array([0.1, 0.3]))
-    mgpu.average_running_stats(net)
-    assert net[0].running_mean.data(mx.cpu(2)).asnumpy().tolist() == np.array([0.1, 0.3], "float32").tolist()
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_examples_count_from_loaded_values(loop, tmp_path):
-    net, trainer = normed(2)
-    mgpu.save_checkpoint(tmp_path / "first", net)
-    by_train_batch(net, trainer, *batch(4))
-    mgpu.load_checkpoint(tmp_path / "first", net)
-    X, y = batch(1, 3)
-    loop(net, trainer, X, y)
-    mgpu.average_running_stats(net)
-    assert_stats(net, moved(INITIAL, X))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -143,7 +122,7 @@ def test_a_checkpoint_holds_what_evaluation_takes_and_a_resumed_run_counts_on(lo
     found = []
     for resumes in (False, True):
         net, trainer = normed(2)
-        mgpu.average_running_stats(net)
+        mgpu.data_parallel.average_running_stats(net)
         for X, y in data[:3]:
             loop(net, trainer, X, y)
         if resumes:
@@ -154,27 +133,13 @@ def test_a_checkpoint_holds_what_evaluation_takes_and_a_resumed_run_counts_on(lo
             mgpu.load_checkpoint(tmp_path / "c", net, trainer)
         else:
             copied = copy.deepcopy(net)
-            mgpu.average_running_stats(copied)
+            mgpu.data_parallel.average_running_stats(copied)
         for X, y in data[3:]:
             loop(net, trainer, X, y)
-        mgpu.average_running_stats(net)
+        mgpu.data_parallel.average_running_stats(net)
         found.append([param.data(mx.cpu(1)).asnumpy() for param in (net[0].running_mean, net[0].running_var)])
     assert largest_difference(*found) == 0.0
     assert_stats(alone, [param.data(mx.cpu(0)).asnumpy() for param in (copied[0].running_mean, copied[0].running_var)], atol=0)
-
-
-def test_two_networks_of_one_program_count_for_themselves():
-    """As in a GAN: what one network's loss passes through is not what the other's does."""
-    (one, its), (other, others) = normed(2), normed(2)
-    X, y = batch(3)
-    for _ in range(2):
-        by_backward(one, its, X, y)
-        by_backward(other, others, *batch(1, 5))
-    mgpu.average_running_stats(one)
-    parts = [moved(moved(INITIAL, X[:2]), X[:2]), moved(moved(INITIAL, X[2:]), X[2:])]
-    assert_stats(one, [(2 * a + b) / 3 for a, b in zip(*parts)])
-    mgpu.average_running_stats(other)
-    assert_stats(other, moved(moved(INITIAL, batch(1, 5)[0]), batch(1, 5)[0]))
 
 
 def test_statistics_that_training_leaves_alone_stay(devices):
@@ -186,19 +151,9 @@ def test_statistics_that_training_leaves_alone_stay(devices):
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     by_train_batch(net, trainer, *batch(5))
     gamma = net[0].gamma.data(devices[0]).asnumpy()
-    mgpu.average_running_stats(net)
+    mgpu.data_parallel.average_running_stats(net)
     assert_stats(net, [np.array([0.1, 0.7]), np.ones(2)], atol=1e-7)
     np.testing.assert_array_equal(net[0].gamma.data(devices[-1]).asnumpy(), gamma)
-
-
-def test_a_frozen_part_that_the_trainer_does_not_hold_is_counted():
-    net, _ = normed(2)
-    trainer = mgpu.Trainer(net[1], "sgd", {"learning_rate": 0.1})
-    X, y = batch(3)
-    by_train_batch(net, trainer, X, y)
-    mgpu.average_running_stats(net)
-    one, other = moved(INITIAL, X[:2]), moved(INITIAL, X[2:])
-    assert_stats(net, [(2 * a + b) / 3 for a, b in zip(one, other)])
 
 
 def test_fit_leaves_what_gluon_saves(tmp_path):
@@ -209,26 +164,3 @@ def test_fit_leaves_what_gluon_saves(tmp_path):
     net.save_parameters(str(tmp_path / "net.params"))
     saved = mx.nd.load(str(tmp_path / "net.params"))["0.running_mean"].asnumpy()
     np.testing.assert_allclose(saved, 0.1 * X.mean(axis=0), atol=1e-6)
-
-
-def test_local_sgd_counts_too():
-    net, _ = normed(3)
-    trainer = mgpu.LocalSGD(net, "sgd", {"learning_rate": 0.0}, every=2)
-    expected = [INITIAL, INITIAL]
-    for seed in range(3):
-        X, y = batch(2, seed)
-        by_train_batch(net, trainer, X, y)
-        expected = [moved(one, X[i : i + 1]) for i, one in enumerate(expected)]
-    mgpu.average_running_stats(net)
-    assert_stats(net, np.mean(expected, axis=0))
-
-
-def test_idle_devices_do_not_change_what_a_network_predicts(arrays):
-    found = []
-    for num_devices in (1, 4):
-        net = small_net([mx.cpu(i) for i in range(num_devices)], normalize=True)
-        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-        for X, y in small_batches([1] * 6):
-            mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y)
-        found.append([mgpu.predict(net, [small_batches([9])[0][0]])])
-    assert largest_difference(*[[np.asarray(one[0])] for one in found]) <= 1e-5

@@ -8,9 +8,8 @@ import sys
 
 import mxnet as mx
 import pytest
+from gluon_mgpu.distributed.launcher.server import Controller
 from mxnet.base import _LIB, check_call
-
-from gluon_mgpu_startup.server import Controller
 
 
 def test_an_optimizer_that_a_worker_sends_updates_the_weights(monkeypatch):

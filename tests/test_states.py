@@ -1,6 +1,5 @@
 """Files of states between gluon.Trainer and ours, and updates in Gluon's order."""
 
-import pickle
 from functools import lru_cache
 
 import gluon_mgpu as mgpu
@@ -108,29 +107,6 @@ def test_states_pass_between_gluons_trainer_and_ours(num_devices, way, tmp_path)
         assert largest_difference(steps(net, trainer, first=2, count=2), gluons_weights(name, False)) <= tolerance, name
 
 
-def test_a_file_of_one_kind_of_arrays_is_read_with_the_other(tmp_path):
-    path, weights = str(tmp_path / "states"), []
-    for writes_np in (True, False):
-        for reads_np in (not writes_np, writes_np)[: 1 + writes_np]:
-            if writes_np:
-                mx.npx.set_np()
-            net = deep_net([mx.cpu(0)])
-            trainer = made(mgpu.Trainer, net, "adam")
-            steps(net, trainer)
-            trainer.save_states(path)
-            mx.npx.reset_np()
-            if reads_np:
-                mx.npx.set_np()
-            for kind in (mgpu.Trainer, gluon.Trainer):
-                net = deep_net([mx.cpu(0)])
-                trainer = made(kind, net, "adam")
-                steps(net, trainer)
-                trainer.load_states(path)
-                weights.append(steps(net, trainer, first=3))
-            mx.npx.reset_np()
-    assert max(largest_difference(one, weights[0]) for one in weights) == 0.0
-
-
 def test_an_optimizer_that_takes_only_rows_continues(tmp_path):
     """GroupAdaGrad rejects weights that are not 2-D, also when its file is checked."""
     weights = []
@@ -148,28 +124,3 @@ def test_an_optimizer_that_takes_only_rows_continues(tmp_path):
             mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, X, X)
         weights.append([net.weight.data(mx.cpu(1)).asnumpy()])
     assert largest_difference(*weights) == 0.0
-
-
-def test_files_of_version_1_are_read(tmp_path):
-    net = deep_net([mx.cpu(0)])
-    trainer = made(mgpu.Trainer, net, "adam")
-    steps(net, trainer)
-    replicas, update = trainer._replicas, trainer._update
-    content = {
-        "format": "gluon_mgpu.Trainer",
-        "version": 1,
-        "names": replicas.names,
-        "structural": True,
-        "shapes": [param.shape for param in replicas.params],
-        "optimizer": pickle.dumps(trainer.optimizer),
-        "states": {index: tuple(one.asnumpy() for one in state) for index, state in update.states().items()},
-        "counts": update.counts(),
-        "loss_scaler": None,
-    }
-    (tmp_path / "states").write_bytes(pickle.dumps(content))
-    other = deep_net([mx.cpu(0)])
-    again = made(mgpu.Trainer, other, "adam")
-    steps(other, again)
-    again.load_states(str(tmp_path / "states"))
-    assert again._update.counts() == content["counts"]
-    assert largest_difference(steps(net, trainer, first=3), steps(other, again, first=3)) == 0.0

@@ -8,7 +8,7 @@ from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
+from .conftest import largest_difference, small_batches, small_net, weights_of
 
 CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -58,56 +58,6 @@ class Tagger(gluon.Block):
         return self.out(self.rnn(tokens)[-1] * scale)
 
 
-def test_nested_inputs_with_axes_of_their_own():
-    """A recurrent network: examples along axis 1 of the tokens, and along axis 0 of the rest. k devices equal one."""
-    rng = np.random.RandomState(0)
-    X = {"tokens": rng.uniform(size=(6, 5, 2)).astype("float32"), "scale": rng.uniform(size=(5, 1)).astype("float32")}
-    y = rng.randint(0, 2, 5)
-    split = partial(mgpu.split_batch, batch_axis=({"tokens": 1, "scale": 0}, 0))
-    found = []
-    for num_devices in (1, 3):
-        mx.random.seed(1)
-        net = Tagger()
-        net.initialize(mx.init.Xavier(), ctx=CTX[:num_devices])
-        trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01})
-        for _ in range(5):
-            mgpu.train_batch(net, LOSS, trainer, X, y, split_f=split)
-        found.append(weights_of(net))
-    assert largest_difference(*found) <= 1e-5
-
-
-def test_losses_of_many_numbers_an_example_count_examples():
-    """gluon's losses average over all axes but the batch's; one that does not counts as one example a row."""
-    net = nn.Dense(2, in_units=2, use_bias=False)
-    net.initialize(mx.init.Zero(), ctx=CTX)
-    batch = mgpu.train_batch(net, lambda out, y: out - y, mgpu.Trainer(net, "sgd"), np.ones((4, 2)), np.ones((4, 2)))
-    assert batch.num_examples == 4
-
-
-@pytest.mark.parametrize("losses", [[], None, 3, [1.0], mx.nd.ones(1), [np.ones(1)]], ids=repr)
-def test_backward_takes_a_list_of_losses(losses):
-    with pytest.raises(TrainerError, match="backward: got") as caught:
-        mgpu.backward(losses)
-    assert_house_style(caught.value)
-
-
-def test_a_loss_that_is_no_array_is_told():
-    net = small_net(CTX)
-    X, y = small_batches([6])[0]
-    with pytest.raises(TrainerError, match="got a loss of type float") as caught:
-        mgpu.train_batch(net, lambda out, label: 1.0, mgpu.Trainer(net, "sgd"), X, y)
-    assert_house_style(caught.value)
-
-
-def test_a_split_that_returns_nothing_is_told():
-    net = small_net(CTX)
-    X, y = small_batches([6])[0]
-    for shards in (([], []), ([1], [])):
-        with pytest.raises(ShardError, match="split_f: got") as caught:
-            mgpu.train_batch(net, LOSS, mgpu.Trainer(net, "sgd"), X, y, split_f=lambda *_, shards=shards: shards)
-        assert_house_style(caught.value)
-
-
 @pytest.mark.parametrize("hybridize", [None, {}])
 def test_a_failure_names_shard_and_device(hybridize):
     net = nn.HybridSequential()
@@ -118,11 +68,12 @@ def test_a_failure_names_shard_and_device(hybridize):
     trainer = mgpu.Trainer(net, "sgd")
     with pytest.raises(StepError, match=r"shard 0 on cpu\(0\), shapes \[\(2, 7\), \(2,\)\]") as caught:
         mgpu.train_batch(net, LOSS, trainer, np.ones((6, 7)), np.zeros(6))
-    assert_house_style(caught.value)
     assert isinstance(caught.value.__cause__, mx.MXNetError)
 
 
-@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: mgpu.convert_sync_batchnorm(net) or net], ids=["plain", "sync"])
+@pytest.mark.parametrize(
+    "wrap", [lambda net: net, lambda net: mgpu.data_parallel.convert_sync_batchnorm(net) or net], ids=["plain", "sync"]
+)
 def test_a_value_error_of_mxnets_names_shard_and_device_too(wrap):
     net = nn.HybridSequential()
     net.add(nn.Conv2D(2, 3), nn.BatchNorm())  # shapes unknown yet, and a row is no picture
@@ -131,7 +82,6 @@ def test_a_value_error_of_mxnets_names_shard_and_device_too(wrap):
     net = wrap(net)
     with pytest.raises(StepError, match=r"eval_batch: .* network for shard 0 on cpu\(0\), shapes \[\(2, 7\), \(2,\)\]") as caught:
         mgpu.eval_batch(net, np.ones((6, 7)), np.zeros(6), CTX)
-    assert_house_style(caught.value)
     assert type(caught.value.__cause__) is ValueError
 
 
@@ -164,7 +114,7 @@ def test_a_layer_that_no_batch_reaches_costs_one_look():
         X = np.ones((4, 2), "float32")
         mgpu.train_batch(net, mx.gluon.loss.L2Loss(), trainer, X, X[:, :1], ignore_stale_grad=True)
     assert Lazy.predicted == 1
-    assert mgpu.replica_difference(net[0]) == 0.0
+    assert mgpu.data_parallel.replica_difference(net[0]) == 0.0
 
 
 def test_a_batch_in_parts_tells_what_came_of_all(arrays):
@@ -194,18 +144,6 @@ def test_parts_differ_by_one_example_at_most(micro_steps, sizes):
     assert seen == sizes
 
 
-@pytest.mark.parametrize("form", ["NumPy", "MXNet"])
-def test_parts_of_data_of_every_form(arrays, form):
-    X, y = small_batches([5])[0]
-    nets = []
-    for micro_steps in (1, 3):
-        net = small_net(CTX[:2])
-        data = {"NumPy": (X, y), "MXNet": (arrays.array(X), arrays.array(y))}[form]
-        mgpu.train_batch(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}), *data, micro_steps=micro_steps)
-        nets.append(weights_of(net))
-    assert largest_difference(*nets) <= 1e-6
-
-
 def test_parts_of_nested_inputs_with_axes_of_their_own():
     """A batch is cut where the split function would cut it."""
     rng = np.random.RandomState(0)
@@ -213,7 +151,7 @@ def test_parts_of_nested_inputs_with_axes_of_their_own():
     y = rng.randint(0, 2, 5)
     split = partial(mgpu.split_batch, batch_axis=({"tokens": 1, "scale": 0}, 0))
     found = []
-    for num_devices, micro_steps in ((1, 1), (2, 2), (2, 4)):
+    for num_devices, micro_steps in ((1, 1), (3, 1), (2, 4)):
         mx.random.seed(1)
         net = Tagger()
         net.initialize(mx.init.Xavier(), ctx=CTX[:num_devices])
@@ -251,9 +189,8 @@ def test_a_loss_over_another_axis_than_the_split_is_refused_on_any_number_of_dev
             lambda wrong: mgpu.fit(net, wrong, trainer, [(X, y.astype("float32"))], epochs=1, split_f=split, callbacks=[]),
             lambda wrong: mgpu.evaluate(net, [(X, y.astype("float32"))], {}, loss=wrong, split_f=split),
         ):
-            with pytest.raises(TrainerError, match="batch_axis") as raised:
+            with pytest.raises(TrainerError, match="batch_axis"):
                 run(wrong)
-            assert_house_style(raised.value)
     assert (net.weight.data(devices[0]).asnumpy() == before).all()
     right = loss(batch_axis=1)
     if is_np:
@@ -261,13 +198,3 @@ def test_a_loss_over_another_axis_than_the_split_is_refused_on_any_number_of_dev
         right = lambda output, label: on_axis_0(output.swapaxes(0, 1), label.swapaxes(0, 1))  # noqa: E731
     batch = mgpu.train_batch(net, right, trainer, X, y.astype("float32"), split_f=split)
     assert batch.num_examples == num_examples
-
-
-def test_a_loss_that_forgets_the_axis_is_refused_by_its_shape(devices):
-    """Of a user's own loss, the shape tells; on one device any axis of the labels was taken for that of the examples."""
-    net, trainer = time_major(devices)
-    X, y = np.ones((4, 6, 3), "float32"), np.zeros((4, 6, 2), "float32")
-    with pytest.raises(TrainerError, match="one number for each example"):
-        mgpu.train_batch(
-            net, lambda out, _: out.mean(axis=(1, 2)), trainer, X, y, split_f=partial(mgpu.split_batch, batch_axis=1)
-        )

@@ -1,4 +1,5 @@
 import pickle
+import sys
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -8,7 +9,9 @@ from gluon_mgpu.errors import StaleGradientError, StateError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import assert_house_style, largest_difference, small_batches, small_net, weights_of
+from .conftest import largest_difference, small_batches, small_net, weights_of
+from .worlds import devices as devices
+from .worlds import train
 
 CTX = [mx.cpu(0), mx.cpu(1)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -27,17 +30,6 @@ OPTIMIZERS = [
 MORE_OPTIMIZERS = [("adadelta", {}), ("ftrl", {}), ("adamax", {}), ("ftml", {}), ("signum", {})]
 
 
-@pytest.fixture(params=[1, 3])
-def devices(request):
-    """1 and 3 CPU contexts."""
-    return [mx.cpu(i) for i in range(request.param)]
-
-
-def run(net, trainer, batches):
-    for X, y in batches:
-        mgpu.train_batch(net, LOSS, trainer, X, y)
-
-
 def test_it_is_a_gluon_trainer():
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.25})
@@ -53,33 +45,11 @@ def test_it_takes_a_block_or_parameters(form):
     params = net.collect_params()
     given = {"block": net, "ParameterDict": params, "dict": dict(params.items()), "list": list(params.values())}[form]
     trainer = mgpu.Trainer(given, "sgd", {"learning_rate": 0.1})
-    run(net, trainer, small_batches([5] * 2))
-    assert mgpu.replica_difference(net) == 0.0
+    train(net, trainer, small_batches([5] * 2))
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
     reference = small_net(CTX)
-    run(reference, mgpu.Trainer(reference, "sgd", {"learning_rate": 0.1}), small_batches([5] * 2))
+    train(reference, mgpu.Trainer(reference, "sgd", {"learning_rate": 0.1}), small_batches([5] * 2))
     assert largest_difference(weights_of(net), weights_of(reference)) == 0.0
-
-
-def test_an_optimizer_object():
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, mx.optimizer.SGD(learning_rate=0.1))
-    before = weights_of(net) if net[0].weight.shape[1] else None
-    run(net, trainer, small_batches([5]))
-    assert before is None or largest_difference(before, weights_of(net)) > 0
-
-
-def test_multipliers_and_frozen_layers_are_respected():
-    net = nn.Dense(1, in_units=1)
-    net.initialize(mx.init.One(), ctx=CTX)
-    net.weight.lr_mult = 0.5
-    net.bias.grad_req = "null"
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
-    with autograd.record():
-        outputs = [net(mx.nd.ones((1, 1), ctx=context)) for context in CTX]
-    autograd.backward(outputs)
-    trainer.step(2)
-    assert [net.weight.data(context).asnumpy().item() for context in CTX] == [0.5, 0.5]
-    assert net.bias.data(CTX[0]).asnumpy().item() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -92,10 +62,10 @@ def test_every_optimizer_keeps_replicas_and_saves_its_states(optimizer, params, 
     """Stop after two steps, resume in a new trainer: the bits of three steps; on other devices, the same within the bound."""
     batches = small_batches([6] * 3)
     straight = small_net(CTX)
-    run(straight, mgpu.Trainer(straight, optimizer, dict(params)), batches)
+    train(straight, mgpu.Trainer(straight, optimizer, dict(params)), batches)
     first = small_net(CTX)
     trainer = mgpu.Trainer(first, optimizer, dict(params))
-    run(first, trainer, batches[:2])
+    train(first, trainer, batches[:2])
     trainer.save_states(str(tmp_path / "states"))
     first.save_parameters(str(tmp_path / "params"))
     for ctx, bound in ((CTX, 0.0), (CTX + [mx.cpu(2)], 1e-5), (CTX[1:], 1e-5)):
@@ -103,8 +73,8 @@ def test_every_optimizer_keeps_replicas_and_saves_its_states(optimizer, params, 
         second.load_parameters(str(tmp_path / "params"), ctx=ctx)
         trainer = mgpu.Trainer(second, optimizer, dict(params))
         trainer.load_states(str(tmp_path / "states"))
-        run(second, trainer, batches[2:])
-        assert mgpu.replica_difference(second) == 0.0
+        train(second, trainer, batches[2:])
+        assert mgpu.data_parallel.replica_difference(second) == 0.0
         assert largest_difference(weights_of(second), weights_of(straight)) <= bound
 
 
@@ -112,45 +82,19 @@ def test_loading_takes_the_learning_rate_and_the_schedule_along(tmp_path):
     schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0)
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0, "lr_scheduler": schedule})
-    run(net, trainer, small_batches([4] * 3))
+    train(net, trainer, small_batches([4] * 3))
     trainer.save_states(str(tmp_path / "states"))
     other = mgpu.Trainer(net, "sgd", {"learning_rate": 9.0})
     other.load_states(str(tmp_path / "states"))
     assert other.learning_rate == trainer.learning_rate == 0.25
-    run(net, other, small_batches([4]))
+    train(net, other, small_batches([4]))
     assert other.learning_rate == 0.125
-
-
-def test_states_of_gluon_are_read(tmp_path):
-    """A file of gluon.Trainer, read into ours, goes on as Gluon itself would."""
-    nets = [small_net(CTX[:1]) for _ in range(2)]
-    options = ("adam", {"learning_rate": 0.01})
-    array = mx.nd.array
-    trainers = [gluon.Trainer(nets[0].collect_params(), *options), mgpu.Trainer(nets[1].collect_params(), *options)]
-
-    def one_step(net, trainer, X, y):
-        with autograd.record():
-            loss = LOSS(net(array(X)), array(y))
-        loss.backward()
-        trainer.step(len(X))
-
-    batches = small_batches([6] * 4)
-    for batch in batches[:2]:
-        one_step(nets[0], trainers[0], *batch)
-    trainers[0].save_states(str(tmp_path / "states"))
-    nets[0].save_parameters(str(tmp_path / "params"))
-    nets[1].load_parameters(str(tmp_path / "params"), ctx=CTX[:1])
-    trainers[1].load_states(str(tmp_path / "states"))
-    for batch in batches[2:]:
-        for net, trainer in zip(nets, trainers):
-            one_step(net, trainer, *batch)
-    assert largest_difference(weights_of(nets[0]), weights_of(nets[1])) == 0.0
 
 
 def saved_states(tmp_path, optimizer="adam"):
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, optimizer, {"learning_rate": 0.01})
-    run(net, trainer, small_batches([4]))
+    train(net, trainer, small_batches([4]))
     path = str(tmp_path / "states")
     trainer.save_states(path)
     return net, trainer, path
@@ -164,7 +108,7 @@ def read_both(path):
 
 def test_states_of_something_else_are_refused(tmp_path):
     net, trainer, path = saved_states(tmp_path)
-    run(net, trainer, small_batches([4]))
+    train(net, trainer, small_batches([4]))
     count = dict(trainer._update.counts())
     gluons, content = read_both(path)
     one_count = {**content, "counts": {content["order"][0]: 1}}
@@ -175,7 +119,7 @@ def test_states_of_something_else_are_refused(tmp_path):
     cases = [
         (mgpu.Trainer(wider, "adam"), (gluons, content), r"of another network: 0\.weight \(4, 1, 3, 3\) where this one has"),
         (sgd, (gluons, content), "of optimizer Adam for a trainer with SGD"),
-        (trainer, (gluons, {**content, "version": 3}), "of version 3; expected version 1 or 2"),
+        (trainer, (gluons, {**content, "version": 3}), "of version 3; expected version 1"),
         (trainer, (({0: (np.zeros(3), np.zeros(3))}, gluons[1]), one_count), r"got \(3,\)"),
         (trainer, (({0: None}, gluons[1]), one_count), "another form of state"),
         (trainer, ({"some": "pickle"},), "contains no trainer states"),
@@ -187,15 +131,13 @@ def test_states_of_something_else_are_refused(tmp_path):
     ]
     for one, wrong, told in cases:
         (tmp_path / "wrong").write_bytes(b"".join(map(pickle.dumps, wrong)))
-        with pytest.raises(StateError, match=told) as caught:
+        with pytest.raises(StateError, match=told):
             one.load_states(str(tmp_path / "wrong"))
-        assert_house_style(caught.value)
     whole = (tmp_path / "states").read_bytes()
     for damaged in (b"", b"not a pickle", whole[: len(whole) // 2]):
         (tmp_path / "wrong").write_bytes(damaged)
-        with pytest.raises(StateError, match="damaged") as caught:
+        with pytest.raises(StateError, match="damaged"):
             trainer.load_states(str(tmp_path / "wrong"))
-        assert_house_style(caught.value)
     with pytest.raises(FileNotFoundError):
         trainer.load_states(str(tmp_path / "nowhere"))
     assert trainer._update.counts() == count  # nothing was changed
@@ -205,22 +147,21 @@ def test_states_of_something_else_are_refused(tmp_path):
 
 def small_net_like(_net):
     net = small_net(CTX)
-    run(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), small_batches([4]))
+    train(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), small_batches([4]))
     return net
 
 
 def test_states_need_shapes(tmp_path):
     _, _, path = saved_states(tmp_path)
     fresh = small_net(CTX)  # its first batch has not come: shapes are not known
-    with pytest.raises(StateError) as caught:
+    with pytest.raises(StateError):
         mgpu.Trainer(fresh, "adam").load_states(path)
-    assert_house_style(caught.value)
 
 
 def test_a_file_of_states_is_always_whole(tmp_path, monkeypatch):
     net, trainer, path = saved_states(tmp_path)
     before = (tmp_path / "states").read_bytes()
-    run(net, trainer, small_batches([4]))
+    train(net, trainer, small_batches([4]))
 
     def full_disk(*_):
         raise OSError("No space left on device")
@@ -232,36 +173,13 @@ def test_a_file_of_states_is_always_whole(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["states"]
 
 
-def test_reduce_then_update_is_a_step(devices):
-    nets = []
-    for _ in range(2):
-        nets.append(small_net(devices))
-        mgpu.eval_batch(nets[-1], *small_batches([1])[0], devices)  # shapes become known, weights are drawn
-    trainers = [mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}) for net in nets]
-    for X, y in small_batches([7, 2, 6]):
-        Xs, ys = mgpu.split_batch(X, y, devices)
-        for net, trainer in zip(nets, trainers):
-            with autograd.record():
-                losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-            mgpu.backward(losses)
-            if net is nets[0]:
-                trainer.step(len(X))
-            else:
-                trainer.allreduce_grads()
-                sums = [param.list_grad() for param in net.collect_params().values()]
-                assert all(np.array_equal(one[0].asnumpy(), other.asnumpy()) for one in sums for other in one)
-                trainer.update(len(X))
-    assert largest_difference(*(weights_of(net) for net in nets)) == 0.0
-
-
 def test_an_update_without_a_sum_is_refused():
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    run(net, trainer, small_batches([4]))
+    train(net, trainer, small_batches([4]))
     before = weights_of(net)
-    with pytest.raises(TrainerError, match="not summed over 2 devices") as caught:
+    with pytest.raises(TrainerError, match="not summed over 2 devices"):
         trainer.update(4)
-    assert_house_style(caught.value)
     assert largest_difference(before, weights_of(net)) == 0.0
     alone = small_net(CTX[:1])
     with autograd.record():
@@ -273,103 +191,34 @@ def test_an_update_without_a_sum_is_refused():
 def test_an_update_of_parameters_that_were_frozen_after_the_sum_is_refused():
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    run(net, trainer, small_batches([4]))
+    train(net, trainer, small_batches([4]))
     with autograd.record():
         losses = [LOSS(net(x), t) for x, t in zip(*mgpu.split_batch(*small_batches([4])[0], CTX))]
     mgpu.backward(losses)
     trainer.allreduce_grads()
     before = weights_of(net)
     net[0].weight.grad_req = "null"
-    with pytest.raises(TrainerError, match="frozen, initialised or cast after allreduce_grads") as caught:
+    with pytest.raises(TrainerError, match="frozen, initialised or cast after allreduce_grads"):
         trainer.update(4)
-    assert_house_style(caught.value)
     net[0].weight.grad_req = "write"
     assert largest_difference(before, weights_of(net)) == 0.0
-
-
-def test_a_parameter_that_one_device_used_is_updated_on_all():
-    net = nn.Sequential()
-    net.add(nn.Dense(1, in_units=1, use_bias=False), nn.Dense(1, in_units=1, use_bias=False))
-    net.initialize(mx.init.One(), ctx=CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
-    with autograd.record():
-        outputs = [net[i](mx.nd.ones((1, 1), ctx=context) * (i + 2)) for i, context in enumerate(CTX)]
-    autograd.backward(outputs)
-    trainer.step(1)
-    assert [[layer.weight.data(context).asnumpy().item() for context in CTX] for layer in net] == [[-1.0, -1.0], [-2.0, -2.0]]
-
-
-def test_gradients_that_add_up_over_passes():
-    net = nn.Dense(1, in_units=1, use_bias=False)
-    net.initialize(mx.init.Zero(), ctx=CTX)
-    net.collect_params().setattr("grad_req", "add")
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
-    for x in (1.0, 2.0):
-        with autograd.record():
-            outputs = [net(mx.nd.array([[x]], ctx=context)) for context in CTX]
-        autograd.backward(outputs)
-    trainer.step(1)
-    assert [net.weight.data(context).asnumpy().item() for context in CTX] == [-6.0, -6.0]
-
-
-def test_sparse_gradients(devices):
-    nets = []
-    for sparse in (True, False):
-        net = nn.Embedding(10, 2, sparse_grad=sparse)
-        net.initialize(mx.init.One(), ctx=devices)
-        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
-        for step in range(3):
-            with autograd.record():
-                outputs = [net(mx.nd.array([i + step, 9], ctx=context)).sum() for i, context in enumerate(devices)]
-            mgpu.backward(outputs)
-            trainer.step(1)
-        assert mgpu.replica_difference(net) == 0.0
-        nets.append(weights_of(net))
-    assert largest_difference(*nets) <= 1e-6
 
 
 def test_a_network_that_changes_under_its_trainer():
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    run(net, trainer, small_batches([4]))
+    train(net, trainer, small_batches([4]))
     net[0].weight.set_data(mx.nd.zeros(net[0].weight.shape))
     before = [param.data(CTX[1]).asnumpy() for param in net.collect_params().values()]
-    run(net, trainer, small_batches([4]))
-    assert mgpu.replica_difference(net) == 0.0
+    train(net, trainer, small_batches([4]))
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
     assert largest_difference(before, weights_of(net)) < 1.0
     net.collect_params().reset_ctx([mx.cpu(2)])
     with autograd.record():
         loss = LOSS(net(mx.nd.ones((1, 1, 6, 6), ctx=mx.cpu(2))), mx.nd.zeros((1,), ctx=mx.cpu(2)))
     loss.backward()
-    with pytest.raises(TrainerError, match=r"0\.weight initialised again on \[cpu\(2\)\]") as caught:
+    with pytest.raises(TrainerError, match=r"0\.weight initialised again on \[cpu\(2\)\]"):
         trainer.step(1)
-    assert_house_style(caught.value)
-
-
-def test_an_exception_of_an_optimizer_is_not_swallowed():
-    class Broken(mx.optimizer.SGD):
-        def update_multi_precision(self, *_):
-            raise RuntimeError("broken optimizer")
-
-    net = small_net(CTX)
-    with pytest.raises(RuntimeError, match="broken optimizer"):
-        run(net, mgpu.Trainer(net, Broken(learning_rate=0.1)), small_batches([4]))
-
-
-def test_a_skipped_step_of_mixed_precision_changes_nothing():
-    """mx.contrib.amp leaves a loss scaler in the trainer; when it finds an overflow, no replica is updated."""
-
-    class Overflow:
-        def has_overflow(self, params):
-            return True
-
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    run(net, trainer, small_batches([4]))
-    before = weights_of(net)
-    trainer._amp_loss_scaler = Overflow()
-    run(net, trainer, small_batches([4]))
-    assert largest_difference(before, weights_of(net)) == 0.0
 
 
 def test_a_step_without_any_backward_is_refused():
@@ -420,18 +269,16 @@ BAD = [
 
 @pytest.mark.parametrize("call, told", BAD)
 def test_what_cannot_be_trained_with_is_told(call, told):
-    with pytest.raises(TrainerError, match=told) as caught:
+    with pytest.raises(TrainerError, match=told):
         call()
-    assert_house_style(caught.value)
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, None, "8", float("nan"), float("inf"), True])
 def test_a_batch_size_is_a_positive_number(batch_size):
     trainer = mgpu.Trainer(small_net(CTX), "sgd")
     for method in (trainer.step, trainer.update):
-        with pytest.raises(TrainerError, match="got batch_size") as caught:
+        with pytest.raises(TrainerError, match="got batch_size"):
             method(batch_size)
-        assert_house_style(caught.value)
 
 
 @pytest.mark.parametrize("num_devices, optimizer, states", [(1, "sgd", 0), (2, "adagrad", 1), (4, "adam", 2)])
@@ -488,7 +335,7 @@ def test_clipping_is_of_what_was_summed_and_averaged(devices, arrays, options, o
 def test_a_norm_that_nobody_asked_for_is_not_computed():
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, clip_value=1.0)
-    run(net, trainer, small_batches([4]))
+    train(net, trainer, small_batches([4]))
     assert trainer.grad_norm is None
 
 
@@ -523,29 +370,12 @@ def test_unused_parameters_are_told_once_and_left_alone(arrays, caplog):
     net.head = 1
     mgpu.train_batch(net, LOSS, trainer, X, y)
     assert "heads.0.weight, heads.0.bias" in caplog.records[-1].getMessage()
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
     with pytest.raises(StaleGradientError, match="find_unused_parameters=True"):
         trainer.step(4)  # nothing was passed back at all
     plain = mgpu.Trainer(net, "sgd")
     with pytest.raises(StaleGradientError, match=r"heads\.0\.weight"):
         mgpu.train_batch(net, LOSS, plain, X, y)
-
-
-def test_discard_drops_a_sum_that_was_not_applied():
-    net = small_net([mx.cpu(0), mx.cpu(1)])
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    ((X, y),) = small_batches([6])
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    with autograd.record():
-        losses = [loss(net(x), t) for x, t in zip(*mgpu.split_batch(X, y, trainer.contexts))]
-    mgpu.backward(losses)
-    trainer.allreduce_grads()
-    before = [param.list_data()[0].asnumpy() for param in net.collect_params().values()]
-    trainer.discard()
-    with pytest.raises(TrainerError, match="not summed over 2 devices"):
-        trainer.update(6)
-    after = [param.list_data()[0].asnumpy() for param in net.collect_params().values()]
-    assert all(np.array_equal(one, other) for one, other in zip(before, after))
 
 
 @pytest.mark.parametrize(
@@ -563,6 +393,36 @@ def test_discard_drops_a_sum_that_was_not_applied():
 )
 def test_an_unknown_hyperparameter_is_named(optimizer, params, told):
     """MXNet raises a TypeError about __init__()."""
-    with pytest.raises(TrainerError, match=f"^Trainer: .*{told}") as caught:
+    with pytest.raises(TrainerError, match=f"^Trainer: .*{told}"):
         mgpu.Trainer(small_net(CTX), optimizer, params)
-    assert_house_style(caught.value)
+
+
+def count_calls(function):
+    """Return the number of calls of Python functions inside a call."""
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(names)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["", "sharded"])
+@pytest.mark.parametrize("optimizer", [("sgd", {"momentum": 0.9}), ("adam", {})], ids=["sgd", "adam"])
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_a_step_makes_few_calls_for_any_number_of_parameters(num_devices, optimizer, options):
+    ctx, found = [mx.cpu(i) for i in range(num_devices)], {}
+    for num_layers in (3, 40):
+        net = nn.HybridSequential()
+        for _ in range(num_layers):
+            net.add(nn.Dense(8, in_units=8))
+        net.initialize(ctx=ctx)
+        trainer = mgpu.Trainer(net, *optimizer, **options)
+        for _ in range(3):
+            with autograd.record():
+                losses = [net(mx.nd.ones((2, 8), ctx=context)).sum() for context in ctx]
+            mgpu.backward(losses)
+            found[num_layers] = count_calls(lambda: trainer.step(16))  # noqa: B023
+        assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert found[3] == found[40] <= 50 + 2 * num_devices, found

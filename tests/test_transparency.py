@@ -40,7 +40,7 @@ def test_devices_do_not_show_in_the_weights(num_devices, optimizer, batches, hyb
     trainer = mgpu.Trainer(net, *OPTIMIZERS[optimizer])
     for X, y in small_batches(BATCHES[batches]):
         mgpu.train_batch(net, loss, trainer, X, y)
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
     assert largest_difference(weights_of(net), reference(batches, optimizer, arrays is mx.np)) <= 1e-5
 
 
@@ -84,5 +84,5 @@ def test_micro_steps_do_not_show(num_devices, optimizer, hybridize, arrays):
     trainer = mgpu.Trainer(net, *OPTIMIZERS[optimizer])
     for X, y in small_batches(BATCHES["uneven"]):
         mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, micro_steps=3)
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
     assert largest_difference(weights_of(net), reference("uneven", optimizer, arrays is mx.np)) <= 1e-6

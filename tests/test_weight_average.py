@@ -10,15 +10,13 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from gluon_mgpu.cli import main
 from gluon_mgpu.trainer.averaged_weights import AveragedWeights
 from mxnet import gluon
 from mxnet.gluon import nn
 
 from .conftest import mostly_two
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
-from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
+from .test_translator import made as made_translator
 
 DATA = batches_of(*three_clouds())  # 4 batches
 DECAY = 0.9
@@ -72,7 +70,7 @@ def test_ema_is_that_of_numpy(devices, arrays):
         if n == 3:
             assert_close(notes.tested[0], expected)
     assert_close(weights(net), expected)
-    assert average.num_updates == 8 and mgpu.replica_difference(net) == 0.0
+    assert average.num_updates == 8 and mgpu.data_parallel.replica_difference(net) == 0.0
     result = mgpu.evaluate(net, DATA, loss=LOSS)
     assert history.rows[-1]["test_loss"] == pytest.approx(result["loss"], abs=1e-6)
 
@@ -160,7 +158,7 @@ def test_resumed_on_another_number_of_devices(tmp_path):
         average = mgpu.WeightAverage("ema", decay=DECAY)
         net, _, _ = run([mx.cpu(i) for i in range(k)], average, epochs=epochs, callbacks=[saves], resume="auto")
     assert_close(weights(net), weights(expected), tolerance=1e-5)
-    assert mgpu.replica_difference(net) == 0.0
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
 def test_one_operation_per_bucket_and_device(monkeypatch):
@@ -186,12 +184,9 @@ def test_parameters_that_move_into_a_bucket_keep_their_average():
     assert_close(weights(net), {name: value + 1 for name, value in before.items()})
 
 
-def test_the_average_is_saved_and_best_is_chosen_by_it(tmp_path):
-    average = mgpu.WeightAverage("swa", folder=tmp_path / "averaged")
-    net, _, _ = run([mx.cpu(0), mx.cpu(1)], average, callbacks=[mgpu.Checkpoint(tmp_path / "run")])
+def test_a_checkpoint_holds_the_trained_weights(tmp_path):
+    net, _, _ = run([mx.cpu(0), mx.cpu(1)], mgpu.WeightAverage("swa"), callbacks=[mgpu.Checkpoint(tmp_path / "run")])
     loaded = make_net([mx.cpu()])
-    assert mgpu.load_checkpoint(tmp_path / "averaged", loaded) == {"epoch": 2, "averaged": 2}
-    assert_same(weights(loaded), weights(net))
     mgpu.load_checkpoint(tmp_path / "run" / "last", loaded)
     assert weights(loaded)["0.weight"].tobytes() != weights(net)["0.weight"].tobytes()  # the trained weights
 
@@ -320,27 +315,16 @@ def test_the_mean_of_the_last_checkpoints(tmp_path, arrays):
     assert not (tmp_path / "mixed").exists()
 
 
-def test_the_command(tmp_path):
-    net = make_net([mx.cpu()])
-    for folder in ("last", "step-00000001"):
-        mgpu.save_checkpoint(tmp_path / folder, net)
-    done = CliRunner().invoke(main, ["average", str(tmp_path), "--output", str(tmp_path / "mean")])
-    assert (done.exit_code, done.output) == (0, f"saved {tmp_path / 'mean'}\n")
-    mgpu.load_checkpoint(tmp_path / "mean", net)
-    refused = CliRunner().invoke(main, ["average", str(tmp_path), "--last", "5"])
-    assert refused.exit_code == 1 and "--keep 5" in refused.output
-
-
-def test_the_average_of_a_translators_checkpoints_is_a_translator(tmp_path, tsv, without_sacrebleu):  # noqa: F811
-    run = ["train", "seq2seq", "--tsv", tsv, *SMALL, *WORDS, "--devices", "cpu:1", "--epochs", "3", "--keep", "2"]
-    for command in ([*run, "--output", tmp_path / "run"], ["average", tmp_path / "run", "--last", "2"]):
-        done = CliRunner().invoke(main, [str(word) for word in command])
-        assert done.exit_code == 0, (done.output, done.exception)
-    parts = [path for path in (tmp_path / "run").iterdir() if path.name == "last" or path.name.startswith("step-")]
-    found = [weights(mgpu.load_translator(path).net) for path in parts]
-    average = mgpu.load_translator(tmp_path / "run" / "average")
-    assert_close(weights(average.net), {name: (found[0][name] + found[1][name]) / 2 for name in found[0]})
-    assert found[0]["encoder.embedding.weight"].tobytes() != found[1]["encoder.embedding.weight"].tobytes()
+def test_the_average_of_a_translators_checkpoints_is_a_translator(tmp_path):
+    translator = made_translator()
+    first = weights(translator.net)
+    translator.save(tmp_path / "1")
+    for param in translator.net.collect_params().values():
+        param.set_data(param.data() + 1)
+    translator.save(tmp_path / "2")
+    mgpu.average_checkpoints([tmp_path / "1", tmp_path / "2"], output=tmp_path / "average")
+    average = mgpu.models.load_translator(tmp_path / "average")
+    assert_close(weights(average.net), {name: value + 0.5 for name, value in first.items()})
 
 
 PROGRAM = """
@@ -357,17 +341,18 @@ PROGRAM = """
     net.add(nn.Dense(4, in_units=2), nn.BatchNorm(in_channels=4), nn.Dense(3, in_units=4))
     mx.random.seed(1)
     net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0)])
-    average = mgpu.WeightAverage("swa", bn_data=data, folder=sys.argv[1])
+    average = mgpu.WeightAverage("swa", bn_data=data)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     mgpu.fit(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, data, epochs=3, callbacks=[average])
+    mgpu.save_checkpoint(sys.argv[1], net)
     found = np.concatenate([param.data().asnumpy().ravel() for param in net.collect_params().values()])
     print("bits", hashlib.sha256(found.tobytes()).hexdigest())
-    if not mgpu.this_process().rank:
+    if not mgpu.distributed.this_process().rank:
         np.save(sys.argv[2], found)
     layer = nn.BatchNorm(in_channels=1, momentum=0.5)  # each process reads its own batches
     layer.initialize(ctx=[mx.cpu(0)])
     mgpu.Trainer(layer, "sgd", sharded_data=True)
-    X = [[0.0], [2.0]] if mgpu.this_process().rank == 0 else [[10.0], [20.0]]
+    X = [[0.0], [2.0]] if mgpu.distributed.this_process().rank == 0 else [[10.0], [20.0]]
     mgpu.update_bn(layer, [(np.float32(X), np.zeros(2))] * 20)
     print("mean", round(float(layer.running_mean.data().asscalar()), 3))
 """

@@ -1,5 +1,6 @@
 """A network and the state of its training, saved and restored."""
 
-from .checkpoint import load_checkpoint, save_checkpoint
+from ..runtime import loaded as loaded
+from .save_and_load import load_checkpoint, save_checkpoint
 
 __all__ = ["load_checkpoint", "save_checkpoint"]

@@ -6,18 +6,19 @@ import json
 import os
 import re
 import threading
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, List, Optional
 
-from ..errors import SaveError, StateError
+from ..errors import StateError
 from ..runtime.environment import logger
-from ..schema import MOST_STEPS, is_whole
-from .atomic_folder import MANIFEST, commit, copy_folder, explained, left_over, make, new_folder, recover, recover_path, remove
+from .manifest import MANIFEST
+from .replace_folder import commit, copy_files, explained, make, new_folder, recover, recover_path, remove, remove_left_over
 from .snapshot import PARAMS, TRAINING
 
 INNER = "checkpoint"  # the checkpoint's subfolder in the folder of something larger, such as a translator
 
+_KEPT = "Earlier checkpoints are kept: resume='auto' resumes from the latest."
 Write = Callable[[Path], None]
 
 
@@ -25,10 +26,10 @@ class CheckpointRotation:
     """Keeps the checkpoint folders of a run next to each other, each of them complete at any time.
 
     ```
+    best             a copy of the best one, with separate files, which gets its name first
     last             the latest checkpoint
     step-00000200    earlier ones, with their steps: `keep` in total, including `last`
     step-00000100
-    best             a copy of the best one, with separate files
     ```
 
     Parameters
@@ -48,7 +49,6 @@ class CheckpointRotation:
         self._background = background
         self._thread: Optional[threading.Thread] = None
         self._error: Optional[BaseException] = None
-        self._num_bytes = 0  # of the folder being written
 
     def begin(self, resumed: Optional[Path]) -> None:
         """Make the folder, or clean up after a killed program.
@@ -75,37 +75,12 @@ class CheckpointRotation:
             make(self.folder)
             for name in ("last", "best"):
                 recover(self.folder / name)
-            for path in left_over(self.folder):
-                if re.match(r"\.(last|best|step-\d+)\.", path.name):
-                    remove(path)
+            remove_left_over(self.folder, r"last|best|step-\d+")
+            best, step = self.folder / "best", step_of(self.folder / "best")
+            if resumed is not None and step is not None and step > (step_of(self.folder / "last") or 0):
+                self._put_last(partial(copy_files, best), step)  # the save was interrupted between the two
 
-    def restore_best(self, is_best: Callable[[Path], bool], others: Sequence[Path] = ()) -> bool:
-        """Restore `best` if it is missing or outdated; return whether there is a best one.
-
-        `last` is written first and then copied: a program that is killed in between leaves an outdated `best`, or none.
-
-        Parameters
-        ----------
-        is_best : callable (pathlib.Path) -> bool
-            Whether a folder is the best one, and complete.
-        others : sequence of pathlib.Path
-            More folders to search, after those of this run.
-
-        Raises
-        ------
-        SaveError
-            `best` cannot be written.
-        """
-        best = self.folder / "best"
-        named = [best, self.folder / "last", *reversed(self.steps()), *others]
-        found = next((path for path in named if path.is_dir() and is_best(path)), None)
-        if found is not None and found != best:
-            logger.info("%s: copying %s from %s", self._operation, best, found)
-            with explained(self._operation, best, num_bytes=_size_of(found)):
-                copy_folder(found, best)
-        return found is not None
-
-    def put(self, write: Write, step: int, *, is_best: bool = False, num_bytes: int = 0) -> None:
+    def put(self, write: Write, step: int, *, is_best: bool = False) -> None:
         """Write a checkpoint folder as `last`. Existing folders are kept until it is synced to the disk.
 
         Parameters
@@ -115,8 +90,6 @@ class CheckpointRotation:
         step : int
         is_best : bool
             Also copy it to `best`.
-        num_bytes : int
-            Its approximate size, for errors; 0 if unknown.
 
         Raises
         ------
@@ -124,7 +97,6 @@ class CheckpointRotation:
             This folder, or the previous one in the background, could not be written.
         """
         self.wait()
-        self._num_bytes = num_bytes
         if not self._background:
             self._put(write, step, is_best)
             return
@@ -141,19 +113,11 @@ class CheckpointRotation:
         if error is not None:
             raise error
 
-    def end(self) -> None:
-        """Remove folders beyond `keep`, which a run that was killed after its last save has left."""
-        step = step_of(self.folder / "last")
-        if step is not None:
-            with explained(self._operation, self.folder):
-                self._prune(step)
-
     def steps(self) -> List[Path]:
         """Return the folders earlier than `last`, the oldest first."""
         if not os.path.isdir(self.folder):
             return []
-        found = [path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-        return sorted(found, key=_number)
+        return sorted((path for path in self.folder.glob("step-*") if _number(path) >= 0), key=_number)
 
     def _try(self, write: Write, step: int, is_best: bool) -> None:
         try:
@@ -163,19 +127,19 @@ class CheckpointRotation:
             self._error = error
 
     def _put(self, write: Write, step: int, is_best: bool) -> None:
+        best = self.folder / "best"
+        with explained(self._operation, self.folder, left=_KEPT):
+            if is_best:  # first: a run killed before it is complete comes to this step again, and later resumes from it
+                _replace(best, write)
+            self._put_last(partial(copy_files, best) if is_best else write, step)
+
+    def _put_last(self, write: Write, step: int) -> None:
         last = self.folder / "last"
-        with self._explained(last):
-            with new_folder(last) as new:
-                write(new)
-            before = step_of(last)
-            # A folder of a later or unknown step belongs to a run that was abandoned for an earlier checkpoint: remove it.
-            is_kept = self._keep > 1 and before is not None and before < step
-            commit(last, old=self.folder / f"step-{before:08d}" if is_kept else None)
-        if is_best:
-            with self._explained(self.folder / "best"):
-                copy_folder(last, self.folder / "best")
-        with self._explained(self.folder):
-            self._prune(step)
+        before = step_of(last)
+        # A folder of a later or unknown step belongs to a run that was abandoned for an earlier checkpoint: remove it.
+        is_kept = self._keep > 1 and before is not None and before < step
+        _replace(last, write, self.folder / f"step-{before:08d}" if is_kept else None)
+        self._prune(step)
 
     def _prune(self, step: int) -> None:
         """Remove folders beyond `keep` before this step, and folders of later steps."""
@@ -185,16 +149,11 @@ class CheckpointRotation:
             if path not in earlier[len(earlier) - (self._keep - 1) :]:
                 remove(path)
 
-    @contextmanager
-    def _explained(self, folder: Path) -> Iterator[None]:
-        """Do what `explained` does, and list the existing checkpoints in the error."""
-        try:
-            with explained(self._operation, folder, num_bytes=self._num_bytes):
-                yield
-        except SaveError as error:
-            there = ", ".join(f"{outer_of(path).name} of step {step_of(path)}" for path in find_checkpoints(self.folder))
-            left = f"Saved and kept: {there}; resume='auto' resumes from the latest" if there else "No checkpoint was saved yet"
-            raise SaveError(f"{error} {left}.", error.errno) from error.__cause__
+
+def _replace(folder: Path, write: Write, old: Optional[Path] = None) -> None:
+    with new_folder(folder) as new:
+        write(new)
+    commit(folder, old=old)
 
 
 def find_checkpoints(folder: Path) -> List[Path]:
@@ -202,12 +161,11 @@ def find_checkpoints(folder: Path) -> List[Path]:
     named = [folder / "last", *reversed(CheckpointRotation(folder).steps()), folder / "best"]
     there = [inner for inner in (checkpoint_in(recover_path(path)) for path in named) if inner is not None]
 
-    def key(place: int) -> Any:
-        step = step_of(there[place])
-        at = _number(there[place]) if step is None else step
-        return (-at, place)
+    def latest_first(path: Path) -> int:
+        step = step_of(path)
+        return -(2**62 if step is None else step)  # one that cannot be read is tried first, so that it is reported
 
-    return [there[place] for place in sorted(range(len(there)), key=key)]
+    return sorted(there, key=latest_first)
 
 
 def checkpoint_in(folder: Path) -> Optional[Path]:
@@ -225,21 +183,15 @@ def outer_of(checkpoint: Path) -> Path:
 
 def step_of(folder: Path) -> Optional[int]:
     """Return the step at which a folder was written; None if it cannot be read."""
-    inner = checkpoint_in(folder)
+    path = (checkpoint_in(folder) or folder) / TRAINING
     try:
-        training: Dict[str, Any] = json.loads(((inner or folder) / TRAINING).read_text(encoding="utf-8"))
-        step = training["place"]["step"]
+        content: Any = json.loads(path.read_bytes()) if path.is_file() else {}  # not a pipe, which would block
+        return int(content["place"]["step"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return step if is_whole(step) and 0 <= step <= MOST_STEPS else None
-
-
-def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _number(path: Path) -> int:
-    """Return the step in a folder's name; a larger number than any for `last`, a smaller one for `best`."""
-    name = outer_of(path).name
-    found = re.fullmatch(r"step-(\d+)", name)
-    return int(found.group(1)) if found else 2**62 if "last" in name else -1
+    """Return the step in a folder's name; -1 without one."""
+    found = re.fullmatch(r"step-(\d+)", path.name)
+    return int(found.group(1)) if found else -1

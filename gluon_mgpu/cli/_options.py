@@ -1,27 +1,40 @@
-"""Options and progress lines that several subcommands share."""
+"""Options that several subcommands share."""
 
 from __future__ import annotations
 
 import math
-import re
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import click
 
-from ..checkpoint.atomic_folder import recover_path
-from ..data_parallel.compiled import MODES
-from ._gpus import choosing_gpus
+
+class Whole(click.IntRange):
+    """Whole numbers in a range, in ASCII digits: click also takes others, and underscores."""
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
+        if isinstance(value, str) and not (value.isascii() and value.lstrip("-+").isdigit()):
+            self.fail(f"got {value!r}; expected a whole number in digits.", param, ctx)
+        number: int = super().convert(value, param, ctx)
+        return number
+
+
+class Real(click.FloatRange):
+    """Finite numbers in a range: click also takes inf and nan, which no comparison refuses."""
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"got {value!r}; expected a finite number.", param, ctx)
+        return number
+
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-HYBRIDIZE: Dict[str, Optional[Dict[str, bool]]] = {
-    "off": None,
-    "on": {},
-    "static": {"static_alloc": True, "static_shape": True},
-}
+
+count = partial(click.option, type=Whole(1))
+positive = partial(click.option, type=Real(0, min_open=True))
 
 
 def all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -35,175 +48,87 @@ def all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-def finite(_context: click.Context, _parameter: click.Parameter, number: Optional[float]) -> Optional[float]:
-    """Return the number of an option; raise if it is infinite or NaN."""
-    if number is not None and not math.isfinite(number):
-        raise click.BadParameter(f"got {number}; expected a finite number.")
-    return number
-
-
-def shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Union[None, str, List[float]]:
-    """Return "auto", or a number for each device."""
-    if text is None or text == "auto":
-        return text
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"got {text!r}; expected auto, or a number for each device, separated by commas.") from None
-
-
-count = partial(click.option, type=click.IntRange(1), show_default=True)
-positive = partial(click.option, callback=finite, type=click.FloatRange(0, min_open=True))
-share = partial(click.option, callback=finite, type=click.FloatRange(0, 1, max_open=True), show_default=True)
-
 devices_option = all_of(
     click.option(
         "--devices",
         default="auto",
-        show_default=True,
         help="auto, gpu (all), gpu*2 (two GPUs), gpu:0,2 and gpu:4-7 (GPUs with these numbers), gpu:free (unused GPUs), "
         "gpu:free*2, cpu*2 (two CPU contexts), or a count. Quote *, as in 'gpu*2'.",
     ),
-    choosing_gpus,
+    click.option(
+        "--min-free-memory",
+        metavar="SIZE",
+        help="Memory that must be free on each GPU, such as 8GiB. auto and a count choose among GPUs that have it.",
+    ),
+    click.option(
+        "--wait-for-gpu",
+        type=Real(0),
+        metavar="SECONDS",
+        help="Wait at most this long until the GPUs are free; auto waits for one.",
+    ),
+)
+
+
+def chosen_devices(
+    devices: str, min_free_memory: Optional[str], wait_for_gpu: Optional[float], **options: Any
+) -> ContextManager[List[Any]]:
+    """Return `use_devices` for the values of `devices_option`; it tells on standard error what it waits for."""
+    from ..devices.select import use_devices
+
+    tell = partial(click.echo, err=True)
+    return use_devices(devices, min_free_memory=min_free_memory, wait_s=wait_for_gpu, tell=tell, **options)
+
+
+image_options = all_of(
+    click.option(
+        "--data",
+        type=click.Choice(["digits", "mnist", "fashion-mnist"]),
+        default="digits",
+        help="digits needs no network; Gluon downloads the others.",
+    ),
+    click.option(
+        "--data-dir",
+        type=FOLDER,
+        help="Folder with idx files (MNIST's format) instead. With one pair of files, 80% train and 20% test.",
+    ),
 )
 
 
 def output_option(default: str, content: str) -> Callable[[Any], Any]:
-    """Return `--output`, the folder of a training program."""
-    return click.option("--output", type=FOLDER, default=Path(default), show_default=True, help=f"Folder for {content}.")
+    """Return `--output`, the folder of a command's files."""
+    return click.option("--output", type=FOLDER, default=Path(default), help=f"Folder for {content}.")
 
 
 def seed_option(purpose: str) -> Callable[[Any], Any]:
     """Return `--seed`."""
-    return click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help=purpose)
+    return click.option("--seed", type=Whole(0, 2**31 - 1), default=0, help=purpose)
 
 
-def training_options(*, hybridize: str, clip_norm: Optional[float], precise_layers: str) -> Callable[[Any], Any]:
-    """Return the options that the training programs share, from `--hybridize` on: how to train, save and check.
+def option_group(title: str, *options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator that applies all of these options; a `GroupedCommand` shows them under the title."""
 
-    Parameters
-    ----------
-    hybridize : str
-        The default of `--hybridize`.
-    clip_norm : float, optional
-        The default of `--clip-norm`.
-    precise_layers : str
-        The layers to which `--precision` applies.
-    """
-    no_limit = "" if clip_norm is not None else "; no limit by default"
-    return all_of(
-        click.option(
-            "--hybridize",
-            type=click.Choice(list(HYBRIDIZE)),
-            default=hybridize,
-            show_default=True,
-            help="Compile the network: off, on, or with memory that is kept between steps (static).",
-        ),
-        click.option(
-            "--compiled",
-            type=click.Choice(MODES),
-            default="auto",
-            show_default=True,
-            help="Run network and loss as one compiled graph on each device, which needs less time of the host: auto does so "
-            "where it can, and on raises elsewhere.",
-        ),
-        count("--micro-steps", default=1, help="Compute each batch in this many parts, one after the other, to save memory."),
-        positive("--clip-norm", default=clip_norm, show_default=True, help=f"Largest norm of the gradient{no_limit}."),
-        positive("--clip-value", help="Largest absolute value of an element of the gradient; no limit by default."),
-        click.option(
-            "--average-every",
-            type=click.IntRange(1),
-            help="Train each device separately, and average their weights every so many steps (local SGD). By default gradients "
-            "are summed at each step.",
-        ),
-        click.option(
-            "--shard-optimizer",
-            is_flag=True,
-            help="Divide the optimizer's states over the devices: one device updates each parameter for all (ZeRO stage 1).",
-        ),
-        click.option(
-            "--virtual-shards",
-            type=click.IntRange(1),
-            help="Cut every batch into so many parts and add them up in one order: the same bits on any number of devices that "
-            "divides it, such as 8. By default each device computes one part.",
-        ),
-        click.option(
-            "--check-replicas-every",
-            type=click.IntRange(1),
-            help="Every so many updates, compare the bits of all devices' weights and states, to find a device that computes "
-            "wrongly. By default they are not compared.",
-        ),
-        click.option(
-            "--precision",
-            type=click.Choice(["fp32", "bf16", "fp16"]),
-            default="fp32",
-            show_default=True,
-            help=f"Number format of {precise_layers}: bf16 on CPUs with AVX-512, fp16 on GPUs.",
-        ),
-        click.option(
-            "--weights",
-            callback=shares,
-            help="How to split batches over devices: auto, by measured speed; or numbers, such as 3,1. By default evenly.",
-        ),
-        click.option(
-            "--checkpoint-every",
-            type=click.IntRange(1),
-            help="Also save every so many batches. By default after each epoch, and when Ctrl-C stops training.",
-        ),
-        count("--keep", default=1, help="How many of the last checkpoints to keep."),
-        click.option(
-            "--resume",
-            metavar="auto|FOLDER",
-            help="Resume from a checkpoint, with the other options unchanged except for --epochs: auto, the latest good one in "
-            "--output, or the beginning if there is none; or its folder.",
-        ),
-        click.option(
-            "--resume-schedule",
-            type=click.Choice(["stretch", "keep"]),
-            default="stretch",
-            show_default=True,
-            help="Resuming with other --epochs: stretch the schedule of the learning rate to them, or keep the old one.",
-        ),
-        click.option(
-            "--deterministic",
-            is_flag=True,
-            help="Let cuDNN use deterministic algorithms only, which may be slower, and reject --weights auto.",
-        ),
-        click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
-        click.option(
-            "--tensorboard", is_flag=True, help="Write event files to the folder tensorboard in --output (extra tensorboard)."
-        ),
-        click.option(
-            "--trace",
-            type=FILE,
-            metavar="FILE.json",
-            help="Write where the time of steps 11 to 20 goes: a trace for https://ui.perfetto.dev, and a picture FILE.png; with "
-            "--stages also the schedule, FILE-schedule.png.",
-        ),
-        positive("--watchdog", help="Seconds without a step after which the stacks of all threads are printed."),
-        click.option("--leak-check", is_flag=True, help="Report at the end whether memory grows with the steps."),
-    )
+    def decorate(command: Any) -> Any:
+        num_known = len(getattr(command, "__click_params__", []))
+        command = all_of(*options)(command)
+        for parameter in command.__click_params__[num_known:]:
+            parameter.group = title
+        return command
+
+    return decorate
 
 
-def numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> List[int]:
-    """Return whole numbers of 1 or more from a text with commas; a callback of click."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise click.BadParameter(f"got {text!r}; expected whole numbers of 1 or more, separated by commas.")
-    return found
+class GroupedCommand(click.Command):
+    """A command whose `--help` shows the options in groups: see `option_group`."""
 
-
-def size_in_bytes(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Optional[int]:
-    """Return the bytes of a size such as 4GiB; a callback of click."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise click.BadParameter(f"got {text!r}; expected a size such as 4GiB, 1.5G or 800MiB.")
-    return int(float(found.group(1)) * 2 ** _UNITS[found.group(2).lower()])
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: Dict[str, List[Tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "group", "Help"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def best_of(folder: Path, holds: Sequence[str]) -> Path:
@@ -211,6 +136,8 @@ def best_of(folder: Path, holds: Sequence[str]) -> Path:
 
     It prints to standard error which folder of a run it took.
     """
+    from ..checkpoint.replace_folder import recover_path
+
     if any((folder / name).exists() for name in holds):
         return folder
     for name in ("best", "last"):

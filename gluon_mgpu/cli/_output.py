@@ -1,18 +1,18 @@
-"""Tables and files that several subcommands write."""
+"""Lines, tables and files that several subcommands write."""
 
 from __future__ import annotations
 
 import json
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import click
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from ..distributed.process import this_process
-from ..plots import save
-from ._table import print_table as print_table
 
 
 def print_once(text: str) -> None:
@@ -21,12 +21,29 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
-def write_results(folder: Path, name: str, results: Any, figure: Any) -> None:
-    """Write `name.json` and `name.png` into a folder, and print their names."""
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; every column but the first is aligned to the right where all its cells are numbers."""
+    table = Table()
+    for i, column in enumerate(columns):
+        numeric = bool(rows) and all(_is_number(row[i]) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))  # rich takes [train] for markup
+    console = Console(emoji=False)  # :free: is no picture
+    console.print(title, highlight=False)  # a table's own title is wrapped to the table's width
+    console.print(table, width=None if console.is_terminal else 120)
+
+
+def _is_number(cell: str) -> bool:
+    return bool(cell) and cell.split()[0].replace(".", "").replace("-", "").isdigit()
+
+
+def write_results(folder: Path, name: str, results: Any) -> None:
+    """Write `name.json` into a folder, and print where it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    save(figure, folder / f"{name}.png")
-    print(f"saved {folder / name}.json and {folder / name}.png")
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print(f"saved {path}")
 
 
 @contextmanager

@@ -1,211 +1,130 @@
-"""The parts that the training programs share: devices, network, trainer, callbacks, and the call of `fit`."""
+"""The parts that the training programs share: devices, network or pipeline, trainer, and the call of `fit`."""
 
 from __future__ import annotations
 
-import math
-import os
+import copy
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional, Sequence, Tuple, Union
+from types import SimpleNamespace
+from typing import Any, Iterable, Iterator, List, Sequence
 
 import click
 import mxnet as mx
 from mxnet import gluon, init
 
-from ..data_parallel.debug import run_serially
-from ..devices.select import use_devices
-from ..loop.callbacks import Callback
+from ..data_parallel.sharding import split_data
+from ..distributed.process import this_process
 from ..loop.fit import fit
 from ..loop.history import History
-from ..loop.recording import TensorBoard
-from ..loop.stopping import Terminated
-from ..loop.trace import Trace
-from ..monitor.leaks import LeakCheck
-from ..monitor.watchdog import Watchdog
-from ..plots import plot_schedule, plot_trace, save
+from ..loop.stop_signals import Terminated
+from ..nested import num_bytes
+from ..pipeline.network import Pipeline
+from ..pipeline.split import split_stages
+from ..runtime import environment
 from ..runtime.determinism import seed_everything
-from ..trainer.local_sgd import LocalSGD
+from ..runtime.units import format_bytes
+from ..trainer.precision import set_precision
 from ..trainer.trainer import Trainer
-from ._command import SaveCommand
-from ._options import HYBRIDIZE
+from ._options import chosen_devices
 from ._output import print_once
-from ._pipeline import check_stages, divided, is_divided, num_replicas, number_of
 
-
-@dataclass(frozen=True)
-class FitExtras:
-    """What another command adds to the call of `fit` in a training program: it passes this as click's `obj`.
-
-    Attributes
-    ----------
-    callbacks : callable (list of Callback) -> list of Callback
-        Returns the callbacks to use instead of the program's.
-    options : dict
-        Further arguments of `fit`.
-    instead : callable, optional
-        Called instead of `fit` with its net, loss, trainer, train_iter and options; it raises.
-    """
-
-    callbacks: Callable[[List[Callback]], List[Callback]] = list
-    options: Dict[str, Any] = field(default_factory=dict)
-    instead: Optional[Callable[..., NoReturn]] = None
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """The command-line options that the training programs share; see `training_options`."""
-
-    devices: str
-    choice: Dict[str, Any]
-    epochs: int
-    lr: float
-    optimizer: str
-    output: Path
-    seed: int
-    hybridize: str
-    compiled: str
-    micro_steps: int
-    clip_norm: Optional[float]
-    clip_value: Optional[float]
-    average_every: Optional[int]
-    shard_optimizer: bool
-    virtual_shards: Optional[int]
-    check_replicas_every: Optional[int]
-    precision: str
-    weights: Union[None, str, List[float]]
-    checkpoint_every: Optional[int]
-    keep: int
-    resume: Optional[str]
-    resume_schedule: str
-    deterministic: bool
-    debug: bool
-    tensorboard: bool
-    trace: Optional[Path]
-    watchdog: Optional[float]
-    leak_check: bool
-    parallel: Optional[str]
-    stages: Optional[int]
-    micro_batches: Optional[int]
-    pipeline_schedule: Optional[str]
-    recompute: bool
-
-    @property
-    def saving(self) -> Dict[str, Any]:
-        """Options of a `Checkpoint`."""
-        return {"every": self.checkpoint_every, "keep": self.keep, "background": True}
-
-
-def split_options(options: Dict[str, Any]) -> Tuple[TrainingOptions, Dict[str, Any]]:
-    """Return the shared options, and those of one program."""
-    shared = {field.name: options[field.name] for field in fields(TrainingOptions)}
-    return TrainingOptions(**shared), {name: value for name, value in options.items() if name not in shared}
-
-
-def enable_debugging() -> None:
-    """Let `fit` check everything: for `--debug`, before anything runs on a device."""
-    os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit reads it
-    run_serially()
+_MICRO_BATCHES = 4  # for each stage, by default
 
 
 @contextmanager
-def prepared_devices(options: TrainingOptions) -> Iterator[List[mx.Context]]:
+def prepared_devices(options: SimpleNamespace) -> Iterator[List[mx.Context]]:
     """Yield the devices that the options select, and seed all random generators."""
-    if options.deterministic and options.weights == "auto":
-        raise click.BadParameter("got auto with --deterministic; expected numbers: speeds differ.", param_hint="--weights")
-    one_thread = options.virtual_shards is not None
+    names = ("devices", "min_free_memory", "wait_for_gpu")
     # before anything runs on a device: it sets their threads
-    with use_devices(options.devices, **options.choice, one_thread=one_thread) as ctx:
+    one_thread = options.virtual_shards is not None
+    with chosen_devices(**{name: getattr(options, name) for name in names}, one_thread=one_thread) as ctx:
         check_stages(options, len(ctx))
-        _check_weights(options.weights, num_replicas(options, ctx), "replica" if is_divided(options) else "device")
-        seed_everything(options.seed, deterministic=options.deterministic)
+        if len(ctx) == 1:
+            environment.set_one_context()
+        seed_everything(options.seed)
         yield ctx
 
 
 def prepare_network(
-    net: gluon.Block, ctx: Sequence[mx.Context], options: TrainingOptions, train_iter: Iterable[Any], batch_axis: Any = 0
+    net: gluon.HybridBlock, ctx: Sequence[mx.Context], options: SimpleNamespace, train_iter: Iterable[Any]
 ) -> gluon.Block:
-    """Initialise a network on the devices, and compile it as `--hybridize` says. Return it, or its pipeline."""
+    """Initialise a network on the devices. Return it, or its pipeline."""
     net.initialize(init.Xavier(), ctx=ctx[0] if is_divided(options) else list(ctx))
-    flags = HYBRIDIZE[options.hybridize]
-    if flags is not None:
-        net.hybridize(**flags)
-    return divided(net, ctx, options, train_iter, batch_axis) if is_divided(options) else net
+    return divided(net, ctx, options, train_iter) if is_divided(options) else net
 
 
-def create_trainer(net: gluon.Block, schedule: Any, options: TrainingOptions) -> Trainer:
-    """Return the trainer: `LocalSGD` with `--average-every`."""
+def create_trainer(net: gluon.Block, optimizer: str, schedule: Any, options: SimpleNamespace, **more: Any) -> Trainer:
+    """Return the trainer."""
     params = {"learning_rate": options.lr, "lr_scheduler": schedule}
-    more: Dict[str, Any] = {
-        "clip_norm": options.clip_norm,
-        "clip_value": options.clip_value,
-        "precision": options.precision,
-        "shard_optimizer": options.shard_optimizer,
-        "virtual_shards": options.virtual_shards,
-        "check_replicas_every": options.check_replicas_every,
-    }
-    if options.average_every is None:
-        return Trainer(net, options.optimizer, params, **more)
-    return LocalSGD(net, options.optimizer, params, every=options.average_every, **more)
+    return Trainer(net, optimizer, params, precision=options.precision, virtual_shards=options.virtual_shards, **more)
 
 
-def run_fit(
-    net: gluon.Block,
-    loss: Any,
-    trainer: Trainer,
-    train_iter: Iterable[Any],
-    test_iter: Iterable[Any],
-    *,
-    callbacks: Sequence[Callback],
-    options: TrainingOptions,
-    **more: Any,
-) -> History:
-    """Call `fit` with these callbacks and those of `--watchdog`, `--leak-check` and `--trace`, and return the history."""
-    extras = click.get_current_context().find_object(FitExtras)
-    if extras is not None and extras.instead is not None:
-        extras.instead(net, loss, trainer, train_iter, compiled=options.compiled, **more)
-    callbacks = [*callbacks, *([SaveCommand(options.output)] if extras is None else [])]
-    if options.tensorboard:
-        callbacks.append(TensorBoard(options.output / "tensorboard"))
-    leak_check = LeakCheck() if options.leak_check else None
-    if leak_check is not None:
-        callbacks.append(leak_check)
-    if options.watchdog is not None:
-        watchdog = Watchdog(options.watchdog)
-        callbacks.append(watchdog)
-        test_iter = watchdog.watch(test_iter)
-    if extras is not None:
-        callbacks, more = extras.callbacks(callbacks), {**more, **extras.options}
-    shared = ("epochs", "micro_steps", "compiled", "resume", "resume_schedule")
-    trace = None if options.trace is None else Trace(options.trace)
-    common: Dict[str, Any] = {"trace": trace, **{name: getattr(options, name) for name in shared}}
+def run_fit(*arguments: Any, options: SimpleNamespace, **more: Any) -> History:
+    """Call `fit` and return the history; an interruption names the folder of the checkpoints."""
     try:
-        history = fit(net, loss, trainer, train_iter, test_iter, callbacks=callbacks, **common, **more)
+        history = fit(*arguments, epochs=options.epochs, resume=options.resume, **more)
     except (KeyboardInterrupt, Terminated) as interrupt:
         raise type(interrupt)(f"{interrupt}; checkpoints are in {options.output}; resume with --resume auto") from None
     if history.stopped:
         print_once(f"stopped: {history.stopped}")
-    if leak_check is not None:
-        print_once(leak_check.report())
-    if trace is not None and trace.summary is not None:
-        picture = trace.summary.path.with_suffix(".png")
-        save(plot_trace(trace.summary.path), picture)
-        drawn = str(picture)
-        if is_divided(options):
-            schedule = picture.with_name(f"{picture.stem}-schedule.png")
-            save(plot_schedule(trace.summary.path), schedule)
-            drawn += f", and the schedule in {schedule}"
-        print_once(f"trace: {trace.summary}\ndrawn in {drawn}; https://ui.perfetto.dev shows the file")
     return history
 
 
-def _check_weights(weights: Union[None, str, List[float]], num_parts: int, part: str) -> None:
-    """Raise unless the numbers of `--weights` are valid, one for each part of a batch."""
-    if isinstance(weights, list):
-        if len(weights) != num_parts:
-            found = f"{number_of(len(weights), 'number')} for {number_of(num_parts, part)}; expected one for each."
-        elif not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
-            found = f"{', '.join(f'{weight:g}' for weight in weights)}; expected finite numbers of 0 or more, not all 0."
-        else:
-            return
-        raise click.BadParameter(f"got {found}", param_hint="--weights")
+def is_divided(options: Any) -> bool:
+    """Return whether the options divide the network over devices."""
+    return options.stages is not None or options.parallel not in (None, "data")
+
+
+def check_stages(options: Any, num_devices: int) -> None:
+    """Raise `click.UsageError` unless the options fit each other and the devices."""
+    if options.parallel == "data" and options.stages is not None:
+        raise click.UsageError("got --stages with --parallel data; expected one of them. Use --parallel model.")
+    if not is_divided(options):
+        if options.micro_batches:
+            raise click.UsageError("got --micro-batches without --stages; expected both. Add --stages 2, or leave it out.")
+    elif options.stages is not None and num_devices % options.stages and (num_devices == 1 or options.stages % num_devices):
+        multiple = -(-num_devices // options.stages) * options.stages
+        raise click.BadParameter(
+            f"got {options.stages} stages for --devices of {num_devices}; expected a multiple of {options.stages} "
+            "devices, one for each stage of each replica, or stages that are a multiple of the devices. Choose "
+            f"{multiple} with --devices, or other stages.",
+            param_hint="--stages",
+        )
+
+
+def num_replicas(options: Any, ctx: Sequence[mx.Context]) -> int:
+    """Return the number of copies of the network: each takes its part of a batch."""
+    return max(1, len(ctx) // _num_stages(options, ctx)) if is_divided(options) else len(ctx)
+
+
+def _num_stages(options: Any, ctx: Sequence[mx.Context]) -> int:
+    return options.stages or len(ctx)
+
+
+def divided(net: gluon.Block, ctx: Sequence[mx.Context], options: Any, train_iter: Iterable[Any]) -> Pipeline:
+    """Return the pipeline of a network that is initialised on the first device, and print where its stages are."""
+    stages, replicas, processes = _num_stages(options, ctx), num_replicas(options, ctx), this_process().num_processes
+    micro_batches = options.micro_batches or _MICRO_BATCHES * stages
+    X = next(iter(copy.copy(train_iter)))[0]  # the iterator itself stays as it is
+    sample = split_data(X, replicas * processes * micro_batches, even_split=False)[0]
+    set_precision(net, options.precision)
+    shared = net.data_parallel_layers() if options.parallel == "hybrid" else ()
+    parts = split_stages(net, stages, sample, data_parallel=shared)
+    placed = [[ctx[(begin + stage) % len(ctx)] for stage in range(stages)] for begin in range(0, replicas * stages, stages)]
+    pipeline = Pipeline(parts, placed, micro_batches)
+    print_once(_description(pipeline))
+    return pipeline
+
+
+def _description(pipeline: Pipeline) -> str:
+    """Return a line that says where each stage is, and how large."""
+    found: List[str] = []
+    costs = pipeline.stages.costs
+    for number, cost in enumerate(costs):
+        end = None if number + 1 == len(costs) else number + 1  # a shared last part is on all devices from there on
+        names = " and ".join(str(device) for devices in pipeline.devices for device in devices[number:end])
+        params = pipeline.stages[number].params()
+        size = format_bytes(sum(map(num_bytes, params)))
+        found.append(f"{names} {len(params)} parameters of {size}, {cost / (sum(costs) or 1):.0%} of the time")
+    hybrid = ", of which all devices share the last" if pipeline.num_parts > 1 else ""
+    how = f"{len(costs)} stages{hybrid}, {pipeline.micro_batches} micro-batches, {pipeline.schedule}"
+    return f"pipeline of {how}: {'; '.join(found)}"

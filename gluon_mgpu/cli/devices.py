@@ -5,71 +5,56 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import Dict, List, Optional
+from typing import TYPE_CHECKING, List, Optional
 
 import click
 
-from ..devices.describe import DeviceInfo, describe_devices
-from ..devices.free_gpus import describe, select
 from ..errors import DeviceError
 from ..runtime.nvidia.nvml import try_driver
-from ..runtime.nvidia.request import Demand, num_bytes
+from ..runtime.nvidia.request import Demand
 from ..runtime.nvidia.visible import visible_gpus
 from ..runtime.units import format_bytes
+from ._options import Whole
 from ._output import print_table
+
+if TYPE_CHECKING:
+    from ..devices.describe import DeviceInfo
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--free",
-    type=click.IntRange(0),
+    type=Whole(0),
     is_flag=False,
     flag_value=0,
     metavar="[COUNT]",
     help="Print only the names of the free GPUs, or of the COUNT most free, as CUDA_VISIBLE_DEVICES takes them.",
 )
-@click.option("--min-free-memory", metavar="SIZE", help="With --free: memory that must be free on each, such as 8GiB.")
-def devices(as_json: bool, free: Optional[int], min_free_memory: Optional[str]) -> None:
-    """Show the CPU and every GPU: memory, names, and why one cannot be used."""
-    if min_free_memory is not None and free is None:
-        raise click.UsageError("got --min-free-memory without --free; expected both, as the table shows all devices. Add --free.")
+def devices(as_json: bool, free: Optional[int]) -> None:
+    """List the CPU and every GPU.
+
+    The table shows memory, names, and why a device cannot be used.
+    """
+    from ..devices.describe import describe_devices
+
     if free is not None:
-        click.echo(",".join(free_gpus(free, num_bytes(min_free_memory))))
+        click.echo(",".join(free_gpus(free)))
         return
     found = describe_devices()
     if as_json:
         click.echo(json.dumps([asdict(device) for device in found], indent=1))
         return
-    print_table(
-        "devices",
-        ["device", "what it is", "memory", "free", "can train", "why not"],
-        [
-            [
-                device.name,
-                device.description,
-                format_bytes(device.memory_bytes or None),
-                format_bytes(device.free_bytes),
-                "yes" if device.usable else "no",
-                device.reason,
-            ]
-            for device in found
-        ],
-    )
+    print_table("devices", ["device", "what it is", "memory", "free", "can train", "why not"], list(map(_row, found)))
     named = [device for device in found if device.uuid]
     if named:
-        columns = ["MXNet", "nvidia-smi", "UUID", "PCI"]
-        print_table("names of the GPUs", columns, [_names(device) for device in named])
-    notes: Dict[str, List[str]] = {}
-    for device in found:
-        if device.note and device.description not in notes.setdefault(device.note, []):
-            notes[device.note].append(device.description)
-    for note in sorted(notes):
-        of = f"{', '.join(notes[note])}:\n" if len(notes) > 1 else ""
-        click.echo(f"\n{of}{note}")
+        print_table("names of the GPUs", ["MXNet", "nvidia-smi", "UUID", "PCI"], list(map(_names, named)))
+    for note in sorted({device.note for device in found if device.note}):
+        kinds = sorted({device.description for device in found if device.note == note})
+        click.echo(f"\n{', '.join(kinds)}:\n{note}")
 
 
-def free_gpus(count: int, min_free_bytes: int) -> List[str]:
+def free_gpus(count: int) -> List[str]:
     """Return the UUIDs of the free GPUs among those that CUDA may see, the most free first: all of them where `count` is 0.
 
     Raises
@@ -77,8 +62,10 @@ def free_gpus(count: int, min_free_bytes: int) -> List[str]:
     DeviceError
         There are fewer, or none, or the driver does not report them.
     """
-    demand = Demand("--free", None, count or None, True, min_free_bytes)
-    driver, why = try_driver(links=False)
+    from ..devices.free_gpus import describe, select
+
+    demand = Demand("--free", None, count or None)
+    driver, why = try_driver()
     if driver is None:
         raise DeviceError(f"devices: got --free; expected a driver that reports its GPUs: {why}")
     visible = visible_gpus(driver)
@@ -88,7 +75,12 @@ def free_gpus(count: int, min_free_bytes: int) -> List[str]:
     if not found:
         lacks = describe(reasons) or "CUDA may see none"
         raise DeviceError(f"devices: got --free; expected {demand}: {lacks}. Try again later, or ask for less.")
-    return [device.uuid for device in found]
+    return [device.gpu.uuid for device in found]
+
+
+def _row(device: DeviceInfo) -> List[str]:
+    memory = [format_bytes(device.memory_bytes or None), format_bytes(device.free_bytes)]
+    return [device.name, device.description, *memory, "yes" if device.usable else "no", device.reason]
 
 
 def _names(device: DeviceInfo) -> List[str]:

@@ -3,50 +3,57 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from typing import Optional, Sequence
 
 import click
 
-from ..explain import ENTRIES, Answer, explain_log, explain_message, system_note
+from ..doctor.known_errors import Entry, entries, explain_message, last_error
 
-_LABELS = {
-    "en": ("message", "cause", "what to do", "see", "also close"),
-    "ko": ("메시지", "원인", "해결 방법", "참고", "비슷한 항목"),
-}
-_NOTE = {"en": "note", "ko": "참고 사항"}
+_WORDS = {"en": ("why", "what to do", "more"), "ko": ("원인", "할 일", "더 보기")}
 _NOTHING = {
-    "en": "No entry fits. gluon-mgpu doctor checks this machine; docs/troubleshooting.md lists symptoms.",
-    "ko": "맞는 항목이 없습니다. gluon-mgpu doctor로 이 컴퓨터를 점검하고, docs/troubleshooting.md에서 증상을 찾아보세요.",
+    "en": """No entry for: {}
+1. Search for this line, without names and numbers of your own, at https://github.com/apache/mxnet/issues
+2. Check this machine: gluon-mgpu doctor
+3. Look the symptom up in docs/troubleshooting.md
+4. Ask with the whole traceback, not only its last line, where the library of its last frame is developed.""",
+    "ko": """해당 항목이 없습니다: {}
+1. 직접 정한 이름과 숫자를 뺀 이 줄을 https://github.com/apache/mxnet/issues 에서 검색하세요.
+2. gluon-mgpu doctor로 이 컴퓨터를 점검하세요.
+3. docs/troubleshooting.md에서 증상을 찾아보세요.
+4. 마지막 줄만이 아니라 트레이스백 전체를 들어, 마지막 프레임의 라이브러리를 개발하는 곳에 문의하세요.""",
 }
-_FILE = {
-    "en": "This is a file. To explain a log, run: gluon-mgpu explain - < {}",
-    "ko": "파일 이름입니다. 로그의 오류를 설명하려면 다음을 실행하세요: gluon-mgpu explain - < {}",
-}
+_SHOWN = 200  # letters of a message
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("message", nargs=-1, required=True)
-@click.option("--lang", type=click.Choice(["en", "ko"]), help="Language of the answer; by default that of the locale.")
-def explain(message: Sequence[str], lang: Optional[str]) -> None:
-    """Explain what an error MESSAGE means and what to do; - reads a log from standard input.
+@click.command()
+@click.argument("message", nargs=-1, metavar="[MESSAGE...]")
+@click.option("--language", type=click.Choice(["en", "ko"]), help="Language of the answer; by default that of the locale.")
+@click.option("--all", "show_all", is_flag=True, help="Print all entries as a page of Markdown.")
+def explain(message: Sequence[str], language: Optional[str], show_all: bool) -> None:
+    """Explain what an error MESSAGE means and what to do.
 
-    MESSAGE may also be the name of an entry. It works offline. The exit status is 1 if no entry fits.
+    MESSAGE may also be the name of an entry, or -: a log on standard input, the last error first. The exit status is 1 if no
+    entry fits.
+
+    \b
+    gluon-mgpu explain "Parameter 'conv0_weight' was not initialized on context cpu(0)"
+    gluon-mgpu explain - < train.log
     """
+    language = language or _language()
+    if show_all:
+        click.echo(_page(language))
+        return
+    if not message:
+        raise click.UsageError("got no MESSAGE; expected an error message. Quote it, or pass - and the log on standard input.")
     text = " ".join(message)
-    named = [Answer(entry, ()) for entry in ENTRIES if entry.name == text]
-    log = sys.stdin.buffer.read().decode("utf-8", "replace") if text == "-" else None
-    found = named or (explain_message(text) if log is None else explain_log(log))
-    language = lang or _language()
-    for number, answer in enumerate(found):
-        click.echo(("\n" if number else "") + _as_text(answer if len(found) == 1 else answer._replace(others=()), language))
-        system = None if number else system_note(text if log is None else log, answer.entry)
-        if system:
-            click.echo(f"  {_NOTE[language]}: {system.note_ko if language == 'ko' else system.note}")
+    if text == "-":
+        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+    found = explain_message(text)
     if not found:
-        click.echo(_FILE[language].format(shlex.quote(text)) if os.path.isfile(text) else _NOTHING[language], err=True)
+        click.echo(_NOTHING[language].format(last_error(text)[:_SHOWN]), err=True)
         sys.exit(1)
+    click.echo("\n\n".join(_as_text(entry, language) for entry in found))
 
 
 def _language() -> str:
@@ -54,15 +61,21 @@ def _language() -> str:
     return "ko" if locale.startswith("ko") else "en"
 
 
-def _as_text(answer: Answer, language: str) -> str:
-    message, cause, fix, see, close = _LABELS[language]
-    entry, others = answer.entry, answer.others
-    shown = (answer.message or entry.messages[0]).replace("¶", "…")  # which may stand for line breaks
-    lines = [
-        entry.name,
-        f"  {message}: {shown}" + (f" ({entry.source})" if entry.source and shown == entry.messages[0] else ""),
-        f"  {cause}: {entry.cause_ko if language == 'ko' else entry.cause}",
-        f"  {fix}: {entry.fix_ko if language == 'ko' else entry.fix}",
-        f"  {see}: docs/{entry.link}",
-    ]
-    return "\n".join(lines + ([f"  {close}: {', '.join(others)}"] if others else []))
+def _as_text(entry: Entry, language: str) -> str:
+    why, todo, more = _WORDS[language]
+    cause, remedies = (entry.why_ko, entry.todo_ko) if language == "ko" else (entry.why, entry.todo)
+    steps = [f"  {number}. {remedy}" for number, remedy in enumerate(remedies, 1)]
+    page = entry.see if entry.see.startswith("https:") else f"docs/{entry.see}"
+    return "\n".join([entry.name, f"{why}: {cause}", f"{todo}:", *steps, f"{more}: {page}"])
+
+
+def _page(language: str) -> str:
+    """Return all entries as docs/messages.md: one table for each group, with the likeliest remedy."""
+    lines = ["# Error messages", "", "Reference. `gluon-mgpu explain NAME` shows all remedies; `…` stands for any text."]
+    for group in dict.fromkeys(entry.group for entry in entries()):
+        lines += ["", f"## {group}", "", "| message | cause | likeliest remedy |", "|---|---|---|"]
+        for entry in entries():
+            cause, remedy = (entry.why_ko, entry.todo_ko[0]) if language == "ko" else (entry.why, entry.todo[0])
+            shown = f"`` {entry.has[0]} ``".replace("|", "\\|")
+            lines += [f"| {shown} | {cause} | {remedy} [{entry.name}]({entry.see}) |"] if entry.group == group else []
+    return "\n".join(lines)

@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from typing import Any, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import click
-from mxnet import MXNetError
 
 from .. import errors
-from ..distributed.process import LaunchError
-from ..explain import explain_message
-from ..loop.stopping import Terminated
-from ..runtime.nvidia.nvml import DriverError
 from ..version import __version__
-from .agree import agree
-from .average import average
-from .bench import bench
-from .devices import devices
-from .doctor import doctor
-from .explain import explain
-from .export import export
-from .find_batch_size import find_batch_size_
-from .launch import launch
-from .monitor import monitor
-from .plan import plan
-from .predict import predict
-from .replay import replay
-from .search import search
-from .train import train
-from .train_seq2seq import train_seq2seq
-from .translate import translate
 
-_SHORT_ERRORS = (
-    errors.DeviceError,
-    errors.ShardError,
-    errors.TrainerError,
-    errors.StateError,
-    errors.DataError,
-    errors.StepError,
-    errors.NonFiniteLossError,
-    errors.MissingExtraError,
-    errors.ProcessError,
-    LaunchError,
-    DriverError,
-    MXNetError,
-    OSError,
-)
+_COMMANDS = {  # module and function, and the first line of the help
+    "agree": ("agree.agree", "Check that several devices train like one."),
+    "devices": ("devices.devices", "List the CPU and every GPU."),
+    "doctor": ("doctor.doctor", "Check this machine, and say what to fix."),
+    "explain": ("explain.explain", "Explain what an error MESSAGE means and what to do."),
+    "export": ("export.export", "Export a trained network, and check the files."),
+    "find-batch-size": ("find_batch_size.find_batch_size_", "Find the largest batch that fits in memory."),
+    "launch": ("launch.launch", "Run a program in several processes that train together."),
+    "monitor": ("monitor.monitor", "Show the load and memory of GPUs and host."),
+    "predict": ("predict.predict", "Predict with a trained network."),
+    "translate": ("translate.translate", "Translate sentences with a trained translator."),
+}
+_TRAIN = {
+    "resnet18": ("train.train_resnet18", "Train ResNet-18 on images."),
+    "seq2seq": ("train.train_seq2seq", "Train a translator with attention."),
+}
 
 
 class CommandGroup(click.Group):
@@ -56,36 +36,66 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # no process reads the output any more: see gluon_mgpu_startup/command.py
+        except BrokenPipeError:  # no process reads the output any more: see `run`
             raise
-        except _SHORT_ERRORS as error:
-            raise click.ClickException(errors.one_line(_text(error)) + _hint(error)) from error
         except KeyboardInterrupt as interrupt:
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
             sys.exit(130)
-        except Terminated as end:
-            click.echo(f"{end.title}. {end}", err=True)
+        except SystemExit as end:
+            if hasattr(end, "title"):  # loop.stop_signals.Terminated, after a signal
+                click.echo(f"{end.title}. {end}", err=True)
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and os.stat(".").st_nlink == 0:
+                raise click.ClickException("got a current folder that was removed; expected one. Change to another.") from error
+            is_ours = type(error).__module__.startswith("gluon_mgpu.")
+            if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
+                raise click.ClickException(errors.one_line(str(error)) + _hint(error)) from error
+            if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
+                raise click.ClickException(f"{error} Run gluon-mgpu doctor, which reports what is missing.") from error
             raise
 
 
-def _text(error: BaseException) -> str:
-    """Return an error's message: of a file of the operating system, without its number, and with the place of a relative path."""
-    if type(error) is not FileNotFoundError or not isinstance(error.filename, str) or not error.strerror:
-        return str(error)
-    place = "" if os.path.isabs(error.filename) else f", which is relative to {os.getcwd()}"
-    return f"{error.strerror}: {error.filename}. Check the path{place}."
+class _LazyGroup(CommandGroup):
+    """A group whose commands are imported when they are asked for: some need MXNet, which takes seconds."""
+
+    def __init__(self, *args: Any, lazy: Dict[str, Tuple[str, str]], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> List[str]:
+        return sorted([*super().list_commands(ctx), *self._lazy])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        if cmd_name not in self._lazy:
+            return super().get_command(ctx, cmd_name)
+        module, _, function = self._lazy[cmd_name][0].partition(".")
+        command: click.Command = getattr(importlib.import_module(f"gluon_mgpu.cli.{module}"), function)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted({**own, **{name: text for name, (_, text) in self._lazy.items()}}.items()))
 
 
 def _hint(error: BaseException) -> str:
     """Return how to look an error of MXNet up, also one that another error reports; nothing if no entry fits."""
     cause: Optional[BaseException] = error
-    while cause is not None and not isinstance(cause, MXNetError):
+    while cause is not None and type(cause).__name__ != "MXNetError":
         cause = cause.__cause__
-    answers = explain_message(str(cause)) if cause is not None else []
-    return f" explained by: gluon-mgpu explain {answers[0].entry.name}" if answers else ""
+    if cause is None:
+        return ""
+    from ..doctor.known_errors import explain_message
+
+    answers = explain_message(str(cause))
+    return f" explained by: gluon-mgpu explain {answers[0].name}" if answers else ""
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+@click.group(cls=_LazyGroup, lazy=_COMMANDS, context_settings=_HELP)
 @click.version_option(__version__, package_name="gluon_mgpu")
 def main() -> None:
     """Train Gluon networks on several devices.
@@ -94,20 +104,19 @@ def main() -> None:
     """
 
 
-main.add_command(devices)
-main.add_command(doctor)
-main.add_command(explain)
-main.add_command(bench)
-train.add_command(train_seq2seq)
-main.add_command(train)
-main.add_command(translate)
-main.add_command(predict)
-main.add_command(export)
-main.add_command(average)
-main.add_command(find_batch_size_)
-main.add_command(plan)
-main.add_command(search)
-main.add_command(agree)
-main.add_command(replay)
-main.add_command(launch)
-main.add_command(monitor)
+@main.group(cls=_LazyGroup, lazy=_TRAIN)
+def train() -> None:
+    """Train a network on several devices."""
+
+
+def run() -> None:
+    """Run the command; end without a traceback if its output cannot be written, and without a word if nobody reads it."""
+    try:
+        try:
+            main(prog_name="gluon-mgpu")
+        finally:
+            if sys.stdout is not None:  # which a shell's >&- leaves
+                sys.stdout.flush()  # now: at its end, Python would print an error
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"Error: {error}")

@@ -1,109 +1,215 @@
-"""gluon-mgpu train: the training programs."""
+"""gluon-mgpu train: the options of the training programs, which need no MXNet to be shown."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from statistics import median
-from typing import Any, List, Optional
+from types import SimpleNamespace
+from typing import Any, Callable, List, Optional, Union
 
 import click
-import mxnet as mx
-from mxnet import gluon
 
-from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
-from ..data_parallel.batchnorm import BATCH_NORMS
-from ..loop.callbacks import Callback, Checkpoint, Progress, SaveHistory
-from ..models import resnet18
-from ..runtime.units import format_column
-from ._command import RecordedCommand
-from ._options import FOLDER, count, devices_option, output_option, positive, seed_option, training_options
-from ._output import print_once
-from ._pipeline import pipeline_options
-from ._training import create_trainer, enable_debugging, prepare_network, prepared_devices, run_fit, split_options
-
-
-@click.group()
-def train() -> None:
-    """Train a network."""
-
-
-@train.command("resnet18", cls=RecordedCommand)
-@devices_option
-@count("--epochs", default=8, help="Passes over the training images.")
-@count("--batch-size", default=64, help="Images per batch, over all devices together.")
-@positive("--lr", default=0.1, show_default=True, help="Highest learning rate: it warms up for an epoch, then follows a cosine.")
-@click.option("--optimizer", default="sgd", show_default=True, help="Any optimizer of MXNet: sgd, nag, adam, ...")
-@click.option(
-    "--data",
-    type=click.Choice(["digits", "mnist", "fashion-mnist"]),
-    default="digits",
-    show_default=True,
-    help="digits needs no network; Gluon downloads the others.",
+from ._options import (
+    FILE,
+    GroupedCommand,
+    Real,
+    Whole,
+    count,
+    devices_option,
+    image_options,
+    option_group,
+    output_option,
+    positive,
+    seed_option,
 )
-@click.option(
-    "--data-dir",
-    type=FOLDER,
-    help="Folder with idx files (MNIST's format) to train on instead. With one pair of files, 80% train and 20% test.",
+
+TEXT_DEFAULTS = {"dropout": 0.2, "epochs": 30, "lr": 0.004, "patience": 31}
+NUMBER_DEFAULTS = {"dropout": 0.0, "epochs": 8, "lr": 0.003, "patience": 6}  # of Korean numbers
+
+
+def _shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Union[None, str, List[float]]:
+    if text is None or text == "auto":
+        return text
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"got {text!r}; expected auto, or a number for each device, separated by commas.") from None
+
+
+def _by_data(name: str, kind: click.ParamType, help: str) -> Callable[[Any], Any]:
+    """Return an option whose default depends on the data."""
+    default = f"{TEXT_DEFAULTS[name]}; for Korean numbers, {NUMBER_DEFAULTS[name]}"
+    return click.option(f"--{name}", type=kind, show_default=default, help=help)
+
+
+_precision = click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    help="Number format of convolutions and Dense layers: bf16 on CPUs with AVX-512, fp16 on GPUs.",
 )
-@output_option("runs/resnet18", "command.json, curves.png, history.csv, history.json, and the checkpoints best and last")
-@seed_option("Seed of the weights and of the order of the images.")
-@click.option(
-    "--bn",
-    type=click.Choice(BATCH_NORMS),
-    default="average",
-    show_default=True,
-    help="BatchNorm's statistics: separate per device (local), averaged to predict and to save, or of the whole batch (sync).",
+_seed = seed_option("Seed of the weights, of the split of the data, and of its order.")
+_virtual_shards = count(
+    "--virtual-shards",
+    help="Cut every batch into this many parts and add them up in one order, which gives the same bits on any number of devices "
+    "that divides it. By default each device computes one part.",
 )
-@training_options(hybridize="static", clip_norm=None, precise_layers="convolutions and Dense layers")
-@pipeline_options()
-def train_resnet18(batch_size: int, data: str, data_dir: Optional[Path], bn: str, **options: Any) -> None:
-    """Train ResNet-18 on images of digits or clothes, on several devices.
+_stages = count(
+    "--stages",
+    help="Divide the network into this many stages of about equal time. 4 devices with 2 stages hold the network twice; 2 "
+    "devices with 4 stages hold two stages each, in turn.",
+)
+_micro_batches = count(
+    "--micro-batches", help="Parts of a batch that follow one another through the stages. By default 4 for each stage."
+)
+_checkpoint_every = count(
+    "--checkpoint-every", help="Also save every so many batches. By default after each epoch, and when Ctrl-C stops training."
+)
+_resume = click.option(
+    "--resume",
+    metavar="auto|FOLDER",
+    help="Resume from a checkpoint, with the other options unchanged except for --epochs: auto, the latest good one in --output, "
+    "or the beginning if there is none; or its folder. With other --epochs, the learning rate follows the new schedule.",
+)
+
+
+@click.command("resnet18", cls=GroupedCommand)
+@option_group("Data", image_options)
+@option_group(
+    "Training",
+    count("--epochs", default=8, help="Passes over the training images."),
+    count("--batch-size", default=64, help="Images per batch, over all devices together."),
+    positive("--lr", default=0.1, help="Highest learning rate: it warms up, then follows a cosine."),
+    click.option("--optimizer", default="sgd", help="Any optimizer of MXNet: sgd, nag, adam, ..."),
+    click.option(
+        "--bn",
+        type=click.Choice(["local", "average", "sync"]),
+        default="average",
+        help="BatchNorm's statistics: separate per device (local), averaged to predict and to save, or of the whole batch "
+        "(sync).",
+    ),
+    _precision,
+    _seed,
+)
+@option_group(
+    "Devices",
+    devices_option,
+    click.option(
+        "--weights",
+        callback=_shares,
+        help="How to split batches over devices: auto, by measured speed; or numbers, such as 3,1. By default evenly.",
+    ),
+    _virtual_shards,
+    click.option("--shard-optimizer", is_flag=True, help="Divide the optimizer's states over the devices (ZeRO stage 1)."),
+    _stages,
+    _micro_batches,
+    count("--micro-steps", default=1, help="Compute each batch in this many parts, one after the other, to save memory."),
+    click.option(
+        "--compiled",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        help="Run network and loss as one compiled graph on each device: auto does so where it can; on raises elsewhere.",
+    ),
+)
+@option_group(
+    "Results",
+    output_option("runs/resnet18", "curves.png, history.csv, history.json, and the checkpoints best and last"),
+    _checkpoint_every,
+    count("--keep", default=1, help="How many of the last checkpoints to keep."),
+    _resume,
+    click.option(
+        "--trace",
+        type=FILE,
+        metavar="FILE.json",
+        help="Write where the time of steps 11 to 20 goes: a trace for https://ui.perfetto.dev, and a picture FILE.png; with "
+        "--stages also the schedule, FILE-schedule.png.",
+    ),
+    click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
+)
+def train_resnet18(**options: Any) -> None:
+    """Train ResNet-18 on images.
 
     The defaults train on scikit-learn's handwritten digits. Ctrl-C and SIGTERM stop after the current batch and save;
-    --resume auto resumes.
+    --resume auto resumes. What has no option here takes a few lines of Python: see mgpu.fit and mgpu.Trainer.
     """
-    shared, _ = split_options(options)
-    if shared.debug:
-        enable_debugging()
-    images = load_images(data, data_dir, shared.seed)
-    train_iter = ArrayLoader(images.train_images, images.train_labels, batch_size, shuffle=True, seed=shared.seed)
-    test_iter = ArrayLoader(images.test_images, images.test_labels, max(256, batch_size))
-    with prepared_devices(shared) as ctx:
-        names = ", ".join(map(str, ctx))
-        print_once(
-            f"{images.name}: {len(images.train_images)} images to train on, {len(images.test_images)} to test, "
-            f"{images.num_classes} classes, on {names}"
-        )
-        net = resnet18(images.num_classes)
-        net = prepare_network(net, ctx, shared, train_iter)
-        trainer = create_trainer(net, _schedule(shared.lr, len(train_iter), shared.epochs), shared)
-        loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        callbacks: List[Callback] = [
-            Progress("images"),
-            Checkpoint(shared.output, **shared.saving),
-            SaveHistory(shared.output),
-        ]
-        history = run_fit(
-            net, loss, trainer, train_iter, test_iter, callbacks=callbacks, options=shared, weights=shared.weights, bn=bn
-        )
-    seconds = median(history.column("seconds"))
-    print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
-    print_once(f"{format_column('test_accuracy', history.column('test_accuracy')[-1])}, {seconds:.1f} s/epoch on {names}")
+    from .train_resnet18 import train
+
+    train(SimpleNamespace(parallel=None, **options))
 
 
-def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:
-    """Return the images of `--data` or `--data-dir`."""
-    if data_dir is not None:
-        return load_idx_folder(data_dir, seed=seed)
-    if data == "digits":
-        return load_digits()
-    root = str(Path.home() / ".mxnet" / "datasets" / data)
-    return load_mnist(root) if data == "mnist" else load_fashion_mnist(root)
+@click.command("seq2seq", cls=GroupedCommand)
+@option_group(
+    "Data",
+    click.option(
+        "--data",
+        type=FILE,
+        multiple=True,
+        help="Text to train on: a file with a source, a tab and its translation in each line; or twice, a file of sources and "
+        "one of translations. By default, Korean numbers written out, with their English.",
+    ),
+    click.option("--reverse", is_flag=True, help="Translate from the target to the source: English to Korean numbers."),
+    count("--held-out", default=200, help="Pairs of text to validate after each epoch, and as many to test at the end."),
+    click.option(
+        "--vocabulary",
+        type=click.Choice(["subwords", "words", "characters"]),
+        help="Tokens of both sides. By default subwords; for Korean numbers, characters and English words.",
+    ),
+    click.option(
+        "--vocabulary-size",
+        type=Whole(5),
+        help="Largest number of tokens per side. By default 8000, or fewer subwords for a small corpus.",
+    ),
+    click.option(
+        "--character-coverage",
+        type=Real(0.98, 1),
+        help="Share of the text that the characters of subwords cover. By default all letters, digits and marks, and 0.9995 of "
+        "Hangul and Chinese characters; 1 covers all.",
+    ),
+)
+@option_group(
+    "Network",
+    count("--hidden-size", default=128, help="Size of the recurrent layers, per direction."),
+    count("--num-layers", default=1, help="Number of recurrent layers of encoder and decoder."),
+    _by_data("dropout", Real(0, 1, max_open=True), "Dropout of embeddings and between layers."),
+)
+@option_group(
+    "Training",
+    _by_data("epochs", Whole(1), "Largest number of passes over the training pairs."),
+    count(
+        "--batch-tokens",
+        help="Source and target tokens per batch, over all devices together. By default 1200; fewer for a small corpus of text.",
+    ),
+    _by_data("lr", Real(0, min_open=True), "Highest learning rate: it warms up, then follows a cosine."),
+    _by_data("patience", Whole(1), "Stop after this many epochs in a row without a better validation."),
+    _precision,
+    _seed,
+)
+@option_group(
+    "Devices",
+    devices_option,
+    _virtual_shards,
+    click.option(
+        "--parallel",
+        type=click.Choice(["data", "model", "hybrid"]),
+        help="data, the default: each device holds the network and takes a part of the batch; model: divide the network over the "
+        "devices; hybrid: divide all but attention and output layer, of which each device takes its part of the batch.",
+    ),
+    _stages,
+    _micro_batches,
+)
+@option_group(
+    "Results",
+    output_option("runs/seq2seq", "curves.png, history.csv, history.json, and the models best and last"),
+    _checkpoint_every,
+    _resume,
+)
+def train_seq2seq(**options: Any) -> None:
+    """Train a translator with attention.
 
+    The defaults train on Korean numbers, times and counts written out, with their English. Pass --data to train on your own text.
+    Ctrl-C and SIGTERM stop after the current batch and save; --resume auto resumes. What has no option here takes a few lines of
+    Python: see mgpu.models.Translator and mgpu.fit.
+    """
+    from .train_seq2seq import train
 
-def _schedule(lr: float, steps_per_epoch: int, epochs: int) -> Any:
-    """Return a learning rate that warms up for an epoch, then falls along a cosine."""
-    warm_up = steps_per_epoch if epochs > 1 else 0
-    return mx.lr_scheduler.CosineScheduler(
-        max_update=steps_per_epoch * epochs, base_lr=lr, final_lr=0.0, warmup_steps=warm_up, warmup_begin_lr=lr / 10
-    )
+    for name, default in (TEXT_DEFAULTS if options["data"] else NUMBER_DEFAULTS).items():
+        options[name] = default if options[name] is None else options[name]
+    train(SimpleNamespace(**options))

@@ -1,17 +1,14 @@
-"""gluon-mgpu train seq2seq: trains a translator."""
+"""The program of gluon-mgpu train seq2seq."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from types import SimpleNamespace
+from typing import Any, Dict, List, Sequence, Tuple
 
 import click
 import mxnet as mx
-import numpy as np
 
 from ..data import (
     PairLoader,
@@ -24,71 +21,32 @@ from ..data import (
     read_pairs,
     read_tsv,
     split_pairs,
-    unigram_entropy,
     unigram_log_p,
 )
-from ..data_parallel.balancer import Balancer
-from ..data_parallel.sharding import split_batch
-from ..data_parallel.step import SplitFunction
+from ..data.text.unigrams import unigram_entropy
 from ..distributed.process import this_process
 from ..errors import DataError
 from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
 from ..loop.history import History
 from ..models import SequenceLoss
-from ..models.seq2seq.attention import ATTENTIONS
-from ..models.seq2seq.callbacks import Plateau, PlateauSchedule, SaveTranslator, TokenProgress, UnigramCheck, ValidateTranslations
-from ..models.seq2seq.loss import LAYOUTS
-from ..models.seq2seq.recurrence import NUM_GATES
-from ..models.seq2seq.scores import has_sacrebleu, score_signatures, translation_scores
+from ..models.seq2seq.training_callbacks import SaveTranslator, TokenProgress, ValidateTranslations
+from ..models.seq2seq.translation_scores import has_sacrebleu, score_signatures, translation_scores
 from ..models.seq2seq.translator import BEAM_SIZE, Translator, load_translator
 from ..runtime.units import format_column
-from ..trainer.trainer import Trainer
-from ._command import RecordedCommand
-from ._options import FILE, all_of, count, devices_option, output_option, positive, seed_option, share, training_options
 from ._output import print_once
-from ._pipeline import num_replicas, pipeline_options
-from ._training import (
-    TrainingOptions,
-    create_trainer,
-    enable_debugging,
-    prepare_network,
-    prepared_devices,
-    run_fit,
-    split_options,
-)
+from ._training import create_trainer, num_replicas, prepare_network, prepared_devices, run_fit
 
 Encoded = Tuple[List[List[int]], List[List[int]]]  # source and target sentences
 
-_KINDS = ("subwords", "words", "characters")
 _WARM_UP_STEPS = 100
 _MOST_TOKENS = 8000
+_MOST_CHARACTERS = 1000  # of a side of a pair
+NUM_EXAMPLES = 20000  # of Korean numbers
 BATCH_TOKENS, _FEWEST_BATCH_TOKENS, _USUAL_STEPS = 1200, 720, 250  # steps per epoch
-_DEFAULTS: Dict[str, Tuple[Any, Any]] = {  # for Korean numbers, for text
-    "embed_size": (64, 128),
-    "cell": ("gru", "lstm"),
-    "dropout": (0.0, 0.2),
-    "label_smoothing": (0.0, 0.1),
-    "epochs": (8, 30),
-    "lr": (0.003, 0.004),
-    "patience": (5, 30),
-    "batch_tokens": (BATCH_TOKENS, None),  # by the corpus
-}
-
-
-class _DefaultsByData(RecordedCommand):
-    """A command whose options without a default have those of `_DEFAULTS`."""
-
-    def parse_args(self, ctx: click.Context, args: List[str]) -> List[str]:
-        rest = super().parse_args(ctx, args)
-        for name, values in _DEFAULTS.items():
-            if ctx.params[name] is None:
-                ctx.params[name] = values[not _is_embedded(ctx.params)]
-        return rest
-
-
-def _by_data(option: Callable[..., Any], name: str, *, help: str, **more: Any) -> Any:
-    numbers, text = _DEFAULTS[name[2:].replace("-", "_")]
-    return option(name, default=None, show_default=f"{text}; for Korean numbers, {numbers}", help=help, **more)
+_CLIP_NORM = 5.0
+_NETWORK: Tuple[Dict[str, Any], Dict[str, Any]] = ({"embed_size": 64, "cell": "gru"}, {"embed_size": 128, "cell": "lstm"})
+_LABEL_SMOOTHING = (0.0, 0.1)
+_OF_NETWORK = ("hidden_size", "num_layers", "dropout")
 
 
 @dataclass(frozen=True)
@@ -108,94 +66,20 @@ class Corpus:
         return Corpus(self.name, self.train.swapped(), self.valid.swapped(), self.test.swapped())
 
 
-_data_options = all_of(
-    click.option("--source", type=FILE, help="Text file, one sentence per line; --target has its translations."),
-    click.option("--target", type=FILE, help="Text file with the translations of --source, line by line."),
-    click.option("--tsv", type=FILE, help="One file instead: source, tab, target."),
-    count("--num-examples", default=20000, help="Number of generated Korean-English pairs, the default data."),
-    click.option("--reverse", is_flag=True, help="Translate from the target to the source: English to Korean numbers."),
-    count("--num-validation", default=200, help="Pairs of the files for validation after each epoch."),
-    count("--num-test", default=200, help="Pairs of the files for the test at the end."),
-    count("--max-length", default=1000, help="Characters per side; longer pairs of the files are left out."),
-    click.option("--source-vocabulary", type=click.Choice(_KINDS), help="By default subwords; for Korean numbers, characters."),
-    click.option("--target-vocabulary", type=click.Choice(_KINDS), help="By default subwords; for Korean numbers, words."),
-    click.option(
-        "--vocabulary-size",
-        type=click.IntRange(5),
-        help="Largest number of tokens per side. By default 8000; of subwords fewer for a small corpus: its characters, and 1.25 "
-        "times the square root of its number of pairs times the words per sentence to the power of 1.5.",
-    ),
-)
-_network_options = all_of(
-    _by_data(count, "--embed-size", help="Size of the token embeddings."),
-    count("--hidden-size", default=128, help="Size of the recurrent layers, per direction."),
-    count("--num-layers", default=1, help="Number of recurrent layers of encoder and decoder."),
-    _by_data(click.option, "--cell", type=click.Choice(list(NUM_GATES)), help="Cell of the recurrent layers."),
-    click.option(
-        "--attention", type=click.Choice(ATTENTIONS), default="dot", show_default=True, help="Luong's (dot) or Bahdanau's."
-    ),
-    click.option("--input-feeding", is_flag=True, help="Feed each step's attention result to the next step. Slower."),
-    click.option("--tied", is_flag=True, help="Share target embedding and output layer; requires equal sizes."),
-    _by_data(share, "--dropout", help="Dropout of embeddings and between layers."),
-    _by_data(share, "--label-smoothing", help="Share of each target that is spread over the vocabulary."),
-    click.option("--layout", type=click.Choice(LAYOUTS), default="NTC", show_default=True, help="Batch first, or time first."),
-)
-_training_options = all_of(
-    devices_option,
-    _by_data(count, "--epochs", help="Largest number of passes over the training pairs."),
-    click.option(
-        "--batch-tokens",
-        type=click.IntRange(1),
-        help=f"Source and target tokens per batch, over all devices together. By default {BATCH_TOKENS}; of a small corpus of "
-        f"text a {_USUAL_STEPS}th, but {_FEWEST_BATCH_TOKENS} or more, and the longest pair.",
-    ),
-    _by_data(positive, "--lr", help="Highest learning rate, reached after a warm-up."),
-    click.option(
-        "--schedule",
-        type=click.Choice(["cosine", "plateau"]),
-        default="cosine",
-        show_default=True,
-        help="How the rate falls: along a cosine, or by half after each epoch whose validation loss did not improve.",
-    ),
-    _by_data(count, "--patience", help="Stop after this many epochs without a better validation."),
-    click.option("--optimizer", default="adam", show_default=True, help="Any optimizer of MXNet: adam, sgd, ..."),
-    output_option("runs/seq2seq", "command.json, curves.png, history.csv, history.json, and the models best and last"),
-    seed_option("Seed of the weights, of the split of the data, and of the order of the pairs."),
-    training_options(hybridize="on", clip_norm=5.0, precise_layers="Dense layers"),
-    pipeline_options("hybrid"),
-)
-
-
-@click.command("seq2seq", cls=_DefaultsByData, context_settings={"help_option_names": ["-h", "--help"]})
-@_data_options
-@_network_options
-@_training_options
-def train_seq2seq(**options: Any) -> None:
-    """Train a translator with attention, on several devices.
-
-    The defaults train on Korean numbers, dates, times and counts written out, with their English. Pass --source and --target, or
-    --tsv, to train on your own text. Ctrl-C and SIGTERM stop after the current batch and save; --resume auto resumes.
-    """
-    shared, _ = split_options(options)
-    if shared.debug:
-        enable_debugging()
+def train(options: SimpleNamespace) -> None:
+    """Train a translator with the options of `train seq2seq`."""
     corpus, vocabularies = _load_corpus(options)
-    if shared.parallel == "hybrid" and options["input_feeding"]:
-        raise click.UsageError(
-            "got --parallel hybrid with --input-feeding; expected one of them: with input feeding, each step of the decoder "
-            "waits for the attention of the step before, so that attention cannot be a stage after it. Leave one out."
-        )
-    with prepared_devices(shared) as ctx:
+    with prepared_devices(options) as ctx:
         names = ", ".join(map(str, ctx))
         print_once(f"{corpus.name}: {corpus}")
-        translator = _translator(vocabularies, options)
-        source, target = (f"{len(vocabulary)} {vocabulary.kind}" for vocabulary in vocabularies)
-        print_once(f"{source} to {target}, on {names}")
-        history = _train(translator, corpus, ctx, shared, options)
-        best = load_translator(shared.output / "best", ctx)
-        beams = _choose_search(best, corpus, shared.output, options)
+        network = {**_NETWORK[bool(options.data)], **{name: getattr(options, name) for name in _OF_NETWORK}}
+        translator = Translator(*vocabularies, **network)
+        print_once(f"vocabularies of {' and '.join(str(len(one)) for one in vocabularies)} tokens, on {names}")
+        history = _train(translator, corpus, ctx, options)
+        best = load_translator(options.output / "best", ctx)
+        beams = _choose_search(best, corpus, options)
         scores = translation_scores(best.best(corpus.test.source, beam_size=best.beam_size), corpus.test.target)
-    print_once(f"saved curves.png, history.csv, history.json, best and last in {shared.output}")
+    print_once(f"saved curves.png, history.csv, history.json, best and last in {options.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
     print_once(f"test of best, {beams}: {'  '.join(format_column(*score) for score in scores.items())}; {rates}")
     signatures = score_signatures(corpus.test.target)
@@ -203,44 +87,46 @@ def train_seq2seq(**options: Any) -> None:
         print_once("sacrebleu: " + "  ".join(f"{name} {signature}" for name, signature in signatures.items()))
 
 
-def _train(
-    translator: Translator, corpus: Corpus, ctx: List[mx.Context], shared: TrainingOptions, options: Dict[str, Any]
-) -> History:
+def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], options: SimpleNamespace) -> History:
     """Train on the devices, and return the history."""
-    shards = num_replicas(shared, ctx) * this_process().num_processes if shared.virtual_shards is None else shared.virtual_shards
     encoded = [
         encode_pairs(one, translator.source_vocabulary, translator.target_vocabulary) for one in (corpus.train, corpus.valid)
     ]
-    options = {**options, "batch_tokens": options["batch_tokens"] or _usual_batch_tokens(encoded)}
-    train_iter = _loader(encoded[0], shards, options, shuffle=True)
-    valid_iter = _loader(encoded[1], shards, options, shuffle=False)
+    batch_tokens = options.batch_tokens or _usual_batch_tokens(encoded)
+    shards = options.virtual_shards or num_replicas(options, ctx) * this_process().num_processes
+    train_iter, valid_iter = (
+        PairLoader(*part, batch_tokens, shuffle=part is encoded[0], seed=options.seed, num_shards=shards) for part in encoded
+    )
     log_p = unigram_log_p(encoded[0][1], len(translator.target_vocabulary))
     entropy = unigram_entropy(log_p, encoded[1][1])
-    print_once(f"entropy of the unigrams: {entropy:.4f} nats per token; the validation loss (test loss) should fall below it")
-    translator.net.begin_at(log_p)
-    net = prepare_network(translator.net, ctx, shared, train_iter, train_iter.split_axes[0])
-    schedule = _schedule(options, len(train_iter))
-    trainer = create_trainer(net, schedule, shared)
-    return run_fit(
-        net,
-        SequenceLoss(options["label_smoothing"], layout=options["layout"]),
-        trainer,
-        train_iter,
-        valid_iter,
-        metrics=(),
-        callbacks=_callbacks(translator, corpus, train_iter, entropy, schedule, shared, options),
-        split_f=_split_function(shared.weights, trainer, train_iter.split_axes),
-        options=shared,
+    print_once(
+        f"entropy of the unigrams: {entropy:.4f} nats per token; the validation loss falls below it where the network learns. If "
+        "not, try --lr 3 times smaller or larger, a smaller --vocabulary-size, or a smaller --batch-tokens for more updates."
     )
+    if not has_sacrebleu():
+        print_once("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
+    translator.net.begin_at(log_p)
+    translator.net.hybridize()
+    net = prepare_network(translator.net, ctx, options, train_iter)
+    trainer = create_trainer(net, "adam", _schedule(options, len(train_iter)), options, clip_norm=_CLIP_NORM)
+    callbacks: List[Callback] = [  # those that add columns come before those that read them
+        ValidateTranslations(translator, corpus.valid),
+        TokenProgress(train_iter),
+        SaveTranslator(options.output, translator, monitored(options), every=options.checkpoint_every, background=True),
+        SaveHistory(options.output),
+        EarlyStopping(monitored(options), options.patience - 1),
+    ]
+    loss = SequenceLoss(_LABEL_SMOOTHING[bool(options.data)])
+    return run_fit(net, loss, trainer, train_iter, valid_iter, metrics=(), callbacks=callbacks, options=options)
 
 
-def _choose_search(best: Translator, corpus: Corpus, output: Path, options: Dict[str, Any]) -> str:
+def _choose_search(best: Translator, corpus: Corpus, options: SimpleNamespace) -> str:
     """Let the beam and the length ratio of a translator be those of the best validation score, and return them as words.
 
     They are saved in the folders best and last. A wide beam finds the translations of a good model. Of a model that knows little,
     it prefers texts that are too short, unless it is to find texts of the usual length.
     """
-    column = "chrf" if monitored(options) == "test_chrf" else "exact_match"
+    column = "chrf" if monitored(options) == "valid_chrf" else "exact_match"
     ratio = _length_ratio(best, corpus.train)
     wide = f"{BEAM_SIZE} beams"
     searches = {wide: (BEAM_SIZE, None), f"{wide} of usual length": (BEAM_SIZE, ratio), "1 beam": (1, None)}
@@ -251,7 +137,7 @@ def _choose_search(best: Translator, corpus: Corpus, output: Path, options: Dict
     chosen = max(found, key=found.__getitem__)
     best.beam_size, best.length_ratio = searches[chosen]
     if not this_process().rank:
-        for folder in (output / "best", output / "last"):
+        for folder in (options.output / "best", options.output / "last"):
             if folder.is_dir():
                 best.save_config(folder)
     compared = ", ".join(f"{name} {format_column(column, score)}" for name, score in found.items())
@@ -274,52 +160,24 @@ def _usual_batch_tokens(encoded: Sequence[Encoded]) -> int:
     return max(longest, min(BATCH_TOKENS, max(_FEWEST_BATCH_TOKENS, num_tokens // _USUAL_STEPS)))
 
 
-def _loader(encoded: Encoded, num_shards: int, options: Dict[str, Any], *, shuffle: bool) -> PairLoader:
-    return PairLoader(
-        *encoded,
-        options["batch_tokens"],
-        shuffle=shuffle,
-        seed=options["seed"],
-        num_shards=num_shards,
-        batch_axis=LAYOUTS.index(options["layout"]),
-    )
-
-
-def _callbacks(
-    translator: Translator,
-    corpus: Corpus,
-    train_iter: PairLoader,
-    entropy: float,
-    schedule: Any,
-    shared: TrainingOptions,
-    options: Dict[str, Any],
-) -> List[Callback]:
-    """Return the callbacks; those that add columns come before those that read them."""
-    monitor = monitored(options)
-    if not has_sacrebleu():
-        print_once("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
-    callbacks: List[Callback] = [ValidateTranslations(translator, corpus.valid), TokenProgress(train_iter), UnigramCheck(entropy)]
-    callbacks += [Plateau(schedule)] if isinstance(schedule, PlateauSchedule) else []
-    callbacks += [SaveTranslator(shared.output, translator, monitor, **shared.saving), SaveHistory(shared.output)]
-    return [*callbacks, EarlyStopping(monitor, options["patience"])]
-
-
-def monitored(options: Dict[str, Any]) -> str:
+def monitored(options: SimpleNamespace) -> str:
     """Return the column of the history by which the best model is chosen."""
-    if _is_embedded(options):
-        return "test_exact_match"
-    return "test_chrf" if has_sacrebleu() else "test_loss"
+    if not options.data:
+        return "valid_exact_match"
+    return "valid_chrf" if has_sacrebleu() else "valid_loss"
 
 
-def _load_corpus(options: Dict[str, Any]) -> Tuple[Corpus, Tuple[Vocabulary, Vocabulary]]:
+def _load_corpus(options: SimpleNamespace) -> Tuple[Corpus, Tuple[Vocabulary, Vocabulary]]:
     """Return the sentence pairs of the options, and the vocabularies of the training pairs."""
-    corpus = _korean_numbers(options) if _is_embedded(options) else _from_files(options)
-    usual = ["characters", "words"] if _is_embedded(options) else ["subwords", "subwords"]
-    if options["reverse"]:
+    corpus = _from_files(options) if options.data else _korean_numbers(options.seed)
+    usual = ["subwords", "subwords"] if options.data else ["characters", "words"]
+    if options.reverse:
         corpus, usual = corpus.swapped(), usual[::-1]
-    kinds = (options["source_vocabulary"] or usual[0], options["target_vocabulary"] or usual[1])
+    kinds = [options.vocabulary or kind for kind in usual]
     source, target = (
-        build_vocabulary(side, kind, size=options["vocabulary_size"] or _usual_size(side, kind))
+        build_vocabulary(
+            side, kind, size=options.vocabulary_size or _usual_size(side, kind), character_coverage=options.character_coverage
+        )
         for side, kind in zip((corpus.train.source, corpus.train.target), kinds)
     )
     return corpus, (source, target)
@@ -334,56 +192,36 @@ def _usual_size(sentences: Sequence[str], kind: str) -> int:
     """
     if kind != "subwords":
         return _MOST_TOKENS
-    counts = sorted(Counter("".join(sentences)).values(), reverse=True)
-    num_usual = int(np.searchsorted(np.cumsum(counts), 0.9995 * sum(counts))) + 1
-    num_words = max(sum(len(text.split()) for text in sentences), sum(counts) / 6)  # or so, where no spaces divide words
-    return min(_MOST_TOKENS, num_usual + round(1.25 * (num_words / len(sentences)) ** 1.5 * len(sentences) ** 0.5))
+    num_characters = len(set("".join(sentences)))
+    num_words = max(sum(len(text.split()) for text in sentences), sum(map(len, sentences)) / 6)  # where no spaces divide words
+    return min(_MOST_TOKENS, num_characters + round(1.25 * (num_words / len(sentences)) ** 1.5 * len(sentences) ** 0.5))
 
 
-def _is_embedded(options: Dict[str, Any]) -> bool:
-    return not (options["source"] or options["target"] or options["tsv"])
-
-
-def _korean_numbers(options: Dict[str, Any]) -> Corpus:
+def _korean_numbers(seed: int) -> Corpus:
     """Return the generated pairs. Short ones repeat in a large training set, but each held-out pair is unique."""
-    held_out = SentencePairs(*zip(*dict.fromkeys(korean_numbers(2000, options["seed"], held_out=True))))
+    held_out = SentencePairs(*zip(*dict.fromkeys(korean_numbers(2000, seed, held_out=True))))
     half = len(held_out) // 2
     valid, test = held_out.take(range(half)), held_out.take(range(half, len(held_out)))
-    return Corpus("Korean numbers", korean_numbers(options["num_examples"], options["seed"]), valid, test)
+    return Corpus("Korean numbers", korean_numbers(NUM_EXAMPLES, seed), valid, test)
 
 
-def _from_files(options: Dict[str, Any]) -> Corpus:
-    source, target, tsv = options["source"], options["target"], options["tsv"]
-    if bool(source) != bool(target) or bool(source) == bool(tsv):
-        raise click.UsageError("got one file of two, or files and --tsv; expected --source and --target, or --tsv alone.")
-    pairs = read_tsv(tsv, skip_empty=True) if tsv else read_pairs(source, target)
-    filtered = filter_pairs(pairs, max_length=options["max_length"])
-    print_once(f"{tsv or f'{source} and {target}'}: {filtered}")
-    num_train = len(filtered.pairs) - options["num_validation"] - options["num_test"]
+def _from_files(options: SimpleNamespace) -> Corpus:
+    files, num_held_out = options.data, options.held_out
+    if len(files) > 2:
+        raise click.UsageError(f"got {len(files)} files of --data; expected one, or two: sources and translations.")
+    pairs = read_tsv(*files, keep_empty=True) if len(files) == 1 else read_pairs(*files, keep_empty=True)
+    filtered = filter_pairs(pairs, max_length=_MOST_CHARACTERS)
+    print_once(f"{' and '.join(map(str, files))}: {filtered}")
+    num_train = len(filtered.pairs) - 2 * num_held_out
     if num_train < 1:
         raise DataError(
-            f"train seq2seq: got {len(filtered.pairs)} pairs; expected more than --num-validation {options['num_validation']} "
-            f"and --num-test {options['num_test']} together. Ask for fewer."
+            f"train seq2seq: got {len(filtered.pairs)} pairs; expected more than twice --held-out {num_held_out}. Hold fewer out."
         )
-    parts = split_pairs(filtered.pairs, [num_train, options["num_validation"], options["num_test"]], seed=options["seed"])
-    return Corpus((tsv or source).name, *parts)
+    parts = split_pairs(filtered.pairs, [num_train, num_held_out, num_held_out], seed=options.seed)
+    return Corpus(files[0].name, *parts)
 
 
-def _translator(vocabularies: Tuple[Vocabulary, Vocabulary], options: Dict[str, Any]) -> Translator:
-    names = ("embed_size", "hidden_size", "num_layers", "cell", "attention", "input_feeding", "tied", "dropout", "layout")
-    return Translator(*vocabularies, **{name: options[name] for name in names})
-
-
-def _schedule(options: Dict[str, Any], steps_per_epoch: int) -> Any:
-    steps = steps_per_epoch * options["epochs"]
-    warm_up = min(_WARM_UP_STEPS, steps // 10)
-    if options["schedule"] == "plateau":
-        return PlateauSchedule(options["lr"], warm_up)
-    begin = {"warmup_steps": warm_up, "warmup_begin_lr": options["lr"] / 10}
-    return mx.lr_scheduler.CosineScheduler(max_update=steps, base_lr=options["lr"], final_lr=0.0, **begin)
-
-
-def _split_function(weights: Any, trainer: Trainer, axes: Any) -> SplitFunction:
-    if weights == "auto":
-        return Balancer(trainer, batch_axis=axes)
-    return partial(split_batch, batch_axis=axes, weights=weights)
+def _schedule(options: SimpleNamespace, steps_per_epoch: int) -> Any:
+    steps = steps_per_epoch * options.epochs
+    begin = {"warmup_steps": min(_WARM_UP_STEPS, steps // 10), "warmup_begin_lr": options.lr / 10}
+    return mx.lr_scheduler.CosineScheduler(max_update=steps, base_lr=options.lr, final_lr=0.0, **begin)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..checks import MOST_SEED, flag, one_of, short, whole_number
 from ..errors import DataError
-from ..nested import is_device_array
+from ..nested import host_array, is_device_array
 
 
 class ArrayLoader:
@@ -94,6 +94,6 @@ class ArrayLoader:
 
 def _on_host(name: str, array: Any) -> np.ndarray:
     try:
-        return array.asnumpy() if is_device_array(array) else np.asarray(array)
+        return array.asnumpy() if is_device_array(array) else host_array(array)
     except (TypeError, ValueError):
         raise DataError(f"ArrayLoader: got {name}={short(array)}; expected an array. Pad rows of unequal length.") from None

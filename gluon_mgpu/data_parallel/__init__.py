@@ -1,1 +1,16 @@
-"""One batch on all devices: split, transfer, forward, backward, gather."""
+"""One batch on all devices: split, transfer, forward, backward, gather. What is rarer than the names of `gluon_mgpu`:
+
+```
+weighted shards  Balancer, plan_shards
+splits           split_data, Batch
+transfers        as_in_context; copyto is in gluon_mgpu
+BatchNorm        convert_sync_batchnorm, revert_sync_batchnorm, SyncBatchNorm, forward_shards, average_running_stats
+debugging        debugging, run_serially, replica_difference, precision_of
+```
+"""
+
+from lazy_loader import attach_stub
+
+from ..runtime import loaded as loaded
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

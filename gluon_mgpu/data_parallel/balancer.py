@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, Deque, Dict, List, Optional, Sequence, Tuple
 
 from mxnet import Context
 
-from ..checks import short, whole_number
+from ..checks import instance, short, whole_number
 from ..errors import ShardError, TrainerError
 from ..nested import Array, is_device_array
 from ..runtime.engine import when_ready
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
-from .sharding import plan_shards, split_batch
+from .sharding import SplitOptions, SplitPlan, plan_shards
+from .splits import BatchSplit
 
 NUM_KEPT = 5  # measured steps that must all favour another split: an outlier, such as the first step, changes nothing
 GAIN = 1.05  # the speed-up that each must show: new shapes cost memory, and compiled networks are compiled again
 
 
-class Balancer:
+class Balancer(BatchSplit):
     """Splits batches over unequal devices, such as a GPU and a CPU, so that all finish at the same time.
 
     ```
@@ -74,16 +75,15 @@ class Balancer:
     [0.5, 0.5]
     """
 
+    varies = True
+    knows_processes = False
+
     def __init__(self, trainer: Trainer, *, batch_axis: Any = 0, every: int = 10) -> None:
-        if not isinstance(trainer, Trainer):
-            raise TrainerError(
-                f"Balancer: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
-            )
+        instance("Balancer", "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
         whole_number("Balancer", "every", every, advice="10 steps are usual.")
         self._trainer = trainer
         self._devices = trainer.contexts
-        self.keywords = {"batch_axis": batch_axis}  # like a functools.partial: train_batch splits micro_steps along this axis
-        self._split = partial(split_batch, batch_axis=batch_axis)
+        super().__init__(SplitOptions(batch_axis))
         self._every = int(every)
         self._weights = [1 / len(self._devices)] * len(self._devices)
         self._kept: Deque[List[float]] = deque(maxlen=NUM_KEPT)  # seconds per example on each device, in the last measured steps
@@ -105,17 +105,20 @@ class Balancer:
         ShardError
             The batch cannot be split, or the devices are not the trainer's.
         """
+        return self.plan(X, y, devices).pair(X, y)
+
+    def plan(self, X: Any, y: Any, devices: Sequence[Context]) -> SplitPlan:
+        """Return how to divide this batch, which is measured if a measurement is due."""
         if not isinstance(devices, (list, tuple)) or list(devices) != self._devices:
             raise ShardError(
                 f"Balancer: got devices {short(devices)}; expected {self._devices}, which it measures. Pass trainer.contexts."
             )
-        if len(self._devices) == 1:
-            return self._split(X, y, devices)
-        self._read()
-        is_due = self._is_due()
-        shards = self._split(X, y, devices, weights=self._all_busy() if is_due else self._weights)
-        self._begun = self._begin() if is_due else None
-        return shards
+        if len(self._devices) > 1:
+            self._read()
+            is_due = self._is_due()
+            self.options = replace(self.options, weights=self._all_busy() if is_due else self._weights)
+            self._begun = self._begin() if is_due else None
+        return super().plan(X, y, devices)
 
     def watch(self, losses: Sequence[Array]) -> None:
         """Note when each device has its gradients. Call it after the backward pass and before the step; it does not wait.
@@ -130,16 +133,12 @@ class Balancer:
         TrainerError
             The losses are not a list of arrays, or not on different devices of the trainer. Nothing was noted.
         """
-        if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(one) and one.shape for one in losses):
+        are_arrays = isinstance(losses, (list, tuple)) and losses and all(is_device_array(one) and one.shape for one in losses)
+        contexts = [loss.context for loss in losses] if are_arrays else []
+        if not contexts or len(set(contexts)) < len(contexts) or not set(contexts) <= set(self._devices):
             raise TrainerError(
-                f"Balancer.watch: got {short(losses)}; expected a list of MXNet arrays, each with one number per example. "
-                "Pass the list that you passed to backward()."
-            )
-        contexts = [loss.context for loss in losses]
-        if len(set(contexts)) < len(contexts) or not set(contexts) <= set(self._devices):
-            raise TrainerError(
-                f"Balancer.watch: got losses on {contexts}; expected one per device, on {self._devices}. Pass the losses "
-                "on the devices that computed them."
+                f"Balancer.watch: got {short(losses)} on {contexts}; expected one MXNet array per device, with one number per "
+                f"example, on {self._devices}. Pass the list that you passed to backward()."
             )
         step, self._begun = self._begun, None
         self._num_unmeasured += 1
@@ -166,7 +165,7 @@ class Balancer:
 
     def _first_trained(self) -> Any:
         """Return the first parameter with gradients: the last that a backward pass writes and a step updates."""
-        return next((param for param in self._trainer._params if param._grad), None)
+        return next((param for param in self._trainer.params if param._grad), None)
 
     def _read(self) -> None:
         """Read the measurements that are complete."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from typing import Any, Iterable, List, Sequence, Tuple
+from weakref import WeakKeyDictionary
 
 import mxnet as mx
 import numpy as np
@@ -12,15 +13,18 @@ from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.gluon.parameter import DeferredInitializationError
 
-from ..checks import explaining, instance, one_of, short
+from ..checks import explaining, instance, one_of
+from ..distributed import group
 from ..errors import StepError, TrainerError
+from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
-from ..trainer.groups import spans_devices
-from ..trainer.parameters import average_replicas, blocks_of
-from ..trainer.running_stats import average_over_group, average_running_stats
+from ..trainer.parameters import average_replicas, blocks_of, spans_devices
+from ..trainer.running_stats import average_over_group
+from ..trainer.running_stats import average_running_stats as average_running_stats
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 
 BATCH_NORMS = ("local", "average", "sync")  # statistics of each device; averaged for prediction; of the complete batch
+_known: WeakKeyDictionary[gluon.Block, Tuple[int, bool]] = WeakKeyDictionary()  # by network, when it was looked at
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -38,10 +42,10 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     _plain: type
-    _exists = False  # whether a layer of this process has ever been one
+    num_changes = 0  # how often layers of this process have become synchronised, or have been reverted
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # also of copies and of pickled layers
-        SyncBatchNorm._exists = True
+        SyncBatchNorm.num_changes += 1
         return super().__new__(cls)
 
     def forward(self, x: Any, *args: Any) -> Any:
@@ -103,11 +107,11 @@ class SyncBatchNorm(_BatchNorm):
 def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
     """Choose the statistics that a network's BatchNorm layers use on several devices, and return the network.
 
-    | bn | trains with the statistics of | predicts with, and saves, the running statistics of |
-    |---|---|---|
-    | `local` | each shard | each device; a checkpoint holds those of the first one, `net.save_parameters` writes their mean |
-    | `average` | each shard | all devices, averaged before |
-    | `sync` | the complete batch | any device: they are the same |
+    - `local` trains with the statistics of each shard. It predicts with the running statistics of each device; a checkpoint
+      holds those of the first one, `net.save_parameters` writes their mean.
+    - `average` trains with the statistics of each shard, and averages the running statistics of all devices before it predicts
+      or saves.
+    - `sync` trains with the statistics of the complete batch. The running statistics of all devices are the same.
 
     Parameters
     ----------
@@ -171,16 +175,15 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     require_mxnet1("convert_sync_batchnorm")
     blocks = _blocks("convert_sync_batchnorm", net)
     if spans_devices(net):
-        raise TrainerError(
-            f"convert_sync_batchnorm: got a {type(net).__name__}, whose stages see one micro-batch at a time; expected a whole "
-            "network on each device. Use 'average' or 'local', which normalise each micro-batch."
-        )
+        raise refusal("BatchNorm", "Pipeline", "synchronised BatchNorm")
+    if group() is not None:
+        raise refusal("BatchNorm", "several processes", "synchronised BatchNorm")
     for block in blocks:
         _check_convertible(block)
     for block in blocks:
         if isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]:
             block._plain, block.__class__ = type(block), SyncBatchNorm
-            SyncBatchNorm._exists = True
+            SyncBatchNorm.num_changes += 1
     for block in blocks:
         if isinstance(block, gluon.HybridBlock) and block._active and is_synchronised(block):
             block._active, block._was_active = False, True
@@ -196,6 +199,7 @@ def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     for block in _blocks("revert_sync_batchnorm", net):
         if isinstance(block, SyncBatchNorm):
             block.__class__ = block._plain
+            SyncBatchNorm.num_changes += 1
             del block._plain
         if getattr(block, "_was_active", False):
             block._active = True
@@ -206,6 +210,16 @@ def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
 def is_synchronised(net: gluon.Block) -> bool:
     """Return whether a network has a layer that trains with the statistics of the complete batch."""
     return any(isinstance(block, SyncBatchNorm) for block in _blocks("is_synchronised", net))
+
+
+def may_synchronise(net: gluon.Block) -> bool:
+    """Return what `is_synchronised` returns, looking at the layers only after some have changed: each step asks this."""
+    if not SyncBatchNorm.num_changes:
+        return False
+    known = _known.get(net)
+    if known is None or known[0] != SyncBatchNorm.num_changes:
+        known = _known[net] = SyncBatchNorm.num_changes, is_synchronised(net)
+    return known[1]
 
 
 def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
@@ -231,11 +245,8 @@ def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
     >>> [y.asnumpy().round(3).tolist() for y in outputs]
     [[[-1.0]], [[1.0]]]
     """
-    instance("forward_shards", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
-    if not isinstance(Xs, (list, tuple)):
-        raise TrainerError(
-            f"forward_shards: got Xs={short(Xs)}; expected a list, one shard per device. Pass the result of split_batch."
-        )
+    _blocks("forward_shards", net)
+    instance("forward_shards", "Xs", Xs, (list, tuple), "a list, one shard per device", advice="Pass those of split_batch.")
     expected = "shards that the network accepts"
     with explaining("forward_shards", "an error of the network", expected, advice="Try it with one example.", error=StepError):
         return run_shards(net, [partial(net, x) for x in Xs])
@@ -243,7 +254,7 @@ def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
 
 def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:
     """Return the results of tasks that each send a shard through the network, in lockstep if the network is synchronised."""
-    if SyncBatchNorm._exists and autograd.is_training() and is_synchronised(net):  # each step asks this
+    if autograd.is_training() and may_synchronise(net):
         return run_in_lockstep(list(tasks))
     return [task() for task in tasks]
 
@@ -289,10 +300,7 @@ def _moments(shards: Sequence[Tuple[int, Any, Any]]) -> Tuple[Any, Any]:
 
 def _blocks(operation: str, net: Any) -> List[gluon.Block]:
     """Return a network and all blocks in it."""
-    if not isinstance(net, gluon.Block):
-        raise TrainerError(
-            f"{operation}: got {type(net).__name__} as the network; expected a gluon.Block. Pass the network itself."
-        )
+    instance(operation, "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     return blocks_of(net)
 
 

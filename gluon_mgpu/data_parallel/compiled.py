@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
-from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple
+from operator import attrgetter, is_not
+from typing import Any, Dict, Hashable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
-from mxnet import Context, autograd, gluon
+from mxnet import Context, MXNetError, autograd, gluon
 
-from ..checks import one_of
+from ..checks import OF_WRONG_DATA, one_of
 from ..errors import TrainerError, last_line
-from ..nested import Array, is_device_array, leaves
+from ..nested import Array
+from ..refusals import refusal
 from ..runtime.environment import logger
-from ..trainer.buckets import num_moves
-from ..trainer.freshness import writing_gradients
-from ..trainer.groups import spans_devices
-from ..trainer.running_stats import is_running_stat, note_examples
+from ..trainer.gradients import note_written
+from ..trainer.parameters import spans_devices
+from ..trainer.slab import num_moves
 from ..trainer.trainer import Trainer
-from .executors import Executor, Executors
-from .graph import Graph, NotCompilableError, inputs_of, trace, why_not_compiled
-from .passes import Passes, naming
-from .sharding import split_batch
-from .step import SplitFunction, TrainStep, make_step
+from .batchnorm import is_synchronised, may_synchronise
+from .executors import Executor
+from .graph import Graph, NotCompilableError, inputs_of, nesting_of, trace, why_not_compiled
+from .passes import Passes, raise_named
+from .plan import form_of
 
 MODES = ("auto", "on", "off")
+MOST = 64  # bound batches of a network
+MOST_RECURRENT = 2  # of one with recurrent operators, whose memory nothing can share
+
+_DATA, _GRAD, _REQ = attrgetter("_data"), attrgetter("_grad"), attrgetter("_grad_req")
 
 
 class CompiledPasses(Passes):
@@ -35,7 +41,9 @@ class CompiledPasses(Passes):
                           └─◄── backward
     ```
 
-    The gradients have the same bits as those of a network hybridized with `static_alloc` and `static_shape`.
+    The gradients have the same bits as those of a network hybridized with `static_alloc` and `static_shape`. The executors of a
+    device share the memory of the largest one. MXNet's recurrent operator keeps memory of its own in each, which nothing can
+    share: of such networks, only the executors of two forms of batches are kept.
 
     Parameters
     ----------
@@ -57,20 +65,20 @@ class CompiledPasses(Passes):
         super().__init__(net, loss, trains=trains)
         self.reason = ""
         self._mode = mode
-        self._known: Tuple[Any, ...] = ()  # what of the network the reason and the graphs depend on
         self._graphs: Dict[Hashable, Graph] = {}
-        self._executors: Dict[Context, Executors] = {}
-        self._arrays: List[Tuple[gluon.Parameter, Any, Any]] = []  # each with Gluon's lists of its weights and gradients
-        self._params: Dict[int, gluon.Parameter] = {}  # by their ids
-        self._states: Dict[Tuple[str, ...], int] = {}  # which of them are frozen: each state has a number
-        self._moves = num_moves()
+        self._may_draw = False
+        self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
+        self._hybridized: Tuple[Any, ...] = ()
+        self._arrays: List[Any] = []  # that the executors are bound to, and what they do with gradients
+        self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the form of the batch, or its plan
+        self._owners: Dict[Context, Executor] = {}  # bound for the largest shape, never run: the others use its memory
         self._queued: List[Executor] = []
 
     def is_of(self, net: gluon.Block, loss: Any, mode: str) -> bool:
         """Return whether these are the passes of this network and loss, in this mode, and could be compiled so far."""
         return not self.reason and self._net is net and self._loss is loss and self._mode == mode
 
-    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
+    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
         """Queue the forward passes of all shards, and return their outputs and losses, which later passes leave alone.
 
         Raises
@@ -85,11 +93,16 @@ class CompiledPasses(Passes):
         reason = self.reason
         if not reason:
             try:
-                return self._run(operation, Xs, ys)
+                if autograd.is_recording():
+                    with autograd.pause():
+                        return self._run_graphs(operation, Xs, ys, plan)
+                return self._run_graphs(operation, Xs, ys, plan)
             except NotCompilableError as error:
                 reason = str(error)
                 if self._mode == "on":  # raises StepError if the data are to blame
                     Passes(self._net, self._loss, trains=False).forward(operation, Xs, ys)
+        if self._mode == "on" and is_synchronised(self._net):
+            raise refusal(operation, "compiled='on'", "synchronised BatchNorm")
         if self._mode == "on":
             raise TrainerError(
                 f"{operation}: got a network, loss or data that cannot be compiled: {reason}; expected one graph. Pass "
@@ -106,187 +119,156 @@ class CompiledPasses(Passes):
             super().backward(trainer, losses)
             return
         scale = 1.0 if trainer.loss_scaler is None else trainer.loss_scaler.begin()
-        note_examples(losses)
-        with writing_gradients(self._params, [loss.context for loss in losses]):
-            for executor in self._queued:
-                executor.backward(scale)
+        for executor in self._queued:
+            executor.backward(scale)
+        note_written(self._params, [executor.context for executor in self._queued])
         self._queued = []
 
-    def _run(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
-        outputs, losses, queued = [], [], []
-        with autograd.pause():
-            for shard, (graph, executor, inputs) in enumerate(self._bound(Xs, ys)):
-                with naming(operation, "network", shard, Xs[shard], ys[shard], self._net):
-                    heads = executor.forward(inputs)
+    def _run_graphs(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any) -> Tuple[List[Any], List[Array]]:
+        key = plan
+        if plan is None or plan.parts is None:  # the split varies
+            key = (mx.util.is_np_array(), *map(form_of, Xs), *map(form_of, ys))
+        executors = self._bound.get(key)
+        if executors is None:
+            executors = self._bound[key] = self._bind(Xs, ys)
+            most = MOST_RECURRENT if any(graph.is_recurrent for graph in self._graphs.values()) else MOST
+            while len(self._bound) > most:
+                self._bound.popitem(last=False)
+        else:
+            self._bound.move_to_end(key)
+        outputs, losses, at = [], [], 0
+        try:
+            for at, executor in enumerate(executors):
+                graph, y = executor.graph, None if self._loss is None else ys[at]
+                heads = executor.forward((Xs[at], y) if graph.is_plain else inputs_of(self._net, Xs[at], y))
                 if graph.has_loss:
-                    losses.append(heads[0].as_np_ndarray() if mx.util.is_np_array() else heads[0])
-                    del heads[0]
-                outputs.append(graph.outputs(heads))
-                queued.append(executor)
-        self._queued = queued if self._trains else []
-        self.is_compiled, self.draws = True, any(graph.draws for graph in self._graphs.values())
+                    losses.append(heads.pop(0))
+                outputs.append(heads[0] if graph.is_plain else graph.outputs(heads))
+        except (MXNetError, *OF_WRONG_DATA) as error:
+            raise_named(error, operation, "network", at, Xs[at], ys[at])
+        self._queued = executors if self._trains else []
+        self.is_compiled, self.draws = True, self._may_draw
         return outputs, losses
 
-    def _bound(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Tuple[Graph, Executor, List[Array]]]:
-        """Return each shard's graph, its executor, and the arrays that it reads."""
-        labels = ys if self._loss is not None else [None] * len(Xs)
-        shards = [(self._graph(X, y), inputs_of(self._net, X, y)) for X, y in zip(Xs, labels)]
+    def _bind(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Executor]:
+        """Return an executor for each shard."""
+        shards = []
+        for at, X in enumerate(Xs):
+            y = None if self._loss is None else ys[at]
+            shards.append((self._graph(X, y), inputs_of(self._net, X, y)))
         contexts = [inputs[0].context for _, inputs in shards]
         if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
             raise NotCompilableError(f"several shards are on one device: {contexts}")
-        reqs = tuple([param._grad_req for param in self._params.values()]) if self._trains else ()
-        state = self._states.setdefault(reqs, len(self._states))  # a number compares sooner
-        bound = []
-        for (graph, inputs), context in zip(shards, contexts):
-            executors = self._executors.get(context)
-            if executors is None:
-                executors = self._executors[context] = Executors(context)
-            try:
-                bound.append((graph, executors.get(graph, inputs, trains=self._trains, state=state), inputs))
-            except (mx.MXNetError, ValueError, RuntimeError) as error:
-                raise NotCompilableError(f"MXNet cannot bind the graph: {last_line(error)}") from error
-        return bound
+        try:
+            return [self._executor(graph, inputs) for graph, inputs in shards]
+        except (MXNetError, ValueError, RuntimeError) as error:
+            raise NotCompilableError(f"MXNet cannot bind the graph: {last_line(error)}") from error
+
+    def _executor(self, graph: Graph, inputs: List[Array]) -> Executor:
+        context = inputs[0].context
+        owner = self._owners.get(context)
+        made = partial(Executor, graph, inputs, trains=self._trains)
+        if owner is None or owner.size < sum(one.size for one in inputs):
+            self._forget(context)
+            owner = self._owners[context] = made()
+        return made(shared=owner)
 
     def _graph(self, X: Any, y: Any) -> Graph:
-        form = (_form(X), _form(y), mx.util.is_np_array())
+        form = (nesting_of(X), nesting_of(y), mx.util.is_np_array())
         if form not in self._graphs:
             self._graphs[form] = trace(self._net, self._loss, X, y)
-            self._note_arrays()
+            self._may_draw = any(graph.draws for graph in self._graphs.values())
+            self._note()
         return self._graphs[form]
 
     def _follow(self) -> None:
         """Trace or bind again what has changed since the latest passes."""
-        net, loss = self._net, self._loss
-        attributes = vars(net)
-        known = (attributes.get("_active"), "forward" in attributes, len(net._forward_hooks), len(net._forward_pre_hooks))
-        # hybridize(), cast(), set_precision() and new layers empty the graph; debugging replaces forward()
-        if known != self._known or (self._graphs and attributes.get("_cached_graph") == ()):
-            self._known = known
-            self._forget_executors()
+        hybridized, arrays = self._hybridization(), self._current_arrays()
+        if hybridized == self._hybridized and not any(map(is_not, arrays, self._arrays)):
+            return
+        if hybridized[1:] != self._hybridized[1:]:
             self._graphs.clear()
-            self._note_arrays()
             self.reason = ""
-            reason = why_not_compiled(net, loss, traced_once=self._mode == "on")
+            reason = why_not_compiled(self._net, self._loss, traced_once=self._mode == "on")
             if reason:
                 self._give_up(reason)
-        if self._moves != num_moves() or self._has_new_arrays():
-            self._forget_executors()
-            self._note_arrays()
+        self._forget()
+        self._note()
 
-    def _has_new_arrays(self) -> bool:
-        return any(param._data is not data or param._grad is not grad for param, data, grad in self._arrays)
+    def _hybridization(self) -> Tuple[Any, ...]:
+        """Return how often parameters have moved, and what of the network its graphs depend on."""
+        net = self._net
+        attributes = vars(net)
+        # hybridize(), cast(), set_precision() and new layers empty the graph; debugging replaces forward()
+        is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
+        hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
+        return num_moves(), is_empty, attributes.get("_active"), "forward" in attributes, hooks, may_synchronise(net)
 
-    def _forget_executors(self) -> None:
-        for executors in self._executors.values():
-            executors.clear()
+    def _current_arrays(self) -> List[Any]:
+        params = self._params.values()
+        return [*map(_DATA, params), *map(_GRAD, params), *map(_REQ, params)]
 
-    def _note_arrays(self) -> None:
-        params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
-        self._arrays = [(param, param._data, param._grad) for param in params.values()]
-        self._params, self._moves = params, num_moves()
-        self.running_stats = [param for param in params.values() if is_running_stat(param)]
+    def _note(self) -> None:
+        self._params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
+        self._arrays = self._current_arrays()
+        self._hybridized = self._hybridization()
+
+    def _forget(self, context: Optional[Context] = None) -> None:
+        """Forget all executors, and the memory of a device or of all: their arrays have changed, or need more memory."""
+        if self._bound:
+            mx.nd.waitall()  # their operations must not be deleted while they run
+        self._bound.clear()
+        for one in [context] if context is not None else list(self._owners):
+            self._owners.pop(one, None)
 
     def _give_up(self, reason: str) -> None:
-        self.reason, self.running_stats = reason, None
+        self.reason = reason
         if self._mode == "auto":
             logger.debug("%s: passes are recorded, not compiled: %s", self._net.name, reason)
 
 
-def _form(data: Any) -> Any:
-    """Return what two shards of the same nesting have in common."""
-    return None if is_device_array(data) or data is None else tuple(path for path, _ in leaves(data))
+Kept = Dict[Any, Any]
 
 
-def check_mode(operation: str, compiled: Any) -> str:
-    """Return `compiled` if it is one of `MODES`."""
-    one_of(operation, "compiled", compiled, MODES, advice="'auto' compiles where it can.")
-    return str(compiled)
-
-
-def check_one_graph(operation: str, net: Any, compiled: str) -> None:
-    """Raise `TrainerError` if a network on several devices must be compiled as one graph."""
-    if compiled == "on" and spans_devices(net):
-        raise TrainerError(
-            f"{operation}: got compiled='on' for a {type(net).__name__}, whose stages are on different devices; expected 'auto' "
-            "or 'off'. Its stages run as hybridized: call net.hybridize()."
-        )
-
-
-def passes_of(compiled: str, trainer: Optional[Trainer] = None) -> Callable[..., Passes]:
-    """Return what makes the passes of a network and its loss, for one of `MODES`.
-
-    With a trainer, it returns the passes of the trainer's latest run, if that had the same network and loss: tracing and binding
-    them again would take as long as some steps.
-    """
-    if compiled == "off":
-        return Passes
-    make = partial(CompiledPasses, mode=compiled)
-    if trainer is None:
-        return make
-    kept = trainer._kept_passes
-
-    def make_or_reuse(net: gluon.Block, loss: Any, *, trains: bool) -> Passes:
-        if trains not in kept or not kept[trains].is_of(net, loss, compiled):
-            kept[trains] = make(net, loss, trains=trains)
-        found: Passes = kept[trains]
-        return found
-
-    return make_or_reuse
-
-
-def evaluating_passes(make_passes: Callable[..., Passes], net: Any, loss: Any) -> Passes:
-    """Return the forward passes of a network: its own, if it spans devices."""
-    found: Passes = net.make_passes(loss) if spans_devices(net) else make_passes(net, loss, trains=False)
-    return found
-
-
-def compile_step(
-    net: gluon.Block,
-    loss: Callable[[Any, Any], Array],
-    trainer: Trainer,
+def make_passes(
+    operation: str,
+    net: Any,
+    loss: Any,
+    compiled: Any,
     *,
-    split_f: SplitFunction = split_batch,
-    ignore_stale_grad: bool = False,
-    micro_steps: int = 1,
-    compiled: str = "on",
-) -> TrainStep:
-    """Return a function `step(X, y)` that does what `train_batch` does, with compiled passes.
-
-    A compiled pass takes two calls of MXNet's C interface for each device, whatever the number of layers. So the host can keep
-    more devices busy. Weights, running statistics and random numbers are those of `train_batch` with a network hybridized with
-    `static_alloc=True, static_shape=True`, bit for bit. Weights may be set, loaded, frozen and thawed between steps.
+    trainer: Optional[Trainer] = None,
+    kept: Optional[Kept] = None,
+) -> Passes:
+    """Return the passes of a network: its own if it spans devices, otherwise recorded or compiled ones.
 
     Parameters
     ----------
-    net : gluon.HybridBlock
-        Hybridized or not. Its Python code runs once for each form of data, as with `hybridize()`.
-    loss : gluon.HybridBlock
-        A loss of `gluon.loss`, for example.
-    trainer, split_f, ignore_stale_grad, micro_steps
-        As for `train_batch`.
     compiled : str
-        `"on"` raises at the first batch if the passes cannot be compiled. `"auto"` records such passes as `train_batch` does, and
-        logs the reason at level DEBUG; it compiles only a network and a loss that are hybridized, or a loss of `gluon.loss`.
-        `"off"` records all.
-
-    Returns
-    -------
-    callable (X, y) -> Batch
+        One of `MODES`.
+    trainer : Trainer, optional
+        None for forward passes that no backward pass follows.
+    kept : dict, optional
+        The passes of earlier calls, which serve again if they have the same network and loss: tracing and binding them again
+        would take as long as some steps.
 
     Raises
     ------
     TrainerError
-        An argument is invalid; or, in a step, the passes cannot be compiled. Nothing was changed.
-
-    Examples
-    --------
-    >>> net = gluon.nn.Dense(1, in_units=2, use_bias=False)
-    >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
-    >>> step = compile_step(net, gluon.loss.L2Loss(), Trainer(net, "sgd", {"learning_rate": 0.5}))
-    >>> batch = step(mx.nd.array([[1, 0], [0, 1]]), mx.nd.zeros(2))
-    >>> net.weight.data(mx.cpu(1)).asnumpy().tolist()
-    [[0.75, 0.75]]
+        The mode is none of these, or a network on several devices must be compiled as one graph.
     """
-    make = passes_of(check_mode("compile_step", compiled))
-    check_one_graph("compile_step", net, compiled)
-    return make_step("compile_step", net, loss, trainer, split_f, ignore_stale_grad, micro_steps, make)
+    one_of(operation, "compiled", compiled, MODES, advice="'auto' compiles where it can.")
+    trains = trainer is not None
+    if spans_devices(net):
+        if compiled == "on":
+            raise refusal(operation, "Pipeline", "compiled='on'")
+        own: Passes = net.make_passes(loss, trainer=trainer)
+        return own
+    if compiled == "off":
+        return Passes(net, loss, trains=trains)
+    known = None if kept is None else kept.get(trains)
+    if isinstance(known, CompiledPasses) and known.is_of(net, loss, compiled):
+        return known
+    made = CompiledPasses(net, loss, trains=trains, mode=compiled)
+    if kept is not None:
+        kept[trains] = made
+    return made

@@ -4,23 +4,54 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
-import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd, gluon
 
-from ..checks import OF_WRONG_DATA, flag, is_of_mxnet, reason_of, short
+from ..checks import flag, short
 from ..devices.select import check_contexts
-from ..errors import DeviceError, ShardError, StepError, TrainerError
+from ..errors import ShardError, TrainerError
 from ..nested import is_device_array
 from .batchnorm import run_shards
-from .sharding import gather, split_and_load
+from .passes import call
+from .sharding import split_and_load
 
 Call = Tuple[Tuple[Any, ...], Any]  # positional arguments, and those by name
 
 
-class DataParallelModel:
+class _Parallel:
+    """A network or a loss whose calls split their arrays over the devices; other arguments go to each device."""
+
+    def __init__(self, module: Any, ctx_list: Optional[Sequence[Context]], sync: bool, batch_axis: int) -> None:
+        self._name = type(self).__name__
+        if not callable(module):
+            raise TrainerError(f"{self._name}: got {type(module).__name__}; expected a Block or a function. Pass it itself.")
+        if ctx_list is not None:
+            check_contexts(ctx_list, self._name)
+        self.module, self.ctx_list, self.sync = module, ctx_list, flag(self._name, "sync", sync)
+        self._batch_axis = batch_axis
+
+    def _split(self, data: Call, contexts: Sequence[Context]) -> List[Call]:
+        """Return one call per shard: its part of each array, and all other values unchanged."""
+        arrays = _arrays_of(data)
+        if not arrays:
+            raise ShardError(f"{self._name}: got no array among the arguments; expected at least one. Pass the batch.")
+        shards = split_and_load(arrays, contexts, self._batch_axis, even_split=False)
+        return [_with_arrays(data, iter(shard)) for shard in shards]
+
+    def _on_each(self, calls: Sequence[Call]) -> List[Any]:
+        tasks = []
+        for shard, (args, named) in enumerate(calls):
+            arrays = _arrays_of((args, named))
+            tasks.append(partial(call, self._name, "module", shard, arrays, None, self.module, *args, **named))
+        return run_shards(self.module, tasks) if isinstance(self.module, gluon.Block) else [task() for task in tasks]
+
+    def __repr__(self) -> str:
+        return f"{self._name}(\n{self.module!r}\non {self.ctx_list})"
+
+
+class DataParallelModel(_Parallel):
     """A network whose calls split their arguments over the devices and return one output per device.
 
     ```
@@ -46,11 +77,6 @@ class DataParallelModel:
         devices would wait for it indefinitely.
     batch_axis : int
         The axis of the examples in the arguments.
-    output_device : mxnet.Context, optional
-        Gather the outputs on this device, as the network returned them, instead of one per device. Gradients flow back through
-        it. It holds the outputs of all devices, and the loss must be computed on it alone.
-    output_axis : int, optional
-        The axis of the examples in gathered outputs; `batch_axis` by default.
 
     Attributes
     ----------
@@ -66,6 +92,7 @@ class DataParallelModel:
 
     Examples
     --------
+    >>> import mxnet as mx
     >>> net = gluon.nn.Dense(1, in_units=2)
     >>> net.initialize(mx.init.One())
     >>> ctx = [mx.cpu(0), mx.cpu(1)]
@@ -90,26 +117,15 @@ class DataParallelModel:
         sync: bool = False,
         *,
         batch_axis: int = 0,
-        output_device: Optional[Context] = None,
-        output_axis: Optional[int] = None,
     ) -> None:
-        if not callable(module) or (ctx_list is not None and not hasattr(module, "collect_params")):
+        if ctx_list is not None and not hasattr(module, "collect_params"):
             raise TrainerError(
                 f"DataParallelModel: got {type(module).__name__} as the network; expected a gluon.Block, or a callable with "
                 "collect_params. Pass the network itself."
             )
-        if ctx_list is not None:
-            check_contexts(ctx_list, "DataParallelModel")
-        if output_device is not None:
-            _check_output_device(output_device, ctx_list)
+        super().__init__(module, ctx_list, sync, batch_axis)
         if ctx_list is not None:
             _move(module, list(ctx_list))
-        self.module = module
-        self.ctx_list = ctx_list
-        self.sync = flag("DataParallelModel", "sync", sync)
-        self._batch_axis = batch_axis
-        self._output_device = output_device
-        self._output_axis = batch_axis if output_axis is None else output_axis
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the network's outputs: a tuple with a tuple for each device that got examples. It does not wait.
@@ -129,32 +145,26 @@ class DataParallelModel:
         """
         if self.ctx_list is None:
             return self.module(*inputs, **kwargs)
-        shards = _split("DataParallelModel", (inputs, kwargs), self.ctx_list, self._batch_axis)
+        shards = self._split((inputs, kwargs), self.ctx_list)
         if self.sync and autograd.is_training() and len(shards) < len(self.ctx_list):
             raise ShardError(
                 f"DataParallelModel: got examples for {len(shards)} of {len(self.ctx_list)} devices with sync=True; "
                 "expected one for each, as SyncBatchNorm waits for all. Leave out the last batch, or use fewer devices."
             )
-        outputs = _on_each("DataParallelModel", self.module, shards, self.ctx_list)
-        if self._output_device is not None:
-            return gather(outputs, self._output_device, self._output_axis)
-        return tuple(_as_tuple(output) for output in outputs)
+        return tuple(map(_as_tuple, self._on_each(shards)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "module":  # not set yet while this object is being copied
             raise AttributeError(f"DataParallelModel: got {name!r}; expected a public attribute. Use that of net.module.")
         return getattr(self.module, name)
 
-    def __repr__(self) -> str:
-        return f"DataParallelModel(\n{self.module!r}\non {self.ctx_list})"
 
-
-class DataParallelCriterion:
+class DataParallelCriterion(_Parallel):
     """A loss that is computed on each device, from the outputs of a `DataParallelModel` and its shard of the labels.
 
     Parameters
     ----------
-    module : callable (*outputs, *labels) -> NDArray
+    module : callable (outputs, ..., labels, ...) -> NDArray
         For example a Gluon loss.
     ctx_list : list of mxnet.Context, optional
         The model's. Without it, calls go to the loss unchanged.
@@ -181,16 +191,7 @@ class DataParallelCriterion:
     def __init__(
         self, module: Callable[..., Any], ctx_list: Optional[Sequence[Context]] = None, sync: bool = False, *, batch_axis: int = 0
     ) -> None:
-        if not callable(module):
-            raise TrainerError(
-                f"DataParallelCriterion: got {type(module).__name__} as the loss; expected a callable. Pass gluon.loss.L2Loss()."
-            )
-        if ctx_list is not None:
-            check_contexts(ctx_list, "DataParallelCriterion")
-        self.module = module
-        self.ctx_list = ctx_list
-        self.sync = flag("DataParallelCriterion", "sync", sync)
-        self._batch_axis = batch_axis
+        super().__init__(module, ctx_list, sync, batch_axis)
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Any:
         """Return the losses, a tuple with one for each device that got examples. It does not wait.
@@ -211,20 +212,19 @@ class DataParallelCriterion:
         """
         if self.ctx_list is None:
             return self.module(inputs, *targets, **kwargs)
-        shards = _split("DataParallelCriterion", (targets, kwargs), self.ctx_list, self._batch_axis)
+        shards = self._split((targets, kwargs), self.ctx_list)
         if not isinstance(inputs, (list, tuple)) or len(inputs) != len(shards):
-            found = f"{len(inputs)} outputs" if isinstance(inputs, (list, tuple)) else type(inputs).__name__
             raise ShardError(
-                f"DataParallelCriterion: got {found} and labels for {len(shards)} devices; expected a list of as many. "
-                "Pass the result of DataParallelModel for the same batch."
+                f"DataParallelCriterion: got outputs {short(inputs)} and labels for {len(shards)} devices; expected a list of as "
+                "many. Pass the result of DataParallelModel for the same batch."
             )
-        calls = [((*_as_arguments(output), *args), named) for output, (args, named) in zip(inputs, shards)]
-        losses = _on_each("DataParallelCriterion", self.module, calls, self.ctx_list)
+        calls = []
+        for output, (args, named) in zip(inputs, shards):
+            own = output if isinstance(output, (list, tuple)) else (output,)
+            calls.append(((*own, *args), named))
+        losses = self._on_each(calls)
         # If a loss returns several, GluonCV returns them on one device, and one tuple per device on more.
         return _as_tuple(losses[0]) if len(self.ctx_list) == 1 else tuple(losses)
-
-    def __repr__(self) -> str:
-        return f"DataParallelCriterion(\n{self.module!r}\non {self.ctx_list})"
 
 
 def _move(module: Any, contexts: List[Context]) -> None:
@@ -242,18 +242,7 @@ def _move(module: Any, contexts: List[Context]) -> None:
         module.apply(lambda block: block._clear_cached_op() if isinstance(block, gluon.HybridBlock) else None)
 
 
-def _split(operation: str, data: Call, contexts: Sequence[Context], batch_axis: int) -> List[Call]:
-    """Return one call per shard: its part of each array, and all other values unchanged."""
-    arrays: List[Any] = []
-    _map_arrays(arrays.append, data)
-    if not arrays:
-        raise ShardError(f"{operation}: got no array among the arguments; expected at least one. Pass the batch.")
-    shards = split_and_load(arrays, contexts, batch_axis, even_split=False)
-    return [_with_arrays(data, shard) for shard in shards]
-
-
-def _with_arrays(data: Any, arrays: Sequence[Any]) -> Any:
-    rest = iter(arrays)
+def _with_arrays(data: Any, rest: Iterator[Any]) -> Any:
     return _map_arrays(lambda _: next(rest), data)
 
 
@@ -271,25 +260,10 @@ def _map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
     return data
 
 
-def _on_each(operation: str, module: Any, shards: Sequence[Call], contexts: Sequence[Context]) -> List[Any]:
-    def on(shard: int) -> Any:
-        args, named = shards[shard]
-        try:
-            return module(*args, **named)
-        except (mx.MXNetError, *OF_WRONG_DATA) as error:
-            if not is_of_mxnet(error):
-                raise
-            arrays: List[Any] = []
-            _map_arrays(arrays.append, (args, named))
-            raise StepError(
-                f"{operation}: got an error of {type(module).__name__} for shard {shard} on {contexts[shard]}, "
-                f"shapes {short([tuple(array.shape) for array in arrays])}: "
-                f"{reason_of(error)}; expected data of a shape and dtype that it accepts. "
-                "Try it on one device, with one example."
-            ) from error
-
-    tasks = [partial(on, shard) for shard in range(len(shards))]
-    return run_shards(module, tasks) if isinstance(module, gluon.Block) else [task() for task in tasks]
+def _arrays_of(data: Any) -> List[Any]:
+    found: List[Any] = []
+    _map_arrays(found.append, data)
+    return found
 
 
 def _as_tuple(output: Any) -> Any:
@@ -297,15 +271,3 @@ def _as_tuple(output: Any) -> Any:
     if is_device_array(output):
         return (output,)
     return tuple(output) if isinstance(output, list) else output
-
-
-def _as_arguments(output: Any) -> Sequence[Any]:
-    return output if isinstance(output, (list, tuple)) else (output,)
-
-
-def _check_output_device(output_device: Context, contexts: Optional[Sequence[Context]]) -> None:
-    check_contexts([output_device], "DataParallelModel")
-    if contexts is None:
-        raise DeviceError(
-            f"DataParallelModel: got output_device={output_device} without devices; expected both. Pass ctx_list as well."
-        )

@@ -37,21 +37,24 @@ class Graph:
     params : dict of str to gluon.Parameter
         The parameters and running statistics that it uses.
     has_loss : bool
-    recurrent : list of (str, str)
-        The names of the output and of the parameters of each of MXNet's recurrent operators.
+    is_recurrent : bool
+        Whether it has one of MXNet's recurrent operators.
     draws : bool
         Whether an operator may draw random numbers, as Dropout does.
     bulk_sizes : dict
         The options of the network's `hybridize` that say how many operators become one operation of the engine.
+    is_plain : bool
+        Whether its inputs are the features and the label as they come, one array each, and its output is one array.
     """
 
     symbol: Any
     inputs: List[str]
     params: Dict[str, gluon.Parameter]
     has_loss: bool
-    recurrent: List[Tuple[str, str]]
+    is_recurrent: bool
     draws: bool
     bulk_sizes: Dict[str, Any]
+    is_plain: bool
     _form: Any
 
     def outputs(self, arrays: Sequence[Array]) -> Any:
@@ -107,6 +110,11 @@ def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
         if not is_device_array(array) or array.stype != "default":
             raise NotCompilableError(f"the data hold {short(array)}; expected dense MXNet arrays")
     return arrays
+
+
+def nesting_of(data: Any) -> Any:
+    """Return what two shards of the same nesting have in common."""
+    return None if is_device_array(data) or data is None else tuple(path for path, _ in leaves(data))
 
 
 def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
@@ -167,13 +175,10 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
     draws = any(map(may_draw, nodes))
-    recurrent = [(_name_of(node), _name_of(nodes[node["inputs"][1][0]])) for node in nodes if node["op"] in _RECURRENT]
-    return Graph(group, names, used, loss is not None, recurrent, draws, bulk_sizes, net._out_format)
-
-
-def _name_of(node: Dict[str, Any]) -> str:
-    """Return the name that a graph gives to the first output of a node."""
-    return str(node["name"]) + "_output" * (node["op"] != "null")
+    is_recurrent = not _RECURRENT.isdisjoint(operators)
+    is_plain = not hasattr(net, "graph_inputs") and all(map(is_device_array, arguments)) and net._out_format == 0
+    is_plain = is_plain and (loss is None or is_device_array(y))
+    return Graph(group, names, used, loss is not None, is_recurrent, draws, bulk_sizes, is_plain, net._out_format)
 
 
 _RECURRENT = {"RNN", "_npx_rnn"}

@@ -84,9 +84,8 @@ def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
             )
         return features_of(batch), _one(batch.label)
     if not isinstance(item, (list, tuple)) or len(item) != 2:
-        found = f"{type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (list, tuple)) else "")
         raise TrainerError(
-            f"{operation}: got {found} from the data iterator; expected pairs (X, y). Nest several inputs: ((X1, X2), y)."
+            f"{operation}: got {short(item)} from the data iterator; expected pairs (X, y). Nest several inputs: ((X1, X2), y)."
         )
     return item[0], item[1]
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from itertools import count
+from typing import Any, List, NoReturn, Optional, Sequence, Tuple
 
-import numpy as np
+import mxnet as mx
 from mxnet import MXNetError, autograd, gluon
 
 from ..checks import OF_WRONG_DATA, explaining, is_of_mxnet, reason_of, short
 from ..distributed import process_shard
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
-from ..runtime.mxnet2 import children
-from ..trainer.freshness import history
+from ..trainer.gradients import empty_pass, one_pass
 from ..trainer.running_stats import note_examples
 from ..trainer.trainer import Trainer
 from .batchnorm import run_shards
-
-_OF_INTEGERS = re.compile(r"expected u?int\d+, got float|expected float\d+, got u?int")
 
 
 class Passes:
@@ -35,18 +31,17 @@ class Passes:
 
     Attributes
     ----------
-    running_stats : list of gluon.Parameter, optional
-        Those of the network, if the passes know them.
     adds : bool
         Whether there are several backward passes for each device, whose gradients add up.
     is_compiled : bool
         Whether the latest passes ran as one graph, which writes all gradients.
     draws : bool or None
         Whether they may draw random numbers; None if it is unknown.
+    notes_examples : bool
+        Whether they count the examples of each device for BatchNorm's running statistics themselves.
     """
 
-    running_stats: Optional[List[gluon.Parameter]] = None
-    adds = is_compiled = False
+    adds = is_compiled = notes_examples = False
     draws: Optional[bool] = None
 
     def __init__(self, net: gluon.Block, loss: Any, *, trains: bool) -> None:
@@ -56,11 +51,11 @@ class Passes:
         """Return the number of the virtual shard of each result, None if there is one shard for each device."""
         return None
 
-    def arrange(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
+    def arrange(self, operation: str, Xs: List[Any], ys: List[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
         """Return the shards of a batch as `forward` takes them."""
-        return list(Xs), list(ys)
+        return Xs, ys
 
-    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
+    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
         """Return every shard's output, and its losses if there is a loss. It does not wait.
 
         Parameters
@@ -69,6 +64,8 @@ class Passes:
             The caller's name, for errors.
         Xs, ys : sequence
             One shard per device.
+        plan : Plan, optional
+            That of the batch.
 
         Raises
         ------
@@ -76,26 +73,19 @@ class Passes:
             The network or the loss rejects a shard.
         """
         with autograd.record() if self._trains else autograd.pause(train_mode=False):
-            return self._forward(operation, Xs, ys)
+            shards = list(zip(count(), Xs, ys))
+            outputs = run_shards(
+                self._net, [partial(call, operation, "network", *shard, self._net, shard[1]) for shard in shards]
+            )
+            losses: List[Array] = []
+            if self._loss is not None:
+                for output, shard in zip(outputs, shards):
+                    losses.append(call(operation, "loss", *shard, self._loss, output, shard[2]))
+        return outputs, losses
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Compute the gradients of the losses that the latest forward pass has returned, in one pass over all devices."""
-        backward(trainer.scale(losses) if losses else [])
-
-    def _forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
-        net, loss = self._net, self._loss
-
-        def through(shard: int) -> Any:
-            with naming(operation, "network", shard, Xs[shard], ys[shard], net):
-                return net(Xs[shard])
-
-        outputs = run_shards(net, [partial(through, shard) for shard in range(len(Xs))])
-        losses: List[Array] = []
-        for shard, (output, y) in enumerate(zip(outputs, ys)):
-            if loss is not None:
-                with naming(operation, "loss", shard, Xs[shard], y, net):
-                    losses.append(loss(output, y))
-        return outputs, losses
+        run_backward(trainer.scale(losses) if losses else [])
 
 
 def backward(losses: Sequence[Array]) -> None:
@@ -113,61 +103,68 @@ def backward(losses: Sequence[Array]) -> None:
     TrainerError
         The losses are not a list of arrays.
     """
-    if isinstance(losses, list) and not losses and process_shard()[1] > 1:  # a small batch has no examples for this process
-        history.note_empty()
+    if isinstance(losses, list) and not losses and process_shard()[1] > 1:
+        run_backward([])
         return
     if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
-            f"backward: got {_kinds(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
+            f"backward: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
         )
-    note_examples(losses)
+    note_examples((loss.context, (*loss.shape, 1)[0]) for loss in losses)
+    run_backward(losses)
+
+
+def run_backward(losses: Sequence[Array]) -> None:
+    """Do what `backward` does, with losses that were checked and whose examples were counted."""
+    if not losses:  # a small batch has no examples for this process
+        empty_pass()
+        return
     expected = "losses that were recorded, each once"
     advice = "Compute them inside autograd.record(), and call backward() once."
-    with explaining("backward", "an error", expected, advice=advice), history.single_call():
-        autograd.backward(list(losses))
+    with explaining("backward", "an error", expected, advice=advice), one_pass():
+        if WaitingPass.is_needed:
+            WaitingPass.run(losses)
+        else:
+            autograd.backward(list(losses))
 
 
-@contextmanager
-def naming(operation: str, what: str, shard: int, X: Any, y: Any, net: Any) -> Iterator[None]:
-    """Name the shard, its device, shapes and dtypes in MXNet's errors."""
+class WaitingPass:
+    """Backward passes that wait for the devices, as blocks of `recompute` must have read their weights before an update."""
+
+    is_needed = is_running = False  # whether there are such blocks; whether such a pass runs
+    error: Optional[Exception] = None  # of a block, in a thread of MXNet
+
+    @classmethod
+    def run(cls, losses: Sequence[Array]) -> None:
+        """Compute the gradients, and wait for them."""
+        mx.nd.waitall()  # another pass may not have ended
+        cls.is_running, cls.error = True, None
+        try:
+            autograd.backward(list(losses))
+            mx.nd.waitall()
+        except MXNetError as error:
+            raise cls.error or error from error
+        finally:
+            cls.is_running = False
+
+
+def call(operation: str, what: str, shard: int, X: Any, y: Any, function: Any, *args: Any, **named: Any) -> Any:
+    """Call a function, and name the shard, its device, shapes and dtypes in MXNet's errors."""
     try:
-        yield
+        return function(*args, **named)
     except (MXNetError, *OF_WRONG_DATA) as error:
-        if not is_of_mxnet(error):
-            raise
-        found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
-        places = ", ".join(sorted({str(leaf.context) for leaf in found}))
-        shapes = short([tuple(leaf.shape) for leaf in found])
-        reason = reason_of(error)
-        raise StepError(
-            f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason}; "
-            f"expected data of a shape and dtype that it accepts. {_advice(found, net, reason)}"
-        ) from error
+        raise_named(error, operation, what, shard, X, y)
 
 
-def dtype_of(net: Any) -> str:
-    """Return the dtype of a network's first parameter, "" if it has no parameter."""
-    if not isinstance(net, gluon.Block):
-        return ""
-    for param in net._reg_params.values():
-        return np.dtype(param.dtype).name
-    return next((name for name in map(dtype_of, children(net)) if name), "")
-
-
-def _advice(found: Sequence[Array], net: Any, reason: str) -> str:
-    """Return advice for data that a network or a loss does not accept."""
-    dtypes, own = {np.dtype(leaf.dtype).name for leaf in found}, dtype_of(net)
-    if "bool" in dtypes:
-        return "Few operators take bool: cast it with astype('float32'), or 'int32'."
-    if own.startswith("float") and own not in dtypes and any(dtype.startswith("float") for dtype in dtypes):
-        return f"The network is of {own}: pass split_f=functools.partial(split_batch, dtype={own!r})."
-    if own.startswith("float") and _OF_INTEGERS.search(reason):
-        return f"The network is of {own}: cast its data with astype({own!r})."
-    return "Try it on one device, with one example."
-
-
-def _kinds(losses: Any) -> str:
-    if isinstance(losses, (list, tuple)):
-        return f"a {type(losses).__name__} of {sorted({type(loss).__name__ for loss in losses})}" if losses else f"{losses!r}"
-    return type(losses).__name__
+def raise_named(error: Exception, operation: str, what: str, shard: int, X: Any, y: Any) -> NoReturn:
+    """Raise an error of MXNet's again, with the shard, its device, shapes and dtypes; others as they are."""
+    if not is_of_mxnet(error):
+        raise error
+    found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
+    places = ", ".join(sorted({str(leaf.context) for leaf in found}))
+    shapes = short([tuple(leaf.shape) for leaf in found])
+    raise StepError(
+        f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; "
+        "expected data of a shape and dtype that it accepts. Cast them with astype(), or try one example on one device."
+    ) from error

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ..checks import explaining, flag, instance, is_whole, short, whole_number
+from ..checks import explaining, flag, is_whole, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import process_shard
 from ..errors import ShardError
-from ..nested import Array, Fields, is_device_array, leaves, map_leaves
-from ..trainer.freshness import history
+from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves
+from ..trainer.gradients import note_idle
+from .prepared import Place, Slices, new_array_at_once
 from .transfer import on_device
 
 # A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
@@ -26,6 +26,25 @@ _MOST_SHARDS = 2**16  # no machine has more devices
 _MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
 
 Bounds = Tuple[int, int]  # [begin, end) along the batch axis
+Leaf = Tuple[str, Array, Any]  # an array of nested data: its path, the array, and its batch axis
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """How batches are divided: the arguments of `split_and_load`, and others.
+
+    Attributes
+    ----------
+    virtual : int
+        So many shards for each device, in their order, each in memory of its own: operators may round differently in a part of
+        another array. 0: one.
+    """
+
+    batch_axis: Any = 0
+    even_split: bool = False
+    weights: Optional[Sequence[float]] = None
+    dtype: Optional[str] = None
+    virtual: int = 0
 
 
 def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[float]] = None) -> List[int]:
@@ -66,14 +85,12 @@ def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[f
         return [each + (i < extra) for i in range(num_shards)]
     try:
         numbers = [float(weight) for weight in weights]
+        total = sum(numbers)
     except Exception:  # whatever an object's own code raises
-        raise ShardError(
-            f"plan_shards: got weights {short(weights)}; expected one number for each shard. Pass the devices' speeds."
-        ) from None
-    total = sum(numbers)
+        numbers, total = [], 0.0
     if len(numbers) != num_shards or not 0 < total < math.inf or any(not number >= 0 for number in numbers):
         raise ShardError(
-            f"plan_shards: got weights {short(numbers)} for {num_shards} shards; expected one finite number of 0 or more "
+            f"plan_shards: got weights {short(weights)} for {num_shards} shards; expected one finite number of 0 or more "
             "for each, not all 0. Pass the devices' speeds."
         )
     quotas = [num_examples * number / total for number in numbers]
@@ -123,7 +140,7 @@ def split_data(
     found = _leaves(data, batch_axis)
     if weights is None and not even_split:
         num_slice = min(num_slice, _batch_size("split_data", found))  # the others would be empty
-    bounds = _plan("split_data", found, num_slice, batch_axis, even_split, weights)
+    bounds = _plan("split_data", found, num_slice, SplitOptions(batch_axis, even_split, weights))
     return [_like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) for begin, end in bounds if end > begin]
 
 
@@ -178,7 +195,8 @@ def split_and_load(
 
     Source: the signature is that of `mxnet.gluon.utils.split_and_load`.
     """
-    return _split("split_and_load", data, ctx_list, batch_axis, even_split, weights, dtype)
+    options = SplitOptions(batch_axis, even_split, weights, dtype)
+    return SplitPlan("split_and_load", data, ctx_list, options).shards(data)
 
 
 def split_batch(
@@ -210,34 +228,8 @@ def split_batch(
 
     Source: the signature is that of d2l, chapter "Training on Multiple GPUs".
     """
-    shards = _split("split_batch", Fields((X, y)), devices, batch_axis, even_split, weights, dtype)
-    return [shard[0] for shard in shards], [shard[1] for shard in shards]
-
-
-def split_batch_multi_inputs(
-    X: Sequence[Any], y: Any, devices: Sequence[Context], *, batch_axis: Any = 0, dtype: Optional[str] = None
-) -> Tuple[List[Any], List[Any]]:
-    """Return the shards of several features, one tuple per device, and of their label.
-
-    Parameters
-    ----------
-    X : sequence of arrays, shapes (B, ...)
-    y : array, shape (B, ...)
-    devices : list of mxnet.Context
-
-    Examples
-    --------
-    >>> X = [mx.nd.ones((3, 2)), mx.nd.zeros((3, 4))]
-    >>> Xs, ys = split_batch_multi_inputs(X, mx.nd.arange(3), [mx.cpu(0), mx.cpu(1)])
-    >>> [[x.shape for x in features] for features in Xs]
-    [[(2, 2), (2, 4)], [(1, 2), (1, 4)]]
-
-    Source: the signature is that of d2l, chapter "Natural Language Inference: Using Attention".
-    """
-    advice = "Pass [X1, X2], for example."
-    instance("split_batch_multi_inputs", "X", X, (list, tuple), "a list of arrays", advice=advice, error=ShardError)
-    shards = _split("split_batch_multi_inputs", Fields((Fields(X), y)), devices, batch_axis, False, None, dtype)
-    return [tuple(shard[0]) for shard in shards], [shard[1] for shard in shards]
+    options = SplitOptions(batch_axis, even_split, weights, dtype)
+    return SplitPlan("split_batch", Fields((X, y)), devices, options).pair(X, y)
 
 
 def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any = 0) -> Any:
@@ -274,70 +266,80 @@ def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any
     return map_leaves(lambda path, _, axis: _concatenate(path, next(parts), ctx, axis), shards[0], batch_axis, path="shard")
 
 
-def _split(
-    operation: str,
-    data: Any,
-    contexts: Sequence[Context],
-    batch_axis: Any,
-    even_split: bool,
-    weights: Optional[Sequence[float]],
-    dtype: Optional[str],
-) -> List[Any]:
-    check_contexts(contexts, operation)
-    _check_dtype(operation, dtype)
-    flag(operation, "even_split", even_split, error=ShardError)
-    found = _leaves(data, batch_axis)
-    bounds = _bounds_here(operation, found, len(contexts), batch_axis, even_split, weights)
-
-    def shard(begin: int, end: int, ctx: Context) -> Any:
-        parts = [_load(operation, path, _slice_leaf(leaf, begin, end, axis), ctx, dtype) for path, leaf, axis in found]
-        return _like(data, parts)
-
-    shards = [shard(begin, end, context) for (begin, end), context in zip(bounds, contexts) if end > begin]
-    if not shards and process_shard()[1] > 1:
-        history.note_empty(is_pass=False)
-    return shards
-
-
-def split_shards(
-    data: Any, contexts: Sequence[Context], num_shards: int, batch_axis: Any = 0, *, dtype: Optional[str] = None
-) -> List[Any]:
-    """Return this process's shards of a batch that is cut into the same number of shards on any number of devices.
-
-    Each device gets as many, in their order, in memory of its own: operators may round differently in a part of another array.
+class SplitPlan:
+    """How batches of one form are divided: which part goes to which device is decided once.
 
     Parameters
     ----------
-    data, batch_axis, dtype
+    operation : str
+        For errors.
+    data, contexts
         As for `split_and_load`.
-    contexts : sequence of mxnet.Context
-    num_shards : int
-        Over all processes, a multiple of their devices. Shards without examples are left out: the last ones.
+    options : SplitOptions
+    is_prepared : bool
+        Prepare the calls of MXNet, for more batches than this one. They do not wait for the devices: bound their number.
 
-    Examples
-    --------
-    >>> [shard.shape for shard in split_shards(mx.nd.ones((6, 3)), [mx.cpu(0), mx.cpu(1)], 4)]
-    [(2, 3), (2, 3), (1, 3), (1, 3)]
+    Attributes
+    ----------
+    num_examples : int
+        Over all processes that share the batch.
+    places : list of (int, int, Context)
+        The shards of this process that hold examples: their bounds along the batch axis, and their devices.
     """
-    check_contexts(contexts, "split_batch")
-    found = _leaves(data, batch_axis)
-    rank, num_processes = process_shard()
-    bounds = _plan("split_batch", found, num_shards, batch_axis, False, None)
-    here = num_shards // num_processes
-    shards = []
-    for place, (begin, end) in enumerate(bounds[rank * here : (rank + 1) * here]):
-        if end == begin:
-            continue
-        context = contexts[place // (here // len(contexts))]
-        parts = []
-        for path, leaf, axis in found:
-            part = _slice_leaf(leaf, begin, end, axis)
-            loaded = _load("split_batch", path, part, context, dtype)
-            parts.append(loaded.copy() if loaded is part and is_device_array(leaf) else loaded)
-        shards.append(_like(data, parts))
-    if not shards and num_processes > 1:
-        history.note_empty(is_pass=False)
-    return shards
+
+    def __init__(
+        self, operation: str, data: Any, contexts: Sequence[Context], options: SplitOptions, *, is_prepared: bool = False
+    ) -> None:
+        check_contexts(contexts, operation)
+        _check_dtype(operation, options.dtype)
+        flag(operation, "even_split", options.even_split, error=ShardError)
+        found = _leaves(data, options.batch_axis)
+        each = options.virtual or 1
+        bounds = _bounds_here(operation, found, each * len(contexts), options)
+        self.places = [(*pair, contexts[i // each]) for i, pair in enumerate(bounds) if pair[1] > pair[0]]
+        self.num_examples = _batch_size(operation, found)
+        self._idle = frozenset(contexts) - {context for _, _, context in self.places}
+        self._loads = [_loads(operation, *one, self.places, options, is_prepared) for one in found]
+        self._is_flat = type(data) in (tuple, Fields) and all(isinstance(one, (mx.nd.NDArray, np.ndarray)) for one in data)
+
+    def shards(self, data: Any) -> List[Any]:
+        """Return the shards of a batch of this form, in its nesting."""
+        return [_like(data, parts) for parts in zip(*self._columns(data))]
+
+    def pair(self, X: Any, y: Any) -> Tuple[List[Any], List[Any]]:
+        """Return the shards of features and of labels."""
+        data = Fields((X, y))
+        if self._is_flat:
+            Xs, ys = self._columns(data)
+            return Xs, ys
+        shards = self.shards(data)
+        return [shard[0] for shard in shards], [shard[1] for shard in shards]
+
+    def _columns(self, data: Any) -> List[List[Array]]:
+        note_idle(self._idle)
+        arrays = data if self._is_flat else [leaf for _, leaf in leaves(data)]
+        return [load(leaf) for load, leaf in zip(self._loads, arrays)]
+
+
+def _loads(
+    operation: str, path: str, leaf: Array, axis: int, places: List[Place], options: SplitOptions, is_prepared: bool
+) -> Callable[[Array], List[Array]]:
+    """Return a function that returns the parts of such an array, each on its device."""
+    is_array = isinstance(leaf, (np.ndarray, mx.nd.NDArray))
+    dtype = options.dtype
+    if is_prepared and is_array and not (options.virtual and is_device_array(leaf)) and axis % len(leaf.shape) == 0:
+        wanted = dtype or (leaf.dtype if is_device_array(leaf) else _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype))
+        if Slices.can(leaf, places, wanted):
+            return Slices(leaf, places, wanted).parts
+
+    make = new_array_at_once if is_prepared else new_array
+
+    def part(leaf: Array, begin: int, end: int, context: Context) -> Array:
+        found = _slice_leaf(leaf, begin, end, axis)
+        loaded = _load(operation, path, found, context, dtype, make)
+        return loaded.copy() if options.virtual and loaded is found else loaded
+
+    return lambda leaf: [part(leaf, *place) for place in places]
 
 
 def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
@@ -345,63 +347,47 @@ def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
     return _batch_size(operation, _leaves(data, batch_axis))
 
 
-def part_of_process(data: Any, num_devices: int, batch_axis: Any = 0, weights: Optional[Sequence[float]] = None) -> Any:
+def part_of_process(data: Any, num_shards: int, options: SplitOptions) -> Any:
     """Return this process's part of a batch, on the batch's own device; None if a split gives this process no examples."""
-    found = _leaves(data, batch_axis)
-    bounds = _bounds_here("split_batch", found, num_devices, batch_axis, False, weights)
+    found = _leaves(data, options.batch_axis)
+    bounds = _bounds_here("split_batch", found, num_shards, options)
     begin, end = bounds[0][0], bounds[-1][1]
     return _like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) if end > begin else None
 
 
-def _bounds_here(
-    operation: str,
-    found: Sequence[Tuple[str, Array, Any]],
-    num_devices: int,
-    batch_axis: Any,
-    even_split: bool,
-    weights: Optional[Sequence[float]],
-) -> List[Bounds]:
-    """Return the bounds of the shards of this process's devices, of a batch that all processes share."""
+def _bounds_here(operation: str, found: Sequence[Leaf], num_shards: int, options: SplitOptions) -> List[Bounds]:
+    """Return the bounds of the shards of this process, of a batch that all processes share."""
     rank, num_processes = process_shard()
-    all_weights = weights if weights is None or num_processes == 1 else list(weights) * num_processes
-    bounds = _plan(operation, found, num_devices * num_processes, batch_axis, even_split, all_weights)
-    return bounds[rank * num_devices : (rank + 1) * num_devices]
+    if num_processes > 1 and options.weights is not None:
+        options = replace(options, weights=list(options.weights) * num_processes)
+    bounds = _plan(operation, found, num_shards * num_processes, options)
+    return bounds[rank * num_shards : (rank + 1) * num_shards]
 
 
-def _leaves(data: Any, batch_axis: Any) -> List[Tuple[str, Array, Any]]:
-    """Return every leaf's path, the leaf, and its batch axis."""
-    found: List[Tuple[str, Array, Any]] = []
+def _leaves(data: Any, batch_axis: Any) -> List[Leaf]:
+    found: List[Leaf] = []
     map_leaves(lambda path, leaf, axis: found.append((path, leaf, axis)), data, batch_axis)
     return found
 
 
 def _like(data: Any, parts: Sequence[Array]) -> Any:
     """Return data of this form with these leaves."""
-    if type(data) in (tuple, Fields) and all(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in data):
-        return tuple(parts)  # as below, but faster, for the usual (X, y)
     rest = iter(parts)
     return map_leaves(lambda path, leaf: next(rest), data)
 
 
-def _plan(
-    operation: str,
-    found: Sequence[Tuple[str, Array, Any]],
-    num_shards: int,
-    batch_axis: Any,
-    even_split: bool,
-    weights: Optional[Sequence[float]],
-) -> List[Bounds]:
+def _plan(operation: str, found: Sequence[Leaf], num_shards: int, options: SplitOptions) -> List[Bounds]:
     num_examples = _batch_size(operation, found)
-    if even_split and weights is None and num_examples % num_shards:
+    if options.even_split and options.weights is None and num_examples % num_shards:
         raise ShardError(
-            f"{operation}: got a batch of {num_examples} along axis {batch_axis} for {num_shards} devices with "
+            f"{operation}: got a batch of {num_examples} along axis {options.batch_axis} for {num_shards} devices with "
             f"even_split=True; expected a multiple of {num_shards}. Pass even_split=False."
         )
-    ends = list(accumulate(plan_shards(num_examples, num_shards, weights)))
+    ends = list(accumulate(plan_shards(num_examples, num_shards, options.weights)))
     return list(zip([0] + ends[:-1], ends))
 
 
-def _batch_size(operation: str, found: Sequence[Tuple[str, Array, Any]]) -> int:
+def _batch_size(operation: str, found: Sequence[Leaf]) -> int:
     sizes = [(path, _length(operation, path, leaf, axis)) for path, leaf, axis in found]
     if not sizes:
         raise ShardError(f"{operation}: got no array in the batch; expected at least one. Pass the features and labels.")
@@ -431,7 +417,7 @@ def _shape(operation: str, path: str, leaf: Array) -> Tuple[int, ...]:
     if is_device_array(leaf):
         return tuple(leaf.shape)
     try:
-        return np.asarray(leaf).shape if isinstance(leaf, (list, tuple)) else np.shape(leaf)
+        return host_array(leaf).shape if isinstance(leaf, (list, tuple)) else np.shape(leaf)
     except ValueError:  # rows of unequal length
         raise ShardError(
             f"{operation}: got {path}, a {type(leaf).__name__} of rows of unequal length; expected an array. Pad the rows."
@@ -460,15 +446,21 @@ def _slice_leaf(leaf: Array, begin: int, end: int, axis: int) -> Array:
     return array[(slice(None),) * (axis % len(shape)) + (slice(begin, end),)]
 
 
-def _load(operation: str, path: str, leaf: Array, ctx: Context, dtype: Optional[str]) -> Array:
-    if dtype is None and _floats.get() and np.dtype(leaf.dtype).kind == "f":
-        dtype = _floats.get()
+def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
+    """Return a NumPy array as a new MXNet array of the current mode."""
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    return array(data, ctx=ctx, dtype=dtype)
+
+
+def _load(
+    operation: str, path: str, leaf: Array, ctx: Context, dtype: Optional[str], make: Callable[..., Array] = new_array
+) -> Array:
     if is_device_array(leaf):
         loaded = on_device(leaf, ctx)
         return loaded if dtype is None else loaded.astype(dtype, copy=False)
     try:
         wanted = np.dtype(dtype or _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype))
-        return _loader.get()(leaf, ctx, wanted)
+        return make(leaf, ctx, wanted)
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
             f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Pass "
@@ -476,63 +468,26 @@ def _load(operation: str, path: str, leaf: Array, ctx: Context, dtype: Optional[
         ) from error
 
 
-def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
-    """Return a NumPy array as a new MXNet array of the current mode."""
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    return array(data, ctx=ctx, dtype=dtype)
-
-
-# The dtype that a split gives to floating point: a network's float64. "": MXNet's arrays keep theirs, NumPy's float64 becomes
-# float32.
-_floats: ContextVar[str] = ContextVar("_floats", default="")
-
-
-@contextmanager
-def floats_as(dtype: str) -> Iterator[None]:
-    """Let the splits in this block cast floating point to this dtype; "" is the default behaviour."""
-    token = _floats.set(dtype)
-    try:
-        yield
-    finally:
-        _floats.reset(token)
-
-
-Loader = Callable[[np.ndarray, Context, np.dtype], Array]
-_loader: ContextVar[Loader] = ContextVar("_loader", default=new_array)
-
-
-@contextmanager
-def loading(loader: Loader) -> Iterator[None]:
-    """Let the splits in this block make their arrays with `loader`, which must return the same as `new_array`."""
-    token = _loader.set(loader)
-    try:
-        yield
-    finally:
-        _loader.reset(token)
-
-
 def _concatenate(path: str, parts: Sequence[Array], ctx: Optional[Context], axis: Any) -> Array:
-    shapes = [_shape("gather", path, part) for part in parts]
     for part in parts:
         _length("gather", path, part, axis)
-    around = [shape[:axis] + shape[axis:][1:] for shape in shapes]
-    if any(shape != around[0] for shape in around):
-        raise ShardError(
-            f"gather: got shapes {short(shapes)} for {path} along batch_axis {axis}; expected equal shapes except for that axis. "
-            "Pass the axis of the examples as batch_axis."
-        )
-    if not any(is_device_array(part) for part in parts):
+    on_host = not any(is_device_array(part) for part in parts)
+    kinds = {(type(part), getattr(part, "dtype", None)) for part in parts}
+    shapes = [_shape("gather", path, part) for part in parts]
+    if len({shape[:axis] + shape[axis:][1:] for shape in shapes}) > 1 or (len(kinds) > 1 and not on_host):
+        raise ShardError(f"gather: got {short(list(parts))} for {path}; expected {_EQUAL}. {_CAST}")
+    if on_host:
         joined = np.concatenate(parts, axis=axis)
         return joined if ctx is None else _load("gather", path, joined, ctx, None)
-    kinds = {(type(part), part.dtype if hasattr(part, "dtype") else None) for part in parts}
-    if len(kinds) > 1:
-        raise ShardError(f"gather: got arrays of different types or dtypes for {path}; expected one. Cast them with astype.")
     target = ctx or parts[0].context
     moved = [part.as_in_context(target) for part in parts]
     if len(moved) == 1:
         return moved[0]
-    expected = "dense arrays of one dtype"
-    with explaining("gather", f"an error for {path}", expected, advice="Cast them with tostype('default').", error=ShardError):
+    with explaining("gather", f"an error for {path}", _EQUAL, advice=_CAST, error=ShardError):
         if isinstance(moved[0], mx.np.ndarray):
             return mx.np.concatenate(moved, axis=axis)
         return mx.nd.concat(*moved, dim=axis)
+
+
+_EQUAL = "dense arrays of one type, one dtype, and one shape except for the batch axis"
+_CAST = "Cast them with astype or tostype('default'), and pass their batch_axis."

@@ -8,17 +8,17 @@ from mxnet import autograd, gluon
 
 from ..checks import check_function
 from ..distributed import group, own_batches
-from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves
-from ..trainer.groups import spans_devices
-from ..trainer.parameters import devices_of
-from ..trainer.running_stats import claim_examples, note_examples_on, running_stats
+from ..refusals import refusal
+from ..trainer.parameters import devices_of, spans_devices
+from ..trainer.running_stats import claim_examples, note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .batchnorm import average_over_processes, sync_running_stats
 from .iterators import as_pair, batches_of, check_iterable
 from .passes import Passes, backward
 from .sharding import split_batch
-from .step import SplitFunction, check_network
+from .splits import SplitFunction
+from .step import check_network
 
 
 def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunction = split_batch) -> None:
@@ -54,16 +54,13 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     check_iterable("update_bn", "data_iter", data_iter)
     check_function("update_bn", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
     if spans_devices(net):
-        raise TrainerError(
-            f"update_bn: got a {type(net).__name__}, which spans devices; expected a whole network on each. Train with data "
-            "parallelism, or leave update_bn out."
-        )
+        raise refusal("update_bn", "Pipeline", "update_bn()")
     stats, trainers = running_stats(net), [param._trainer for param in net.collect_params().values()]
     if not stats:
         return
     trainers = list({id(trainer): trainer for trainer in trainers if isinstance(trainer, Trainer)}.values())
     for trainer in trainers:
-        trainer._check_applied("update_bn")
+        trainer.check_applied("update_bn")
     passes, devices = Passes(net, None, trains=True), devices_of(net)
     reads_own = any(trainer.sharded_data for trainer in trainers)
     for item in batches_of(data_iter):
@@ -74,7 +71,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
             backward([_nothing(output) for output in outputs])
             for y in ys:
                 first = next(leaf for _, leaf in leaves(y))
-                note_examples_on([first.context], first.shape[0] - 1)  # backward has noted one
+                note_examples([(first.context, first.shape[0] - 1)])  # backward has noted one
             claim_examples(stats)
     for trainer in trainers:
         trainer.discard()  # the zeros

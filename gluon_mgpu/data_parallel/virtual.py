@@ -8,65 +8,57 @@ batch ─► 8 virtual shards ─► cpu(0): 0, 1, 2, 3    each: seed, forward, 
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from dataclasses import replace
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd, gluon
 
 from ..distributed import process_shard
-from ..errors import TrainerError
-from ..nested import Array, Fields, is_device_array, map_leaves
+from ..nested import Array, is_device_array, map_leaves
+from ..refusals import refusal
 from ..runtime.engine_push import EngineContext, WrittenWith
-from ..trainer.buffers import Buffer, zero
-from ..trainer.freshness import as_one_call, history
-from ..trainer.running_stats import running_stats
+from ..trainer.gradients import empty_pass, one_pass
+from ..trainer.running_stats import StatsOfParts, running_stats
+from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .passes import Passes
-from .sharding import count_examples, split_batch, split_shards
+from .sharding import SplitPlan, count_examples
+from .splits import BatchSplit, Split
 
 
-class VirtualSplit:
+class VirtualSplit(BatchSplit):
     """Cuts batches into virtual shards, and returns those of this process on its devices.
 
     Parameters
     ----------
-    split_f : callable
-        `split_batch`, or a `functools.partial` of it with a `batch_axis`, along which it cuts.
+    split : Split
+        `split_batch`, with a `batch_axis` or without.
     num_shards : int
         Over all processes; with several micro-steps, parts of virtual shards.
-
-    Attributes
-    ----------
-    keywords : dict
-        As of a `functools.partial`.
-    num_examples, num_leaves : int
-        Examples of the latest batch, and shards that have some, over all processes.
+    operation : str
+        The caller's name, for errors.
 
     Raises
     ------
     TrainerError
-        The function splits in its own way.
+        It splits in another way.
     """
 
-    def __init__(self, split_f: Any, num_shards: int) -> None:
-        options = {name: value for name, value in getattr(split_f, "keywords", {}).items() if value is not None}
-        self.keywords: Dict[str, Any] = {"batch_axis": 0, **options}
-        self.num_shards, self.num_examples, self.num_leaves = num_shards, 0, 0
-        if getattr(split_f, "func", split_f) is not split_batch or set(self.keywords) - {"batch_axis", "dtype"}:
-            raise TrainerError(
-                f"train_batch: got split_f={split_f!r} with virtual_shards; expected split_batch, as virtual shards have equal "
-                "sizes. Pass it, or a functools.partial of it with a batch_axis; leave weights out."
-            )
+    def __init__(self, split: Split, num_shards: int, operation: str) -> None:
+        if not isinstance(split, BatchSplit) or split.varies or split.options.weights is not None or split.options.even_split:
+            raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={split!r}")
+        super().__init__(split.options)
+        self.num_shards = num_shards
 
-    def __call__(self, X: Any, y: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
-        """Return this process's virtual shards of a batch: features and labels."""
-        axis = self.keywords["batch_axis"]
-        axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis, axis)
-        self.num_examples = count_examples("split_batch", y, axes[1])
-        self.num_leaves = min(self.num_shards, self.num_examples)
-        pairs = split_shards(Fields((X, y)), devices, self.num_shards, axes, dtype=self.keywords.get("dtype"))
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    def plan(self, X: Any, y: Any, devices: Sequence[Context]) -> SplitPlan:
+        count_examples("split_batch", y, self.label_axis)
+        self.options = replace(self.options, virtual=self.num_shards // process_shard()[1] // len(devices))
+        return super().plan(X, y, devices)
+
+    def own_part(self, label: Any, num_devices: int) -> Any:
+        return super().own_part(label, self.num_shards // process_shard()[1])
 
 
 class VirtualPasses(Passes):
@@ -76,7 +68,8 @@ class VirtualPasses(Passes):
     ----------
     inner : Passes
         Those of one shard.
-    split : VirtualSplit
+    num_shards : int
+        As of the `VirtualSplit`.
     trainer : Trainer, optional
         Given, the forward passes also queue the backward passes.
     parts : int
@@ -84,16 +77,13 @@ class VirtualPasses(Passes):
     """
 
     def __init__(
-        self, inner: Passes, net: gluon.Block, loss: Any, split: VirtualSplit, trainer: Optional[Trainer] = None, parts: int = 1
+        self, inner: Passes, net: gluon.Block, loss: Any, num_shards: int, trainer: Optional[Trainer] = None, parts: int = 1
     ) -> None:
         super().__init__(net, loss, trains=trainer is not None)
-        self._inner, self._split, self._trainer, self._parts = inner, split, trainer, parts
+        self._inner, self._num_shards, self._trainer, self._parts = inner, num_shards, trainer, parts
         self._statistics: Optional[ShardStatistics] = None
         if is_synchronised(net):
-            raise TrainerError(
-                "virtual_shards: got a BatchNorm that is synchronised over the devices; expected one that normalises each "
-                "virtual shard by itself. Call set_batch_norm(net, 'average')."
-            )
+            raise refusal("train_batch", "virtual_shards", "synchronised BatchNorm")
 
     def shard_numbers(self, count: int) -> Optional[List[int]]:
         """Return the numbers of this process's first virtual shards."""
@@ -102,30 +92,26 @@ class VirtualPasses(Passes):
     @property
     def _first(self) -> int:
         rank, num_processes = process_shard()
-        return rank * (self._split.num_shards // num_processes)
+        return rank * (self._num_shards // num_processes)
 
-    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any]) -> Tuple[List[Any], List[Array]]:
+    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
         """Queue the passes of all virtual shards, with a trainer also their backward passes. Return outputs and losses."""
-        outputs: List[Any] = [None] * len(Xs)
-        losses: List[Any] = [None] * len(Xs)
         if self._trainer is not None:
-            self._train(self._trainer, operation, Xs, ys, outputs, losses)
-            return outputs, losses
-        for place in range(len(Xs)):
-            (outputs[place],), losses[place : place + 1] = self._inner.forward(
-                operation, Xs[place : place + 1], ys[place : place + 1]
-            )
-        return outputs, losses[: len(Xs)] if self._loss is not None else []
+            return self._train(self._trainer, operation, Xs, ys, plan.num_examples)
+        found = [self._inner.forward(operation, [X], [y]) for X, y in zip(Xs, ys)]
+        return [output for (output,), _ in found], [loss for _, losses in found for loss in losses]
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Do nothing: the forward passes have queued the backward passes."""
 
     def _train(
-        self, trainer: Trainer, operation: str, Xs: Sequence[Any], ys: Sequence[Any], outputs: List[Any], losses: List[Any]
-    ) -> None:
-        tree, virtual, contexts = trainer._reduction, trainer._virtual, trainer.contexts
-        assert virtual is not None, "the trainer has virtual shards"
-        buffers = trainer._replicas.current_buffers()
+        self, trainer: Trainer, operation: str, Xs: Sequence[Any], ys: Sequence[Any], num_examples: int
+    ) -> Tuple[List[Any], List[Array]]:
+        outputs: List[Any] = [None] * len(Xs)
+        losses: List[Any] = [None] * len(Xs)
+        tree, virtual, contexts = trainer.tree, trainer.virtual, trainer.contexts
+        assert virtual is not None and tree is not None, "the trainer has virtual shards"
+        buffers = trainer.current_slabs()
         gradients = tree.use(buffers)
         virtual.draw_base()
         if self._statistics is None or not self._statistics.is_of(buffers):
@@ -133,9 +119,9 @@ class VirtualPasses(Passes):
         statistics = self._statistics
         statistics.begin()
         if not Xs:
-            history.note_empty()
-        with as_one_call():
-            for place, replica in _in_turns(len(Xs), self._split.num_shards // process_shard()[1], len(contexts)):
+            empty_pass()
+        with one_pass():
+            for place, replica in _in_turns(len(Xs), self._num_shards // process_shard()[1], len(contexts)):
                 tree.make_room(replica)
                 if self._inner.draws is not False:
                     mx.random.seed(virtual.seed_of(self._first + place), contexts[replica])
@@ -149,10 +135,13 @@ class VirtualPasses(Passes):
                 moved = statistics.take(replica, loss.shape[0] if loss.shape else 1)
                 tree.add(self._first + place, replica, gradients[replica] + moved)
         with autograd.pause():
-            statistics.move(tree.finish(self._split.num_leaves, statistics.like(gradients[0])), self._split.num_examples)
+            num_leaves = min(self._num_shards, num_examples)
+            root = tree.finish(num_leaves, self._num_shards, statistics.like(gradients[0]))
+            statistics.move(root, num_examples)
         if self._inner.draws is not False:  # what a program draws after the batch does not depend on the devices
-            mx.random.seed(virtual.seed_of(self._split.num_shards))
+            mx.random.seed(virtual.seed_of(self._num_shards))
         virtual.batches += 1
+        return outputs, losses
 
 
 class ShardStatistics:
@@ -162,61 +151,48 @@ class ShardStatistics:
     ----------
     net : gluon.Block
     contexts : sequence of mxnet.Context
-    buffers : list of Buffer
+    buffers : list of Slab
         Of its gradients.
     """
 
-    def __init__(self, net: gluon.Block, contexts: Sequence[Context], buffers: List[Buffer]) -> None:
+    def __init__(self, net: gluon.Block, contexts: Sequence[Context], buffers: List[Slab]) -> None:
         self._buffers, self._contexts = buffers, contexts
         self._params = running_stats(net)
         self._data = [param._data for param in self._params]
-        self._arrays = [[param.data(context).as_nd_ndarray() for param in self._params] for context in contexts]
-        self._flat = [[array.reshape((-1,)) for array in arrays] for arrays in self._arrays]
-        ends = [0]
-        for array in self._arrays[0]:
-            ends.append(ends[-1] + array.size)
-        self._bounds = list(zip(ends, ends[1:]))
-        self._before: List[Array] = []
+        self._replicas = [StatsOfParts(self._params, context) for context in contexts] if self._params else []
         self._written: List[WrittenWith] = []
-        for replica, context in enumerate(contexts if self._params else ()):
+        for replica, own in enumerate(self._replicas):
             others = {id(one.bucket or one): one.gradients[replica] for one in buffers}
-            place = EngineContext(context.device_typeid, context.device_id)
-            self._written.append(WrittenWith(self._arrays[replica], list(others.values()), place))
+            place = EngineContext(contexts[replica].device_typeid, contexts[replica].device_id)
+            self._written.append(WrittenWith(own.arrays, list(others.values()), place))
 
-    def is_of(self, buffers: List[Buffer]) -> bool:
+    def is_of(self, buffers: List[Slab]) -> bool:
         """Return whether the gradients and statistics are still in these arrays."""
         return buffers is self._buffers and all(param._data is data for param, data in zip(self._params, self._data))
 
     def begin(self) -> None:
         """Note the values before a batch."""
-        if self._params:
-            self._before = [mx.nd.concat(*flat, dim=0) for flat in self._flat]
+        for own in self._replicas:
+            own.begin()
 
     def take(self, replica: int, num_examples: int) -> List[Array]:
         """Return how far a shard has moved the statistics of its device, times its examples; move them back."""
-        if not self._params:
+        if not self._replicas:
             return []
         with autograd.pause():
             self._written[replica].push()
-            before = self._before[replica]
-            moved = (mx.nd.concat(*self._flat[replica], dim=0) - before) * num_examples
-            self._write(replica, before)
-        return [moved]
+            return [self._replicas[replica].take(num_examples)]
 
     def like(self, gradients: List[Array]) -> List[Array]:
         """Return arrays of the shapes that a shard adds to the tree."""
-        return gradients + self._before[:1] if self._params else gradients
+        return gradients + [own.before for own in self._replicas[:1]]
 
     def move(self, root: List[Array], num_examples: int) -> None:
         """Move the statistics of all devices by the mean over the examples of all shards."""
-        if self._params and num_examples:
+        if self._replicas and num_examples:
             mean = root[-1] / num_examples
-            for replica, context in enumerate(self._contexts):
-                self._write(replica, self._before[replica] + mean.as_in_context(context))
-
-    def _write(self, replica: int, values: Array) -> None:
-        for (begin, end), flat in zip(self._bounds, self._flat[replica]):
-            values[begin:end].copyto(flat)
+            for own, context in zip(self._replicas, self._contexts):
+                own.move(mean.as_in_context(context))
 
 
 def _in_turns(count: int, per_process: int, num_devices: int) -> Iterator[Tuple[int, int]]:

@@ -1,7 +1,13 @@
-"""Device names to contexts, what each device is, and which GPUs are free."""
+"""Device names to contexts, what each device is, and which GPUs are free.
 
-from .describe import DeviceInfo, describe_devices
-from .mxnet_gpus import usable_gpus
-from .select import resolve_devices, try_all_gpus, try_gpu, use_devices
+```
+contexts  use_devices, resolve_devices, try_gpu, try_all_gpus
+devices   describe_devices, DeviceInfo, usable_gpus
+```
+"""
 
-__all__ = ["DeviceInfo", "describe_devices", "resolve_devices", "try_all_gpus", "try_gpu", "usable_gpus", "use_devices"]
+from lazy_loader import attach_stub
+
+from ..runtime import loaded as loaded
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

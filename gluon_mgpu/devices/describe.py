@@ -7,12 +7,10 @@ from typing import Dict, List, Optional
 
 from ..runtime import environment
 from ..runtime.gpu_builds import advice
-from ..runtime.nvidia.driver import Driver
-from ..runtime.nvidia.nvml import try_driver
-from ..runtime.nvidia.visible import CudaDevice, visible_gpus
+from ..runtime.nvidia.nvml import Driver, Gpu, try_driver
+from ..runtime.nvidia.visible import visible_gpus
+from ..runtime.openmp_threads import read_lines
 from . import mxnet_gpus
-
-_ONE_MIG = "In MIG mode, CUDA shows a process one part of a GPU and no other GPU. Choose another with CUDA_VISIBLE_DEVICES."
 
 
 @dataclass(frozen=True)
@@ -56,76 +54,44 @@ class DeviceInfo:
 def describe_devices() -> List[DeviceInfo]:
     """Return the devices: the CPU, then every GPU that MXNet or the NVIDIA driver lists.
 
-    With the package nvidia-ml-py (extra `gpu`), each GPU also has its free memory and its identifiers.
+    Only the package nvidia-ml-py (extra `gpu`) lists GPUs that MXNet does not see, and tells names, memory and identifiers.
     """
-    driver, _ = try_driver(links=False)
-    gpus = _listed_by_program() if driver is None else _listed_by_driver(driver)
+    driver, _ = try_driver()
+    gpus = [_seen(i) for i in range(mxnet_gpus.num_gpus())] if driver is None else _listed_by_driver(driver)
     cpu = DeviceInfo("cpu(0)", _cpu_name(), _memory_bytes("MemTotal"), True, "", free_bytes=_memory_bytes("MemAvailable") or None)
     return [cpu, *gpus]
 
 
-def _listed_by_program() -> List[DeviceInfo]:
-    """Return the GPUs of MXNet, and of nvidia-smi if it is installed."""
-    by_driver = mxnet_gpus.nvidia_smi()
-    num_gpus = mxnet_gpus.num_gpus()
-    found: List[DeviceInfo] = []
-    if num_gpus:
-        names = by_driver if len(by_driver) == num_gpus else [("NVIDIA GPU", 0)] * num_gpus
-        found += [_seen(i, name, memory) for i, (name, memory) in enumerate(names)]
-        hidden = by_driver if len(by_driver) > num_gpus else []
-    else:
-        hidden = by_driver
-    if hidden:
-        reason = mxnet_gpus.why_hidden(num_gpus, len(by_driver))
-        note = "" if mxnet_gpus.is_for_gpus() else advice(None)
-        listed = hidden if not num_gpus else [(f"{len(hidden)} GPUs in the driver's list", 0)]
-        found += [DeviceInfo("-", name, memory, False, reason, note) for name, memory in listed]
-    return found
-
-
-def _seen(number: int, name: str, memory_bytes: int) -> DeviceInfo:
+def _seen(number: int) -> DeviceInfo:
     """Return a GPU of MXNet's that the driver does not describe."""
     reason = mxnet_gpus.why_not(number)
-    note = mxnet_gpus.what_to_do(number) if reason else ""
-    return DeviceInfo(f"gpu({number})", name, memory_bytes, not reason, reason, note)
+    return DeviceInfo(f"gpu({number})", "NVIDIA GPU", 0, not reason, reason, mxnet_gpus.what_to_do(number) if reason else "")
 
 
 def _listed_by_driver(driver: Driver) -> List[DeviceInfo]:
     """Return the GPUs of MXNet with the driver's descriptions, then the GPUs that MXNet does not see."""
-    visible = visible_gpus(driver, cuda_uuids=mxnet_gpus.cuda_uuids())
+    visible = visible_gpus(driver)
     num_gpus = mxnet_gpus.num_gpus()
     found: List[DeviceInfo] = []
     shown = visible.devices if len(visible.devices) == num_gpus else ()
     if num_gpus and not shown:
-        found = [_seen(i, "NVIDIA GPU", 0) for i in range(num_gpus)]
+        found = [_seen(i) for i in range(num_gpus)]
     for device in shown:
         reason = mxnet_gpus.why_not(device.number)
         note = mxnet_gpus.what_to_do(device.number) if reason else visible.doubt
-        found.append(_info(f"gpu({device.number})", device, reason, note))
-    seen = {device.uuid for device in shown}
+        found.append(_info(f"gpu({device.number})", device.gpu, reason, note))
+    seen = {device.gpu.uuid for device in shown}
     hidden = mxnet_gpus.why_hidden(num_gpus, len(driver.gpus))
     for gpu in driver.gpus:
-        note = "" if gpu.trouble or mxnet_gpus.is_for_gpus() else advice(gpu.compute_capability, driver.version)
-        for part in gpu.mig or (None,):
-            device = CudaDevice(-1, gpu, part)
-            if device.uuid not in seen:
-                found.append(_info("-", device, gpu.trouble or (_ONE_MIG if part and num_gpus else hidden), note))
+        note = "" if gpu.trouble or mxnet_gpus.is_for_gpus() else advice(gpu.compute_capability)
+        if gpu.uuid not in seen:
+            found.append(_info("-", gpu, gpu.trouble or hidden, note))
     return found
 
 
-def _info(name: str, device: CudaDevice, reason: str, note: str = "") -> DeviceInfo:
-    return DeviceInfo(
-        name,
-        device.name or "NVIDIA GPU",
-        device.total_bytes or 0,
-        not reason,
-        reason,
-        note,
-        device.free_bytes,
-        device.gpu.index,
-        device.uuid or None,
-        device.gpu.pci_bus_id or None,
-    )
+def _info(name: str, gpu: Gpu, reason: str, note: str) -> DeviceInfo:
+    names = (gpu.index, gpu.uuid or None, gpu.pci_bus_id or None)
+    return DeviceInfo(name, gpu.name or "NVIDIA GPU", gpu.total_bytes or 0, not reason, reason, note, gpu.free_bytes, *names)
 
 
 def _cpu_name() -> str:
@@ -139,9 +105,5 @@ def _memory_bytes(which: str) -> int:
 
 
 def _proc_values(path: str) -> Dict[str, str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            pairs = (line.partition(":") for line in file)
-            return {key.strip(): value.strip() for key, _, value in pairs}
-    except OSError:
-        return {}
+    pairs = (line.partition(":") for line in read_lines(path))
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from functools import lru_cache
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Sequence
 
 import mxnet as mx
 from mxnet import Context
 
 from ..errors import DeviceError
-from ..runtime.cuda_libraries import mxnet_library
-from ..runtime.fat_binary import FatBinaryError, read_fat_binaries
-from ..runtime.gpu_builds import advice, short_advice, titled
-from ..runtime.nvidia.driver import Driver
-from ..runtime.nvidia.nvml import try_driver
-from ..runtime.nvidia.visible import CudaDevice, ask_cuda, visible_gpus
+from ..runtime.gpu_builds import BUILDS, advice
+from ..runtime.nvidia.nvml import Driver, try_driver
+from ..runtime.nvidia.visible import CudaDevice, visible_gpus
 
 
 @lru_cache(maxsize=None)
@@ -40,25 +35,16 @@ def why_not(device_id: int) -> str:
         return f"A test operation failed: {first_line(error)}"
 
 
-@lru_cache(maxsize=None)
-def what_to_do(device_id: int, *, short: bool = False) -> str:
-    """Return how to get an MXNet that runs on a GPU of MXNet's; "" if its library holds code for it, or cannot be read.
-
-    `short` fits an error message.
-    """
-    driver, _ = try_driver(links=False)
-    devices = visible_gpus(driver, cuda_uuids=cuda_uuids()).devices if driver else ()
+def what_to_do(device_id: int) -> str:
+    """Return how to get an MXNet that runs on a GPU of MXNet's; "" if MXNet's wheel supports it."""
+    driver, _ = try_driver()
+    devices = visible_gpus(driver).devices if driver else ()
     capability = next((device.gpu.compute_capability for device in devices if device.number == device_id), None)
-    if driver is None or capability is None:
-        return "gluon-mgpu doctor shows for which GPUs MXNet's library holds code."
-    try:
-        code = read_fat_binaries(mxnet_library())
-    except (FatBinaryError, OSError):
+    if capability is None:
+        return "docs/compatibility.md#gpus lists the GPUs that each build of MXNet supports."
+    if BUILDS[0].supports(capability):
         return ""
-    if code.code_for(capability):
-        return ""
-    lacks = f"The installed MXNet holds no code for compute capability {titled(capability)}."
-    return f"{lacks} {short_advice(capability) if short else advice(capability, driver.version)}"
+    return f"MXNet's wheel holds no code for compute capability {capability[0]}.{capability[1]}. {advice(capability)}"
 
 
 def usable_gpus() -> List[Context]:
@@ -82,16 +68,16 @@ def why_hidden(num_seen: int, num_there: int) -> str:
 
 def why_none() -> str:
     """Return why MXNet does not see a GPU, and what to do about it."""
-    driver, _ = try_driver(links=False)
-    num_there = len(driver.gpus) if driver else len(nvidia_smi())
+    driver, _ = try_driver()
+    num_there = len(driver.gpus) if driver else 0
     reason = why_hidden(num_gpus(), num_there)
     if not num_there:
-        reason = f"The NVIDIA driver lists no GPU here. {reason}"
+        reason = f"The NVIDIA driver {'lists no GPU here' if driver else 'cannot be read (see gluon-mgpu doctor)'}. {reason}"
     if is_for_gpus():
         return reason
     kinds = {gpu.compute_capability for gpu in driver.gpus} if driver else set()
     capability = kinds.pop() if len(kinds) == 1 else None
-    return f"{reason} {short_advice(capability)}"
+    return f"{reason} {advice(capability)}"
 
 
 def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:
@@ -102,25 +88,13 @@ def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:
     DeviceError
         MXNet's numbers cannot be matched to the driver's GPUs.
     """
-    visible = visible_gpus(driver, cuda_uuids=cuda_uuids())
-    if visible.doubt:
+    visible = visible_gpus(driver)
+    if visible.doubt or len(visible.devices) != num_gpus():
+        why = visible.doubt or f"The driver lists {len(visible.devices)}. Name GPUs by number, as in 'gpu:0'."
         raise DeviceError(
-            f"use_devices: got {num_gpus()} GPUs of several kinds; expected to know which is gpu(0). {visible.doubt}"
-        )
-    if len(visible.devices) != num_gpus():
-        variable = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")
-        raise DeviceError(
-            f"use_devices: got {num_gpus()} GPUs from MXNet and {len(visible.devices)} from the driver, CUDA_VISIBLE_DEVICES="
-            f"{variable}; expected the same number from both. Name GPUs by number, as in 'gpu:0'."
+            f"use_devices: got {num_gpus()} GPUs from MXNet; expected to know which of the driver's is gpu(0). {why}"
         )
     return visible.devices
-
-
-@lru_cache(maxsize=None)
-def cuda_uuids() -> Optional[Tuple[str, ...]]:
-    """Return the UUIDs of CUDA's GPUs by number, which never change in a process; MXNet has started CUDA when it sees GPUs."""
-    uuids = ask_cuda() if num_gpus() else None
-    return None if uuids is None else tuple(uuids)
 
 
 def first_line(error: BaseException) -> str:
@@ -128,21 +102,3 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     failures = [line for line in lines if "Error" in line or "error" in line or "Check failed" in line]
     return (failures or lines or [type(error).__name__])[-1]
-
-
-def nvidia_smi() -> List[Tuple[str, int]]:
-    """Return (name, memory in bytes) of each GPU that the NVIDIA driver lists, [] without a driver."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return []
-    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = []
-    for line in listed.stdout.decode(errors="replace").splitlines():
-        name, _, mebibytes = line.rpartition(",")
-        if name:
-            found.append((name.strip(), int(mebibytes) * 2**20 if mebibytes.strip().isdigit() else 0))
-    return found

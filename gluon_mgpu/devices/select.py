@@ -9,14 +9,11 @@ from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
 import mxnet as mx
 from mxnet import Context
 
-from ..checks import is_whole, short, whole_number
+from ..checks import is_whole, real_number, short, whole_number
 from ..errors import DeviceError
 from ..runtime import environment
-from ..runtime.nvidia.request import Demand, num_bytes, seconds
+from ..runtime.nvidia.request import Demand, num_bytes
 from . import free_gpus, mxnet_gpus
-from .describe import DeviceInfo as DeviceInfo
-from .describe import describe_devices as describe_devices
-from .mxnet_gpus import usable_gpus as usable_gpus
 
 DeviceSpec = Union[None, str, int, Context, Sequence[Context]]
 
@@ -104,9 +101,8 @@ def resolve_devices(
         - `"gpu"`, `"gpu*2"`: all GPUs, or the first two that MXNet can run on. A count stands after `*`, a number after `:`.
         - `"gpu:1"`, `"gpu:4-7"`, `"gpu:0,2"`: the GPUs with these numbers.
         - `"gpu:free"`, `"gpu:free*2"`: all free GPUs (see `request.why_not_free`), or the two with the most free memory, the
-          most free first. This package counts them as reserved until the process ends.
-        - `"cpu"`, `"cpu*2"`: one CPU context, or `cpu(0)` and `cpu(1)`. `"cpu:2"`, with a single number, is the earlier spelling
-          of `"cpu*2"`, and `"gpu:free:2"` of `"gpu:free*2"`.
+          most free first. Nothing reserves them: another job that starts at the same time may choose them as well.
+        - `"cpu"`, `"cpu*2"`: one CPU context, or `cpu(0)` and `cpu(1)`.
         - `"cpu:0,gpu:0"`: a list of devices, each with its number.
         - contexts: checked and returned.
     min_free_memory : None, int, bytes, or str
@@ -115,7 +111,7 @@ def resolve_devices(
     wait_s : float, seconds
         How long to wait until all requested GPUs are free; `"auto"` waits for one.
     tell : callable
-        Gets messages about waiting and about the reserved GPUs; by default they are logged.
+        Gets messages about waiting and about the chosen GPUs; by default they are logged.
 
     Raises
     ------
@@ -133,9 +129,12 @@ def resolve_devices(
     Traceback (most recent call last):
     gluon_mgpu.errors.DeviceError: use_devices: got 'tpu'; expected a device name. ...
     """
-    if isinstance(spec, str) and spec.isascii() and spec.strip().isdigit() and len(spec) < 100:
-        spec = int(spec)
-    demand = _demand(spec, num_bytes(min_free_memory), seconds(wait_s))
+    if isinstance(spec, str):
+        spec = re.sub(r"\s+", "", spec.lower())
+        spec = int(spec) if re.fullmatch(r"[0-9]{1,9}", spec) else spec
+    if wait_s is not None:
+        real_number("use_devices", "wait_s", wait_s, advice="Leave it out to take GPUs as they are.", error=DeviceError)
+    demand = _demand(spec, num_bytes(min_free_memory), wait_s)
     contexts = _named(spec) if demand is None else _contexts_for(demand, wait_s or 0.0, tell)
     check_contexts(contexts, "use_devices")
     for context in contexts:
@@ -165,20 +164,18 @@ def _named(spec: DeviceSpec) -> List[Context]:
 
 
 def _is_auto(spec: DeviceSpec) -> bool:
-    return spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto")
+    return spec is None or (isinstance(spec, str) and spec == "auto")
 
 
 def _num_gpus_of(spec: DeviceSpec) -> int:
     """Return n of "gpu*n", 0 for other specs."""
-    count = re.fullmatch(r"gpu\*([1-9]\d{0,5})", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+    count = re.fullmatch(r"gpu\*([1-9][0-9]{0,5})", spec) if isinstance(spec, str) else None
     return int(count.group(1)) if count else 0
 
 
 def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> Optional[Demand]:
     """Return the demand for free GPUs or free memory; None if there is no such demand."""
-    free_spec = (
-        re.fullmatch(r"gpu:free(?:[*:]([1-9]\d{0,3}))?", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
-    )
+    free_spec = re.fullmatch(r"gpu:free(?:\*([1-9][0-9]{0,3}))?", spec) if isinstance(spec, str) else None
     if free_spec:
         return Demand(str(spec), None, int(free_spec.group(1)) if free_spec.group(1) else None, True, min_free_bytes)
     if not min_free_bytes and wait_s is None:
@@ -188,37 +185,28 @@ def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> O
         return Demand("auto", None, None, free, min_free_bytes, may_be_none=not free)
     count = int(spec) if is_whole(spec) else _num_gpus_of(spec)
     if is_whole(spec) or count:
-        return Demand(str(spec), None, _positive(count), free, min_free_bytes)
+        return Demand(str(spec), None, _counted(count), free, min_free_bytes)
     contexts = _named(spec)
     check_contexts(contexts, "use_devices")
     if any(context.device_type != "gpu" for context in contexts):
-        raise DeviceError(
-            f"use_devices: got {contexts} with {'wait_s' if free else 'min_free_memory'}; expected only GPUs. Leave it out "
-            "on CPUs."
-        )
-    for context in contexts:
-        _check_seen(context)
+        what = "wait_s" if free else "min_free_memory"
+        raise DeviceError(f"use_devices: got {contexts} with {what}; expected only GPUs. Leave it out on CPUs.")
     text = str(spec) if isinstance(spec, str) else ", ".join(map(str, contexts))
     return Demand(text, tuple(context.device_id for context in contexts), None, free, min_free_bytes, every=True)
 
 
 def _contexts_for(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
     """Return the GPUs that satisfy a demand; the CPU if there are none and the demand allows it."""
-    if mxnet_gpus.num_gpus():
-        return [mx.gpu(device.number) for device in free_gpus.acquire(demand, wait_s, tell)] or [mx.cpu(0)]
-    if demand.may_be_none:
+    if demand.may_be_none and not mxnet_gpus.num_gpus():
         return [mx.cpu(0)]
-    raise DeviceError(f"use_devices: got {demand.spec!r}; expected a GPU that MXNet can see. {_why_no_gpu()}")
+    _check_seen(mx.gpu(0))
+    return [mx.gpu(device.number) for device in free_gpus.acquire(demand, wait_s, tell)] or [mx.cpu(0)]
 
 
 def check_contexts(contexts: Sequence[Context], operation: str) -> None:
     """Raise `DeviceError` unless these are one or more different CPU or GPU contexts; set their numbers of threads."""
-    if not isinstance(contexts, (list, tuple)):
-        raise DeviceError(
-            f"{operation}: got {short(contexts)} for the devices; expected a list of contexts. Pass for example [mx.cpu(0)]."
-        )
-    if not contexts:
-        raise DeviceError(f"{operation}: got an empty list of devices; expected at least one. try_all_gpus() always holds one.")
+    if not isinstance(contexts, (list, tuple)) or not contexts:
+        raise DeviceError(f"{operation}: got {short(contexts)} for the devices; expected at least one context. Pass [mx.cpu()].")
     for context in contexts:
         if not isinstance(context, Context) or context.device_type not in ("cpu", "gpu"):
             raise DeviceError(f"{operation}: got {short(context)} among the devices; expected mx.cpu(i) or mx.gpu(i). {_FORMS}")
@@ -228,7 +216,6 @@ def check_contexts(contexts: Sequence[Context], operation: str) -> None:
     for context in contexts:
         if context.device_type == "gpu":
             _check_seen(context, operation)
-    _few_enough(operation, len(contexts))
     environment.set_threads(contexts)
 
 
@@ -258,7 +245,7 @@ def try_all_gpus() -> List[Context]:
 
 def _first(num_devices: int, *, of_gpus: bool = False) -> List[Context]:
     gpus = mxnet_gpus.usable_gpus()
-    _positive(num_devices)
+    _counted(num_devices)
     if of_gpus and not gpus:
         _check_present(mx.gpu(0))  # raises, and says why
     if gpus and num_devices > len(gpus):
@@ -266,64 +253,47 @@ def _first(num_devices: int, *, of_gpus: bool = False) -> List[Context]:
             f"use_devices: got {num_devices} devices; expected at most {len(gpus)}, the GPUs that MXNet can run on. "
             f"Pass 'cpu*{num_devices}' to use CPU contexts instead."
         )
-    return gpus[:num_devices] or [mx.cpu(i) for i in range(_few_enough("use_devices", num_devices))]
+    return gpus[:num_devices] or [mx.cpu(i) for i in range(num_devices)]
 
 
-def _positive(num_devices: int) -> int:
-    if num_devices < 1:
-        raise DeviceError(f"use_devices: got {num_devices} devices; expected 1 or more. {_FORMS}")
+def _counted(num_devices: int) -> int:
+    """Return the number of devices; raise `DeviceError` if it is none, or starting their threads would take minutes."""
+    if not 1 <= num_devices <= MOST_DEVICES:
+        raise DeviceError(f"use_devices: got {short(num_devices)} devices; expected 1 to {MOST_DEVICES}. {_FORMS}")
     return num_devices
 
 
 def _parse(spec: str) -> List[Tuple[str, int]]:
     """Return (kind, number) pairs of a spec such as 'gpu:0,2', 'gpu:4-7', 'cpu:0,gpu:0', 'cpu*2'."""
-    text = re.sub(r"\s+", "", spec.lower())
-    count = re.fullmatch(r"cpu[*:]([1-9]\d{0,5})", text)
+    count = re.fullmatch(r"cpu(?:\*([1-9][0-9]{0,5}))?", spec)
     if count:
-        return [("cpu", i) for i in range(_few_enough("use_devices", int(count.group(1))))]
-    if text == "cpu":
-        return [("cpu", 0)]
-    if text == "gpu":
-        return [("gpu", i) for i in _all_gpus()]
+        return [("cpu", i) for i in range(_counted(int(count.group(1) or 1)))]
+    if spec == "gpu":
+        _check_seen(mx.gpu(0))
+        return [("gpu", i) for i in range(mxnet_gpus.num_gpus())]
     pairs: List[Tuple[str, int]] = []
     kind = ""
-    for item in text.split(","):
-        match = re.fullmatch(r"(?:(cpu|gpu):)?(\d{1,6})(?:-(\d{1,6}))?", item)
+    for item in spec.split(","):
+        match = re.fullmatch(r"(?:(cpu|gpu):)?([0-9]{1,6})(?:-([0-9]{1,6}))?", item)
         kind = match.group(1) or kind if match else ""
         if not match or not kind:
             raise DeviceError(f"use_devices: got {short(spec)}; expected a device name. {_FORMS}")
         first, last = int(match.group(2)), int(match.group(3) or match.group(2))
         if last < first:
-            raise DeviceError(
-                f"use_devices: got the range {first}-{last} in {spec!r}; expected the smaller number first. {_FORMS}"
-            )
-        _few_enough("use_devices", len(pairs) + last - first + 1)
+            raise DeviceError(f"use_devices: got {first}-{last}; expected the smaller number first. {_FORMS}")
+        _counted(len(pairs) + last - first + 1)
         pairs += [(kind, i) for i in range(first, last + 1)]
     return pairs
 
 
-def _few_enough(operation: str, num_devices: int) -> int:
-    """Return the number of devices; raise `DeviceError` if the engine would take minutes to start their threads."""
-    if num_devices > MOST_DEVICES:
-        raise DeviceError(
-            f"{operation}: got {short(num_devices)} devices; expected at most {MOST_DEVICES}. One CPU context per core is enough."
-        )
-    return num_devices
-
-
-def _all_gpus() -> List[int]:
-    if not mxnet_gpus.num_gpus():
-        raise DeviceError(f"use_devices: got 'gpu'; expected a GPU that MXNet can see. {_why_no_gpu()}")
-    return list(range(mxnet_gpus.num_gpus()))
-
-
 def _check_seen(context: Context, operation: str = "use_devices", spec: DeviceSpec = None) -> None:
     if context.device_id >= mxnet_gpus.num_gpus():
-        number = re.fullmatch(r"gpu:([1-9]\d*)", re.sub(r"\s+", "", spec.lower())) if isinstance(spec, str) else None
+        number = re.fullmatch(r"gpu:([1-9][0-9]*)", spec) if isinstance(spec, str) else None
         hint = f"{spec!r} is a number, not a count: 'gpu*{number.group(1)}' requests that many GPUs. " if number else ""
         there = ", ".join(f"gpu({i})" for i in range(mxnet_gpus.num_gpus())) or "none"
         raise DeviceError(
-            f"{operation}: got {context}; expected one of the GPUs that MXNet can see ({there}). {hint}{_why_no_gpu()}"
+            f"{operation}: got {context}; expected one of the GPUs that MXNet can see ({there}). {hint}{mxnet_gpus.why_none()} "
+            "'auto' takes the CPU if there is no GPU; 'cpu*2' requests two CPU contexts."
         )
 
 
@@ -333,11 +303,7 @@ def _check_present(context: Context) -> None:
     _check_seen(context)
     reason = mxnet_gpus.why_not(context.device_id)
     if reason:
-        to_do = mxnet_gpus.what_to_do(context.device_id, short=True)
+        to_do = mxnet_gpus.what_to_do(context.device_id)
         raise DeviceError(
             f"use_devices: got {context}; expected a GPU that MXNet can run on. {reason.rstrip('.')}. {to_do}".rstrip()
         )
-
-
-def _why_no_gpu() -> str:
-    return f"{mxnet_gpus.why_none()} 'auto' takes the CPU if there is no GPU; 'cpu*2' requests two CPU contexts."

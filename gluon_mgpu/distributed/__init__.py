@@ -1,16 +1,12 @@
-"""The processes of a job: which one this is, collectives over all of them, and the launcher that starts them."""
+"""The processes of a job: which one this is, collectives over all of them, and the launcher that starts them.
 
-from .membership import Group, any_process, group, own_batches, process_shard, without_group
-from .process import LaunchError, Process, this_process
+```
+this process  this_process, Process, LaunchError
+collectives   group, Group, any_process, without_group
+data          process_shard, own_batches
+```
+"""
 
-__all__ = [
-    "Group",
-    "LaunchError",
-    "Process",
-    "any_process",
-    "group",
-    "own_batches",
-    "process_shard",
-    "without_group",
-    "this_process",
-]
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
 from typing import Any, Dict, List
@@ -62,10 +61,6 @@ class Horovod:
                 f"{process.num_processes}, as in "
                 "the environment. Start the program once, with gluon-mgpu launch --backend horovod, or horovodrun."
             )
-        if "GLUON_MGPU_RANK" in os.environ:
-            # The launcher's hook (launcher/startup) shuts Horovod down in a process that ends without an error. A failed process
-            # must not: the others would fail before it has ended, and the launcher would report one of them as the cause.
-            atexit.unregister(self._hvd.shutdown)
         self._on_gpu = bool(self._hvd.nccl_built())
         self._num_sums = 0
         self._is_half = False
@@ -109,19 +104,6 @@ DEFAULTS = {
     "HOROVOD_CYCLE_TIME": "10",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",  # how late a process may be; Horovod's 30 can be too short while many import
 }
-
-
-def cycle_s() -> float:
-    """Return the seconds of a cycle: a sum begins in the first cycle after all processes have requested it.
-
-    The value is that of this process's environment, which its children inherit, else that of `DEFAULTS`. Horovod reads a value
-    that is not a number as 0.
-    """
-    name = "HOROVOD_CYCLE_TIME"
-    try:
-        return max(0.0, float(os.environ.get(name, DEFAULTS[name]))) / 1e3
-    except ValueError:
-        return 0.0
 
 
 class _RingSum:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
@@ -14,6 +13,7 @@ import numpy as np
 
 from ..errors import ProcessError
 from ..nested import Array
+from ..runtime import loaded as loaded
 from .dist_sync import DistSync
 from .horovod import Horovod
 from .process import Process, this_process
@@ -129,20 +129,6 @@ class Group:
         """Wait until every process has reached this call."""
         mx.nd.waitall()
         self.backend.barrier()
-
-    def sum_of(self, gradients: Sequence[Array], *, exact: bool = False) -> Any:
-        """Call `all_reduce`. This name is deprecated."""
-        _deprecated("sum_of", "all_reduce")
-        return self.all_reduce(gradients, exact=exact)
-
-    def wait(self) -> None:
-        """Call `barrier`. This name is deprecated."""
-        _deprecated("wait", "barrier")
-        self.barrier()
-
-
-def _deprecated(old: str, new: str) -> None:
-    warnings.warn(f"Group.{old} is now Group.{new}. The old name goes with the next release.", DeprecationWarning, stacklevel=3)
 
 
 def _write(array: Array, numbers: np.ndarray) -> None:

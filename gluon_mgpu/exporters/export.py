@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from mxnet import gluon
 
-from ..checkpoint.atomic_folder import explained, new_file
-from ..checks import flag, one_of, path_of, real_number, short
+from ..checkpoint.replace_folder import explained, new_file
+from ..checks import flag, path_of, real_number, short
 from ..errors import TrainerError
 from ..models import Seq2Seq
 from ..models.seq2seq.translator import Translator
 from ..runtime.environment import logger, require
 from ..runtime.mxnet2 import require_mxnet1
-from .graph import ExportGraph, NotTraceableError, arguments_of, check_exportable, in_plain_form, predict_sample, trace
+from .export_translator import FILES, write_folder
 from .onnx import Group, OpenAxes, open_axes, run_onnx, write_onnx
-from .symbol import files_of, mode_of, run_symbol, write_symbol
-from .torch import run_torch, state_of
-from .torch_operators import UnknownLayerError
-from .translator import FILES, graphs_of, write_folder
+from .sampled_graph import ExportGraph, arguments_of, check_exportable, in_plain_form, legacy_mode, trace
+from .symbol_files import files_of, run_symbol, write_symbol
 
-FORMATS = ("onnx", "symbol", "torch")
-_SUFFIXES = {".onnx": "onnx", ".pt": "torch", ".pth": "torch", "": "symbol"}
 TOLERANCE = 1e-4
 _SMALLEST = 1e-30  # an output's largest value that still has all digits of float32 in both programs
 
@@ -45,20 +41,17 @@ class Exported:
         None if it was not checked.
     inputs : dict of str to tuple
         The shape of each input. An axis of any size has a name.
-    unchecked : str
-        Why it was not checked; "" if it was.
     """
 
     files: Tuple[Path, ...]
     difference: Optional[float] = None
     inputs: Dict[str, Tuple[Union[int, str], ...]] = field(default_factory=dict)
-    unchecked: str = ""
 
     def __str__(self) -> str:
         """Return a line for the terminal."""
         names = ", ".join(map(str, self.files))
         if self.difference is None:
-            return f"saved {names}: not checked, {self.unchecked}"
+            return f"saved {names}: not checked"
         return f"saved {names}: largest difference {self.difference:.1e} of the output's largest value"
 
 
@@ -68,17 +61,13 @@ def export(
     sample: Any = None,
     check: bool = True,
     *,
-    format: Optional[str] = None,
     tolerance: float = TOLERANCE,
     dynamic_axes: Optional[Sequence[Group]] = None,
 ) -> Exported:
     """Write a network to a file that other programs read, and compare what the file computes with the network.
 
-    | path | format | read by | compared in |
-    |---|---|---|---|
-    | `model.onnx` | ONNX, opset 13 | ONNX Runtime and others | ONNX Runtime |
-    | `model.pt`, `model.pth` | a state dict | `torch.load`, `load_state_dict` | PyTorch |
-    | `folder/model` | `model-symbol.json`, `model-0000.params` | `gluon.SymbolBlock.imports` | MXNet |
+    - `model.onnx`: ONNX, opset 13, for ONNX Runtime and others; compared in ONNX Runtime.
+    - `folder/model`: `model-symbol.json` and `model-0000.params` for `gluon.SymbolBlock.imports`; compared in MXNet.
 
     The file holds the network in prediction, in float32. BatchNorm's running statistics are averaged over the devices first, as
     by `evaluate`. An ONNX file takes batches of any size if the network does; with recurrent layers, also any number of steps.
@@ -93,11 +82,9 @@ def export(
         Missing folders are created. Existing files are replaced once the new ones are complete and checked.
     sample : array, or tuple of them
         One batch as the network takes it: MXNet or NumPy arrays. A tuple holds one argument each, which may be nested. Of a
-        `Translator`: a list of texts, or None.
+        `Translator`, it is not used.
     check : bool
-        Compare the file with the network. Otherwise `onnxruntime` is not required, and for PyTorch no sample.
-    format : "onnx", "symbol" or "torch", optional
-        Overrides the suffix of the path.
+        Compare the file with the network. Otherwise `onnxruntime` is not required.
     tolerance : float
         The largest difference, divided by the output's largest absolute value.
     dynamic_axes : list of lists of (str, int), optional
@@ -112,9 +99,9 @@ def export(
     Raises
     ------
     TrainerError
-        An argument is invalid, the format cannot hold the network, or the outputs differ. No file was written or replaced.
+        An argument is invalid, a file cannot hold the network, or the outputs differ. No file was written or replaced.
     MissingExtraError
-        `onnx`, `onnxruntime` or `torch` is not installed.
+        `onnx` or `onnxruntime` is not installed.
     SaveError
         The files cannot be written.
 
@@ -134,127 +121,74 @@ def export(
     flag("export", "check", check)
     real_number("export", "tolerance", tolerance, advice=f"{TOLERANCE:g} is usual.")
     if isinstance(net, Translator):
-        return _export_translator(net, path, sample, check, format, tolerance)
-    format = _format_of(path, format)
-    if isinstance(net, Seq2Seq) and format != "torch":
+        return _export_translator(net, path, check, tolerance)
+    if isinstance(net, Seq2Seq):
         raise TrainerError(
             "export: got a Seq2Seq; expected a network that one call runs: a translation takes several. Pass a Translator "
             "with its vocabularies, which becomes encoder and decoder."
         )
     check_exportable("export", net)
-    if sample is None and not (format == "torch" and not check):
+    if sample is None:
         raise TrainerError("export: got no sample; expected one batch, which decides shapes and is compared. Pass sample=X.")
-    _check_place(path, format, is_folder)
-    if format == "torch":
-        return _export_torch(net, path, sample, check, tolerance)
-    _require(format, check)
+    _check_place(path, is_folder)
+    if path.suffix:
+        _require_onnx(check)
     with in_plain_form(net):
         graph = trace("export", net, arguments_of("export", net, sample))
+        if not path.suffix:
+            return _export_symbol(graph, path, check, tolerance)
         _check_axes(dynamic_axes, graph)
-        return export_graph(graph, path, format, check=check, tolerance=tolerance, axes=dynamic_axes)
+        return _export_onnx(graph, path, check, tolerance, dynamic_axes)
 
 
-def export_graph(
-    graph: ExportGraph,
-    path: Path,
-    format: str,
-    *,
-    check: bool = True,
-    tolerance: float = TOLERANCE,
-    axes: Optional[Sequence[Group]] = None,
-) -> Exported:
-    """Write a graph as ONNX or symbol files, and compare them with the network that the graph is of.
-
-    `axes` are the axes that an ONNX file leaves open if the network allows it; see `open_axes`.
-    """
+def _export_symbol(graph: ExportGraph, path: Path, check: bool, tolerance: float) -> Exported:
     with explained("export", path.parent), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if format == "symbol":
-            files = files_of(path)
-            new = [stack.enter_context(new_file(file)) for file in files]
-            stack.enter_context(mode_of(graph))
-            write_symbol(graph, *new)
-            sizes = {name: value.shape for name, value in graph.inputs.items()}
-            if not check:
-                return Exported(files, None, sizes, "check=False")
-            return Exported(files, _compared("symbol", run_symbol(graph, *new), graph.outputs, tolerance), sizes)
-        (file,) = [stack.enter_context(new_file(path))]
-        choices = open_axes(graph, axes)
-        for chosen in choices:
-            try:
-                write_onnx("export", graph, file, chosen)
-                difference = _checked_onnx(graph, file, chosen, tolerance) if check else None
-                break
-            except TrainerError:
-                if chosen is choices[-1]:
-                    raise
-        if chosen is not choices[0] or not chosen.names:
-            logger.warning("export: %s takes inputs of fixed sizes: %s", path, _sizes(graph, chosen))
-        return Exported((path,), difference, _sizes(graph, chosen), "" if check else "check=False")
+        files = files_of(path)
+        new = [stack.enter_context(new_file(file)) for file in files]
+        if not graph.is_np:
+            stack.enter_context(legacy_mode())
+        write_symbol(graph, *new)
+        difference = _compared("symbol", run_symbol(graph, *new), graph.outputs, tolerance) if check else None
+        return Exported(files, difference, {name: value.shape for name, value in graph.inputs.items()})
 
 
-def _export_translator(
-    translator: Translator, path: Path, texts: Optional[Sequence[str]], check: bool, format: Optional[str], tolerance: float
+def _export_onnx(
+    graph: ExportGraph, path: Path, check: bool, tolerance: float, axes: Optional[Sequence[Group]] = None
 ) -> Exported:
-    format = format or ("torch" if _SUFFIXES.get(path.suffix) == "torch" else "onnx")
-    one_of("export", "format", format, FORMATS, advice="None writes ONNX.")
+    """Write a graph as an ONNX file with the most open axes that the network and the file allow."""
+    with explained("export", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path) as file:
+            choices = open_axes(graph, axes)
+            for chosen in choices:
+                try:
+                    write_onnx("export", graph, file, chosen)
+                    difference = _checked_onnx(graph, file, chosen, tolerance) if check else None
+                    break
+                except TrainerError:
+                    if chosen is choices[-1]:
+                        raise
+    sizes = {name: chosen.sizes(name, value.shape) for name, value in graph.inputs.items()}
+    if chosen is not choices[0] or not chosen.names:
+        logger.warning("export: %s takes inputs of fixed sizes: %s", path, sizes)
+    return Exported((path,), difference, sizes)
+
+
+def _export_translator(translator: Translator, path: Path, check: bool, tolerance: float) -> Exported:
     check_exportable("export", translator.net)
-    if format == "torch":
-        _check_place(path, format)
-        return _export_torch(translator.net, path, None, check, tolerance)
-    _require(format, check)
-    options: Dict[str, Any] = {"check": check, "tolerance": tolerance}
+    _require_onnx(check)
+    if path.suffix == ".onnx":
+        raise TrainerError(f"export: got path={str(path)!r} for a Translator; expected a folder. Pass one without a suffix.")
+
+    def write_graph(graph: ExportGraph, file: Path, axes: Sequence[Group]) -> Exported:
+        return _export_onnx(graph, file, check, tolerance, axes)
+
     with in_plain_form(translator.net):
-        if format == "symbol":
-            made = []
-            for part, (graph, _) in graphs_of(translator.net).items():
-                made.append(export_graph(graph, path.with_name(f"{path.name}-{part}"), format, **options))
-            return _joined(made)
-        if path.suffix in _SUFFIXES and path.suffix:
-            raise TrainerError(f"export: got path={str(path)!r} for a Translator; expected a folder. Pass one without a suffix.")
-
-        def write_graph(graph: ExportGraph, file: Path, axes: Sequence[Group]) -> Exported:
-            return export_graph(graph, file, "onnx", axes=axes, **options)
-
-        made = write_folder(translator, path, write_graph, texts, check)
-    return replace(_joined(made), files=tuple(path / name for name in FILES))
-
-
-def _joined(made: Sequence[Exported]) -> Exported:
+        made = write_folder(translator, path, write_graph)
     differences = [one.difference for one in made if one.difference is not None]
     inputs = {name: size for one in made for name, size in one.inputs.items()}
-    files = tuple(file for one in made for file in one.files)
-    return Exported(files, max(differences, default=None), inputs, made[0].unchecked)
-
-
-def _export_torch(net: gluon.Block, path: Path, sample: Any, check: bool, tolerance: float) -> Exported:
-    torch = require("torch", "torch", "export")
-    with in_plain_form(net), explained("export", path.parent):
-        difference, unchecked = None, "check=False"
-        outputs: List[np.ndarray] = []
-        if sample is not None:
-            arguments = arguments_of("export", net, sample)
-            outputs = predict_sample("export", net, arguments)  # decides shapes
-        if any(param._data is None for param in net.collect_params().values()):
-            raise TrainerError("export: got parameters of unknown shapes and no sample; expected values. Pass sample=X.")
-        named = state_of(net)
-        state = {key: torch.from_numpy(np.array(value)) for key, (_, value) in named.items()}
-        if check and sample is None:
-            unchecked = "a translator has no counterpart in PyTorch"
-        elif check:
-            try:
-                graph = trace("export", net, arguments)
-                found = run_torch(torch, graph, state, {name: key for key, (name, _) in named.items()})
-                difference, unchecked = _compared("torch", found, outputs, tolerance), ""
-            except (UnknownLayerError, NotTraceableError) as error:
-                unchecked = f"PyTorch's counterpart is not known: {error}"
-                logger.warning(
-                    "export: %s holds the values of the network, but its forward pass was not checked: %s", path, error
-                )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as new:
-            torch.save(state, str(new))
-    return Exported((path,), difference, {}, unchecked)
+    return Exported(tuple(path / name for name in FILES), max(differences, default=None), inputs)
 
 
 def _checked_onnx(graph: ExportGraph, file: Path, axes: OpenAxes, tolerance: float) -> float:
@@ -293,13 +227,6 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
         return float(difference / max(scale, _SMALLEST)) if difference else 0.0
 
 
-def _sizes(graph: ExportGraph, axes: OpenAxes) -> Dict[str, Tuple[Union[int, str], ...]]:
-    return {
-        name: tuple(axes.names.get(name, {}).get(i, size) for i, size in enumerate(value.shape))
-        for name, value in graph.inputs.items()
-    }
-
-
 def _check_axes(groups: Any, graph: ExportGraph) -> None:
     known = {(name, axis) for name, value in graph.inputs.items() for axis in range(value.ndim)}
     try:
@@ -314,31 +241,18 @@ def _check_axes(groups: Any, graph: ExportGraph) -> None:
         )
 
 
-def _format_of(path: Path, format: Optional[str]) -> str:
-    if format is not None:
-        one_of("export", "format", format, FORMATS, advice="None decides by the path.")
-        if path.suffix and _SUFFIXES.get(path.suffix, format) != format:
-            raise TrainerError(
-                f"export: got path={str(path)!r} for the format {format}; expected another suffix than {path.suffix}, which "
-                "another format has. Rename it."
-            )
-        return format
-    if path.suffix not in _SUFFIXES:
+def _check_place(path: Path, is_folder: bool) -> None:
+    """Raise before any work unless the path names an ONNX file or a prefix."""
+    if path.suffix not in ("", ".onnx"):
         raise TrainerError(
-            f"export: got path={str(path)!r} with the suffix {path.suffix!r}; expected .onnx, .pt, .pth, or none for a symbol "
-            "prefix. Rename it, or pass format=."
+            f"export: got path={str(path)!r} with the suffix {path.suffix!r}; expected .onnx, or none for a symbol prefix. "
+            "Rename it."
         )
-    return _SUFFIXES[path.suffix]
-
-
-def _check_place(path: Path, format: str, is_folder: bool = False) -> None:
-    """Raise before any work if the path is a folder."""
-    if is_folder or not path.name or (format != "symbol" and path.is_dir()):
+    if is_folder or not path.name or (path.suffix and path.is_dir()):
         raise TrainerError(f"export: got path={str(path)!r}, which is a folder; expected a file. Pass a name in it.")
 
 
-def _require(format: str, check: bool) -> None:
-    if format == "onnx":
-        require("onnx", "onnx", "export")
-        if check:
-            require("onnxruntime", "onnx", "export")
+def _require_onnx(check: bool) -> None:
+    require("onnx", "onnx", "export")
+    if check:
+        require("onnxruntime", "onnx", "export")

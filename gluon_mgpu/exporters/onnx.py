@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import re
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from types import SimpleNamespace
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
-import mxnet as mx
 import numpy as np
 
 from ..checks import reason_of
 from ..errors import TrainerError
 from ..runtime.environment import require
-from .graph import ExportGraph, in_legacy_mode, shapes_in
-from .mx2onnx_repair import IR_VERSION, OPSET, prepared, repaired
+from .onnx_graph import prepared
+from .onnx_operators import OPERATORS, Operator, Output
+from .sampled_graph import ExportGraph, legacy_mode, shapes_in
+
+OPSET = 13  # the newest that MXNet's converters know
+IR_VERSION = 8  # of files, for ONNX Runtime 1.10 and later
+_TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 
 Axes = Dict[str, Dict[int, str]]  # by input: the axes whose sizes may differ from the sample's, with their names
 Group = Sequence[Tuple[str, int]]  # axes that vary together: inputs and numbers of axes
-_MOST_ALIKE = 6  # axes of one size that are tried in all combinations
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,12 @@ class OpenAxes:
     inputs: Dict[str, np.ndarray]
     outputs: List[np.ndarray]
 
+    def sizes(self, name: str, shape: Sequence[int]) -> Tuple[Union[int, str], ...]:
+        """Return the shape of an input, with the names of its open axes."""
+        return tuple(self.names.get(name, {}).get(i, size) for i, size in enumerate(shape))
 
-@in_legacy_mode
+
+@legacy_mode()
 def write_onnx(operation: str, graph: ExportGraph, path: Path, axes: OpenAxes) -> None:
     """Write a graph as an ONNX file.
 
@@ -52,28 +64,80 @@ def write_onnx(operation: str, graph: ExportGraph, path: Path, axes: OpenAxes) -
         onnx is not installed.
     """
     onnx = require("onnx", "onnx", operation)
-    symbol, params = prepared(graph)
-    names = [name for name in symbol.list_inputs() if name in graph.inputs]
-    shapes = [graph.inputs[name].shape for name in names]
-    sizes = [tuple(axes.names.get(name, {}).get(i, size) for i, size in enumerate(graph.inputs[name].shape)) for name in names]
     try:
-        with repaired(onnx, shapes_in(symbol, {**graph.inputs, **params}), is_np=graph.is_np) as converter:
-            codes = [onnx.helper.np_dtype_to_tensor_dtype(graph.inputs[name].dtype) for name in names]
-            arrays = {name: mx.nd.array(value, dtype=value.dtype) for name, value in params.items()}
-            heads = list(converter.get_outputs(symbol, arrays, shapes, None, codes)[1])
-            options = {"opset_version": OPSET, "dynamic": True, "dynamic_input_shapes": sizes}
-            made = converter().create_onnx_graph_proto(symbol, arrays, shapes, codes, **options)
+        with _mapping_of(onnx):
+            made = _converted(onnx, graph, axes)
+        model = onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+        onnx.checker.check_model(model)
     except TrainerError:
         raise
-    except Exception as error:  # MXNet's converter raises errors of many kinds
+    except Exception as error:  # MXNet's converters raise errors of many kinds
         raise TrainerError(
             f"{operation}: got a network that MXNet cannot convert to ONNX: {reason_of(error)}; expected operators with a "
             "counterpart. Replace that layer, or export with a symbol prefix."
         ) from error
-    _clean(onnx, made, graph, axes, heads)
-    imports = [onnx.helper.make_opsetid("", OPSET)]
-    model = onnx.helper.make_model(made, opset_imports=imports, ir_version=IR_VERSION, producer_name="gluon_mgpu")
     path.write_bytes(model.SerializeToString())
+
+
+def _converted(onnx: Any, graph: ExportGraph, axes: OpenAxes) -> Any:
+    """Return a graph in ONNX, each operator by its own converter: ours, or MXNet's."""
+    registry = import_module("mxnet.onnx.mx2onnx._export_onnx").MXNetGraph.registry_
+    symbol, params = prepared(graph)
+    described = json.loads(symbol.tojson())
+    shapes = shapes_in(symbol, {**graph.inputs, **params})
+    nodes, made, constants = described["nodes"], [], []  # type: ignore[var-annotated]
+    known: List[List[Output]] = []  # the outputs of each node
+    for index, node in enumerate(nodes):
+        name = node["name"]
+        if node["op"] == "null":
+            value = graph.inputs[name] if name in graph.inputs else params[name]
+            known.append([Output(name, value.dtype)])
+            if name in params:
+                constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
+            continue
+        operator = Operator(onnx, nodes, index, known, shapes, params, graph.is_np)
+        dtypes = operator.dtypes[:1] * 100
+        ours = OPERATORS.get(node["op"])
+        if ours is None or ours(operator) is NotImplemented:
+            convert = registry.get(OPSET, {}).get(node["op"]) or registry.get(OPSET - 1, {}).get(node["op"])
+            if convert is None:
+                raise NotImplementedError(f"no converter for {node['op']}")
+            asked = {"mx_graph": nodes, "initializer": constants, "outputs_lookup": known, "idx": index, "opset_version": OPSET}
+            found = convert(node, **asked)
+            found, dtypes = found if isinstance(found, tuple) else (found, dtypes)
+            operator.nodes = [one for one in found if isinstance(one, onnx.NodeProto)]
+            written = chain.from_iterable(one.output for one in found if isinstance(one, onnx.NodeProto))
+            numbers = {int(one[len(name) :] or -1): one for one in written if re.fullmatch(re.escape(name) + r"\d{0,2}", one)}
+            operator.outputs = [numbers[number] for number in sorted(numbers)] or [found[-1].name]
+        made += operator.nodes
+        constants += operator.constants
+        known.append([Output(*pair) for pair in zip(operator.outputs, dtypes)])
+    heads = [known[index][number].name for index, number, *_ in described["heads"]]
+    read = {name for node in made for name in node.input} | set(heads)
+    describe, code = onnx.helper.make_tensor_value_info, onnx.helper.np_dtype_to_tensor_dtype
+    inputs = [describe(name, code(value.dtype), axes.sizes(name, value.shape)) for name, value in graph.inputs.items()]
+    outputs = []
+    types = symbol.infer_type(**{name: value.dtype for name, value in {**graph.inputs, **params}.items()})[1]
+    for name, dtype, first, second in zip(heads, types, graph.outputs, axes.outputs):
+        sizes = [size if size == moved else None for size, moved in zip(first.shape, second.shape)]
+        outputs.append(describe(name, code(np.dtype(dtype)), sizes))
+    return onnx.helper.make_graph(made, "gluon_mgpu", inputs, outputs, [one for one in constants if one.name in read])
+
+
+@contextmanager
+def _mapping_of(onnx: Any) -> Iterator[None]:
+    """Provide `onnx.mapping` to MXNet's converters within this block: onnx 1.19 removed it."""
+    codes = {np.dtype(name): onnx.helper.np_dtype_to_tensor_dtype(np.dtype(name)) for name in _TYPES}
+    mapping = SimpleNamespace(NP_TYPE_TO_TENSOR_TYPE=codes, TENSOR_TYPE_TO_NP_TYPE={code: one for one, code in codes.items()})
+    before = vars(onnx).get("mapping")
+    onnx.mapping = mapping
+    try:
+        yield
+    finally:
+        if before is None:
+            del onnx.mapping
+        else:
+            onnx.mapping = before
 
 
 def run_onnx(operation: str, path: Path, inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
@@ -101,29 +165,15 @@ def run_onnx(operation: str, path: Path, inputs: Dict[str, np.ndarray]) -> List[
 def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]] = None) -> List[OpenAxes]:
     """Return which axes may vary, the best choice first, the last one none.
 
-    `wanted` are groups of axes that vary together. By default they are found by MXNet's shape inference, among the first axis of
-    each input; with recurrent layers, among the first two, which hold the batch and the steps.
+    `wanted` are groups of axes that vary together. By default they are the first axis of all inputs; with recurrent layers, also
+    the second one, because these two hold the batch and the steps.
     """
-    groups = _groups(graph) if wanted is None else wanted
-    tried = [groups, groups[:1], []] if len(groups) > 1 else [groups, []] if groups else [[]]
+    if wanted is None:
+        firsts = [(name, 0) for name in graph.inputs]
+        seconds = [(name, 1) for name, value in graph.inputs.items() if value.ndim > 1]
+        wanted = [firsts, seconds] if _is_recurrent(graph) else [firsts]
+    tried = [wanted, *([group] for group in wanted if len(wanted) > 1), []]
     return list(filter(None, (_shown(graph, one) for one in tried)))
-
-
-@in_legacy_mode
-def _groups(graph: ExportGraph) -> List[Group]:
-    """Return groups of axes, each of which vary together."""
-    symbol, params = prepared(graph)
-    places = (0, 1) if _is_recurrent(graph) else (0,)
-    rest = [(name, axis) for name, value in graph.inputs.items() for axis in places if axis < value.ndim]
-    groups: List[Group] = []
-    while rest:
-        first = rest[0]
-        alike = [one for one in rest[1:] if _size(graph, one) == _size(graph, first)][:_MOST_ALIKE]
-        choices = [(first, *others) for count in range(len(alike), -1, -1) for others in combinations(alike, count)]
-        found = next((group for group in choices if _infers(symbol, graph, params, group)), ())
-        groups += [found] if found else []
-        rest = [one for one in rest if one not in (found or (first,))]
-    return groups
 
 
 def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
@@ -147,36 +197,3 @@ def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
 
 def _is_recurrent(graph: ExportGraph) -> bool:
     return any(node["op"] == "RNN" for node in graph.nodes())
-
-
-def _size(graph: ExportGraph, one: Tuple[str, int]) -> int:
-    return int(graph.inputs[one[0]].shape[one[1]])
-
-
-def _infers(symbol: Any, graph: ExportGraph, params: Dict[str, np.ndarray], group: Group) -> bool:
-    shapes = {name: list(value.shape) for name, value in {**graph.inputs, **params}.items()}
-    for name, axis in group:
-        shapes[name][axis] += 1
-    try:
-        symbol.infer_shape_partial(**{name: tuple(shape) for name, shape in shapes.items()})  # `infer_shape` prints its errors
-    except mx.MXNetError:
-        return False
-    return True
-
-
-def _clean(onnx: Any, made: Any, graph: ExportGraph, axes: OpenAxes, heads: List[str]) -> None:
-    """Remove values that no node reads, list data as the only inputs, and put the outputs in order, with their fixed sizes."""
-    read = {name for node in made.node for name in node.input} | set(heads)
-    types = {one.name: one.type.tensor_type.elem_type for one in made.output}
-    outputs = []
-    for name, first, second in zip(heads, graph.outputs, axes.outputs):
-        sizes = [size if size == moved else None for size, moved in zip(first.shape, second.shape)]
-        outputs.append(onnx.helper.make_tensor_value_info(name, types[name], sizes))
-    inputs = [one for one in made.input if one.name in graph.inputs]
-    for field, kept in (
-        (made.initializer, [one for one in made.initializer if one.name in read]),
-        (made.input, inputs),
-        (made.output, outputs),
-    ):
-        del field[:]
-        field.extend(kept)

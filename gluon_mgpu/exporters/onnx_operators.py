@@ -1,248 +1,248 @@
-"""Operators that MXNet's converter to ONNX does not know, or converts for some attributes only."""
+"""Operators that MXNet's converter to ONNX does not know, or converts for some attributes or sizes only."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from functools import partial
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import numpy as np
 
-from .graph import parsed
+from .onnx_recurrent import onnx_layers
+from .sampled_graph import parsed
 
 Node = Dict[str, Any]
-Converter = Callable[..., List[Any]]
-
-_COMPARED = {"equal": "Equal", "greater": "Greater", "greater_equal": "GreaterOrEqual"}
-_COMPARED.update({"lesser": "Less", "lesser_equal": "LessOrEqual"})
-_ALL = -(2**62)  # as the end of a slice that runs backwards: all
 
 
-def operators(
-    onnx: Any,
-    translations: Any,
-    older: Dict[str, Callable[..., Any]],
-    *,
-    constant: Callable[[Dict[str, Any], str, np.ndarray], str],
-    shape_of: Callable[[Node, Dict[str, Any], int], Tuple[int, ...]],
-    is_np: bool,
-) -> Dict[str, Converter]:
-    """Return converters by the names of MXNet's operators.
+class Output(NamedTuple):
+    """The name and the dtype of a value in the file."""
 
-    Parameters
+    name: str
+    dtype: Any
+
+
+class Operator:
+    """One operator of MXNet's graph, and what its converter adds to the file.
+
+    Attributes
     ----------
-    onnx : module
-    translations : module
-        MXNet's, with `get_inputs` and `get_input_dtypes`.
-    older : dict of str to callable
-        MXNet's own converters.
-    constant : callable (graph, name, value) -> name
-        Adds a constant to the file.
-    shape_of : callable (node, graph, number) -> tuple of int
-        The shape of one of a node's inputs, for the sample.
+    name : str
+    attrs : dict
+    sources, inputs : list of str
+        The operators of its inputs, and the values in the file that it reads.
+    dtypes, shapes : list
+        Of its inputs, for the sample.
+    params : dict of str to numpy.ndarray
     is_np : bool
-        Whether the sum of all elements has no axis, as that of an np array.
+        Whether the network takes np arrays.
+    outputs : list of str
+        The values in the file that it writes; a converter may change them.
+    nodes, constants : list
+        What the converter adds.
     """
-    make = onnx.helper.make_node
 
-    def read(node: Node, graph: Dict[str, Any]) -> Tuple[str, List[str], Dict[str, Any]]:
-        name, inputs, attrs = translations.get_inputs(node, graph)
-        return name, inputs, {key: parsed(value) for key, value in attrs.items()}
+    def __init__(
+        self,
+        onnx: Any,
+        nodes: Sequence[Node],
+        index: int,
+        known: Sequence[Sequence[Output]],
+        shapes: Any,
+        params: Any,
+        is_np: bool,
+    ) -> None:
+        node = nodes[index]
+        places = [place[:2] for place in node["inputs"]]
+        self.onnx, self.name, self.params, self.is_np = onnx, node["name"], params, is_np
+        self.attrs = {name: parsed(value) for name, value in node.get("attrs", {}).items()}
+        self.sources = [nodes[source]["op"] for source, _ in places]
+        self.inputs = [known[source][number].name for source, number in places]
+        self.dtypes = [known[source][number].dtype for source, number in places]
+        self.shapes = [shapes[nodes[source]["name"]][number] for source, number in places if shapes]
+        self.outputs = [self.name]
+        self.nodes: List[Any] = []
+        self.constants: List[Any] = []
 
-    def chain(*kinds: str) -> Converter:
-        """Return a converter that applies operators of one input one after the other."""
+    def constant(self, value: Any, dtype: Any = None) -> str:
+        """Add a constant, and return its name."""
+        array = np.asarray(value, dtype, order="C")
+        self.constants.append(self.onnx.numpy_helper.from_array(array, f"{self.name}_value{len(self.constants)}"))
+        return str(self.constants[-1].name)
 
-        def converted(node: Node, **graph: Any) -> List[Any]:
-            name, inputs, _ = read(node, graph)
-            names = [inputs[0], *(f"{name}_{i}" for i in range(1, len(kinds))), name]
-            return [make(kind, [a], [b], name=b) for kind, a, b in zip(kinds, names, names[1:])]
+    def add(self, kind: str, *read: str, outputs: Sequence[str] = (), **options: Any) -> str:
+        """Add a node, and return the name of its first output."""
+        outputs = outputs or [f"{self.name}_part{len(self.nodes)}"]
+        self.nodes.append(self.onnx.helper.make_node(kind, read, outputs, name=outputs[0], **options))
+        return outputs[0]
 
-        return converted
+    def end(self, kind: str, *read: str, **options: Any) -> None:
+        """Add the last node, whose output is that of the operator."""
+        self.add(kind, *read, outputs=self.outputs[:1], **options)
 
-    def scalar(kind: str, *, is_first: bool = False) -> Converter:
-        """Return a converter for an array and a number. MXNet decides by the node's name which one is first."""
+    def code(self, dtype: Any) -> int:
+        """Return ONNX's number of a dtype."""
+        return int(self.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
-        def converted(node: Node, **graph: Any) -> List[Any]:
-            name, inputs, attrs = read(node, graph)
-            dtype = translations.get_input_dtypes(node, graph)[0]
-            number = constant(graph, f"{name}_scalar", np.array(attrs["scalar"]).astype(dtype))
-            return [make(kind, [number, inputs[0]] if is_first else [inputs[0], number], [name], name=name)]
-
-        return converted
-
-    def compared(kind: str, *, negated: bool = False) -> Converter:
-        """Return a converter that gives 0 and 1 of the input's type, as MXNet does."""
-
-        def converted(node: Node, **graph: Any) -> List[Any]:
-            name, inputs, attrs = read(node, graph)
-            dtype = translations.get_input_dtypes(node, graph)[0]
-            if len(inputs) == 1:
-                inputs.append(constant(graph, f"{name}_scalar", np.array(attrs["scalar"]).astype(dtype)))
-            nodes, last = [make(kind, inputs, [f"{name}_found"])], f"{name}_found"
-            if negated:
-                nodes.append(make("Not", [last], [f"{name}_not"]))
-                last = f"{name}_not"
-            return [*nodes, make("Cast", [last], [name], name=name, to=onnx.helper.np_dtype_to_tensor_dtype(dtype))]
-
-        return converted
-
-    def along(node: Node, graph: Dict[str, Any], attrs: Dict[str, Any]) -> Tuple[List[int], bool]:
-        """Return the axes of a reduction, and whether they are all axes."""
-        rank, axis = len(shape_of(node, graph, 0)), attrs.get("axis")
-        axes = [] if axis is None else [axis % rank] if isinstance(axis, int) else [one % rank for one in axis]
-        if attrs.get("exclude"):
+    def axes(self) -> List[int]:
+        """Return the axes of a reduction."""
+        rank, axis = len(self.shapes[0]), self.attrs.get("axis")
+        axes = [one % rank for one in np.atleast_1d(() if axis is None else axis).astype(int).tolist()]
+        if self.attrs.get("exclude"):
             axes = [one for one in range(rank) if one not in axes]
-        return axes or list(range(rank)), len(axes) in (0, rank)
+        return axes or list(range(rank))
 
-    def reduce_nodes(kind: str, graph: Dict[str, Any], names: Tuple[str, str], axes: Sequence[int], keep: bool) -> List[Any]:
-        options = {"name": names[1], "keepdims": int(keep)}
-        if kind != "ReduceSum":
-            return [make(kind, [names[0]], [names[1]], axes=list(axes), **options)]
-        return [make(kind, [names[0], constant(graph, f"{names[1]}_axes", np.array(axes))], [names[1]], **options)]
 
-    def reduced(kind: str) -> Converter:
-        def converted(node: Node, **graph: Any) -> List[Any]:
-            name, inputs, attrs = read(node, graph)
-            axes, are_all = along(node, graph, attrs)
-            keep = bool(attrs.get("keepdims"))
-            if not are_all or keep or is_np:
-                return reduce_nodes(kind, graph, (inputs[0], name), axes, keep)
-            one = constant(graph, f"{name}_one", np.array([1]))  # the shape of a sum of all elements of a legacy array
-            nodes = reduce_nodes(kind, graph, (inputs[0], f"{name}_reduced"), axes, keep)
-            return [*nodes, make("Reshape", [f"{name}_reduced", one], [name], name=name)]
+Converter = Callable[[Operator], Any]
 
-        return converted
 
-    def variance(*, root: bool) -> Converter:
-        def converted(node: Node, **graph: Any) -> List[Any]:
-            name, inputs, attrs = read(node, graph)
-            if attrs.get("ddof"):
-                raise NotImplementedError(f"a variance with ddof={attrs['ddof']}")
-            axes, _ = along(node, graph, attrs)
-            nodes = [
-                *reduce_nodes("ReduceMean", graph, (inputs[0], f"{name}_mean"), axes, True),
-                make("Sub", [inputs[0], f"{name}_mean"], [f"{name}_moved"]),
-                make("Mul", [f"{name}_moved"] * 2, [f"{name}_squares"]),
-                *reduce_nodes("ReduceMean", graph, (f"{name}_squares", f"{name}_var"), axes, bool(attrs.get("keepdims"))),
-            ]
-            return [*nodes, make("Sqrt" if root else "Identity", [f"{name}_var"], [name], name=name)]
+def _same(kind: str, op: Operator) -> None:
+    op.end(kind, *op.inputs)
 
-        return converted
 
-    def batch_norm(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = read(node, graph)
-        rank = len(shape_of(node, graph, 0))
-        axis = attrs.get("axis", 1) % rank
-        if axis == 1:
-            return list(older["BatchNorm"](node, **graph))
-        order = list(range(rank))
-        order[1], order[axis] = axis, 1
-        options = {"epsilon": float(attrs.get("eps", 1e-3)), "momentum": float(attrs.get("momentum", 0.9))}
-        return [
-            make("Transpose", inputs[:1], [f"{name}_second"], perm=order),
-            make("BatchNormalization", [f"{name}_second", *inputs[1:]], [f"{name}_normal"], **options),
-            make("Transpose", [f"{name}_normal"], [name], name=name, perm=order),
-        ]
+def _scalar(kind: str, op: Operator, *, is_first: bool = False) -> None:
+    """Convert an operator of an array and a number. MXNet decides by the node's name which one is first."""
+    number = op.constant(op.attrs["scalar"], op.dtypes[0])
+    op.end(kind, *((number, op.inputs[0]) if is_first else (op.inputs[0], number)))
 
-    def l2_normalization(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = read(node, graph)
-        rank = len(shape_of(node, graph, 0))
-        axes = {"instance": range(1, rank), "channel": range(1, 2), "spatial": range(2, rank)}[attrs.get("mode", "instance")]
-        dtype = translations.get_input_dtypes(node, graph)[0]
-        small = constant(graph, f"{name}_eps", np.array(attrs.get("eps", 1e-10)).astype(dtype))
-        return [
-            *reduce_nodes("ReduceSumSquare", graph, (inputs[0], f"{name}_squares"), axes, True),
-            make("Add", [f"{name}_squares", small], [f"{name}_sum"]),
-            make("Sqrt", [f"{name}_sum"], [f"{name}_norm"]),
-            make("Div", [inputs[0], f"{name}_norm"], [name], name=name),
-        ]
 
-    def local_response_norm(node: Node, **graph: Any) -> List[Any]:
-        return list(older["LRN"]({**node, "attrs": {"knorm": "2", **node["attrs"]}}, **graph))  # MXNet's default; 1 is written
+def _compared(kind: str, op: Operator) -> None:
+    """Convert a comparison, to 0 and 1 of the input's type, as MXNet does."""
+    dtype = op.dtypes[0]
+    other = op.inputs[1] if len(op.inputs) > 1 else op.constant(op.attrs["scalar"], dtype)
+    found = op.add(kind.replace("Not", ""), op.inputs[0], other)
+    op.end("Cast", op.add("Not", found) if kind.startswith("Not") else found, to=op.code(dtype))
 
-    def pick(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = read(node, graph)
-        sizes, numbers = shape_of(node, graph, 0), shape_of(node, graph, 1)
-        axis = attrs.get("axis", -1)
-        if axis is None or attrs.get("mode", "clip") != "clip":
-            raise NotImplementedError(f"pick with axis={axis}, mode={attrs.get('mode', 'clip')}")
-        ends = [constant(graph, f"{name}_{end}", np.array(at)) for end, at in (("first", 0), ("last", sizes[axis] - 1))]
-        place = constant(graph, f"{name}_axis", np.array([axis % len(sizes)]))
-        nodes = [
-            make("Cast", [inputs[1]], [f"{name}_whole"], to=onnx.TensorProto.INT64),
-            make("Clip", [f"{name}_whole", *ends], [f"{name}_inside"]),
-        ]
-        last = f"{name}_inside"
-        if len(numbers) < len(sizes):
-            nodes.append(make("Unsqueeze", [last, place], [f"{name}_index"]))
-            last = f"{name}_index"
-        if attrs.get("keepdims"):
-            return [*nodes, make("GatherElements", [inputs[0], last], [name], name=name, axis=axis)]
-        nodes.append(make("GatherElements", [inputs[0], last], [f"{name}_found"], axis=axis))
-        return [*nodes, make("Squeeze", [f"{name}_found", place], [name], name=name)]
 
-    def reverse(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = read(node, graph)
-        axes = np.atleast_1d(attrs["axis"])
-        parts = {"from": np.full_like(axes, -1), "to": np.full_like(axes, _ALL), "axes": axes, "steps": np.full_like(axes, -1)}
-        return [make("Slice", [inputs[0], *(constant(graph, f"{name}_{k}", v) for k, v in parts.items())], [name], name=name)]
+def _reduced(kind: str, op: Operator) -> None:
+    axes, keep = op.axes(), bool(op.attrs.get("keepdims"))
+    read = [op.inputs[0], op.constant(axes)] if kind == "ReduceSum" else op.inputs[:1]
+    options: Dict[str, Any] = {} if kind == "ReduceSum" else {"axes": axes}
+    if keep or op.is_np or len(axes) < len(op.shapes[0]):
+        op.end(kind, *read, keepdims=int(keep), **options)
+    else:  # the shape of a sum of all elements of a legacy array
+        op.end("Reshape", op.add(kind, *read, keepdims=0, **options), op.constant([1]))
 
-    def where(node: Node, **graph: Any) -> Any:
-        name, inputs, _ = read(node, graph)
-        nodes = [
-            make("Cast", inputs[:1], [f"{name}_bool"], to=onnx.TensorProto.BOOL),
-            make("Where", [f"{name}_bool", *inputs[1:]], [name], name=name),
-        ]
-        return nodes, translations.get_input_dtypes(node, graph)[1:2]
 
-    def full_like(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = read(node, graph)
-        dtype = translations.get_input_dtypes(node, graph)[0]
-        value = onnx.numpy_helper.from_array(np.array([attrs["fill_value"]]).astype(dtype))
-        shape = make("Shape", inputs[:1], [f"{name}_shape"])
-        return [shape, make("ConstantOfShape", [f"{name}_shape"], [name], name=name, value=value)]
+def _batch_norm(op: Operator) -> Any:
+    rank = len(op.shapes[0])
+    axis = op.attrs.get("axis", 1) % rank
+    if axis == 1:
+        return NotImplemented
+    order = list(range(rank))
+    order[1], order[axis] = axis, 1
+    epsilon = float(op.attrs.get("eps", 1e-3))
+    moved = op.add("Transpose", op.inputs[0], perm=order)
+    op.end("Transpose", op.add("BatchNormalization", moved, *op.inputs[1:], epsilon=epsilon), perm=order)
+    return None
 
-    def log1p(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, _ = read(node, graph)
-        one = constant(graph, f"{name}_one", np.ones((), translations.get_input_dtypes(node, graph)[0]))
-        return [make("Add", [inputs[0], one], [f"{name}_more"]), make("Log", [f"{name}_more"], [name], name=name)]
 
-    def expm1(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, _ = read(node, graph)
-        one = constant(graph, f"{name}_one", np.ones((), translations.get_input_dtypes(node, graph)[0]))
-        return [make("Exp", inputs[:1], [f"{name}_exp"]), make("Sub", [f"{name}_exp", one], [name], name=name)]
+def _group_norm(op: Operator) -> None:
+    """Convert GroupNorm: MXNet has one gamma and beta for each group, not for each channel."""
+    shape = op.add("Shape", op.inputs[0])
+    grouped = op.add("Reshape", op.inputs[0], op.constant([0, op.attrs.get("num_groups", 1), -1]))
+    normal = op.add("InstanceNormalization", grouped, *op.inputs[1:], epsilon=float(op.attrs.get("eps", 1e-5)))
+    op.end("Reshape", normal, shape)
 
-    def softmin(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, attrs = read(node, graph)
-        negative = make("Neg", inputs[:1], [f"{name}_negative"])
-        return [negative, make("Softmax", [f"{name}_negative"], [name], name=name, axis=attrs.get("axis", -1))]
 
-    arithmetic = {"plus": "Add", "minus": "Sub", "mul": "Mul", "div": "Div", "power": "Pow"}
-    kinds = {"sum": "Sum", "mean": "Mean", "prod": "Prod", "max": "Max", "min": "Min"}
+def _l2_normalization(op: Operator) -> None:
+    rank = len(op.shapes[0])
+    axes = {"instance": range(1, rank), "channel": range(1, 2), "spatial": range(2, rank)}[op.attrs.get("mode", "instance")]
+    squares = op.add("ReduceSumSquare", op.inputs[0], axes=list(axes), keepdims=1)
+    total = op.add("Add", squares, op.constant(op.attrs.get("eps", 1e-10), op.dtypes[0]))
+    op.end("Div", op.inputs[0], op.add("Sqrt", total))
 
-    def matmul(node: Node, **graph: Any) -> List[Any]:
-        name, inputs, _ = read(node, graph)
-        return [make("MatMul", inputs, [name], name=name)]
 
-    return {
-        **{f"_{name}_scalar": scalar(kind) for name, kind in arithmetic.items()},
-        **{f"_r{name}_scalar": scalar(arithmetic[name], is_first=True) for name in ("minus", "div", "power")},
-        **{f"_{name}_scalar": compared(kind) for name, kind in _COMPARED.items()},
-        **{f"broadcast_{name}": compared(kind) for name, kind in _COMPARED.items()},
-        **{name: compared("Equal", negated=True) for name in ("_not_equal_scalar", "broadcast_not_equal")},
-        **{name: reduced(f"Reduce{kind}") for name, kind in kinds.items()},
-        "_npi_var": variance(root=False),
-        "_npi_std": variance(root=True),
-        "BatchNorm": batch_norm,
-        "L2Normalization": l2_normalization,
-        "LRN": local_response_norm,
-        "pick": pick,
-        "reverse": reverse,
-        "_npi_where": where,
-        "_npi_full_like": full_like,
-        "_npi_matmul": matmul,
-        "_np_dot": matmul,
-        "softmin": softmin,
-        "softsign": chain("Softsign"),
-        "rsqrt": chain("Sqrt", "Reciprocal"),
-        "log1p": log1p,
-        "expm1": expm1,
-    }
+def _means(size: int, parts: int) -> np.ndarray:
+    """Return the matrix, shape (parts, size), of the means over parts of about one size; neighbours may overlap by one."""
+    first, places = np.arange(parts), np.arange(size)
+    begin, end = first * size // parts, -((first + 1) * size // -parts)
+    inside = (begin[:, None] <= places) & (places < end[:, None])
+    return inside / (end - begin)[:, None]
+
+
+def _adaptive_pooling(op: Operator) -> None:
+    height, width = op.shapes[0][2:]
+    wanted = np.atleast_1d(op.attrs.get("output_size") or 1)
+    rows, columns = _means(height, int(wanted[0])), _means(width, int(wanted[-1])).T
+    found = op.add("MatMul", op.inputs[0], op.constant(columns, op.dtypes[0]))
+    op.end("MatMul", op.constant(rows, op.dtypes[0]), found)
+
+
+def _last(op: Operator) -> None:
+    """Convert SequenceLast: what is last within its length comes first after a reversal."""
+    axis, by_length = op.attrs.get("axis", 0), bool(op.attrs.get("use_sequence_length"))
+    read = op.inputs[0]
+    if by_length:
+        lengths = op.add("Cast", op.inputs[1], to=op.code("int64"))
+        read = op.add("ReverseSequence", read, lengths, time_axis=axis, batch_axis=1 - axis)
+    op.end("Gather", read, op.constant(0 if by_length else -1), axis=axis)
+
+
+def _reshape(op: Operator) -> Any:
+    """Convert MXNet's codes of a shape that ONNX lacks: -2 (all other axes), -3 (two become one), -4 (one becomes two)."""
+    codes = np.atleast_1d(op.attrs["shape"]).tolist()
+    if op.attrs.get("reverse") or not min(codes, default=0) < -1:
+        return NotImplemented
+    sizes, parts = op.add("Shape", op.inputs[0]), []
+
+    def size(axis: int) -> str:
+        return op.add("Gather", sizes, op.constant([axis]))
+
+    axis, rest = 0, iter(codes)  # the axis of the input that comes next
+    for code in rest:
+        if code == -2:
+            parts.append(op.add("Slice", sizes, op.constant([axis]), op.constant([2**31])))
+        elif code == -3:
+            parts.append(op.add("Mul", size(axis), size(axis + 1)))
+            axis += 1
+        elif code == -4:
+            parts += [op.constant([next(rest)]), op.constant([next(rest)])]
+        else:
+            parts.append(size(axis) if code == 0 else op.constant([code]))
+        axis += 1
+    op.end("Reshape", op.inputs[0], op.add("Concat", *parts, axis=0))
+    return None
+
+
+def _recurrent(op: Operator) -> None:
+    """Convert a recurrent operator: one of ONNX for each layer, in both directions. ONNX begins with zeros by itself."""
+    begins = [name if source != "_zeros" else "" for name, source in zip(op.inputs[2:], op.sources[2:])]
+    found, lasts = op.inputs[0], [[] for _ in begins]  # type: ignore[var-annotated]
+    layers = onnx_layers(op.attrs, op.params[op.inputs[1]])
+    for number, layer in enumerate(layers):
+        read = [found, *map(op.constant, layer.arrays), ""]
+        for begin in begins:
+            rows = np.arange(number * layer.num_directions, (number + 1) * layer.num_directions)
+            read.append(op.add("Gather", begin, op.constant(rows), axis=0) if begin else "")
+        while not read[-1]:
+            read.pop()
+        outputs = [f"{op.name}_layer{number}_{part}" for part in ("all", "state", "cell")[: 1 + len(begins)]]
+        steps = op.add(layer.kind, *read, outputs=outputs, **layer.options)
+        moved, shape = op.add("Transpose", steps, perm=[0, 2, 1, 3]), op.constant([0, 0, -1])
+        found = op.add("Reshape", moved, shape, outputs=[op.name] if layer is layers[-1] else ())
+        for last, name in zip(lasts, outputs[1:]):
+            last.append(name)
+    if op.attrs.get("state_outputs"):
+        op.outputs += [op.add("Concat", *parts, outputs=[f"{op.name}{i}"], axis=0) for i, parts in enumerate(lasts, 1)]
+
+
+_ARITHMETIC = {"plus": "Add", "minus": "Sub", "mul": "Mul", "div": "Div", "power": "Pow"}
+_COMPARED = {"equal": "Equal", "not_equal": "NotEqual", "greater": "Greater", "greater_equal": "GreaterOrEqual"}
+_COMPARED.update({"lesser": "Less", "lesser_equal": "LessOrEqual"})
+_SAME = {"erf": "Erf", "sign": "Sign", "broadcast_maximum": "Max", "softsign": "Softsign", "_npi_matmul": "MatMul"}
+
+OPERATORS: Dict[str, Converter] = {  # by the names of MXNet's operators; `NotImplemented` leaves a node to MXNet's converter
+    **{name: partial(_same, kind) for name, kind in _SAME.items()},
+    **{f"_{name}_scalar": partial(_scalar, kind) for name, kind in _ARITHMETIC.items()},
+    **{f"_r{name}_scalar": partial(_scalar, _ARITHMETIC[name], is_first=True) for name in ("minus", "div", "power")},
+    **{f"_{name}_scalar": partial(_compared, kind) for name, kind in _COMPARED.items()},
+    **{f"broadcast_{name}": partial(_compared, kind) for name, kind in _COMPARED.items()},
+    **{name: partial(_reduced, f"Reduce{name.capitalize()}") for name in ("sum", "mean", "prod", "max", "min")},
+    "BatchNorm": _batch_norm,
+    "GroupNorm": _group_norm,
+    "L2Normalization": _l2_normalization,
+    "RNN": _recurrent,
+    "Reshape": _reshape,
+    "SequenceLast": _last,
+    "_contrib_AdaptiveAvgPooling2D": _adaptive_pooling,
+    "_np_dot": partial(_same, "MatMul"),
+}

@@ -1,4 +1,4 @@
-"""Translate with the ONNX files of a translator. Needs NumPy and onnxruntime; with subwords, sentencepiece. No MXNet.
+"""Translate with the ONNX files of a translator. Needs NumPy, onnxruntime and sentencepiece. No MXNet.
 
     echo "이십오" | python translate.py
     python translate.py "이십오" "칠월 삼일"
@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import unicodedata
 from importlib import import_module
@@ -19,9 +18,6 @@ from typing import Any, Dict, List, Sequence, Union
 import numpy as np
 
 _PAD, _BOS, _EOS, _UNK = range(4)
-_FIRST_LINE = "gluon_mgpu vocabulary of "
-_JOINED = "\uffed"  # marks a missing space
-_UNKNOWN = "\ufffd"
 
 
 class OnnxTranslator:
@@ -42,7 +38,7 @@ class OnnxTranslator:
         self._encoder, self._decoder = (
             onnxruntime.InferenceSession(str(folder / f"{part}.onnx"), **options) for part in ("encoder", "decoder")
         )
-        self.source, self.target = (read_vocabulary((folder / f"{side}.vocab").read_bytes()) for side in ("source", "target"))
+        self.source, self.target = (Vocabulary((folder / f"{side}.vocab").read_bytes()) for side in ("source", "target"))
         self._config: Dict[str, Any] = json.loads((folder / "translator.json").read_text(encoding="utf-8"))
 
     def translate(self, texts: Sequence[str]) -> List[str]:
@@ -68,6 +64,7 @@ class OnnxTranslator:
             memory = {"keys": keys, "values": values, "lengths": lengths}
             inputs = {"token": token, **memory, **{f"state{i}": one for i, one in enumerate(state)}}
             scores, *state, _ = self._decoder.run(None, inputs)
+            scores[:, _UNK] = -np.inf
             for scored, tokens in zip(scores, found):
                 scored[_repeating(tokens, self._config["max_repeats"])] = -np.inf
             token = scores.argmax(axis=1).astype("int32").reshape(-1, 1)
@@ -90,27 +87,8 @@ def _repeating(tokens: List[int], most: int) -> List[int]:
     ]
 
 
-class ListVocabulary:
-    """A vocabulary of words or of characters."""
-
-    def __init__(self, kind: str, tokens: Sequence[str]) -> None:
-        self._kind, self._tokens = kind, tokens
-        self._numbers = {token: number for number, token in enumerate(tokens) if number > _UNK}
-
-    def encode(self, text: str) -> List[int]:
-        """Return the numbers of a text's tokens."""
-        text = normalise(text)
-        tokens = list(text) if self._kind == "characters" else split_words(text)
-        return [self._numbers.get(token, _UNK) for token in tokens]
-
-    def decode(self, numbers: Sequence[int]) -> str:
-        """Return the text of some numbers."""
-        tokens = [_UNKNOWN if number == _UNK else self._tokens[number] for number in numbers if number > _EOS]
-        return "".join(tokens) if self._kind == "characters" else join_words(tokens)
-
-
-class SubwordVocabulary:
-    """A vocabulary of subwords, a model of sentencepiece."""
+class Vocabulary:
+    """The tokens of a side: a model of sentencepiece."""
 
     def __init__(self, model: bytes) -> None:
         self._processor = import_module("sentencepiece").SentencePieceProcessor()
@@ -125,35 +103,9 @@ class SubwordVocabulary:
         return normalise(self._processor.decode([number for number in numbers if number not in (_PAD, _BOS)]))
 
 
-def read_vocabulary(content: bytes) -> Union[ListVocabulary, SubwordVocabulary]:
-    """Return the vocabulary in the bytes of a file."""
-    if not content.startswith(_FIRST_LINE.encode()):
-        return SubwordVocabulary(content)
-    first, *tokens = content.decode("utf-8").split("\n")[:-1]
-    return ListVocabulary(first[len(_FIRST_LINE) :], tokens)
-
-
 def normalise(text: str) -> str:
     """Return text in Unicode's form NFC, with single spaces between words and none around them."""
     return " ".join(unicodedata.normalize("NFC", text).split())
-
-
-def split_words(text: str) -> List[str]:
-    """Return the words and marks of normalised text, with signs where a mark had no space next to it."""
-    text = text.replace(_JOINED, _UNKNOWN)
-    tokens = []
-    for found in re.finditer(r"\w+|[^\w\s]", text):
-        token, (begin, end) = found.group(), found.span()
-        if not re.match(r"\w", token):
-            before, after = text[max(begin - 1, 0) : begin].strip(), text[end : end + 1]
-            token = (_JOINED if before else "") + token + (_JOINED if re.match(r"\w", after) else "")
-        tokens.append(token)
-    return tokens
-
-
-def join_words(tokens: Sequence[str]) -> str:
-    """Return the text of tokens of `split_words`."""
-    return " ".join(tokens).replace(f" {_JOINED}", "").replace(f"{_JOINED} ", "").replace(_JOINED, "")
 
 
 if __name__ == "__main__":

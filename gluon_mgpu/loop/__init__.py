@@ -1,1 +1,16 @@
-"""Epochs: fit, evaluate, predict, callbacks, resume."""
+"""Epochs: fit, evaluate, predict, callbacks, resume. What is rarer than the names of `gluon_mgpu`:
+
+```
+metrics    DeviceSums
+history    History, SaveHistory, LogRows
+callbacks  FitState
+outputs    predict_batches
+time       Trace
+```
+"""
+
+from lazy_loader import attach_stub
+
+from ..runtime import loaded as loaded
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

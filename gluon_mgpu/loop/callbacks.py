@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 from mxnet import gluon
 
-from ..checkpoint.atomic_folder import MANIFEST, explained, make, open_folder
-from ..checkpoint.checkpoint import check_folder
-from ..checkpoint.rng import draw_base
-from ..checkpoint.rotation import CheckpointRotation, checkpoint_in, find_checkpoints, outer_of
-from ..checkpoint.snapshot import FILES, OLD_STATES, PROGRESS, CheckpointData, ProgressRecord, Snapshot, take_snapshot
-from ..checks import flag, instance, one_of, path_of, real_number, short, whole_number
-from ..distributed import group
+from ..checkpoint.snapshot import CheckpointData, ProgressRecord
+from ..checks import instance, one_of, path_of, real_number
 from ..distributed.process import this_process
-from ..errors import StateError, TrainerError
+from ..errors import TrainerError
 from ..nested import Array
 from ..plots import figure
-from ..runtime.environment import logger
-from ..runtime.file_locks import FolderLock
 from ..runtime.units import format_column
-from ..trainer.optimizer_config import describe
-from ..trainer.parameters import has_values
 from ..trainer.trainer import Trainer
-from .epoch import EpochProgress
+from .batch_loop import EpochProgress
 from .history import History
-from .resume import Row, progress_of
+from .resume import Row
 
 _BAR_WIDTH = 10  # columns
-_PATIENCE_S = 10.0  # how long a restarted job waits for its previous process to end
 
 
 @dataclass
@@ -168,21 +157,21 @@ class Progress(Callback):
         rest = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
         epoch = f"epoch {state.epoch}/{state.epochs}"
         if self._bar is not None:
-            room = self._bar.console.width - len(epoch) - _BAR_WIDTH - 2
-            while means and len("  ".join([*means, *rest])) > room:  # speed and time left stay visible
-                means.pop()
-            self._bar.update(self._task, completed=progress.num_batches, text="  ".join([*means, *rest]))
+            text = "  ".join([*rest, *means])  # rich cuts off its end, where the terminal is narrow
+            self._bar.update(self._task, completed=progress.num_batches, text=text)
         elif time.perf_counter() - self._printed > self._every_s:
             self._print("  ".join([epoch, f"batch {progress.num_batches}/{state.num_batches or '?'}", *means, *rest]))
 
     def on_epoch_end(self, state: FitState) -> None:
         row = state.history.rows[-1]
-        means = [format_column(*mean) for kind in ("train_", "test_") for mean in row.items() if mean[0].startswith(kind)]
+        means = [
+            format_column(*mean) for kind in ("train_", "test_", "valid_") for mean in row.items() if mean[0].startswith(kind)
+        ]
         rate = [f"{row['examples_per_s']:.0f} {self._unit}/s", f"{row['seconds']:.1f} s"]
         parts = [f"epoch {state.epoch}/{state.epochs}", *means, *rate]
         if self._bar is not None:  # the finished epoch becomes lines above the bar
             self._bar.remove_task(self._task)
-            self._bar.console.print(_wrapped(parts, self._bar.console.width), markup=False, highlight=False, soft_wrap=True)
+            self._bar.console.print("  ".join(parts), markup=False, highlight=False)
         else:
             self._print("  ".join(parts))
 
@@ -223,8 +212,8 @@ class SaveHistory(Callback):
             state.history.save(self.folder)
 
     def on_fit_end(self, state: FitState) -> None:
-        if state.history.rows and not this_process().rank:
-            state.history.save(self.folder)  # with the reason why it stopped
+        if state.history.rows:
+            self.on_epoch_end(state)  # with the reason why it stopped
 
 
 class EarlyStopping(Callback):
@@ -247,10 +236,6 @@ class EarlyStopping(Callback):
     ) -> None:
         real_number("EarlyStopping", "patience", patience, advice="3 epochs are usual.")
         real_number("EarlyStopping", "min_delta", min_delta, advice="0 is usual.")
-        if monitor is None:
-            raise TrainerError(
-                "EarlyStopping: got monitor=None; expected a column of the history. For example, pass 'test_loss'."
-            )
         self._best = Best(monitor, mode, min_delta)
         self._patience = patience
 
@@ -269,195 +254,12 @@ class EarlyStopping(Callback):
             state.stop = f"{best.monitor} was best ({best.value:.4g}) in epoch {best.epoch}"
 
 
-class Checkpoint(Callback):
-    """Saves the network and its trainer: `best` when a metric improves, `last` after each epoch and at the end.
-
-    It saves when Ctrl-C, SIGTERM or SIGUSR1 stops the run, but not after an error. `fit(..., resume="auto")` resumes from the
-    latest checkpoint. It restores `best` if a killed run left none, or one of an earlier epoch. One run at a time uses a folder.
-
-    Parameters
-    ----------
-    folder : str or pathlib.Path
-        The folder that receives the folders `best` and `last`; see `save_checkpoint`.
-    monitor : str, optional
-        A column of the history, for `best`. "auto": `test_accuracy`, or `test_loss` if there is none. None, or "auto" without a
-        test set: only `last`.
-    mode : "min", "max" or None
-        As for `EarlyStopping`.
-    every : int, optional
-        Also save within an epoch: every so many batches, or with the update that follows.
-    keep : int
-        How many of the last checkpoints to keep: `last`, and earlier ones, named by their batches: `step-00000200`.
-    background : bool
-        Write in a thread while training continues: the values are copied on the devices first. An error is raised at the next
-        save, or at the end. The end of `fit` waits for the thread.
-
-    Raises
-    ------
-    TrainerError
-        A number is out of range.
-    """
-
-    _parts: Sequence[str] = (MANIFEST,)  # files of a complete folder
-
-    def __init__(
-        self,
-        folder: Union[str, Path],
-        monitor: Optional[str] = "auto",
-        *,
-        mode: Optional[str] = None,
-        every: Optional[int] = None,
-        keep: int = 1,
-        background: bool = False,
-    ) -> None:
-        for name, number in (("every", 1 if every is None else every), ("keep", keep)):
-            whole_number(type(self).__name__, name, number, advice="For example, pass every=500 and keep=3.")
-        flag(type(self).__name__, "background", background)
-        self.folder = path_of(type(self).__name__, "folder", folder)
-        self._column = Best("auto" if monitor is None else monitor, mode)
-        self._monitor = monitor
-        self._best: Optional[Best] = None
-        self._every = every
-        self._rotation = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
-        self._lock: Optional[FolderLock] = None
-
-    def hold(self) -> None:
-        """Lock the folder for this run, unless it already has; in a job, process 0 does. `on_fit_end` releases it.
-
-        Raises
-        ------
-        SaveError
-            Another run uses it, or it cannot be written.
-        """
-        process, operation = this_process(), type(self).__name__
-        if process.rank or self._lock is not None:
-            return
-        with explained(operation, self.folder):
-            make(self.folder)
-            lock = FolderLock(self.folder, operation)
-            lock.acquire(_PATIENCE_S if process.restart else 0.0)
-        self._lock = lock
-
-    def release(self) -> None:
-        """Release the lock on the folder."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def wait(self) -> None:
-        """Wait until the latest checkpoint is written, and raise its error."""
-        self._rotation.wait()
-
-    def on_fit_begin(self, state: FitState) -> None:
-        self._best = None if self._monitor is None or self._monitor == "auto" and not state.tests else self._column
-        if self._best is not None:
-            self._best.begin(state)
-        for name in ("best", "last"):
-            self._check_replaceable(self.folder / name)
-        describe(state.trainer.optimizer)  # raises before the first epoch if the optimizer cannot be saved
-        self._base: Optional[int] = None
-        self._saved: Any = None
-        self._reached = state.step
-        if state.resumed is not None and state.resumed.training is not None:
-            self._base = state.resumed.training["random"]["base"]
-        processes = group()
-        if processes is not None:
-            processes.barrier()  # each has read its checkpoint before the first one deletes old ones
-        self.hold()
-        if not this_process().rank:
-            self._rotation.begin(None if state.resumed is None else state.resumed.folder)
-            self._restore_best(state)
-
-    def on_batch_end(self, state: FitState) -> None:
-        # on_epoch_end saves the last batch of an epoch, after the evaluation.
-        if self._every is None or state.pending or state.batches == state.num_batches:
-            return
-        if state.step // self._every > self._reached // self._every:
-            self._save(state)
-
-    def on_epoch_end(self, state: FitState) -> None:
-        is_best = False
-        try:
-            is_best = self._best is not None and self._best.improves(state)
-        finally:
-            self._save(state, is_best=is_best)
-
-    def on_fit_end(self, state: FitState) -> None:
-        try:
-            if state.interrupted and has_values(state.net):
-                self._save(state)
-        finally:
-            try:
-                self._rotation.wait()
-                if state.error is None and not this_process().rank:
-                    self._rotation.end()
-            finally:
-                self.release()
-
-    def _restore_best(self, state: FitState) -> None:
-        """Restore `best` from the best epoch of the resumed run, if a checkpoint of that epoch is left."""
-        if state.resumed is None or self._best is None or not self._best.epoch:
-            return
-        epoch, rows = self._best.epoch, state.history.rows
-        resumed = outer_of(state.resumed.folder)
-        others = [resumed, *(outer_of(path) for path in find_checkpoints(resumed.parent))]
-        if not self._rotation.restore_best(lambda folder: self._is_of(folder, epoch, rows[:epoch]), others):
-            logger.warning(
-                "%s: %s is not of epoch %d, the best one by %s, and no complete checkpoint of that epoch is left",
-                type(self).__name__,
-                self.folder / "best",
-                epoch,
-                self._best.monitor,
-            )
-
-    def _is_of(self, folder: Path, epoch: int, rows: List[Row]) -> bool:
-        """Return whether a folder is complete, and was saved at the end of this epoch, with this history."""
-        try:
-            if any(not (folder / name).exists() for name in self._parts):
-                return False
-            with open_folder(checkpoint_in(folder) or folder, FILES, type(self).__name__) as opened:
-                if MANIFEST not in opened or PROGRESS not in opened:
-                    return False
-                progress = json.loads(opened.read(PROGRESS).decode())
-                if progress.get("epoch") != epoch or json.dumps(progress.get("history")) != json.dumps(rows):
-                    return False
-                return bool(opened.check(type(self).__name__))
-        except (StateError, ValueError, AttributeError):
-            return False
-
-    def _save(self, state: FitState, *, is_best: bool = False) -> None:
-        place, arrays = state.where() if state.where is not None else ({}, {})
-        here = [place.get(name) for name in ("epoch", "batches", "step", "row")]
-        if place and self._saved == here:
-            return  # Ctrl-C came when everything was saved
-        self._reached = state.step
-        if state.trainer.replica_check is not None:
-            state.trainer.replica_check.verify()  # no checkpoint holds bits of which devices disagree
-        if self._base is None or not place:
-            self._base = draw_base(state.trainer.contexts[0])
-        progress = progress_of(state.history.rows, state.epoch)
-        snapshot = take_snapshot(state.net, state.trainer, progress, place=place, arrays=arrays, base=self._base)
-        if not this_process().rank:
-            self._rotation.put(self._writing(snapshot), state.step, is_best=is_best, num_bytes=snapshot.num_bytes)
-        self._saved = here
-
-    def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
-        """Return a function that writes the snapshot into a folder, in any thread and without reading the network."""
-        return snapshot.write
-
-    def _check_replaceable(self, folder: Path) -> None:
-        check_folder(folder, (*FILES, OLD_STATES), type(self).__name__, "checkpoint")
-
-
 class Best:
     """The best value of one column so far, and the epoch that gave it."""
 
     def __init__(self, monitor: str, mode: Optional[str] = None, min_delta: float = 0.0) -> None:
         one_of("callbacks", "mode", mode, (None, "min", "max"), advice="None decides by the name.")
-        if not isinstance(monitor, str) or not monitor:
-            raise TrainerError(
-                f"callbacks: got monitor={short(monitor)}; expected a column of the history. For example, pass 'test_loss'."
-            )
+        instance("callbacks", "monitor", monitor or None, str, "a column of the history", advice="For example, pass 'test_loss'.")
         self.monitor = self._asked = monitor
         self._mode = mode
         self._min_delta = min_delta
@@ -472,7 +274,7 @@ class Best:
             The column needs a test set, and there is none.
         """
         self.value, self.epoch, self.monitor = math.nan, 0, self._asked
-        if self.monitor.startswith(("test_", "auto")) and not state.tests:
+        if self.monitor.startswith(("test_", "valid_", "auto")) and not state.tests:
             raise TrainerError(
                 f"callbacks: got monitor {self.monitor!r} without a test set; expected a column of the history. Pass "
                 "test_iter to fit, or another monitor: 'train_loss', or None for a Checkpoint."
@@ -510,17 +312,6 @@ class Best:
         if better:
             self.value, self.epoch = value, epoch
         return better
-
-
-def _wrapped(parts: Sequence[str], width: int) -> str:
-    """Return parts in lines of at most this many columns, two spaces between two; lines after the first are indented."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + 2 + len(part) < width:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(f"    {part}")
-    return "\n".join(lines)
 
 
 def _clock(seconds: float) -> str:

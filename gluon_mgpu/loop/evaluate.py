@@ -6,18 +6,19 @@ from typing import Any, Dict, Iterable, Optional, Union
 
 from mxnet import gluon
 
-from ..checks import check_function
 from ..data_parallel.batchnorm import average_over_processes, sync_running_stats
-from ..data_parallel.compiled import check_mode, evaluating_passes, passes_of
+from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.passes import Passes
 from ..data_parallel.sharding import split_batch
-from ..data_parallel.step import Batch, SplitFunction, check_network, run_eval_batch
+from ..data_parallel.splits import SplitFunction, as_split
+from ..data_parallel.step import EvalStep, check_network
 from ..data_parallel.virtual import VirtualPasses, VirtualSplit
 from ..trainer.parameters import devices_of
-from ..trainer.virtual_shards import VirtualShards
-from .epoch import EpochOptions, EpochProgress, run_epoch
-from .metrics import Metrics, accuracy, metrics_for, named_metrics, sums_of
+from ..trainer.tree import VirtualShards
+from .batch_loop import EpochOptions, EpochProgress, run_epoch
+from .metric_sums import DeviceSums
+from .metrics import Metrics, accuracy, metrics_for, named_metrics
 
 MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they take little memory, and small ones are short
 _OPTIONS = EpochOptions("evaluate", max_inflight=MAX_INFLIGHT)
@@ -89,12 +90,11 @@ def evaluate(
     TrainerError
         There is no batch, or one is not a pair.
     """
-    make_passes = passes_of(check_mode("evaluate", compiled))
     check_network("evaluate", net)
     loss = getattr(loss, "evaluation", loss)
     if virtual_shards is not None:
         virtual_shards = VirtualShards(virtual_shards, devices_of(net)).number
-    passes = evaluating_passes(make_passes, net, loss)
+    passes = make_passes("evaluate", net, loss, compiled)
     measured = metrics_for(metrics, loss)
     return run_evaluation(
         net, data_iter, measured, loss=loss, split_f=split_f, passes=passes, virtual_shards=virtual_shards
@@ -114,19 +114,14 @@ def run_evaluation(
 ) -> EpochProgress:
     """Evaluate a network. `evaluate` calls it with these options, `fit` with its own, which can stop it."""
     named_metrics(metrics)
-    check_function("evaluate", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
-    if loss is not None:
-        check_function("evaluate", "loss", loss, advice="Pass a loss of gluon.loss, or None.")
+    split = as_split("evaluate", split_f)
     check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
     devices = devices_of(net)
     sync_running_stats(net)
     average_over_processes(net)
 
     if virtual_shards is not None:
-        split_f = VirtualSplit(split_f, virtual_shards)
-        passes = VirtualPasses(passes, net, loss, split_f)
-
-    def evaluate_batch(X: Any, y: Any) -> Batch:
-        return run_eval_batch(passes, net, X, y, devices, loss, split_f)
-
-    return run_epoch(data_iter, evaluate_batch, sums_of(metrics, virtual_shards), options)
+        split = VirtualSplit(split, virtual_shards, "evaluate")
+        passes = VirtualPasses(passes, net, loss, virtual_shards)
+    step = EvalStep("evaluate", net, loss, devices, split, passes)
+    return run_epoch(data_iter, step, DeviceSums(metrics, num_shards=virtual_shards), options)

@@ -77,16 +77,11 @@ class Finetune(Callback):
                 f"Finetune: got freeze={self._freeze!r}, which selects no parameter; expected one or more of "
                 f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Pass a part of the network."
             )
-        self._set(state, frozen=not self._is_unfrozen(max(1, state.epoch)))
+        self.on_epoch_begin(state)
 
     def on_epoch_begin(self, state: FitState) -> None:
-        self._set(state, frozen=not self._is_unfrozen(state.epoch))
-
-    def _is_unfrozen(self, epoch: int) -> bool:
-        return self._unfreeze_epoch is not None and epoch >= self._unfreeze_epoch
-
-    def _set(self, state: FitState, *, frozen: bool) -> None:
-        grad_req = "null" if frozen else "write"
+        is_unfrozen = self._unfreeze_epoch is not None and max(1, state.epoch) >= self._unfreeze_epoch
+        grad_req = "write" if is_unfrozen else "null"
         changed = [param for param in self._params if param.grad_req != grad_req]
         for param in self._params:
             param.lr_mult = self._lr_mult

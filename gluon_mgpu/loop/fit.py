@@ -9,29 +9,30 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 
 from mxnet import gluon
 
-from ..checkpoint.checkpoint import ReadCheckpoint
-from ..checkpoint.rotation import find_checkpoints
-from ..checkpoint.snapshot import Taken
-from ..checks import check_function, one_of, short, whole_number
+from ..checkpoint.save_and_load import ReadCheckpoint
+from ..checks import short, whole_number
 from ..data_parallel.balancer import Balancer
 from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
-from ..data_parallel.compiled import check_mode, check_one_graph, evaluating_passes, passes_of
+from ..data_parallel.compiled import make_passes
 from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
-from ..data_parallel.sharding import plan_shards, split_batch
-from ..data_parallel.step import SplitFunction, check_network, make_step
+from ..data_parallel.sharding import SplitOptions, plan_shards, split_batch
+from ..data_parallel.splits import BatchSplit, SplitFunction
+from ..data_parallel.step import TrainStep, check_network
 from ..distributed import any_process
-from ..errors import ReplicaError, TrainerError
+from ..errors import TrainerError
 from ..runtime.environment import logger
 from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
-from .callbacks import Callback, Checkpoint, FitState, Progress
+from .batch_loop import EpochOptions
+from .callbacks import Callback, FitState, Progress
+from .epoch_loop import Run, call_each
 from .evaluate import run_evaluation
 from .history import History
 from .metrics import Metrics, metrics_for, named_metrics
-from .resume import find_resumable, num_batches_of
-from .run import Run, call_each, check_resumable, phase_reporter
-from .stopping import CaughtSignal, Terminated, agree_on_signal, catch_signals
+from .resume import find_resumable, has_changed_rate, num_batches_of
+from .save_checkpoints import Checkpoint
+from .stop_signals import CaughtSignal, Terminated, agree_on_signal, catch_signals
 from .trace import Trace
 
 
@@ -54,8 +55,6 @@ def fit(
     compiled: str = "auto",
     trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
-    hyperparameters: str = "checkpoint",
-    resume_schedule: str = "stretch",
     virtual_shards: Optional[int] = None,
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
@@ -100,14 +99,9 @@ def fit(
     resume : "auto" or folder, optional
         Resume from a checkpoint that `Checkpoint` has saved, also within an epoch. `epochs` and the history count from the
         beginning of the run. `"auto"` takes the latest good checkpoint of the `Checkpoint` among the callbacks. If there is none,
-        the run starts from the beginning. A folder is that of a checkpoint, or of a run.
-    hyperparameters : "checkpoint" or "trainer"
-        Whose learning rate, schedule and other options of the optimizer a resumed run uses. With "checkpoint", other options
-        than the trainer's raise, and the learning rate is the checkpoint's. With "trainer", the trainer keeps its own.
-    resume_schedule : "stretch" or "keep"
-        What a resumed run does whose learning-rate schedule runs over another number of updates, because `epochs` has changed.
-        "stretch" continues on the trainer's schedule, at the updates so far. "keep" continues on the checkpoint's, and trains at
-        its last rate after its end.
+        the run starts from the beginning. A folder is that of a checkpoint, or of a run. A resumed run uses this trainer's
+        options and schedule, which continues at the updates so far. A learning rate that was set while the stopped run trained
+        stays.
     virtual_shards : int, optional
         Cut every batch into so many parts, so that weights, states and history have the same bits on any number of devices and
         processes that divides it; see `Trainer`.
@@ -131,61 +125,60 @@ def fit(
     SystemExit
         SIGTERM or SIGUSR1, after saving; its code is 143 or 85.
     """
-    counts = {
-        "epochs": epochs,
-        "max_inflight": max_inflight,
-        "micro_steps": micro_steps,
-        "accumulate_grad_batches": accumulate_grad_batches,
-    }
-    for name, value in counts.items():
+    counts = (epochs, max_inflight, micro_steps, accumulate_grad_batches)
+    for name, value in zip(("epochs", "max_inflight", "micro_steps", "accumulate_grad_batches"), counts):
         whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
-    _check_arguments(net, loss, trainer, train_iter, test_iter, split_f)
+    _check_arguments(net, trainer, train_iter, test_iter)
     measured = metrics_for(metrics, loss)
     named_metrics(measured)
-    one_of("fit", "hyperparameters", hyperparameters, ("checkpoint", "trainer"), advice="Pass 'trainer' to change them.")
-    one_of("fit", "resume_schedule", resume_schedule, ("stretch", "keep"), advice="'stretch' is usual for more epochs.")
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
     if virtual_shards is not None:
         trainer.use_virtual_shards(virtual_shards)
     split_f = _weighted_split(weights, split_f, trainer)
-    make_passes = passes_of(check_mode("fit", compiled), trainer)
-    check_one_graph("fit", net, compiled)
-    remember_equal(net)  # values may have been loaded since the trainer was created
+    test_loss = getattr(loss, "evaluation", loss)
+    passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
+    remember_equal(net, in_job=True)  # values may have been loaded since the trainer was created
     checkpoint = None
     if resume is not None:
-        taken = Taken(hyperparameters == "checkpoint", resume_schedule)
-        checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter, taken=taken)
+        checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter)
     state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
     caught = CaughtSignal()
-    test_loss = getattr(loss, "evaluation", loss)
-    on_phase = phase_reporter(callbacks, state)
+    on_phase = partial(call_each, callbacks, "on_phase", state)
+    train = TrainStep(
+        "fit", net, loss, trainer, split_f, micro_steps=micro_steps, compiled=compiled, kept=trainer.kept, on_phase=on_phase
+    )
     run = Run(
         state,
         callbacks,
         train_iter,
         test_iter,
         metrics=measured,
-        train=make_step("fit", net, loss, trainer, split_f, False, micro_steps, make_passes, on_phase),
+        train=train,
         evaluate=partial(
             run_evaluation,
             net,
             loss=test_loss,
             split_f=split_f,
-            passes=evaluating_passes(make_passes, net, test_loss),
+            passes=passes,
             virtual_shards=trainer.virtual_shards,
         ),
+        options=EpochOptions(
+            "fit",
+            max_inflight=max_inflight,
+            check_finite=True,
+            stop_signal=lambda: caught.signum,
+            may_stop=lambda: not state.pending,  # between two updates: a stop before that would make half of one, or lose it
+            on_phase=on_phase,
+        ),
         batches_per_update=accumulate_grad_batches,
-        max_inflight=max_inflight,
         balancer=split_f if isinstance(split_f, Balancer) else None,
-        caught=caught,
-        on_phase=on_phase,
     )
     if bn is not None:
         set_batch_norm(net, bn)
     if checkpoint is not None:  # everything has been checked: from here on, state changes
-        state.resumed = checkpoint.restore()
+        state.resumed = checkpoint.restore(learning_rate=has_changed_rate(checkpoint.content))
         run.restore(state.resumed)
     state.where = run.position
     with debugging_if_asked(net, loss), catch_signals(caught):
@@ -193,10 +186,6 @@ def fit(
             call_each(callbacks, "on_fit_begin", state)
             if not state.stop:
                 _run_epochs(run, state, callbacks, caught)
-        except ReplicaError as error:
-            state.error = error
-            trainer.discard()
-            raise ReplicaError(f"{error} {_checkpoint_before(callbacks)}") from None
         except BaseException as error:
             state.error = error
             trainer.discard()
@@ -225,14 +214,12 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
             break
 
 
-def _check_arguments(net: Any, loss: Any, trainer: Any, train_iter: Any, test_iter: Any, split_f: Any) -> None:
+def _check_arguments(net: Any, trainer: Any, train_iter: Any, test_iter: Any) -> None:
     if not isinstance(trainer, Trainer):
         raise TrainerError(
             f"fit: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
         )
     check_network("fit", net)
-    check_function("fit", "loss", loss, advice="Pass a loss of gluon.loss, such as SoftmaxCrossEntropyLoss().")
-    check_function("fit", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
     check_iterable("fit", "train_iter", train_iter, reader="fit")
     if test_iter is not None:
         check_iterable("fit", "test_iter", test_iter, reader="evaluate")
@@ -254,8 +241,6 @@ def _read_checkpoint(
     net: gluon.Block,
     trainer: Trainer,
     train_iter: Iterable[Any],
-    *,
-    taken: Taken,
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     if not isinstance(resume, (str, Path)):
@@ -263,14 +248,13 @@ def _read_checkpoint(
             f"fit: got resume={short(resume)}; expected 'auto' or a folder. Pass None to start from the beginning."
         )
     saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    check = partial(check_resumable, train_iter=train_iter)
     with ExitStack() as held:  # another run that uses the folder is an error before any state changes
         for callback in saving:
             if callback.folder.is_dir():
                 held.callback(callback.release)
                 callback.hold()
         folder = saving[0].folder if saving else None
-        return find_resumable(resume, folder, net, trainer, check, taken=taken)
+        return find_resumable(resume, folder, net, trainer, train_iter)
 
 
 def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:
@@ -285,16 +269,7 @@ def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFu
     if isinstance(weights, str):
         return Balancer(trainer)
     plan_shards(1, len(trainer.contexts), weights)  # raises on invalid weights
-    return partial(split_batch, weights=weights)
-
-
-def _checkpoint_before(callbacks: Sequence[Callback]) -> str:
-    """Name the latest checkpoint, which was verified before it was saved."""
-    for callback in callbacks:
-        found = find_checkpoints(callback.folder) if isinstance(callback, Checkpoint) else []
-        if found:
-            return f"The latest verified checkpoint is {found[0]}."
-    return "There is no checkpoint: pass Checkpoint(folder, every=100) among the callbacks."
+    return BatchSplit(SplitOptions(weights=weights))
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:

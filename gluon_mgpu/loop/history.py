@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, List, Union
 
-from ..checkpoint.atomic_folder import explained, new_file
+from ..checkpoint.replace_folder import explained, new_file
 from ..plots import plot_history, save
 from .resume import Row
 
@@ -23,7 +23,7 @@ class History:
     rows : list of dict
         One per epoch: `epoch`, `train_loss`, `train_accuracy`, `test_...`, `seconds` of training, `examples_per_s`,
         and the `learning_rate` of its last step. Accuracies are from 0 to 1; `Progress` and the figure show them in percent.
-        A translator's `test_exact_match`, `test_bleu` and `test_chrf` are from 0 to 100.
+        A translator's `valid_exact_match`, `valid_bleu` and `valid_chrf` are from 0 to 100.
     stopped : str
         Why training ended before the last epoch; empty if it did not.
     """

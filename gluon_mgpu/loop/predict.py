@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import deque
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Deque, Generator, Iterable, Iterator, List, Optional, Sequence, Sized, Tuple
+from contextlib import suppress
+from functools import partial
+from typing import Any, Deque, Generator, Iterable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd, gluon
 
 from ..checks import flag, reason_of, whole_number
 from ..data_parallel.batchnorm import sync_running_stats
-from ..data_parallel.compiled import check_mode, passes_of
+from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
-from ..data_parallel.passes import Passes
-from ..data_parallel.prefetch import NUM_HELD, Buffers
-from ..data_parallel.sharding import gather, plan_shards, split_and_load
-from ..data_parallel.step import check_network, run_eval_batch
+from ..data_parallel.sharding import SplitOptions, gather, plan_shards
+from ..data_parallel.splits import BatchSplit
+from ..data_parallel.step import EvalStep, check_network
 from ..devices.select import check_contexts
 from ..distributed import without_group
 from ..errors import ShardError, StepError, TrainerError, last_line
@@ -28,9 +25,6 @@ from ..trainer.parameters import devices_of
 from .evaluate import MAX_INFLIGHT
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
-
-SHOW_AFTER_S = 2.0
-SHOW_EVERY_S = 5.0  # without a terminal
 
 
 def predict(
@@ -44,7 +38,6 @@ def predict(
     max_inflight: int = MAX_INFLIGHT,
     compiled: str = "auto",
     ctx: Optional[Context] = None,
-    progress: bool = False,
 ) -> Any:
     """Return a network's output for every example of a data set, in their order, computed on all its devices.
 
@@ -57,8 +50,6 @@ def predict(
         As for `predict_batches`.
     ctx : mxnet.Context, optional
         Return MXNet arrays of the current mode on this device instead.
-    progress : bool
-        Show the progress after two seconds: a bar on a terminal, a line every five seconds elsewhere.
 
     Returns
     -------
@@ -82,8 +73,7 @@ def predict(
     """
     if ctx is not None:
         check_contexts([ctx], "predict")
-    flag("predict", "progress", progress)
-    outputs: Iterator[Any] = predict_batches(
+    outputs = predict_batches(
         net,
         data_iter,
         pairs=pairs,
@@ -93,8 +83,6 @@ def predict(
         max_inflight=max_inflight,
         compiled=compiled,
     )
-    if progress:
-        outputs = _shown(outputs, len(data_iter) if isinstance(data_iter, Sized) else None)
     batches = list(outputs)
     try:
         return gather(batches, ctx, _output_axis(batch_axis, output_axis))
@@ -173,102 +161,68 @@ def predict_batches(
     flag("predict", "pairs", pairs)
     max_inflight = whole_number("predict", "max_inflight", max_inflight, advice="8 is usual.")
     check_iterable("predict", "data_iter", data_iter, pairs=False)
-    devices = _devices(net)
+    devices = devices_of(net, "predict")
     plan_shards(1, len(devices), weights)  # raises on weights for other devices
-    passes = passes_of(check_mode("predict", compiled))(net, None, trains=False)
-    forward = _Forward(net, devices, batch_axis, _output_axis(batch_axis, output_axis), weights, passes)
-    return _run(forward, data_iter, pairs, max_inflight)
+    passes = make_passes("predict", net, None, compiled)
+    step = EvalStep("predict", net, None, devices, BatchSplit(SplitOptions((batch_axis, 0), weights=weights)), passes)
+    return _run(net, step, data_iter, pairs=pairs, output_axis=_output_axis(batch_axis, output_axis), max_inflight=max_inflight)
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """A network, its devices, and where the examples are."""
-
-    net: gluon.Block
-    devices: List[Context]
-    batch_axis: Any
-    output_axis: Any
-    weights: Optional[Sequence[float]]
-    passes: Passes
-
-    def queue(self, X: Any, number: int) -> List[Output]:
-        """Return one batch's outputs, one item per shard, in memory that is not overwritten before they are read."""
-        # An iterator may write its next batch into the arrays of this one, and a network may return its input.
-        shared = any(is_device_array(leaf) for leaf in _leaves(X, number))
-        held: List[Tuple[Context, int]] = []
-
-        def split(X: Any, _: Any, devices: Sequence[Context]) -> Tuple[List[Any], List[Any]]:
-            shards = split_and_load(X, devices, self.batch_axis, even_split=False, weights=self.weights)
-            held.extend(_held(shard, self.batch_axis) for shard in shards)
-            return shards, [None] * len(shards)
-
-        try:
-            with without_group():  # every process of a job has all outputs
-                outputs = run_eval_batch(self.passes, self.net, X, None, self.devices, None, split).outputs
-        except (StepError, mx.MXNetError) as error:
-            raise StepError(f"predict: got an error at batch {number}: {error}") from (error.__cause__ or error)
-        for output, (_, size) in zip(outputs, held):
-            self._check(output, size, number)
-        with autograd.pause():
-            kept = [map_leaves(lambda _, leaf: _kept(leaf, shared), output) for output in outputs]
-        return [(context, output) for (context, _), output in zip(held, kept)]
-
-    def _check(self, output: Any, size: int, number: int) -> None:
-        def check(path: str, leaf: Array, axis: Any) -> None:
-            if not is_device_array(leaf):
-                raise TrainerError(
-                    f"predict: got {path} of type {type(leaf).__name__} at batch {number}; expected MXNet arrays. "
-                    "Return what layers return."
-                )
-            if not isinstance(axis, int) or not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size:
-                raise ShardError(
-                    f"predict: got {path} of shape {leaf.shape} at batch {number}, for {size} examples along axis {axis}; "
-                    "expected one item per example. Pass the axis of the examples as output_axis."
-                )
-
-        map_leaves(check, output, self.output_axis, path="output")
-
-
-def _run(forward: _Forward, data_iter: Iterable[Any], pairs: bool, max_inflight: int) -> Generator[Any, None, None]:
-    sync_running_stats(forward.net)
-    buffers = Buffers(max_inflight + NUM_HELD)
+def _run(
+    net: gluon.Block, step: EvalStep, data_iter: Iterable[Any], *, pairs: bool, output_axis: Any, max_inflight: int
+) -> Generator[Any, None, None]:
+    sync_running_stats(net)
     queued: Deque[Tuple[int, List[Output]]] = deque()
     for number, item in enumerate(batches_of(data_iter), 1):
         X = as_pair(item, "predict")[0] if pairs and not isinstance(item, mx.io.DataBatch) else features_of(item)
-        with _naming_pairs(X, pairs), buffers.used():
-            queued.append((number, forward.queue(X, number)))
+        try:
+            queued.append((number, _queue(step, X, number, output_axis)))
+        except (StepError, AssertionError, AttributeError) as error:  # what Gluon's layers raise for a tuple
+            cause = error.__cause__ or error
+            if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or isinstance(cause, mx.MXNetError):
+                raise
+            raise TrainerError(
+                f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({reason_of(cause)}); "
+                "expected its one argument. Pass pairs=True if the items are (X, y)."
+            ) from error
         if len(queued) > max_inflight:
-            yield _read(*queued.popleft(), forward.output_axis)
+            yield _read(*queued.popleft(), output_axis)
     if not queued:  # after a batch, at least one stays in the queue
         raise no_batch("predict")
     while queued:
-        yield _read(*queued.popleft(), forward.output_axis)
+        yield _read(*queued.popleft(), output_axis)
 
 
-@contextmanager
-def _naming_pairs(X: Any, pairs: bool) -> Iterator[None]:
-    """Advise `pairs=True` if a network rejects a batch that may be a pair."""
+def _queue(step: EvalStep, X: Any, number: int, output_axis: Any) -> List[Output]:
+    """Return one batch's outputs, one item per shard, in memory that is not overwritten before they are read."""
+    # An iterator may write its next batch into the arrays of this one, and a network may return its input.
     try:
-        yield
-    except (StepError, AssertionError, AttributeError) as error:  # what Gluon's layers raise for a tuple
-        cause = error.__cause__ if isinstance(error, StepError) else error
-        is_of_layers = isinstance(cause, (AssertionError, AttributeError)) or type(cause) is ValueError  # that of deferred shapes
-        if pairs or not isinstance(X, (list, tuple)) or len(X) != 2 or not is_of_layers:
-            raise
-        raise TrainerError(
-            f"predict: got a {type(X).__name__} of 2 as a batch, which the network does not take ({reason_of(cause or error)}); "
-            "expected its one argument. Pass pairs=True if the items are (X, y)."
-        ) from error
-
-
-def _leaves(X: Any, number: int) -> List[Array]:
-    try:
-        return [leaf for _, leaf in leaves(X)]
+        shared = any(is_device_array(leaf) for _, leaf in leaves(X))
     except TypeError as error:
+        raise TrainerError(f"predict: got no array at batch {number} ({error}); expected arrays.") from None
+    try:
+        with without_group():  # every process of a job has all outputs
+            outputs = step(X, None).outputs
+    except (StepError, mx.MXNetError) as error:
+        raise StepError(f"predict: got an error at batch {number}: {error}") from (error.__cause__ or error)
+    for output, (begin, end, _) in zip(outputs, step.places):
+        map_leaves(partial(_check, size=end - begin, number=number), output, output_axis, path="output")
+    with autograd.pause():
+        kept = [map_leaves(lambda _, leaf: _kept(leaf, shared), output) for output in outputs]
+    return [(context, output) for (_, _, context), output in zip(step.places, kept)]
+
+
+def _check(path: str, leaf: Array, axis: Any, *, size: int, number: int) -> None:
+    if not is_device_array(leaf):
         raise TrainerError(
-            f"predict: got something that is not an array at batch {number} ({str(error).split(';')[0]}); expected an array, or "
-            "nested data. Take it out of the batch."
-        ) from None
+            f"predict: got {path} of type {type(leaf).__name__} at batch {number}; expected MXNet arrays. "
+            "Return what layers return."
+        )
+    if not isinstance(axis, int) or not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size:
+        raise ShardError(
+            f"predict: got {path} of shape {leaf.shape} at batch {number}, for {size} examples along axis {axis}; "
+            "expected one item per example. Pass the axis of the examples as output_axis."
+        )
 
 
 def _kept(leaf: Array, shared: bool) -> Array:
@@ -295,53 +249,7 @@ def _to_numpy(number: int, context: Context, output: Any) -> Any:
         ) from error
 
 
-def _held(shard: Any, batch_axis: Any) -> Tuple[Context, int]:
-    """Return the device of a shard, and its number of examples."""
-    found: List[Tuple[Context, int]] = []
-    map_leaves(lambda _, leaf, axis: found.append((leaf.context, leaf.shape[axis])), shard, batch_axis)
-    return found[0]
-
-
 def _output_axis(batch_axis: Any, output_axis: Any) -> Any:
     if output_axis is not None:
         return output_axis
     return batch_axis if isinstance(batch_axis, int) else 0
-
-
-def _devices(net: gluon.Block) -> List[Context]:
-    try:
-        return devices_of(net)
-    except TrainerError:
-        raise TrainerError(
-            "predict: got a network that is on no device; expected initialised parameters. Call net.initialize(ctx=ctx) first."
-        ) from None
-
-
-def _shown(batches: Iterable[Any], total: Optional[int]) -> Iterator[Any]:
-    """Yield the batches, and show the progress once that takes long."""
-    began = time.perf_counter()
-    show_at = began + SHOW_AFTER_S
-    bar: Any = None
-    try:
-        for number, batch in enumerate(batches, 1):
-            now = time.perf_counter()
-            if now >= show_at and sys.stdout.isatty():
-                bar = bar or _started_bar(total)
-                bar.update(bar.task_ids[0], completed=number)
-            elif now >= show_at:
-                print(f"predict  batch {number}/{total or '?'}  {number / (now - began):.1f} batches/s", flush=True)
-                show_at = now + SHOW_EVERY_S
-            yield batch
-    finally:
-        if bar is not None:
-            bar.stop()
-
-
-def _started_bar(total: Optional[int]) -> Any:
-    from rich import progress  # only here: importing it takes longer than most batches
-
-    columns = (progress.TextColumn("predict"), progress.BarColumn(bar_width=10), progress.MofNCompleteColumn())
-    bar = progress.Progress(*columns, progress.TimeRemainingColumn())
-    bar.add_task("", total=total)
-    bar.start()
-    return bar

@@ -10,7 +10,7 @@ from typing import Dict, List, Optional, Tuple, Union
 
 import mxnet as mx
 
-from ..checkpoint.atomic_folder import explained, make, new_file
+from ..checkpoint.replace_folder import explained, make, new_file
 from ..checks import path_of, whole_number
 from ..distributed.process import this_process
 from ..errors import TrainerError
@@ -35,19 +35,16 @@ class TraceSummary:
     seconds : float
         Of one step.
     shares : dict of lane -> dict of name -> float
-        Of the time of the steps: the host's phases, and what each device ran or waited for.
-    attributed : float
-        The share of the time that has a name, of the lane where it is lowest.
+        Of the time of the steps: the host's phases, and what each device ran, or what the host did while it was idle.
     """
 
     path: Path
     steps: int
     seconds: float
     shares: Dict[str, Dict[str, float]]
-    attributed: float
 
     def __str__(self) -> str:
-        lines = [f"{self.steps} steps of {1000 * self.seconds:.1f} ms in {self.path}, {self.attributed:.1%} of the time named"]
+        lines = [f"{self.steps} steps of {1000 * self.seconds:.1f} ms in {self.path}"]
         width = max(len(name) for names in self.shares.values() for name, share in names.items() if share >= _LEAST)
         for lane, names in self.shares.items():
             lines.append(f"{lane}:")
@@ -59,7 +56,7 @@ class TraceSummary:
 
 
 class Trace(Callback):
-    """Writes a trace of some steps of `fit`: what the host did, what each device ran, and what an idle device waited for.
+    """Writes a trace of some steps of `fit`: what the host did, what each device ran, and when it was idle.
 
     The file is in Chrome's trace format: open it at https://ui.perfetto.dev or chrome://tracing. It has a lane for the phases of
     the host (data, split, dispatch, wait, callbacks), one for the operations of each device, and one for each device's sums of
@@ -162,7 +159,7 @@ class Trace(Callback):
         seconds = (timeline.end - timeline.begin) / len(steps)
         rank = this_process().rank
         path = self.path.with_name(f"{self.path.stem}-{rank}{self.path.suffix}") if rank else self.path
-        self.summary = TraceSummary(path, len(steps), seconds, timeline.shares(), timeline.attributed())
+        self.summary = TraceSummary(path, len(steps), seconds, timeline.shares())
         found = {
             "traceEvents": timeline.events(),
             "displayTimeUnit": "ms",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, Optional, Union
+from typing import Any, Dict, Iterable, Iterator, Optional
 
 import mxnet as mx
 
-from ..checkpoint.checkpoint import save_checkpoint
 from ..checkpoint.snapshot import AVERAGE
-from ..checks import flag, one_of, path_of, real_number, whole_number
+from ..checks import flag, one_of, real_number, whole_number
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.update_bn import update_bn
 from ..errors import TrainerError
@@ -44,8 +42,6 @@ class WeightAverage(Callback):
     bn_data : iterable of (X, y), optional
         Batches with which BatchNorm's running statistics are computed for the average whenever it is used: see `update_bn`. By
         default they are those of the trained weights, which differ from those of an "swa" average.
-    folder : str or pathlib.Path, optional
-        Where to save the averaged network at the end: `load_checkpoint` and Gluon's `load_parameters` read it.
     apply_at_end : bool
         Leave the average in the network after the last epoch.
 
@@ -79,7 +75,6 @@ class WeightAverage(Callback):
         every: Optional[int] = None,
         start_epoch: int = 1,
         bn_data: Optional[Iterable[Any]] = None,
-        folder: Union[None, str, Path] = None,
         apply_at_end: bool = True,
     ) -> None:
         one_of("WeightAverage", "method", method, ("ema", "swa"), advice="'ema' is usual.")
@@ -89,7 +84,6 @@ class WeightAverage(Callback):
             whole_number("WeightAverage", name, value, advice="1 is usual.")
         if bn_data is not None:
             check_iterable("WeightAverage", "bn_data", bn_data)
-        self.folder = None if folder is None else path_of("WeightAverage", "folder", folder)
         self._apply_at_end = flag("WeightAverage", "apply_at_end", apply_at_end)
         self._method, self._decay, self._start_epoch, self._bn_data = method, decay, start_epoch, bn_data
         self._every = 1 if every is None and method == "ema" else every
@@ -133,8 +127,6 @@ class WeightAverage(Callback):
         self._take_back()
         if state.error is None and self._weights is not None:
             self._put()
-            if self.folder is not None:
-                save_checkpoint(self.folder, state.net, progress={"epoch": state.epoch, "averaged": self.num_updates})
             if self._apply_at_end:
                 self._weights.keep()
                 self._stats = {}
@@ -175,12 +167,12 @@ class WeightAverage(Callback):
         if self._weights is None:
             return
         self._weights.put()
-        stats = {} if self._bn_data is None else {param.name: param for param in running_stats(self._weights.net)}
-        if stats:
+        if self._bn_data is not None and running_stats(self._weights.net):
             mx.nd.waitall()
-            values = {name: [array.asnumpy() for array in param.list_data()] for name, param in stats.items()}
-            self._stats = {"params": stats, "values": values, "seen": describe_seen(stats)}
-            update_bn(self._weights.net, self._bn_data)  # type: ignore[arg-type]
+            self._stats = {param.name: param for param in running_stats(self._weights.net)}
+            self._seen = describe_seen(self._stats)
+            self._values = [(array, array.asnumpy()) for param in self._stats.values() for array in param.list_data()]
+            update_bn(self._weights.net, self._bn_data)
 
     def _take_back(self) -> None:
         if self._weights is None:
@@ -188,8 +180,7 @@ class WeightAverage(Callback):
         self._weights.take_back()
         if self._stats:
             mx.nd.waitall()
-            for name, param in self._stats["params"].items():
-                for array, value in zip(param.list_data(), self._stats["values"][name]):
-                    array.as_nd_ndarray()[:] = mx.nd.array(value, ctx=array.context, dtype=array.dtype)
-            restore_seen(self._stats["params"], self._stats["seen"])
+            for array, value in self._values:
+                array.as_nd_ndarray()[:] = mx.nd.array(value, ctx=array.context, dtype=array.dtype)
+            restore_seen(self._stats, self._seen)
             self._stats = {}

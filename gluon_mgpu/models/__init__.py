@@ -1,7 +1,13 @@
-"""Networks that the training programs use."""
+"""Networks that the training programs use.
 
-from .resnet import Residual, resnet18
-from .seq2seq.loss import SequenceLoss
-from .seq2seq.network import Seq2Seq
+```
+images       resnet18, Residual
+translation  load_translator, translate, Translator, Translation, plot_attention; to train one: Seq2Seq, SequenceLoss
+```
+"""
 
-__all__ = ["Residual", "Seq2Seq", "SequenceLoss", "resnet18"]
+from lazy_loader import attach_stub
+
+from ..runtime import loaded as loaded
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
-from mxnet import Context, gluon
+from mxnet import Context, autograd, gluon
 from mxnet.initializer import Uniform
 
 from ..checks import flag, one_of, short, whole_number
@@ -13,13 +13,15 @@ from ..data_parallel.passes import Passes
 from ..devices.select import check_contexts
 from ..errors import TrainerError
 from ..nested import Array
+from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of
+from ..trainer.running_stats import is_running_stat, note_examples
 from ..trainer.trainer import Trainer
-from .passes import PipelinePasses
-from .running_stats import batch_norms
+from .dispatch import PipelinePasses
+from .recompute import Recomputed
 from .schedule import SCHEDULES
-from .stage import NETWORK, Source, Stages, of_blocks
+from .stage import NETWORK, Stages, of_blocks
 
 
 class Pipeline(gluon.Block):  # type: ignore[misc]
@@ -42,9 +44,9 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
     gpu(1)      F0 L0 L0' F1 L1 ...   for one half of the micro-batch
     ```
 
-    BatchNorm normalises each micro-batch separately, like `micro_steps`; its running statistics move once a batch, by the mean
-    and variance of all its micro-batches, weighted by their examples. Dropout draws other numbers than on one device, the same
-    ones for all schedules and with `recompute`.
+    BatchNorm normalises each micro-batch separately, like `micro_steps`; its running statistics move once a batch, by the mean of
+    the micro-batches' changes, weighted by examples. Dropout draws other numbers than on one device, the same ones for all
+    schedules and with `recompute`.
 
     Parameters
     ----------
@@ -70,8 +72,14 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         A data-parallel stage is in it once for each device.
     devices : list of lists of mxnet.Context
         For each replica, the devices of `stages`.
+    num_stages : int
+        A data-parallel stage counts once for each device.
     num_parts : int
         The number of devices that share the last stage of a micro-batch, usually 1.
+    replica_contexts : list of mxnet.Context
+        The first device of each replica, where its part of the batch goes.
+    all_contexts : list of mxnet.Context
+        All devices, each once.
 
     Raises
     ------
@@ -116,39 +124,23 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         self.devices = _checked_devices(ctx, self.stages)
         self.num_parts = len(self.devices[0]) - len(self.stages) + 1
         self.stages = self.stages.repeating_last(self.num_parts)
+        self.num_stages = len(self.stages)
+        self.replica_contexts = [devices[0] for devices in self.devices]
+        self.all_contexts = list(dict.fromkeys(context for devices in self.devices for context in devices))
         self.net = self.stages.net  # registers it: its layers are found, its structural names are the pipeline's
         _use_dynamic_memory(self.net, self.stages)
         self._stage_params = [stage.params() for stage in self.stages]
-        if self.num_parts > 1 and batch_norms(self.net, self._stage_params[-1]):
+        if self.num_parts > 1 and any(map(is_running_stat, self._stage_params[-1])):
             raise TrainerError(
                 "Pipeline: got BatchNorm in the data-parallel stage; expected it in the stages before, as its running statistics "
                 "are of whole micro-batches. Begin the stage behind the last BatchNorm."
             )
         self._place()
 
-    @property
-    def replica_contexts(self) -> List[Context]:
-        """The first device of each replica, where its part of the batch goes."""
-        return [devices[0] for devices in self.devices]
-
-    @property
-    def all_contexts(self) -> List[Context]:
-        """All devices, each once."""
-        return list(dict.fromkeys(context for devices in self.devices for context in devices))
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages: a data-parallel one counts once for each device."""
-        return len(self.stages)
-
     def part(self, stage: int) -> Optional[int]:
         """Return which part of a micro-batch's loss a stage computes: 0 for the last stage; None for stages before it."""
         part = stage - (self.num_stages - self.num_parts)
         return part if part >= 0 else None
-
-    def sources(self, stage: int) -> Optional[List[Source]]:
-        """Return where a stage's inputs come from; None for all outputs of the one before."""
-        return self.stages[stage].sources
 
     def producers(self, stage: int) -> List[int]:
         """Return the stages whose outputs a stage reads."""
@@ -191,18 +183,14 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         """
         arrays = self.stages.inputs(X)
         replica = self.replica_of(arrays[0].context)
+        if autograd.is_recording():  # backward() counts the examples of the device that computes the loss
+            others = set(self.devices[replica][:-1]) - {self.devices[replica][-1]}
+            note_examples((context, arrays[0].shape[0]) for context in others)
         found: List[List[Array]] = []
         for number in [*range(self.num_stages - self.num_parts), self.num_stages - 1]:
-            inputs = [one.as_in_context(self.devices[replica][number]) for one in self.inputs_of(number, arrays, found)]
+            inputs = [one.as_in_context(self.devices[replica][number]) for one in self.stages.read(number, arrays, found)]
             found.append(self.stages[number].run(inputs))
         return self.stages.output(found[-1])
-
-    def inputs_of(self, stage: int, arrays: Sequence[Array], found: Sequence[Sequence[Array]]) -> List[Array]:
-        """Return the arrays that a stage reads, of the network's inputs and the outputs of earlier stages, on their devices."""
-        sources = self.stages[stage].sources
-        if sources is None:
-            return list(found[stage - 1] if stage else arrays)
-        return [arrays[at] if producer == NETWORK else found[producer][at] for producer, at in sources]
 
     def replica_of(self, context: Context) -> int:
         """Return the number of the replica whose data are on a device."""
@@ -213,15 +201,6 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
             f"Pipeline: got data on {context}; expected one of {self.replica_contexts}, where the first stage is. Move "
             "the data there."
         )
-
-    @property
-    def has_shared(self) -> bool:
-        """Whether two stages on one device train the same parameter: both add to its gradient."""
-        for devices in self.devices:
-            pairs = [(device, id(param)) for stage, device in enumerate(devices) for param in self.trained(stage)]
-            if len(set(pairs)) < len(pairs):
-                return True
-        return False
 
     def trained(self, stage: int) -> List[gluon.Parameter]:
         """Return a stage's parameters that have gradients."""
@@ -243,24 +222,19 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         lines = [f"Pipeline({self.micro_batches} micro-batches, {self.schedule}{', recompute' * self.recompute})"]
         for number, params in enumerate(self._stage_params):
             places = ", ".join(str(devices[number]) for devices in self.devices)
-            shared = " for a part of each micro-batch" if self.num_parts > 1 and self.part(number) is not None else ""
-            lines.append(f"  stage {number} on {places}: {len(params)} parameters{shared}")
+            lines.append(f"  stage {number} on {places}: {len(params)} parameters")
         return "\n".join(lines)
 
     def _contexts(self) -> List[Tuple[gluon.Parameter, List[Context]]]:
         """Return each parameter with the devices of the stages that use it, replica by replica."""
-        used: Dict[int, List[int]] = {}
-        params = {id(param): param for own in self._stage_params for param in own}
-        for number, own in enumerate(self._stage_params):
-            for param in own:
-                used.setdefault(id(param), []).append(number)
-        found = []
-        for key, param in params.items():
-            contexts: List[Context] = []
-            for devices in self.devices:
-                contexts += [devices[number] for number in used[key] if devices[number] not in contexts]
-            found.append((param, contexts))
-        return found
+        found: Dict[int, Tuple[gluon.Parameter, List[Context]]] = {}
+        for devices in self.devices:
+            for params, device in zip(self._stage_params, devices):
+                for param in params:
+                    contexts = found.setdefault(id(param), (param, []))[1]
+                    if device not in contexts:
+                        contexts.append(device)
+        return list(found.values())
 
     def _place(self) -> None:
         """Move the initialised parameters to the devices of their stages."""
@@ -280,8 +254,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
 def _checked_stages(stages: Any) -> Stages:
     if isinstance(stages, Stages):
         return stages
-    is_list = isinstance(stages, (list, tuple)) and stages and all(isinstance(one, gluon.Block) for one in stages)
-    if not is_list:
+    if not isinstance(stages, (list, tuple)) or not stages or not all(isinstance(one, gluon.Block) for one in stages):
         raise TrainerError(
             f"Pipeline: got stages={short(stages)}; expected a list of Blocks. Pass split_stages(net, num_stages=2, sample=X)."
         )
@@ -295,24 +268,18 @@ def _checked_devices(ctx: Any, stages: Stages) -> List[List[Context]]:
     shared = stages[-1].is_data_parallel
     num_stages = len(stages) - shared
     replicas = [ctx] if isinstance(ctx, (list, tuple)) and all(isinstance(one, Context) for one in ctx) else ctx
-    if not isinstance(replicas, (list, tuple)) or not replicas or not all(isinstance(one, (list, tuple)) for one in replicas):
+    are_lists = isinstance(replicas, (list, tuple)) and all(isinstance(one, (list, tuple)) for one in replicas)
+    if not are_lists or {len(devices) for devices in replicas} != {num_stages}:
         raise TrainerError(
-            f"Pipeline: got ctx={short(ctx)}; expected a list of {num_stages} devices, or one such list for each replica. Pass "
-            "[mx.gpu(0), mx.gpu(1)]."
+            f"Pipeline: got ctx={short(ctx)} for {num_stages} stages; expected a list of as many devices, or one such list for "
+            "each replica. Pass [mx.gpu(0), mx.gpu(1)]."
         )
-    for devices in replicas:
-        if len(devices) != num_stages:
-            raise TrainerError(
-                f"Pipeline: got {len(devices)} devices for {num_stages} stages; expected one for each, in each replica. "
-                "Split the network into as many stages."
-            )
     check_contexts([context for devices in replicas for context in dict.fromkeys(devices)], "Pipeline")
     sharing = [list(dict.fromkeys(devices)) if shared else [] for devices in replicas]
-    numbers = list(map(len, sharing))
-    if len(set(numbers)) > 1:
+    if len(set(map(len, sharing))) > 1:
         raise TrainerError(
-            f"Pipeline: got replicas on {', '.join(map(str, numbers))} devices; expected equal numbers, as all devices of a "
-            "replica share its last stage. Give each replica as many."
+            f"Pipeline: got ctx={short(ctx)}; expected as many different devices for each replica, as all of them share its last "
+            "stage. Give each replica as many."
         )
     return [[*devices, *more] for devices, more in zip(replicas, sharing)]
 
@@ -321,6 +288,8 @@ def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
     """Check the layers, and let hybridized ones allocate memory for each micro-batch."""
     blocks = {id(block): block for one in (net, *(stage.block for stage in stages)) for block in blocks_of(one)}
     for block in blocks.values():
+        if isinstance(block, Recomputed):
+            raise refusal("Pipeline", "recompute()", "Pipeline")
         if isinstance(block, (SyncBatchNorm, gluon.contrib.nn.SyncBatchNorm)):
             raise TrainerError(
                 f"Pipeline: got {block.name}, a {type(block).__name__}; expected nn.BatchNorm, as a stage sees one micro-batch "

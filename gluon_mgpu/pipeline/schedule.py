@@ -113,22 +113,3 @@ def plan(
         started[task.kind][task.stage] += 1
         planned.append(Planned(task, devices[task.stage], begin, end))
     return sorted(planned, key=lambda one: one.begin)
-
-
-def most_held(planned: Sequence[Planned], stage: int) -> int:
-    """Return of how many micro-batches a stage holds the activations, at most.
-
-    Examples
-    --------
-    >>> stages = [[], [0], [1]]
-    >>> [most_held(plan(stages, [0, 1, 2], 8), stage) for stage in range(3)]
-    [3, 2, 1]
-    >>> most_held(plan(stages, [0, 1, 2], 8, "gpipe"), 0)
-    8
-    """
-    held = most = 0
-    for one in planned:
-        if one.task.stage == stage:
-            held += 1 if one.task.kind == "F" else -1
-            most = max(most, held)
-    return most

@@ -7,20 +7,20 @@ from contextlib import suppress
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
-from typing import Any, Callable, List, Sequence, Set, Tuple
+from typing import Any, List, Sequence, Set, Tuple
 
 import mxnet as mx
-import numpy as np
 from mxnet import autograd, gluon
 
-from ..checks import one_of, reason_of, short, whole_number
+from ..checks import explaining, instance, one_of, short, whole_number
 from ..data_parallel.graph import NotCompilableError, trace
+from ..data_parallel.sharding import split_and_load
 from ..distributed import group
 from ..errors import TrainerError
-from ..nested import Array, is_device_array, is_float, map_leaves, num_bytes
+from ..nested import Array, is_float, num_bytes
 from ..trainer.parameters import blocks_of, devices_of
 from ..trainer.precision import precision_of, set_precision
-from .stage import CutGraph, Stage, Stages, draws_numbers, of_blocks
+from .stage import CutGraph, Stage, Stages, of_blocks
 
 BALANCES = ("time", "bytes")
 _MOST_PIECES = 48  # that are measured
@@ -64,19 +64,14 @@ def split_stages(
     >>> [len(stage.block) for stage in stages]
     [2, 1]
     """
-    if not isinstance(net, gluon.Block):
-        raise TrainerError(f"split_stages: got {short(net)} as the network; expected a gluon.Block. Pass the network.")
+    instance("split_stages", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     whole_number("split_stages", "num_stages", num_stages, advice="Pass the number of devices.")
     one_of("split_stages", "balance", balance, BALANCES, advice="'time' measures the layers.")
-    X = _on_device(sample, net)
-    try:
-        with autograd.pause(train_mode=False):
-            net(X)  # the first batch decides shapes
-    except (mx.MXNetError, ValueError, TypeError, AssertionError) as error:
-        raise TrainerError(
-            f"split_stages: got a sample that the network does not accept ({reason_of(error)}); expected features of one "
-            "micro-batch. Pass X of a batch."
-        ) from error
+    (X,) = split_and_load(sample, devices_of(net)[:1])
+    expected, advice = "features of one micro-batch", "Pass X of a batch."
+    refused = explaining("split_stages", "a sample that the network does not accept", expected, advice=advice)
+    with refused, autograd.pause(train_mode=False):
+        net(X)  # the first batch decides shapes
     layers = _layers(net)
     if not data_parallel and (len(layers) > 1 or type(net) in _CONTAINERS):
         _check_number(num_stages, len(layers), "layers")
@@ -89,10 +84,9 @@ def split_stages(
         raise _undivided(net, "it is not a HybridBlock")
     cut = CutGraph(graph, _names_of(data_parallel, net))
     if data_parallel and not (cut.operators and cut.has_data_parallel):
-        part = "all" if not cut.operators else "nothing"
         raise TrainerError(
-            f"split_stages: got data_parallel={short(data_parallel)}, and {part} of the network follows from these layers; "
-            "expected layers near its output. Pass [net.output], or leave it out."
+            f"split_stages: got data_parallel={short(data_parallel)}, from which all or nothing of the network follows; expected "
+            "layers near its output. Pass [net.output], or leave it out."
         )
     places = _places(cut, max(num_stages, min(_MOST_PIECES, len(cut.operators))))
     _check_number(num_stages, len(places) + 1, "operators on its input")
@@ -203,12 +197,9 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
     arrays = pieces.inputs(X)
     outputs: List[List[Array]] = []
     costs = []
-    for piece in pieces:
-        sources = piece.sources
-        inputs = (
-            (outputs[-1] if outputs else arrays) if sources is None else [_find(source, arrays, outputs) for source in sources]
-        )
-        results, seconds = _timed(piece, [array.detach() for array in inputs], is_first=not outputs)
+    for number, piece in enumerate(pieces):
+        inputs = [array.detach() for array in pieces.read(number, arrays, outputs)]
+        results, seconds = _timed(piece, inputs, is_first=number == 0)
         outputs.append(results)
         costs.append(seconds)
     return _agreed(costs)
@@ -223,51 +214,30 @@ def _agreed(costs: List[float]) -> List[float]:
     return found
 
 
-def _find(source: Tuple[int, int], arrays: Sequence[Array], outputs: Sequence[Sequence[Array]]) -> Array:
-    producer, at = source
-    return arrays[at] if producer < 0 else outputs[producer][at]
-
-
 def _timed(piece: Stage, inputs: List[Array], *, is_first: bool) -> Tuple[List[Array], float]:
-    """Return a piece's outputs and the seconds of its forward and backward pass, which write no gradients."""
+    """Return a piece's outputs and the seconds of its forward and backward pass, which write no gradients.
+
+    In prediction mode: BatchNorm's running statistics do not move, and Dropout draws no random numbers.
+    """
     wanted = piece.gradients_for(len(inputs), is_first=is_first)
     floats = [array for array, is_wanted in zip(inputs, wanted) if is_wanted and is_float(array)]
     for array in floats:
         array.attach_grad()
     context = inputs[0].context
     variables = floats + [param.data(context) for param in piece.params() if param.grad_req != "null"]
-    draws = draws_numbers(piece.block, inputs) if piece.draws is None else piece.draws
-    trains = not draws  # Dropout would move MXNet's random numbers, which cannot be set back
-    running = [param.data(context) for param in piece.params() if param.grad_req == "null"]
-    former = [array.copy() for array in running]
     seconds = []
     for _ in range(_NUM_RUNS + 1):
         mx.nd.waitall()
         begin = perf_counter()
-        with autograd.record(train_mode=trains):
+        with autograd.record(train_mode=False):
             outputs = piece.run(inputs)
         heads = [one for one in outputs if is_float(one) and not any(one is array for array in inputs)]
         if heads and variables:
             with suppress(mx.MXNetError):  # no variable leads to these outputs, as those of an operator without a gradient
-                autograd.grad(heads, variables, train_mode=trains)
+                autograd.grad(heads, variables, train_mode=False)
         mx.nd.waitall()
         seconds.append(perf_counter() - begin)
-    for array, before in zip(running, former):
-        before.copyto(array)
     return [output.detach() for output in outputs], median(seconds[1:])
-
-
-def _on_device(sample: Any, net: gluon.Block) -> Any:
-    device = devices_of(net)[0]
-    make: Callable[..., Array] = mx.np.array if mx.util.is_np_array() else mx.nd.array
-
-    def moved(_: str, leaf: Any) -> Array:
-        if is_device_array(leaf):
-            return leaf.as_in_context(device)
-        values = np.asarray(leaf)
-        return make(values, ctx=device, dtype="float32" if values.dtype == np.float64 else values.dtype)
-
-    return map_leaves(moved, sample)
 
 
 def _check_number(num_stages: int, most: int, what: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import AbstractSet, Any, Callable, Collection, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Callable, Collection, Dict, FrozenSet, Iterable, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
 from ..data_parallel.graph import Graph, inputs_of, may_draw
+from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.precision import precision_of, reduce_precision
 
@@ -32,8 +33,8 @@ class Stage:
         outputs of the stage before; of the first stage, all inputs of the network.
     draws : bool, optional
         Whether it may draw random numbers, as Dropout does; None if that is not known.
-    needs_gradient : list of bool, optional
-        Which of its inputs depend on parameters; None for all that come from other stages.
+    depends : list of lists of gluon.Parameter, optional
+        The parameters that each of its inputs depends on; None: all that come from other stages depend on some.
     is_data_parallel : bool
         Whether all devices compute it, each for its part of a micro-batch: only the last stage.
     """
@@ -42,12 +43,14 @@ class Stage:
     run: Callable[[List[Array]], List[Array]]
     sources: Optional[List[Source]] = None
     draws: Optional[bool] = None
-    needs_gradient: Optional[List[bool]] = None
+    depends: Optional[List[List[gluon.Parameter]]] = None
     is_data_parallel: bool = False
 
     def gradients_for(self, count: int, *, is_first: bool) -> List[bool]:
         """Return which of so many inputs get gradients, if they hold floats."""
-        return [not is_first] * count if self.needs_gradient is None else self.needs_gradient
+        if self.depends is None:
+            return [not is_first] * count
+        return [any(param.grad_req != "null" for param in params) for params in self.depends]
 
     def params(self) -> List[gluon.Parameter]:
         """Return its parameters and running statistics."""
@@ -102,6 +105,13 @@ class Stages(List[Stage]):
         self._form = X
         return [leaf for _, leaf in leaves(X)]
 
+    def read(self, number: int, arrays: Sequence[Array], found: Sequence[Sequence[Array]]) -> List[Array]:
+        """Return the arrays that a stage reads, of the network's inputs and the outputs of earlier stages, on their devices."""
+        sources = self[number].sources
+        if sources is None:
+            return list(found[number - 1] if number else arrays)
+        return [arrays[at] if producer == NETWORK else found[producer][at] for producer, at in sources]
+
     def output(self, arrays: Sequence[Array]) -> Any:
         """Return the network's output in its own form, from the outputs of the last stage."""
         if self.graph is not None:
@@ -131,7 +141,7 @@ def of_blocks(blocks: Sequence[gluon.Block], net: gluon.Block) -> Stages:
 def draws_numbers(block: gluon.Block, inputs: Sequence[Array]) -> bool:
     """Return whether a block may draw random numbers: true if its Python code cannot be traced."""
     if not isinstance(block, gluon.HybridBlock):
-        return any(draws_numbers(child, inputs) for child in block._children.values()) if _only_calls_children(block) else True
+        return type(block) is not gluon.nn.Sequential or any(draws_numbers(one, inputs) for one in block._children.values())
     try:
         _, symbol = block._get_graph(*inputs)
         nodes = json.loads(symbol.tojson())["nodes"]
@@ -140,8 +150,18 @@ def draws_numbers(block: gluon.Block, inputs: Sequence[Array]) -> bool:
     return any(map(may_draw, nodes))
 
 
-def _only_calls_children(block: gluon.Block) -> bool:
-    return type(block) is gluon.nn.Sequential
+def check_outputs(operation: str, block: gluon.Block, inputs: Sequence[Array]) -> None:
+    """Raise `TrainerError` if a hybridized block returns an input itself: MXNet loses its gradient."""
+    if isinstance(block, gluon.HybridBlock) and block._active:
+        try:
+            names, symbol = block._get_graph(*inputs)
+        except Exception:  # whatever a user's code raises for symbols: its call will
+            return
+        if {one.name for one in names}.intersection(symbol.list_outputs()):
+            raise TrainerError(
+                f"{operation}: got {block.name}, a hybridized stage that returns an input; expected new arrays, as MXNet loses "
+                "the gradient otherwise. Return F.identity(x), or leave this stage without hybridize()."
+            )
 
 
 class GraphStage(gluon.Block):  # type: ignore[misc]
@@ -163,7 +183,7 @@ class GraphStage(gluon.Block):  # type: ignore[misc]
         self._inputs = {name: at for at, name in enumerate(inputs)}
         self._names = symbol.list_inputs()
         self._own = {name: params[name] for name in self._names if name in params}
-        self._operator = mx.nd.CachedOp(symbol, list(bulk_sizes.items()))
+        self._operator = mx.nd.CachedOp(symbol, [*bulk_sizes.items(), ("inline_limit", 0)])
 
     def collect_params(self, select: Optional[str] = None) -> Dict[str, gluon.Parameter]:
         """Return the parameters that this part uses."""
@@ -206,7 +226,11 @@ class CutGraph:
         self._nodes: List[Dict[str, Any]] = self._document["nodes"]
         self._heads: List[Entry] = [(head[0], head[1]) for head in self._document["heads"]]
         operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
-        self._reads_data, self._reads_params = (self._after(operators, names) for names in (graph.inputs, graph.params))
+        self._reads_data = self._after(operators, graph.inputs)
+        self._reads_params: Dict[int, FrozenSet[str]] = {}
+        for number, node in enumerate(self._nodes):
+            own = {node["name"]} if node["name"] in graph.params else set()
+            self._reads_params[number] = frozenset(own).union(*(self._reads_params[one] for one, _ in self._reads(number)))
         after = self._joined(operators, self._after(operators, data_parallel))
         self.operators = [number for number in operators if number not in after]
         self._last = [number for number in operators if number in after]
@@ -282,7 +306,7 @@ class CutGraph:
         places: Dict[Entry, Entry] = {}  # of what has been added
         inputs: List[str] = []
         sources: List[Source] = []
-        needs_gradient: List[bool] = []
+        depends: List[List[gluon.Parameter]] = []
 
         def found(entry: Entry) -> List[int]:
             number, output = entry
@@ -294,28 +318,30 @@ class CutGraph:
                     if name in self.graph.inputs:
                         inputs.append(name)
                         sources.append((NETWORK, self.graph.inputs.index(name)))
-                        needs_gradient.append(False)
+                        depends.append([])
                 else:  # of an earlier stage
                     name = f"from{number}_{output}"
                     nodes.append({"op": "null", "name": name, "inputs": []})
                     inputs.append(name)
                     sources.append((home[number], wanted[home[number]].index(entry)))
-                    needs_gradient.append(number in self._reads_params)
+                    depends.append([self.graph.params[name] for name in self._reads_params[number]])
                 places[entry] = (len(nodes) - 1, 0)
             return [*places[entry], 0]
 
+        def copied(place: List[int]) -> List[int]:
+            nodes.append({"op": "_copy", "name": f"copy{len(nodes)}", "inputs": [place]})
+            return [len(nodes) - 1, 0, 0]
+
         for number in part:
             read = [found(entry) for entry in self._reads(number)]
+            if number not in self._reads_data:  # of two parameters with one gradient, or with an output's, MXNet would lose one
+                read = [copied(place) if nodes[place[0]]["op"] == "null" else place for place in read]
             nodes.append({**self._nodes[number], "inputs": read})
             for output in range(_MOST_OUTPUTS):
                 places[number, output] = (len(nodes) - 1, output)
-        heads: List[List[int]] = []
-        for entry in self._heads if is_last else wanted[stage]:
-            place = found(entry)
-            if nodes[place[0]]["op"] == "null":  # an output of an earlier stage: an operator must return it
-                nodes.append({"op": "_copy", "name": f"output{len(heads)}", "inputs": [place]})
-                place = [len(nodes) - 1, 0, 0]
-            heads.append(place)
+
+        # with one gradient for an output and an input, MXNet loses it or fails
+        heads = [copied(found(entry)) for entry in (self._heads if is_last else wanted[stage])]
         document = {
             "nodes": nodes,
             "arg_nodes": [at for at, node in enumerate(nodes) if node["op"] == "null"],
@@ -327,7 +353,7 @@ class CutGraph:
             symbol = reduce_precision(symbol, precision, dict.fromkeys(inputs, np.float32))  # MXNet casts no integers
         block = GraphStage(symbol, inputs, self.graph.params, self.graph.bulk_sizes)
         draws = any(may_draw(self._nodes[number]) for number in part)
-        return Stage(block, lambda arrays: block.forward(*arrays), sources, draws, needs_gradient)
+        return Stage(block, lambda arrays: block.forward(*arrays), sources, draws, depends)
 
 
 _MOST_OUTPUTS = 64  # of one operator

@@ -10,6 +10,7 @@ import mxnet as mx
 import numpy as np
 
 from ..checks import flag, whole_number
+from . import loaded as loaded
 
 # MXNet reads them when it makes a convolution or another operator of cuDNN. Source: MXNet, "Environment Variables".
 DETERMINISTIC: Dict[str, str] = {

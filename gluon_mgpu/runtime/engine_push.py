@@ -6,7 +6,7 @@ import ctypes
 import importlib
 import itertools
 from functools import lru_cache
-from typing import Any, Callable, Dict, Sequence
+from typing import Any, Callable, Dict, Sequence, Tuple
 
 # Where the engine runs a function; numbers of MXNet's FnProperty (include/mxnet/engine.h).
 ON_WORKER, ON_PRIORITY_WORKER, AT_ONCE = 0, 3, 4
@@ -60,12 +60,17 @@ def queue_in_order(device: Any, reads: Sequence[Any], writes: Sequence[Any], nam
         For MXNet's profiler, which notes when the order lets the operations begin. Without a name it leaves this out.
     """
     library, check_call = _mxnet()
-    handles = [(ctypes.c_void_p * max(1, len(some)))(*(one.handle.value for one in some)) for some in (reads, writes)]
-    is_cpu, label = device.device_type == "cpu", name.encode() if name else None
+    is_cpu = device.device_type == "cpu"
     worker = EngineContext(CPU, device.device_id if is_cpu else 0)
-    where = ctypes.byref(ctypes.c_int(AT_ONCE if is_cpu else ON_PRIORITY_WORKER))
-    queued = handles[0], len(reads), handles[1], len(writes), where, 0, label
-    check_call(library.MXEnginePushSyncND(_nothing(), None, None, ctypes.byref(worker), *queued))
+    check_call(library.MXEnginePushSyncND(*_order(reads, writes, worker, AT_ONCE if is_cpu else ON_PRIORITY_WORKER, name)))
+
+
+def _order(reads: Sequence[Any], writes: Sequence[Any], device: EngineContext, where: int, name: str = "") -> Tuple[Any, ...]:
+    """Return the arguments that queue a function without an effect, between reads and writes."""
+    arrays = [one.handle for one in reads], [one.handle for one in writes]
+    handles = [(ctypes.c_void_p * max(1, len(some)))(*some) for some in arrays]
+    queued = handles[0], len(reads), handles[1], len(writes), ctypes.byref(ctypes.c_int(where)), 0, name.encode() or None
+    return (_nothing(), None, None, ctypes.byref(device), *queued)
 
 
 @lru_cache(maxsize=None)
@@ -89,10 +94,7 @@ class WrittenWith:
         self._library, self._check_call = _mxnet()
         own = [[one.detach() for one in some] for some in (others, arrays)]  # a trainer may give an array other memory
         self._kept = own, device
-        reads, writes = [(ctypes.c_void_p * len(some))(*(one.handle.value for one in some)) for some in own]
-        where = ctypes.byref(ctypes.c_int(AT_ONCE))
-        queued = reads, len(others), writes, len(arrays), where, 0, None
-        self._arguments = (_nothing(), None, None, ctypes.byref(device), *queued)
+        self._arguments = _order(own[0], own[1], device, AT_ONCE)
 
     def push(self) -> None:
         """Queue it, behind the pending operations that write the others."""

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
+from typing import Any, Dict, List, Sequence, Set, Tuple
 
 import mxnet as mx
 
@@ -71,15 +71,6 @@ def recordable_devices() -> Tuple[str, ...]:
 
     Source: MXNet 1.9.1, src/profiler/profiler.cc, Profiler::Profiler, and profiler.h, Profiler::DeviceIndex.
     """
-    names = _places()
-    if not any(name.startswith("gpu/") for name in names):
-        return tuple(f"cpu({i})" for i in range(len(names)))
-    return tuple(re.sub(r"(.*)/(\d*)", lambda found: f"{found[1].replace(' ', '_')}({found[2] or 0})", name) for name in names)
-
-
-@lru_cache(maxsize=None)
-def _places() -> Tuple[str, ...]:
-    """Return the profiler's own names of the devices."""
     _settle()
     with tempfile.TemporaryDirectory(prefix="gluon-mgpu-") as folder:
         path = _configure(folder)
@@ -87,68 +78,18 @@ def _places() -> Tuple[str, ...]:
         mx.profiler.set_state("stop")
         mx.profiler.dump(True)  # only the first file of a process lists them
         events = _events(path.read_text(encoding="utf-8"))
-    return tuple(event["args"]["name"] for event in events if event["ph"] == "M" and "/" in event["args"]["name"])
+    names = [event["args"]["name"] for event in events if event["ph"] == "M" and "/" in event["args"]["name"]]
+    if not any(name.startswith("gpu/") for name in names):
+        return tuple(f"cpu({i})" for i in range(len(names)))
+    return tuple(re.sub(r"(.*)/(\d*)", lambda found: f"{found[1].replace(' ', '_')}({found[2] or 0})", name) for name in names)
 
 
-def memory_peaks(work: Callable[[], Any], contexts: Sequence[mx.Context]) -> Dict[str, int]:
-    """Run a function, and return the most bytes that each device held while it ran, in addition to those before.
+def task_mark(task: str, device: str, edge: str) -> str:
+    """Return the name of an operation that does nothing and marks where a pipeline's task `begins` or `ends`.
 
-    Empty if the profiler has no place for a device (see `recordable_devices`), or no figures. The function is run in any case.
-
-    Examples
-    --------
-    >>> memory_peaks(lambda: mx.nd.zeros((256, 1024), ctx=mx.cpu(0)) + 1, [mx.cpu(0)])["cpu(0)"] >= 2**20
-    True
+    `F0.3` is the forward pass of stage 0 for micro-batch 3.
     """
-    places = dict(zip(recordable_devices(), _places()))
-    _settle()
-    if not {str(context) for context in contexts} <= set(places):
-        work()
-        return {}
-    with tempfile.TemporaryDirectory(prefix="gluon-mgpu-") as folder:
-        path = _configure(folder, memory=True)
-        mx.profiler.set_state("run")
-        # Each counter goes on from an earlier recording. One device after the other: the first array of a process makes the
-        # counters of all devices without telling the threads of the others to wait (src/profiler/storage_profiler.h, Init).
-        first = []
-        for context in contexts:
-            first.append(mx.nd.zeros(1, ctx=context))
-            mx.nd.waitall()
-        work()
-        mx.nd.waitall()
-        mx.profiler.set_state("stop")
-        mx.profiler.dump(True)
-        events = [event for event in _events(path.read_text(encoding="utf-8")) if event["ph"] == "C"]
-    del first
-    found = {}
-    for context in contexts:
-        name = f"Memory: {places[str(context)]}"
-        held = [(event["ts"], event["args"][name]) for event in events if name in event["args"]]  # in any order
-        if not held:
-            return {}
-        found[str(context)] = max(value for _, value in held) - min(held)[1]
-    return found
-
-
-@dataclass(frozen=True)
-class TaskMark:
-    """The begin or the end of a pipeline's task, as the name of an operation of the engine that does nothing.
-
-    Attributes
-    ----------
-    task : str
-        `F0.3`: forward pass of stage 0 for micro-batch 3.
-    device : str
-    edge : str
-        `begins` or `ends`.
-    """
-
-    task: str
-    device: str
-    edge: str
-
-    def __str__(self) -> str:
-        return f"task {self.task} on {self.device} {self.edge}"
+    return f"task {task} on {device} {edge}"
 
 
 def tasks_of(operations: Sequence[Operation]) -> List[Operation]:
@@ -156,8 +97,8 @@ def tasks_of(operations: Sequence[Operation]) -> List[Operation]:
 
     Examples
     --------
-    >>> marks = [(TaskMark("F0.0", "cpu(1)", edge), at) for edge, at in (("begins", 1.0), ("ends", 3.0))]
-    >>> tasks_of([Operation("cpu(0)", str(mark), at, at) for mark, at in marks])
+    >>> marks = [(task_mark("F0.0", "cpu(1)", edge), at) for edge, at in (("begins", 1.0), ("ends", 3.0))]
+    >>> tasks_of([Operation("cpu(0)", mark, at, at) for mark, at in marks])
     [Operation(device='cpu(1)', name='F0.0', begin=1.0, end=3.0)]
     """
     # the first task of the next batch may be ready before this batch's has ended: several begins of one name
@@ -179,7 +120,7 @@ _MARK = re.compile(r"task (\S+) on (\S+) (begins|ends)")
 
 
 def is_mark(name: str) -> bool:
-    """Return whether the operation of this name is a `TaskMark`."""
+    """Return whether the operation of this name is a `task_mark`."""
     return _MARK.fullmatch(name) is not None
 
 
@@ -237,10 +178,10 @@ def _settle() -> None:
     mx.nd.waitall()
 
 
-def _configure(folder: str, *, memory: bool = False) -> Path:
+def _configure(folder: str) -> Path:
     path = Path(folder) / "profile.json"
     # a continuous dump starts a thread that fails when the profiler is used a second time
-    kinds = {"profile_symbolic": not memory, "profile_imperative": not memory, "profile_memory": memory, "profile_api": False}
+    kinds = {"profile_symbolic": True, "profile_imperative": True, "profile_memory": False, "profile_api": False}
     mx.profiler.set_config(**kinds, aggregate_stats=False, continuous_dump=False, filename=str(path))
     return path
 

@@ -12,8 +12,10 @@ from ..checks import is_number, short
 from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array
-from .buffers import Buffer
-from .replicas import Replicas
+from ..refusals import refusal
+from .layout import Layout
+from .slab import Slab
+from .sums import QueuedSum
 
 _COMPRESSIONS = {"2bit": {"type", "threshold"}, "fp16": {"type"}}
 
@@ -23,7 +25,7 @@ class ProcessSync:
 
     Parameters
     ----------
-    replicas : Replicas
+    layout : Layout
     compression : dict or None
         The compression of gradients; see `Trainer`.
     sharded_data : bool
@@ -35,16 +37,15 @@ class ProcessSync:
         The compression is invalid, there is one process, or shapes are unknown.
     """
 
-    def __init__(self, replicas: Replicas, compression: Optional[Dict[str, Any]], *, sharded_data: bool) -> None:
+    def __init__(self, layout: Layout, compression: Optional[Dict[str, Any]], *, sharded_data: bool) -> None:
         self._processes = group()
         self.sharded_data = sharded_data and self.is_joint
-        self._replicas, self._compression = replicas, compression
+        self._params, self._compression = layout.params, compression
         self._has_begun = False
-        self._count_sum: Any = None  # of the examples of a step over the processes, with one number per device
+        self._count_sum: Optional[QueuedSum] = None  # of the examples of a step over the processes, with one number per device
         self._counts: List[Array] = []
         if compression:
             _check_compression(compression, several=self.is_joint, sharded=self.sharded_data)
-        replicas.all_take_part = self.is_joint
 
     @property
     def is_joint(self) -> bool:
@@ -61,12 +62,25 @@ class ProcessSync:
         if self._processes is None or self._has_begun:
             return
         self._has_begun = True
-        params = [param for param in self._replicas.params if np.issubdtype(np.dtype(param.dtype), np.floating)]
+        params = [param for param in self._params if np.issubdtype(np.dtype(param.dtype), np.floating)]
         self._processes.broadcast([param.list_data()[0] for param in params])
         for param in params:
             first, *others = param.list_data()
             for other in others:
                 first.copyto(other)
+
+    def check_begun(self, operation: str) -> None:
+        """Raise `TrainerError` if the latest gradients are of weights that differ between the processes."""
+        if self._processes is not None and not self._has_begun:
+            raise refusal(operation, "several processes", "a loop by hand whose first batch decides shapes")
+
+    def check_unused(self, operation: str) -> None:
+        """Raise `ModesError` if a backward pass has gone through weights that the processes do not share yet."""
+        if self._processes is None or self._has_begun:
+            return
+        trained = [param for param in self._params if param.grad_req != "null"]
+        if any(array._fresh_grad for param in trained for array in param.list_data()):
+            raise refusal(operation, "several processes", "a loop by hand whose first batch decides shapes")
 
     def compress(self, *, has_shapes: bool) -> None:
         """Compress gradients between processes from now on, if the user asked for it."""
@@ -79,7 +93,7 @@ class ProcessSync:
             )
         self._processes.compress(self._compression)
 
-    def divide(self, buffers: Sequence[Buffer], contexts: Sequence[Context], num_examples: float) -> None:
+    def divide(self, slabs: Sequence[Slab], contexts: Sequence[Context], num_examples: float) -> None:
         """Divide these gradients by the number of examples of all processes, without waiting for it."""
         assert self._processes is not None
         if self._count_sum is None:
@@ -89,8 +103,8 @@ class ProcessSync:
             count[:] = 0 if replica else num_examples
         self._count_sum.run(0)
         by_context = dict(zip(contexts, self._counts))
-        for buffer in buffers:
-            for gradient in buffer.gradients:
+        for slab in slabs:
+            for gradient in slab.gradients:
                 count = by_context[gradient.context]
                 classic = gradient.as_nd_ndarray()
                 factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Tuple, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
 from ..nested import Array
-from .buckets import num_moves, place_of
 from .parameters import named_params
+from .slab import Bucket, num_moves, place_of
+
+_Key = Union[Bucket, gluon.Parameter]  # a bucket, or a parameter outside of buckets
 
 
 class AveragedWeights:
@@ -41,8 +43,8 @@ class AveragedWeights:
 
     def __init__(self, net: gluon.Block) -> None:
         self.net = net
-        self._averages: Dict[Any, List[Array]] = {}  # by bucket, or by parameter
-        self._places: Dict[gluon.Parameter, Tuple[Any, int]] = {}  # the key of its average, and its beginning there
+        self._averages: Dict[_Key, List[Array]] = {}
+        self._places: Dict[gluon.Parameter, Tuple[_Key, int]] = {}  # the key of its average, and its beginning there
         self._before: List[Tuple[Array, Array]] = []  # weights, and their values before `put`
         self._num_moves = -1
         self._follow()
@@ -100,7 +102,7 @@ class AveragedWeights:
             return
         self._num_moves = num_moves()
         former = {param: [self._view(param, i) for i in range(len(param._data))] for param in self._places}
-        places: Dict[gluon.Parameter, Tuple[Any, int]] = {}
+        places: Dict[gluon.Parameter, Tuple[_Key, int]] = {}
         for param in named_params(self.net).values():
             if param._data is not None and param._differentiable and np.issubdtype(np.dtype(param.dtype), np.floating):
                 found = place_of(param)
@@ -119,7 +121,7 @@ class AveragedWeights:
         return flat if key is param else flat[begin : begin + int(np.prod(param.shape))].reshape(param.shape)
 
 
-def _weights_of(key: Any) -> List[Array]:
+def _weights_of(key: _Key) -> List[Array]:
     weights: List[Array] = key._data if isinstance(key, gluon.Parameter) else key.weights
     return weights
 

@@ -10,7 +10,7 @@ from mxnet import autograd, gluon
 from mxnet.ndarray import CachedOp
 from mxnet.symbol.numpy import _Symbol as NumpySymbol
 
-from .accumulation import is_made_to_add
+from .gradients import is_adding
 
 
 def make_copyable(kinds: Iterable[Any]) -> None:
@@ -41,8 +41,8 @@ def _reduced(param: gluon.Parameter) -> Tuple[Any, ...]:
     variable, so a backward pass fails.
     """
     state = {**vars(param), "_trainer": None, "_grad": None}
-    if is_made_to_add(param):
-        state["_grad_req"] = "write"  # the accumulation belongs to the original
+    if is_adding(param):
+        state["_grad_req"] = "write"  # the pass in progress belongs to the original
     if param._data is not None and not param._differentiable:
         mx.nd.waitall()  # a static graph writes running statistics without notifying the engine
     return _copied, (type(param), state, _Original(vars(param)))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Set
 
 from mxnet import autograd
 
 from ..checks import whole_number
 from ..distributed import group
-from ..errors import TrainerError
-from .buffers import Buffer
-from .groups import spans_devices
-from .parameters import Params, replica_difference
+from ..refusals import JOINING, refusal
+from .parameters import Params, replica_difference, spans_devices
+from .slab import Slab
 from .trainer import Trainer
 
 
@@ -76,27 +75,17 @@ class LocalSGD(Trainer):
     ) -> None:
         self.every = every
         if group() is not None:
-            raise TrainerError(
-                "LocalSGD: got a job of several processes; expected one process, whose devices are averaged. Use a Trainer."
-            )
+            raise refusal("LocalSGD", "LocalSGD", "several processes")
         if spans_devices(params):
-            raise TrainerError(
-                f"LocalSGD: got a {type(params).__name__}, which spans devices; expected a whole network on each device. Use "
-                "a Trainer."
-            )
+            raise refusal("LocalSGD", "LocalSGD", "Pipeline")
         if options.get("shard_optimizer"):
-            raise TrainerError(
-                "LocalSGD: got shard_optimizer=True; expected the states of all parameters on each device. Leave it out, or use "
-                "a Trainer."
-            )
+            raise refusal("LocalSGD", "LocalSGD", "shard_optimizer")
         super().__init__(params, optimizer, optimizer_params, **options)
-        if not self._update.is_alike:
-            raise TrainerError(
-                f"LocalSGD: got {type(self._optimizer).__name__}; expected an optimizer that each device can run by itself, from "
-                "weights, states and counts alone. Use sgd or adam, or a Trainer."
-            )
+        if len(self.contexts) > 1 and not self._update.is_local:
+            raise refusal("LocalSGD", "LocalSGD", JOINING, type(self._optimizer).__name__)
         self._scale *= len(self.contexts)  # divides by the mean shard size instead of the batch size
         self._num_local_steps = 0  # since the last average
+        self._trained: Set[int] = set()  # the parameters that have changed since then
 
     @property
     def every(self) -> int:
@@ -110,13 +99,17 @@ class LocalSGD(Trainer):
     def average_replicas(self) -> None:
         """Set weights and states to their mean over the devices after local steps. It does not wait."""
         if self._num_local_steps and len(self.contexts) > 1:
-            states = [Buffer((-1 - i,), [], arrays) for i, arrays in enumerate(self._update.arrays())]
-            buffers = [replace(one, gradients=one.weights) for one in self._replicas.weight_buffers()] + states
+            contexts = tuple(self.contexts)
+            states = [Slab((-1 - i,), contexts, [], arrays) for i, arrays in enumerate(self._update.arrays())]
+            slabs = [replace(one, gradients=one.weights) for one in self._layout.slabs] + states
+            for index in sorted(self._trained.difference(*(one.indices for one in slabs))):  # frozen since
+                slabs.append(Slab((index,), contexts, [], self._params[index].list_data()))
             with autograd.pause():
-                self._reduction.sum(buffers)
-                for array in (array.as_nd_ndarray() for buffer in buffers for array in buffer.gradients):
+                self._sum.run(slabs)
+                for array in (array.as_nd_ndarray() for slab in slabs for array in slab.gradients):
                     array /= len(self.contexts)
         self._num_local_steps = 0
+        self._trained.clear()
 
     def flush(self, ignore_stale_grad: bool = False) -> None:
         """Update with accumulated gradients, and average the devices. Inside `accumulate` it does nothing."""
@@ -126,17 +119,15 @@ class LocalSGD(Trainer):
 
     def allreduce_grads(self) -> None:
         """Raise: LocalSGD does not sum gradients."""
-        raise TrainerError(
-            "LocalSGD.allreduce_grads: got a call; expected step(): each device has its own update. Use a Trainer."
-        )
+        raise refusal("LocalSGD.allreduce_grads", "LocalSGD", "allreduce_grads()")
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Raise: see `allreduce_grads`."""
-        raise TrainerError("LocalSGD.update: got a call; expected step(): each device has its own update. Use a Trainer.")
+        raise refusal("LocalSGD.update", "LocalSGD", "allreduce_grads()", "update()")
 
     def save_states(self, fname: str) -> None:
         """Average the devices, and write the file of `Trainer.save_states`."""
-        self._check_applied()
+        self.check_applied("Trainer.save_states")
         self.average_replicas()
         super().save_states(fname)
 
@@ -148,15 +139,13 @@ class LocalSGD(Trainer):
         self.average_replicas()
         super().load_states(fname)
 
-    def _reduce(self, buffers: List[Buffer]) -> None:
+    def _reduce(self, slabs: List[Slab]) -> None:
         if getattr(self, "_amp_loss_scaler", None) is not None or self.loss_scaler is not None:
-            raise TrainerError(
-                "LocalSGD.step: got a loss scaler; expected none, as a device must not skip a step alone. "
-                "Train in float32 or bfloat16."
-            )
+            raise refusal("LocalSGD.step", "LocalSGD", "a loss scaler")
 
-    def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
-        super()._apply(buffers, batch_size)
+    def _apply(self, slabs: List[Slab], batch_size: float) -> None:
+        super()._apply(slabs, batch_size)
         self._num_local_steps += 1
+        self._trained.update(*(slab.indices for slab in slabs))
         if self._num_local_steps >= self._every:
             self.average_replicas()

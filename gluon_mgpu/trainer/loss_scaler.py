@@ -10,11 +10,9 @@ from ..checks import real_number, short, whole_number
 from ..errors import NonFiniteLossError, StateError, TrainerError
 from ..nested import Array, is_device_array
 from ..runtime.environment import logger
-from ..schema import number, record, steps
-from .reduction import all_finite
+from .sums import all_finite
 
 _SMALLEST, _LARGEST = 1.0, 2.0**24  # of a scale
-STATE = record({"scale": number(_SMALLEST, _LARGEST), "num_good": steps()})
 
 
 class LossScaler:

@@ -10,8 +10,9 @@ from mxnet import optimizer as opt
 
 from ..checks import explaining, real_number, short, whole_number
 from ..errors import TrainerError
+from ..refusals import refusal
 from .across_processes import ProcessSync
-from .groups import GroupedReplicas
+from .layout import Layout
 from .optimizer_config import check_hyperparameters
 
 
@@ -47,14 +48,14 @@ def check_optimizer(optimizer: Any, params: Any) -> None:
                 raise
 
 
-def check_options(replicas: Any, update_on_kvstore: Any) -> None:
+def check_options(layout: Layout, update_on_kvstore: Any) -> None:
     """Raise `TrainerError` for an update on a store, and for weights that are not dense."""
     if update_on_kvstore is not None and update_on_kvstore is not False:
         raise TrainerError(
             f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; expected None or False. The weights are updated on the "
             "devices, so that clipping, schedules and idle devices are correct. Leave it out."
         )
-    for name, param in zip(replicas.names, replicas.params):
+    for name, param in zip(layout.names, layout.params):
         if param._stype != "default":
             raise TrainerError(
                 f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer for sparse "
@@ -65,35 +66,27 @@ def check_options(replicas: Any, update_on_kvstore: Any) -> None:
 def check_sharded(kvstore: Any, process_sync: ProcessSync) -> None:
     """Raise `TrainerError` if the optimizer's states cannot be divided among the devices."""
     if process_sync.is_joint:
-        raise TrainerError(
-            "Trainer: got shard_optimizer=True in a job of several processes; expected one process, among whose devices the "
-            "optimizer's states are divided. Leave it out."
-        )
+        raise refusal("Trainer", "shard_optimizer", "several processes")
     if getattr(kvstore, "type", kvstore) == "nccl":
-        raise TrainerError(
-            "Trainer: got shard_optimizer=True and kvstore='nccl'; expected a store that can sum onto one device. Pass "
-            "kvstore='device'."
-        )
+        raise refusal("Trainer", "shard_optimizer", "kvstore='nccl'")
 
 
 def check_virtual(trainer: Any) -> None:
     """Raise `TrainerError` if an option needs sums in another order than that of virtual shards."""
     refused = {
-        "a network that spans devices": isinstance(trainer._replicas, GroupedReplicas),
-        "shard_optimizer=True": trainer._replicas.is_sharded,
-        "sharded_data=True": trainer.sharded_data,
+        "Pipeline": trainer._layout.spans_devices,
+        "shard_optimizer": trainer._layout.is_sharded,
+        "sharded_data": trainer.sharded_data,
         "compression_params": trainer._process_sync.compresses,
         "precision='fp16'": trainer.loss_scaler is not None,
-        type(trainer).__name__: trainer.trains_apart,
+        "LocalSGD": trainer.trains_apart,
         "sparse gradients": any(param._grad_stype != "default" for param in trainer._params),
         "grad_req='add'": any(param.grad_req == "add" for param in trainer._params),
-        "gradients that were accumulated": bool(trainer._num_counted),
+        "accumulated gradients": bool(trainer._num_counted),
     }
     for what, is_there in refused.items():
         if is_there:
-            raise TrainerError(
-                f"Trainer: got virtual_shards and {what}; expected gradients that one tree adds up. Leave one of them out."
-            )
+            raise refusal("Trainer", "virtual_shards", what)
 
 
 def check_clipping(**bounds: Optional[float]) -> None:
@@ -110,4 +103,5 @@ def check_buckets(bucket_bytes: Any) -> None:
 
 def check_batch_size(operation: str, batch_size: float) -> None:
     """Raise `TrainerError` for a batch size that is not positive."""
-    real_number(operation, "batch_size", batch_size, above=True, advice="Pass the examples over all devices, X.shape[0].")
+    if not (type(batch_size) is int and batch_size > 0):  # each step asks this
+        real_number(operation, "batch_size", batch_size, above=True, advice="Pass the examples over all devices, X.shape[0].")

@@ -91,6 +91,11 @@ def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
     return contexts
 
 
+def spans_devices(params: object) -> bool:
+    """Return whether this is a network that keeps its parameters on different devices, such as a `Pipeline`."""
+    return isinstance(params, gluon.Block) and hasattr(params, "replica_contexts")
+
+
 def has_values(params: Params) -> bool:
     """Return whether every parameter has values. A parameter whose shape the first batch decides has none before."""
     return all(param._data is not None for param in named_params(params).values())
@@ -153,8 +158,8 @@ def shape_fits(saved: Optional[Sequence[int]], wanted: Optional[Sequence[int]]) 
     return len(saved) == len(wanted) and all(a == b or a in (0, -1) or b in (0, -1) for a, b in zip(saved, wanted))
 
 
-def devices_of(net: gluon.Block) -> List[Context]:
-    """Return the devices of a network.
+def devices_of(net: gluon.Block, operation: str = "evaluate") -> List[Context]:
+    """Return the devices of a network, for an operation that errors name.
 
     Raises
     ------
@@ -166,7 +171,7 @@ def devices_of(net: gluon.Block) -> List[Context]:
     params = list(net.collect_params().values())
     if not params or (params[0]._data is None and not params[0]._deferred_init):
         raise TrainerError(
-            "evaluate: got a network without initialised parameters; expected values on devices. "
+            f"{operation}: got a network without initialised parameters; expected values on devices. "
             "Call net.initialize(ctx=ctx) first."
         )
     return list(params[0].list_ctx())

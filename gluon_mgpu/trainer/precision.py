@@ -18,6 +18,7 @@ from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 
 from ..checks import one_of
 from ..errors import DeviceError, TrainerError
+from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
 from .parameters import blocks_of
 
@@ -121,10 +122,7 @@ def _compiled_of(net: gluon.Block) -> List[gluon.HybridBlock]:
 def _check(net: Any, precision: Any) -> None:
     one_of("set_precision", "precision", precision, list(PRECISIONS), advice="fp32 is MXNet's own.")
     if precision != precision_of(net) and hasattr(net, "replica_contexts"):
-        raise TrainerError(
-            f"set_precision: got {precision} for a {type(net).__name__}, whose stages are graphs already; expected the network "
-            "before it is divided. Call set_precision(net, ...) before split_stages()."
-        )
+        raise refusal("set_precision", "Pipeline", "set_precision()")
     if not isinstance(net, gluon.Block):
         raise TrainerError(
             f"set_precision: got {type(net).__name__}; expected the network, whose operators have the precision. "

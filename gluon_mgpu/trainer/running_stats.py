@@ -1,4 +1,6 @@
-"""BatchNorm's running statistics over devices and processes, averaged by the number of their examples.
+"""BatchNorm's running statistics move by the mean of the changes of all parts of a batch, weighted by examples.
+
+Shards move those of their devices, which are averaged when they are read:
 
 ```
 cpu(0)  0, 1 ─► batches of 6 ─► mean 0.8 ── weight 12 ─┐
@@ -9,21 +11,21 @@ cpu(2)  0, 1 ─► no data      ─► mean 0.0 ── weight 0  ─┘
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from zlib import crc32
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon
 
-from .. import schema
 from ..distributed import group
 from ..nested import Array
 from ..runtime.mxnet2 import layers_of
-from .parameters import Params, average_replicas, blocks_of, named_params
+from .parameters import Params, average_replicas, named_params
 
 _RECORD = "_seen_by_devices"  # attribute of a parameter, so that copies of the network contain it
-_INITIAL = {"running_mean": 0.0, "running_var": 1.0}
 
 
 @dataclass(eq=False)
@@ -51,16 +53,9 @@ class _Record:
 _unclaimed: Dict[Context, float] = {}  # examples of backward passes before the next step
 
 
-def note_examples(losses: Sequence[Array]) -> None:
-    """Note the number of examples in each device's backward pass: the size of each loss's first axis."""
-    for loss in losses:
-        context, shape = loss.context, loss.shape
-        _unclaimed[context] = _unclaimed.get(context, 0) + (shape[0] if shape else 1)
-
-
-def note_examples_on(contexts: Iterable[Context], number: int) -> None:
-    """Note examples of a backward pass that goes through several devices."""
-    for context in contexts:
+def note_examples(examples: Iterable[Tuple[Context, float]]) -> None:
+    """Note the number of examples in each device's backward pass, for the next step."""
+    for context, number in examples:
         _unclaimed[context] = _unclaimed.get(context, 0) + number
 
 
@@ -74,6 +69,11 @@ def claim_examples(stats: Iterable[gluon.Parameter]) -> None:
         _unclaimed.clear()
 
 
+def drop_examples() -> None:
+    """Forget the examples of backward passes that no step has used: they may be of another network."""
+    _unclaimed.clear()
+
+
 def is_running_stat(param: gluon.Parameter) -> bool:
     """Return whether a parameter is a running mean or variance, or another value that a layer updates without a gradient."""
     # Gluon marks them as not differentiable; a frozen weight has grad_req "null" but is differentiable.
@@ -84,6 +84,67 @@ def is_running_stat(param: gluon.Parameter) -> bool:
 def running_stats(params: Params) -> List[gluon.Parameter]:
     """Return BatchNorm's running means and variances that have values."""
     return [param for param in named_params(params).values() if param._data and is_running_stat(param)]
+
+
+class StatsOfParts:
+    """Lets the parts of a batch move running statistics on one device from the same values: virtual shards, or micro-batches.
+
+    ```
+    before ── part 0 ──► change 0, put back ─┐
+    before ── part 1 ──► change 1, put back ─┴─► before + mean of the changes, weighted by examples
+    ```
+
+    Where MXNet moves nothing, as in frozen layers that no backward pass reaches, the change is 0.
+
+    Parameters
+    ----------
+    params : sequence of gluon.Parameter
+        One or more.
+    context : mxnet.Context
+
+    Attributes
+    ----------
+    arrays : list of NDArray
+        The statistics.
+    before : NDArray
+        All of them before the batch, in one array.
+
+    Source: Kim et al., "torchgpipe", 2020, section on deferred batch normalization.
+    """
+
+    def __init__(self, params: Sequence[gluon.Parameter], context: Context) -> None:
+        self.arrays: List[Array] = [param.data(context).as_nd_ndarray() for param in params]
+        self._flat = [array.reshape((-1,)) for array in self.arrays]
+        ends = [0]
+        for array in self.arrays:
+            ends.append(ends[-1] + array.size)
+        self._bounds = list(zip(ends, ends[1:]))
+        self.begin()
+
+    def begin(self) -> None:
+        """Note the values before a batch."""
+        self.before: Array = self._now()
+
+    def take(self, num_examples: int) -> Array:
+        """Put the values back, and return how far the latest part has moved them, times its examples."""
+        moved = (self._now() - self.before) * num_examples
+        self.put_back()
+        return moved
+
+    def put_back(self) -> None:
+        """Set the values to those before the batch."""
+        self._write(self.before)
+
+    def move(self, change: Array) -> None:
+        """Move the values before the batch."""
+        self._write(self.before + change)
+
+    def _now(self) -> Array:
+        return mx.nd.concat(*self._flat, dim=0)
+
+    def _write(self, values: Array) -> None:
+        for (begin, end), flat in zip(self._bounds, self._flat):
+            values[begin:end].copyto(flat)
 
 
 def average_running_stats(params: Params) -> None:
@@ -143,16 +204,38 @@ def average_over_group(params: Params) -> None:
         setattr(param, _RECORD, _Record(param._ctx_list, first.asnumpy()))
 
 
-def remember_equal(params: Params) -> None:
-    """Count examples from 0 if all devices have the same values: for a new trainer or run, or after values were loaded."""
-    several = group() is not None
-    stats = [param for param in running_stats(params) if several or len(param._data) > 1]
-    if stats:
-        mx.nd.waitall()
-    for param, found in zip(stats, _values(stats)):
-        behind = _record(param).behind
-        if _all_same(found) and (len(found) > 1 or _record(param).equal is None):
-            setattr(param, _RECORD, _Record(param._ctx_list, found[0], behind=behind))
+def remember_equal(params: Params, *, in_job: bool = False) -> None:
+    """Count examples from 0 if all devices have the same values: for a new trainer or run, or after values were loaded.
+
+    With `in_job`, only if all processes have them: all must call it.
+    """
+    processes = group()
+    stats = [param for param in running_stats(params) if processes is not None or len(param._data) > 1]
+    if not stats:
+        return
+    mx.nd.waitall()
+    layers = _layers(stats)
+    values = [_values(layer) for layer in layers]
+    same = [all(map(_all_same, found)) for found in values]  # of two devices, the variances alone may be equal
+    in_job = in_job and processes is not None
+    if in_job:
+        same = _same_in_job(processes, values, same)
+    for layer, found, is_same in zip(layers, values, same):
+        for param, (first, *others) in zip(layer if is_same else (), found):
+            record = _record(param)
+            examples = record.examples.values()
+            behind = record.behind[0] + sum(examples), record.behind[1] + len(examples)
+            if in_job or others or record.equal is None:
+                setattr(param, _RECORD, _Record(param._ctx_list, first, behind=(0.0, 0.0) if in_job else behind))
+
+
+def _same_in_job(processes: Any, values: Sequence[Sequence[Sequence[np.ndarray]]], same: Sequence[bool]) -> List[bool]:
+    """Return which layers have the same values in all processes."""
+    own = [
+        crc32(b"".join(replicas[0].tobytes() for replicas in found)) if is_same else -1 for found, is_same in zip(values, same)
+    ]
+    everyone = [json.loads(one) for one in processes.all_gather_bytes(json.dumps(own).encode())]
+    return [layer[0] >= 0 and len(set(layer)) == 1 for layer in zip(*everyone)]
 
 
 def weights_of(params: Params) -> Dict[int, List[float]]:
@@ -165,14 +248,6 @@ def weights_of(params: Params) -> Dict[int, List[float]]:
         weights, _ = _weights(layer, _values(layer))
         found.update({id(param): weights for param in layer})
     return found
-
-
-def stats_of(net: gluon.Block) -> Iterator[gluon.Parameter]:
-    """Yield the running statistics of a network; not sorted or named, as each step does this."""
-    for block in blocks_of(net):
-        for param in block.params.values():
-            if not param._differentiable and is_running_stat(param):
-                yield param
 
 
 def weighted_mean(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
@@ -228,30 +303,23 @@ def _weights(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.ndar
     """Return the weight of each device in the mean, and the numbers of examples and of devices with data."""
     contexts = layer[0].list_ctx()
     counted = [max(_record(param).examples.get(context, 0) for param in layer) for context in contexts]
-    untouched = _untouched(layer, values, any(counted))
+    untouched = _untouched(layer, values)
     examples = [0.0 if idle else float(number) for number, idle in zip(counted, untouched)]
     touched = [0.0 if idle else 1.0 for idle in untouched]
     weights = examples if any(examples) else touched if any(touched) else [1.0] * len(contexts)
     return weights, (sum(examples), sum(touched))
 
 
-def _untouched(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.ndarray]], is_counted: bool) -> List[bool]:
-    """Return which devices still have the common values: training changes every statistic of a layer, or none."""
-    devices = range(len(values[0]))
-    known = [_record(param).equal for param in layer]
-    if all(equal is not None for equal in known):
-        return [all(_same(found[at], equal) for found, equal in zip(values, known)) for at in devices]
-    initial = [[_is_initial(param, found[at]) for param, found in zip(layer, values)] for at in devices]
-    if all(len(set(one)) == 1 for one in initial) and any(one[0] for one in initial):
-        return [one[0] for one in initial]
-    if is_counted:
-        return [False for _ in devices]
-    # Two devices with data have different statistics.
-    return [any(all(_same(found[at], found[i]) for found in values) for i in devices if i != at) for at in devices]
+def _untouched(layer: Sequence[gluon.Parameter], values: Sequence[Sequence[np.ndarray]]) -> List[bool]:
+    """Return which devices still have the common values: training changes a statistic of a layer, or none of them."""
+    common = [_common(param, found[0]) for param, found in zip(layer, values)]
+    return [all(_same(found[at], value) for found, value in zip(values, common)) for at in range(len(values[0]))]
 
 
-def _is_initial(param: gluon.Parameter, values: np.ndarray) -> bool:
-    return any(param.name.endswith(name) and bool((values == number).all()) for name, number in _INITIAL.items())
+def _common(param: gluon.Parameter, like: np.ndarray) -> np.ndarray:
+    """Return the last values that all devices had: initial ones if nothing is known."""
+    equal = _record(param).equal
+    return np.full_like(like, float(param.name.endswith("running_var"))) if equal is None else equal
 
 
 def _all_same(values: Sequence[np.ndarray]) -> bool:
@@ -261,7 +329,3 @@ def _all_same(values: Sequence[np.ndarray]) -> bool:
 def _same(one: np.ndarray, other: Optional[np.ndarray]) -> bool:
     """Return whether two arrays have the same bits, not-a-number included."""
     return other is not None and one.shape == other.shape and one.tobytes() == other.tobytes()
-
-
-_SEEN = {"examples": schema.list_of(schema.number(0, 2**63)), "as_before": schema.list_of(schema.constant(True, False))}
-SEEN = schema.mapping(schema.text(), schema.record(_SEEN))  # what `describe_seen` returns

@@ -14,6 +14,7 @@ import pickle
 import re
 import warnings
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -21,16 +22,15 @@ import mxnet as mx
 import numpy as np
 from mxnet import optimizer as opt
 
-from .. import schema
+from ..checks import is_whole, short
 from ..errors import StateError
-from ..nested import is_device_array
-from . import loss_scaler
-from .optimizer_config import failure, is_known, misfit, plain_attributes
+from ..nested import is_device_array, leaves
+from .layout import Layout
+from .optimizer_config import Description, class_name, failure, is_known, with_values
 from .parameters import shape_fits
-from .replicas import Replicas
-from .update import Update, filled
+from .update import State, Update, filled
 
-_FORMAT = "gluon_mgpu.Trainer"
+_FORMAT, _VERSION = "gluon_mgpu.Trainer", 1
 _NUM_DEVICES = 16  # Gluon counts updates by device number: for a number that the file lacks, it starts at 0
 _ADVICE = "Use another file, or save it again"
 _SHOWN = 120  # characters of another library's error
@@ -38,8 +38,38 @@ _SHOWN = 120  # characters of another library's error
 StateData = Dict[str, Any]
 
 
+@dataclass(frozen=True)
+class TrainerState:
+    """What a trainer holds in addition to the weights: values for JSON, except for the arrays of the optimizer.
+
+    Attributes
+    ----------
+    names, shapes : list
+        Of its parameters.
+    structural : bool
+        Whether the names are structural.
+    order : list of int
+        The positions of the parameters in Gluon's order.
+    states, counts : dict
+        By position of the parameter: the optimizer's state, and the number of updates.
+    optimizer : dict
+        See `optimizer_config.describe`.
+    loss_scaler, virtual_shards : dict, optional
+    """
+
+    names: List[str]
+    structural: bool
+    shapes: List[Any]
+    order: List[int]
+    states: Dict[int, State]
+    counts: Dict[int, int]
+    optimizer: Description
+    loss_scaler: Optional[Dict[str, float]] = None
+    virtual_shards: Optional[Dict[str, Any]] = None
+
+
 def write_states(
-    fname: str, replicas: Replicas, optimizer: opt.Optimizer, update: Update, loss_scaler: Optional[Dict[str, float]] = None
+    fname: str, layout: Layout, optimizer: opt.Optimizer, update: Update, loss_scaler: Optional[Dict[str, float]] = None
 ) -> None:
     """Write an optimizer, its states and update counts.
 
@@ -48,10 +78,10 @@ def write_states(
     counts, rank = update.counts(), {index: place for place, index in enumerate(update.order)}
     content = {
         "format": _FORMAT,
-        "version": 2,
-        "names": replicas.names,
-        "structural": replicas.structural,
-        "shapes": [param.shape for param in replicas.params],
+        "version": _VERSION,
+        "names": layout.names,
+        "structural": layout.structural,
+        "shapes": [param.shape for param in layout.params],
         "order": update.order,
         "counts": counts,
         "loss_scaler": loss_scaler,
@@ -72,9 +102,7 @@ def write_states(
         raise
 
 
-def read_states(
-    fname: str, replicas: Replicas, optimizer: opt.Optimizer, order: Sequence[int]
-) -> Tuple[StateData, opt.Optimizer]:
+def read_states(fname: str, layout: Layout, optimizer: opt.Optimizer, order: Sequence[int]) -> Tuple[StateData, opt.Optimizer]:
     """Return the content of a file and its optimizer, having checked that they belong to this network and optimizer.
 
     A file of `gluon.Trainer` is read in Gluon's order, which is `order`; only its shapes can be checked.
@@ -84,20 +112,24 @@ def read_states(
     StateError
         They do not, or the file is something else.
     """
-    content = _read(fname, replicas, order)
+    content = _read(fname, layout, order)
     found = content["optimizer"] or optimizer
     if type(found) is not type(optimizer):
         raise StateError(
             f"load_states: got {fname} of optimizer {type(found).__name__} for a trainer with "
             f"{type(optimizer).__name__}; expected the same. Make the trainer with the optimizer of the file."
         )
-    _check_optimizer(fname, found, optimizer, content["counts"])
-    check_counts(fname, content["states"], content["counts"], replicas, found)
+    broken = failure(found, content["counts"])
+    if broken:
+        raise StateError(
+            f"load_states: got {fname} of an optimizer that cannot train ({broken}); expected an undamaged one. {_ADVICE}."
+        )
+    check_counts(fname, content["states"], content["counts"], layout, found)
     return content, found
 
 
 def states_on(
-    replicas: Replicas,
+    layout: Layout,
     optimizer: opt.Optimizer,
     states: Dict[int, Any],
     fname: str,
@@ -115,16 +147,16 @@ def states_on(
     StateError
         The states do not fit the parameters.
     """
-    most_copies = max(len(param.list_ctx()) for param in replicas.params)
+    most_copies = max(len(param.list_ctx()) for param in layout.params)
     on_devices: List[Dict[int, Any]] = [{} for _ in range(most_copies)]
     for index, value in states.items():
-        name, param = replicas.names[index], replicas.params[index]
+        name, param = layout.names[index], layout.params[index]
         if param._data is None and index not in (shapes or {}):
             raise StateError(
                 f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "
                 "network."
             )
-        owner = (replicas.owner_of(index) or 0) if replicas.is_sharded else None
+        owner = (layout.owner_of(index) or 0) if layout.is_sharded else None
         for replica, (context, restored) in enumerate(zip(param.list_ctx(), on_devices)):
             if owner not in (None, replica):
                 continue
@@ -136,32 +168,61 @@ def states_on(
     return on_devices
 
 
-def _read(fname: str, replicas: Replicas, order: Sequence[int]) -> StateData:
+def check_state(
+    state: TrainerState,
+    source: Any,
+    operation: str,
+    layout: Layout,
+    optimizer: opt.Optimizer,
+    shapes: Optional[Mapping[int, Sequence[int]]],
+) -> None:
+    """Raise `StateError`, or another exception for damaged values, unless a state belongs to this network and optimizer."""
+    check_same(str(source), vars(state), layout, operation)
+    saved_class = state.optimizer["class"]
+    if saved_class != class_name(optimizer):
+        raise StateError(
+            f"{operation}: got {source} of a trainer with {short(saved_class)} where this one has "
+            f"{class_name(optimizer)}, with MXNet {mx.__version__}; expected the same class. Make the trainer with the optimizer "
+            "of the checkpoint, or load the network alone: load_checkpoint(folder, net)."
+        )
+    check_counts(str(source), state.states, state.counts, layout, optimizer, operation)
+    by_index = {i: shapes[id(param)] for i, param in enumerate(layout.params) if id(param) in shapes} if shapes else None
+    found = states_on(layout, optimizer, state.states, str(source), by_index)
+    for index, saved in state.states.items():
+        fresh = next(one[index] for one in found if index in one)
+        for (_, mine), (_, theirs) in zip(leaves(fresh), leaves(saved)):
+            if is_device_array(mine) and theirs.dtype != np.dtype(mine.dtype):
+                raise TypeError(f"{theirs.dtype} instead of {np.dtype(mine.dtype)}")
+    if not is_whole(state.optimizer["values"].get("num_update", 0)):
+        raise ValueError("num_update is not a whole number")
+    broken = failure(with_values(state.optimizer, optimizer), state.counts)
+    if broken:
+        raise ValueError(f"optimizer: {broken}")
+    if sorted(state.order) != list(range(len(state.names))):
+        raise ValueError("order is no permutation")
+
+
+def _read(fname: str, layout: Layout, order: Sequence[int]) -> StateData:
     with open(fname, "rb") as file:
         pickled = io.BytesIO(file.read())
     first = _unpickled(fname, lambda: pickle.load(pickled))
     rest = pickled.read()
     content = _unpickled(fname, lambda: pickle.loads(rest)) if rest else None
-    if _is_ours(first):  # version 1: all in one
-        content = first
-    elif content is None:
+    if content is None:
         return _numbered_states(fname, first, order)
     if not _is_ours(content):
         raise StateError(
             f"load_states: got {fname}, which contains no trainer states; expected a file of save_states. Save it again."
         )
-    if schema.is_whole(content.get("version")) and content["version"] > 2:
-        found = f"{fname} of version {content['version']}; expected version 1 or 2"
+    if content.get("version") != _VERSION:
+        found = f"{fname} of version {short(content.get('version'))}; expected version {_VERSION}"
         raise StateError(f"load_states: got {found}. Install a newer gluon_mgpu.")
-    schema.check(CONTENT_1 if content is first else CONTENT, content, operation="load_states", file=fname, advice=_ADVICE)
-    if content is first:
-        first = content["states"], _unpickled(fname, lambda: pickle.loads(content["optimizer"]))
-    check_same(fname, content, replicas)
-    own_order = content.get("order", range(len(replicas.params)))
-    if sorted(own_order) != list(range(len(replicas.params))):
+    check_same(fname, content, layout)
+    own_order = content["order"]
+    if sorted(own_order) != list(range(len(layout.params))):
         raise StateError(
             f"load_states: got {fname} with an order of {len(own_order)} numbers; expected each of 0 to "
-            f"{len(replicas.params) - 1} once. {_ADVICE}."
+            f"{len(layout.params) - 1} once. {_ADVICE}."
         )
     return {**content, **_numbered_states(fname, first, own_order, content["counts"])}
 
@@ -183,44 +244,31 @@ def _unpickled(fname: str, load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _check_optimizer(fname: str, found: opt.Optimizer, optimizer: opt.Optimizer, counts: Dict[int, int]) -> None:
-    """Raise `StateError` unless the optimizer of a file has the attributes of its class, of the same kinds, and can train."""
-    mine, theirs = plain_attributes(optimizer), plain_attributes(found)
-    wrong = misfit(mine, theirs, optimizer)
-    if wrong is not None:
-        raise StateError(f"load_states: got {fname} {wrong.below('optimizer').message()}; expected {wrong.expected}. {_ADVICE}.")
-    broken = failure(found, counts)
-    if broken:
-        raise StateError(
-            f"load_states: got {fname} of an optimizer that cannot train ({broken}); expected an undamaged one. {_ADVICE}."
-        )
-
-
 def check_counts(
     fname: str,
     states: Mapping[int, Any],
     counts: Mapping[int, Any],
-    replicas: Replicas,
+    layout: Layout,
     optimizer: opt.Optimizer,
     operation: str = "load_states",
 ) -> None:
     """Raise `StateError` unless states and counts belong to existing parameters, and to the same ones."""
-    known = set(range(len(replicas.params)))
+    known = set(range(len(layout.params)))
     strange, alone = sorted({*states, *counts} - known), sorted({*states} ^ {*counts})
     if strange:
-        found, expected = f"parameter {schema.shown(strange[0])}", f"parameters of 0 to {len(known) - 1}"
+        found, expected = f"parameter {short(strange[0])}", f"parameters of 0 to {len(known) - 1}"
     elif counts and alone and is_known(optimizer):  # other classes may count differently
-        found, expected = f"a state or a count of {replicas.names[alone[0]]}, and not both", "both for the same parameters"
+        found, expected = f"a state or a count of {layout.names[alone[0]]}, and not both", "both for the same parameters"
     else:
         return
     raise StateError(f"{operation}: got {fname} with {found}; expected {expected}. {_ADVICE}.")
 
 
-def check_same(fname: str, content: StateData, replicas: Replicas, operation: str = "load_states") -> None:
+def check_same(fname: str, content: StateData, layout: Layout, operation: str = "load_states") -> None:
     """Raise `StateError` unless a file's parameters have the names and shapes of this network, in its order."""
     # A parameter's own name counts the layers before it: dense7_weight. Its last word does not.
-    exact = replicas.structural and content["structural"]
-    here = _names_and_shapes(replicas.names, [param.shape for param in replicas.params], exact)
+    exact = layout.structural and content["structural"]
+    here = _names_and_shapes(layout.names, [param.shape for param in layout.params], exact)
     there = _names_and_shapes(content["names"], content["shapes"], exact)
     differing = [
         f"{_in_words(theirs)} where this one has {_in_words(mine)}"
@@ -237,16 +285,14 @@ def check_same(fname: str, content: StateData, replicas: Replicas, operation: st
 def _numbered_states(fname: str, content: Any, order: Sequence[int], counts: Optional[Dict[int, int]] = None) -> StateData:
     """Return the content of a `gluon.Trainer`'s file by position in the network; `order` holds the position of each number."""
     states, optimizer = content if isinstance(content, tuple) and len(content) == 2 else (content, None)
-    known = isinstance(states, dict) and all(schema.is_whole(key) and 0 <= key < len(order) for key in states)
+    known = isinstance(states, dict) and all(is_whole(key) and 0 <= key < len(order) for key in states)
     if not known or not (optimizer is None or isinstance(optimizer, opt.Optimizer)):
         raise StateError(
             f"load_states: got {fname}, which contains no trainer states; expected a file of save_states. Save it again."
         )
     if optimizer is not None:
-        by_device = getattr(optimizer, "_all_index_update_counts", None)
-        numbers = schema.mapping(schema.anything, schema.mapping(_number_below(len(order)), schema.steps()))
-        schema.check(numbers, by_device, operation="load_states", file=f"{fname}, the optimizer's counts", advice=_ADVICE)
-        latest: Dict[int, int] = max(by_device.values(), key=lambda one: max(one.values(), default=0), default={})  # type: ignore[union-attr]
+        by_device: Dict[int, Dict[int, int]] = getattr(optimizer, "_all_index_update_counts", {})
+        latest: Dict[int, int] = max(by_device.values(), key=lambda one: max(one.values(), default=0), default={})
         numbered = dict(enumerate(order))
         found = optimizer
         optimizer = _unpickled(fname, lambda: _numbered(found, latest, numbered))
@@ -297,7 +343,7 @@ def _in_words(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
     if not described:
         return "nothing"
     name, shape = described
-    name = name if re.fullmatch(r"[\w.]{1,100}", name) else schema.shown(name)
+    name = name if re.fullmatch(r"[\w.]{1,100}", name) else short(name)
     return f"{name} {shape if len(shape) <= 8 else f'of {len(shape)} dimensions'}"
 
 
@@ -305,29 +351,3 @@ def _to_numpy(state: Any) -> Any:
     if is_device_array(state):
         return state.asnumpy()
     return type(state)(_to_numpy(item) for item in state) if isinstance(state, (list, tuple)) else state
-
-
-def _number_below(count: int) -> schema.Schema:
-    return schema.that(f"the number of one of {count} parameters", lambda key: schema.is_whole(key) and 0 <= key < count)
-
-
-_INDEX = schema.that("the number of a parameter", lambda key: schema.is_whole(key) and key >= 0)
-SHAPE = schema.nullable(schema.list_of(schema.integer(-1)))
-_BOTH = {
-    "format": schema.constant(_FORMAT),
-    "names": schema.list_of(schema.text()),
-    "structural": schema.constant(True, False),
-    "shapes": schema.list_of(SHAPE),
-    "counts": schema.mapping(_INDEX, schema.steps()),
-    "loss_scaler": schema.nullable(loss_scaler.STATE),
-}
-CONTENT = schema.record({**_BOTH, "version": schema.constant(2), "order": schema.list_of(schema.integer(0))}, closed=False)
-CONTENT_1 = schema.record(
-    {
-        **_BOTH,
-        "version": schema.constant(1),
-        "optimizer": schema.that("a pickled optimizer", lambda value: isinstance(value, bytes) and len(value) > 0),
-        "states": schema.mapping(_INDEX, schema.anything),  # checked against newly created states
-    },
-    closed=False,
-)

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import weakref
+import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
 from ..checks import flag, path_of
 from ..devices.select import check_contexts
-from ..errors import StateError, TrainerError
+from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array
+from ..refusals import JOINING, refusal
 from .across_processes import ProcessSync
-from .buckets import BUCKET_BYTES
-from .buffers import Buffer
 from .copies import make_copyable
-from .groups import GroupedBuffers, clip, make_reduction, make_replicas, make_update
+from .gradients import Gradients
+from .layout import Layout
 from .loss_scaler import LossScaler
+from .optimizer_config import describe, restore_optimizer
 from .options import check_batch_size, check_buckets, check_clipping, check_optimizer, check_options, check_sharded, check_virtual
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
-from .reduction import clip_values, global_norm, scale_to_norm
-from .running_stats import claim_examples, is_running_stat, remember_equal, stats_of
-from .states import StateData, read_states, states_on, write_states
-from .virtual_shards import TreeReduction, VirtualShards
-from .voting import ReplicaCheck
+from .replica_check import ReplicaCheck
+from .running_stats import claim_examples, drop_examples, is_running_stat, remember_equal
+from .slab import BUCKET_BYTES, Slab
+from .states import StateData, TrainerState, check_state, read_states, states_on, write_states
+from .sums import Sum, clip, make_sum
+from .tree import TreeSum, VirtualShards
+from .update import State, Update
 
 
 class Trainer(gluon.Trainer):
@@ -68,11 +71,6 @@ class Trainer(gluon.Trainer):
         optimizers that add weight decay to the gradient clip the sum.
     measure_grad_norm : bool
         Compute `grad_norm` even if nothing is clipped.
-    static_graph : bool
-        Promise that every step trains the same parameters on each device that gets data, and that they are not frozen, replaced
-        or given other multipliers. After the first step that trains all, the trainer checks one parameter per device for a new
-        gradient instead of all. This helps networks of many hundreds of parameters. A device without data is still noticed; a
-        parameter that a later step leaves out is not, and would be updated with a stale gradient.
     find_unused_parameters : bool
         In each step, do not update parameters that got no gradient on any device, and log their names once. A step without any
         gradient still raises. Steps that leave parameters out are slower: see `ignore_stale_grad`.
@@ -92,8 +90,8 @@ class Trainer(gluon.Trainer):
         the same bits on 1, 2, 4, ... devices, in one process or several. A multiple of their number. It takes `train_batch` or
         `fit`. BatchNorm normalises each part. CPU contexts must compute with one thread each.
     check_replicas_every : int, optional
-        Every so many updates, compare the bits of weights and states on all devices, and report one that differs. With three
-        replicas or more, the bits of the majority are restored; with two, the run stops. See `ReplicaCheck`.
+        Every so many updates, compare the bits of weights and states on all devices, and raise `ReplicaError` if they differ.
+        See `ReplicaCheck`.
     bucket_bytes : int, bytes
         The size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced while
         the backward pass still computes the first. With `shard_optimizer`, it is divided by the number of devices.
@@ -131,7 +129,6 @@ class Trainer(gluon.Trainer):
         clip_norm: Optional[float] = None,
         clip_value: Optional[float] = None,
         measure_grad_norm: bool = False,
-        static_graph: bool = False,
         find_unused_parameters: bool = False,
         precision: Optional[str] = None,
         sharded_data: bool = False,
@@ -141,51 +138,53 @@ class Trainer(gluon.Trainer):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         check_buckets(bucket_bytes)
-        switches = {"measure_grad_norm": measure_grad_norm, "static_graph": static_graph, "sharded_data": sharded_data}
+        switches = {"measure_grad_norm": measure_grad_norm, "sharded_data": sharded_data}
         switches.update(find_unused_parameters=find_unused_parameters, shard_optimizer=shard_optimizer)
         for name, value in switches.items():
             flag("Trainer", name, value)
-        self._replicas: Any = make_replicas(
-            params,
-            bucket_bytes=bucket_bytes,
-            static_graph=static_graph,
-            find_unused=find_unused_parameters,
-            shards_optimizer=shard_optimizer,
-        )
-        self._optimizer: opt.Optimizer
+        self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer)
         self._order = gluon_order(params)
-        check_contexts(self._replicas.contexts, "Trainer")
+        check_contexts(self._layout.contexts, "Trainer")
         check_optimizer(optimizer, optimizer_params)
-        check_options(self._replicas, update_on_kvstore)
+        check_options(self._layout, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
-        self._reduction: Any = make_reduction(kvstore, self._replicas)
-        self._process_sync = ProcessSync(self._replicas, compression_params, sharded_data=sharded_data)
+        self._gradients = Gradients(self._layout, find_unused=find_unused_parameters)
+        self._sum: Sum = make_sum(kvstore)
+        self._process_sync = ProcessSync(self._layout, compression_params, sharded_data=sharded_data)
+        self._gradients.all_take_part = self._process_sync.is_joint
         if shard_optimizer:
             check_sharded(kvstore, self._process_sync)
-        super().__init__(self._replicas.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
+        if has_values(self._layout.params):
+            self._layout.place()
+        super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
+        self._optimizer: opt.Optimizer
         make_copyable({type(param) for param in self._params})
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self._grad_norm: Optional[Array] = None
-        self._kept_passes: Dict[bool, Any] = {}  # of the latest run of fit(); see `data_parallel.compiled.passes_of`
+        self.kept: Dict[Any, Any] = {}  # what the latest steps and runs can use again
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
-        self._summed: Optional[List[Buffer]] = None  # summed by allreduce_grads(), not applied by update() yet
+        self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet
+        self._was_asked_for_shapes = False
         self._use(self._optimizer)
         if precision is not None:
             set_precision(params, precision)
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
-        if has_values(self._replicas.params):
+        if has_values(self._layout.params):
             self._process_sync.begin()
-        self._made_of = weakref.ref(params) if isinstance(params, gluon.Block) else None
         self._running = [param for param in self._params if is_running_stat(param)]
         remember_equal(self._running)
-        self._process_sync.compress(has_shapes=has_values(self._replicas.params))
-        self._replicas.take_over()
+        drop_examples()  # of passes before this trainer was made
+        self._process_sync.compress(has_shapes=has_values(self._layout.params))
         self._virtual: Optional[VirtualShards] = None
         if virtual_shards is not None:
             self.use_virtual_shards(virtual_shards)
-        self.replica_check = None if check_replicas_every is None else ReplicaCheck(self, check_replicas_every)
+        self.replica_check: Optional[ReplicaCheck] = None
+        if check_replicas_every is not None:
+            self.replica_check = ReplicaCheck(
+                self._layout, lambda: self._update.updaters, check_replicas_every, trains_apart=self.trains_apart
+            )
 
     @property
     def virtual_shards(self) -> Optional[int]:
@@ -204,7 +203,7 @@ class Trainer(gluon.Trainer):
             return
         check_virtual(self)
         self._virtual = VirtualShards(number, self.contexts)
-        self._reduction = TreeReduction(self.contexts, self._virtual.number)
+        self._sum = TreeSum(self.contexts)
 
     @property
     def sharded_data(self) -> bool:
@@ -214,16 +213,12 @@ class Trainer(gluon.Trainer):
     @property
     def contexts(self) -> List[Context]:
         """The devices, in the order of the replicas."""
-        return list(self._replicas.contexts)
+        return list(self._layout.contexts)
 
     @property
     def devices(self) -> List[Context]:
         """All devices, each once: with a `Pipeline`, those of all stages, otherwise `contexts`."""
-        return list(self._replicas.devices)
-
-    def running_stats_of(self, net: gluon.Block) -> Iterable[gluon.Parameter]:
-        """Return BatchNorm's running statistics of a network: without looking through it if the trainer was made of it."""
-        return self._running if self._made_of is not None and self._made_of() is net else stats_of(net)
+        return list(self._layout.devices)
 
     @property
     def grad_norm(self) -> Optional[Array]:
@@ -240,10 +235,50 @@ class Trainer(gluon.Trainer):
         Call it between the first forward pass, in prediction mode, and the first recorded one: the parameters can then move into
         buckets before a graph holds them.
         """
-        known = self._replicas.resolve_shapes()
-        if self._process_sync.is_joint and has_values(self._replicas.params):
+        if not self._layout.is_complete and has_values(self._layout.params):
+            self._layout.place()
+        known = self._layout.is_complete or self._was_asked_for_shapes  # what one batch has not decided is not used
+        self._was_asked_for_shapes = True
+        if self._process_sync.is_joint and has_values(self._layout.params):
+            self._process_sync.check_unused("Trainer")  # such as a generator's pass, before the first one of this network
             self._process_sync.begin()
         return known
+
+    @property
+    def params(self) -> List[gluon.Parameter]:
+        """The parameters, in structural order."""
+        return list(self._layout.params)
+
+    @property
+    def virtual(self) -> Optional[VirtualShards]:
+        """The virtual shards, None without."""
+        return self._virtual
+
+    @property
+    def tree(self) -> Optional[TreeSum]:
+        """The sum over virtual shards, None without."""
+        return self._sum if isinstance(self._sum, TreeSum) else None
+
+    def current_slabs(self) -> List[Slab]:
+        """Return the slabs of all trained parameters, where they are now, for virtual shards.
+
+        Raises
+        ------
+        ModesError
+            Backward passes add to gradients instead of replacing them.
+        """
+        self._layout.follow()
+        if self._gradients.has_running():
+            raise refusal("Trainer", "virtual_shards", "grad_req='add'")
+        return self._layout.slabs
+
+    def drop_unused(self) -> None:
+        """Drop gradients that no step has used or counted, except those of `grad_req="add"`: they are not of the coming pass."""
+        self._gradients.drop_unused()
+
+    def adding(self) -> ContextManager[None]:
+        """Return a context in which the gradients of all backward passes add up: they are one pass."""
+        return self._gradients.adding()
 
     def scale(self, losses: Sequence[Array]) -> Sequence[Array]:
         """Return the losses for `backward`: multiplied by the loss scale with fp16, otherwise unchanged.
@@ -273,42 +308,37 @@ class Trainer(gluon.Trainer):
         """
         if not (self.sharded_data and batch_size == 0):
             check_batch_size("Trainer.step", batch_size)
-        if self._virtual is not None and self._num_open:
-            claim_examples(self._running)
-            self._reduction.hold()
-            self._replicas.mark_used(self._replicas.weight_buffers())
-            self._num_counted += batch_size
-            return
+        self._process_sync.check_begun("Trainer.step")
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
         claim_examples(self._running)
         if batch_size == 0:  # the gradients so far are of other data
-            self._replicas.drop_earlier()
-        if self._replicas.is_adding:
-            try:
-                self._replicas.note_pass(ignore_stale_grad or self._num_open > 0)
-            except TrainerError:
-                self.discard()  # the sum is invalid
-                raise
+            self._gradients.drop_unused()
+        if self._num_open:
+            self._gradients.count(adds=not self._sum.hold())
             self._num_counted += batch_size
-            if self._num_open:
-                return
-            batch_size = 0
+            return
+        gradients = self._gradients
+        if gradients.has_counted and not gradients.all_take_part and not gradients.has_new():
+            raise StaleGradientError(
+                "Trainer.step: got no gradient on any device since the last step; expected a backward pass. Call flush() to "
+                "update with the gradients that were accumulated."
+            )
         self._step(batch_size, ignore_stale_grad)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Make one update of several batches: inside, gradients of backward passes add up, and `step(n)` only counts n.
+        """Make one update of several batches: inside, `step(n)` adds the gradients of the last pass to a sum, and counts n.
 
         ```
-        with trainer.accumulate():    backward, step(4)    backward, step(4)    gradients add up on each device
+        with trainer.accumulate():    backward, step(4)    backward, step(4)    added up on each device
         outside:                      backward, step(2)                         reduced once, divided by 10, applied
                                       or flush()                                the same without another batch
         ```
 
-        The update is that of one batch of all these examples, also with uneven splits and idle devices. It takes no memory,
-        except for sparse gradients, which `step` sums separately: they need a step after each backward pass. BatchNorm
-        normalises each micro-batch separately.
+        The update is that of one batch of all these examples, also with uneven splits and idle devices. Call `step` after each
+        backward pass: a pass that no step counts is replaced by the next one. The sums take as much memory as the gradients.
+        BatchNorm normalises each micro-batch separately.
 
         You may open contexts again before the update, and nest them. An exception inside drops everything that was accumulated:
         the weights are those of the last update, and the next step starts a new sum.
@@ -316,8 +346,7 @@ class Trainer(gluon.Trainer):
         Raises
         ------
         TrainerError
-            `allreduce_grads` has summed gradients that `update` has not applied; or another trainer accumulates gradients of the
-            same parameters.
+            `allreduce_grads` has summed gradients that `update` has not applied; or backward passes came inside, and no step.
 
         Examples
         --------
@@ -342,8 +371,7 @@ class Trainer(gluon.Trainer):
                 "Trainer.accumulate: got gradients that were summed and not applied; expected an update first. Call update() to "
                 "apply them, or discard() to drop them."
             )
-        if self._virtual is None:
-            self._replicas.start_adding()
+        had_new = self._gradients.has_new()
         self._num_open += 1
         try:
             yield
@@ -352,8 +380,11 @@ class Trainer(gluon.Trainer):
             self.discard()
             raise
         self._num_open -= 1
-        if not self._num_open and self._virtual is None:
-            self._replicas.close()
+        if not had_new and not self._num_open and not self._gradients.has_counted and self._gradients.has_new():
+            raise TrainerError(
+                "Trainer.accumulate: got backward passes that no step() has counted; expected a step after each. Call step(n) "
+                "inside, with the number of examples of the pass."
+            )
 
     def flush(self, ignore_stale_grad: bool = False) -> None:
         """Update with accumulated gradients, if there are any. Inside `accumulate` it does nothing: the update comes later.
@@ -365,16 +396,9 @@ class Trainer(gluon.Trainer):
         TrainerError
             There was a backward pass that no `step` counted. Nothing was changed.
         """
-        self._replicas.check_own("Trainer.flush")
-        if self._virtual is not None:
-            if self._reduction.holds and not self._num_open:
-                self._reduction.sum([])
-                self._summed = self._replicas.current_buffers()
-                self._apply(self._summed, 0)
+        if self._num_open or not self._gradients.has_counted:
             return
-        if self._num_open or not self._replicas.is_adding:
-            return
-        if self._replicas.has_new():
+        if self._gradients.has_new():
             raise TrainerError(
                 "Trainer.flush: got a backward pass after the last step(); expected the number of its examples. Call step(n) "
                 "instead, or discard() to drop all that was accumulated."
@@ -389,12 +413,10 @@ class Trainer(gluon.Trainer):
 
         Call it after a backward pass that no step must use: of a batch that you skip, or of another network's loss.
         """
-        self._replicas.drop()
+        self._gradients.drop()
+        self._sum.drop()
+        drop_examples()
         self._num_counted, self._summed = 0, None
-        if self._virtual is not None:
-            self._reduction.drop()
-        elif self._num_open:
-            self._replicas.start_adding()
 
     def allreduce_grads(self) -> None:
         """Sum the gradients over the devices, for programs that change the sum before `update`.
@@ -405,22 +427,20 @@ class Trainer(gluon.Trainer):
             They have already been summed: a second sum would multiply them by the number of devices. Or the call is inside
             `accumulate`.
         """
+        self._process_sync.check_begun("Trainer.allreduce_grads")
         self._complete("Trainer.allreduce_grads")
-        if self._replicas.is_sharded:
-            raise TrainerError(
-                "Trainer.allreduce_grads: got a call with shard_optimizer=True, where the sum of each gradient is on one device; "
-                "expected step(). Clip with clip_norm or clip_value, or leave shard_optimizer out."
-            )
+        if self._layout.is_sharded:
+            raise refusal("Trainer.allreduce_grads", "shard_optimizer", "allreduce_grads()")
         claim_examples(self._running)
-        buffers = self._replicas.collect(ignore_stale_grad=True)
-        if self._summed and not buffers:
+        slabs = self._gradients.collect(ignore_stale_grad=True)
+        if self._summed and not slabs:
             raise TrainerError(
                 "Trainer.allreduce_grads: got gradients that it has already summed; expected a backward pass in "
                 "between. Call update()."
             )
-        self._reduction.sum(buffers)
-        self._replicas.mark_used(buffers)
-        self._summed = buffers
+        self._sum.run(slabs)
+        self._gradients.mark_used(slabs)
+        self._summed = slabs
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the weights with gradients that `allreduce_grads` has summed. Arguments and errors as for `step`.
@@ -436,18 +456,20 @@ class Trainer(gluon.Trainer):
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.update")
         if self._summed is not None:
-            self._apply(self._replicas.collect_summed(self._summed, ignore_stale_grad), batch_size)
+            self._gradients.check_summed(self._summed, ignore_stale_grad)
+            self._apply(self._summed, batch_size)
             return
-        if self._replicas.needs_sum:
+        if self._layout.needs_sum or self._process_sync.is_joint:
+            where = "the processes" if self._process_sync.is_joint else f"{len(self._layout.devices)} devices"
             raise TrainerError(
-                f"Trainer.update: got gradients that were not summed over {len(self._replicas.devices)} devices; expected "
-                "allreduce_grads() before. Call step(), which does both."
+                f"Trainer.update: got gradients that were not summed over {where}; expected allreduce_grads() before. Call "
+                "step(), which does both."
             )
         self._complete("Trainer.update")
         claim_examples(self._running)
-        buffers = self._replicas.collect(ignore_stale_grad)
-        self._replicas.mark_used(buffers)
-        self._apply(buffers, batch_size)
+        slabs = self._gradients.collect(ignore_stale_grad)
+        self._gradients.mark_used(slabs)
+        self._apply(slabs, batch_size)
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
         """Return the bytes that training holds on each device, in addition to the network's activations.
@@ -466,10 +488,11 @@ class Trainer(gluon.Trainer):
         >>> Trainer(net, "sgd").bytes_per_device()
         {'cpu(0)': {'weights': 1024, 'gradients': 1024, 'states': 0, 'sums': 0}}
         """
-        parts = zip(self._replicas.devices, self._replicas.bytes_held(), self._update.bytes_held(), self._reduction.bytes_held())
+        kinds = self._layout.bytes_held(), self._gradients.bytes_held(), self._update.bytes_held()
+        sums = self._sum.bytes_held()
         return {
-            str(context): {"weights": weights, "gradients": gradients, "states": states, "sums": sums}
-            for context, (weights, gradients), states, sums in parts
+            str(device): {"weights": weights, "gradients": gradients + several, "states": states, "sums": sums.get(device, 0)}
+            for device, (weights, gradients), several, states in zip(self._layout.devices, *kinds)
         }
 
     def save_states(self, fname: str) -> None:
@@ -485,9 +508,9 @@ class Trainer(gluon.Trainer):
             Gradients were accumulated and not applied: the file would not contain them.
         """
         path_of("save_states", "fname", fname)
-        self._check_applied()
+        self.check_applied("Trainer.save_states")
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
-        write_states(fname, self._replicas, self._optimizer, self._update, scale)
+        write_states(fname, self._layout, self._optimizer, self._update, scale)
 
     def load_states(self, fname: str) -> None:
         """Read a file of `save_states`, on any number of devices. Accumulated gradients are dropped.
@@ -502,13 +525,81 @@ class Trainer(gluon.Trainer):
         """
         path_of("load_states", "fname", fname, error=StateError)
         content, optimizer = self.check_states(fname)
-        states = states_on(self._replicas, optimizer, content["states"], fname)
+        states_on(self._layout, optimizer, content["states"], fname)  # raises before anything is changed
         if self.loss_scaler is not None and content.get("loss_scaler") is not None:
             self.loss_scaler.restore(content["loss_scaler"])
+        self._take(optimizer, content["states"], content["counts"], content.get("order"), fname)
+
+    def state(self) -> TrainerState:
+        """Return what `restore` takes: the optimizer, its states and counts, with the arrays that training changes.
+
+        Raises
+        ------
+        StateError
+            The optimizer cannot be described.
+        """
+        layout, update = self._layout, self._update
+        return TrainerState(
+            layout.names,
+            layout.structural,
+            [param.shape for param in layout.params],
+            update.order,
+            update.states(),
+            update.counts(),
+            describe(self._optimizer),
+            None if self.loss_scaler is None else self.loss_scaler.state(),
+            None if self._virtual is None else self._virtual.state(),
+        )
+
+    def check_state(
+        self, state: TrainerState, source: Any, operation: str, shapes: Optional[Mapping[int, Sequence[int]]] = None
+    ) -> None:
+        """Raise `StateError`, or another exception for damaged values, unless `restore` can take a state.
+
+        Parameters
+        ----------
+        source : path
+            Where it was read, and the `operation` that reads it, for errors.
+        shapes : mapping of int to shape, optional
+            By the ids of parameters that have no values yet.
+        """
+        check_state(state, source, operation, self._layout, self._optimizer, shapes)
+        saved = None if state.virtual_shards is None else state.virtual_shards["number"]
+        if saved != self.virtual_shards:
+            raise StateError(
+                f"{operation}: got {source} of a run with virtual_shards={saved} for one with {self.virtual_shards}; expected "
+                f"the same number, as others round differently. Pass virtual_shards={saved}."
+            )
+        if self._virtual is not None and state.virtual_shards is not None:
+            copy.copy(self._virtual).restore(state.virtual_shards)
+        if self.loss_scaler is not None and state.loss_scaler is not None:
+            copy.copy(self.loss_scaler).restore(state.loss_scaler)
+
+    def restore(self, state: TrainerState, *, learning_rate: bool = True) -> None:
+        """Continue from a state that `check_state` accepts. Accumulated gradients are dropped.
+
+        Without `learning_rate`, the optimizer keeps its own.
+        """
+        if self.loss_scaler is not None and state.loss_scaler is not None:
+            self.loss_scaler.restore(state.loss_scaler)
+        if self._virtual is not None and state.virtual_shards is not None:
+            self._virtual.restore(state.virtual_shards)
+        restore_optimizer(state.optimizer, self._optimizer, learning_rate=learning_rate)
+        self._take(self._optimizer, state.states, state.counts, state.order, "a saved state")
+
+    def _take(
+        self,
+        optimizer: opt.Optimizer,
+        states: Dict[int, State],
+        counts: Dict[int, int],
+        order: Optional[Sequence[int]],
+        source: str,
+    ) -> None:
+        on_devices = states_on(self._layout, optimizer, states, source)
         optimizer.param_dict = dict(enumerate(self._params))
         self.discard()
         self._use(optimizer)
-        self._update.restore(states, content["counts"], content.get("order"))
+        self._update.restore(on_devices, counts, order)
 
     def check_states(self, fname: str) -> Tuple[StateData, opt.Optimizer]:
         """Return the content of a file of states and its optimizer; check that they belong to this trainer.
@@ -518,18 +609,15 @@ class Trainer(gluon.Trainer):
         StateError
             As for `load_states`.
         """
-        return read_states(fname, self._replicas, self._optimizer, self._order)
+        return read_states(fname, self._layout, self._optimizer, self._order)
 
     def _complete(self, operation: str) -> None:
-        """Count the last pass of an accumulation; raise inside `accumulate`, where more passes follow."""
+        """Raise inside `accumulate`, where more passes follow."""
         if self._num_open:
-            raise TrainerError(
-                f"{operation}: got a call inside accumulate(); expected gradients that are complete. Call it after."
-            )
-        if self._replicas.is_adding and self._replicas.has_new():
-            self._replicas.note_pass()
+            raise refusal(operation, "accumulate()", "allreduce_grads()", f"{operation.split('.')[1]}()")
 
-    def _check_applied(self, operation: str = "Trainer.save_states") -> None:
+    def check_applied(self, operation: str) -> None:
+        """Raise `TrainerError` if gradients were accumulated and not applied."""
         if self._num_counted:
             raise TrainerError(
                 f"{operation}: got gradients of {self._num_counted} examples that were not applied; expected an update "
@@ -537,46 +625,45 @@ class Trainer(gluon.Trainer):
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
-        self._process_sync.begin()
-        buffers = self._replicas.collect(ignore_stale_grad)
-        self._reduce(buffers)
+        slabs = self._gradients.collect(ignore_stale_grad)
+        self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
-        self._replicas.mark_used(buffers)
-        self._summed = buffers
-        self._apply(buffers, batch_size)
+        self._gradients.mark_used(slabs)
+        self._summed = slabs
+        self._apply(slabs, batch_size)
 
-    def _reduce(self, buffers: List[Buffer]) -> None:
-        if self._replicas.is_sharded and getattr(self, "_amp_loss_scaler", None) is not None:
-            raise TrainerError(
-                "Trainer.step: got MXNet's AMP and shard_optimizer=True; expected sums on one device, where AMP checks them. "
-                "Pass precision='fp16' instead of calling amp.init_trainer, or leave shard_optimizer out."
-            )
-        self._reduction.sum(buffers)
+    def _reduce(self, slabs: List[Slab]) -> None:
+        if self._layout.is_sharded and getattr(self, "_amp_loss_scaler", None) is not None:
+            raise refusal("Trainer.step", "shard_optimizer", "MXNet's AMP")
+        self._sum.run(slabs)
 
-    def _apply(self, buffers: List[Buffer], batch_size: float) -> None:
+    def _apply(self, slabs: List[Slab], batch_size: float) -> None:
         num_examples, self._num_counted = self._num_counted + batch_size, 0
-        multiplied = self._multiplied_by(buffers)
+        multiplied = self._multiplied_by(slabs)
         if self.sharded_data:
-            self._process_sync.divide(buffers, self._replicas.devices, num_examples)
+            self._process_sync.divide(slabs, self._layout.devices, num_examples)
             num_examples = 1
         if multiplied is not None:
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples
-            self._clip(buffers)
-            self._update.apply(buffers)
-            self._reduction.share(buffers)
+            self._clip(slabs)
+            self._update.apply(slabs)
+            self._sum.share(slabs)
             if self.replica_check is not None:
                 self.replica_check.after_update()
-        self._replicas.put_back_running()
+        if self._gradients.is_replaced:
+            self._gradients.put_back_running()
         self._summed = None
 
-    def _multiplied_by(self, buffers: List[Buffer]) -> Optional[float]:
+    def _multiplied_by(self, slabs: List[Slab]) -> Optional[float]:
         """Return the loss scale of these gradients, in addition to `_scale`; None if they overflowed and must be skipped."""
         if self.loss_scaler is not None:
-            return self.loss_scaler.settle([buffer.summed[0] for buffer in buffers])
+            return self.loss_scaler.settle([slab.summed[0] for slab in slabs])
         scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
-        # It checks objects with gradients: a buffer stands for all its parameters.
-        gradients = [SimpleNamespace(_grad=buffer.summed) for buffer in buffers]
-        return None if scaler is not None and gradients and scaler.has_overflow(gradients) else 1.0
+        if scaler is None:
+            return 1.0
+        # It checks objects with gradients: a slab stands for all its parameters.
+        gradients = [SimpleNamespace(_grad=slab.summed) for slab in slabs]
+        return None if gradients and scaler.has_overflow(gradients) else 1.0
 
     def __reduce__(self) -> Any:
         """Raise for `copy` and `pickle`. Copies and pickles of the network do not contain its trainer."""
@@ -589,31 +676,19 @@ class Trainer(gluon.Trainer):
         """Return the devices of the replicas: what `gluon.Trainer` asks of its parameters, ours may be on different ones."""
         return self.contexts
 
-    def _clip(self, buffers: List[Buffer]) -> None:
-        rescale = self._optimizer.rescale_grad
-        if isinstance(buffers, GroupedBuffers) or self._replicas.is_sharded:
-            limits = (None if bound is None else bound / rescale for bound in (self._clip_norm, self._clip_value))
-            norm = clip(buffers, self.contexts[0], *limits, measures=self._measures)
-            self._grad_norm = self._grad_norm if norm is None else (norm * rescale).as_np_ndarray()
+    def _clip(self, slabs: List[Slab]) -> None:
+        if not self._measures and self._clip_value is None:
             return
-        for replica in range(len(self.contexts)) if buffers else ():
-            gradients = [buffer.gradients[replica] for buffer in buffers]
-            norm = None
-            if self._clip_norm is not None:
-                norm = scale_to_norm(gradients, self._clip_norm / rescale)
-            elif self._measures and not replica:
-                norm = global_norm(gradients)
-            if norm is not None and not replica:
-                self._grad_norm = (norm * rescale).as_np_ndarray()  # a legacy array has no float()
-            if self._clip_value is not None:
-                clip_values(gradients, self._clip_value / rescale)
+        rescale = self._optimizer.rescale_grad
+        limits = (None if bound is None else bound / rescale for bound in (self._clip_norm, self._clip_value))
+        norm = clip(slabs, self.contexts[0], *limits, measures=self._measures)
+        if norm is not None:
+            self._grad_norm = (norm * rescale).as_np_ndarray()  # a legacy array has no float()
 
     def _use(self, optimizer: opt.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._update = make_update(optimizer, self._replicas, self._order)
-        if self._replicas.is_sharded and not self._update.is_alike:
-            raise TrainerError(
-                f"Trainer: got {type(optimizer).__name__} and shard_optimizer=True; expected an optimizer that updates each "
-                "parameter from its own gradient, state and count alone. Use sgd or adam, or leave shard_optimizer out."
-            )
-        self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
+        update = Update(optimizer, self._layout, self._order)
+        for what, needs_local in (("shard_optimizer", self._layout.is_sharded), ("Pipeline", self._layout.spans_devices)):
+            if needs_local and not update.is_local:
+                raise refusal("Trainer", what, JOINING, type(optimizer).__name__)
+        self._optimizer, self._update = optimizer, update
+        self._updaters = update.updaters  # gluon.Trainer's name, which other libraries use

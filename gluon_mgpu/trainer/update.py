@@ -1,9 +1,10 @@
-"""The update of the weights: one operation per buffer and device where possible, otherwise one per parameter."""
+"""The update of the weights: one operation per slab and device where possible, otherwise one per parameter."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import product, takewhile
+import math
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
@@ -11,14 +12,14 @@ import numpy as np
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
-from ..errors import StateError
+from ..errors import StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, num_bytes
-from ..runtime.c_api import Operator
+from ..runtime.c_api import Operator, converted
 from ..runtime.environment import logger
-from ..runtime.mxnet2 import update_one
-from .buckets import Bucket, BucketSlice, place_of
-from .buffers import Buffer
+from ..runtime.mxnet2 import is_mxnet2, update_one
+from .layout import Layout
 from .optimizers import AdamW
+from .slab import Bucket, BucketSlice, Slab, place_of
 
 # They work element by element, so many parameters are updated as one. Adam and AdamW also depend on the number of updates.
 _ELEMENTWISE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)
@@ -29,6 +30,8 @@ _CONTIGUOUS = (*_ELEMENTWISE, opt.LAMB)
 # shared schedule, sgld draws noise, a user's class may do anything) update one replica, exactly as gluon.Trainer does on one
 # device, and the result is copied.
 _REPLICABLE = (*_CONTIGUOUS, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt.Adamax, opt.FTML, opt.Signum)
+# Their states are float32, also of float16 weights.
+_OF_FLOAT32 = (opt.AdaDelta, opt.AdaGrad, opt.Ftrl, opt.RMSProp, opt.contrib.GroupAdaGrad)
 
 _MOST_ELEMENTS = 2**20  # of one update: about 4 ms
 _CONTAINERS = (list, tuple, dict, np.ndarray)
@@ -36,14 +39,26 @@ State = Any  # an optimizer's state of a parameter: None, an array, or nested tu
 
 
 @dataclass
-class _Prepared:
-    """Operators for parameters of one replica, each with the parameters that it updates; [] if some cannot have one.
+class _Device:
+    """What an update does on one device, in this order; `early`, `single`: (parameter, replica) pairs that MXNet updates.
 
-    `states` are those of all the parameters when they were prepared.
+    Attributes
+    ----------
+    early : list
+        Parameters that Gluon updates before the schedule advances.
+    joint : list
+        Slabs that are updated as one: their first parameter, weights, gradients and states.
+    operators : list
+        The same for SGD and Adam, prepared: parameters and operator.
     """
 
-    states: List[State]
-    operators: List[Tuple[Sequence[int], Operator]]
+    context: Context
+    updater: opt.Updater
+    counts: Dict[int, int]  # updates of each parameter
+    early: List[Tuple[int, int]] = field(default_factory=list)
+    joint: List[Tuple[int, Array, Array, State]] = field(default_factory=list)
+    operators: List[Tuple[Tuple[int, ...], Operator]] = field(default_factory=list)
+    single: List[Tuple[int, int]] = field(default_factory=list)
 
 
 class Update:
@@ -52,93 +67,67 @@ class Update:
     Parameters
     ----------
     optimizer : mxnet.optimizer.Optimizer
-    params : list of gluon.Parameter
-    contexts : list of mxnet.Context
+    layout : Layout
     order : list of int
         The positions of the parameters in Gluon's order; see `gluon_order`. On one device the weights are then bit-identical to
         Gluon's, also for optimizers that pass values from one parameter to the next: nadam its schedule, LARS the last rate,
         LBSGD the first one.
-    is_sharded : bool
-        Each buffer has an owner: the replica that alone keeps its states and updates it.
 
     Attributes
     ----------
     updaters : list of mxnet.optimizer.Updater
-        One per replica. Their states are per parameter, by index; for some optimizers they are views of one array per bucket.
+        One per device. Their states are per parameter, by index; for some optimizers they are views of one array per bucket.
     """
 
-    def __init__(
-        self,
-        optimizer: opt.Optimizer,
-        params: Sequence[gluon.Parameter],
-        contexts: Sequence[Context],
-        order: Sequence[int],
-        *,
-        is_sharded: bool = False,
-    ) -> None:
-        self.updaters = [opt.get_updater(optimizer) for _ in contexts]
-        self._optimizer = optimizer
-        self._params = list(params)
-        self._by_index = dict(enumerate(self._params))  # for an optimizer that updates other groups of parameters, too
-        self._contexts = list(contexts)
-        self._order = list(order)
-        self._is_sharded = is_sharded
-        self._counts = self._new_counts({})  # updates of each parameter, by replica
+    def __init__(self, optimizer: opt.Optimizer, layout: Layout, order: Sequence[int]) -> None:
+        _check_dtypes(optimizer, layout.params)
+        self._optimizer, self._layout, self._order = optimizer, layout, list(order)
+        self._by_index = dict(enumerate(layout.params))
+        self.updaters = [opt.get_updater(optimizer) for _ in layout.devices]
+        self._devices = [_Device(context, updater, {}) for context, updater in zip(layout.devices, self.updaters)]
         self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a bucket, by replica
         self._views: Dict[Tuple[int, int], BucketSlice] = {}  # parameters whose states are views of it, by replica
-        self._buffers: List[Buffer] = []
-        # The buffers that are updated as one, each with its states by replica, and its operators where they are prepared.
-        self._joint: List[Tuple[Buffer, Dict[int, State], Dict[int, Operator]]] = []
-        self._early: List[List[int]] = []  # of each replica, parameters that Gluon updates before the schedule advances
-        self._single: List[List[int]] = []  # other parameters that are updated one by one
-        self._prepared: Dict[int, _Prepared] = {}  # their operators, by replica
-        self._most_updates = 0  # of all parameters that take part, when these buffers were prepared
+        self._converted: Dict[Tuple[int, ...], Tuple[List[Tuple[str, Any]], Tuple[Any, ...]]] = {}  # the latest attributes
+        self._slabs: List[Slab] = []
+        self._joint: List[Slab] = []  # those that are updated as one
+        self._most_updates = 0  # of all parameters that take part, when these slabs were prepared
         self._has_schedule = False  # when they were prepared
-        self._num_uncounted = 0  # updates since, counted only for the first parameter of each joint buffer
+        self._num_uncounted = 0  # updates since, counted only for the first parameter of each joint slab
         self._is_known = type(optimizer) in _REPLICABLE
-        self._num_updated = len(self._contexts) if self._is_known else 1
+        self._set_counts({})
 
-    def apply(self, buffers: List[Buffer]) -> None:
-        """Update the weights of these buffers with their gradients, on every replica or on their owners."""
-        if buffers is not self._buffers or self._has_schedule != (self._optimizer.lr_scheduler is not None):
-            self._prepare(buffers)
-        self._num_uncounted += 1
+    def apply(self, slabs: List[Slab]) -> None:
+        """Update the weights of these slabs with their gradients, on every replica or on their owners."""
         optimizer = self._optimizer
-        for replica, early in enumerate(self._early):
-            if early:
-                self._start(replica)
-                self._run_single(early, replica)
+        if slabs is not self._slabs or self._has_schedule != (optimizer.lr_scheduler is not None):
+            self._prepare(slabs)
+        self._num_uncounted += 1
+        optimizer.param_dict = self._by_index
+        for device in self._devices:
+            if device.early:
+                self._run_updater(device.early, device)
         if self._is_known:
             # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
             optimizer.num_update = max(optimizer.num_update, self._most_updates + self._num_uncounted)
-        for replica in range(self._num_updated):
-            self._start(replica)
-            for buffer, states, operators in self._joint:
-                if replica not in states:
-                    continue
-                if operators:
-                    self._run_sgd(buffer.indices[:1], operators[replica])
-                    continue
-                first, weight, gradient = buffer.indices[0], buffer.weights[replica], buffer.gradients[replica]
-                update_one(optimizer, first, weight, gradient, states[replica])
-            if self._single[replica] and not self._run_prepared(replica):
-                self._run_single(self._single[replica], replica)
-        if self._num_updated < len(self._contexts):
-            for buffer in buffers:
-                for weight in buffer.weights[1:]:
-                    buffer.weights[0].copyto(weight)
-
-    def _start(self, replica: int) -> None:
-        # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by replica.
-        device_id = self._contexts[replica].device_id
-        self._optimizer._all_index_update_counts = {device_id: self._counts[replica]}
-        self._optimizer.param_dict = self._by_index
-        self._optimizer._set_current_context(device_id)
-
-    def _run_single(self, indices: List[int], replica: int) -> None:
-        weights = [self._params[index]._data[replica] for index in indices]
-        gradients = [self._params[index]._grad[replica] for index in indices]
-        self.updaters[replica](list(indices), gradients, weights)
+        known: Dict[Tuple[int, ...], Tuple[Any, ...]] = {}  # attributes of the operators
+        for device in self._devices:
+            counts = device.counts
+            for indices, operator in device.operators:
+                for index in indices:
+                    counts[index] = counts.get(index, optimizer.begin_num_update) + 1
+                if indices not in known:
+                    known[indices] = self._attributes(indices, counts[indices[0]])
+                operator.run(known[indices])
+            if device.joint:
+                self._start(device)
+                for first, weight, gradient, state in device.joint:
+                    update_one(optimizer, first, weight, gradient, state)
+            if device.single:
+                self._run_updater(device.single, device)
+        if not self._is_known:
+            for slab in slabs:
+                for weight in slab.weights[1:]:
+                    slab.weights[0].copyto(weight)
 
     @property
     def order(self) -> List[int]:
@@ -146,84 +135,153 @@ class Update:
         return list(self._order)
 
     @property
-    def is_alike_anywhere(self) -> bool:
-        """Whether the optimizer updates each parameter from its own gradient, state and count alone."""
+    def is_local(self) -> bool:
+        """Whether the optimizer updates each parameter from its own gradient, state and count alone, on every replica.
+
+        Otherwise the first replica is updated, and copied to the others.
+        """
         return self._is_known
 
-    @property
-    def is_alike(self) -> bool:
-        """Whether every replica computes its own update; otherwise one replica is updated and copied to the others."""
-        return self._num_updated == len(self._contexts)
-
-    def arrays(self) -> List[List[Any]]:
+    def arrays(self) -> List[List[Array]]:
         """Return the arrays of the optimizer's states, one list per state with one array per replica."""
-        held: List[List[Any]] = []
-        for replica, updater in enumerate(self.updaters):
-            alone = [state for index, state in sorted(updater.states.items()) if (index, replica) not in self._views]
+        held: List[List[Array]] = []
+        for replica, device in enumerate(self._devices):
+            alone = [state for index, state in sorted(device.updater.states.items()) if (index, replica) not in self._views]
             together = [memory for (_, where), memory in self._memory.items() if where == replica]
             held.append([array for _, array in leaves([alone, together]) if is_device_array(array)])
         return [list(arrays) for arrays in zip(*held)]
 
     def states(self) -> Dict[int, State]:
-        """Return the states, by parameter: of the first replica that has them."""
-        return {index: state for updater in reversed(self.updaters) for index, state in updater.states.items()}
+        """Return the states of the first replica, by parameter, or of its owner."""
+        found: Dict[int, State] = {}
+        for updater in self.updaters:
+            found = {**updater.states, **found}
+        return dict(sorted(found.items()))
 
     def counts(self) -> Dict[int, int]:
         """Return the number of updates of each parameter."""
         self._count()
-        return dict(self._counts[0])
+        found: Dict[int, int] = {}
+        for device in self._devices:
+            found = {**device.counts, **found}
+        return dict(sorted(found.items()))
 
     def bytes_held(self) -> List[int]:
         """Return the bytes of the optimizer's states on each device."""
         held = []
-        for replica, updater in enumerate(self.updaters):
-            alone = [state for index, state in updater.states.items() if (index, replica) not in self._views]
-            together = [memory for (_, where), memory in self._memory.items() if where == replica]
+        for context, updater in zip(self._layout.devices, self.updaters):
+            contexts_of = self._layout.contexts_of
+            views = {index for index, replica in self._views if contexts_of[index][replica] == context}
+            alone = [state for index, state in updater.states.items() if index not in views]
+            together = [memory for (bucket, where), memory in self._memory.items() if bucket.weights[where].context == context]
             held.append(_num_bytes([alone, together]))
         return held
 
     def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
         """Set states, one dict per replica, counts, and the order if it is known: names may sort differently now."""
         self._order = self._order if order is None else list(order)
-        for updater, known in zip(self.updaters, states):
-            updater.states = dict(known)
-            updater.states_synced = dict.fromkeys(known, True)
+        for updater in self.updaters:
+            updater.states, updater.states_synced = {}, {}
+        for replica, known in enumerate(states):
+            for index, state in known.items():
+                updater = self._on(index, replica).updater
+                updater.states[index], updater.states_synced[index] = state, True
         # for files without counts
         begun = {index: self._optimizer.begin_num_update for known in states for index in known}
-        self._counts = self._new_counts({**begun, **counts})
+        self._set_counts({**begun, **counts})
         self._memory.clear()
         self._views.clear()
-        self._buffers, self._joint, self._num_uncounted = [], [], 0
+        self._slabs, self._joint, self._num_uncounted = [], [], 0
 
-    def _prepare(self, buffers: List[Buffer]) -> None:
-        """Choose the buffers that are updated as one, and put their states into contiguous arrays."""
+    def _on(self, index: int, replica: int) -> _Device:
+        """Return the device of a replica of a parameter."""
+        return self._devices[self._layout.devices_of[index][replica]]
+
+    def _start(self, device: _Device) -> None:
+        # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by device.
+        self._optimizer._all_index_update_counts = {device.context.device_id: device.counts}
+        self._optimizer._set_current_context(device.context.device_id)
+
+    def _run_updater(self, pairs: List[Tuple[int, int]], device: _Device) -> None:
+        self._start(device)
+        params = self._layout.params
+        weights = [params[index]._data[replica] for index, replica in pairs]
+        gradients = [params[index]._grad[replica] for index, replica in pairs]
+        device.updater([index for index, _ in pairs], gradients, weights)
+
+    def _attributes(self, indices: Tuple[int, ...], count: int) -> Tuple[Any, ...]:
+        """Return the attributes of the operator that updates these parameters the `count`-th time.
+
+        Source: MXNet 1.9.1, python/mxnet/optimizer/optimizer.py, SGD and Adam.
+        """
+        optimizer = self._optimizer
+        rates, decays = tuple(optimizer._get_lrs(indices)), tuple(optimizer._get_wds(indices))
+        found: List[Tuple[str, Any]] = [("rescale_grad", optimizer.rescale_grad)]
+        if type(optimizer) is opt.Adam:
+            rate = rates[0] * (math.sqrt(1.0 - optimizer.beta2**count) / (1.0 - optimizer.beta1**count))
+            found += [("lr", rate), ("wd", decays[0]), ("beta1", optimizer.beta1), ("beta2", optimizer.beta2)]
+            found += [("epsilon", optimizer.epsilon), ("lazy_update", optimizer.lazy_update)]
+        else:
+            found += [("lrs", rates), ("wds", decays), ("num_weights", len(indices))]
+            if optimizer.momentum > 0:
+                found.append(("momentum", optimizer.momentum))
+        if optimizer.clip_gradient:
+            found.append(("clip_gradient", optimizer.clip_gradient))
+        former = self._converted.get(indices)
+        if former is None or former[0] != found:
+            former = self._converted[indices] = found, converted(found)
+        return former[1]
+
+    def _prepare(self, slabs: List[Slab]) -> None:
+        """Choose the slabs that are updated as one, and put their states into contiguous arrays."""
         self._count()
-        taking_part = {index for buffer in buffers for index in buffer.indices}
+        layout = self._layout
+        _check_dtypes(self._optimizer, layout.params)  # cast since the trainer was made
+        taking_part = {index for slab in slabs for index in slab.indices}
         in_order = [index for index in self._order if index in taking_part]
         early = self._before_schedule(in_order)
-        single: Set[int] = set()
-        self._joint, self._prepared = [], {}
-        replicas = range(self._num_updated)
-        owners = {index: replicas if buffer.owner is None else (buffer.owner,) for buffer in buffers for index in buffer.indices}
-        for buffer in buffers:
-            if buffer.owner is not None:
-                self._move_states(buffer, buffer.owner)
-            if early.isdisjoint(buffer.indices) and buffer.bucket is not None and type(self._optimizer) in _CONTIGUOUS:
-                states = {replica: self._contiguous_states(buffer, replica) for replica in owners[buffer.indices[0]]}
-                if self._is_joint(buffer):
-                    self._joint.append((buffer, states, self._sgd(buffer, states)))
+        single: Dict[int, Sequence[int]] = {}  # the replicas of parameters that are updated one by one
+        self._joint = []
+        for device in self._devices:
+            device.early, device.joint, device.operators, device.single = [], [], [], []
+        for slab in slabs:
+            replicas = self._updated(slab)
+            if slab.owner is not None:
+                self._move_states(slab, slab.owner)
+            if early.isdisjoint(slab.indices) and slab.bucket is not None and type(self._optimizer) in _CONTIGUOUS:
+                states = [self._contiguous_states(slab, replica) for replica in replicas]
+                if self._is_joint(slab):
+                    self._joint.append(slab)
+                    for replica, state in zip(replicas, states):
+                        self._add_joint(slab, replica, state)
                     continue
-            single.update(buffer.indices)
-        own = [[index for index in in_order if replica in owners[index]] for replica in replicas]
-        self._early = [[index for index in indices if index in early] for indices in own]
-        self._single = [[index for index in indices if index in single and index not in early] for indices in own]
+            single.update(dict.fromkeys(slab.indices, replicas))
+        for index in in_order:
+            for replica in single.get(index, ()):
+                device = self._on(index, replica)
+                (device.early if index in early else device.single).append((index, replica))
+        for device in self._devices:
+            self._prepare_single(device)
         self._most_updates = max(map(self._num_updates, in_order), default=0)
         self._has_schedule = self._optimizer.lr_scheduler is not None
-        self._buffers = buffers
+        self._slabs = slabs
         current = {place.bucket for place in self._views.values()}
         self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
         if single:
             logger.debug("Trainer: %s updates %d parameters one by one", type(self._optimizer).__name__, len(single))
+
+    def _updated(self, slab: Slab) -> Sequence[int]:
+        """Return the replicas that compute the update of a slab."""
+        if slab.owner is not None:
+            return (slab.owner,)
+        return range(len(slab.contexts) if self._is_known else 1)
+
+    def _add_joint(self, slab: Slab, replica: int, state: State) -> None:
+        device, weight, gradient = self._on(slab.indices[0], replica), slab.weights[replica], slab.gradients[replica]
+        if self._has_operator(weight, state):  # a call through `mxnet.optimizer.SGD` takes the host three times as long
+            device.operators.append((slab.indices[:1], _operator([(weight, gradient, state)], self._optimizer)))
+        else:
+            device.joint.append((slab.indices[0], weight, gradient, state))
 
     def _before_schedule(self, in_order: Sequence[int]) -> Set[int]:
         """Return the parameters that Gluon updates at the rate of the previous step.
@@ -235,121 +293,111 @@ class Update:
             return set()
         most = max(map(self._num_updates, in_order))
         size = max(1, self._optimizer.aggregate_num) if isinstance(self._optimizer, opt.SGD) else 1
-        by_dtype: Dict[Any, List[int]] = {}  # MXNet's Updater sorts them like this if it takes several
+        by_dtype: Dict[object, List[int]] = {}  # MXNet's Updater sorts them like this if it takes several
         for index in in_order:
-            by_dtype.setdefault(np.dtype(self._params[index].dtype) if size > 1 else None, []).append(index)
+            dtype = np.dtype(self._layout.params[index].dtype) if size > 1 else None
+            by_dtype.setdefault(dtype, []).append(index)
         groups = [same[begin : begin + size] for same in by_dtype.values() for begin in range(0, len(same), size)]
         before = takewhile(lambda group: most not in map(self._num_updates, group), groups)
         return {index for group in before for index in group}
 
     def _num_updates(self, index: int) -> int:
-        return self._counts[0].get(index, self._optimizer.begin_num_update)
+        return self._on(index, 0).counts.get(index, self._optimizer.begin_num_update)
 
-    def _sgd(self, buffer: Buffer, states: Dict[int, State]) -> Dict[int, Operator]:
-        """Return MXNet's operator of SGD for each replica with states; {} for other optimizers and dtypes.
-
-        A call through `mxnet.optimizer.SGD` takes the host three times as long.
-        """
-        return {
-            replica: _sgd_operator([(buffer.weights[replica], buffer.gradients[replica], state)])
-            for replica, state in states.items()
-            if self._has_sgd_operator(buffer.weights[replica], state)
-        }
-
-    def _has_sgd_operator(self, weight: Array, state: State) -> bool:
-        half = weight.dtype == np.float16 and self._optimizer.multi_precision
-        return type(self._optimizer) is opt.SGD and not half and (state is None) == (self._optimizer.momentum <= 0)
-
-    def _run_prepared(self, replica: int) -> bool:
-        """Run the operators of the single parameters that are prepared; return whether there are any.
-
-        They have their states after the first update.
-        """
-        prepared, states = self._prepared.get(replica), self.updaters[replica].states
-        if prepared is None:
-            if type(self._optimizer) is not opt.SGD or any(index not in states for index in self._single[replica]):
-                return False
-            prepared = self._prepared[replica] = self._prepare_single(replica)
-        if any(states.get(index) is not state for index, state in zip(self._single[replica], prepared.states)):
-            del self._prepared[replica]  # the user has replaced them
+    def _has_operator(self, weight: Array, state: State) -> bool:
+        optimizer = self._optimizer
+        if weight.dtype == np.float16 and optimizer.multi_precision:
             return False
-        for indices, operator in prepared.operators:
-            self._run_sgd(indices, operator)
-        return bool(prepared.operators)
+        if type(optimizer) is opt.SGD:
+            return (state is None) == (optimizer.momentum <= 0)
+        return type(optimizer) is opt.Adam and not is_mxnet2()  # where it has other options
 
-    def _prepare_single(self, replica: int) -> _Prepared:
-        """Return MXNet's operators of SGD for the parameters that are not in buckets: as Gluon groups them."""
-        updater, optimizer = self.updaters[replica], self._optimizer
-        prepared = _Prepared([updater.states[index] for index in self._single[replica]], [])
-        by_dtype: Dict[Any, List[Tuple[int, Tuple[Array, Array, State]]]] = {}
-        for index, state in zip(self._single[replica], prepared.states):
-            weight, gradient = self._params[index]._data[replica], self._params[index]._grad[replica]
-            is_dense = all(array.stype == "default" for array in (weight, gradient, state) if array is not None)
-            is_ready = updater.aggregate_updates and updater.states_synced[index]
-            if not (is_dense and is_ready and self._has_sgd_operator(weight, state)):
-                return prepared
+    def _prepare_single(self, device: _Device) -> None:
+        """Prepare operators for the parameters that are not in joint slabs: as Gluon groups them."""
+        updater, params = device.updater, self._layout.params
+        is_sgd = type(self._optimizer) is opt.SGD
+        if type(self._optimizer) not in (opt.SGD, opt.Adam) or (is_sgd and not updater.aggregate_updates):
+            return
+        by_dtype: Dict[object, List[Tuple[int, Tuple[Array, Array, State]]]] = {}
+        for index, replica in device.single:
+            weight, gradient = params[index]._data[replica], params[index]._grad[replica]
+            if index not in updater.states:
+                updater.states[index] = self._optimizer.create_state_multi_precision(index, weight)
+                updater.states_synced[index] = True
+            state = updater.states[index]
+            is_dense = all(array.stype == "default" for _, array in leaves([weight, gradient, state]) if is_device_array(array))
+            if not (is_dense and updater.states_synced[index] and self._has_operator(weight, state)):
+                return
             by_dtype.setdefault(weight.dtype, []).append((index, (weight, gradient, state)))
         for same in by_dtype.values():
-            for some in _in_groups(same, optimizer.aggregate_num):
-                indices, arrays = zip(*some)
-                prepared.operators.append((indices, _sgd_operator(arrays)))
-        return prepared
+            for some in _in_groups(same, self._optimizer.aggregate_num if is_sgd else 1):
+                operator = _operator([arrays for _, arrays in some], self._optimizer)
+                device.operators.append((tuple(index for index, _ in some), operator))
+        device.single = []
 
-    def _run_sgd(self, indices: Sequence[int], operator: Operator) -> None:
-        optimizer = self._optimizer
-        optimizer._update_count(list(indices))
-        rates: List[Tuple[str, Any]] = [("lrs", tuple(optimizer._get_lrs(indices))), ("wds", tuple(optimizer._get_wds(indices)))]
-        attributes = [*rates, ("num_weights", len(indices)), ("rescale_grad", optimizer.rescale_grad)]
-        if optimizer.momentum > 0:
-            attributes.append(("momentum", optimizer.momentum))
-        if optimizer.clip_gradient:
-            attributes.append(("clip_gradient", optimizer.clip_gradient))
-        operator.run(*attributes)
-
-    def _is_joint(self, buffer: Buffer) -> bool:
-        counts = {self._counts[0].get(index, 0) for index in buffer.indices}
+    def _is_joint(self, slab: Slab) -> bool:
+        counts = set(map(self._num_updates, slab.indices))
         return isinstance(self._optimizer, _ELEMENTWISE) and (len(counts) == 1 or not isinstance(self._optimizer, _COUNTING))
 
-    def _contiguous_states(self, buffer: Buffer, replica: int) -> State:
-        """Return a buffer's part of the states of its bucket; make the states of its parameters views of it."""
-        bucket, states = buffer.bucket, self.updaters[replica].states
-        assert bucket is not None, "only buffers in a bucket have flat weights"
+    def _contiguous_states(self, slab: Slab, replica: int) -> State:
+        """Return a slab's part of the states of its bucket; make the states of its parameters views of it."""
+        bucket, updater = slab.bucket, self._on(slab.indices[0], replica).updater
+        assert bucket is not None, "only slabs in a bucket have flat weights"
         if (bucket, replica) not in self._memory:
             weights = bucket.weights[replica]
-            self._memory[bucket, replica] = self._optimizer.create_state_multi_precision(buffer.indices[0], weights)
+            self._memory[bucket, replica] = self._optimizer.create_state_multi_precision(slab.indices[0], weights)
         memory = self._memory[bucket, replica]
-        for index in buffer.indices:
-            place = place_of(self._params[index])
-            assert place is not None and place.bucket is bucket, "buffers are grouped again when a parameter has moved"
+        for index in slab.indices:
+            param = self._layout.params[index]
+            place = place_of(param)
+            assert place is not None and place.bucket is bucket, "slabs are divided again when a parameter has moved"
             if self._views.get((index, replica)) is not place:
-                view = _part(memory, place.begin, place.begin + place.size, self._params[index].shape)
-                states[index] = filled(view, states[index], f"parameter {index}") if index in states else view
-                self.updaters[replica].states_synced[index] = True
+                view, former = _part(memory, place.begin, place.begin + place.size, param.shape), updater.states
+                updater.states[index] = filled(view, former[index], f"parameter {index}") if index in former else view
+                updater.states_synced[index] = True
                 self._views[index, replica] = place
-        return _part(memory, buffer.begin, buffer.end, (buffer.end - buffer.begin,))
+        return _part(memory, slab.begin, slab.end, (slab.end - slab.begin,))
 
-    def _move_states(self, buffer: Buffer, owner: int) -> None:
+    def _move_states(self, slab: Slab, owner: int) -> None:
         """Move states to the replica that owns these parameters now: a frozen parameter is trained again, in another bucket."""
-        for replica, index in product(range(len(self.updaters)), buffer.indices):
-            former = self.updaters[replica]
-            if replica != owner and index in former.states:
-                weight = self._params[index]._data[owner].as_nd_ndarray()
-                moved = self._optimizer.create_state_multi_precision(index, weight)
-                self.updaters[owner].states[index] = filled(moved, former.states.pop(index), f"parameter {index}")
-                self.updaters[owner].states_synced[index] = former.states_synced.pop(index, True)
-                self._views.pop((index, replica), None)
+        target = self._on(slab.indices[0], owner).updater
+        for replica in range(len(slab.contexts)):
+            former = self._on(slab.indices[0], replica).updater
+            for index in slab.indices if replica != owner else ():
+                if index in former.states:
+                    weight = self._layout.params[index]._data[owner].as_nd_ndarray()
+                    moved = self._optimizer.create_state_multi_precision(index, weight)
+                    target.states[index] = filled(moved, former.states.pop(index), f"parameter {index}")
+                    target.states_synced[index] = former.states_synced.pop(index, True)
+                    self._views.pop((index, replica), None)
 
-    def _new_counts(self, counts: Dict[int, int]) -> List[Dict[int, int]]:
-        """Return the counts of each replica: one dict for all, if each parameter is updated by one of them."""
-        return [counts] * len(self._contexts) if self._is_sharded else [dict(counts) for _ in self._contexts]
+    def _set_counts(self, counts: Dict[int, int]) -> None:
+        """Set the counts of each device: one dict for all, if each parameter is updated by one of them."""
+        for number, device in enumerate(self._devices):
+            own = {index: count for index, count in counts.items() if number in self._layout.devices_of[index]}
+            device.counts = counts if self._layout.is_sharded else own
 
     def _count(self) -> None:
-        """Count the latest updates for every parameter of the joint buffers."""
-        for buffer, _, _ in self._joint:
-            for counts in self._counts[: 1 if self._is_sharded else self._num_updated]:
-                for index in buffer.indices[1:]:
+        """Count the latest updates for every parameter of the joint slabs."""
+        for slab in self._joint:
+            for replica in self._updated(slab):
+                counts = self._on(slab.indices[0], replica).counts
+                for index in slab.indices[1:]:
                     counts[index] = counts.get(index, self._optimizer.begin_num_update) + self._num_uncounted
+        self._most_updates += self._num_uncounted
         self._num_uncounted = 0
+
+
+def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -> None:
+    """Raise `TrainerError` for float16 weights whose states would be float32, which MXNet's operators reject."""
+    if optimizer.multi_precision or not isinstance(optimizer, _OF_FLOAT32):
+        return
+    for param in params:
+        if np.dtype(param.dtype) == np.float16:
+            raise TrainerError(
+                f"Trainer: got {param.name} of float16 and {type(optimizer).__name__}, whose states are float32; expected "
+                "weights of one dtype with their states. Pass multi_precision=True in optimizer_params."
+            )
 
 
 def _in_groups(parameters: Sequence[Tuple[int, Any]], most: int) -> Iterator[List[Tuple[int, Any]]]:
@@ -370,11 +418,11 @@ def _in_groups(parameters: Sequence[Tuple[int, Any]], most: int) -> Iterator[Lis
         yield some
 
 
-def _sgd_operator(parameters: Sequence[Tuple[Array, Array, State]]) -> Operator:
-    """Return MXNet's operator of SGD for some parameters, each as (weight, gradient, momentum or None)."""
+def _operator(parameters: Sequence[Tuple[Array, Array, State]], optimizer: opt.Optimizer) -> Operator:
+    """Return MXNet's operator of SGD or Adam for some parameters, each as (weight, gradient, state)."""
     name = "multi_sgd_update" if parameters[0][2] is None else "multi_sgd_mom_update"
-    arrays = [array for one in parameters for array in one if array is not None]
-    return Operator(name, arrays, [weight for weight, _, _ in parameters])
+    arrays = [array for _, array in leaves([list(one) for one in parameters]) if is_device_array(array)]
+    return Operator("adam_update" if type(optimizer) is opt.Adam else name, arrays, [weight for weight, _, _ in parameters])
 
 
 def filled(state: State, value: State, where: str) -> State:

@@ -12,13 +12,11 @@ class Case:
     Attributes
     ----------
     workload : str
-        `step`, `memory`, `train`, `evaluate`, `size`, `seq2seq` or `sum`: selects what a round runs (`measure.run_round`,
-        `scaling_rank.sum_round`).
+        `step`, `train`, `evaluate` or `seq2seq`: selects what a round runs (`measure.run_round`).
     network : str
-        `mlp`: `num_layers` Dense layers of `units`. `resnet18`: images of `image_size`. `many`: `num_params` vectors that
-        hold `total_size` numbers together.
+        `mlp`: `num_layers` Dense layers of `units`. `resnet18`: images of `image_size`.
     num_devices : int
-        Contexts, or processes of torch-ddp and of the scaling benchmark.
+        Contexts, or processes of torch-ddp.
     device : str
         `cpu` or `gpu`.
     hybridize : bool
@@ -29,8 +27,6 @@ class Case:
         Batches per pass over the data.
     repeats, num_steps : int
         In each round: calls of each part of a step, and steps queued before each wait.
-    first_steps, last_steps : int
-        Steps after which memory is read.
     corpus : str
         Folder with the batches of `seq2seq`; see `sentences`.
     num_sentences, num_tokens : int
@@ -49,12 +45,8 @@ class Case:
     num_layers: int = 31
     units: int = 32
     image_size: int = 28
-    num_params: int = 62
-    total_size: int = 2**18
     repeats: int = 10
     num_steps: int = 20
-    first_steps: int = 100
-    last_steps: int = 2000
     corpus: str = ""
     num_sentences: int = 0
     num_tokens: int = 30

@@ -12,6 +12,17 @@ import click
 from rich.console import Console
 
 
+def numbers(_context: click.Context, _parameter: click.Parameter, text: str) -> List[int]:
+    """Return whole numbers of 1 or more from a text with commas; a callback of click."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if min(found, default=0) < 1:
+        raise click.BadParameter(f"got {text!r}; expected whole numbers of 1 or more, separated by commas.")
+    return found
+
+
 def contenders_option(among: Sequence[str]) -> Callable[..., Any]:
     """Return `--contenders`: some of these, in the given order."""
 

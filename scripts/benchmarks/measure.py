@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from statistics import median
 from typing import Any, Callable, Dict, List, Tuple
@@ -11,12 +10,11 @@ import numpy as np
 from case import Case
 
 NUM_CLASSES = 10
-_WAIT_EVERY = 50  # steps: the memory of an unbounded queue is not compared
 
 
 def inputs(case: Case) -> List[Tuple[np.ndarray, np.ndarray]]:
     """Return the batches of a case, the same for every contender: features (B, ...) and labels (B,)."""
-    shapes = {"resnet18": (1, case.image_size, case.image_size), "mlp": (case.units,), "many": (1,)}
+    shapes = {"resnet18": (1, case.image_size, case.image_size), "mlp": (case.units,)}
     rng = np.random.RandomState(0)
     batches = []
     for _ in range(case.num_batches):
@@ -26,13 +24,11 @@ def inputs(case: Case) -> List[Tuple[np.ndarray, np.ndarray]]:
 
 
 def run_round(contender: Any, case: Case) -> Dict[str, float]:
-    """Return the measurements of one round of a contender: seconds (`..._s`), bytes, accuracy."""
+    """Return the measurements of one round of a contender: seconds (`..._s`), accuracy."""
     rounds: Dict[str, Callable[[Any, Case], Dict[str, float]]] = {
         "step": _step,
-        "memory": _memory,
         "train": _train,
         "evaluate": _evaluate,
-        "size": _size,
         "seq2seq": _pass,
     }
     return rounds[case.workload](contender, case)
@@ -81,34 +77,6 @@ def _evaluate(contender: Any, _case: Case) -> Dict[str, float]:
     return {"evaluate_s": time.perf_counter() - started, "accuracy": accuracy}
 
 
-def _size(contender: Any, case: Case) -> Dict[str, float]:
-    """Time the update alone: until its call returns, and until the devices have finished."""
-    _warm_up(contender)
-    dispatched, done = [], []
-    for _ in range(case.repeats):
-        for part in (contender.split, contender.forward, contender.backward):
-            part()
-        contender.wait()
-        started = time.perf_counter()
-        contender.update()
-        dispatched.append(time.perf_counter() - started)
-        contender.wait()
-        done.append(time.perf_counter() - started)
-    return {"update_s": median(dispatched), "done_s": median(done)}
-
-
-def _memory(contender: Any, case: Case) -> Dict[str, float]:
-    found = {}
-    for number in range(1, case.last_steps + 1):
-        contender.step()
-        if number % _WAIT_EVERY == 0 or number in (case.first_steps, case.last_steps):
-            contender.wait()
-        if number == case.first_steps:
-            found["first_bytes"] = _resident_bytes()
-    found["last_bytes"] = _resident_bytes()
-    return found
-
-
 def _warm_up(contender: Any) -> None:
     """Refill the processor's caches: another contender ran before."""
     contender.step()
@@ -119,8 +87,3 @@ def _seconds(work: Callable[[], Any]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def _resident_bytes() -> float:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))

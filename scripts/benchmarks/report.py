@@ -7,12 +7,11 @@ import platform
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from math import comb
 from statistics import median
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from compare import Row
-from gluon_mgpu.devices.select import describe_devices
+from gluon_mgpu.devices import describe_devices
 from gluon_mgpu.runtime import environment
 from gluon_mgpu.version import __version__
 
@@ -43,37 +42,6 @@ def spread(values: Sequence[float]) -> Optional[Spread]:
     Spread(median=2.5, low=1.0, high=3.0)
     """
     return Spread(median(values), min(values), max(values)) if values else None
-
-
-def interval(values: Sequence[float], level: float = 0.95) -> Spread:
-    """Return the median, and a distribution-free confidence interval of the median.
-
-    Its ends are sample values with the same distance from both ends of the sorted sample. Fewer than 6 values do not give an
-    interval of 95 %: then it is their range.
-
-    Parameters
-    ----------
-    values : sequence of float
-        At least one; independent of each other.
-    level : float
-        The confidence level.
-
-    Examples
-    --------
-    >>> interval([5.0, 1.0, 4.0, 2.0, 3.0, 90.0])
-    Spread(median=3.5, low=1.0, high=90.0)
-    >>> interval(range(1, 26))
-    Spread(median=13, low=8, high=18)
-
-    Source: Thompson, "On confidence ranges for the median and other expectation distributions for populations of unknown
-    distribution form", 1936.
-    """
-    ordered, place, ways = sorted(values), 0, 1  # `ways` of 2 ** n have at most `place` values below the median
-    while 2 * ways / 2 ** len(ordered) <= 1 - level:
-        place += 1
-        ways += comb(len(ordered), place)
-    place = max(0, place - 1)
-    return Spread(median(ordered), ordered[place], ordered[-1 - place])
 
 
 def values(row: Row, name: str) -> Optional[Spread]:
@@ -178,18 +146,6 @@ def _common(rows: Sequence[Row], name: str) -> str:
     return " or ".join(dict.fromkeys(f"{getattr(row.case, name):,}" for row in rows))
 
 
-def memory_table(rows: Sequence[Row]) -> Table:
-    """Return the table of the memory of a process after some steps and after many."""
-    lines = []
-    for row in measured(rows):
-        first, last = values(row, "first_bytes"), values(row, "last_bytes")
-        growth = f"{last.median / first.median:.3f}" if first and last else _NOTHING
-        lines.append([row.group.replace("memory, ", ""), row.contender, _number(first, 2**-20), _number(last, 2**-20), growth])
-    case = rows[0].case
-    names = [f"MiB after {case.first_steps:,} steps", f"after {case.last_steps:,}", "ratio"]
-    return "resident memory of the process", ["contexts", "contender", *names], lines
-
-
 def train_table(rows: Sequence[Row]) -> Table:
     """Return the table of images per second, with each step's time divided by ours."""
     lines = [
@@ -239,24 +195,6 @@ def evaluate_table(rows: Sequence[Row]) -> Table:
     return "a pass over the batches: median (range)", ["on", "contender", "ms", "time / ours", "accuracy"], lines
 
 
-def size_table(rows: Sequence[Row]) -> Table:
-    """Return the table of milliseconds of an update until its call returns and until it has finished, and its ratio to ours."""
-    lines = [
-        [
-            str(row.case.num_params),
-            str(row.case.num_devices),
-            row.contender,
-            ranged(values(row, "update_s"), 1e3),
-            ranged(ratio_to_ours(row, rows, "update_s")),
-            _number(values(row, "done_s"), 1e3),
-        ]
-        for row in measured(rows)
-    ]
-    columns = ["parameters", "contexts", "contender", "dispatched, ms", "time / ours", "finished, ms"]
-    title = f"an update of {_common(rows, 'total_size')} numbers, with the devices idle before it: median (range)"
-    return title, columns, lines
-
-
 def results(name: str, rows: Sequence[Row], *, rounds: int, tables: Sequence[Table]) -> Dict[str, Any]:
     """Return the content of the JSON file: machine, command, every round, and the tables as printed."""
     cpu = describe_devices()[0]
@@ -294,16 +232,6 @@ def step_lines(rows: Sequence[Row]) -> Panels:
     """Return the lines of steps for `plot_lines`: milliseconds of the update and of the whole, by number of contexts."""
     panels = {"update, dispatched": "update_s", "whole step": "whole_s"}
     return {title: _lines(rows, name, lambda row: row.case.num_devices) for title, name in panels.items()}
-
-
-def size_lines(rows: Sequence[Row]) -> Panels:
-    """Return the lines of updates for `plot_lines`: milliseconds by number of parameters; one panel per number of contexts."""
-    drawn: Panels = {}
-    for k in sorted({row.case.num_devices for row in rows}):
-        those = [row for row in rows if row.case.num_devices == k]
-        title = f"update dispatched, {k} context{'s' if k > 1 else ''}"
-        drawn[title] = _lines(those, "update_s", lambda row: row.case.num_params)
-    return drawn
 
 
 def _lines(rows: Sequence[Row], name: str, place: Callable[[Row], float]) -> Dict[str, List[Point]]:

@@ -1,205 +1,112 @@
-"""Sums over processes, training with them, each contender in turns, and a projection to more processes."""
+"""Training ResNet-18 on several contexts and in several processes, one thread each. This file is also the measured program."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Dict, List, Sequence
 
-from case import Case
-from compare import ContenderError, OnMessage, Row
-from gluon_mgpu.distributed import horovod
-from gluon_mgpu.runtime import environment
-from report import values
-from scaling_job import Crew
-from scaling_model import Fit, Link, Projection, Traffic, between_machines, fit, project
+from report import Table, ranged, spread
 
-# The launcher's options for each contender. With dist_sync the launcher chooses the servers: two on one machine.
-OPTIONS: Dict[str, Dict[str, Any]] = {
-    "dist_sync": {},
-    "dist_sync-1-server": {"servers": 1},
-    "horovod": {"backend": "horovod"},
-    "torch": {"servers": 0},
-}
-CONTENDERS = tuple(OPTIONS)
-OTHER = "torch"
-SINGLE = "ours"  # one process of ours, without a store
-SUM = Case("sum")
-TRAIN = Case("train", network="resnet18", num_steps=4)
-_MOST_REPEATS, _LEAST_REPEATS, _ROUND_BYTES = 30, 3, 2**25
+_SHARD, _WARM_UP_STEPS, _LIMIT_S = 64, 3, 600
 
 
-def sum_rows(contenders: Sequence[str], num_processes: Sequence[int], sizes: Sequence[int]) -> List[Row]:
-    """Return the rows of sums of float32 arrays, for each size in bytes and each number of processes."""
-    return [
-        Row(contender, _group(n, f"{size:,} bytes"), _sum_case(n, size), _environment(contender))
-        for n in num_processes
-        for size in sizes
-        for contender in contenders
-    ]
-
-
-def train_rows(contenders: Sequence[str], num_processes: Sequence[int], case: Case = TRAIN) -> List[Row]:
-    """Return the rows of training: one process with one thread of ours and of PyTorch, then several of each contender.
-
-    Parameters
-    ----------
-    contenders : sequence of str
-        Contenders that differ only in the number of servers are left out.
-    num_processes : sequence of int
-    case : Case
-        Its `batch_size` is per process.
-    """
-    trained = [contender for contender in contenders if not contender.endswith("server")]
-    singles = [SINGLE] * any(one != OTHER for one in trained) + [OTHER] * (OTHER in trained)
-    found = [Row(contender, _group(1), replace(case, num_devices=1), _environment(contender)) for contender in singles]
-    for n in num_processes:
-        several = replace(case, num_devices=n, batch_size=n * case.batch_size)
-        found += [Row(contender, _group(n), several, _environment(contender)) for contender in trained]
-    return found
-
-
-def measure(
-    rows: Sequence[Row],
-    *,
-    rounds: int,
-    pythons: Optional[Dict[str, str]] = None,
-    timeout_s: float = 120.0,
-    on_message: OnMessage = lambda text: None,
-) -> None:
-    """Fill the rows with the measurements of each round, or with the reason why there are none, as `compare` does.
-
-    Rows of a contender with the same number of processes share these processes. If one of them fails, all these rows fail:
-    the processes wait for each other.
-    """
-    crews: Dict[Tuple[str, int], Crew] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for row in rows:
-                if _crew_of(row) not in crews:
-                    on_message(f"starting: {row.contender}, {_group(row.case.num_devices)}")
-                    python = (pythons or {}).get(row.contender, sys.executable)
-                    place = os.path.join(folder, str(len(crews)))
-                    options = OPTIONS.get(row.contender, {})
-                    crews[_crew_of(row)] = Crew(row, options, python=python, folder=place, timeout_s=timeout_s)
-            for number, row in enumerate(rows):
-                on_message(f"{number + 1} of {len(rows)}: {row.contender} prepares {row.group}")
-                _attempt(row, crews[_crew_of(row)].set_up)
-            for number in range(rounds):
-                for i, row in enumerate(rows if number % 2 == 0 else list(rows)[::-1]):
-                    if not row.reason:
-                        on_message(f"round {number + 1} of {rounds}, {i + 1} of {len(rows)}: {row.contender}, {row.group}")
-                        _attempt(row, crews[_crew_of(row)].run_round)
-        finally:
-            for crew in crews.values():
-                crew.close()
-
-
-def sum_fits(rows: Sequence[Row]) -> Dict[Tuple[str, int], Fit]:
-    """Return the link fitted to each contender's sums, for each number of processes, if two sizes were measured."""
-    found: Dict[Tuple[str, int], Fit] = {}
-    for key in dict.fromkeys(_crew_of(row) for row in rows):
-        points = [point for row in rows if _crew_of(row) == key for point in _points(row)]
-        if len({size for size, _ in points}) > 1:
-            found[key] = fit(points, traffic_of(*key))
-    return found
-
-
-def traffic_of(contender: str, num_processes: int, num_servers: int = 0) -> Traffic:
-    """Return how a contender sums: gloo and Horovod in a ring, MXNet's store through servers.
-
-    Two processes receive the sum from the store. Three or more receive every process's array, so that all add them up in the
-    same order; see `gluon_mgpu.distributed.dist_sync`. A sum of Horovod that follows a finished one has just missed a cycle
-    and begins with the next.
-    """
-    if contender in ("horovod", OTHER):
-        return Traffic("ring", num_processes, wait_s=horovod.cycle_s() if contender == "horovod" else 0.0)
-    servers = num_servers or OPTIONS[contender].get("servers", 2)
-    return Traffic("servers" if num_processes <= 2 else "rows", num_processes, servers)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training step to project.
+@dataclass
+class Row:
+    """One way to use several devices.
 
     Attributes
     ----------
-    compute_s : float, seconds
-        Time of a step of one process.
-    num_bytes : int
-        Size of the gradients.
-    wire : Link
-        The link between machines that run one process each.
+    label : str
+    num_contexts, num_processes : int
+        Contexts of each process, and processes.
+    options : list of str
+        Of `gluon-mgpu launch`.
+    images_per_s : list of float
+        One figure per round, over all devices; each device has 64 images a step.
     """
 
-    compute_s: float
-    num_bytes: int
-    wire: Link
+    label: str
+    num_contexts: int = 1
+    num_processes: int = 1
+    options: List[str] = field(default_factory=list)
+    images_per_s: List[float] = field(default_factory=list)
 
 
-def projections(fits: Dict[Tuple[str, int], Fit], num_processes: Sequence[int], job: Job) -> Dict[str, List[Projection]]:
-    """Return the projected steps of many processes, by contender, with its way of summing and its fitted link.
-
-    The store is projected with the measured number of servers, and with one server per process.
-    """
-    found: Dict[str, List[Projection]] = {}
-    for contender in dict.fromkeys(contender for contender, _ in fits):
-        _, fitted = min((n, one) for (name, n), one in fits.items() if name == contender)
-        link = between_machines(fitted.link, job.wire)
-        for label, servers in _server_choices(contender):
-            ways = [traffic_of(contender, n, n if servers is None else servers) for n in num_processes]
-            found[label] = [project(way, link, compute_s=job.compute_s, num_bytes=job.num_bytes) for way in ways]
-    return found
+def scaling_rows(num_processes: Sequence[int], *, with_horovod: bool = False) -> List[Row]:
+    """Return the rows: one context, then for each number contexts, processes with dist_sync, and with Horovod."""
+    rows = [Row("1 context")]
+    for n in num_processes:
+        rows += [Row(f"{n} contexts", num_contexts=n), Row(f"{n} processes, dist_sync", num_processes=n)]
+        if with_horovod:
+            rows.append(Row(f"{n} processes, horovod", num_processes=n, options=["--backend", "horovod"]))
+    return rows
 
 
-def compute_s_of(rows: Sequence[Row]) -> float:
-    """Return the seconds per step of one process of ours, else of PyTorch; 0.0 if none was measured."""
-    for contender in (SINGLE, OTHER):
-        for row in rows:
-            found = values(row, "whole_s")
-            if (row.contender, row.case.num_devices) == (contender, 1) and found:
-                return found.median
-    return 0.0
+def measure(rows: Sequence[Row], *, rounds: int, steps: int, on_message: Callable[[str], None]) -> None:
+    """Add each round's figure to the rows; every other round goes through them in reverse order."""
+    for number in range(rounds):
+        for row in rows if number % 2 == 0 else list(rows)[::-1]:
+            on_message(f"round {number + 1} of {rounds}: {row.label}")
+            row.images_per_s.append(_run(row, steps))
 
 
-def _server_choices(contender: str) -> List[Tuple[str, Optional[int]]]:
-    """Return labels and numbers of servers; None is one per process."""
-    if contender in ("horovod", OTHER):
-        return [(f"{contender}'s ring", 0)]
-    servers = OPTIONS[contender].get("servers", 2)
-    fixed: Tuple[str, Optional[int]] = ("1 server" if servers == 1 else f"{servers} servers", servers)
-    return [fixed, ("one server per process", None)] if contender == "dist_sync" else [fixed]
+def table(rows: Sequence[Row]) -> Table:
+    """Return the table of images per second, and of the rounds' ratios to one context."""
+    one = rows[0].images_per_s
+    lines = []
+    for row in rows:
+        speed_ups = [several / alone for several, alone in zip(row.images_per_s, one)]
+        lines.append([row.label, ranged(spread(row.images_per_s)), ranged(spread(speed_ups))])
+    return "ResNet-18, 64 images of 28 x 28 per device: median (range)", ["on", "images/s", "speed-up"], lines
 
 
-def _points(row: Row) -> List[Tuple[float, float]]:
-    found = values(row, "sum_s")
-    return [(4.0 * row.case.total_size, found.median)] if found else []
+def _run(row: Row, steps: int) -> float:
+    launcher = ["-m", "gluon_mgpu", "launch", "-n", str(row.num_processes), *row.options] if row.num_processes > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        program = [__file__, str(row.num_contexts), str(steps), str(result)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *launcher, *program]
+        ended = subprocess.run(command, env=environ, cwd=folder, timeout=_LIMIT_S, capture_output=True, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"{row.label}: ended with {ended.returncode}\n{ended.stderr[-2000:]}")
+        found: Dict[str, float] = json.loads(result.read_text())
+    return found["images_per_s"]
 
 
-def _sum_case(num_processes: int, size: int) -> Case:
-    repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, _ROUND_BYTES // size))
-    return replace(SUM, num_devices=num_processes, total_size=max(1, size // 4), repeats=repeats)
+def main(num_contexts: int, steps: int, result: Path) -> None:
+    """Train in this process; rank 0 writes the images per second of all processes."""
+    import gluon_mgpu as mgpu
+    import mxnet as mx
+    import numpy as np
+    from mxnet import gluon, init
+
+    process = mgpu.distributed.this_process()
+    with mgpu.use_devices(f"cpu*{num_contexts}") as ctx:
+        net = mgpu.models.resnet18(10)
+        net.initialize(init.Xavier(), ctx=ctx)
+        net.hybridize(static_alloc=True, static_shape=True)
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01, "momentum": 0.9})
+        batch_size = _SHARD * num_contexts * process.num_processes
+        X = np.random.RandomState(0).uniform(-1, 1, (batch_size, 1, 28, 28)).astype("float32")
+        y = np.arange(batch_size) % 10
+        for step in range(_WARM_UP_STEPS + steps):
+            if step == _WARM_UP_STEPS:
+                mx.nd.waitall()
+                begun = time.perf_counter()
+            mgpu.train_batch(net, loss, trainer, X, y)
+        mx.nd.waitall()
+        if process.rank == 0:
+            result.write_text(json.dumps({"images_per_s": steps * batch_size / (time.perf_counter() - begun)}))
 
 
-def _crew_of(row: Row) -> Tuple[str, int]:
-    return row.contender, row.case.num_devices
-
-
-def _group(num_processes: int, what: str = "") -> str:
-    processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
-    return f"{what}, {processes}" if what else processes
-
-
-def _environment(contender: str) -> Dict[str, str]:
-    if contender == OTHER:
-        return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return {"OMP_NUM_THREADS": "1", **environment.ENVIRONMENT}
-
-
-def _attempt(row: Row, work: Any) -> None:
-    try:
-        work(row)
-    except ContenderError as error:
-        row.reason = str(error)
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

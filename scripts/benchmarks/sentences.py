@@ -1,4 +1,4 @@
-"""The batches of the seq2seq benchmark: the same sentences for all contenders, padded in several ways."""
+"""The batches of the seq2seq benchmark: the same sentences, padded alike, for all contenders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Iterable, List, NamedTuple
 
 import numpy as np
+
+_FILE = "batches.npz"
 
 
 class Sentences(NamedTuple):
@@ -24,14 +26,14 @@ class Sentences(NamedTuple):
     target_length: np.ndarray
 
 
-def write_batches(folder: str, way: str, batches: Iterable[Sentences]) -> None:
-    """Write the batches of one way of padding to a file in the folder."""
+def write_batches(folder: str, batches: Iterable[Sentences]) -> None:
+    """Write the batches to a file in the folder."""
     arrays = {f"{i} {name}": array for i, batch in enumerate(batches) for name, array in batch._asdict().items()}
-    np.savez(Path(folder) / f"{way}.npz", **arrays)
+    np.savez(Path(folder) / _FILE, **arrays)
 
 
-def read_batches(folder: str, way: str) -> List[Sentences]:
+def read_batches(folder: str) -> List[Sentences]:
     """Return the batches that `write_batches` wrote."""
-    with np.load(Path(folder) / f"{way}.npz") as file:
+    with np.load(Path(folder) / _FILE) as file:
         num_batches = len(file.files) // len(Sentences._fields)
         return [Sentences(*(file[f"{i} {name}"] for name in Sentences._fields)) for i in range(num_batches)]

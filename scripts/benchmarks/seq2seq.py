@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import numpy as np
 from case import Case
 from compare import Row
 from gluon_mgpu.data import PairLoader, build_vocabulary, encode_pairs, korean_numbers
-from gluon_mgpu.data.text.vocabulary import PAD, UNK
+from gluon_mgpu.data.text.vocabulary import UNK
 from report import Ranges, Spread, Table, measured, ranged, ratio_to_ours, spread
 from sentences import Sentences, write_batches
 from workloads import rows_with_threads, single_thread_rows
 
 SIZES = ("large", "korean-numbers")
-WAYS = ("bucketed", "padded", "fixed")
 _LARGE = Case("seq2seq", units=300, embed_size=300, source_vocabulary=8000, target_vocabulary=8000, batch_size=60)
 _KOREAN_NUMBERS = Case("seq2seq", units=128, embed_size=64, batch_size=60)  # as in `gluon-mgpu train seq2seq`
 _BATCH_TOKENS = 1200
@@ -35,16 +34,10 @@ class Text:
         `large`: random sentences of the full length, one batch of 60. `korean-numbers`: the generated text of
         `gluon-mgpu train seq2seq`, with its lengths, network and batches.
     case : Case
-    num_tokens : int
-        Tokens of both sides without padding.
-    padding : dict of str to float
-        The share of padding for each of `WAYS`.
     """
 
     size: str
     case: Case
-    num_tokens: int
-    padding: Dict[str, float]
 
 
 def make_text(size: str, folder: Path, *, quick: bool = False) -> Text:
@@ -52,17 +45,9 @@ def make_text(size: str, folder: Path, *, quick: bool = False) -> Text:
     case, pairs, batch_tokens = _large(quick) if size == "large" else _korean_numbers(quick)
     corpus = folder / size
     corpus.mkdir()
-    batches = {
-        "bucketed": _loaded(pairs, batch_tokens, 16),
-        "padded": _loaded(pairs, batch_tokens, 1),
-        "fixed": list(_fixed(pairs, case)),
-    }
-    num_tokens = sum(len(sentence) + 1 for side in pairs for sentence in side)  # and its end
-    padding = {}
-    for way, some in batches.items():
-        write_batches(str(corpus), way, some)
-        padding[way] = 1 - num_tokens / sum(batch.source.size + batch.target_output.size for batch in some)
-    return Text(size, replace(case, corpus=str(corpus), num_sentences=len(pairs[0])), num_tokens, padding)
+    loader = PairLoader(*pairs, batch_tokens, shuffle=True, num_buckets=16)
+    write_batches(str(corpus), [Sentences(*X, *y) for X, y in loader])
+    return Text(size, replace(case, corpus=str(corpus), num_sentences=len(pairs[0])))
 
 
 def seq2seq_rows(contenders: Sequence[str], num_devices: Sequence[int], text: Text) -> Tuple[List[Row], List[Row]]:
@@ -85,19 +70,6 @@ def speed_table(rows: Sequence[Row]) -> Table:
         for row in measured(rows)
     ]
     return "training, sentences/s: median (range)", ["on", "contender", "sentences/s", "time / ours"], lines
-
-
-def padding_table(rows: Sequence[Row], texts: Sequence[Text]) -> Table:
-    """Return the table of the share of padding, and of real tokens per second, for each way of padding."""
-    lines = []
-    for text in texts:
-        for contender, way in (("ours", "bucketed"), ("ours-padded", "padded")):
-            for row in measured(rows):
-                if row.contender == contender and row.case.corpus == text.case.corpus:
-                    rates = spread([text.num_tokens / found["pass_s"] for found in row.rounds])
-                    lines.append([row.group, way, f"{100 * text.padding[way]:.0f} %", ranged(rates)])
-    title = "ours: batches of similar lengths, or all sentences padded to the longest"
-    return title, ["on", "batches", "padding", "real tokens/s"], lines
 
 
 def bars(rows: Sequence[Row]) -> Ranges:
@@ -127,19 +99,3 @@ def _korean_numbers(quick: bool) -> Tuple[Case, Pairs, int]:
     vocabularies = build_vocabulary(pairs.source, "characters"), build_vocabulary(pairs.target, "words")
     case = replace(_KOREAN_NUMBERS, source_vocabulary=len(vocabularies[0]), target_vocabulary=len(vocabularies[1]))
     return replace(case, units=8, embed_size=8) if quick else case, encode_pairs(pairs, *vocabularies), _BATCH_TOKENS
-
-
-def _loaded(pairs: Pairs, batch_tokens: int, num_buckets: int) -> List[Sentences]:
-    return [Sentences(*X, *y) for X, y in PairLoader(*pairs, batch_tokens, shuffle=True, num_buckets=num_buckets)]
-
-
-def _fixed(pairs: Pairs, case: Case) -> Iterator[Sentences]:
-    """Yield batches of `case.batch_size` sentences, each padded to `case.num_tokens`."""
-    for begin in range(0, len(pairs[0]), case.batch_size):
-        some = [side[begin : begin + case.batch_size] for side in pairs]
-        (batch,) = _loaded((some[0], some[1]), 2 * case.num_tokens * len(some[0]), 1)
-        yield Sentences(*(_widened(array, case.num_tokens) if array.ndim == 2 else array for array in batch))
-
-
-def _widened(array: np.ndarray, num_tokens: int) -> np.ndarray:
-    return np.pad(array, ((0, 0), (0, num_tokens - array.shape[1])), constant_values=PAD)

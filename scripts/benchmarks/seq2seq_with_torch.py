@@ -32,7 +32,7 @@ class Eager:
                 "output": nn.Linear(n, case.target_vocabulary),
             }
         )
-        self.batches = [tuple(map(torch.from_numpy, batch)) for batch in read_batches(case.corpus, "bucketed")]
+        self.batches = [tuple(map(torch.from_numpy, batch)) for batch in read_batches(case.corpus)]
         self.optimizer = torch.optim.Adam(self.parts.parameters(), lr=0.001)
         self.score = self.scores
         for _ in range(2):

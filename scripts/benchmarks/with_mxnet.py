@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from types import MappingProxyType
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -30,7 +29,7 @@ class Gluon:
         self.net.initialize(init.Xavier(), ctx=self.ctx)
         if case.hybridize:
             self.hybridize()
-        self.loss = gluon.loss.SoftmaxCrossEntropyLoss() if case.network != "many" else _output
+        self.loss = gluon.loss.SoftmaxCrossEntropyLoss()
         self.batches = [(self.array(X), self.array(y)) for X, y in inputs(case)]
         self.X, self.y = self.batches[0]
         if case.workload == "evaluate":
@@ -52,8 +51,6 @@ class Gluon:
     def make_net(self) -> gluon.Block:
         if self.case.network == "resnet18":
             return importlib.import_module("gluon_mgpu.models.resnet").resnet18(NUM_CLASSES)
-        if self.case.network == "many":
-            return Many(self.case.num_params, self.case.total_size)
         return mlp(self.case.num_layers, self.case.units)
 
     def hybridize(self) -> None:
@@ -101,8 +98,6 @@ class Gluon:
 class Ours(Gluon):
     """The loop with gluon_mgpu: use_devices, split_batch, backward, Trainer, evaluate_accuracy_gpus."""
 
-    options: Mapping[str, bool] = MappingProxyType({})  # of the Trainer
-
     def __init__(self, case: Case) -> None:
         self.mgpu: Any = importlib.import_module("gluon_mgpu")
         super().__init__(case)
@@ -112,10 +107,10 @@ class Ours(Gluon):
         return {"gluon_mgpu": importlib.import_module("gluon_mgpu").__version__, **super().versions()}
 
     def make_devices(self) -> List[mx.Context]:
-        return list(self.mgpu.resolve_devices(super().make_devices()))
+        return list(self.mgpu.devices.resolve_devices(super().make_devices()))
 
     def make_trainer(self) -> gluon.Trainer:
-        return self.mgpu.Trainer(self.net, *_OPTIMIZER, **self.options)
+        return self.mgpu.Trainer(self.net, *_OPTIMIZER)
 
     def split(self) -> None:
         self.Xs, self.ys = self.mgpu.split_batch(self.X, self.y, self.ctx)
@@ -139,18 +134,6 @@ class OursCompiled(Ours):
 
     def step(self) -> None:
         self.compiled(self.X, self.y)
-
-
-class OursSharded(OursCompiled):
-    """The same with `shard_optimizer=True`."""
-
-    options = MappingProxyType({"shard_optimizer": True})
-
-
-class OursStatic(Ours):
-    """Ours with `static_graph=True`: every step uses every parameter."""
-
-    options = MappingProxyType({"static_graph": True})
 
 
 class D2L(Gluon):
@@ -191,7 +174,6 @@ class GluonCV(Gluon):
     """GluonCV's DataParallelModel and DataParallelCriterion, and gluon.Trainer, all with their defaults."""
 
     parts = ("forward", "backward", "update")  # forward includes the split
-    threads = False
 
     def __init__(self, case: Case) -> None:
         self.parallel: Any = importlib.import_module("gluoncv.utils.parallel")
@@ -202,8 +184,8 @@ class GluonCV(Gluon):
         return {"gluoncv": importlib.import_module("gluoncv").__version__, **super().versions()}
 
     def make_trainer(self) -> gluon.Trainer:
-        self.model = self.parallel.DataParallelModel(self.net, self.ctx, self.threads)
-        self.criterion = self.parallel.DataParallelCriterion(self.loss, self.ctx, self.threads)
+        self.model = self.parallel.DataParallelModel(self.net, self.ctx)
+        self.criterion = self.parallel.DataParallelCriterion(self.loss, self.ctx)
         return super().make_trainer()
 
     def split(self) -> None:
@@ -217,25 +199,6 @@ class GluonCV(Gluon):
         autograd.backward(list(self.losses))
 
 
-class GluonCVThreads(GluonCV):
-    """The same with `sync=True`: one Python thread per device."""
-
-    threads = True
-
-
-class Many(nn.HybridBlock):
-    """Parameters of a given total size, and just enough work to give each of them a gradient."""
-
-    def __init__(self, num_params: int, total_size: int) -> None:
-        super().__init__()
-        with self.name_scope():
-            for i in range(num_params):
-                setattr(self, f"p{i}", self.params.get(f"p{i}", shape=(max(1, total_size // num_params),), init=init.One()))
-
-    def hybrid_forward(self, F: Any, x: Any, **params: Any) -> Any:
-        return F.add_n(*[F.sum(F.broadcast_mul(param, F.reshape(x, (-1,)))) for param in params.values()])
-
-
 def mlp(num_layers: int, units: int) -> gluon.Block:
     """Return Dense layers with ReLU between them: two parameters per layer."""
     net = nn.HybridSequential()
@@ -243,7 +206,3 @@ def mlp(num_layers: int, units: int) -> gluon.Block:
         net.add(nn.Dense(units, activation="relu"))
     net.add(nn.Dense(NUM_CLASSES))
     return net
-
-
-def _output(output: Any, _label: Any) -> Any:
-    return output

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict
 
 _FOLDER = Path(__file__).resolve().parent
 _ROOT = _FOLDER.parent.parent
-_OURS = ("ours", "ours-compiled", "ours-sharded", "ours-static", "ours-padded")
+_OURS = ("ours", "ours-compiled")
 _INSTALL = {
     "numpy": "pip install numpy",
     "mxnet": "pip install mxnet==1.9.1",
@@ -31,7 +31,7 @@ _END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 def find_contender(name: str, workload: str) -> Any:
     """Return the class of a contender. Its instances, made from a Case, have `wait`, `step` and what their workload calls."""
-    prepare_imports(with_package=name in _OURS)
+    prepare_imports(with_package=name in _OURS or workload == "seq2seq")
     if workload == "seq2seq":
         return _find_translator(name)
     if name.startswith("torch"):
@@ -43,13 +43,10 @@ def find_contender(name: str, workload: str) -> Any:
     return {
         "ours": with_mxnet.Ours,
         "ours-compiled": with_mxnet.OursCompiled,
-        "ours-sharded": with_mxnet.OursSharded,
-        "ours-static": with_mxnet.OursStatic,
         "gluon": with_mxnet.Gluon,
         "gluon-defaults": with_mxnet.Gluon,
         "d2l": with_mxnet.D2L,
         "gluoncv": with_mxnet.GluonCV,
-        "gluoncv-threads": with_mxnet.GluonCVThreads,
     }[name]
 
 
@@ -62,9 +59,8 @@ def _find_translator(name: str) -> Any:
 
     return {
         "ours": seq2seq_with_mxnet.Ours,
-        "ours-padded": seq2seq_with_mxnet.OursPadded,
-        "gluon-cells": seq2seq_with_mxnet.Cells,
-        "korean-post": seq2seq_with_mxnet.Post,
+        "ours-compiled": seq2seq_with_mxnet.OursCompiled,
+        "gluon": seq2seq_with_mxnet.Gluon,
     }[name]
 
 

@@ -9,21 +9,17 @@ from case import Case
 from compare import Row
 from gluon_mgpu.runtime import environment
 
-_OTHERS = ("gluoncv", "gluoncv-threads", "d2l", "torch", "torch-compile", "torch-ddp")
-STEP_CONTENDERS = ("ours", "ours-compiled", "ours-sharded", "ours-static", "gluon", *_OTHERS)
+_OTHERS = ("gluoncv", "d2l", "torch", "torch-compile", "torch-ddp")
+STEP_CONTENDERS = ("ours", "ours-compiled", "gluon", *_OTHERS)
 TRAIN_CONTENDERS = ("ours", "ours-compiled", "gluon", "gluon-defaults", *_OTHERS)
 EVALUATE_CONTENDERS = ("ours", "gluon", "d2l", "torch", "torch-compile")
-SIZE_CONTENDERS = ("ours", "ours-static", "gluon")
-SEQ2SEQ_CONTENDERS = ("ours", "ours-padded", "gluon-cells", "korean-post", "torch")
-_ALL = (STEP_CONTENDERS, TRAIN_CONTENDERS, EVALUATE_CONTENDERS, SIZE_CONTENDERS, SEQ2SEQ_CONTENDERS)
+SEQ2SEQ_CONTENDERS = ("ours", "ours-compiled", "gluon", "torch")
+_ALL = (STEP_CONTENDERS, TRAIN_CONTENDERS, EVALUATE_CONTENDERS, SEQ2SEQ_CONTENDERS)
 CONTENDERS = tuple(dict.fromkeys(name for names in _ALL for name in names))
-MEMORY_CONTENDERS = ("ours", "ours-compiled", "ours-static", "gluon", "gluoncv", "d2l", "torch")
 
 STEPS = {"mlp": Case("step"), "resnet18": Case("step", network="resnet18", batch_size=8, num_steps=5)}
-MEMORY = Case("memory", num_devices=2)
 TRAIN = Case("train", network="resnet18", num_steps=2)
 EVALUATE = Case("evaluate", num_layers=3, units=64, batch_size=16, num_batches=200)
-SIZE = Case("size", network="many")
 
 _DDP_PROCESSES = 2
 
@@ -36,12 +32,9 @@ def quick(case: Case) -> Case:
         units=8,
         image_size=8,
         batch_size=8,
-        total_size=2**12,
         num_batches=min(case.num_batches, 4),
         repeats=2,
         num_steps=2,
-        first_steps=2,
-        last_steps=10,
     )
 
 
@@ -52,16 +45,6 @@ def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case 
         for k in num_devices
         for contender in contenders
         if _runs_on(contender, k)
-    ]
-
-
-def memory_rows(contenders: Sequence[str], num_devices: int, case: Case = MEMORY) -> List[Row]:
-    """Return the rows of the process's memory after some steps and after many."""
-    return [
-        Row(contender, f"memory, {row.group}", replace(row.case, workload="memory"), row.environment)
-        for contender in contenders
-        if contender in MEMORY_CONTENDERS
-        for row in step_rows([contender], [1 if _is_torch(contender) else num_devices], case)
     ]
 
 
@@ -85,21 +68,6 @@ def single_thread_rows(contenders: Sequence[str], case: Case) -> List[Row]:
 def evaluate_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = EVALUATE) -> List[Row]:
     """Return the rows of evaluating on many small batches."""
     return rows_with_threads(contenders, num_devices, case)
-
-
-def size_rows(contenders: Sequence[str], num_devices: Sequence[int], num_params: Sequence[int], case: Case = SIZE) -> List[Row]:
-    """Return the rows of an update of few and of many parameters, of the same total size."""
-    return [
-        Row(
-            contender,
-            f"{n} parameters, {_contexts(k)}",
-            replace(case, num_devices=k, batch_size=k, num_params=n),
-            _environment(contender),
-        )
-        for k in num_devices
-        for n in num_params
-        for contender in contenders
-    ]
 
 
 def rows_with_threads(contenders: Sequence[str], num_devices: Sequence[int], case: Case) -> List[Row]:
@@ -130,11 +98,11 @@ def _threads(num_devices: int) -> int:
 def _environment(contender: str, num_devices: int = 0, *, threads: int = 0) -> Dict[str, str]:
     """Return the variables of a contender's process. Without a number of devices, each context has one thread.
 
-    The loops on MXNet get the settings that importing gluon_mgpu makes, so that only the code differs. d2l, gluon-defaults and
-    korean-post run as published, without settings. Ours chooses its own on one context with all cores.
+    The loops on MXNet get the settings that importing gluon_mgpu makes, so that only the code differs. d2l and
+    gluon-defaults run as published, without settings. Ours chooses its own on one context with all cores.
     """
-    ours = contender in ("ours", "ours-compiled", "ours-static", "ours-padded")
-    if contender in ("d2l", "gluon-defaults", "korean-post") or (ours and num_devices == 1 and not threads):
+    ours = contender in ("ours", "ours-compiled")
+    if contender in ("d2l", "gluon-defaults") or (ours and num_devices == 1 and not threads):
         return {}
     variables = {"OMP_NUM_THREADS": str(threads or (_threads(num_devices) if num_devices else 1))}
     if ours:

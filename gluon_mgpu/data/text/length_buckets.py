@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Tuple
 
 import numpy as np
 
-from ...checks import short as shown
 from ...checks import whole_number
 from ...data_parallel.sharding import plan_shards
 from ...errors import DataError
-from ...nested import is_device_array
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def plan_buckets(lengths: Any, batch_tokens: int, num_buckets: int = 16) -> List
     Raises
     ------
     DataError
-        A length is not a whole number of 1 or more, or an example is longer than a batch.
+        An example is longer than a batch.
 
     Examples
     --------
@@ -81,25 +79,6 @@ def plan_buckets(lengths: Any, batch_tokens: int, num_buckets: int = 16) -> List
     return [_bucket(sizes, examples, batch_tokens) for examples in buckets]
 
 
-def padding_share(lengths: Any, buckets: Sequence[LengthBucket]) -> float:
-    """Return the share of padding in the padded batches, 0 to 1.
-
-    Examples
-    --------
-    >>> padding_share([[1, 1], [3, 3]], plan_buckets([[1, 1], [3, 3]], batch_tokens=12))
-    0.3333333333333333
-    """
-    if not isinstance(buckets, (list, tuple)) or not buckets or not all(isinstance(one, LengthBucket) for one in buckets):
-        raise DataError(
-            f"padding_share: got buckets={shown(buckets)}; expected a list of buckets. Pass the list of plan_buckets."
-        )
-    lengths = _whole_numbers("padding_share", lengths)
-    num_padded = sum(len(bucket.examples) * sum(bucket.padded) for bucket in buckets)
-    if lengths.sum() > num_padded or len(lengths) != sum(len(bucket.examples) for bucket in buckets):
-        raise DataError(f"padding_share: got lengths={shown(lengths)}; expected those of these buckets. Plan the buckets again.")
-    return float((num_padded - np.sum(lengths)) / num_padded)
-
-
 def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
     """Return an order of a batch's examples in which the shards of `plan_shards`, which are slices, hold about equal tokens.
 
@@ -109,7 +88,7 @@ def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
 
     Parameters
     ----------
-    lengths : array of int, shape (B,)
+    lengths : numpy.ndarray of int, shape (B,)
     num_shards : int
 
     Returns
@@ -123,10 +102,6 @@ def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
     >>> order.tolist(), [lengths[part].sum() for part in np.split(order, [3])]
     ([1, 3, 0, 4, 2], [12, 15])
     """
-    lengths = _whole_numbers("balance_shards", lengths)
-    if lengths.ndim != 1:
-        raise DataError(f"balance_shards: got lengths={shown(lengths)}; expected one number for each example. Sum the sides.")
-    whole_number("balance_shards", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)
     sizes = plan_shards(len(lengths), num_shards)
     longest_first = np.argsort(-lengths, kind="stable")
     num_rounds, num_extra = divmod(len(lengths), num_shards)
@@ -164,30 +139,14 @@ def _bucket(sizes: np.ndarray, examples: np.ndarray, batch_tokens: int) -> Lengt
     return LengthBucket(examples, padded, plan_shards(len(examples), -(-len(examples) // batch_size)))
 
 
-def _whole_numbers(operation: str, lengths: Any) -> np.ndarray:
-    try:
-        found = lengths.asnumpy() if is_device_array(lengths) else np.asarray(lengths)
-    except Exception:  # rows of unequal length, or any error of the object's own code
-        found = np.asarray(None)
-    if found.ndim == 0 or found.dtype.kind not in "iu":
-        value = found if found.ndim else lengths
-        raise DataError(f"{operation}: got lengths={shown(value)}; expected an array of whole numbers. Count the tokens.")
-    return found
-
-
 def _checked_lengths(lengths: Any, batch_tokens: Any, num_buckets: Any) -> np.ndarray:
-    sizes = _whole_numbers("plan_buckets", lengths)
-    if sizes.ndim != 2 or not sizes.size or sizes.dtype.kind not in "iu" or sizes.min() < 1:
-        raise DataError(
-            f"plan_buckets: got lengths of shape {sizes.shape} and type {sizes.dtype}; expected whole numbers of 1 or more, "
-            "shape (N, sides). Leave empty examples out."
-        )
     for name, number in (("batch_tokens", batch_tokens), ("num_buckets", num_buckets)):
-        whole_number("plan_buckets", name, number, advice="Pass an int.", error=DataError)
+        whole_number("PairLoader", name, number, advice="Pass an int.", error=DataError)
+    sizes = np.asarray(lengths)
     longest = sizes.max(axis=0)
     if longest.sum() > batch_tokens:
         raise DataError(
-            f"plan_buckets: got examples of up to {' and '.join(map(str, longest))} tokens for batches of {batch_tokens}; "
+            f"PairLoader: got examples of up to {' and '.join(map(str, longest))} tokens for batches of {batch_tokens}; "
             f"expected batches that hold the longest. Pass batch_tokens={longest.sum()} or more, or remove long examples "
             "(filter_pairs)."
         )

@@ -6,9 +6,9 @@ from typing import Iterator, List, Sequence, Tuple
 
 import numpy as np
 
-from ...checks import MOST_SEED, flag, instance, short, whole_number
+from ...checks import MOST_SEED, flag, instance, is_whole, short, whole_number
 from ...errors import DataError
-from .length_buckets import balance_shards, padding_share, plan_buckets
+from .length_buckets import balance_shards, plan_buckets
 from .pairs import SentencePairs
 from .vocabulary import BOS, EOS, PAD, UNK, Vocabulary
 
@@ -37,8 +37,6 @@ class PairLoader:
         Source and target tokens of a batch, including padding, over all devices.
     shuffle : bool
     seed : int
-    batch_axis : 0 or 1
-        The axis of the examples in the arrays of tokens: (B, T), or (T, B), recurrent networks' layout. Lengths are (B,).
     num_shards : int
         Number of devices to balance.
     num_buckets : int
@@ -53,8 +51,6 @@ class PairLoader:
     buckets : list of LengthBucket
     padding_share : float, 0 to 1
         The share of padding in the arrays of tokens.
-    split_axes : pair of nested ints
-        The `batch_axis` to pass to `split_batch` for these batches.
 
     Raises
     ------
@@ -79,7 +75,6 @@ class PairLoader:
         *,
         shuffle: bool = False,
         seed: int = 0,
-        batch_axis: int = 0,
         num_shards: int = 1,
         num_buckets: int = 16,
     ) -> None:
@@ -96,19 +91,16 @@ class PairLoader:
             )
         whole_number("PairLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
         whole_number("PairLoader", "num_shards", num_shards, advice="Pass the number of devices.", error=DataError)
-        whole_number("PairLoader", "batch_axis", batch_axis, low=0, high=1, advice="0 is (B, T), 1 is (T, B).", error=DataError)
         # One array per sentence, with both ends: source and target output omit the first one, target input the last.
         self._source, self._target = _with_ends("source", source), _with_ends("target", target)
         self.lengths = np.array([[len(s) - 1, len(t) - 1] for s, t in zip(self._source, self._target)], np.int32)
         self.buckets = plan_buckets(self.lengths, batch_tokens, num_buckets)
-        self.padding_share = padding_share(self.lengths, self.buckets)
         self.shuffle, self.seed, self.num_shards = shuffle, seed, num_shards
-        self.split_axes = (batch_axis, 0, batch_axis), (batch_axis, 0)
         self.epoch = 0
-        self._batch_axis = batch_axis
         self._padded = np.zeros_like(self.lengths)
         for bucket in self.buckets:
             self._padded[bucket.examples] = bucket.padded
+        self.padding_share = 1 - float(self.lengths.sum() / self._padded.sum())
 
     @property
     def num_examples(self) -> int:
@@ -138,16 +130,10 @@ class PairLoader:
         source_padded, target_padded = self._padded[examples[0]]
         source_length, target_length = np.ascontiguousarray(self.lengths[examples].T)
         target = [self._target[i] for i in examples]
-        source = self._pad([self._source[i][1:] for i in examples], source_padded)
-        target_input = self._pad([sentence[:-1] for sentence in target], target_padded)
-        target_output = self._pad([sentence[1:] for sentence in target], target_padded)
+        source = _pad([self._source[i][1:] for i in examples], source_padded)
+        target_input = _pad([sentence[:-1] for sentence in target], target_padded)
+        target_output = _pad([sentence[1:] for sentence in target], target_padded)
         return (source, source_length, target_input), (target_output, target_length)
-
-    def _pad(self, sentences: Sequence[np.ndarray], length: int) -> np.ndarray:
-        array = np.full((len(sentences), length), PAD, np.int32)
-        for row, sentence in zip(array, sentences):
-            row[: len(sentence)] = sentence
-        return np.ascontiguousarray(array.T) if self._batch_axis else array
 
 
 def encode_pairs(
@@ -171,16 +157,17 @@ def encode_pairs(
 
 
 def _with_ends(name: str, sentences: Sequence[Sequence[int]]) -> List[np.ndarray]:
-    complete = []
     for i, sentence in enumerate(sentences):
-        try:
-            tokens = np.asarray(sentence)
-        except (TypeError, ValueError):  # rows of unequal length
-            tokens = np.empty((1, 1))
-        if tokens.ndim != 1 or (tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < UNK)):
+        if not isinstance(sentence, (list, tuple, np.ndarray)) or not all(is_whole(token) and token >= UNK for token in sentence):
             raise DataError(
                 f"PairLoader: got {name} sentence {i} {short(sentence)}; expected a list of token numbers of {UNK} or more, as "
                 f"{PAD}, {BOS} and {EOS} are added by the loader. Pass the result of Vocabulary.encode."
             )
-        complete.append(np.array([BOS, *tokens, EOS], np.int32))
-    return complete
+    return [np.array([BOS, *sentence, EOS], np.int32) for sentence in sentences]
+
+
+def _pad(sentences: Sequence[np.ndarray], length: int) -> np.ndarray:
+    array = np.full((len(sentences), length), PAD, np.int32)
+    for row, sentence in zip(array, sentences):
+        row[: len(sentence)] = sentence
+    return array

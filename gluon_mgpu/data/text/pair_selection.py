@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
 
 from ...checks import MOST_SEED, instance, is_number, is_whole, short, whole_number
 from ...errors import DataError
 from .pairs import SentencePairs
-
-Length = Callable[[str], int]
 
 
 @dataclass(frozen=True)
@@ -21,42 +19,37 @@ class FilteredPairs:
     Attributes
     ----------
     pairs : SentencePairs
-    num_too_short, num_too_long, num_out_of_ratio : int
+    num_empty, num_too_long, num_out_of_ratio : int
         Removed pairs, each counted once, for the first of these reasons that applies.
     """
 
     pairs: SentencePairs
-    num_too_short: int
+    num_empty: int
     num_too_long: int
     num_out_of_ratio: int
 
     def __str__(self) -> str:
-        removed = self.num_too_short + self.num_too_long + self.num_out_of_ratio
+        removed = self.num_empty + self.num_too_long + self.num_out_of_ratio
         return (
-            f"{len(self.pairs)} of {len(self.pairs) + removed} pairs kept; {self.num_too_short} too short, "
+            f"{len(self.pairs)} of {len(self.pairs) + removed} pairs kept; {self.num_empty} with an empty side, "
             f"{self.num_too_long} too long, {self.num_out_of_ratio} with too different lengths"
         )
 
 
 def filter_pairs(
-    pairs: SentencePairs,
-    *,
-    min_length: int = 1,
-    max_length: float = float("inf"),
-    max_ratio: float = float("inf"),
-    length: Union[Length, Tuple[Length, Length]] = len,
+    pairs: SentencePairs, *, max_length: float = float("inf"), max_ratio: float = float("inf"), length: Callable[[str], int] = len
 ) -> FilteredPairs:
     """Return the pairs whose lengths are within limits, and the numbers of the others.
 
     Parameters
     ----------
     pairs : SentencePairs
-    min_length, max_length : number
-        Of each side.
+    max_length : number
+        Of each side. Empty sides are always removed.
     max_ratio : float, 1 or more
         The ratio of the longer side's length to the shorter one's. Korean uses about half the characters of English.
-    length : callable (str) -> int, or a pair of them (for the source, for the target)
-        Characters by default; `lambda text: len(vocabulary.encode(text))` counts tokens.
+    length : callable (str) -> int
+        Characters by default; `lambda text: len(text.split())` counts words.
 
     Raises
     ------
@@ -65,35 +58,28 @@ def filter_pairs(
 
     Examples
     --------
-    >>> pairs = SentencePairs(["가 나 다", "가", "가 나"], ["a b c d", "a b c d", "a b"])
+    >>> pairs = SentencePairs(["가 나 다", "가", ""], ["a b c d", "a b c d", "a b"])
     >>> filtered = filter_pairs(pairs, max_ratio=2, length=lambda text: len(text.split()))
     >>> print(filtered)
-    2 of 3 pairs kept; 0 too short, 0 too long, 1 with too different lengths
+    1 of 3 pairs kept; 1 with an empty side, 0 too long, 1 with too different lengths
     """
     _check_pairs("filter_pairs", pairs)
-    limits = [min_length, max_length, max_ratio]
-    if not all(map(is_number, limits)) or not 0 <= min_length <= max_length or not max_ratio >= 1:
+    if not is_number(max_length) or not is_number(max_ratio) or not max_length >= 1 or not max_ratio >= 1:
         raise DataError(
-            f"filter_pairs: got min_length, max_length and max_ratio of {', '.join(map(short, limits))}; expected 0 <= "
-            "min_length <= max_length and max_ratio >= 1. Other limits keep nothing."
+            f"filter_pairs: got max_length={short(max_length)} and max_ratio={short(max_ratio)}; expected 1 or more each. Other "
+            "limits keep nothing."
         )
-    of_sides = length if isinstance(length, tuple) else (length, length)
-    if len(of_sides) != 2 or not all(map(callable, of_sides)):
-        raise DataError(
-            f"filter_pairs: got length={short(length)}; expected a function, or a pair of them. Pass for example len."
-        )
-    of_source, of_target = (_length_by(function) for function in of_sides)
     kept: List[int] = []
-    num_too_short = num_too_long = 0
+    num_empty = num_too_long = 0
     for i, (source, target) in enumerate(pairs):
-        shorter, longer = sorted((of_source(source), of_target(target)))
-        if shorter < min_length:
-            num_too_short += 1
+        shorter, longer = sorted((length(source), length(target)))
+        if not source or not target:
+            num_empty += 1
         elif longer > max_length:
             num_too_long += 1
         elif longer <= max_ratio * max(shorter, 1):
             kept.append(i)
-    return FilteredPairs(pairs.take(kept), num_too_short, num_too_long, len(pairs) - len(kept) - num_too_short - num_too_long)
+    return FilteredPairs(pairs.take(kept), num_empty, num_too_long, len(pairs) - len(kept) - num_empty - num_too_long)
 
 
 def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) -> List[SentencePairs]:
@@ -118,13 +104,11 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
         There are too few pairs, or connected pairs do not fit into the parts.
     """
     _check_pairs("split_pairs", pairs)
-    if not isinstance(sizes, (list, tuple, np.ndarray)) or not getattr(sizes, "shape", (1,)):
-        raise DataError(f"split_pairs: got sizes={short(sizes)}; expected a list of whole numbers. Pass for example (300, 20).")
-    wanted = list(sizes)
+    wanted: List[Any] = list(sizes) if isinstance(sizes, (list, tuple)) else [None]
     if not all(is_whole(n) and n >= 1 for n in wanted) or sum(wanted) > len(pairs):
         raise DataError(
-            f"split_pairs: got sizes {short(wanted)} for {len(pairs)} pairs; expected whole numbers of 1 or more, together "
-            f"at most {len(pairs)}. Request fewer."
+            f"split_pairs: got sizes={short(sizes)} for {len(pairs)} pairs; expected whole numbers of 1 or more, together at "
+            f"most {len(pairs)}. Pass for example (300, 20)."
         )
     whole_number("split_pairs", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
     rng = np.random.default_rng(seed)
@@ -148,18 +132,6 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
 
 def _check_pairs(operation: str, pairs: Any) -> None:
     instance(operation, "pairs", pairs, SentencePairs, "SentencePairs", advice="Pass what read_pairs returns.", error=DataError)
-
-
-def _length_by(function: Length) -> Length:
-    """Return a user's length function with a check that its results are numbers."""
-
-    def length(text: str) -> int:
-        found = function(text)
-        if not is_number(found):
-            raise DataError(f"filter_pairs: got length(text)={short(found)}; expected a number. Pass for example len.")
-        return found  # type: ignore[return-value]
-
-    return length
 
 
 def _connected(pairs: SentencePairs) -> List[List[int]]:

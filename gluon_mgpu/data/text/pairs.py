@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,10 @@ from ...checks import flag, instance, path_of, short, whole_number
 from ...errors import DataError
 
 PathLike = Union[str, Path]
+_OTHER_ENCODINGS = {  # by the marks at their beginning
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 
 @dataclass(frozen=True)
@@ -89,14 +94,14 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
-def read_pairs(source_path: PathLike, target_path: PathLike, *, skip_empty: bool = False) -> SentencePairs:
+def read_pairs(source_path: PathLike, target_path: PathLike, *, keep_empty: bool = False) -> SentencePairs:
     """Return the pairs of two UTF-8 files, line by line, normalised (see `normalise`).
 
     Parameters
     ----------
     source_path, target_path : str or pathlib.Path
-    skip_empty : bool
-        Skip pairs with an empty side instead of raising.
+    keep_empty : bool
+        Keep pairs with an empty side, for `filter_pairs` to count and remove, instead of raising.
 
     Raises
     ------
@@ -105,7 +110,7 @@ def read_pairs(source_path: PathLike, target_path: PathLike, *, skip_empty: bool
     OSError
         A file cannot be read.
     """
-    flag("read_pairs", "skip_empty", skip_empty, error=DataError)
+    flag("read_pairs", "keep_empty", keep_empty, error=DataError)
     source, target = read_lines("read_pairs", source_path), read_lines("read_pairs", target_path)
     if len(source) != len(target):
         raise DataError(
@@ -113,10 +118,10 @@ def read_pairs(source_path: PathLike, target_path: PathLike, *, skip_empty: bool
             f"The first line without a partner is line {min(len(source), len(target)) + 1}: check for a missing line "
             "before it."
         )
-    return _paired("read_pairs", list(zip(source, target)), (str(source_path), str(target_path)), skip_empty)
+    return _paired("read_pairs", list(zip(source, target)), (str(source_path), str(target_path)), keep_empty)
 
 
-def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, skip_empty: bool = False) -> SentencePairs:
+def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, keep_empty: bool = False) -> SentencePairs:
     """Return the pairs of one UTF-8 file, two columns between tabs, normalised (see `normalise`).
 
     Quotation marks are text. Other columns are left out.
@@ -126,8 +131,8 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
     path : str or pathlib.Path
     source_column, target_column : int
         Counted from 0.
-    skip_empty : bool
-        Skip pairs with an empty side instead of raising.
+    keep_empty : bool
+        Keep pairs with an empty side, for `filter_pairs` to count and remove, instead of raising.
 
     Raises
     ------
@@ -136,7 +141,7 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
     OSError
         The file cannot be read.
     """
-    flag("read_tsv", "skip_empty", skip_empty, error=DataError)
+    flag("read_tsv", "keep_empty", keep_empty, error=DataError)
     columns = (source_column, target_column)
     for name, column in zip(("source_column", "target_column"), columns):
         whole_number("read_tsv", name, column, low=0, advice="The first column is 0.", error=DataError)
@@ -146,19 +151,28 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
         if len(fields) <= max(columns) and line.strip():
             raise DataError(
                 f"read_tsv: got {len(fields)} columns in {path} line {number}; expected {max(columns) + 1} or more, with tabs "
-                "between them. Check source_column and target_column, counted from 0."
+                "between them. Check this line, and the numbers of the columns, counted from 0."
             )
         rows.append((fields[source_column], fields[target_column]) if len(fields) > max(columns) else ("", ""))
-    return _paired("read_tsv", rows, (f"{path} column {source_column}", f"{path} column {target_column}"), skip_empty)
+    return _paired("read_tsv", rows, (f"{path} column {source_column}", f"{path} column {target_column}"), keep_empty)
 
 
 def read_lines(operation: str, path: PathLike) -> List[str]:
-    """Return the lines of a UTF-8 file. Only a line feed ends a line: str.splitlines also splits at characters within text."""
+    """Return the lines of a UTF-8 file: see `lines_of`."""
     return lines_of(operation, path_of(operation, "path", path, error=DataError).read_bytes(), path)
 
 
 def lines_of(operation: str, content: bytes, path: PathLike) -> List[str]:
-    """Return the lines of a UTF-8 file from its bytes; errors name its path."""
+    """Return the lines of a UTF-8 file from its bytes; errors name its path.
+
+    A line feed ends a line; in a file without any, a carriage return does. str.splitlines also splits at characters within text.
+    """
+    encoding = next((name for name, marks in _OTHER_ENCODINGS.items() if content.startswith(marks)), None)
+    if encoding or b"\0" in content[:4]:
+        raise DataError(
+            f"{operation}: got {path} in {encoding or 'UTF-16, or no text: it has bytes of 0'}; expected UTF-8. Convert it, for "
+            f"example with iconv -f {encoding or 'UTF-16LE'} -t UTF-8."
+        )
     try:
         text = content.decode("utf-8-sig")  # Windows' editors begin a file with a mark
     except UnicodeDecodeError as error:
@@ -168,20 +182,42 @@ def lines_of(operation: str, content: bytes, path: PathLike) -> List[str]:
             f"{operation}: got byte 0x{content[error.start]:02x} in {path} line {line}, which is not UTF-8 ({error.reason}); "
             "expected UTF-8. Convert the file, for Korean text from Windows with iconv -f CP949 -t UTF-8."
         ) from error
-    lines = text.split("\n")
+    lines = text.split("\n" if "\n" in text else "\r")
     return lines[:-1] if not lines[-1] else lines
 
 
-def _paired(operation: str, rows: Sequence[Tuple[str, str]], places: Tuple[str, str], skip_empty: bool) -> SentencePairs:
+def _paired(operation: str, rows: Sequence[Tuple[str, str]], places: Tuple[str, str], keep_empty: bool) -> SentencePairs:
     """Return normalised pairs; an error about an empty side names its file and line."""
     pairs = [(normalise(source), normalise(target)) for source, target in rows]
     for number, sides in enumerate(pairs, 1):
-        if not skip_empty and not all(sides):
+        if not keep_empty and not all(sides):
             raise DataError(
                 f"{operation}: got an empty sentence in {places[0] if not sides[0] else places[1]} line {number}; expected "
-                "text on both sides. Fill it in, or pass skip_empty=True to leave such pairs out."
+                "text on both sides. Fill it in, or pass keep_empty=True and call filter_pairs, which leaves such pairs out."
             )
-    kept = [sides for sides in pairs if all(sides)]
-    if not kept:
+    if not any(map(all, pairs)):
         raise DataError(f"{operation}: got no pair in {' and '.join(places)}; expected one or more. Check the files.")
-    return SentencePairs([source for source, _ in kept], [target for _, target in kept])
+    return SentencePairs([source for source, _ in pairs], [target for _, target in pairs])
+
+
+def exact_match(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Return the share of translations that equal their reference, except for spaces and Unicode's forms.
+
+    Raises
+    ------
+    DataError
+        The numbers of translations and references differ, or are 0.
+
+    Examples
+    --------
+    >>> exact_match(["three", "twenty five"], ["three", "twenty-five"])
+    0.5
+    """
+    translations = texts_of("exact_match", "translations", translations)
+    references = texts_of("exact_match", "references", references)
+    if len(translations) != len(references) or not len(references):
+        raise DataError(
+            f"exact_match: got {len(translations)} translations and {len(references)} references; expected as many of each, 1 or "
+            "more. Translate every sentence."
+        )
+    return sum(normalise(one) == normalise(other) for one, other in zip(translations, references)) / len(references)

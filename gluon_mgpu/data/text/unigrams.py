@@ -6,7 +6,6 @@ from typing import Sequence
 
 import numpy as np
 
-from ...checks import whole_number
 from ...errors import DataError
 from .vocabulary import EOS, checked
 
@@ -50,7 +49,6 @@ def unigram_entropy(log_p: np.ndarray, sentences: Sequence[Sequence[int]]) -> fl
 
 
 def _tokens(operation: str, sentences: Sequence[Sequence[int]], size: int) -> np.ndarray:
-    whole_number(operation, "size", size, low=EOS + 1, advice="Pass len(vocabulary).", error=DataError)
     if not len(sentences):
         raise DataError(f"{operation}: got no sentences; expected one or more. Pass those of encode_pairs.")
     return np.array([token for sentence in sentences for token in (*checked(operation, sentence, size), EOS)])

@@ -7,23 +7,22 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple
+from typing import IO, List, Optional, Sequence, Set, Tuple
 
 from . import guard
 from .output import Log, Output
-from .plan import Plan, Task
+from .plan import Machine, Plan, Task
 
 TIMED_OUT = 124  # the exit status of timeout(1)
 _CHECK_S = 1.0
+_ROUND_S = 0.1  # the end of an output ends the wait earlier
+_LATE_S = 1.0  # for the rest of an output
 _IDLE = 0.01  # of a core: all processes together use less when they wait for one another
 _TICKS_S = 0.02  # the kernel counts hundredths of a second
 _READ = 1 << 16
-_ASKED = {f"got {one.name}": one for one in guard.PASSED_ON}
-_ASKED["got SIGHUP"] = signal.SIGINT  # see `supervisor.Signals`
-_PARSER = "ParseFromArray"  # in ps-lite's output when it aborts on a message that is not its own (van.cc)
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class Failure:
         The file that holds everything.
     slot : int
         A worker's number on its machine, else -1.
-    node_rank : int
-        Its machine.
     """
 
     who: str
@@ -54,34 +51,6 @@ class Failure:
     lines: Tuple[str, ...] = ()
     log: str = ""
     slot: int = -1
-    node_rank: int = 0
-
-    @property
-    def is_garbage(self) -> bool:
-        """Whether ps-lite, MXNet's transport, aborted on bytes that it could not parse: any client of its port can send some."""
-        return self.code == 128 + signal.SIGABRT and any(_PARSER in line for line in self.lines)
-
-    @property
-    def signum(self) -> int:
-        """The signal that another node's launcher received; 0 for a failure."""
-        return int(_ASKED.get(self.what, 0))
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Failure:
-        """Return the failure that another node has sent as `vars(failure)`."""
-        lines = tuple(str(line) for line in fields["lines"])
-        return cls(str(fields["who"]), str(fields["what"]), int(fields["code"]), lines, str(fields["log"]), int(fields["slot"]))
-
-
-class Startable(Protocol):
-    """The source of a node's tasks: `plan.Machine` or `hosts.SshHosts`."""
-
-    @property
-    def host(self) -> str:
-        """Return the address of this machine."""
-
-    def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
-        """Return the processes to start."""
 
 
 class Node:
@@ -89,24 +58,21 @@ class Node:
 
     Parameters
     ----------
-    machine : Startable
+    machine : Machine
     output : Output
-    selector : selectors.BaseSelector
-        Gets every pipe, with a function to call when the pipe can be read.
     grace_s : float, seconds
         Between SIGTERM and SIGKILL when the launcher has died.
     timeout_s : float, seconds
         How long a process may be stopped (SIGSTOP); 0 for no limit.
     """
 
-    def __init__(
-        self, machine: Startable, output: Output, selector: selectors.BaseSelector, *, grace_s: float, timeout_s: float
-    ) -> None:
+    def __init__(self, machine: Machine, output: Output, *, grace_s: float, timeout_s: float) -> None:
         self.failure: Optional[Failure] = None
         self.cpu_s = 0.0  # processor time that the processes have used
-        self.machine, self._output, self._selector = machine, output, selector
+        self.machine, self._output = machine, output
         self._grace_s, self._timeout_s = grace_s, timeout_s
         self._started: List[_Started] = []
+        self._woken = threading.Event()  # an output has ended
         self._passed_on: Set[int] = set()  # signals sent to the workers
         self._checked_at = 0.0
         self._spare: List[int] = []
@@ -119,26 +85,26 @@ class Node:
     @property
     def workers_left(self) -> int:
         """The number of workers that have not ended."""
-        return sum(one.task.is_worker and not one.gone for one in self._started)
+        return sum(one.task.slot >= 0 and not one.gone for one in self._started)
 
     @property
     def ended_well(self) -> List[str]:
         """The ranks of the workers that have ended with status 0."""
-        return [one.task.name for one in self._started if one.task.is_worker and one.gone and one.failed_at is None]
+        return [one.task.name for one in self._started if one.task.slot >= 0 and one.gone and one.failed_at is None]
 
     def start(self, plan: Plan, node_rank: int) -> None:
         """Start this node's processes of the plan."""
         self.failure, self._passed_on = None, set()
         self._spare = [pid for pid, stat in guard.processes().items() if stat.parent == os.getpid()]
         self._started = []
-        first = plan.process(node_rank, 0).rank if plan.counts[node_rank] else 0
         for task in self.machine.tasks(plan, node_rank):
-            log = self._output.log(task.name, task.number, plan.restart)
-            slot = task.number - first if task.is_worker else -1
-            self._started.append(_Started(task, log, slot, self._selector, self._grace_s))
+            log = self._output.log(task.name, plan.restart)
+            self._started.append(_Started(task, log, self._woken, self._grace_s))
 
     def poll(self) -> None:
-        """Check which processes have ended or stopped, and continue a stop that has begun."""
+        """Wait a moment, and check which processes have ended or stopped."""
+        self._woken.wait(_ROUND_S)
+        self._woken.clear()
         for one in self._started:
             one.poll()
         ended = [one for one in self._started if one.failed_at is not None]
@@ -148,34 +114,28 @@ class Node:
         if time.monotonic() - self._checked_at >= _CHECK_S and self.running:
             self._checked_at = time.monotonic()
             self._check_states()
-        if self._passed_on:
-            self._continue_stop()
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Pass a signal to the workers, each signal once, and begin to stop everything: first the workers, then the store.
-
-        The caller decides how long to wait, and calls `kill`.
-        """
+        """Pass a signal to the workers, each signal once. The caller decides how long to wait, and calls `kill`."""
         if signum == signal.SIGKILL:
             self.kill()
         elif signum not in self._passed_on:
             for one in self._started:
-                if one.task.is_worker:
+                if one.task.slot >= 0:
                     one.signal(signum)
         self._passed_on.add(signum)
+
+    def stop_store(self) -> None:
+        """Ask the processes that serve the workers to end."""
+        self._passed_on.add(signal.SIGTERM)
+        for one in self._started:
+            one.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill all processes at once, including their orphans."""
         guard.kill_descendants(self._spare)
         for one in self._started:
             one.poll()
-
-    def _continue_stop(self) -> None:
-        if not self.workers_left:
-            for one in self._started:
-                one.signal(signal.SIGTERM)
-        if not self.running:
-            self.kill()  # also the orphans of a guard that was killed
 
     def _check_states(self) -> None:
         stats = guard.processes()
@@ -210,23 +170,19 @@ class Activity:
 
 
 class _Started:
-    """A process with the guard around it."""
+    """A process with the guard around it, and a thread for its outputs."""
 
-    def __init__(self, task: Task, log: Log, slot: int, selector: selectors.BaseSelector, grace_s: float) -> None:
-        self.task, self._log, self._slot, self._selector = task, log, slot, selector
+    def __init__(self, task: Task, log: Log, woken: threading.Event, grace_s: float) -> None:
+        self.task, self._log, self._woken = task, log, woken
         self.pid = 0
         self.gone = False  # including all processes that it has started
         self._status: Optional[int] = None
         self._ended_at = 0.0
         self._stopped_at: Optional[float] = None
-        self._unread = b""
-        self._popen, report = self._start(grace_s)
+        self._popen, self._report = self._start(grace_s)
         self.guard = self._popen.pid
-        assert self._popen.stdout is not None and self._popen.stderr is not None
-        self._pipes: Dict[int, Tuple[IO[bytes], Callable[[bytes], None]]] = {}
-        self._listen(report, self._take_report)
-        self._listen(self._popen.stdout, lambda data: log.write(data, 0))
-        self._listen(self._popen.stderr, lambda data: log.write(data, 1))
+        self._reader = threading.Thread(target=self._copy, daemon=True)
+        self._reader.start()
 
     @property
     def failed_at(self) -> Optional[float]:
@@ -234,24 +190,22 @@ class _Started:
         return self._ended_at if self._status else None
 
     def poll(self) -> None:
-        """Check whether the guard has ended, and read the rest of its pipes."""
-        if self.gone or self._popen.poll() is None:
+        """Check whether the program has ended, and its guard."""
+        if self.gone:
             return
-        for descriptor in list(self._pipes):
-            self._read(descriptor, all_of_it=True)
-            self._forget(descriptor)
-        if self._status is None:  # the guard was killed, and the program with it
-            self._status, self._ended_at = signal.SIGKILL, time.monotonic()
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
-        self._log.close()
-        self.gone = True
+        has_ended = self._popen.poll() is not None
+        self._read_report()
+        if has_ended:
+            if self._status is None:  # the guard was killed, and the program with it
+                self._status, self._ended_at = signal.SIGKILL, time.monotonic()
+            self._reader.join(_LATE_S)
+            self._report.close()
+            self._log.close()
+            self.gone = True
 
     def signal(self, signum: int) -> None:
-        """Pass a signal to the program, unless it has ended; end its standard input instead if that is open."""
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
-        elif not self.gone:
+        """Pass a signal to the program, unless it has ended."""
+        if not self.gone:
             self._popen.send_signal(signum)
 
     def stopped_s(self, states: Sequence[str]) -> float:
@@ -267,67 +221,47 @@ class _Started:
             what, code = f"was killed by {_name(os.WTERMSIG(status))}", 128 + os.WTERMSIG(status)
         elif not what:
             what, code = f"exited with status {os.WEXITSTATUS(status)}", os.WEXITSTATUS(status)
-        return Failure(who, what, code, tuple(self._log.last_lines()), str(self._log.path), self._slot)
+        return Failure(who, what, code, tuple(self._log.last_lines()), str(self._log.path), self.task.slot)
 
     def _start(self, grace_s: float) -> Tuple[subprocess.Popen, IO[bytes]]:
         report, report_end = os.pipe()
         cores = ",".join(map(str, self.task.cores)) or "-"
+        guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(report_end), str(grace_s), cores]
+        pipe = subprocess.PIPE
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, guard.PASSED_ON)  # until the guard is ready for them
         try:
             popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    guard.__file__,
-                    str(os.getpid()),
-                    str(report_end),
-                    str(grace_s),
-                    cores,
-                    *self.task.command,
-                ],
+                [*guarded, *self.task.command],
                 env=dict(self.task.environ),
-                stdin=subprocess.PIPE if self.task.stdin else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
                 pass_fds=[report_end],
                 start_new_session=True,  # so that only the launcher gets the terminal's Ctrl-C
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(report_end)
-        if popen.stdin is not None:
-            with suppress(BrokenPipeError):
-                os.write(popen.stdin.fileno(), self.task.stdin)  # no more than the pipe holds: hosts.py
+        os.set_blocking(report, False)
         return popen, open(report, "rb", buffering=0)
 
-    def _listen(self, pipe: IO[bytes], take: Callable[[bytes], None]) -> None:
-        descriptor = pipe.fileno()
-        os.set_blocking(descriptor, False)
-        self._pipes[descriptor] = (pipe, take)
-        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._read(descriptor))
+    def _copy(self) -> None:
+        """Write both outputs to the log, in the order of their arrival."""
+        out, err = self._popen.stdout, self._popen.stderr
+        assert out is not None and err is not None
+        with out, err, selectors.DefaultSelector() as selector:
+            for stream, pipe in enumerate((out, err)):
+                selector.register(pipe, selectors.EVENT_READ, stream)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    data = os.read(key.fd, _READ)
+                    self._log.write(data, key.data)
+                    if not data:
+                        selector.unregister(key.fileobj)
+        self._woken.set()
 
-    def _read(self, descriptor: int, *, all_of_it: bool = False) -> None:
-        while descriptor in self._pipes:
-            try:
-                data = os.read(descriptor, _READ)
-            except BlockingIOError:
-                return
-            if not data:
-                self._forget(descriptor)
-                return
-            self._pipes[descriptor][1](data)
-            if not all_of_it:
-                return
-
-    def _forget(self, descriptor: int) -> None:
-        if descriptor in self._pipes:
-            self._selector.unregister(descriptor)
-            self._pipes.pop(descriptor)[0].close()
-
-    def _take_report(self, data: bytes) -> None:
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
+    def _read_report(self) -> None:
+        for line in (self._report.read() or b"").splitlines():  # a line is written at once
             word, *numbers = line.split()
             if word == b"pid":
                 self.pid = int(numbers[0])

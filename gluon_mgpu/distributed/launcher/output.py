@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Callable, Deque, List
 
-from .printable import printable_lines
-
-_COLOURS = (36, 33, 32, 35, 34, 31)
 _LONGEST = 64 * 1024  # bytes of a line that is shown before it is complete
 _KEPT = 200  # lines of standard error
 _SHOWN = 40  # lines of standard error in a failure
@@ -26,17 +23,16 @@ class Output:
     folder : pathlib.Path
         Holds one file per process: `rank-0.log`, `server-0.log`, `scheduler.log`.
     out, err : binary files
-        Show the processes' standard output and error. Names are coloured if both are terminals.
+        Show the processes' standard output and error.
     """
 
     def __init__(self, folder: Path, out: BinaryIO, err: BinaryIO) -> None:
         self.folder = folder
         self._streams = (out, err)
-        self._colour = not os.environ.get("NO_COLOR") and out.isatty() and err.isatty()
 
     def report(self, text: str) -> None:
         """Show a message of the launcher, and append it to `launcher.log`."""
-        line = f"gluon-mgpu launch: {printable_lines(text)}\n".encode("utf-8", "replace")
+        line = f"gluon-mgpu launch: {text}\n".encode("utf-8", "replace")
         self.show(line, 1)
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "launcher.log", "ab") as file:
@@ -44,21 +40,16 @@ class Output:
 
     def show(self, data: bytes, stream: int) -> None:
         """Write to standard output (0) or error (1); ignore a closed stream, since the logs hold everything."""
-        try:
+        with suppress(OSError):
             self._streams[stream].write(data)
             self._streams[stream].flush()
-        except OSError:
-            pass
 
-    def log(self, name: str, number: int, restart: int) -> Log:
+    def log(self, name: str, restart: int) -> Log:
         """Return the log of one process; each restart writes to a new file."""
         stem = re.sub(r"[^\w.-]", "-", f"rank-{name}" if name.isdigit() else name)
         folder = self.folder / f"restart-{restart}" if restart else self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        prefix = f"[{name}] "
-        if self._colour:
-            prefix = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{prefix}\x1b[0m"
-        return Log(folder / f"{stem}.log", prefix.encode(), self.show)
+        return Log(folder / f"{stem}.log", f"[{name}] ".encode(), self.show)
 
 
 class Log:
@@ -73,14 +64,11 @@ class Log:
         self._prefix, self._show_bytes = prefix, show
         self._begun = [b"", b""]  # incomplete lines of standard output and error
         self._kept: Deque[str] = deque(maxlen=_KEPT)
-        self.complaint = ""  # why the file is incomplete
 
     def write(self, data: bytes, stream: int) -> None:
         """Write bytes from the process's standard output (0) or error (1)."""
-        try:
+        with suppress(OSError, ValueError):  # a full disk must not end the training; orphans write when it is closed
             self._file.write(data)
-        except OSError as error:  # a full disk must not end the training
-            self.complaint = self.complaint or f"{self.path}: {error.strerror}"
         *lines, begun = (self._begun[stream] + data).split(b"\n")
         if len(begun) > _LONGEST:
             lines, begun = [*lines, begun], b""
@@ -106,7 +94,7 @@ class Log:
         ['Traceback (most recent call last):', '  ...', 'ValueError: no']
         >>> log.close()
         """
-        lines = [*self._kept, *self._text(self._begun[1])]
+        lines = [*self._kept, *_texts([self._begun[1]])]
         begins = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         shown = lines[begins[-1] :] if begins else lines[-10:]
         if len(shown) > _SHOWN:  # a traceback ends with the error and begins with the outermost call: keep both ends
@@ -115,13 +103,15 @@ class Log:
 
     def _show(self, lines: List[bytes], stream: int) -> None:
         if lines:
-            shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-            self._show_bytes(b"".join(self._prefix + line + b"\n" for line in shown), stream)
+            self._show_bytes(b"".join(self._prefix + _last_text(line) + b"\n" for line in lines), stream)
         if stream == 1:
-            for line in lines:
-                self._kept.extend(self._text(line))
+            self._kept.extend(_texts(lines))
 
-    @staticmethod
-    def _text(line: bytes) -> List[str]:
-        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
-        return [text] if text else []
+
+def _last_text(line: bytes) -> bytes:
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _texts(lines: List[bytes]) -> List[str]:
+    texts = [_last_text(line).decode("utf-8", "replace") for line in lines]
+    return [text for text in texts if text]

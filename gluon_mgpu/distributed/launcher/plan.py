@@ -1,100 +1,64 @@
-"""Which process runs where: the plan that every node receives, and the commands and environments of a node's processes."""
+"""Which process runs where: the plan that every machine works out, and the commands and environments of its processes."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Sequence, Tuple, TypeVar
 
-from ...runtime.threads import num_cores
-from ..process import LaunchError, Process
-from .fields import address, integer, list_of, one_of, pair, record
-from .interfaces import interface_of
-from .tokens import TOKEN
+from ...runtime.openmp_threads import num_cores
+from ..process import PREFIX, Process
+from .network import interface_of
 
-STARTUP = str(Path(__file__).parent / "startup")
-_SERVER = (sys.executable, "-c", "from gluon_mgpu_startup.server import main; main()")
+_SERVER = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.server")
 _HOROVOD_RENDEZVOUS = str(Path(__file__).parent / "horovod_rendezvous.py")
-_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK", TOKEN}  # workers must not get the launchers' secret
+_STALE = {*Process(0, 1, 0, 1, 0, 1, 0).variables(), "HOROVOD_RANK", f"{PREFIX}DEBUG"}  # of a launcher around this one
 BACKENDS = ("dist_sync", "horovod")
-MOST_NODES = 2**16
-MOST_PROCESSES = 2**16
-MOST_RESTARTS = 2**31
-_COUNTS = list_of(integer(0, MOST_PROCESSES), 1, MOST_NODES)
-_FIELDS = record(
-    restart=integer(0, MOST_RESTARTS),
-    counts=_COUNTS,
-    servers=_COUNTS,
-    root=pair(address, integer(1, 65535)),
-    backend=one_of(*BACKENDS),
-)
+_Thing = TypeVar("_Thing")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of one attempt, the same on every node. It holds numbers and an address, and no code or commands.
+    """The layout of one attempt. Every machine works out the same one.
 
     Attributes
     ----------
     restart : int
         Restarts of the job so far.
-    counts : tuple of int
-        Workers of each node.
-    servers : tuple of int
-        Parameter servers of each node; 0 if one worker trains alone.
+    num_nodes, num_local : int
+        Machines, and workers of each.
+    num_servers : int
+        Parameter servers of the whole job.
     root : tuple of (str, int)
-        Address and port on node 0 of the scheduler, or of Horovod's rendezvous.
+        Address and port on node 0 of the scheduler, or of Horovod's rendezvous. The next ports are those of `machines`.
     backend : str
         Connects the workers: `dist_sync`, MXNet's store, or `horovod`.
     """
 
     restart: int
-    counts: Tuple[int, ...]
-    servers: Tuple[int, ...]
+    num_nodes: int
+    num_local: int
+    num_servers: int
     root: Tuple[str, int]
     backend: str = "dist_sync"
 
     @property
     def num_processes(self) -> int:
         """The number of workers."""
-        return sum(self.counts)
+        return self.num_nodes * self.num_local
 
     def process(self, node_rank: int, local_rank: int) -> Process:
-        """Return the place of a node's worker. Ranks count up node by node.
+        """Return the place of a machine's worker. Ranks count up machine by machine.
 
         Examples
         --------
-        >>> Plan(0, (2, 3), (1, 1), ("10.0.0.1", 9000)).process(1, 2).rank
-        4
+        >>> Plan(0, 2, 3, 2, ("10.0.0.1", 9000)).process(1, 2).rank
+        5
         """
-        rank = sum(self.counts[:node_rank]) + local_rank
-        count = self.counts[node_rank]
-        return Process(rank, self.num_processes, local_rank, count, node_rank, len(self.counts), self.restart)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Plan:
-        """Return the plan that another node has sent as `vars(plan)`.
-
-        Raises
-        ------
-        LaunchError
-            The fields are not a plan.
-        """
-        try:
-            plan = cls(**_FIELDS(fields))
-        except ValueError as error:
-            raise LaunchError(
-                f"launch: got {str(fields)[:200]!r} ({error}); expected a plan. Run the same version on every node."
-            ) from None
-        if len(plan.counts) != len(plan.servers) or not 0 < plan.num_processes <= MOST_PROCESSES:
-            raise LaunchError(
-                f"launch: got {str(fields)[:200]!r}; expected a plan with processes and servers for each node, "
-                f"at most {MOST_PROCESSES} in all. Run the same version on every node."
-            )
-        return plan
+        rank = node_rank * self.num_local + local_rank
+        return Process(rank, self.num_processes, local_rank, self.num_local, node_rank, self.num_nodes, self.restart)
 
 
 @dataclass(frozen=True)
@@ -105,26 +69,20 @@ class Task:
     ----------
     name : str
         A worker's rank, "server 0", "scheduler" or "rendezvous".
-    number : int
-        Chooses its colour.
     command : tuple of str
     environ : dict of str to str
         The complete environment.
-    is_worker : bool
-        Whether it runs the program, rather than serving the workers.
+    slot : int
+        A worker's number on its machine; -1 for a process that serves the workers.
     cores : tuple of int
         The cores that it is bound to; () leaves it unbound.
-    stdin : bytes
-        Its standard input. If this is not empty, the input stays open until the process must end, instead of a signal.
     """
 
     name: str
-    number: int
     command: Tuple[str, ...]
     environ: Mapping[str, str]
-    is_worker: bool = False
+    slot: int = -1
     cores: Tuple[int, ...] = ()
-    stdin: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -136,7 +94,7 @@ class Machine:
     program : tuple of str
         As `program_command` returns it.
     host : str
-        The address at which the other nodes reach this one.
+        The address at which the other machines reach this one.
     cores : tuple of int
         Each worker is bound to an equal share of them; () leaves all unbound.
     gpus : tuple of str
@@ -153,115 +111,80 @@ class Machine:
 
     def tasks(self, plan: Plan, node_rank: int) -> List[Task]:
         """Return the processes of this machine: on node 0 the scheduler or the rendezvous, then servers, then workers."""
-        base = {name: value for name, value in os.environ.items() if name not in _STALE and not name.startswith("DMLC_")}
+        base = {name: value for name, value in os.environ.items() if not name.startswith("DMLC_")}
+        for name in _STALE - {f"{PREFIX}DEBUG"}:
+            base.pop(name, None)
         tasks: List[Task] = []
-        if plan.backend == "horovod" and plan.num_processes > 1:
+        if plan.num_processes > 1 and plan.backend == "horovod":
+            address, port = plan.root[0], str(plan.root[1])
             if not node_rank:
-                command = (sys.executable, "-I", "-S", _HOROVOD_RENDEZVOUS, plan.root[0], str(plan.root[1]))
-                tasks = [Task("rendezvous", 0, command, base)]
-            base = {**_hooked(base), **self._horovod_environ(plan)}
-        elif any(plan.servers):
-            store = {**base, **self._store_environ(plan)}
-            tasks = (
-                [] if node_rank else [Task("scheduler", 0, _SERVER, {**store, "DMLC_ROLE": "scheduler", "GLUON_MGPU_DEBUG": ""})]
-            )
-            first = sum(plan.servers[:node_rank])
-            for number in range(first, first + plan.servers[node_rank]):
-                tasks.append(Task(f"server {number}", number, _SERVER, {**store, "DMLC_ROLE": "server", "GLUON_MGPU_DEBUG": ""}))
-            base = {**_hooked(store), "DMLC_ROLE": "worker"}
-        return tasks + [self._worker(plan.process(node_rank, i), base, plan) for i in range(plan.counts[node_rank])]
+                tasks.append(Task("rendezvous", (sys.executable, "-I", "-S", _HOROVOD_RENDEZVOUS, address, port), base))
+            base.update(self._horovod_environ(address, port))
+        elif plan.num_servers:
+            base.update(store_environ(plan.root, plan.num_processes, plan.num_servers), DMLC_NODE_HOST=self.host)
+            serving = {name: value for name, value in base.items() if name not in _STALE}
+            if not node_rank:
+                tasks.append(Task("scheduler", _SERVER, {**serving, "DMLC_ROLE": "scheduler"}))
+            for number in range(node_rank, plan.num_servers, plan.num_nodes):
+                tasks.append(Task(f"server {number}", _SERVER, {**serving, "DMLC_ROLE": "server"}))
+            base["DMLC_ROLE"] = "worker"
+        return [*tasks, *(self._worker(plan.process(node_rank, slot), base) for slot in range(plan.num_local))]
 
-    def _store_environ(self, plan: Plan) -> Dict[str, str]:
-        """Return the variables of ps-lite, MXNet's transport. It binds to `DMLC_NODE_HOST`, the scheduler to the root."""
-        return {
-            "DMLC_PS_ROOT_URI": plan.root[0],
-            "DMLC_PS_ROOT_PORT": str(plan.root[1]),
-            "DMLC_NUM_WORKER": str(plan.num_processes),
-            "DMLC_NUM_SERVER": str(sum(plan.servers)),
-            "DMLC_NODE_HOST": self.host,
-        }
-
-    def _horovod_environ(self, plan: Plan) -> Dict[str, str]:
+    def _horovod_environ(self, address: str, port: str) -> Dict[str, str]:
         """Return the variables of all Horovod processes. Horovod binds to the first address of an interface."""
         interface = interface_of(self.host)
         return {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": plan.root[0],
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(plan.root[1]),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
             **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
         }
 
-    def _worker(self, process: Process, base: Mapping[str, str], plan: Plan) -> Task:
+    def _worker(self, process: Process, base: Mapping[str, str]) -> Task:
         local, count = process.local_rank, process.local_processes
         environ = {"PYTHONUNBUFFERED": "1", **base, **process.variables()}  # keeps the last lines of a killed process
-        if plan.backend == "horovod" and plan.num_processes > 1:
-            environ.update(_horovod_place(process, plan))
+        if "HOROVOD_CONTROLLER" in base:
+            environ.update(_horovod_place(process))
         cores: Tuple[int, ...] = ()
         if count > 1 and len(self.cores) >= count:
             cores = shares(self.cores, count)[local]
         elif count > 1:
             environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
+        gpus = self.gpus
         if self.gpus_per_process:
-            gpus = self.gpus[local * self.gpus_per_process :][: self.gpus_per_process]
-        else:
-            gpus = shares(self.gpus, count)[local] if len(self.gpus) >= count else self.gpus
+            gpus = gpus[local * self.gpus_per_process :][: self.gpus_per_process]
+        elif len(gpus) >= count:
+            gpus = shares(gpus, count)[local]
         if gpus:
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        return Task(str(process.rank), process.rank, self.program, environ, True, cores)
+        return Task(str(process.rank), self.program, environ, local, cores)
 
 
-def _hooked(environ: Mapping[str, str]) -> Dict[str, str]:
-    """Return an environment whose Python runs `startup/sitecustomize.py`, which ends workers in order."""
-    return {**environ, "PYTHONPATH": os.pathsep.join([STARTUP, *filter(None, [environ.get("PYTHONPATH")])])}
-
-
-def _horovod_place(process: Process, plan: Plan) -> Dict[str, str]:
-    """Return a worker's place in Horovod's variables. "Cross" counts the workers with the same local rank on all machines."""
-    peers = [node for node, count in enumerate(plan.counts) if count > process.local_rank]
-    place = {
-        "RANK": process.rank,
-        "SIZE": process.num_processes,
-        "LOCAL_RANK": process.local_rank,
-        "LOCAL_SIZE": process.local_processes,
-        "CROSS_RANK": peers.index(process.node_rank),
-        "CROSS_SIZE": len(peers),
-        "HOSTNAME": f"node{process.node_rank}",
+def store_environ(root: Tuple[str, int], num_workers: int, num_servers: int) -> Dict[str, str]:
+    """Return the variables of ps-lite, MXNet's transport. It binds to `DMLC_NODE_HOST`, the scheduler to the root."""
+    return {
+        "DMLC_PS_ROOT_URI": root[0],
+        "DMLC_PS_ROOT_PORT": str(root[1]),
+        "DMLC_NUM_WORKER": str(num_workers),
+        "DMLC_NUM_SERVER": str(num_servers),
     }
-    return {f"HOROVOD_{name}": str(value) for name, value in place.items()}
 
 
-def program_command(program: Sequence[str], *, module: bool = False) -> Tuple[str, ...]:
-    """Return the command for `train.py ...`, for a module with its arguments, or for a program on the PATH.
-
-    Raises
-    ------
-    LaunchError
-        The script or program does not exist.
-
-    Examples
-    --------
-    >>> program_command(["timeit", "-n", "1"], module=True)[1:]
-    ('-m', 'timeit', '-n', '1')
-    """
-    first, *arguments = program
-    if module:
-        return (sys.executable, "-m", first, *arguments)
-    if first.endswith(".py"):
-        if not os.path.isfile(first):
-            raise LaunchError(
-                f"launch: got {first!r}; expected an existing script. Check the path, which starts from {os.getcwd()}."
-            )
-        return (sys.executable, first, *arguments)
-    found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))
-    if found is None:
-        raise LaunchError(
-            f"launch: got {first!r}; expected a script that ends in .py, or a program on the PATH. Pass -m to run a module."
-        )
-    return (found, *arguments)
+def _horovod_place(process: Process) -> Dict[str, str]:
+    """Return a worker's place in Horovod's variables. "Cross" counts the workers with the same local rank on all machines."""
+    return {
+        "HOROVOD_RANK": str(process.rank),
+        "HOROVOD_SIZE": str(process.num_processes),
+        "HOROVOD_LOCAL_RANK": str(process.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(process.local_processes),
+        "HOROVOD_CROSS_RANK": str(process.node_rank),
+        "HOROVOD_CROSS_SIZE": str(process.num_nodes),
+        "HOROVOD_HOSTNAME": f"node{process.node_rank}",
+    }
 
 
-def shares(things: Sequence[Any], count: int) -> List[Tuple[Any, ...]]:
+def shares(things: Sequence[_Thing], count: int) -> List[Tuple[_Thing, ...]]:
     """Divide things into `count` consecutive shares; the first ones are longer by one if the division leaves a remainder.
 
     Examples
@@ -276,40 +199,23 @@ def shares(things: Sequence[Any], count: int) -> List[Tuple[Any, ...]]:
 
 def bindable_cores() -> Tuple[int, ...]:
     """Return the cores of this process, threads of one core next to each other; () if a quota allows fewer cores."""
-    if not hasattr(os, "sched_getaffinity"):
-        return ()
     cores = sorted(os.sched_getaffinity(0), key=_place)
     return tuple(cores) if num_cores() == len(cores) else ()
 
 
 def _place(core: int) -> Tuple[int, int, int]:
-    return (_topology(core, "physical_package_id"), _topology(core, "core_id"), core)
-
-
-def _topology(core: int, what: str) -> int:
+    folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
-        return int(Path(f"/sys/devices/system/cpu/cpu{core}/topology/{what}").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
+        package, place = (int((folder / name).read_text("ascii")) for name in ("physical_package_id", "core_id"))
+    except (OSError, ValueError):  # some containers do not show it
+        return 0, 0, core
+    return package, place, core
 
 
-def default_servers(counts: Sequence[int]) -> Tuple[int, ...]:
-    """Return the default number of parameter servers of each node.
+def default_servers(num_nodes: int, num_local: int) -> int:
+    """Return the default number of parameter servers.
 
-    A single worker needs no server. On one machine, two servers were faster than one and than four, for two workers and for
-    four. Several machines have one each, so that each sends as much as it receives.
-
-    Examples
-    --------
-    >>> default_servers([1]), default_servers([4]), default_servers([2, 2])
-    ((0,), (2,), (1, 1))
+    A single worker needs none. On one machine, two servers were faster than one and than four, for two workers and for four.
+    Several machines have one each, so that each sends as much as it receives.
     """
-    each = 0 if sum(counts) == 1 else 2 if len(counts) == 1 else 1
-    return tuple(each for _ in counts)
-
-
-def spread_servers(servers: Optional[int], counts: Sequence[int]) -> Tuple[int, ...]:
-    """Divide `servers` over the nodes; the first nodes get one more if the division leaves a remainder."""
-    if servers is None or sum(counts) == 1:
-        return default_servers(counts)
-    return tuple(len(share) for share in shares(range(servers), len(counts)))
+    return num_nodes if num_nodes > 1 else 2 if num_local > 1 else 0

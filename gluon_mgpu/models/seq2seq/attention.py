@@ -7,7 +7,7 @@ from typing import Any, Tuple
 from mxnet.gluon import nn
 
 from ...checks import one_of
-from .legacy import Dense
+from .array_modes import Dense
 
 ATTENTIONS = ("dot", "additive")
 _NEVER = -1e30  # as a score: its softmax is exactly 0

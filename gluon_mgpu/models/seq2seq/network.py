@@ -9,13 +9,12 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import nn
 
-from ...checks import one_of, real_number, whole_number
+from ...checks import real_number, whole_number
 from ...errors import TrainerError
 from ...nested import Array, is_device_array, map_leaves
-from .attention import ATTENTIONS, Attention
-from .legacy import Dense, Dropout, Embedding, on_legacy_arrays
-from .loss import LAYOUTS
-from .recurrence import NUM_GATES, NUM_STATES, RECURRENCES, Recurrence, can_compile, each_step
+from .array_modes import Dense, Dropout, Embedding, on_legacy_arrays
+from .attention import Attention
+from .recurrent_layer import NUM_STATES, Recurrence, can_compile
 
 _EMBEDDING_SCALE = 0.3  # Xavier's would fall with the size of the vocabulary: 0.04 for 3,000 tokens of size 128
 _BULK = {"forward_bulk_size": 4, "backward_bulk_size": 4}  # operations
@@ -31,12 +30,10 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
     source ─► embed ─► both directions, layer by layer ─► values ─► keys              once for all steps
                                   └─ last states ─► first states of the decoder
     target ─► embed ─► recurrent layers ─► attention ─► output layer                  all steps at once
-                              └──◄── input feeding ◄──┘                               or steps, except embedding, output
     ```
 
-    With teacher forcing, all inputs of the decoder are known in advance. Without input feeding, its recurrent layers run like the
-    encoder's, and attention and output layer compute all steps together. With it, each step's attentional vector is an input of
-    the next step.
+    With teacher forcing, all inputs of the decoder are known in advance: its recurrent layers run like the encoder's, and
+    attention and output layer compute all steps together.
 
     `initialize` gives embeddings a scale that does not depend on the vocabulary, and each gate an orthogonal matrix; its own
     initializer is for the other weights. For text, call `begin_at` first.
@@ -53,13 +50,10 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         `"gru"` or `"lstm"`.
     attention : str
         `"dot"` or `"additive"`; see `Attention`.
-    input_feeding : bool
     tied : bool
         The output layer shares the target embedding's weights, which requires `embed_size == hidden_size`.
     dropout : float, 0 up to 1
         Of embeddings, of outputs between layers, and of the output layer's input.
-    layout : str
-        `"NTC"`: tokens of shape (N, T), scores of shape (N, T, vocabulary). `"TNC"`: (T, N) and (T, N, vocabulary).
     recurrence : str
         `"auto"`, `"fused"` or `"steps"`; see `Recurrence`.
 
@@ -76,7 +70,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
     >>> net((source, lengths, target)).shape
     (2, 7, 12)
 
-    Source: Luong, Pham, Manning, 2015 (input feeding, attentional vector); Bahdanau, Cho, Bengio, 2015 (the encoder).
+    Source: Luong, Pham, Manning, 2015 (attentional vector); Bahdanau, Cho, Bengio, 2015 (the encoder).
     """
 
     def __init__(
@@ -89,27 +83,27 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         num_layers: int = 1,
         cell: str = "gru",
         attention: str = "dot",
-        input_feeding: bool = False,
         tied: bool = False,
         dropout: float = 0.0,
-        layout: str = "NTC",
         recurrence: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         sizes = {"source_vocab_size": source_vocab_size, "target_vocab_size": target_vocab_size, "num_layers": num_layers}
-        _check_sizes(embed_size=embed_size, hidden_size=hidden_size, **sizes)
-        options = [("cell", cell, tuple(NUM_GATES)), ("attention", attention, ATTENTIONS), ("layout", layout, LAYOUTS)]
-        for name, value, choices in [*options, ("recurrence", recurrence, RECURRENCES)]:
-            one_of("Seq2Seq", name, value, choices, advice="Pass one of these.")
-        _check_tied(tied, embed_size, hidden_size)
-        _check_dropout(dropout)
-        self.layout, self.target_vocab_size, self.source_vocab_size = layout, target_vocab_size, source_vocab_size
+        for name, size in {**sizes, "embed_size": embed_size, "hidden_size": hidden_size}.items():
+            whole_number("Seq2Seq", name, size, advice="256 is usual for the sizes.")
+        real_number("Seq2Seq", "dropout", dropout, high=1.0, below=True, advice="0.2 is usual.")
+        if tied and embed_size != hidden_size:
+            raise TrainerError(
+                f"Seq2Seq: got tied=True with embed_size={embed_size} and hidden_size={hidden_size}; expected both equal, as "
+                "one array is embedding and output layer. Pass one number for both."
+            )
+        self.target_vocab_size, self.source_vocab_size = target_vocab_size, source_vocab_size
         with self.name_scope():
             self.encoder = Encoder(source_vocab_size, embed_size, hidden_size, num_layers, cell, dropout, recurrence)
             scale = hidden_size**-0.5 if tied else _EMBEDDING_SCALE
             self.target_embedding = Embedding(target_vocab_size, embed_size, weight_initializer=mx.init.Normal(scale))
-            self.decoder = Decoder(embed_size, hidden_size, num_layers, cell, attention, input_feeding, dropout, recurrence)
+            self.decoder = Decoder(embed_size, hidden_size, num_layers, cell, attention, dropout, recurrence)
             self.dropout = Dropout(dropout)
             shared = self.target_embedding.params if tied else None
             self.output = Dense(target_vocab_size, flatten=False, in_units=hidden_size, params=shared)
@@ -124,7 +118,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
     @on_legacy_arrays
     def forward(self, X: Any, *more: Array) -> Array:
-        """Return the scores of every target token, shape (N, T, vocabulary), or (T, N, vocabulary).
+        """Return the scores of every target token, shape (N, T, vocabulary).
 
         A subclass may have its own `encode` or `decode`: they are called here as they are to translate, with legacy arrays in
         both modes, and `hybridize` then compiles the parts within them.
@@ -132,25 +126,25 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         Parameters
         ----------
         X : (source, lengths, target), as one argument or three
-            Tokens of shapes (N, S) and (N, T), or (S, N) and (T, N); true source lengths, shape (N,).
+            Tokens of shapes (N, S) and (N, T); true source lengths, shape (N,).
 
         Raises
         ------
         TrainerError
             Other arrays than these.
         """
-        source, lengths, target = _check_inputs((X, *more) if more else X, self.layout)
+        source, lengths, target = _check_inputs((X, *more) if more else X)
         if self._is_overridden():
             return self.decode(target, *self.encode(source, lengths))[0]
         inputs = (source, lengths, target, *self._start(source, lengths))
-        return super().forward(*inputs) if self.decoder.is_at_once(source) else self.hybrid_forward(mx.nd, *inputs)
+        return super().forward(*inputs) if can_compile(self.decoder.layers, source) else self.hybrid_forward(mx.nd, *inputs)
 
     def graph_inputs(self, X: Any) -> Optional[Tuple[Array, ...]]:
         """Return the arguments of `hybrid_forward` for `forward(X)`, as legacy arrays; None if not all steps run at once."""
         X = map_leaves(lambda _, leaf: leaf.as_nd_ndarray() if is_device_array(leaf) else leaf, X)
         with mx.util.np_array(False):
-            source, lengths, target = _check_inputs(X, self.layout)
-            if self._is_overridden() or not self.decoder.is_at_once(source):
+            source, lengths, target = _check_inputs(X)
+            if self._is_overridden() or not can_compile(self.decoder.layers, source):
                 return None
             return (source, lengths, target, *self._start(source, lengths))
 
@@ -176,19 +170,9 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
         Most of the arithmetic is in them and their loss, and few of the parameters. Encoder and decoder are the stages before.
 
-        Raises
-        ------
-        TrainerError
-            With input feeding, each step of the decoder waits for the attention of the step before.
-
         Source: Ono, Utiyama, Sumita, "Hybrid data-model parallel training for sequence-to-sequence recurrent neural network
         machine translation", 2019.
         """
-        if self.decoder.feed is not None:
-            raise TrainerError(
-                "Seq2Seq.data_parallel_layers: got input_feeding=True; expected False: each step of the decoder waits for the "
-                "attention of the step before, so that attention cannot be a stage after it. Leave input feeding out."
-            )
         return [self.encoder.keys, self.decoder.attention, self.output]
 
     def _is_overridden(self) -> bool:
@@ -207,7 +191,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
         Parameters
         ----------
-        source : NDArray, shape (N, S) or (S, N)
+        source : NDArray, shape (N, S)
         lengths : NDArray, shape (N,)
         """
         return self._encode(mx.nd, source, lengths, *self._start(source, lengths))
@@ -220,29 +204,28 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
 
         Parameters
         ----------
-        target : NDArray, shape (N, T) or (T, N)
+        target : NDArray, shape (N, T)
         state, memory
             Of `encode`, or of the step before.
 
         Returns
         -------
-        scores : NDArray, shape (N, T, vocabulary) or (T, N, vocabulary)
+        scores : NDArray, shape (N, T, vocabulary)
         state
         weights : NDArray, shape (N, S, T)
         """
         return self._decode(mx.nd, target, state, memory)
 
     def _start(self, source: Array, lengths: Array) -> Tuple[Array, Array]:
-        return self.encoder.start(source.T if self.layout == "NTC" else source, lengths)
+        return self.encoder.start(source.T, lengths)
 
     def _encode(self, F: Any, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[State, Memory]:
-        values, keys, first = self.encoder(F.transpose(source) if self.layout == "NTC" else source, lengths, backwards, zeros)
+        values, keys, first = self.encoder(F.transpose(source), lengths, backwards, zeros)
         return self.decoder.begin(F, first), (keys, values, lengths)
 
     def _decode(self, F: Any, target: Array, state: State, memory: Memory) -> Tuple[Array, State, Array]:
-        embedded = self.dropout(self.target_embedding(F.transpose(target) if self.layout == "NTC" else target))
+        embedded = self.dropout(self.target_embedding(F.transpose(target)))
         vectors, weights, *after = self.decoder(embedded, *memory, *state)
-        vectors = vectors if self.layout == "NTC" else F.swapaxes(vectors, dim1=0, dim2=1)
         return self.output(self.dropout(vectors)), tuple(after), weights
 
 
@@ -336,13 +319,12 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
         num_layers: int,
         cell: str,
         attention: str,
-        input_feeding: bool,
         dropout: float,
         recurrence: str,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._hidden_size, self._num_arrays = hidden_size, num_layers * NUM_STATES[cell]
+        self._num_arrays = num_layers * NUM_STATES[cell]
         with self.name_scope():
             self.dropout = Dropout(dropout)
             self.layers = nn.HybridSequential(prefix="layers_")
@@ -350,17 +332,10 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
                 for i in range(num_layers):
                     self.layers.add(Recurrence(cell, hidden_size, hidden_size if i else embed_size, recurrence))
             self.attention = Attention(attention, hidden_size, 2 * hidden_size)
-            width = NUM_GATES[cell] * hidden_size
-            self.feed: Optional[Dense] = Dense(width, use_bias=False, in_units=hidden_size) if input_feeding else None
 
     def begin(self, F: Any, first: Array) -> State:
         """Return the state before the first step, from the encoder's, shape (N, all states of all layers)."""
-        state = (first,) if self._num_arrays == 1 else tuple(F.split(first, num_outputs=self._num_arrays, axis=1))
-        return (*state, F.zeros_like(state[0])) if self.feed is not None else state
-
-    def is_at_once(self, inputs: Array) -> bool:
-        """Return whether all steps can run at once, and compiled, on the device of these inputs."""
-        return self.feed is None and can_compile(self.layers, inputs)
+        return (first,) if self._num_arrays == 1 else tuple(F.split(first, num_outputs=self._num_arrays, axis=1))
 
     def forward(self, embedded: Array, keys: Array, values: Array, lengths: Array, *state: Array) -> Tuple[Array, ...]:
         """Return vectors (N, T, hidden), weights (N, S, T), and the state after the last step.
@@ -369,8 +344,6 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
         ----------
         embedded : NDArray, shape (T, N, embed_size)
         """
-        if self.feed is not None:
-            return self._fed(self.feed, embedded, (keys, values, lengths), state)
         forward = super().forward if can_compile(self.layers, embedded) else partial(self.hybrid_forward, mx.nd)
         return tuple(forward(embedded, keys, values, lengths, *state))
 
@@ -384,23 +357,8 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
             after += states
         return (*self.attention(F.swapaxes(outputs, dim1=0, dim2=1), keys, values, lengths), *after)
 
-    def _fed(self, feed: Dense, embedded: Array, memory: Memory, state: State) -> Tuple[Array, ...]:
-        all_vectors, all_weights = [], []
-        F = mx.sym if isinstance(embedded, mx.sym.Symbol) else mx.nd
-        for projected in each_step(self.layers[0].project(embedded)):
-            projected = projected + feed(state[-1])
-            after: List[Array] = []
-            for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
-                states = layer.step(layer.project(self.dropout(after[-layer.num_states])) if i else projected, *before)
-                after += states
-            vectors, weights = self.attention(F.expand_dims(after[-layer.num_states], axis=1), *memory)
-            state = (*after, vectors.reshape((-1, self._hidden_size)))
-            all_vectors.append(vectors)
-            all_weights.append(weights)
-        return (F.concat(*all_vectors, dim=1), F.concat(*all_weights, dim=2), *state)
-
     def _by_layer(self, state: State) -> List[State]:
-        """Return each layer's states, followed by the vector for input feeding."""
+        """Return each layer's states."""
         size = self._num_arrays // len(self.layers)
         return [state[i : i + size] for i in range(0, self._num_arrays, size)]
 
@@ -409,9 +367,8 @@ def _rows(F: Any, outputs: Array, places: Array) -> Array:
     return F.take(F.reshape(outputs, shape=(-3, 0)), places)
 
 
-def _check_inputs(X: Any, layout: str) -> Tuple[Array, Array, Array]:
-    form = "(N, S), (N,), (N, T)" if layout == "NTC" else "(S, N), (N,), (T, N)"
-    wanted = f"expected (source, lengths, target), MXNet arrays of shapes {form}. The data side of the toolkit makes them"
+def _check_inputs(X: Any) -> Tuple[Array, Array, Array]:
+    wanted = "expected (source, lengths, target), MXNet arrays of shapes (N, S), (N,), (N, T). PairLoader makes them"
     if isinstance(X, (list, tuple)) and any(isinstance(array, mx.sym.Symbol) for array in X):
         raise TrainerError(
             "Seq2Seq: got symbols, of a block around it that is compiled; expected MXNet arrays. Hybridize the Seq2Seq alone."
@@ -420,25 +377,7 @@ def _check_inputs(X: Any, layout: str) -> Tuple[Array, Array, Array]:
         found = [type(array).__name__ for array in X] if isinstance(X, (list, tuple)) else type(X).__name__
         raise TrainerError(f"Seq2Seq: got {found}; {wanted}.")
     source, lengths, target = X
-    axis = LAYOUTS.index(layout)
     ranks = (source.ndim, lengths.ndim, target.ndim)
-    if ranks != (2, 1, 2) or not source.shape[axis] == lengths.shape[0] == target.shape[axis]:
+    if ranks != (2, 1, 2) or not source.shape[0] == lengths.shape[0] == target.shape[0]:
         raise TrainerError(f"Seq2Seq: got arrays of shapes {source.shape}, {lengths.shape}, {target.shape}; {wanted}.")
     return source, lengths, target
-
-
-def _check_sizes(**sizes: Any) -> None:
-    for name, size in sizes.items():
-        whole_number("Seq2Seq", name, size, advice="256 is usual for the sizes.")
-
-
-def _check_tied(tied: bool, embed_size: int, hidden_size: int) -> None:
-    if tied and embed_size != hidden_size:
-        raise TrainerError(
-            f"Seq2Seq: got tied=True with embed_size={embed_size} and hidden_size={hidden_size}; expected both equal, as "
-            "one array is embedding and output layer. Pass one number for both."
-        )
-
-
-def _check_dropout(dropout: Any) -> None:
-    real_number("Seq2Seq", "dropout", dropout, high=1.0, below=True, advice="0.2 is usual.")

@@ -11,24 +11,20 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ... import schema
-from ...checkpoint.atomic_folder import commit, explained, new_file, new_folder, open_folder, sync
-from ...checkpoint.checkpoint import check_folder, check_parameters, set_parameters
+from ...checkpoint.manifest import MANIFEST, Files, sync
+from ...checkpoint.replace_folder import commit, explained, new_file, new_folder, read_files
 from ...checkpoint.rotation import INNER
-from ...checkpoint.snapshot import FILES, OLD_STATES, PARAMS, Snapshot, content_of, take_snapshot
+from ...checkpoint.save_and_load import check_folder, check_parameters, set_parameters
+from ...checkpoint.snapshot import FILES, Snapshot, content_of, take_snapshot
 from ...checks import instance, path_of, short
-from ...data import EOS, Vocabulary, check_vocabulary
-from ...data.text.vocabularies import is_listed, read_vocabulary
+from ...data import EOS, Vocabulary
 from ...data.text.vocabulary import fingerprint
 from ...devices.select import check_contexts
 from ...distributed.process import this_process
 from ...errors import DataError, StateError, TrainerError
 from ...trainer.trainer import Trainer
 from .. import Seq2Seq
-from .attention import ATTENTIONS
-from .loss import LAYOUTS
-from .recurrence import NUM_GATES, RECURRENCES
-from .search import Translation, translate
+from .beam_search import Translation, translate
 
 PathLike = Union[str, Path]
 
@@ -38,6 +34,7 @@ _SIDES = ("source", "target")
 _ADVICE = "Use another folder"
 _OWN_FILES = (CONFIG_FILE, *(f"{side}.vocab" for side in _SIDES))
 PARTS = (*_OWN_FILES, INNER)  # of the folder of a translator
+TRANSLATOR_FILES = (*_OWN_FILES, *(f"{INNER}/{name}" for name in FILES))
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ class Translator:
             A text of nothing but spaces becomes one empty text.
         beam_size, num_best : int
         **search
-            Others of `translate`: `alpha`, `penalty`, `length_ratio`, `max_length`, `max_repeats`, `batch_size`, `attention`.
+            Others of `translate`: `alpha`, `length_ratio`, `max_length`, `max_repeats`, `batch_size`, `attention`.
 
         Raises
         ------
@@ -187,7 +184,7 @@ class Translator:
         snapshot = take_snapshot(self.net, trainer, progress)
         if this_process().rank:
             return
-        with explained("Translator.save", folder, num_bytes=snapshot.num_bytes, left="The translator before stays."):
+        with explained("Translator.save", folder, left="The translator before stays."):
             with new_folder(folder) as new:
                 self.write(new, snapshot)
             commit(folder)
@@ -243,99 +240,52 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
     DataError
         A vocabulary is not the one that the network was trained with.
     MissingExtraError
-        It has subwords, and sentencepiece is not installed.
+        sentencepiece is not installed.
     """
     folder = path_of("load_translator", "folder", folder, error=StateError)
     if ctx is not None:
         check_contexts(list(ctx) if isinstance(ctx, (list, tuple)) else [ctx], "load_translator")
-    inner = tuple(f"{INNER}/{name}" for name in (*FILES, OLD_STATES))
-    with open_folder(folder, (*_OWN_FILES, *inner), "load_translator") as opened:
-        missing = [name for name in _OWN_FILES if name not in opened]
-        missing += [INNER] if not any(name in opened for name in inner) else []
-        if missing:
-            raise StateError(
-                f"load_translator: got {opened.path} without {', '.join(missing)}; expected a folder of Translator.save. "
-                "Pass, for example, the folder best of a training run."
-            )
-        config = _read_config(opened.read(CONFIG_FILE), opened.path / CONFIG_FILE)
-        vocabularies = []
-        for side in _SIDES:
-            path, known = opened.path / f"{side}.vocab", config[f"{side}_vocabulary"]
-            vocabularies.append(_read_vocabulary(opened.read(path.name), known, path))
-        content = content_of(opened.inner(INNER), with_training=False)
-        path = opened.path / CONFIG_FILE
-    options = config["network"]
-    _check_num_layers(options.get("num_layers", 1), len(content.params), path)  # so many are made, before they are compared
-    translator = Translator(*vocabularies, **options)
-    translator.beam_size, translator.length_ratio = config.get("beam_size"), config.get("length_ratio")
+    files = read_files(folder, TRANSLATOR_FILES, "load_translator")
+    missing = [name for name in _OWN_FILES if name not in files.contents]
+    missing += [INNER] if f"{INNER}/{MANIFEST}" not in files.contents else []
+    if missing:
+        raise StateError(
+            f"load_translator: got {files.folder} without {', '.join(missing)}; expected a folder of Translator.save. "
+            "Pass, for example, the folder best of a training run."
+        )
+    content = content_of(files.inner(INNER), with_training=False)
+    try:
+        config = json.loads(files.contents[CONFIG_FILE])
+        options, known = config["network"], [config[f"{side}_vocabulary"] for side in _SIDES]
+        num_layers = int(options.get("num_layers", 1))
+        if num_layers > len(content.params):  # so many are made before they are compared
+            raise ValueError(f"{num_layers} layers of {len(content.params)} arrays")
+        vocabularies = [_read_vocabulary(files, side, one["fingerprint"]) for side, one in zip(_SIDES, known)]
+        translator = Translator(*vocabularies, **options)
+        translator.beam_size, translator.length_ratio = config.get("beam_size"), config.get("length_ratio")
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise StateError(
+            f"load_translator: got {files.folder / CONFIG_FILE}, which is damaged ({type(error).__name__}: {error}); expected "
+            f"it as Translator.save wrote it. {_ADVICE}."
+        ) from error
     check_parameters(content, translator.net)  # before memory is taken for it
     translator.net.initialize(ctx=list(ctx) if isinstance(ctx, (list, tuple)) else ctx or mx.current_context())
     set_parameters(content, translator.net)
     return translator
 
 
-def _read_config(content: bytes, path: Path) -> Dict[str, Any]:
-    """Return the options of the network, and what each side's vocabulary is known by."""
-    config: Dict[str, Any] = schema.parse_json(content, operation="load_translator", file=path, advice=_ADVICE)
-    schema.check(_CONFIG, config, operation="load_translator", file=path, advice=_ADVICE)
-    return config
-
-
-def _read_vocabulary(content: bytes, known: Dict[str, Any], path: Path) -> Vocabulary:
-    if not is_listed(content) and known["fingerprint"] != fingerprint(content):  # what follows has a reader in C++
+def _read_vocabulary(files: Files, side: str, known: str) -> Vocabulary:
+    name = f"{side}.vocab"
+    if known != fingerprint(files.contents[name]):  # before a reader in C++ gets it
         raise DataError(
-            f"load_translator: got {path}, whose bytes are not those that {CONFIG_FILE} knows; expected the vocabulary that was "
-            f"saved with it. {_ADVICE}."
+            f"load_translator: got {files.folder / name}, whose bytes are not those that {CONFIG_FILE} knows; expected the "
+            f"vocabulary that was saved with it. {_ADVICE}."
         )
-    vocabulary = read_vocabulary(content, path)
-    check_vocabulary(vocabulary, known, str(path))
-    return vocabulary
-
-
-def _check_num_layers(num_layers: int, num_arrays: int, path: Path) -> None:
-    if num_layers > num_arrays:
-        raise StateError(
-            f"load_translator: got {path} with network.num_layers = {num_layers}; expected at most {num_arrays}, as many as "
-            f"there are arrays in {PARAMS}. {_ADVICE}."
-        )
+    return Vocabulary(files.contents[name])
 
 
 def check_replaceable(folder: Path, operation: str = "Translator.save") -> None:
     """Raise `StateError` unless a translator may be written to this folder: it is not there yet, or holds a translator."""
     check_folder(folder, PARTS, operation, "translator")
-
-
-def _is_tied_wrongly(options: Dict[str, Any]) -> bool:
-    return bool(options.get("tied")) and options.get("embed_size") != options.get("hidden_size")
-
-
-_SIZE, _SWITCH = schema.integer(1, 2**31 - 1), schema.constant(False, True, 0, 1)
-_NETWORK = schema.record(
-    {},
-    {
-        "embed_size": _SIZE,
-        "hidden_size": _SIZE,
-        "num_layers": _SIZE,
-        "cell": schema.constant(*NUM_GATES),
-        "attention": schema.constant(*ATTENTIONS),
-        "input_feeding": _SWITCH,
-        "tied": _SWITCH,
-        "dropout": schema.number(0, below=1),
-        "layout": schema.constant(*LAYOUTS),
-        "recurrence": schema.constant(*RECURRENCES),
-        "prefix": schema.nullable(schema.text()),
-    },
-)
-_FINGERPRINT = schema.that("16 hexadecimal digits", lambda value: len(value) == 16 and int(value, 16) >= 0)
-_KNOWN = {"kind": schema.constant("words", "characters", "subwords"), "size": _SIZE, "fingerprint": _FINGERPRINT}
-_VOCABULARY = schema.record(_KNOWN, closed=False)
-_CONFIG = schema.record(
-    {
-        "network": schema.also(
-            _NETWORK, schema.that("equal embed_size and hidden_size where tied", lambda options: not _is_tied_wrongly(options))
-        ),
-        **{f"{side}_vocabulary": _VOCABULARY for side in _SIDES},
-    },
-    {"beam_size": schema.integer(1, 2**31 - 1), "length_ratio": schema.number(1e-6, 1e6)},
-    closed=False,
-)

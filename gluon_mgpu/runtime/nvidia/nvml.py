@@ -1,32 +1,109 @@
-"""Reads the NVIDIA driver's GPUs through NVML: memory, load, temperature, processes, MIG devices, and links."""
+"""Reads the NVIDIA driver's GPUs through NVML: memory, load, temperature and processes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, List, Optional, Tuple
 
 from ...errors import MissingExtraError
 from .. import environment
-from .driver import THROTTLE_REASONS as THROTTLE_REASONS
-from .driver import Driver as Driver
-from .driver import Gpu as Gpu
-from .driver import GpuProcess as GpuProcess
-from .driver import Link as Link
-from .driver import MigDevice as MigDevice
 
-# nvmlDeviceGetTopologyCommonAncestor: the connection of two GPUs. Source: nvml.h, nvmlGpuTopologyLevel_t.
-_PATHS = {
-    0: "on one board",
-    10: "through one PCIe switch",
-    20: "through several PCIe switches",
-    30: "through one host bridge",
-    40: "through several host bridges of one NUMA node",
-    50: "from one NUMA node to another",
-}
-_LANE_BYTES_PER_S = {1: 250e6, 2: 500e6, 3: 985e6, 4: 1969e6, 5: 3938e6, 6: 7563e6}  # after encoding, each way. PCI-SIG.
-
-_P2P_READ, _P2P_NVLINK = 0, 2  # nvmlGpuP2PCapsIndex_t; the module's own NVML_P2P_CAPS_INDEX_READ is a tuple
 _MEMORY_V2 = 0x02000028  # nvmlMemory_v2: used memory belongs to programs
-_FIELD_NVLINK_MBYTES_PER_S = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
+# Bits of nvmlDeviceGetCurrentClocksThrottleReasons. An idle GPU, bit 1, is not slowed down. Source: nvml.h.
+THROTTLE_REASONS = {
+    0x002: "application clocks",
+    0x004: "power limit",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "temperature",
+    0x040: "temperature, by hardware",
+    0x080: "power brake",
+    0x100: "display clocks",
+}
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that computes on a GPU.
+
+    Attributes
+    ----------
+    pid : int
+        Inside a container it may be the host's number, which belongs to another process or none here.
+    name : str
+        Its program; "" if the process has ended, is hidden, or may not be read.
+    used_bytes : int or None
+        Its memory on the GPU.
+    """
+
+    pid: int
+    name: str
+    used_bytes: Optional[int]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU at one moment. Values that the card or the driver does not report are None.
+
+    Attributes
+    ----------
+    index : int
+        Its position in the order of PCI addresses, as in `nvidia-smi`.
+    uuid : str
+        `GPU-...`; "", like the name, if `trouble` prevented reading it.
+    name : str
+    pci_bus_id : str
+        `00000000:3B:00.0`
+    total_bytes, used_bytes, free_bytes : int or None
+        Used memory belongs to programs; memory of the driver is neither used nor free.
+    utilization : int or None
+        Percent of the last sampling period, a sixth of a second to one second, in which a kernel ran.
+    temperature_c : int or None
+    power_w : float or None
+    throttle_reasons : tuple of str, or None
+        Why its clocks are below their maximum, from `THROTTLE_REASONS`.
+    compute_capability : tuple of (int, int), or None
+    processes : tuple of GpuProcess, or None
+        Processes that compute. A container may hide those outside it, so an empty tuple does not mean that the GPU is idle.
+    mig_enabled : bool
+        Whether it is in MIG mode, in which CUDA shows a process one part of it and no other GPU.
+    trouble : str
+        NVML's error if the GPU failed: `GPU is lost`.
+    """
+
+    index: int
+    uuid: str = ""
+    name: str = ""
+    pci_bus_id: str = ""
+    total_bytes: Optional[int] = None
+    used_bytes: Optional[int] = None
+    free_bytes: Optional[int] = None
+    utilization: Optional[int] = None
+    temperature_c: Optional[int] = None
+    power_w: Optional[float] = None
+    throttle_reasons: Optional[Tuple[str, ...]] = None
+    compute_capability: Optional[Tuple[int, int]] = None
+    processes: Optional[Tuple[GpuProcess, ...]] = None
+    mig_enabled: bool = False
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The NVIDIA driver and its GPUs at one moment.
+
+    Attributes
+    ----------
+    version : str
+        `535.104.05`
+    cuda_version : str
+        The newest CUDA that it can run: `12.2`.
+    gpus : tuple of Gpu
+    """
+
+    version: str
+    cuda_version: str
+    gpus: Tuple[Gpu, ...]
 
 
 class DriverError(RuntimeError):
@@ -60,11 +137,8 @@ class Nvml:
         try:
             self._handles = self._find()
             self._version = str(self._ask("nvmlSystemGetDriverVersion") or "")
-            self._cuda_version = _cuda_version(
-                self._ask("nvmlSystemGetCudaDriverVersion_v2", or_else="nvmlSystemGetCudaDriverVersion")
-            )
+            self._cuda_version = _cuda_version(self._ask("nvmlSystemGetCudaDriverVersion_v2"))
             self._known = [self._identify(i, handle) for i, handle in enumerate(self._handles)]
-            self._links: Optional[Tuple[Link, ...]] = None
         except BaseException:
             self.close()
             raise
@@ -84,13 +158,8 @@ class Nvml:
             except nvml.NVMLError as error:
                 environment.logger.debug("nvml: %s while closing it", error)
 
-    def read(self, *, links: bool = True) -> Driver:
+    def read(self) -> Driver:
         """Return the driver's current values.
-
-        Parameters
-        ----------
-        links : bool
-            Whether to include the links between GPUs, which are read once.
 
         Raises
         ------
@@ -99,27 +168,17 @@ class Nvml:
         """
         if self._nvml is None:
             raise DriverError("nvml: got a library that was closed; expected an open one. Make a new Nvml().")
-        if links and self._links is None:
-            self._links = tuple(self._find_links())
         gpus = tuple(self._read_gpu(known, handle) for known, handle in zip(self._known, self._handles))
-        return Driver(self._version, self._cuda_version, gpus, self._links if links and self._links else ())
+        return Driver(self._version, self._cuda_version, gpus)
 
-    def _ask(self, function: str, *arguments: Any, or_else: str = "") -> Any:
-        """Return the result of a function of NVML, None if it fails or does not exist; `or_else` is its older name.
-
-        The error of a lost GPU is raised.
-        """
-        ask = getattr(self._nvml, function, None)
-        if ask is not None:
-            try:
-                return ask(*arguments)
-            except self._nvml.NVMLError_GpuIsLost:
-                raise
-            except (self._nvml.NVMLError_FunctionNotFound, self._nvml.NVMLLibraryMismatchError):
-                pass  # the driver is older than the package
-            except (self._nvml.NVMLError, UnicodeDecodeError):
-                return None
-        return self._ask(or_else, *arguments) if or_else else None
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """Return the result of a function of NVML, None if it fails or does not exist. The error of a lost GPU is raised."""
+        try:
+            return getattr(self._nvml, function)(*arguments)
+        except self._nvml.NVMLError_GpuIsLost:
+            raise
+        except (self._nvml.NVMLError, self._nvml.NVMLLibraryMismatchError, AttributeError, UnicodeDecodeError):
+            return None  # also where the driver is older than the package
 
     def _find(self) -> List[Any]:
         """Return the GPUs' handles in the order of their PCI addresses; None for one that cannot be opened, at the end."""
@@ -156,29 +215,22 @@ class Nvml:
         try:
             total, used, free = self._memory(handle)
             rates = self._ask("nvmlDeviceGetUtilizationRates", handle)
+            milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
             mig_mode = self._ask("nvmlDeviceGetMigMode", handle)
-            mig_enabled = bool(mig_mode and mig_mode[0])
-            return Gpu(
-                known.index,
-                known.uuid,
-                known.name,
-                known.pci_bus_id,
-                total,
-                used,
-                free,
+            return replace(
+                known,
+                total_bytes=total,
+                used_bytes=used,
+                free_bytes=free,
                 utilization=rates.gpu if rates is not None else None,
                 temperature_c=self._ask("nvmlDeviceGetTemperature", handle, 0),  # NVML_TEMPERATURE_GPU
-                power_w=_watts(self._ask("nvmlDeviceGetPowerUsage", handle)),
-                power_limit_w=_watts(self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)),
+                power_w=None if milliwatts is None else milliwatts / 1000,
                 throttle_reasons=self._throttle_reasons(handle),
-                compute_capability=known.compute_capability,
                 processes=self._processes(handle),
-                mig=self._mig_devices(handle) if mig_enabled else (),
-                mig_enabled=mig_enabled,
-                trouble=known.trouble,
+                mig_enabled=bool(mig_mode and mig_mode[0]),
             )
         except self._nvml.NVMLError as error:
-            return Gpu(known.index, known.uuid, known.name, known.pci_bus_id, trouble=str(error))
+            return replace(known, trouble=str(error))
 
     def _memory(self, handle: Any) -> Tuple[Optional[int], Optional[int], Optional[int]]:
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2)
@@ -187,99 +239,19 @@ class Nvml:
         return (memory.total, memory.used, memory.free) if memory is not None else (None, None, None)
 
     def _throttle_reasons(self, handle: Any) -> Optional[Tuple[str, ...]]:
-        old = "nvmlDeviceGetCurrentClocksThrottleReasons"  # its name before driver 535
-        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle, or_else=old)
+        bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)  # its name in all drivers; 535 has a new one
         return None if bits is None else tuple(word for bit, word in THROTTLE_REASONS.items() if bits & bit)
 
     def _processes(self, handle: Any) -> Optional[Tuple[GpuProcess, ...]]:
-        old = "nvmlDeviceGetComputeRunningProcesses_v2"  # drivers before 510
-        found = self._ask("nvmlDeviceGetComputeRunningProcesses", handle, or_else=old)
+        found = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
         if found is None:
             return None
-        return tuple(GpuProcess(one.pid, self._name_of(one.pid), one.usedGpuMemory) for one in found)
-
-    def _name_of(self, pid: int) -> str:
-        return self._ask("nvmlSystemGetProcessName", pid) or ""
-
-    def _mig_devices(self, handle: Any) -> Tuple[MigDevice, ...]:
-        found = []
-        for i in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-            part = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
-            if part is None:  # a place without a device
-                continue
-            total, _, free = self._memory(part)
-            gi, ci = self._ask("nvmlDeviceGetGpuInstanceId", part), self._ask("nvmlDeviceGetComputeInstanceId", part)
-            found.append(
-                MigDevice(
-                    self._ask("nvmlDeviceGetUUID", part) or "",
-                    self._ask("nvmlDeviceGetName", part) or "",
-                    total,
-                    free,
-                    self._processes(part),
-                    None if gi is None or ci is None else (gi, ci),
-                )
-            )
-        return tuple(found)
-
-    def _find_links(self) -> List[Link]:
-        pairs = [(a, b) for b in range(len(self._handles)) for a in range(b)]
-        found = []
-        for a, b in sorted(pairs):
-            try:
-                found.append(self._link(a, b))
-            except self._nvml.NVMLError as error:
-                environment.logger.debug("nvml: no answer about the link of GPUs %d and %d: %s", a, b, error)
-        return found
-
-    def _link(self, a: int, b: int) -> Link:
-        ends = (self._handles[a], self._handles[b])
-        if None in ends:
-            return Link(a, b, "PCIe")
-        path = _PATHS.get(self._ask("nvmlDeviceGetTopologyCommonAncestor", *ends), "")
-        reads = self._ask("nvmlDeviceGetP2PStatus", *ends, _P2P_READ)
-        peer_access = None if reads is None else reads == 0
-        if self._ask("nvmlDeviceGetP2PStatus", *ends, _P2P_NVLINK) == 0:
-            num_links = self._num_nvlinks(a, b)
-            speeds = [self._nvlink_bytes_per_s(end) for end in ends]
-            known = [speed for speed in speeds if speed]
-            return Link(a, b, "NVLink", path, num_links, min(known) * num_links if known and num_links else None, peer_access)
-        slower = min(self._pcie_bytes_per_s(end) for end in ends)
-        return Link(a, b, "PCIe", path, None, slower or None, peer_access)
-
-    def _num_nvlinks(self, a: int, b: int) -> Optional[int]:
-        """Return the number of NVLinks between two GPUs: those that end at the other one; with a switch, all active ones."""
-        ends = [self._nvlink_ends(self._handles[i]) for i in (a, b)]
-        direct = ends[0].count(self._known[b].pci_bus_id.lower())
-        return direct or min(map(len, ends)) or None
-
-    def _nvlink_ends(self, handle: Any) -> List[str]:
-        """Return the PCI address at the other end of each active NVLink."""
-        found = []
-        for i in range(getattr(self._nvml, "NVML_NVLINK_MAX_LINKS", 18)):
-            if self._ask("nvmlDeviceGetNvLinkState", handle, i):
-                pci = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, i)
-                found.append(pci.busId.lower() if pci is not None else "")
-        return found
-
-    def _nvlink_bytes_per_s(self, handle: Any) -> Optional[float]:
-        values = self._ask("nvmlDeviceGetFieldValues", handle, [_FIELD_NVLINK_MBYTES_PER_S])
-        if not values or values[0].nvmlReturn:
-            return None
-        return values[0].value.uiVal * 1e6 or None
-
-    def _pcie_bytes_per_s(self, handle: Any) -> float:
-        generation = self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle)
-        width = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
-        return _LANE_BYTES_PER_S.get(generation, 0.0) * (width or 0)
+        names = [self._ask("nvmlSystemGetProcessName", one.pid) or "" for one in found]
+        return tuple(GpuProcess(one.pid, name, one.usedGpuMemory) for one, name in zip(found, names))
 
 
-def read_driver(*, links: bool = True) -> Driver:
+def read_driver() -> Driver:
     """Return the current values of the NVIDIA driver and its GPUs. Use `Nvml` to read them repeatedly.
-
-    Parameters
-    ----------
-    links : bool
-        Whether to read the links between GPUs.
 
     Raises
     ------
@@ -289,13 +261,13 @@ def read_driver(*, links: bool = True) -> Driver:
         There is no NVIDIA driver, or it reports an error.
     """
     with Nvml() as nvml:
-        return nvml.read(links=links)
+        return nvml.read()
 
 
-def try_driver(*, links: bool = True) -> Tuple[Optional[Driver], str]:
+def try_driver() -> Tuple[Optional[Driver], str]:
     """Return the result of `read_driver` and "", or None and the reason why it failed."""
     try:
-        return read_driver(links=links), ""
+        return read_driver(), ""
     except (MissingExtraError, DriverError) as error:
         return None, str(error)
 
@@ -317,7 +289,3 @@ def _driver_error(nvml: Any, error: Exception) -> DriverError:
 def _cuda_version(number: Optional[int]) -> str:
     """Return 12020 as "12.2"."""
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
-
-
-def _watts(milliwatts: Optional[int]) -> Optional[float]:
-    return None if milliwatts is None else milliwatts / 1000

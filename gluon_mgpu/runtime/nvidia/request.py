@@ -7,10 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Optional, Tuple, Union
 
-from ...checks import is_whole, real_number, short
+from ...checks import is_whole, short
 from ...errors import DeviceError
 from ..units import format_bytes
-from . import locks
 from .visible import CudaDevice
 
 LEAST_UTILIZATION = 10  # percent: a desktop's windows stay below it
@@ -64,9 +63,9 @@ class Demand:
 def why_not_free(device: CudaDevice, demand: Demand) -> str:
     """Return why a GPU does not satisfy a request, "" if it does.
 
-    A GPU is free if no other process computes on it, its utilization is below 10 %, and no process has reserved it through this
-    package. Some containers hide processes of others, so used memory counts as well: at most half a GiB, or, with
-    `min_free_bytes`, any amount that leaves this much free. Other values that the driver does not report are ignored.
+    A GPU is free if no other process computes on it and its utilization is below 10 %. Some containers hide processes of others,
+    so used memory counts as well: at most half a GiB, or, with `min_free_bytes`, any amount that leaves this much free. Other
+    values that the driver does not report are ignored.
 
     Examples
     --------
@@ -79,29 +78,24 @@ def why_not_free(device: CudaDevice, demand: Demand) -> str:
     """
     if device.gpu.trouble:
         return device.gpu.trouble
-    ours = locks.is_ours(device.uuid)
-    if demand.free and not ours:
-        others = [one for one in device.processes or () if one.pid != os.getpid()]
+    if demand.free:
+        others = [one for one in device.gpu.processes or () if one.pid != os.getpid()]
         if others:
-            return f"process {others[0].pid}{f' ({_program(others[0].name)})' if others[0].name else ''} computes there"
-        if device.utilization is not None and device.utilization >= LEAST_UTILIZATION:
-            return f"it is {device.utilization} % busy"
-    total, left = device.total_bytes, device.free_bytes
+            program = os.path.basename(others[0].name.split(" ")[0])  # without its folder and its arguments
+            return f"process {others[0].pid}{f' ({program})' if program else ''} computes there"
+        if device.gpu.utilization is not None and device.gpu.utilization >= LEAST_UTILIZATION:
+            return f"it is {device.gpu.utilization} % busy"
+    total, left = device.gpu.total_bytes, device.gpu.free_bytes
     if left is None:
         return "the driver does not report its free memory" if demand.min_free_bytes else ""
     memory = f"{format_bytes(left)}{f' of {format_bytes(total)}' if total else ''} are free"
     if demand.min_free_bytes:
         return memory if left < demand.min_free_bytes else ""
-    mine = sum(one.used_bytes or 0 for one in device.processes or () if one.pid == os.getpid())
-    used = device.mig is None and device.gpu.used_bytes
-    if demand.free and not ours and used and used - mine > _IDLE_BYTES:
+    mine = sum(one.used_bytes or 0 for one in device.gpu.processes or () if one.pid == os.getpid())
+    used = device.gpu.used_bytes
+    if demand.free and used and used - mine > _IDLE_BYTES:
         return f"{format_bytes(used)} are in use, {memory}"
     return ""
-
-
-def _program(name: str) -> str:
-    """Return a process's name without its folder and its arguments."""
-    return os.path.basename(name.split(" ")[0]) or name
 
 
 def num_bytes(size: Union[None, int, str]) -> int:
@@ -110,17 +104,10 @@ def num_bytes(size: Union[None, int, str]) -> int:
         return 0
     if is_whole(size) and 0 < size < 2**63:
         return int(size)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", size.strip().lower()) if isinstance(size, str) else None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?", size.strip().lower()) if isinstance(size, str) else None
     found = float(match.group(1)) * 2 ** _UNITS[match.group(2)] if match else 0.0
     if not 1 <= found < 2**63:
         raise DeviceError(
             f"use_devices: got min_free_memory={short(size)}; expected a number of bytes, or '8GiB'. Leave it out for any."
         )
     return int(found)
-
-
-def seconds(wait_s: Optional[float]) -> Optional[float]:
-    """Check a time to wait, and return it."""
-    if wait_s is None:
-        return None
-    return real_number("use_devices", "wait_s", wait_s, advice="Leave it out to take GPUs as they are.", error=DeviceError)

@@ -1,62 +1,21 @@
-"""Which GPU of the driver's list is MXNet's gpu(i), from CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER, or CUDA itself."""
+"""Which GPU of the driver's list is MXNet's gpu(i), from CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import uuid
 from dataclasses import dataclass
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import List, Mapping, Optional, Sequence, Tuple
 
-from .driver import Driver, Gpu, GpuProcess, MigDevice
+from .nvml import Driver, Gpu
 
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A device as CUDA, and so MXNet, numbers it: `gpu(number)`.
-
-    Attributes
-    ----------
-    number : int
-    gpu : Gpu
-    mig : MigDevice or None
-        Its part of the GPU, in MIG mode.
-    """
+    """A GPU as CUDA, and so MXNet, numbers it: `gpu(number)`. In MIG mode, CUDA shows a part of it."""
 
     number: int
     gpu: Gpu
-    mig: Optional[MigDevice] = None
-
-    @property
-    def uuid(self) -> str:
-        """`GPU-...` or `MIG-...`, by which `CUDA_VISIBLE_DEVICES` can name it."""
-        return self.mig.uuid if self.mig else self.gpu.uuid
-
-    @property
-    def name(self) -> str:
-        """The manufacturer's name."""
-        return self.mig.name if self.mig else self.gpu.name
-
-    @property
-    def total_bytes(self) -> Optional[int]:
-        """Its memory."""
-        return self.mig.total_bytes if self.mig else self.gpu.total_bytes
-
-    @property
-    def free_bytes(self) -> Optional[int]:
-        """Its free memory."""
-        return self.mig.free_bytes if self.mig else self.gpu.free_bytes
-
-    @property
-    def utilization(self) -> Optional[int]:
-        """Percent of the last sampling period in which a kernel ran; None for a part of a GPU."""
-        return None if self.mig else self.gpu.utilization
-
-    @property
-    def processes(self) -> Optional[Tuple[GpuProcess, ...]]:
-        """The processes that compute on it, None if the driver does not report them."""
-        return self.mig.processes if self.mig else self.gpu.processes
 
 
 @dataclass(frozen=True)
@@ -75,9 +34,7 @@ class Visible:
     doubt: str = ""
 
 
-def visible_gpus(
-    driver: Driver, environ: Optional[Mapping[str, str]] = None, *, cuda_uuids: Optional[Sequence[str]] = None
-) -> Visible:
+def visible_gpus(driver: Driver, environ: Optional[Mapping[str, str]] = None) -> Visible:
     """Return the devices that CUDA sees, with its numbers.
 
     ```
@@ -90,30 +47,23 @@ def visible_gpus(
     driver : Driver
     environ : mapping of str to str, optional
         The source of `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`; this process's environment by default.
-    cuda_uuids : sequence of str, optional
-        The result of `ask_cuda`; the environment is then not used.
 
     Source: CUDA Programming Guide, "CUDA Environment Variables".
     """
     environ = os.environ if environ is None else environ
-    by_cuda = None if cuda_uuids is None else _by_uuid(driver, cuda_uuids)
-    if by_cuda is not None:
-        return Visible(tuple(CudaDevice(i, gpu, mig) for i, (gpu, mig) in enumerate(by_cuda)))
     variable = environ.get("CUDA_VISIBLE_DEVICES")
-    pairs = _only_one_mig(parse_visible(variable, driver.gpus))
-    by_number = variable is None or not variable.lstrip().startswith(("GPU-", "MIG-"))
-    return Visible(
-        tuple(CudaDevice(i, gpu, mig) for i, (gpu, mig) in enumerate(pairs)),
-        _doubt(driver.gpus, environ) if by_number and pairs else "",
-    )
+    found = parse_visible(variable, driver.gpus)
+    by_number = variable is None or not variable.lstrip().startswith("GPU-")
+    doubt = _doubt(driver.gpus, environ) if by_number and found else ""
+    return Visible(tuple(CudaDevice(i, gpu) for i, gpu in enumerate(found)), doubt)
 
 
-def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Tuple[Gpu, Optional[MigDevice]]]:
+def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Gpu]:
     """Return the devices that `CUDA_VISIBLE_DEVICES` names among GPUs in CUDA's order.
 
-    The first entry decides whether all are numbers, or names that begin with `GPU-` or `MIG-`. An entry of another kind, or
-    without a device, ends the list: usually -1. Characters after a number's digits are ignored. A UUID may be abbreviated if only
-    one GPU begins with it. CUDA sees no device at all if one is named twice, and at most one MIG device.
+    The first entry decides whether all are numbers, or names that begin with `GPU-`. An entry of another kind, or without a
+    device, ends the list: usually -1. Characters after a number's digits are ignored. A UUID may be abbreviated if only one GPU
+    begins with it. CUDA sees no device at all if one is named twice.
 
     Parameters
     ----------
@@ -124,20 +74,17 @@ def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Tuple[Gp
     Examples
     --------
     >>> gpus = [Gpu(i, uuid=f"GPU-{i}f{i}") for i in range(4)]
-    >>> named = lambda variable: [gpu.index for gpu, _ in parse_visible(variable, gpus)]
+    >>> named = lambda variable: [gpu.index for gpu in parse_visible(variable, gpus)]
     >>> named(None), named(""), named("2,1"), named("0,2,-1,1"), named("3,9,0"), named("1,1")
     ([0, 1, 2, 3], [], [2, 1], [0, 2], [3], [])
     >>> named("GPU-3,GPU-0f0"), named("GPU-"), named("GPU-3,0")
     ([3, 0], [], [3])
     """
     if variable is None:
-        return [(gpu, None) for gpu in gpus]
+        return list(gpus)
     entries = variable.split(",")
-    find = _find_by_number
-    for prefix, by_name in (("GPU-", _find_gpu), ("MIG-", _find_mig)):
-        if entries[0].lstrip().startswith(prefix):
-            find = by_name
-    found: List[Tuple[Gpu, Optional[MigDevice]]] = []
+    find = _find_by_name if entries[0].lstrip().startswith("GPU-") else _find_by_number
+    found: List[Gpu] = []
     for entry in entries:
         one = find(entry.strip(), gpus)
         if one is None:
@@ -148,75 +95,14 @@ def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Tuple[Gp
     return found
 
 
-def ask_cuda(library: Any = None) -> Optional[List[str]]:
-    """Return the UUIDs of CUDA's devices in the order of their numbers, None if CUDA does not report them.
-
-    It starts CUDA in this process, which fixes both variables, but uses no memory on a GPU.
-
-    Parameters
-    ----------
-    library : ctypes.CDLL, optional
-        `libcuda.so.1` by default.
-
-    Source: CUDA Driver API, "Device Management".
-    """
-    try:
-        cuda = library or ctypes.CDLL("libcuda.so.1")
-        uuid_of = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid  # the first distinguishes MIG devices
-        count, device, found = ctypes.c_int(), ctypes.c_int(), []
-        if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-            return None
-        for i in range(count.value):
-            number = (ctypes.c_ubyte * 16)()
-            if cuda.cuDeviceGet(ctypes.byref(device), i) or uuid_of(ctypes.byref(number), device):
-                return None
-            found.append(str(uuid.UUID(bytes=bytes(number))))
-    except (OSError, AttributeError):  # no such library, or no such function in it
-        return None
-    return found
-
-
-def _by_uuid(driver: Driver, uuids: Sequence[str]) -> Optional[List[Tuple[Gpu, Optional[MigDevice]]]]:
-    """Return the driver's devices with these UUIDs, None unless all of them exist."""
-    there = {gpu.uuid.partition("-")[2]: (gpu, None) for gpu in driver.gpus if not gpu.mig_enabled}
-    parts = {part.uuid.partition("-")[2]: (gpu, part) for gpu in driver.gpus for part in gpu.mig}
-    known = {**there, **parts}
-    if not all(one in known for one in uuids):
-        return None
-    return [known[one] for one in uuids]
-
-
-def _find_by_number(entry: str, gpus: Sequence[Gpu]) -> Optional[Tuple[Gpu, Optional[MigDevice]]]:
+def _find_by_number(entry: str, gpus: Sequence[Gpu]) -> Optional[Gpu]:
     match = re.match(r"\+?([0-9]+)", entry)
-    if not match or int(match.group(1)) >= len(gpus):
-        return None
-    return gpus[int(match.group(1))], None
+    return gpus[int(match.group(1))] if match and int(match.group(1)) < len(gpus) else None
 
 
-def _find_gpu(entry: str, gpus: Sequence[Gpu]) -> Optional[Tuple[Gpu, Optional[MigDevice]]]:
+def _find_by_name(entry: str, gpus: Sequence[Gpu]) -> Optional[Gpu]:
     found = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-    return (found[0], None) if len(found) == 1 else None
-
-
-def _find_mig(entry: str, gpus: Sequence[Gpu]) -> Optional[Tuple[Gpu, Optional[MigDevice]]]:
-    """Return the device named `MIG-<uuid>`, or `MIG-GPU-<uuid>/<GPU instance>/<compute instance>` as drivers before 470 did."""
-    for gpu in gpus:
-        for part in gpu.mig:
-            old = f"MIG-{gpu.uuid}/{part.instance[0]}/{part.instance[1]}" if part.instance else ""
-            if entry in (part.uuid, old):
-                return gpu, part
-    return None
-
-
-def _only_one_mig(pairs: Sequence[Tuple[Gpu, Optional[MigDevice]]]) -> List[Tuple[Gpu, Optional[MigDevice]]]:
-    """Return the devices of these that CUDA uses: if one is in MIG mode, only its first device, and no other GPU.
-
-    Source: NVIDIA Multi-Instance GPU User Guide, "CUDA Device Enumeration".
-    """
-    for gpu, part in pairs:
-        if part or gpu.mig:
-            return [(gpu, part or gpu.mig[0])]
-    return [(gpu, None) for gpu, _ in pairs if not gpu.mig_enabled]  # in MIG mode without devices yet
+    return found[0] if len(found) == 1 else None
 
 
 def _doubt(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:

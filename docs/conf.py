@@ -1,0 +1,67 @@
+"""How Sphinx builds the site: sh scripts/docs.sh"""
+
+import ast
+from pathlib import Path
+from typing import Any, List
+
+import gluon_mgpu
+
+project = "gluon_mgpu"
+release = gluon_mgpu.__version__
+copyright = "the authors of gluon_mgpu, Apache-2.0"
+
+# The sources are the repository itself, so that links between pages work here and in the repository.
+root_doc = "docs/index"
+include_patterns = ["README*.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "notebooks/**", "scripts/benchmarks/RESULTS.md"]
+exclude_patterns = [".venv", "build"]
+
+extensions = ["myst_nb", "numpydoc", "sphinx.ext.autodoc", "sphinx_copybutton"]
+myst_heading_anchors = 4
+nb_execution_mode = "off"  # the test command runs the notebooks
+suppress_warnings = ["myst.xref_ambiguous"]
+
+autodoc_typehints = "none"  # the docstrings give types, with shapes and units
+autodoc_member_order = "bysource"
+numpydoc_show_class_members = False
+numpydoc_class_members_toctree = False
+default_role = "py:obj"
+autosummary_generate = False  # numpydoc loads autosummary, whose pages nothing needs
+
+html_theme = "furo"
+html_title = f"gluon_mgpu {release}"
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0b6e6e", "color-brand-content": "#0b6e6e"},
+    "dark_css_variables": {"color-brand-primary": "#5cc8c0", "color-brand-content": "#5cc8c0"},
+}
+
+
+def indent_fences(app: Any, what: str, name: str, obj: Any, options: Any, lines: List[str]) -> None:
+    """Turn what docstrings fence with ``` into literal blocks of reStructuredText."""
+    found: List[str] = []
+    inside = False
+    for line in lines:
+        if line.strip() == "```":
+            inside = not inside
+            found += ["::", ""] if inside else [""]
+        else:
+            found.append("    " + line if inside else line)
+    lines[:] = found
+
+
+def list_modules(app: Any, docname: str, source: List[str]) -> None:
+    """Put the list of modules into the page about the architecture."""
+    if "<!-- modules -->" not in source[0]:
+        return
+    package = Path(gluon_mgpu.__file__).parent
+    rows = ["| module | what it is for |", "|---|---|"]
+    for path in sorted(package.rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        if not path.name.startswith("__"):
+            rows.append(f"| `{path.relative_to(package)}` | {docstring.splitlines()[0]} |")
+    source[0] = source[0].replace("<!-- modules -->", "\n".join(rows))
+
+
+def setup(app: Any) -> None:
+    """Connect what this file adds."""
+    app.connect("source-read", list_modules)
+    app.connect("autodoc-process-docstring", indent_fences, priority=100)

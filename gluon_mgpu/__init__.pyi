@@ -1,0 +1,54 @@
+"""The public names and their modules: gluon_mgpu/__init__.py imports each at its first use, and type checkers read it."""
+
+from . import data as data
+from . import data_parallel as data_parallel
+from . import devices as devices
+from . import distributed as distributed
+from . import errors as errors
+from . import loop as loop
+from . import models as models
+from . import monitor as monitor
+from . import plots as plots
+from . import tuning as tuning
+from .checkpoint.average_checkpoints import average_checkpoints as average_checkpoints
+from .checkpoint.save_and_load import load_checkpoint as load_checkpoint
+from .checkpoint.save_and_load import save_checkpoint as save_checkpoint
+from .data_parallel.batchnorm import set_batch_norm as set_batch_norm
+from .data_parallel.gluoncv import DataParallelCriterion as DataParallelCriterion
+from .data_parallel.gluoncv import DataParallelModel as DataParallelModel
+from .data_parallel.passes import backward as backward
+from .data_parallel.prefetch import prefetch as prefetch
+from .data_parallel.sharding import gather as gather
+from .data_parallel.sharding import split_and_load as split_and_load
+from .data_parallel.sharding import split_batch as split_batch
+from .data_parallel.step import compile_step as compile_step
+from .data_parallel.step import eval_batch as eval_batch
+from .data_parallel.step import train_batch as train_batch
+from .data_parallel.transfer import copyto as copyto
+from .data_parallel.update_bn import update_bn as update_bn
+from .devices.select import try_all_gpus as try_all_gpus
+from .devices.select import try_gpu as try_gpu
+from .devices.select import use_devices as use_devices
+from .exporters.export import export as export
+from .loop.callbacks import Callback as Callback
+from .loop.callbacks import EarlyStopping as EarlyStopping
+from .loop.callbacks import Progress as Progress
+from .loop.evaluate import evaluate as evaluate
+from .loop.evaluate import evaluate_accuracy_gpus as evaluate_accuracy_gpus
+from .loop.finetune import Finetune as Finetune
+from .loop.fit import fit as fit
+from .loop.metrics import accuracy as accuracy
+from .loop.metrics import top_k_accuracy as top_k_accuracy
+from .loop.predict import predict as predict
+from .loop.save_checkpoints import Checkpoint as Checkpoint
+from .loop.tensorboard import TensorBoard as TensorBoard
+from .loop.weight_average import WeightAverage as WeightAverage
+from .pipeline.network import Pipeline as Pipeline
+from .pipeline.recompute import recompute as recompute
+from .pipeline.split import split_stages as split_stages
+from .runtime.determinism import seed_everything as seed_everything
+from .trainer.local_sgd import LocalSGD as LocalSGD
+from .trainer.precision import set_precision as set_precision
+from .trainer.trainer import Trainer as Trainer
+
+__version__: str

@@ -1,0 +1,104 @@
+"""Files with a manifest of their sizes and checksums, which is written last: a folder with a valid manifest is complete."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Dict, Iterator
+
+from ..errors import StateError
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "gluon_mgpu checkpoint", 1
+
+
+class FolderWriter:
+    """Writes the files of an existing, empty folder, syncs each to the disk, and finally writes the manifest that lists them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: Dict[str, Dict[str, Any]] = {}
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[BinaryIO]:
+        """Yield a file to write to; it is synced to the disk afterwards."""
+        path = self._folder / name
+        with open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        self._files[name] = _entry(path.read_bytes())
+
+    def text(self, name: str, text: str) -> None:
+        """Write a text, in UTF-8."""
+        with self.file(name) as file:
+            file.write(text.encode())
+
+    def finish(self, **values: Any) -> None:
+        """Write the manifest, with these additional values."""
+        content = {"format": FORMAT, "version": VERSION, **values, "files": dict(self._files)}
+        sync(self._folder)  # the names of the other files reach the disk before the manifest's
+        self.text(MANIFEST, json.dumps(content, indent=1))
+        sync(self._folder)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The content of some files of a folder, by name, all of the same version."""
+
+    folder: Path
+    contents: Dict[str, bytes] = field(repr=False)
+
+    def inner(self, name: str) -> Files:
+        """Return those of a subfolder."""
+        start = f"{name}/"
+        found = {key[len(start) :]: content for key, content in self.contents.items() if key.startswith(start)}
+        return Files(self.folder / name, found)
+
+    def check(self, operation: str) -> Dict[str, Any]:
+        """Return the manifest, if it lists exactly these files, with their sizes and checksums.
+
+        Raises
+        ------
+        StateError
+            It does not, or the manifest is invalid or of a later version.
+        """
+        path = self.folder / MANIFEST
+        try:
+            manifest: Dict[str, Any] = json.loads(self.contents[MANIFEST].decode())
+            version, listed = manifest["version"], dict(manifest["files"])
+            if manifest["format"] != FORMAT or type(version) is not int or version < 1:
+                raise ValueError("format")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise StateError(
+                f"{operation}: got {path}, which is no checkpoint's manifest; expected one. Use another checkpoint."
+            ) from None
+        if version > VERSION:
+            raise StateError(
+                f"{operation}: got {self.folder} of version {version}; expected {VERSION}. Install a newer gluon_mgpu."
+            )
+        for name in sorted({*listed, *self.contents} - {MANIFEST}):
+            content = self.contents.get(name)
+            if content is None or _entry(content) != listed.get(name):
+                raise StateError(
+                    f"{operation}: got {self.folder / str(name)}, which is damaged (its size or checksum differs from the "
+                    "manifest); expected the listed file. Use another checkpoint."
+                )
+        return manifest
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _entry(content: bytes) -> Dict[str, Any]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -1,0 +1,215 @@
+"""Folders replaced by renames: complete or absent, whenever the program is killed, and read while they are replaced."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Iterator, Optional, Sequence
+
+from ..errors import SaveError, StateError
+from ..runtime.environment import logger
+from .manifest import MANIFEST, Files, sync
+
+_ATTEMPTS = 50  # to read a folder that is replaced at the same time
+
+
+def read_files(folder: Path, names: Sequence[str], operation: str) -> Files:
+    """Return the content of those of these files that exist, all of one version of the folder.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        If a killed program left the folder under another name, that one is read: see `recover_path`.
+    names : sequence of str
+        File names, with a slash for files in subfolders.
+    operation : str
+        Name of the operation in errors.
+
+    Raises
+    ------
+    StateError
+        The folder does not exist, or it or a file cannot be read.
+    """
+    path = folder
+    try:
+        for _ in range(_ATTEMPTS):
+            path = recover_path(folder)
+            with suppress(FileNotFoundError, NotADirectoryError), _opened(path) as number:
+                # Not a pipe, which would block.
+                found = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
+                if os.path.samestat(os.fstat(number), os.stat(path)):
+                    return Files(path, found)
+            time.sleep(0.001)
+    except OSError as error:
+        raise StateError(
+            f"{operation}: got {folder}, which cannot be read ({error.strerror or error}); expected a folder that this "
+            "process may read. Check its permissions and its disk."
+        ) from error
+    state = "is not a folder" if os.path.lexists(folder) else "does not exist"
+    raise StateError(f"{operation}: got {str(folder)!r}, which {state}; expected a folder. Check the path.")
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Yield the descriptor of an open folder, whose inode no other one gets until it is closed."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield number
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder next to this one; remove it on an exception. See `commit`."""
+    recover(folder)
+    remove_left_over(folder.parent, re.escape(folder.name))
+    new = _sibling(folder, "new")
+    try:
+        make(new)
+        yield new
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def commit(folder: Path, *, old: Optional[Path] = None) -> None:
+    """Replace this folder by the one of `new_folder`. The previous one is removed, or renamed to `old`.
+
+    A link of this name is replaced; its target is not changed.
+
+    ```
+    .last.new  last        the new one is written and synced
+    .last.new  .last.old   if the program is killed here, `recover_path` finds the new one
+    last       .last.old
+    last
+    ```
+    """
+    away = _sibling(folder, "old") if old is None or folder.is_symlink() else old
+    if os.path.lexists(folder):
+        remove(away)
+        folder.rename(away)
+    _sibling(folder, "new").rename(folder)
+    sync(folder.parent)
+    remove(_sibling(folder, "old"))
+
+
+def recover(folder: Path) -> None:
+    """Finish the renames of a program that was killed between two of them: see `recover_path`."""
+    found = recover_path(folder)
+    if found != folder and not os.path.lexists(folder):
+        found.rename(folder)
+        sync(folder.parent)
+
+
+def recover_path(folder: Path) -> Path:
+    """Return the path of this folder's content: a sibling if a program was killed between two renames.
+
+    The new folder is used if it is complete: its manifests fit its files.
+    """
+    if not folder.name or os.path.lexists(folder):
+        return folder
+    if not os.path.exists(folder.parent):  # a folder in one that is being replaced
+        return recover_path(folder.parent) / folder.name
+    new, old = _sibling(folder, "new"), _sibling(folder, "old")
+    return new if _is_complete(new) else old if os.path.isdir(old) else folder
+
+
+def _is_complete(folder: Path) -> bool:
+    parts = [path.parent for path in (*folder.glob(MANIFEST), *folder.glob(f"*/{MANIFEST}"))]
+    try:
+        for part in parts:
+            Files(part, {path.name: path.read_bytes() for path in part.iterdir() if path.is_file()}).check("recover")
+    except (StateError, OSError):
+        return False
+    return bool(parts)
+
+
+def copy_files(folder: Path, new: Path) -> None:
+    """Copy all files into an existing, empty folder, and sync them. Damage to the one folder does not reach the other."""
+    shutil.copytree(folder, new, dirs_exist_ok=True)
+    for path in (*new.rglob("*"), new):
+        sync(path)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write a new file to, which then replaces the file at `path`; remove it on an exception."""
+    new = path.with_name(f".new.{path.name}")
+    try:
+        yield new
+        sync(new)
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or a file of this name. It is renamed first, so that an interrupted removal leaves no partial folder.
+
+    Files that cannot be removed, such as open files on NFS, stay under the new name until `remove_left_over`.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    gone = path.with_name(f".{path.name.lstrip('.')}.gone{time.time_ns()}")
+    path.rename(gone)
+    _remove_tree(gone)
+
+
+def remove_left_over(folder: Path, names: str) -> None:
+    """Remove what killed programs left in `new_folder`, `commit` or `remove` of folders whose names match a pattern."""
+    for path in folder.glob(".*"):
+        if re.fullmatch(rf"\.({names})\.(new|old|new\.gone\d+|old\.gone\d+|gone\d+)", path.name):
+            _remove_tree(path)
+
+
+def _remove_tree(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        if os.path.lexists(path):
+            logger.warning("checkpoints: could not remove the unused folder %s: %s", path, error)
+
+
+def _sibling(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+def make(folder: Path) -> None:
+    """Make a folder and its missing parents, and sync their names to the disk."""
+    missing = []
+    for path in (folder, *folder.parents):
+        if path.is_dir():
+            break
+        missing.append(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+
+
+@contextmanager
+def explained(operation: str, folder: Path, *, left: str = "") -> Iterator[None]:
+    """Raise an OSError of this block as a `SaveError` with the folder, the cause and advice.
+
+    `left` is a sentence about the folder that is kept, added if the folder exists.
+    """
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        kept = f" {left}" if left and os.path.isdir(recover_path(folder)) else ""
+        raise SaveError(
+            f"{operation}: got {folder}, which cannot be written ({error.strerror or error}); expected a folder that this "
+            f"process may write to, with enough disk space. Check its permissions and disk, or pass another folder.{kept}",
+            error.errno,
+        ) from error

@@ -1,0 +1,97 @@
+"""The program of gluon-mgpu train resnet18."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Optional
+
+import mxnet as mx
+from mxnet import gluon
+
+from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
+from ..data_parallel.debug import run_serially
+from ..loop.callbacks import Progress, SaveHistory
+from ..loop.save_checkpoints import Checkpoint
+from ..loop.trace import Trace
+from ..models import resnet18
+from ..plots import plot_schedule, plot_trace, save
+from ..runtime.units import format_column
+from ._output import print_once
+from ._training import create_trainer, is_divided, prepare_network, prepared_devices, run_fit
+
+
+def train(options: SimpleNamespace) -> None:
+    """Train ResNet-18 with the options of `train resnet18`."""
+    if options.debug:
+        os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit reads it
+        run_serially()  # before anything runs on a device
+    images = load_images(options.data, options.data_dir, options.seed)
+    batch_size = options.batch_size
+    train_iter = ArrayLoader(images.train_images, images.train_labels, batch_size, shuffle=True, seed=options.seed)
+    test_iter = ArrayLoader(images.test_images, images.test_labels, max(256, batch_size))
+    with prepared_devices(options) as ctx:
+        names = ", ".join(map(str, ctx))
+        print_once(
+            f"{images.name}: {len(images.train_images)} images to train on, {len(images.test_images)} to test, "
+            f"{images.num_classes} classes, on {names}"
+        )
+        net = resnet18(images.num_classes)
+        net.hybridize(static_alloc=True, static_shape=True)
+        net = prepare_network(net, ctx, options, train_iter)
+        schedule = _schedule(options.lr, len(train_iter), options.epochs)
+        trainer = create_trainer(net, options.optimizer, schedule, options, shard_optimizer=options.shard_optimizer)
+        trace = None if options.trace is None else Trace(options.trace)
+        history = run_fit(
+            net,
+            gluon.loss.SoftmaxCrossEntropyLoss(),
+            trainer,
+            train_iter,
+            test_iter,
+            options=options,
+            callbacks=[
+                Progress("images"),
+                Checkpoint(options.output, keep=options.keep, every=options.checkpoint_every, background=True),
+                SaveHistory(options.output),
+            ],
+            trace=trace,
+            weights=options.weights,
+            bn=options.bn,
+            micro_steps=options.micro_steps,
+            compiled=options.compiled,
+        )
+    if trace is not None and trace.summary is not None:
+        print_once(f"trace: {trace.summary}\n{_draw(trace.summary.path, is_divided(options))}")
+    seconds = median(history.column("seconds"))
+    print_once(f"saved curves.png, history.csv, history.json, best and last in {options.output}")
+    print_once(f"{format_column('test_accuracy', history.column('test_accuracy')[-1])}, {seconds:.1f} s/epoch on {names}")
+
+
+def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:
+    """Return the images of `--data` or `--data-dir`."""
+    if data_dir is not None:
+        return load_idx_folder(data_dir, seed=seed)
+    if data == "digits":
+        return load_digits()
+    root = str(Path.home() / ".mxnet" / "datasets" / data)
+    return load_mnist(root) if data == "mnist" else load_fashion_mnist(root)
+
+
+def _schedule(lr: float, steps_per_epoch: int, epochs: int) -> mx.lr_scheduler.LRScheduler:
+    """Return a learning rate that warms up for an epoch, then falls along a cosine."""
+    warm_up = steps_per_epoch if epochs > 1 else 0
+    return mx.lr_scheduler.CosineScheduler(
+        max_update=steps_per_epoch * epochs, base_lr=lr, final_lr=0.0, warmup_steps=warm_up, warmup_begin_lr=lr / 10
+    )
+
+
+def _draw(trace: Path, has_stages: bool) -> str:
+    """Draw a trace, and return a line that says where."""
+    picture, schedule = trace.with_suffix(".png"), trace.with_name(f"{trace.stem}-schedule.png")
+    save(plot_trace(trace), picture)
+    if has_stages:
+        save(plot_schedule(trace), schedule)
+    also = f", and the schedule in {schedule}" if has_stages else ""
+    return f"drawn in {picture}{also}; https://ui.perfetto.dev shows the file"

@@ -1,0 +1,16 @@
+"""The names of this room and their modules: __init__.py imports each at its first use."""
+
+from .balancer import Balancer as Balancer
+from .batchnorm import SyncBatchNorm as SyncBatchNorm
+from .batchnorm import average_running_stats as average_running_stats
+from .batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
+from .batchnorm import forward_shards as forward_shards
+from .batchnorm import revert_sync_batchnorm as revert_sync_batchnorm
+from .debug import debugging as debugging
+from .debug import precision_of as precision_of
+from .debug import replica_difference as replica_difference
+from .debug import run_serially as run_serially
+from .sharding import plan_shards as plan_shards
+from .sharding import split_data as split_data
+from .step import Batch as Batch
+from .transfer import as_in_context as as_in_context

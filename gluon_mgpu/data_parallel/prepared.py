@@ -1,0 +1,138 @@
+"""Copies whose calls of MXNet's C interface are prepared once: parts of arrays of one form, each on its device."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+from mxnet.base import _LIB, NDArrayHandle, check_call, mx_uint
+from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
+
+from ..nested import Array
+from ..runtime.c_api import operator_handle, write_unheld
+from ..runtime.mxnet2 import is_mxnet2
+
+Place = Tuple[int, int, Context]  # the part [begin, end) of a batch, and where it goes
+
+_FREE, _MEMORY, _SLICE = _LIB.MXNDArrayFree, _LIB.MXNDArrayGetData, _LIB.MXNDArraySlice
+
+
+def creation(shape: Tuple[int, ...], context: Context, dtype: Any, *, delayed: bool) -> Callable[[Any], int]:
+    """Return a function that makes an array of this form in a handle that it gets by reference, and returns a status.
+
+    `delayed`: the first operation that writes it allocates its memory.
+    """
+    sizes = (mx_uint * len(shape))(*shape), mx_uint(len(shape))
+    place = ctypes.c_int(context.device_typeid), ctypes.c_int(context.device_id)
+    number = _DTYPE_NP_TO_MX[np.dtype(dtype).type]
+    return partial(_LIB.MXNDArrayCreateEx, *sizes, *place, ctypes.c_int(delayed), ctypes.c_int(number))
+
+
+def can_create(shape: Sequence[int], dtype: Any) -> bool:
+    """Return whether `creation` makes such arrays: others have no axes, no elements, or a dtype that MXNet lacks."""
+    known = np.dtype(dtype).isnative and np.dtype(dtype).type in _DTYPE_NP_TO_MX and np.dtype(dtype).names is None
+    return not is_mxnet2() and len(shape) > 0 and 0 < np.prod(shape, dtype=float) < 2**31 and known
+
+
+class Copy:
+    """MXNet's copy of an array into another one. Set `source[0]` and `target[0]` to handles, and call `queue()`."""
+
+    def __init__(self) -> None:
+        self.source, self.target = (NDArrayHandle * 1)(), (NDArrayHandle * 1)()
+        targets = ctypes.cast(self.target, ctypes.POINTER(NDArrayHandle))
+        results = ctypes.byref(ctypes.c_int(1)), ctypes.byref(targets), ctypes.c_int(0), None, None
+        stypes = ctypes.byref(ctypes.POINTER(ctypes.c_int)())
+        self.queue: Callable[[], int] = partial(
+            _LIB.MXImperativeInvokeEx, operator_handle("_copyto"), ctypes.c_int(1), self.source, *results, stypes
+        )
+
+
+class Slices:
+    """Parts along axis 0 of arrays of one form, each on its device. A part that is there already is a view.
+
+    Parameters
+    ----------
+    array : numpy.ndarray or NDArray
+        The form: type, dtype, shape and device.
+    places : list of (int, int, Context)
+    dtype : numpy.dtype
+        Of the parts. That of MXNet's arrays stays.
+
+    Attributes
+    ----------
+    parts : callable (array) -> list of NDArray
+        Returns the parts of an array of this form. It does not wait for devices.
+    """
+
+    def __init__(self, array: Array, places: Sequence[Place], dtype: Any) -> None:
+        is_host = isinstance(array, np.ndarray)
+        self.parts = self._of_host if is_host else self._of_device
+        self._places, self._dtype, self._copy = [], np.dtype(dtype), Copy()
+        self._kind = type(array)
+        if is_host:
+            self._kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
+        for begin, end, context in places:
+            is_whole, is_there = (begin, end) == (0, len(array)), not is_host and array.context == context
+            create = creation((end - begin, *array.shape[1:]), context, dtype, delayed=not is_host)
+            self._places.append((begin, end, is_whole, is_there, create))
+
+    @staticmethod
+    def can(array: Array, places: Sequence[Place], dtype: Any) -> bool:
+        """Return whether such arrays can be sliced like this."""
+        if not can_create(array.shape, dtype):
+            return False
+        if isinstance(array, np.ndarray):
+            return array.dtype.isnative and all(context.device_type == "cpu" for _, _, context in places)
+        return type(array) in (mx.nd.NDArray, mx.np.ndarray) and np.dtype(array.dtype) == np.dtype(dtype)
+
+    def _of_host(self, array: np.ndarray) -> List[Array]:
+        parts, memory = [], ctypes.c_void_p()
+        for begin, end, _, _, create in self._places:
+            part = np.ascontiguousarray(array[begin:end], self._dtype)
+            handle = NDArrayHandle()
+            # the memory is new: no operation uses it
+            if create(ctypes.byref(handle)) or _MEMORY(handle, ctypes.byref(memory)):
+                check_call(-1)
+            ctypes.memmove(memory, part.__array_interface__["data"][0], part.nbytes)
+            parts.append(self._kind(handle))
+        return parts
+
+    def _of_device(self, array: Array) -> List[Array]:
+        parts, copy, status = [], self._copy, 0
+        for begin, end, is_whole, is_there, create in self._places:
+            if is_whole and is_there:
+                parts.append(array)
+                continue
+            part, handle = NDArrayHandle(), NDArrayHandle()
+            status |= _SLICE(array.handle, begin, end, ctypes.byref(part))
+            if is_there:
+                parts.append(self._kind(part))
+                continue
+            status |= create(ctypes.byref(handle))
+            copy.source[0], copy.target[0] = part, handle
+            status |= copy.queue() | _FREE(part)
+            parts.append(self._kind(handle))
+        check_call(status)
+        return parts
+
+
+def new_array_at_once(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
+    """Return a NumPy array as an MXNet array of the current mode, without waiting for a worker thread, as MXNet's copy does.
+
+    So the number of batches in use must be bounded in another way. For a GPU, the array is copied from pinned memory.
+    """
+    pinned = _pinned(ctx)
+    array = mx.nd.empty(data.shape, ctx=pinned or ctx, dtype=dtype)
+    if data.size:
+        write_unheld(array, data)
+    loaded = array.copyto(ctx) if pinned else array
+    return loaded.as_np_ndarray() if mx.util.is_np_array() else loaded
+
+
+def _pinned(ctx: Context) -> Optional[Context]:
+    """Return the pinned memory from which arrays are copied to this device, None if the host can write its arrays."""
+    return mx.cpu_pinned(ctx.device_id) if ctx.device_type == "gpu" else None

@@ -1,0 +1,116 @@
+"""IPv4 addresses of this machine and of node 0, and free ports."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from typing import Tuple
+
+from ...checks import short
+from ..process import LaunchError
+
+_SIOCGIFADDR = 0x8915
+
+
+def parse_master(text: str) -> Tuple[str, int]:
+    """Return host and port of `host:port`.
+
+    Raises
+    ------
+    LaunchError
+        The text has another form.
+
+    Examples
+    --------
+    >>> parse_master("node0:29400")
+    ('node0', 29400)
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or len(port) > 5 or not 0 < int(port) < 65536:
+        raise LaunchError(f"launch: got --master {short(text)}; expected HOST:PORT. Name node 0 and a port that is free there.")
+    return host, int(port)
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface or host name; return an address unchanged.
+
+    Raises
+    ------
+    LaunchError
+        There is no such interface or host.
+
+    Examples
+    --------
+    >>> address_of("lo")
+    '127.0.0.1'
+    """
+    address = _address(interface)
+    if address:
+        return address
+    try:
+        return str(socket.getaddrinfo(interface, None, socket.AF_INET)[0][4][0])
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is too long
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise LaunchError(
+            f"launch: got {short(interface)} ({error}); expected an interface, a host or an IPv4 address. This machine has "
+            f"{names}."
+        ) from None
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface with this IPv4 address; "" if there is none.
+
+    Examples
+    --------
+    >>> interface_of("127.0.0.1")
+    'lo'
+    """
+    return next((name for _, name in socket.if_nameindex() if _address(name) == address), "")
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this machine from which it reaches another one; sends nothing.
+
+    Examples
+    --------
+    >>> address_towards("127.0.0.1")
+    '127.0.0.1'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 1))
+        except OSError as error:
+            raise LaunchError(
+                f"launch: got node 0 at {address} ({error.strerror}); expected an address that this machine reaches. Correct "
+                "--master."
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def reserve_port(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that holds a port of an address, a free one by default, until it is closed.
+
+    The socket does not listen. So ps-lite, which shares its port with sockets that do not listen, can bind to the port, and the
+    kernel gives the port to no other process.
+    """
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise LaunchError(
+            f"launch: got {host}{f', port {port}' if port else ''}: {error.strerror}; expected an address of this machine and a "
+            "free port. Pass another --interface or --master."
+        ) from None
+    return held
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode(errors="replace")[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(packed[20:24])

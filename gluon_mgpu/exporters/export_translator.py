@@ -1,0 +1,130 @@
+"""A translator as two graphs, an encoder and one step of its decoder, with its vocabularies in one folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import mxnet as mx
+import numpy as np
+
+from ..checkpoint.replace_folder import commit, explained, new_folder
+from ..checkpoint.save_and_load import check_folder
+from ..errors import TrainerError
+from ..models import Seq2Seq
+from ..models.seq2seq.beam_search import EXTRA_TOKENS, LENGTH_FACTOR, MAX_REPEATS
+from ..models.seq2seq.translator import Translator
+from ..nested import Array
+from ..trainer.parameters import average_replicas, devices_of
+from . import onnx_translator
+from .onnx import Group
+from .sampled_graph import ExportGraph, complete, legacy_mode
+
+PARTS = ("encoder", "decoder")
+CONFIG_FILE, PROGRAM = "translator.json", "translate.py"
+FILES = (*(f"{part}.onnx" for part in PARTS), "source.vocab", "target.vocab", CONFIG_FILE, PROGRAM)
+_BATCH, _STEPS = 3, 7  # of the sample
+
+
+@legacy_mode()
+def graphs_of(net: Seq2Seq) -> Dict[str, Tuple[ExportGraph, List[Group]]]:
+    """Return the encoder, and one step of the decoder, with the axes that may vary: the batch, and the source's steps.
+
+    ```
+    source (N, S), lengths (N,)                             ─► encoder ─► states (N, H) ..., keys (N, S, H), values (N, S, 2 H)
+    token (N, 1), keys, values, lengths, states             ─► decoder ─► scores (N, V), states, weights (N, S, 1)
+    ```
+
+    Raises
+    ------
+    TrainerError
+        A subclass computes with its own `encode` or `decode`.
+    """
+    if net._is_overridden():
+        raise TrainerError(
+            f"export: got a {type(net).__name__} with its own encode or decode; expected those of models.Seq2Seq, which "
+            "can be traced. Export its parts as HybridBlocks."
+        )
+    average_replicas(net)
+    context = devices_of(net)[0]
+    rng = np.random.RandomState(0)
+    source = rng.randint(0, net.source_vocab_size, (_BATCH, _STEPS)).astype("int32")
+    lengths = rng.randint(1, _STEPS + 1, _BATCH).astype("int32")
+    token = rng.randint(0, net.target_vocab_size, (_BATCH, 1)).astype("int32")
+
+    def on_device(value: np.ndarray) -> Array:
+        return mx.nd.array(value, ctx=context, dtype=value.dtype)
+
+    def encode(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
+        with mx.util.np_array(False):
+            state, (keys, values, _) = net.encode(on_device(inputs["source"]), on_device(inputs["lengths"]))
+        return [one.asnumpy() for one in (*state, keys, values)]
+
+    def decode(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
+        given = {name: on_device(value) for name, value in inputs.items()}
+        state = tuple(given[f"state{i}"] for i in range(len(given) - 4))
+        with mx.util.np_array(False):
+            scores, after, weights = net.decode(given["token"], state, (given["keys"], given["values"], given["lengths"]))
+        return [one.asnumpy() for one in (scores.reshape((len(inputs["token"]), -1)), *after, weights)]
+
+    read = {"source": source, "lengths": lengths}
+    *state, keys, values = encode(read)
+    states = {f"state{i}": one for i, one in enumerate(state)}
+    written = {"token": token, "keys": keys, "values": values, "lengths": lengths, **states}
+    encoder = complete("export", _encoder(net), net, read, [*state, keys, values], encode)
+    decoder = complete("export", _decoder(net, len(state)), net, written, decode(written), decode)
+    return {
+        "encoder": (encoder, [[("source", 0), ("lengths", 0)], [("source", 1)]]),
+        "decoder": (decoder, [[(name, 0) for name in written], [("keys", 1), ("values", 1)]]),
+    }
+
+
+def _encoder(net: Seq2Seq) -> Any:
+    """Return the symbol of `net.encode`, with the inputs that it computes in Python as part of the graph."""
+    F = mx.sym
+    source, lengths = F.var("source"), F.var("lengths")
+    by_step = F.transpose(source)
+    places = F.cast(F.contrib.arange_like(F.cast(by_step, dtype="float32")), dtype="int32")
+    backwards = F.SequenceReverse(places, lengths, use_sequence_length=True)
+    column = F.expand_dims(F.zeros_like(F.cast(lengths, dtype="float32")), axis=1)
+    zeros = F.broadcast_axis(column, axis=1, size=net.encoder._hidden_size)
+    state, (keys, values, _) = net._encode(F, source, lengths, backwards, zeros)
+    return F.Group([*state, keys, values])
+
+
+def _decoder(net: Seq2Seq, num_states: int) -> Any:
+    """Return the symbol of `net.decode` for one token."""
+    F = mx.sym
+    token, memory = F.var("token"), tuple(F.var(name) for name in ("keys", "values", "lengths"))
+    states = tuple(F.var(f"state{i}") for i in range(num_states))
+    scores, after, weights = net._decode(F, token, states, memory)
+    return F.Group([F.reshape(scores, shape=(-3, 0)), *after, weights])
+
+
+def write_folder(translator: Translator, folder: Path, write_graph: Any) -> List[Any]:
+    """Write encoder, decoder, vocabularies and a program that translates with them; return what `write_graph` returned for each.
+
+    Parameters
+    ----------
+    translator : Translator
+    folder : pathlib.Path
+        Replaced if it holds such files.
+    write_graph : callable (ExportGraph, path, groups)
+        Writes and checks one graph.
+    """
+    check_folder(folder, FILES, "export", "translator")
+    with explained("export", folder):
+        with new_folder(folder) as new:
+            results = [
+                write_graph(graph, new / f"{part}.onnx", axes) for part, (graph, axes) in graphs_of(translator.net).items()
+            ]
+            translator.source_vocabulary.save(new / "source.vocab")
+            translator.target_vocabulary.save(new / "target.vocab")
+            limits = {"length_factor": LENGTH_FACTOR, "extra_tokens": EXTRA_TOKENS, "max_repeats": MAX_REPEATS}
+            config = {**limits, **translator.config()}
+            (new / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
+            shutil.copyfile(onnx_translator.__file__, new / PROGRAM)
+        commit(folder)
+    return results

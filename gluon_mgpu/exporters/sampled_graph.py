@@ -1,0 +1,242 @@
+"""The graph of a network in prediction, with its inputs, its values and the output for a sample."""
+
+from __future__ import annotations
+
+import json
+from ast import literal_eval
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+from mxnet.gluon.block import _flatten, _regroup
+from mxnet.ndarray import CachedOp
+
+from ..checks import OF_WRONG_DATA, explaining, instance, reason_of, short
+from ..data_parallel.batchnorm import SyncBatchNorm, sync_running_stats
+from ..errors import NestedError, TrainerError
+from ..nested import Array, is_device_array, map_leaves
+from ..trainer.parameters import blocks_of, devices_of, spans_devices
+from ..trainer.precision import precision_of, set_precision
+
+_FLOATS = ("float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, eq=False)
+class ExportGraph:
+    """A network as one of MXNet's graphs, with what it computes for a sample.
+
+    Attributes
+    ----------
+    symbol : mxnet.symbol.Symbol
+        A classic one, also of a network for np arrays.
+    inputs : dict of str to numpy.ndarray
+        The sample, by the names of the graph's inputs.
+    params : dict of str to numpy.ndarray
+        Weights and running statistics by the names in the graph.
+    outputs : list of numpy.ndarray
+        The network's, for the sample.
+    run : callable (inputs) -> outputs
+        The network itself, for other inputs.
+    is_np : bool
+        Whether the network takes np arrays.
+    """
+
+    symbol: Any
+    inputs: Dict[str, np.ndarray]
+    params: Dict[str, np.ndarray]
+    outputs: List[np.ndarray]
+    run: Callable[[Dict[str, np.ndarray]], List[np.ndarray]]
+    is_np: bool = False
+
+    def nodes(self) -> List[Dict[str, Any]]:
+        """Return the nodes of the graph, each after those that it reads."""
+        nodes: List[Dict[str, Any]] = json.loads(self.symbol.tojson())["nodes"]
+        return nodes
+
+
+@contextmanager
+def legacy_mode() -> Iterator[None]:
+    """Use MXNet's rules for legacy arrays, where a size of 0 is unknown, within a block or a function."""
+    with mx.util.np_array(False), mx.util.np_shape(False):
+        yield
+
+
+def evaluate(symbol: Any, arrays: Dict[str, Array]) -> List[np.ndarray]:
+    """Return a graph's outputs in prediction, for arrays by the names of its inputs."""
+    with autograd.pause(train_mode=False):
+        found = CachedOp(symbol)(*(arrays[name] for name in symbol.list_inputs()))
+    return [array.asnumpy() for array in (found if isinstance(found, list) else [found])]
+
+
+def parsed(text: Any) -> Any:
+    """Return the value of an attribute, which graphs hold as text."""
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def shapes_in(symbol: Any, known: Dict[str, np.ndarray]) -> Dict[str, List[Tuple[int, ...]]]:
+    """Return the shapes of each node's outputs by its name, for arrays by the names of the graph's inputs; {} if unknown."""
+    every = symbol.get_internals()
+    found: Dict[str, List[Tuple[int, ...]]] = {}
+    for one, shape in zip(every, every.infer_shape(**{name: value.shape for name, value in known.items()})[1] or ()):
+        found.setdefault(one.name, []).append(shape)
+    return found
+
+
+class _Whole(gluon.HybridBlock):  # type: ignore[misc]
+    """Calls a network as a user does. Tracing this block leaves no graph in the network."""
+
+    def __init__(self, net: gluon.Block) -> None:
+        super().__init__(prefix="")
+        self._net = [net]  # in a list: Gluon would register it as a child, and accepts HybridBlocks only
+
+    def hybrid_forward(self, F: Any, *args: Any) -> Any:
+        return self._net[0](*args)
+
+
+def arguments_of(operation: str, net: gluon.Block, sample: Any) -> Tuple[Any, ...]:
+    """Return the network's arguments for a sample, as arrays of the current mode on the network's first device.
+
+    A tuple or list holds one argument each, which may itself be nested. NumPy's float64 becomes float32.
+    """
+    arguments = tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)
+    context = devices_of(net)[0] if list(net.collect_params()) else mx.current_context()
+
+    def moved(_: str, leaf: Any) -> Array:
+        if is_device_array(leaf):
+            one = leaf.as_in_context(context)
+            return one.as_np_ndarray() if mx.util.is_np_array() else one.as_nd_ndarray()
+        value = np.asarray(leaf)
+        dtype = np.float32 if value.dtype == np.float64 else value.dtype
+        return (mx.np if mx.util.is_np_array() else mx.nd).array(value, ctx=context, dtype=dtype)
+
+    expected = "arrays that the network accepts"
+    advice = "Pass one batch as the network takes it."
+    try:
+        with explaining(operation, f"the sample {short(sample)}", expected, advice=advice):
+            return tuple(map_leaves(moved, argument) for argument in arguments)
+    except NestedError as error:
+        raise TrainerError(f"{operation}: got the sample {short(sample)} ({error}); expected {expected}. {advice}") from error
+
+
+def check_exportable(operation: str, net: Any) -> None:
+    """Raise `TrainerError` unless a network has float32 values on one device or equal ones on several."""
+    instance(operation, "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
+    if spans_devices(net):
+        raise TrainerError(
+            f"{operation}: got a {type(net).__name__}, whose stages are on different devices; expected a whole network on each "
+            "device. Load its checkpoint into the network that was divided, and export that."
+        )
+    for name, param in net._collect_params_with_prefix().items():
+        if param._data is None and not param._deferred_init:
+            raise TrainerError(
+                f"{operation}: got {name} without values; expected an initialised network. Call net.initialize(), or "
+                "load_checkpoint."
+            )
+        if np.dtype(param.dtype).name in _FLOATS:
+            raise TrainerError(
+                f"{operation}: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, with which the file can "
+                "be checked on any machine. Call net.cast('float32') before; it changes the network."
+            )
+
+
+@contextmanager
+def in_plain_form(net: gluon.Block) -> Iterator[None]:
+    """Let a network compute in float32 within this block, and make each `SyncBatchNorm` an ordinary BatchNorm."""
+    precision = precision_of(net)
+    layers = [block for block in blocks_of(net) if isinstance(block, SyncBatchNorm)]
+    try:
+        if precision != "fp32":
+            set_precision(net, "fp32")
+        for layer in layers:
+            layer.__class__ = layer._plain
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = SyncBatchNorm
+        for block in blocks_of(net) if layers else ():
+            if isinstance(block, gluon.HybridBlock):
+                block._clear_cached_op()  # a graph with the ordinary layer
+        if precision != "fp32":
+            set_precision(net, precision)
+
+
+def predict_sample(operation: str, net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarray]:
+    """Return the network's outputs for a sample, flat. Running statistics are averaged over the devices first, as to evaluate."""
+    expected = "data of a shape and dtype that the network accepts"
+    with explaining(operation, "a sample that the network rejects", expected, advice="Pass one batch."):
+        mx.nd.waitall()  # a static graph writes running statistics without telling the engine
+        outputs = _predicted(net, arguments)  # decides shapes
+        if list(net.collect_params()) and len(devices_of(net)) > 1:
+            sync_running_stats(net)
+            outputs = _predicted(net, arguments)
+    if any(array.dtype.names for array in outputs):  # a structure of one number of 16 bits, which NumPy cannot compute with
+        raise TrainerError(
+            f"{operation}: got outputs in bfloat16; expected float32, in which the file is compared. amp.init() changed MXNet's "
+            "operators in this process: load the parameters in another one, and export there. set_precision needs no such step."
+        )
+    return outputs
+
+
+def trace(operation: str, net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
+    """Return the graph of an initialised network for data of this form.
+
+    Raises
+    ------
+    TrainerError
+        The network rejects the sample, or its Python code cannot be run with symbols.
+    """
+    outputs = predict_sample(operation, net, arguments)
+    try:
+        data, symbol = _Whole(net)._get_graph(*arguments)
+    except (mx.MXNetError, AssertionError, NotImplementedError, *OF_WRONG_DATA) as error:
+        raise TrainerError(
+            f"{operation}: got a {type(net).__name__} whose Python code cannot be traced as a graph ({reason_of(error)}); "
+            "expected HybridBlocks that hybridize() compiles. Write its layers with hybrid_forward(F, ...)."
+        ) from error
+    classic = symbol.as_nd_ndarray() if isinstance(symbol, mx.sym.np._Symbol) else symbol
+    flat, form = _flatten(list(arguments), "input")
+    arrays = dict(zip([one.name for one in data], [array for array in flat if array is not None]))
+
+    def run(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
+        others = iter([_like(inputs[name], array) if name in inputs else array for name, array in arrays.items()])
+        return _predicted(net, _regroup([None if array is None else next(others) for array in flat], form))
+
+    return complete(operation, classic, net, {name: array.asnumpy() for name, array in arrays.items()}, outputs, run)
+
+
+def complete(
+    operation: str,
+    symbol: Any,
+    net: gluon.Block,
+    inputs: Dict[str, np.ndarray],
+    outputs: List[np.ndarray],
+    run: Callable[[Dict[str, np.ndarray]], List[np.ndarray]],
+) -> ExportGraph:
+    """Return a graph with the values of the parameters that it reads."""
+    params = {param.name: param for param in net.collect_params().values()}
+    read = [name for name in symbol.list_inputs() if name not in inputs]
+    unknown = [name for name in read if name not in params]
+    if unknown or "Custom" in {node["op"] for node in json.loads(symbol.tojson())["nodes"]}:
+        found = f"reads {', '.join(unknown[:3])}, which no layer holds" if unknown else "has an operator written in Python"
+        raise TrainerError(
+            f"{operation}: got a {type(net).__name__} whose graph {found}; expected MXNet's own operators. Replace that layer."
+        )
+    values = {name: params[name].list_data()[0].asnumpy() for name in read}
+    used = {name: value for name, value in inputs.items() if name in symbol.list_inputs()}
+    return ExportGraph(symbol, used, values, outputs, run, mx.util.is_np_array())
+
+
+def _predicted(net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarray]:
+    with autograd.pause(train_mode=False):
+        return [array.asnumpy() for array in _flatten(net(*arguments), "output")[0]]
+
+
+def _like(value: np.ndarray, array: Array) -> Array:
+    made = mx.nd.array(value, ctx=array.context, dtype=value.dtype)
+    return made.as_np_ndarray() if mx.util.is_np_array() else made

@@ -1,0 +1,223 @@
+"""The epochs of one `fit`, and its position within them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
+
+from ..checkpoint.snapshot import CheckpointData, ProgressRecord
+from ..data_parallel.balancer import Balancer
+from ..data_parallel.step import Batch, checking_outputs
+from ..nested import Array
+from .batch_loop import BatchLoop, EpochOptions, EpochProgress
+from .callbacks import Callback, FitState
+from .metric_sums import DeviceSums
+from .metrics import Metrics, check_metrics
+from .resume import FitProgress, Row, loader_epoch, num_examples_of, position_of, remaining_batches, set_loader_epoch
+from .save_checkpoints import Checkpoint
+from .stop_signals import raise_interrupt
+
+_SUM = "sum/"  # the beginning of the names of sums in a checkpoint
+
+
+@dataclass
+class Run:
+    """The epochs of one call of `fit`: trains and evaluates each, or the rest of it.
+
+    Attributes
+    ----------
+    state : FitState
+    callbacks : sequence of Callback
+    train_iter, test_iter : iterable of (X, y)
+    metrics : sequence of functions, or dict name -> function
+    train : callable (X, y) -> Batch
+    evaluate : callable (test_iter, metrics, EpochOptions) -> EpochProgress
+    options : EpochOptions
+    batches_per_update : int
+    balancer : Balancer, optional
+        It splits the batches.
+    start : FitProgress
+        Where this process began the current epoch: at its first batch, or where it resumed.
+    """
+
+    state: FitState
+    callbacks: Sequence[Callback]
+    train_iter: Iterable[Any]
+    test_iter: Optional[Iterable[Any]]
+    metrics: Metrics
+    train: Callable[[Any, Any], Batch]
+    evaluate: Callable[[Iterable[Any], Metrics, EpochOptions], EpochProgress]
+    options: EpochOptions
+    batches_per_update: int
+    balancer: Optional[Balancer]
+    start: FitProgress = field(default_factory=FitProgress)
+
+    def __post_init__(self) -> None:
+        trainer = self.state.trainer
+        self._sums = DeviceSums(self.metrics, num_shards=trainer.virtual_shards)
+        self._loop: Optional[BatchLoop] = None  # of this epoch
+        self._norm: Optional[Array] = None  # of the latest update
+        self._learning_rate = trainer.learning_rate if trainer.optimizer.lr_scheduler is None else None
+        self._num_examples, self._started = 0, time.perf_counter()  # of this epoch, in this process
+        self._row: Optional[Row] = None  # of this epoch, before it is evaluated
+        self._is_in_epoch = False
+        self._are_metrics_checked = False
+
+    def restore(self, content: CheckpointData) -> None:
+        """Continue from a checkpoint, with its history."""
+        state, position = self.state, position_of(content)
+        self.start, self._row, self._is_in_epoch = position, position.row, position.batches > 0
+        rows = [dict(row) for row in content.progress["history"]]
+        state.history.rows.extend(rows[:-1] if position.row else rows)
+        state.epoch, state.batches, state.step = position.epoch, position.batches, position.step
+        sums = {key[len(_SUM) :]: array for key, array in content.arrays.items() if key.startswith(_SUM)}
+        self._sums.restore(position.counts, sums, state.trainer.contexts)
+        set_loader_epoch(self.train_iter, position.loader_epoch)
+        if self.balancer is not None and position.shares and len(position.shares) == len(self.balancer.weights):
+            self.balancer._weights = list(position.shares)
+
+    def train_and_evaluate(self) -> None:
+        """Train and evaluate the epoch of the state, or the rest of it, and add its row to the history.
+
+        Raises
+        ------
+        KeyboardInterrupt, Terminated
+            A signal asked this process to stop.
+        """
+        state = self.state
+        if not self._is_in_epoch:
+            self.start = self._epoch_start()
+            self._sums = DeviceSums(self.metrics, num_shards=state.trainer.virtual_shards)
+            state.batches, self._is_in_epoch = 0, True
+        row = self._row = self._row or self._train_epoch()
+        state.history.rows.append(row)
+        if self.test_iter is not None:
+            call_each(self.callbacks, "on_test_begin", state)
+            try:
+                test = self.evaluate(self.test_iter, self.metrics, replace(self.options, operation="evaluate"))
+            finally:
+                call_each(self.callbacks, "on_test_end", state)
+            self.raise_if_stopped(test.stopped, f"in the evaluation after epoch {state.epoch}")
+            state.history.rows[-1] = _insert_means(row, {f"test_{name}": mean for name, mean in test.means.items()})
+        self._row, self._is_in_epoch = None, False
+
+    def raise_if_stopped(self, signum: int, where: str) -> None:
+        """End the run if a signal has stopped it. All devices hold the same weights then."""
+        if signum:
+            self.state.interrupted = True
+            saves = any(isinstance(callback, Checkpoint) for callback in self.callbacks)
+            raise_interrupt(signum, f"fit: stopped {where}{'' if saves else '; nothing was saved: no Checkpoint'}")
+
+    def position(self) -> Tuple[ProgressRecord, Dict[str, Array]]:
+        """Return what a checkpoint needs to resume here: plain values, and sums on their devices. It does not wait."""
+        state = self.state
+        own = {name: array for one in self.callbacks for name, array in one.state_arrays(state).items()}
+        if not self._is_in_epoch:
+            return asdict(replace(self._epoch_start(), epoch=state.epoch + 1)), own
+        if self._loop is not None:
+            self._loop.add_queued()
+        counts, sums = self._sums.state()
+        position = replace(
+            self.start,
+            batches=state.batches,
+            step=state.step,
+            examples=self.start.examples + self._num_examples,
+            seconds=self.start.seconds + time.perf_counter() - self._started,
+            counts=counts,
+            learning_rate=self._learning_rate,
+            row=self._row,
+            loader_epoch=self.start.loader_epoch if self._row is None else loader_epoch(self.train_iter),
+            shares=self.balancer.weights if self.balancer else None,
+        )
+        return asdict(position), {**{_SUM + key: value for key, value in sums.items()}, **own}
+
+    def _epoch_start(self) -> FitProgress:
+        """Return the position before the first batch of an epoch."""
+        state = self.state
+        return FitProgress(
+            state.epoch,
+            step=state.step,
+            num_batches=state.num_batches,
+            loader_epoch=loader_epoch(self.train_iter),
+            learning_rate=self._learning_rate,
+            shares=self.balancer.weights if self.balancer else None,
+            num_examples=num_examples_of(self.train_iter),
+        )
+
+    def _train_epoch(self) -> Row:
+        """Train, and return the row of the epoch without the columns of the evaluation."""
+        state, trainer = self.state, self.state.trainer
+        self._num_examples, self._started = 0, time.perf_counter()
+        start, data = self.start, self.train_iter
+        if start.batches:
+            data = remaining_batches(data, start)
+        options = replace(
+            self.options,
+            first_step=start.step + 1,
+            before=EpochProgress({}, start.batches, start.examples, start.seconds),
+            on_report=partial(call_each, self.callbacks, "on_report", state),
+            on_batch=partial(call_each, self.callbacks, "on_batch_end", state),
+        )
+        self._loop = BatchLoop(self._train_batch, self._sums, options)
+        progress = self._loop.run(data)
+        trainer.flush()
+        state.pending = 0
+        if self._add_norm():  # of the batches that were left
+            progress = replace(progress, means=self._sums.read_all())
+        self.raise_if_stopped(progress.stopped, f"in epoch {state.epoch} after step {state.step}")
+        return self._row_of(progress)
+
+    def _row_of(self, progress: EpochProgress) -> Row:
+        """Return the row of an epoch that has been trained."""
+        trainer = self.state.trainer
+        means = {name if name == "grad_norm" else f"train_{name}": mean for name, mean in progress.means.items()}
+        row = {"epoch": self.state.epoch, **means}
+        row["seconds"], row["examples_per_s"] = progress.seconds, progress.examples_per_s
+        row["learning_rate"] = trainer.learning_rate
+        if self.balancer is not None:
+            row.update({f"share_{context}": share for context, share in zip(trainer.contexts, self.balancer.weights)})
+        return row
+
+    def _train_batch(self, X: Any, y: Any) -> Batch:
+        """Train on one batch; update the weights unless more batches belong to the update."""
+        state, trainer = self.state, self.state.trainer
+        state.batches += 1
+        state.step += 1
+        state.pending = state.batches % self.batches_per_update
+        checking = nullcontext() if self._are_metrics_checked else checking_outputs(self._check_metrics)
+        with checking, trainer.accumulate() if state.pending else nullcontext():
+            batch = self.train(X, y)
+        self._are_metrics_checked = True
+        self._add_norm()
+        self._num_examples += batch.num_examples
+        return batch
+
+    def _add_norm(self) -> bool:
+        """Add the gradient norm of the latest update to the sums, once; return whether there was a new one."""
+        norm, before = self.state.trainer.grad_norm, self._norm
+        self._norm = norm
+        if norm is None or norm is before:
+            return False
+        self._sums.add("grad_norm", norm.as_nd_ndarray(), 1)
+        return True
+
+    def _check_metrics(self, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
+        """Raise `TrainerError` if the metrics do not accept the network's output: before the first update."""
+        for output, label in zip(outputs[:1], labels):
+            check_metrics(self.metrics, output, label)
+
+
+def call_each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> None:
+    """Call a method of every callback, in their order."""
+    for callback in callbacks:
+        getattr(callback, method)(*arguments)
+
+
+def _insert_means(row: Row, means: Dict[str, float]) -> Row:
+    """Return a row with more means, before the columns that are not means."""
+    at = list(row).index("seconds")
+    items = list(row.items())
+    return dict([*items[:at], *means.items(), *items[at:]])

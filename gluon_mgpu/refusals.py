@@ -1,0 +1,85 @@
+"""Modes that exclude each other: the checks raise from this table, and docs/limitations.md lists it.
+
+python scripts/limitations.py    writes the table again
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Tuple
+
+from .errors import ModesError
+
+
+class Refusal(NamedTuple):
+    """Two modes, why they exclude each other, and what to do."""
+
+    first: str
+    second: str
+    because: str
+    instead: str
+
+
+_TREE = "one tree adds up the gradients of virtual shards"
+_APART = "each device trains its own copy of the whole network"
+_OWNED = "one device holds the sum of each gradient and its states"
+_AVERAGED = "Average the statistics: bn='average', or set_batch_norm(net, 'average')"
+JOINING = "an optimizer that joins parameters"
+
+REFUSALS: Tuple[Refusal, ...] = (
+    Refusal("virtual_shards", "Pipeline", _TREE, "Leave virtual_shards out"),
+    Refusal("virtual_shards", "LocalSGD", _TREE, "Use a Trainer"),
+    Refusal("virtual_shards", "shard_optimizer", _TREE, "Leave one of them out"),
+    Refusal("virtual_shards", "sharded_data", _TREE, "Leave one of them out"),
+    Refusal("virtual_shards", "compression_params", _TREE, "Leave one of them out"),
+    Refusal("virtual_shards", "precision='fp16'", _TREE, "Use 'bf16' or 'fp32'"),
+    Refusal("virtual_shards", "sparse gradients", _TREE, "Leave sparse_grad out of Embedding"),
+    Refusal("virtual_shards", "grad_req='add'", _TREE, "Set grad_req='write', and use accumulate()"),
+    Refusal("virtual_shards", "accumulated gradients", _TREE, "Call flush() or discard() first"),
+    Refusal("virtual_shards", "a loop by hand", "train_batch() cuts batches into virtual shards", "Call train_batch() or fit()"),
+    Refusal("virtual_shards", "a split of your own", "virtual shards have equal sizes", "Pass split_batch without weights"),
+    Refusal("virtual_shards", "synchronised BatchNorm", "each virtual shard is normalised by itself", _AVERAGED),
+    Refusal("LocalSGD", "several processes", "it averages the devices of one process", "Use a Trainer"),
+    Refusal("LocalSGD", "Pipeline", _APART, "Use a Trainer"),
+    Refusal("LocalSGD", "shard_optimizer", _APART, "Use a Trainer, or leave shard_optimizer out"),
+    Refusal("LocalSGD", JOINING, _APART, "Use sgd or adam, or a Trainer"),
+    Refusal("LocalSGD", "a loss scaler", "a device must not skip a step alone", "Train in float32 or bfloat16"),
+    Refusal("LocalSGD", "allreduce_grads()", "it does not sum gradients", "Call step(), or use a Trainer"),
+    Refusal("shard_optimizer", "several processes", "it divides states among the devices of one process", "Leave it out"),
+    Refusal("shard_optimizer", "kvstore='nccl'", "that store cannot sum onto one device", "Pass kvstore='device'"),
+    Refusal("shard_optimizer", "MXNet's AMP", _OWNED, "Pass precision='fp16' instead of calling amp.init_trainer"),
+    Refusal("shard_optimizer", "allreduce_grads()", _OWNED, "Call step(), and clip with clip_norm or clip_value"),
+    Refusal("shard_optimizer", JOINING, _OWNED, "Use sgd or adam, or leave shard_optimizer out"),
+    Refusal("Pipeline", "synchronised BatchNorm", "a stage sees one micro-batch at a time", _AVERAGED),
+    Refusal("Pipeline", "compiled='on'", "a graph runs on one device", "Call net.hybridize(), which compiles each stage"),
+    Refusal("Pipeline", "a Balancer or weights", "they measure whole networks", "Use split_stages(), which measures layers"),
+    Refusal("Pipeline", JOINING, "each device updates its own parameters", "Use sgd, adam or adamw"),
+    Refusal("Pipeline", "set_precision()", "its stages are graphs already", "Call set_precision() before split_stages()"),
+    Refusal("Pipeline", "update_bn()", "it spans devices", "Leave update_bn() out"),
+    Refusal("several processes", "sparse gradients", "they exchange dense gradients", "Leave sparse_grad out of Embedding"),
+    Refusal("several processes", "a split of your own", "each process takes its part of a batch", "Pass split_batch"),
+    Refusal("several processes", "synchronised BatchNorm", "a process sees its own part of the batch", _AVERAGED),
+    Refusal(
+        "several processes",
+        "a loop by hand whose first batch decides shapes",
+        "each process then has its own weights in that batch",
+        "Pass one batch through the network before the trainer is made, or call train_batch() or fit()",
+    ),
+    Refusal(
+        "static_shape",
+        "a loop by hand after a change of grad_req",
+        "MXNet's static graphs keep the former arrays of gradients",
+        "Call discard() and run the pass again, or call hybridize() without static_shape",
+    ),
+    Refusal("compiled='on'", "synchronised BatchNorm", "the shards wait for each other", "Pass compiled='auto'"),
+    Refusal("recompute()", "loss.backward()", "an update must wait for the second forward pass", "Call mgpu.backward([loss])"),
+    Refusal("recompute()", "Pipeline", "its tasks do not wait for each other", "Pass recompute=True to Pipeline"),
+    Refusal("accumulate()", "allreduce_grads()", "more gradients follow inside of it", "Call it after accumulate()"),
+)
+_BY_MODES = {(refusal.first, refusal.second): refusal for refusal in REFUSALS}
+
+
+def refusal(operation: str, first: str, second: str, shown: str = "") -> ModesError:
+    """Return the error for two modes of the table; `shown` is the value found, in the place of the second one."""
+    found = _BY_MODES[first, second]
+    message = f"{operation}: got {first} and {shown or second}; expected one of them, as {found.because}. {found.instead}."
+    return ModesError(message, (first, second))

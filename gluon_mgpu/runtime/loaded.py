@@ -1,0 +1,56 @@
+"""MXNet, imported with what it needs and checked. Importing this module does it; rooms that use MXNet begin with that."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+from ..errors import MissingExtraError
+from . import mxnet2
+from .wait_at_exit import wait_at_exit
+
+
+def load_mxnet() -> ModuleType:
+    """Import `mxnet` and return it.
+
+    Raises
+    ------
+    MissingExtraError
+        MXNet is not installed; the message names the extras that install it.
+    ImportError
+        Versions of MXNet, NumPy or a system library are incompatible, or a CUDA library is missing.
+    """
+    if importlib.util.find_spec("mxnet") is None:
+        raise MissingExtraError(
+            "import gluon_mgpu: got no package mxnet; expected MXNet 1.9.1. Run pip install mxnet==1.9.1 'numpy<1.24' "
+            "(Linux on x86-64), or pip install '.[cu112]' in a clone of gluon_mgpu (NVIDIA GPUs up to Ada). docs/installation.md "
+            "names builds for newer GPUs, Apple silicon and other systems."
+        )
+    numpy = importlib.import_module("numpy")
+    if int(numpy.__version__.split(".")[0]) >= 2:
+        raise ImportError(
+            f"import gluon_mgpu: got numpy {numpy.__version__}; expected 1.17 to 1.26, which MXNet 1.9.1 was written for. "
+            "Run pip install 'numpy<2'."
+        )
+    try:
+        mxnet = importlib.import_module("mxnet")
+    except OSError as error:  # the dynamic linker: libgomp.so.1, libcuda.so.1, ...
+        raise ImportError(
+            f"import gluon_mgpu: got {error}; expected the system libraries that MXNet's wheel is linked to. libgomp.so.1 is "
+            "Debian's and Ubuntu's package libgomp1, libz.so.1 zlib1g. libcuda.so.1 is the NVIDIA driver's (in a container: "
+            "docker run --gpus all); on the CPU, pip uninstall mxnet-cu112 and pip install mxnet==1.9.1. CUDA's other "
+            "libraries come with pip install '.[cu112]' in a clone of gluon_mgpu; they are found unless GLUON_MGPU_RUNTIME=off."
+        ) from error
+    if mxnet.__version__.startswith("2."):
+        mxnet2.adapt(mxnet)
+    elif not mxnet.__version__.startswith(("1.8.", "1.9.")):
+        raise ImportError(
+            f"import gluon_mgpu: got mxnet {mxnet.__version__}; expected MXNet 1.9.1, whose Gluon this toolkit is written "
+            "for. Run pip install 'mxnet==1.9.1'."
+        )
+    return mxnet
+
+
+mxnet = load_mxnet()
+wait_at_exit(mxnet)

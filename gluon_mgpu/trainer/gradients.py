@@ -1,0 +1,621 @@
+"""Which gradients a step takes: for each parameter, what the last pass wrote; zeros for devices that it did not reach.
+
+```
+flags of a parameter on 3 devices     before     the pass writes     after
+a batch with 2 shards                 1 1 1      1 1 0               1 1 0    device 2 holds another pass's gradient: zero
+a parameter that it does not reach    1 1 1      0 0 0               1 1 1    still the gradient of the pass before
+```
+
+A pass is a batch of `train_batch`, of a compiled step or of a pipeline, or one call of `mgpu.backward`. Plain loops call
+`autograd.backward` or `loss.backward()`: there the flags count as MXNet sets them, as in Gluon.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter, is_not
+from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, MutableSet, Optional, Sequence, Set, Tuple, Union
+from weakref import WeakSet
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, autograd, gluon
+
+from ..errors import StaleGradientError, TrainerError
+from ..nested import Array, num_bytes
+from ..refusals import refusal
+from ..runtime.c_api import Flags
+from .layout import Layout
+from .slab import Bucket, Slab, forget_graphs, num_moves, part_of, zero
+
+logger = logging.getLogger("gluon_mgpu")
+
+_GRAD = attrgetter("_grad")
+_EACH_DEVICE = "calls of mgpu.backward on one device each"
+_IDLE = "an earlier batch on devices that a split left idle"
+_EMPTY = "an earlier pass than one without examples in this process"
+_MOST_NAMES = 5  # in an error
+Table = np.ndarray  # of bool: one element for each parameter with a gradient and each of its replicas
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What the latest pass wrote, the flags after it, and the number of steps before it."""
+
+    written: Table
+    flags: Table
+    num_steps: int
+
+
+class Gradients:
+    """The gradients of a network on all devices: which ones are fresh, and their sums over several passes.
+
+    Parameters
+    ----------
+    layout : Layout
+    find_unused : bool
+        Leave out parameters that got no gradient on any device, and log their names once, instead of raising.
+
+    Attributes
+    ----------
+    all_take_part : bool
+        Also parameters without a gradient in this process take part in a step: other processes may have one.
+    has_counted : bool
+        Passes were counted that no update has used.
+    """
+
+    def __init__(self, layout: Layout, *, find_unused: bool = False) -> None:
+        self._layout = layout
+        self.all_take_part = self.has_counted = False
+        self._find_unused = find_unused
+        self._logged: Set[str] = set()  # names of unused parameters
+        self._sums: Dict[Union[Bucket, int], List[Array]] = {}  # of counted passes: by bucket or parameter, one per replica
+        self._sparse: Dict[Tuple[int, int], Array] = {}  # of sparse gradients, by parameter and replica
+        self._reached: Set[Tuple[int, int]] = set()  # parameters and replicas that counted passes have written
+        self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
+        self._latest: Optional[_Written] = None
+        self._known: Optional[Table] = None
+        # The latest arguments of `mark`, which gradients they are, and those on the other devices.
+        self._marked: Tuple[Optional[Mapping[int, gluon.Parameter]], List[Context], Table, Table]
+        self._doubt = ""  # what makes the gradients ambiguous
+        self._is_lost = False  # whether the latest pass has written into former arrays
+        self._watch()
+        _all.add(self)
+
+    # Steps
+
+    def collect(self, ignore_stale_grad: bool) -> List[Slab]:
+        """Return the slabs that take part in this step, with zeros where a device has no gradient.
+
+        A device whose data did not reach a parameter, or that got no data, still holds the gradient of an earlier step. It adds
+        zero to this step's sum. A parameter without a gradient on any device is left out.
+
+        Returns
+        -------
+        list of Slab
+            The same list while every parameter takes part and none was moved.
+
+        Raises
+        ------
+        StaleGradientError
+            A parameter is left out and `ignore_stale_grad` is false. Nothing was changed.
+        TrainerError
+            The passes of the gradients are ambiguous. Nothing was changed.
+        """
+        layout = self._layout
+        layout.follow()
+        fresh = self._of_step()
+        slabs = layout.slabs
+        if self.has_counted or layout.shapeless or not fresh.all():
+            if not self.all_take_part or layout.shapeless:
+                used = self._used(fresh)
+                self._check_unused(used, ignore_stale_grad)
+                slabs = slabs if used == layout.trainable else layout.one_each(used)
+            if self._running_indices:
+                self._keep_running(slabs)
+            self._zero(~fresh & ~self._running, layout.slabs if self.has_counted else slabs)
+            self._add_sums()
+        elif self._running_indices:
+            self._keep_running(slabs)
+        return slabs
+
+    def check_summed(self, slabs: Sequence[Slab], ignore_stale_grad: bool) -> None:
+        """Raise unless these slabs, whose gradients were summed and marked as used, can be applied.
+
+        Raises
+        ------
+        StaleGradientError
+            Another parameter is trainable, and `ignore_stale_grad` is false.
+        TrainerError
+            A backward pass or a change of a parameter came after the sum.
+        """
+        if self._layout.has_changed():
+            raise TrainerError(
+                "Trainer.update: got parameters that were frozen, initialised or cast after allreduce_grads(); expected "
+                "the arrays that were summed. Call step(), or do it before the backward pass."
+            )
+        summed = {index for slab in slabs for index in slab.indices}
+        if summed.intersection(self._used(self.read())):
+            raise TrainerError(
+                "Trainer.update: got gradients of a backward pass after allreduce_grads(); expected their sum over the devices. "
+                "Call allreduce_grads() again, or step(), which does both."
+            )
+        self._check_unused(summed, ignore_stale_grad)
+
+    def mark_used(self, slabs: Sequence[Slab]) -> None:
+        """Note that these gradients were applied: they are stale until the next backward pass."""
+        if slabs is self._layout.slabs:
+            self._clear()
+        else:
+            used = {index for slab in slabs for index in slab.indices}
+            self._clear(np.array([index in used for index, _ in self._entries], dtype=bool))
+        self._drop_sums()
+        _now.num_steps += 1
+
+    def count(self, *, adds: bool) -> None:
+        """Add the gradients of the latest pass to the sums; without `adds`, only note which ones it has written.
+
+        Raises
+        ------
+        StaleGradientError
+            There are none. Nothing was changed.
+        """
+        self._layout.follow()
+        fresh = self._of_step()
+        if not fresh.any() and not self.all_take_part:
+            raise StaleGradientError(
+                "Trainer.step: got no gradient on any device since the last step; expected a backward pass for each step that is "
+                "accumulated. Call flush() to update with the gradients so far."
+            )
+        if not self.all_take_part:
+            self._check_unused(self._used(fresh), ignore_stale_grad=True)
+        self.has_counted = True
+        written = {self._entries[at] for at in np.flatnonzero(fresh).tolist()}
+        self._reached |= written
+        if adds:
+            with autograd.pause():
+                self._add_to_sums(written)
+        self._clear()
+        _now.num_steps += 1
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether gradients that add up hold sums over the devices."""
+        return bool(self._own)
+
+    def put_back_running(self) -> None:
+        """Restore each device's own running sums (`grad_req="add"`), which the sums over devices have replaced for one update."""
+        own, self._own = self._own, []
+        with autograd.pause():
+            for gradient, copy in own:
+                copy.copyto(gradient)
+
+    def drop(self) -> None:
+        """Drop all gradients that no step has used, also running sums."""
+        self._clear()
+        self._drop_sums()
+        self._own = []
+        with autograd.pause():
+            self._zero(self._running, self._layout.slabs)
+        _now.num_steps += 1
+
+    def drop_unused(self) -> None:
+        """Drop gradients that no step has used or counted, except for running sums: they are not of the coming pass."""
+        fresh = self.read()
+        self._is_clear = not (fresh.any() or self._running_indices)
+        self._clear(~self._running if self._running_indices else None)
+        self._is_clear = not self._running_indices
+
+    def has_running(self) -> bool:
+        """Return whether the user lets gradients add up from step to step."""
+        self._follow()
+        return bool(self._running_indices)
+
+    def has_new(self) -> bool:
+        """Return whether there is a gradient that was not used or counted."""
+        return bool(self.read().any())
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Let the gradients of all backward passes inside add up: they are one pass."""
+        self._layout.follow()
+        self._follow()
+        with autograd.pause():
+            self._zero(~self._running, self._layout.slabs)
+        with adding([self._layout.params[index] for index in self._layout.trainable]):
+            yield
+
+    def bytes_held(self) -> List[int]:
+        """Return the bytes of the sums over several passes on each of the layout's devices."""
+        held = dict.fromkeys(self._layout.devices, 0)
+        for array in [one for own in self._sums.values() for one in own] + list(self._sparse.values()):
+            held[array.context] += num_bytes(array)
+        return list(held.values())
+
+    def _of_step(self) -> Table:
+        """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
+        self._is_lost = self._follow() or self._is_lost
+        fresh = self._read()
+        if self._all_known is not None or not fresh.any():
+            return fresh
+        if self._is_lost:
+            raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
+        doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
+        if doubt:
+            raise TrainerError(
+                f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "
+                f"backward passes: those of {doubt}; expected those of one pass. Call mgpu.backward([...]) once with the losses "
+                "of all devices, and discard() after a pass that no step must use."
+            )
+        if self._own:
+            raise TrainerError(
+                "Trainer.step: got a backward pass after allreduce_grads() and gradients with grad_req='add'; expected the "
+                "devices' own sums. Call update() before the next pass."
+            )
+        return fresh
+
+    def _used(self, fresh: Table) -> List[int]:
+        """Return the parameters that have a fresh gradient, or a sum, on some device."""
+        used = set(self._indices[self._rows_of(fresh)].tolist())
+        used.update(index for index, _ in self._reached)
+        return [index for index in self._indices.tolist() if index in used]
+
+    def _check_unused(self, used: Iterable[int], ignore_stale_grad: bool) -> None:
+        """Raise `StaleGradientError`, or log, if a trainable parameter is not used."""
+        used, names = set(used), self._layout.names
+        unused = [names[index] for index in sorted({*self._layout.trainable, *self._layout.shapeless}.difference(used))]
+        if self._find_unused and used:  # with no gradient at all, the backward pass is missing
+            new = [name for name in unused if name not in self._logged]
+            self._logged.update(new)
+            if new:
+                logger.warning(
+                    "Trainer: %d parameters got no gradient on any device, and are left alone: %s", len(new), ", ".join(new)
+                )
+        elif unused and not ignore_stale_grad:
+            more = f" and {len(unused) - _MOST_NAMES} more" if len(unused) > _MOST_NAMES else ""
+            raise StaleGradientError(
+                f"Trainer.step: got no gradient for {', '.join(unused[:_MOST_NAMES])}{more} on any device since the last step; "
+                "expected a backward pass through every parameter. If this network uses only a part of them, pass "
+                "ignore_stale_grad=True, or make the trainer with find_unused_parameters=True."
+            )
+
+    def _zero(self, which: Table, slabs: Sequence[Slab]) -> None:
+        """Set these gradients to zero, of the parameters in the slabs."""
+        chosen = {self._entries[at] for at in np.flatnonzero(which).tolist()}
+        for slab in slabs if chosen else ():
+            for replica, gradient in enumerate(slab.gradients):
+                own = [index for index in slab.indices if (index, replica) in chosen]
+                if len(own) == len(slab.indices):
+                    zero(gradient)
+                else:
+                    for index in own:
+                        zero(self._layout.params[index].list_grad()[replica])
+
+    def _keep_running(self, slabs: Sequence[Slab]) -> None:
+        """Copy the devices' own running sums in these slabs, before they are summed over the devices."""
+        self.put_back_running()
+        with autograd.pause():
+            for slab in slabs:
+                own = self._running_indices.intersection(slab.indices)
+                is_all = len(own) == len(slab.indices)
+                params = self._layout.params
+                gradients = slab.gradients if is_all else [one for index in own for one in params[index].list_grad()]
+                self._own += [(gradient, gradient.copy()) for gradient in gradients]
+
+    # Sums over several passes
+
+    def _add_to_sums(self, written: Set[Tuple[int, int]]) -> None:
+        for slab in self._layout.slabs:
+            for replica, gradient in enumerate(slab.gradients):
+                added = [i for i in slab.indices if (i, replica) in written and i not in self._running_indices]
+                if gradient.stype != "default":
+                    for index in added:
+                        total = self._sparse.get((index, replica))
+                        self._sparse[index, replica] = (
+                            gradient.copy() if total is None else mx.nd.sparse.elemwise_add(total, gradient)
+                        )
+                elif added:
+                    self._add_dense(slab, replica, added)
+
+    def _add_dense(self, slab: Slab, replica: int, added: List[int]) -> None:
+        if (slab.bucket or slab.indices[0]) not in self._sums:
+            like = slab.bucket.gradients if slab.bucket else slab.gradients
+            self._sums[slab.bucket or slab.indices[0]] = [mx.nd.zeros_like(one.as_nd_ndarray()) for one in like]
+        total, gradient = self._sum_of(slab, replica), slab.gradients[replica].as_nd_ndarray()
+        if len(added) == len(slab.indices):
+            mx.nd.elemwise_add(total, gradient, out=total)
+            return
+        for index in added:
+            begin, end = part_of(slab, self._layout.params[index])
+            mx.nd.elemwise_add(total[begin:end], gradient[begin:end], out=total[begin:end])
+
+    def _sum_of(self, slab: Slab, replica: int) -> Array:
+        if slab.bucket is None:
+            return self._sums[slab.indices[0]][replica]
+        return self._sums[slab.bucket][replica][slab.begin : slab.end]
+
+    def _add_sums(self) -> None:
+        """Add the sums to the gradients, which are zero where no pass came later."""
+        with autograd.pause():
+            for slab in self._layout.slabs if self._sums else ():
+                if (slab.bucket or slab.indices[0]) in self._sums:
+                    for replica, gradient in enumerate(slab.gradients):
+                        gradient = gradient.as_nd_ndarray()
+                        mx.nd.elemwise_add(self._sum_of(slab, replica), gradient, out=gradient)
+            for (index, replica), total in self._sparse.items():
+                if self._layout.params[index]._grad:
+                    gradient = self._layout.params[index].list_grad()[replica]
+                    mx.nd.sparse.elemwise_add(total, gradient).copyto(gradient)
+
+    def _drop_sums(self) -> None:
+        if self.has_counted:
+            self.has_counted = False
+            self._sums, self._sparse, self._reached = {}, {}, set()
+
+    # Passes
+
+    def read(self) -> Table:
+        """Return which gradients are fresh."""
+        self._follow()
+        return self._read()
+
+    def _read(self) -> Table:
+        if self._all_known is not None:
+            return self._all_known
+        found = self._flags.read()
+        self._is_clear = self._is_clear and not found.any()
+        return found if self._known is None else found | self._known
+
+    def begin_pass(self) -> Table:
+        """Clear flags, so that new ones show what the pass writes, and return the former ones."""
+        self._is_lost = self._follow()  # the forward pass is over
+        fresh = self.read()
+        self._flags.put(fresh, False)
+        self._know(None)
+        return fresh
+
+    def end_pass(self, before: Table, written: Table) -> None:
+        """Set the flags again of parameters that the pass has not written."""
+        self._is_clear = False
+        rows = self._rows_of(written)
+        if len(before) != len(written):  # a parameter was frozen or thawed inside
+            before = np.zeros_like(written)
+        kept = before & ~np.repeat(rows, self._sizes)
+        self._flags.put(kept, True)
+        if rows.any():
+            last = self._latest
+            if last is not None and last.num_steps == _now.num_steps and self._are_apart(last.written, written):
+                self._doubt = _EACH_DEVICE
+            elif rows.all():
+                self._doubt = ""
+            self._latest = _Written(written, written | kept, _now.num_steps)
+
+    def end_empty_pass(self, *, has_others: bool) -> None:
+        """Drop the gradients of earlier passes: in other processes, this one has replaced them.
+
+        With trainers of other parameters, the pass may have been through theirs alone, unless a step came before it.
+        """
+        fresh, last = self.read(), self._latest
+        is_older = last is not None and last.num_steps < _now.num_steps and not (fresh & ~last.flags).any()
+        if has_others and not is_older:
+            self._doubt = _EMPTY if fresh.any() else ""
+        else:
+            self._clear()
+
+    def mark(self, params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], *, joins: bool) -> None:
+        """Note gradients that a pass has written without autograd, and clear those of its other devices.
+
+        With `joins`, it is a part of a pass, and clears nothing.
+        """
+        self._follow()
+        if self._marked[0] is not params or self._marked[1] != list(contexts):
+            rows = np.array([id(self._layout.params[index]) in params for index in self._indices.tolist()], dtype=bool)
+            reached = np.array([context in contexts for context in self._contexts], dtype=bool)
+            every = np.repeat(rows, self._sizes)
+            self._marked = params, list(contexts), every & reached, every & ~reached
+        _, _, written, idle = self._marked
+        if not written.any():
+            return
+        former = np.zeros_like(written) if self._known is None else self._known
+        self._know(written | (former if joins else former & ~idle))
+        if not joins:
+            self._flags.put(idle, False)
+            self._doubt, self._latest = "", _Written(written, written, _now.num_steps)
+
+    def note_idle(self) -> None:
+        """Remember that devices hold gradients which the latest split left idle, before another split comes."""
+        idle = self._idle()
+        if idle.any() and len(idle) == len(self.read()) and (self.read() & idle).any():
+            self._doubt = _IDLE
+
+    def shares(self, other: Gradients) -> bool:
+        """Return whether two networks have a parameter in common."""
+        return not set(map(id, self._layout.params)).isdisjoint(map(id, other._layout.params))
+
+    def _watch(self) -> None:
+        """Find the parameters that have gradients now."""
+        params, contexts_of = self._layout.params, self._layout.contexts_of
+        found = [
+            i for i, param in enumerate(params) if param.grad_req != "null" and len(param._grad or []) == len(contexts_of[i])
+        ]
+        known = self._known_entries()
+        self._seen, self._moves = list(map(_GRAD, params)), num_moves()
+        self._reqs = [param.grad_req for param in params]
+        self._indices = np.array(found, dtype=int)
+        self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]
+        self._sizes = np.array([len(contexts_of[index]) for index in found], dtype=int)
+        self._contexts = [context for index in found for context in contexts_of[index]]
+        self._flags = Flags([weight for index in found for weight in params[index]._data])
+        self._running_indices = {index for index in found if params[index].grad_req == "add" and not is_adding(params[index])}
+        self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
+        self._latest = None
+        self._marked = None, [], self._running, self._running
+        self._know(np.array([one in known for one in self._entries], dtype=bool) if known else None)
+        self._is_clear = False  # whether no flag is set
+
+    def _known_entries(self) -> Set[Tuple[int, int]]:
+        """Return the parameters and replicas that passes without autograd have written, into arrays that Gluon has kept."""
+        params = self._layout.params
+        if self._known is None:
+            return set()
+        return {(i, at) for (i, at), is_known in zip(self._entries, self._known) if is_known and params[i]._grad is self._seen[i]}
+
+    def _follow(self) -> bool:
+        """Watch again if parameters were moved, frozen, unfrozen or initialised.
+
+        Return whether a pass recorded before now may write into arrays that Gluon has replaced: MXNet's static graphs keep
+        theirs, unless grad_req is another one than in their last pass.
+        """
+        params = self._layout.params
+        if self._moves == num_moves() and not any(map(is_not, map(_GRAD, params), self._seen)):
+            return False
+        former, reqs = self._seen, self._reqs
+        self._watch()
+        replaced = {id(param) for param, old in zip(params, former) if old and param._grad is not old}
+        return bool(replaced) and forget_graphs(replaced) and reqs == self._reqs
+
+    def _know(self, written: Optional[Table]) -> None:
+        """Set what passes without autograd have written, which no flag shows."""
+        self._known = written
+        self._all_known = written if written is not None and written.all() else None
+
+    def _clear(self, which: Optional[Table] = None) -> None:
+        """Note that these gradients, by default all, have been used or dropped."""
+        self._follow()
+        if which is not None:
+            self._flags.put(self._flags.read() & which, False)
+            self._know(None if self._known is None else self._known & ~which)
+        else:
+            if not self._is_clear:
+                self._flags.clear()
+            self._know(None)
+        self._is_clear = False
+        self._doubt, self._latest, self._is_lost = "", None, False
+
+    def _rows_of(self, table: Table) -> Table:
+        """Return for each parameter whether an element is true."""
+        starts = np.cumsum(self._sizes) - self._sizes
+        return np.logical_or.reduceat(table, starts) if len(starts) else np.zeros(0, dtype=bool)
+
+    def _are_apart(self, one: Table, other: Table) -> bool:
+        """Return whether two passes have written the same parameters on other replicas alone."""
+        shares = (self._rows_of(one) & self._rows_of(other)).any()
+        return bool(shares and not (one & other).any())
+
+    def _idle(self) -> Table:
+        """Return the gradients on devices that the latest split left without a shard, except for running sums."""
+        return np.array([context in _now.idle for context in self._contexts], dtype=bool) & ~self._running
+
+
+@dataclass
+class _Now:
+    """Attributes: steps so far; devices that the latest split left without a shard; whether a pass runs."""
+
+    num_steps: int = 0
+    idle: FrozenSet[Context] = frozenset()
+    is_inside: bool = False
+
+
+_now = _Now()
+_all: MutableSet[Gradients] = WeakSet()  # of all trainers
+_adding: WeakSet[gluon.Parameter] = WeakSet()
+_lock = threading.RLock()  # a pass sets the flags of all trainers
+
+
+def idle_devices() -> FrozenSet[Context]:
+    """Return the devices that the latest split left without a shard."""
+    return _now.idle
+
+
+def note_idle(contexts: FrozenSet[Context]) -> None:
+    """Note the devices that a split left without a shard: until a pass of ours comes, their gradients are of another batch."""
+    for one in list(_all) if _now.idle else ():
+        one.note_idle()
+    _now.idle = contexts
+
+
+def restore_idle(contexts: FrozenSet[Context]) -> None:
+    """Set the devices without a shard to those of an earlier split, whose batch is trained on now."""
+    _now.idle = contexts
+
+
+@contextmanager
+def one_pass() -> Iterator[None]:
+    """Let all backward calls inside be one pass over all devices."""
+    with _lock:
+        if _now.is_inside:
+            yield
+            return
+        watching = list(_all)
+        before = [one.begin_pass() for one in watching]
+        _now.is_inside, _now.idle = True, frozenset()
+        try:
+            yield
+        finally:
+            _now.is_inside = False
+            written = [one.read() for one in watching]
+            for one, fresh, shown in zip(watching, before, written):
+                one.end_pass(fresh, shown)
+
+
+def empty_pass() -> None:
+    """Note a pass without data in this process of several."""
+    with _lock:
+        _now.idle = frozenset()
+        watching = list(_all)
+        for one in watching:
+            one.end_empty_pass(has_others=not all(one.shares(other) for other in watching))
+
+
+def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context]) -> None:
+    """Note that a pass has written the gradients of these parameters, by their ids, on these devices, without autograd."""
+    with _lock:
+        if not _now.is_inside:
+            _now.idle = frozenset()
+        for one in list(_all):
+            one.mark(params, contexts, joins=_now.is_inside)
+
+
+@contextmanager
+def adding(params: Sequence[gluon.Parameter]) -> Iterator[None]:
+    """Let the gradients of the backward calls inside, which are one pass, add up. They must be zero before."""
+    writing = [param for param in params if param.grad_req == "write" and param._grad]
+    sparse = [param.name for param in writing if param._grad_stype != "default"]
+    if sparse:
+        raise TrainerError(
+            f"Trainer: got the sparse gradient of {sparse[0]} and several passes over each device; expected dense gradients, "
+            "which MXNet can add up. Leave sparse_grad out of Embedding."
+        )
+    with one_pass():
+        _mark(writing, "add")
+        try:
+            yield
+        finally:
+            _mark(writing, "write")
+
+
+def is_adding(param: gluon.Parameter) -> bool:
+    """Return whether `grad_req` of a parameter is "add" only for the pass in progress."""
+    return param in _adding
+
+
+def _mark(params: Sequence[gluon.Parameter], grad_req: str) -> None:
+    """Set whether backward passes replace gradients or add to them. Arrays and fresh flags stay.
+
+    MXNet compiles static graphs again after this change: `tests/test_accumulation.py`.
+    """
+    for param in params:
+        param._grad_req = grad_req  # its setter would make new arrays
+    if grad_req == "add":
+        _adding.update(params)
+    else:
+        _adding.difference_update(params)
+    weights = [weight for param in params for weight in param._data]
+    if weights:
+        fresh = [weight._fresh_grad for weight in weights]
+        autograd.mark_variables(weights, [gradient for param in params for gradient in param._grad], grad_req)
+        for weight in (weight for weight, is_fresh in zip(weights, fresh) if is_fresh):
+            weight._fresh_grad = True

@@ -1,0 +1,265 @@
+"""Where the parameters of a network are in memory, in groups with the same devices, and what has changed since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import attrgetter, is_not
+from typing import Dict, List, Optional, Sequence, Set, Tuple, Union
+
+import numpy as np
+from mxnet import Context, gluon
+
+from ..errors import TrainerError
+from ..nested import Array, num_bytes
+from .parameters import Params, blocks_of, common_contexts, named_params, spans_devices
+from .slab import Bucket, Slab, one_each, place, place_of, slabs_of
+
+_NUM_STEPS_CHECKED = 2  # after parameters were moved into buckets
+_GRAD = attrgetter("_grad")
+_MULTIPLIERS = attrgetter("lr_mult", "wd_mult")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share devices: their positions in the network, and the device of each replica."""
+
+    indices: List[int]
+    contexts: List[Context]
+
+
+class Layout:
+    """Puts parameters into buckets, divides them into slabs, and notices when Gluon or the user changes them.
+
+    ```
+    Pipeline on [[gpu0, gpu1], [gpu2, gpu3]]      weights of stage 0     on gpu0, gpu2     one group
+                                                  weights of stage 1     on gpu1, gpu3     another
+                                                  an embedding in both   on all four       a third
+    other networks                                all parameters are one group
+    ```
+
+    Parameters
+    ----------
+    params : gluon.Block, dict of gluon.Parameter, or sequence of gluon.Parameter
+        In structural order: in the order of the layers, not sorted by name (where `dense10_` comes before `dense9_`).
+    bucket_bytes : int
+        See `slab.place`.
+    shards_optimizer : bool
+        Each bucket, and each parameter outside of buckets, has one device that updates it: its owner. Buckets are smaller by the
+        number of devices.
+
+    Attributes
+    ----------
+    names : list of str
+        Structural names (`0.weight`) for a Block, the parameters' own (`dense7_weight`) otherwise.
+    structural : bool
+        Whether the names are structural.
+    params : list of gluon.Parameter
+    groups : list of Group
+    contexts : list of mxnet.Context
+        One per replica: where its data go.
+    devices : list of mxnet.Context
+        All devices, each once.
+    contexts_of, devices_of : dict of int to list
+        By parameter: the devices of its replicas, and their positions in `devices`.
+    trainable : list of int
+        Parameters with values and a gradient.
+    shapeless : list of int
+        Other trainable parameters: the first batch has yet to decide their shapes.
+    spans_devices : bool
+        Whether it is a network such as a `Pipeline`, whose parameters may be on different devices.
+    slabs : list of Slab
+        Of all trainable parameters.
+    is_complete : bool
+        All shapes are known, and all parameters are in their places.
+
+    Raises
+    ------
+    TrainerError
+        The parameters are not parameters, not initialised, or not all on the same devices.
+    """
+
+    def __init__(self, params: Params, bucket_bytes: int, *, shards_optimizer: bool = False) -> None:
+        named = named_params(params)
+        self.names = list(named)
+        self.structural = isinstance(params, gluon.Block)
+        self.params = list(named.values())
+        self.spans_devices = spans_devices(params)
+        self.groups = _groups(named) if self.spans_devices else [Group(list(range(len(named))), common_contexts(named))]
+        self.contexts: List[Context] = list(getattr(params, "replica_contexts", self.groups[0].contexts))
+        self.devices: List[Context] = list(getattr(params, "all_contexts", self.contexts))
+        self.contexts_of = {index: group.contexts for group in self.groups for index in group.indices}
+        places = {id(group): [self.devices.index(context) for context in group.contexts] for group in self.groups}
+        self.devices_of = {index: places[id(group)] for group in self.groups for index in group.indices}
+        self.trainable: List[int] = []
+        self.shapeless: List[int] = []
+        self.slabs: List[Slab] = []
+        self.is_complete = self._has_begun = False
+        most = max(len(group.contexts) for group in self.groups)
+        self.is_sharded = shards_optimizer and most > 1
+        self.needs_sum = most > 1
+        self._owners: Dict[Union[Bucket, int], int] = {}  # by bucket, or by the index of a parameter that is not in one
+        self._bucket_bytes = max(1, bucket_bytes // len(self.contexts)) if self.is_sharded else bucket_bytes
+        self._dense = [block for block in blocks_of(params) if isinstance(block, gluon.nn.Dense)] if self.structural else []
+        self._at_first: Dict[int, Tuple[object, object]] = {}  # of each parameter: Gluon's list of its devices, and its dtype
+        self._seen: List[Optional[List[Array]]] = []  # Gluon's lists of gradients
+        self._multipliers: List[Tuple[float, float]] = []
+        self._former_weights: List[Array] = []  # weights before they were moved, checked in the next steps
+        self._num_checks_left = 0
+
+    def follow(self) -> None:
+        """Update the places where Gluon has made new arrays, or the first batch has decided shapes.
+
+        Raises
+        ------
+        TrainerError
+            A parameter was moved to other devices, or gradients were written to the arrays before `place`.
+        """
+        if not self._has_begun or self.has_changed():
+            self._check_unmoved()
+            self.place()
+        if self._former_weights:
+            self._check_former_weights()
+
+    def place(self) -> None:
+        """Put parameters into buckets that have no place yet, and divide the trainable ones into slabs."""
+        params = self.params
+        self._check_dense()
+        former = [one for group in self.groups for one in place([params[i] for i in group.indices], self._bucket_bytes)]
+        if former:
+            self._former_weights, self._num_checks_left = former, _NUM_STEPS_CHECKED
+        self._seen, self._multipliers = list(map(_GRAD, params)), list(map(_MULTIPLIERS, params))
+        wanted = [index for index, param in enumerate(params) if param.grad_req != "null"]
+        self.trainable = [index for index in wanted if params[index]._data is not None]
+        self.shapeless = [index for index in wanted if params[index]._data is None]
+        self.is_complete = not self.shapeless
+        if self.is_sharded:
+            self._choose_owners()
+        trained, slabs = set(self.trainable), []
+        for group in self.groups:
+            slabs += slabs_of(params, [index for index in group.indices if index in trained], group.contexts)
+        self.slabs = self._owned(slabs)
+
+    def one_each(self, indices: Sequence[int]) -> List[Slab]:
+        """Return one slab per parameter."""
+        return self._owned([one for i in indices for one in one_each(self.params, [i], self.contexts_of[i])])
+
+    def owner_of(self, index: int) -> Optional[int]:
+        """Return the replica that updates a parameter; None if all do, or if it was not chosen yet."""
+        found = place_of(self.params[index])
+        return self._owners.get(found.bucket if found else index)
+
+    def has_changed(self) -> bool:
+        """Return whether Gluon made new arrays, or the user set a multiplier, since `place`."""
+        has_new = any(map(is_not, map(_GRAD, self.params), self._seen))  # no Python call per parameter
+        return has_new or self._multipliers != list(map(_MULTIPLIERS, self.params))
+
+    def bytes_held(self) -> List[Tuple[int, int]]:
+        """Return the bytes of weights and of gradients on each of `devices`."""
+        places = [place_of(param) for param in self.params]
+        weights = [at.bucket.weights if at else param._data for at, param in zip(places, self.params)]
+        gradients = [at.bucket.gradients if at else param._grad for at, param in zip(places, self.params)]
+        return list(zip(self._sizes(weights), self._sizes(gradients)))
+
+    def _sizes(self, arrays: List[Optional[List[Array]]]) -> List[int]:
+        """Return the bytes of these arrays of the parameters on each of `devices`; several parameters may share an array."""
+        held = dict.fromkeys(self.devices, 0)
+        counted: Set[int] = set()
+        for index, own in enumerate(arrays):
+            for context, array in zip(self.contexts_of[index], own or []):
+                if id(array) not in counted:
+                    held[context] += num_bytes(array)
+                    counted.add(id(array))
+        return list(held.values())
+
+    def _check_unmoved(self) -> None:
+        """Raise `TrainerError` if a parameter was put on other devices, initialised again, or cast since the first step.
+
+        A network hybridized with `static_alloc` and `static_shape` would still write gradients into the old arrays, and the
+        optimizer's states would not fit.
+        """
+        for index, (name, param) in enumerate(zip(self.names, self.params)):
+            known = (param._ctx_list, param.dtype)
+            contexts, dtype = known
+            if param._data is not None:
+                contexts, dtype = self._at_first.setdefault(index, known)
+                self._has_begun = True
+            if contexts is not param._ctx_list:
+                raise TrainerError(
+                    f"Trainer: got parameter {name} initialised again on {param.list_ctx()}; expected the arrays of the "
+                    "first step. "
+                    "Call net.hybridize() again and make a new Trainer after initialize(force_reinit=True) or reset_ctx()."
+                )
+            if param.list_ctx() != self.contexts_of[index]:
+                raise TrainerError(
+                    f"Trainer: got parameter {name} on {param.list_ctx()}; expected {self.contexts_of[index]}, where it was when "
+                    "the trainer was made. Make a new Trainer after reset_ctx()."
+                )
+            if np.dtype(dtype) != np.dtype(param.dtype):
+                raise TrainerError(
+                    f"Trainer: got parameter {name} of dtype {np.dtype(param.dtype)}; expected {np.dtype(dtype)}, as at the "
+                    "first step. Make a new Trainer after net.cast()."
+                )
+
+    def _check_dense(self) -> None:
+        """Raise `TrainerError` if a Dense layer on a CPU trains only its bias: MXNet computes no gradient for it there.
+
+        MXNet still marks that gradient as fresh, so every step would apply an old gradient again.
+        """
+        for block in self._dense if self.contexts[0].device_type == "cpu" else ():
+            if block.bias is not None and block.weight.grad_req == "null" and block.bias.grad_req != "null":
+                raise TrainerError(
+                    f"Trainer: got {block.weight.name} frozen and {block.bias.name} trained; expected both or none on a "
+                    "CPU, where "
+                    "MXNet computes no gradient of such a bias. Freeze both, or set lr_mult and wd_mult of the weight to 0."
+                )
+
+    def _check_former_weights(self) -> None:
+        """Raise `TrainerError` if a graph that was recorded before `place` wrote gradients into the former arrays."""
+        if any(weight._fresh_grad for weight in self._former_weights):
+            self._former_weights = []
+            raise TrainerError(
+                "Trainer.step: got gradients of a graph that was recorded before the Trainer moved the parameters into its "
+                "buckets; expected one that was recorded after. Make the Trainer before recording, and pass one batch through a "
+                "network whose shapes are decided by its first batch before that."
+            )
+        self._num_checks_left -= 1
+        if not self._num_checks_left:
+            self._former_weights = []
+
+    def _owned(self, slabs: List[Slab]) -> List[Slab]:
+        return [replace(one, owner=self.owner_of(one.indices[0])) for one in slabs] if self.is_sharded else slabs
+
+    def _choose_owners(self) -> None:
+        """Give each new bucket or parameter to the device that has the fewest bytes so far, the largest first.
+
+        MXNet's store chooses the device of each sum by the same rule, except among equals. A sum on another device than the owner
+        is copied there.
+        """
+        sizes: Dict[Union[Bucket, int], int] = {}
+        replicas: Dict[Union[Bucket, int], List[Context]] = {}
+        for index in self.trainable:
+            found = place_of(self.params[index])
+            key = found.bucket if found else index
+            sizes[key] = num_bytes((found.bucket.weights if found else self.params[index]._data)[0])
+            replicas[key] = self.contexts_of[index]
+        self._owners = {key: owner for key, owner in self._owners.items() if key in sizes}
+        held: Dict[Tuple[str, ...], List[int]] = {}  # by the devices of a group
+        for key in sorted(sizes, key=lambda key: (key not in self._owners, -sizes[key])):
+            own = held.setdefault(tuple(map(str, replicas[key])), [0] * len(replicas[key]))
+            owner = self._owners.setdefault(key, own.index(min(own)))
+            own[owner] += sizes[key]
+
+
+def _groups(named: Dict[str, gluon.Parameter]) -> List[Group]:
+    """Return the groups of a network that spans devices."""
+    if not named:
+        raise TrainerError("Trainer: got no parameters; expected at least one. Pass a network that has layers.")
+    found: Dict[Tuple[str, ...], Group] = {}
+    for index, (name, param) in enumerate(named.items()):
+        if param._data is None and not param._deferred_init:
+            raise TrainerError(
+                f"Trainer: got {name} not initialised; expected values on the devices. Call net.initialize() first."
+            )
+        contexts = list(param.list_ctx())
+        found.setdefault(tuple(map(str, contexts)), Group([], contexts)).indices.append(index)
+    return list(found.values())

@@ -1,0 +1,291 @@
+"""Slabs: parameters of one kind in one flat array of weights and one of gradients on each device; the network's own are views."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Dict, Iterator, List, MutableMapping, Optional, Sequence, Set, Tuple
+from weakref import WeakKeyDictionary
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context, autograd, gluon
+
+from ..nested import Array
+
+BUCKET_BYTES = 25 * 2**20
+_ALIGNMENT = 64  # bytes: the alignment that oneDNN and cuDNN prefer
+_DTYPES = ("float16", "float32", "float64")
+
+
+@dataclass(eq=False)
+class Bucket:
+    """The memory of some parameters on every device.
+
+    ```
+    weights[device]    │ weight 9 │ bias 8 │ weight 8 │ ...        in reverse order of use: the backward pass
+    gradients[device]  │ weight 9 │ bias 8 │ weight 8 │ ...        fills it from the beginning
+    ```
+
+    Attributes
+    ----------
+    weights, gradients : list of NDArray, shapes (size,)
+        One per device.
+    """
+
+    weights: List[Array]
+    gradients: List[Array]
+
+
+@dataclass(frozen=True, eq=False)
+class BucketSlice:
+    """The place of a parameter in its bucket: elements [begin, end), of which the first `size` are its values."""
+
+    bucket: Bucket
+    begin: int
+    end: int
+    size: int
+    gradients: List[Array]  # Gluon's list at that time: with new arrays it makes a new list
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """Adjacent parameters of a bucket, or one parameter: what one operation per device sums, clips and updates.
+
+    Attributes
+    ----------
+    indices : tuple of int
+        The positions of its parameters in the network, in the order of memory; keys of their optimizer states.
+    contexts : tuple of mxnet.Context
+    weights, gradients : list of NDArray
+        One per context; of shape (size,), except for a single parameter: see `one_each`.
+    bucket : Bucket or None
+    begin, end : int
+        The part of the bucket, in elements.
+    owner : int or None
+        The replica that alone gets the sum of the gradients and updates the weights; None: all do.
+    """
+
+    indices: Tuple[int, ...]
+    contexts: Tuple[Context, ...]
+    weights: List[Array]
+    gradients: List[Array]
+    bucket: Optional[Bucket] = None
+    begin: int = 0
+    end: int = 0
+    owner: Optional[int] = None
+
+    @property
+    def summed(self) -> List[Array]:
+        """The gradients that hold the sum: all, or the owner's."""
+        return self.gradients if self.owner is None else [self.gradients[self.owner]]
+
+
+_places: MutableMapping[gluon.Parameter, BucketSlice] = WeakKeyDictionary()
+_num_moves = 0
+
+
+def num_moves() -> int:
+    """Return how often parameters of this process have got other memory: what is bound to the former memory is stale then."""
+    return _num_moves
+
+
+def place_of(param: gluon.Parameter) -> Optional[BucketSlice]:
+    """Return the place of a parameter, None if it has its own arrays."""
+    place = _places.get(param)
+    return place if place is not None and place.gradients is param._grad else None
+
+
+def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> List[Array]:
+    """Move the weights and gradients of parameters into buckets. All parameters are on the same devices.
+
+    The arrays of `param.data()` and `param.grad()` stay the same objects, with other memory. Parameters that have a place keep
+    it, also in another trainer's bucket. Parameters without values, and frozen, sparse, empty or integer ones, get no place.
+
+    Parameters
+    ----------
+    params : sequence of gluon.Parameter
+        In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
+    bucket_bytes : int
+        A bucket is closed if the next parameter would make it larger than this.
+
+    Returns
+    -------
+    list of NDArray
+        The former weights: a graph that was recorded before writes into their gradients, and marks those as fresh.
+    """
+    before: List[Array] = []
+    open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
+    closed: List[List[gluon.Parameter]] = []
+    filled: Dict[Tuple[object, ...], int] = {}
+    for param in reversed(params):
+        if not _fits(param) or place_of(param) is not None:
+            continue
+        key = (np.dtype(param.dtype).name, param.lr_mult, param.wd_mult)
+        num_bytes = _padded(param) * np.dtype(param.dtype).itemsize
+        if key in open_buckets and filled[key] + num_bytes > bucket_bytes:
+            closed.append(open_buckets.pop(key))
+        if key not in open_buckets:
+            filled[key] = 0
+        open_buckets.setdefault(key, []).append(param)
+        filled[key] += num_bytes
+    groups = closed + list(open_buckets.values())
+    if groups:
+        global _num_moves
+        _num_moves += 1
+        moved = {id(param): param for group in groups for param in group}
+        may_have_graphs = any(map(_may_have_trained, moved.values()))
+        with autograd.pause():
+            for group in groups:
+                before += _fill(group)
+        if may_have_graphs:
+            forget_graphs(set(moved))
+    return before
+
+
+def _may_have_trained(param: gluon.Parameter) -> bool:
+    """Return whether a backward pass may have written the gradient: its flag shows it, which only a trainer clears."""
+    return param._trainer is not None or any(weight._fresh_grad for weight in param._data)
+
+
+def _fits(param: gluon.Parameter) -> bool:
+    dense = param._stype == "default" and param._grad_stype == "default"
+    known = param._grad and param.shape and np.prod(param.shape) > 0
+    return bool(dense and known and np.dtype(param.dtype).name in _DTYPES and not _is_laid_out(param))
+
+
+def _is_laid_out(param: gluon.Parameter) -> bool:
+    """Return whether oneDNN may write this parameter's memory in its own layout.
+
+    On the CPU, a convolution in prediction rewrites its weight like this, from the beginning of the memory that the array is a
+    view of. A transposed convolution writes its gradient there. With a view, both overwrite other parameters. Weights of
+    convolutions have three axes or more; fully connected layers keep the plain layout.
+
+    Source: MXNet 1.9.1, src/operator/nn/mkldnn/mkldnn_convolution.cc and mkldnn_deconvolution.cc,
+    NDArray::MKLDNNDataReorderAsync; `tests/test_regressions.py`.
+    """
+    return len(param.shape) > 2 and any(context.device_type == "cpu" for context in param.list_ctx())
+
+
+def _padded(param: gluon.Parameter) -> int:
+    """Return the number of elements that a parameter takes in a bucket."""
+    step = _ALIGNMENT // np.dtype(param.dtype).itemsize
+    return -(-int(np.prod(param.shape)) // step) * step
+
+
+def _fill(params: Sequence[gluon.Parameter]) -> List[Array]:
+    first = params[0]
+    before: List[Array] = []
+    size = sum(_padded(param) for param in params)
+    bucket = Bucket([], [])
+    for context in first.list_ctx():
+        bucket.weights.append(mx.nd.zeros((size,), ctx=context, dtype=first.dtype))
+        bucket.gradients.append(mx.nd.zeros((size,), ctx=context, dtype=first.dtype))
+    begin = 0
+    for param in params:
+        fresh = [weight._fresh_grad for weight in param._data]
+        for replica in range(len(bucket.gradients)):
+            _adopt(param._grad[replica], bucket.gradients[replica], begin)
+            before.append(_adopt(param._data[replica], bucket.weights[replica], begin))
+            before[-1]._fresh_grad = False
+        autograd.mark_variables(param._data, param._grad, param.grad_req)
+        for weight, is_fresh in zip(param._data, fresh):
+            weight._fresh_grad = is_fresh
+        end = begin + _padded(param)
+        _places[param] = BucketSlice(bucket, begin, end, int(np.prod(param.shape)), param._grad)
+        begin = end
+    return before
+
+
+def _adopt(array: Array, memory: Array, begin: int) -> Array:
+    """Turn an array, which others may hold, into a view of memory with the same values; return the former array."""
+    view = memory[begin : begin + array.size].reshape(array.shape)
+    array.as_nd_ndarray().copyto(view)
+    array.handle, view.handle = view.handle, array.handle
+    return view
+
+
+def forget_graphs(placed: Set[int]) -> bool:
+    """Drop the graphs of hybridized blocks with these parameters, and return whether any was static. The next pass makes others.
+
+    A graph with `static_alloc` and `static_shape` would still write gradients into the former arrays. It may belong to another
+    block than the parameters, such as one that wraps theirs, and a trainer of a list of parameters knows no block. So all blocks
+    of the process are searched, at the few times when parameters move.
+    """
+    # Entries are (is input, value), and in MXNet 2 (is input, name, value).
+    stale = [
+        block for block in _compiled_blocks() if any(not entry[0] and id(entry[-1]) in placed for entry in block._cached_op_args)
+    ]
+    if stale:
+        mx.nd.waitall()  # once: their operations must not be deleted while they run
+    for block in stale:
+        block._clear_cached_op()
+    return any(dict(block._flags).get("static_shape") for block in stale)
+
+
+def _compiled_blocks() -> List[gluon.HybridBlock]:
+    """Return the blocks of this process that have graphs now."""
+    kinds = set(_subclasses(gluon.HybridBlock))
+    gc.unfreeze()  # get_objects() does not list frozen objects
+    return [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "_cached_op", None) is not None]
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    known: List[type] = kind.__subclasses__()
+    for one in known:
+        yield from _subclasses(one)
+
+
+def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts: Sequence[Context]) -> List[Slab]:
+    """Return slabs of neighbours with the same multipliers, in the order in which the backward pass fills them."""
+    runs: List[Tuple[Bucket, List[Tuple[int, BucketSlice]]]] = []
+    last: Dict[Bucket, List[Tuple[int, BucketSlice]]] = {}
+    single = []
+    for index in reversed(indices):
+        param, found = params[index], place_of(params[index])
+        if found is None:
+            single.append(index)
+            continue
+        run = last.get(found.bucket)
+        before = params[run[-1][0]] if run else None
+        multipliers = (param.lr_mult, param.wd_mult)
+        if run and before and run[-1][1].end == found.begin and (before.lr_mult, before.wd_mult) == multipliers:
+            run.append((index, found))
+        else:
+            last[found.bucket] = [(index, found)]
+            runs.append((found.bucket, last[found.bucket]))
+    slabs = [_slab(bucket, run, contexts) for bucket, run in runs]
+    # the slab that is full first is reduced first
+    position = {index: at for at, index in enumerate(indices)}
+    slabs.sort(key=lambda slab: -position[slab.indices[-1]])
+    return slabs + one_each(params, single, contexts)
+
+
+def one_each(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts: Sequence[Context]) -> List[Slab]:
+    """Return one slab per parameter, for parameters outside of buckets and for steps that leave some parameters out."""
+    return [Slab((index,), tuple(contexts), params[index]._data, params[index].list_grad()) for index in indices]
+
+
+def part_of(slab: Slab, param: gluon.Parameter) -> Tuple[int, int]:
+    """Return the beginning and end of a parameter in the flat arrays of its slab."""
+    found = place_of(param)
+    assert found is not None and found.bucket is slab.bucket, "slabs are divided again when a parameter has moved"
+    return found.begin - slab.begin, found.end - slab.begin
+
+
+def zero(gradient: Array) -> None:
+    """Set a gradient to zero, dense or sparse."""
+    if gradient.stype == "default":
+        classic = gradient.as_nd_ndarray()
+        mx.nd.zeros_like(classic, out=classic)  # np's scalars take no [:]
+    else:
+        # without rows: assigning 0 would create all rows, and lazy optimizers would update them
+        mx.nd.sparse.zeros(gradient.stype, gradient.shape, ctx=gradient.context, dtype=gradient.dtype).copyto(gradient)
+
+
+def _slab(bucket: Bucket, run: Sequence[Tuple[int, BucketSlice]], contexts: Sequence[Context]) -> Slab:
+    begin, end = run[0][1].begin, run[-1][1].end
+    weights = [flat[begin:end] for flat in bucket.weights]
+    gradients = [flat[begin:end] for flat in bucket.gradients]
+    return Slab(tuple(index for index, _ in run), tuple(contexts), weights, gradients, bucket, begin, end)

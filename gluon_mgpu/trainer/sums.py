@@ -1,0 +1,416 @@
+"""Sums of gradients: over devices, over processes, or by one tree (`tree.py`); and the clipping of sums."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Protocol, Sequence, Tuple, Union
+
+import mxnet as mx
+import numpy as np
+from mxnet import Context
+
+from ..checks import explaining, real_number, short
+from ..distributed import Group, group
+from ..errors import TrainerError
+from ..nested import Array, is_device_array, num_bytes
+from ..refusals import refusal
+from ..runtime.c_api import PushPull
+from .slab import Slab
+
+# Gluon silently treats any other name, and None, as "local" or as no reduction.
+LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allreduce_cpu", "local_update_cpu")
+_MIN_SLICE = 2**15  # elements: queueing a smaller slice costs more than adding it
+_MULTIPLE = 16  # elements: slices begin at cache lines
+# (key, array) per call: the store sorts more pairs by key, which changes the order of devices, and so the bits of sums
+_MOST_PAIRS = 16
+_LARGEST = 3.4028234e38  # float32
+_FLOATS = (np.float16, np.float32, np.float64)
+_MOST_ARRAYS = 200  # of one call of MXNet's finite check
+Part = Tuple[List[int], List[List[Array]]]  # keys, each with one array per device
+
+
+class Sum(Protocol):
+    """How a trainer sums gradients. The options of the trainer decide which one it has, when it is made."""
+
+    def run(self, slabs: List[Slab]) -> None:
+        """Replace the gradients on every device, or on the slab's owner, by their sum, bit-identical on each."""
+
+    def share(self, slabs: List[Slab]) -> None:
+        """Copy the weights of slabs that were summed from their owners to the other devices."""
+
+    def hold(self) -> bool:
+        """Keep the sum of the latest pass for an update of several; return whether it did, so that the gradients are free."""
+
+    def drop(self) -> None:
+        """Drop all that was kept."""
+
+    def bytes_held(self) -> Dict[Context, int]:
+        """Return the bytes of the sums on each device."""
+
+
+class QueuedSum(Protocol):
+    """A sum of arrays over processes, prepared."""
+
+    def run(self, priority: int) -> None:
+        """Queue it."""
+
+
+def store_type(kvstore: object) -> str:
+    """Return the type of MXNet's store that sums over devices; `"device"` for None.
+
+    Without a sum, each device would train its own network.
+
+    Raises
+    ------
+    TrainerError
+        The store is unknown, or is for several processes: the launcher sets their number, not the store's name.
+    """
+    name = "device" if kvstore is None else getattr(kvstore, "type", kvstore)
+    if not isinstance(name, str) or name not in LOCAL_STORES:
+        raise TrainerError(
+            f"Trainer: got kvstore {short(name)}; expected one of {', '.join(LOCAL_STORES)}. Over several processes, "
+            "started by gluon-mgpu launch, gradients are always summed."
+        )
+    return name
+
+
+def make_sum(kvstore: object) -> Sum:
+    """Return the sum over the devices of this process, and over the processes of a job if there are several."""
+    name, processes = store_type(kvstore), group()
+    return DeviceSum(name) if processes is None else ProcessSum(processes)
+
+
+class DeviceSum:
+    """Sums over the devices of one process, through MXNet's kvstore.
+
+    Parameters
+    ----------
+    name : str
+        `"device"` sums on the devices, `"local"` on the CPU.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._stores: Dict[Tuple[Context, ...], _Store] = {}  # by devices
+        self._latest: List[Slab] = []
+        self._calls: List[Union[PushPull, SparsePushPull]] = []  # of the latest slabs
+        self._shares: List[PushPull] = []  # copies of their weights
+
+    def run(self, slabs: List[Slab]) -> None:
+        """Queue the sums.
+
+        Each waits only for the operations that write its slab: it runs while the backward pass fills the next slab.
+        """
+        if slabs is not self._latest:
+            self._calls, self._shares = [], []
+            for place, slab in enumerate(slabs):
+                if len(slab.contexts) > 1:
+                    self._prepare(slab, -place)
+            self._latest = slabs
+        for call in self._calls:
+            call.run()
+
+    def share(self, slabs: List[Slab]) -> None:
+        """Queue the copies of weights."""
+        assert slabs is self._latest or not self._shares, "the sum of these slabs has prepared their copies"
+        for call in self._shares:
+            call.run()
+
+    def hold(self) -> bool:
+        """Keep nothing: the gradients of each device add up."""
+        return False
+
+    def drop(self) -> None:
+        """Do nothing."""
+
+    def bytes_held(self) -> Dict[Context, int]:
+        """Return the bytes of the stores' sums on each device."""
+        held: Dict[Context, int] = {}
+        for store in self._stores.values():
+            for context, size in store.bytes_held().items():
+                held[context] = held.get(context, 0) + size
+        return held
+
+    def _prepare(self, slab: Slab, priority: int) -> None:
+        store = self._stores.setdefault(slab.contexts, _Store(self._name, slab.contexts))
+        for keys, gradients in store.divided(slab):
+            sums = gradients if slab.owner is None else [[one[slab.owner]] for one in gradients]
+            kind = PushPull if gradients[0][0].stype == "default" else SparsePushPull
+            self._calls.append(kind(store.kv, keys, gradients, sums, priority))
+            if slab.owner is not None:  # the store copies a "sum" over one device to the others
+                weights = slab.weights
+                others = weights[: slab.owner] + weights[slab.owner + 1 :]
+                self._shares.append(PushPull(store.kv, keys, [[weights[slab.owner]]], [others], 0))
+
+
+class _Store:
+    """MXNet's store for sums over some devices, and the keys of the slabs in it."""
+
+    def __init__(self, name: str, contexts: Sequence[Context]) -> None:
+        # "device" sums on the devices, which must be of one kind
+        self._name = name if len({context.device_type for context in contexts}) == 1 else "local"
+        self._contexts = list(contexts)
+        self._keys: Dict[Tuple[object, ...], List[int]] = {}
+        self._slice_bytes: List[int] = []
+        self.kv: mx.kvstore.KVStore = mx.kv.create(self._name)
+
+    def divided(self, slab: Slab) -> List[Part]:
+        """Return the sums of a slab for the store: one slice per device, so that all devices add equally much.
+
+        ```
+        device 0: │ slice 0 │ slice 1 │    slice 0 of both devices is summed on device 0 and copied back,
+        device 1: │ slice 0 │ slice 1 │    slice 1 on device 1
+        ```
+
+        A slab with an owner is one slice.
+        """
+        gradients, num_devices = slab.gradients, len(self._contexts)
+        slices = [gradients]
+        if slab.bucket is not None and slab.owner is None:
+            size = gradients[0].size
+            num_slices = max(1, min(num_devices, size // _MIN_SLICE))
+            step = -(-size // (num_slices * _MULTIPLE)) * _MULTIPLE
+            slices = [[flat[begin : min(begin + step, size)] for flat in gradients] for begin in range(0, size, step)]
+        known = (slab.bucket is not None, slab.indices, gradients[0].shape, gradients[0].dtype)
+        if known not in self._keys:
+            if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):  # type: ignore[call-overload]
+                self._keys, self._slice_bytes = {}, []  # divided anew: another store frees the memory of the old sums
+                self.kv = mx.kv.create(self._name)
+            first = sum(map(len, self._keys.values()))
+            self._keys[known] = list(range(first, first + len(slices)))
+            for key, arrays in zip(self._keys[known], slices):
+                self.kv.init(key, arrays[0])
+                self._slice_bytes.append(num_bytes(arrays[0]))
+        keys, together = self._keys[known], max(1, _MOST_PAIRS // num_devices)
+        return [(keys[i : i + together], slices[i : i + together]) for i in range(0, len(keys), together)]
+
+    def bytes_held(self) -> Dict[Context, int]:
+        """Return the bytes of the store's sums on each device: one copy of a slice per device.
+
+        The store assigns each slice, the largest first, to the device with the fewest bytes so far.
+
+        Source: MXNet 1.9.1, src/kvstore/comm.h, CommDevice::InitMergeBuffer.
+        """
+        held = [0] * len(self._contexts)
+        for size in sorted(self._slice_bytes, reverse=True) if self._name == "device" else ():
+            held[held.index(min(held))] += size * len(self._contexts)
+        return dict(zip(self._contexts, held))
+
+
+class SparsePushPull:
+    """Sums of sparse gradients, which take two calls of the store. Arguments as for `PushPull`."""
+
+    def __init__(
+        self, kv: mx.kvstore.KVStore, keys: List[int], arrays: List[List[Array]], outputs: List[List[Array]], priority: int
+    ) -> None:
+        self._kv, self._keys, self._arrays, self._outputs, self._priority = kv, keys, arrays, outputs, priority
+
+    def run(self) -> None:
+        """Queue the sums."""
+        self._kv.push(self._keys, self._arrays, priority=self._priority)
+        self._kv.pull(self._keys, self._outputs, priority=self._priority, ignore_sparse=False)
+
+
+class ProcessSum:
+    """Sums over the devices of all processes of a job."""
+
+    def __init__(self, processes: Group) -> None:
+        self._processes = processes
+        self._sums: Dict[Tuple[object, ...], QueuedSum] = {}  # by the slab's parameters and arrays
+
+    def run(self, slabs: List[Slab]) -> None:
+        """Queue the sums, prepared once for each set of parameters."""
+        for place, slab in enumerate(slabs):
+            if slab.gradients[0].stype != "default":
+                raise refusal("Trainer", "several processes", "sparse gradients")
+            known = (slab.indices, *map(id, slab.gradients))
+            if known not in self._sums:
+                self._sums[known] = self._processes.all_reduce(slab.gradients)
+            self._sums[known].run(-place)
+
+    def share(self, slabs: List[Slab]) -> None:
+        """Do nothing: every device updates all weights."""
+
+    def hold(self) -> bool:
+        """Keep nothing: the gradients of each device add up."""
+        return False
+
+    def drop(self) -> None:
+        """Do nothing."""
+
+    def bytes_held(self) -> Dict[Context, int]:
+        """Return nothing: the sums are in buffers of the backend."""
+        return {}
+
+
+def clip(
+    slabs: List[Slab], home: Context, clip_norm: Optional[float], clip_value: Optional[float], *, measures: bool
+) -> Optional[Array]:
+    """Clip the gradients of these slabs, on every device, and return their common norm on `home` if it was computed.
+
+    Parameters
+    ----------
+    clip_norm, clip_value : float, optional
+        Of the sums, before they are divided by the examples.
+
+    Returns
+    -------
+    NDArray, shape (1,), or None
+    """
+    placed = {(slab.contexts, slab.owner is None) for slab in slabs}
+    norm = None
+    if len(placed) == 1 and all(is_everywhere for _, is_everywhere in placed):  # each device computes its own norm
+        for replica in range(len(slabs[0].contexts)):
+            gradients = [slab.gradients[replica] for slab in slabs]
+            if clip_norm is not None or (measures and not replica):
+                found = global_norm(gradients)
+                norm = norm if replica else found
+                _limit(gradients, found, clip_norm, clip_value)
+            else:
+                _limit(gradients, None, None, clip_value)
+        return norm
+    by_context: Dict[Context, List[Array]] = {}
+    by_devices: Dict[Tuple[Context, ...], List[Array]] = {}
+    for slab in slabs:
+        by_devices.setdefault(slab.contexts, []).append(slab.summed[0])
+        contexts = slab.contexts if slab.owner is None else (slab.contexts[slab.owner],)
+        for context, gradient in zip(contexts, slab.summed):
+            by_context.setdefault(context, []).append(gradient)
+    if slabs and (clip_norm is not None or measures):
+        norms = [global_norm(own).as_in_context(home) for own in by_devices.values()]
+        norm = norms[0] if len(norms) == 1 else mx.nd.sqrt(mx.nd.add_n(*map(mx.nd.square, norms)))
+    for context, gradients in by_context.items():
+        _limit(gradients, None if norm is None else norm.as_in_context(context), clip_norm, clip_value)
+    return norm
+
+
+def _limit(gradients: List[Array], norm: Optional[Array], clip_norm: Optional[float], clip_value: Optional[float]) -> None:
+    if clip_norm is not None and norm is not None:
+        scale_to_limit(gradients, norm, clip_norm)
+    if clip_value is not None:
+        clip_values(gradients, clip_value)
+
+
+def all_finite(gradients: Sequence[Array]) -> Array:
+    """Return whether all numbers of one device's gradients are finite, without waiting.
+
+    Parameters
+    ----------
+    gradients : sequence of NDArray on one device, any shapes, of floating point
+
+    Returns
+    -------
+    NDArray, shape (1,)
+        1.0 or 0.0, on that device.
+
+    Examples
+    --------
+    >>> all_finite([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])]).asscalar()
+    0.0
+    """
+    classic = [gradient.as_nd_ndarray() for gradient in gradients]
+    finite = mx.nd.ones((1,), ctx=classic[0].context)
+    by_dtype: Dict[object, List[Array]] = {}
+    for gradient in classic:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for arrays in by_dtype.values():
+        for begin in range(0, len(arrays), _MOST_ARRAYS):
+            some = arrays[begin : begin + _MOST_ARRAYS]
+            mx.nd.multi_all_finite(*some, num_arrays=len(some), init_output=False, out=finite)
+    return finite
+
+
+def global_norm(gradients: Sequence[Array]) -> Array:
+    """Return the common 2-norm of gradients, without waiting.
+
+    Parameters
+    ----------
+    gradients : sequence of NDArray, any shapes
+
+    Returns
+    -------
+    NDArray, shape (1,)
+        float32, on the first one's device.
+
+    Examples
+    --------
+    >>> global_norm([mx.nd.array([3.0]), mx.nd.array([[4.0]])]).asscalar()
+    5.0
+    """
+    classic = [gradient.as_nd_ndarray() for gradient in gradients]
+    squares: List[Array] = [mx.nd.sum(mx.nd.square(gradient.astype("float32", copy=False))).reshape((1,)) for gradient in classic]
+    home = squares[0].context
+    return mx.nd.sqrt(mx.nd.add_n(*(one.as_in_context(home) for one in squares)))
+
+
+def clip_values(gradients: Sequence[Array], most: float) -> None:
+    """Clip the elements of one device's gradients to -most .. most, in place, without waiting. NaN stays NaN.
+
+    Examples
+    --------
+    >>> g = mx.nd.array([-3.0, 0.5, 2.0])
+    >>> clip_values([g], 1.0)
+    >>> g.asnumpy().tolist()
+    [-1.0, 0.5, 1.0]
+    """
+    for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
+        mx.nd.clip(gradient, -most, most, out=gradient)
+
+
+def clip_global_norm(gradients: Sequence[Array], max_norm: float) -> Array:
+    """Scale one device's gradients so that their common 2-norm is at most `max_norm`, without waiting.
+
+    Reduced gradients are the same on every device, so each device computes the same result alone. NaN and infinite gradients are
+    not changed.
+
+    Parameters
+    ----------
+    gradients : sequence of NDArray on one device, any shapes
+        Changed in place.
+    max_norm : float
+
+    Returns
+    -------
+    NDArray, shape (1,)
+        The norm before clipping, on that device.
+
+    Examples
+    --------
+    >>> g = [mx.nd.array([3.0]), mx.nd.array([[4.0]])]
+    >>> clip_global_norm(g, 1.0).asnumpy().tolist(), round(g[1].asnumpy().item(), 4)
+    ([5.0], 0.8)
+
+    Raises
+    ------
+    TrainerError
+        `max_norm` is not a number above 0, or `gradients` are not arrays. Nothing was changed.
+
+    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
+    """
+    real_number("clip_global_norm", "max_norm", max_norm, above=True, advice="Do not call it if you do not want to clip.")
+    arrays = list(gradients) if isinstance(gradients, (list, tuple)) else []
+    if not arrays or not all(is_device_array(one) and one.dtype in _FLOATS for one in arrays):
+        raise TrainerError(
+            f"clip_global_norm: got gradients={short(gradients)}; expected a list of MXNet arrays of floating point on one "
+            "device. Pass [param.grad(ctx) for param in net.collect_params().values()]."
+        )
+    expected = "dense gradients on one device"
+    with explaining("clip_global_norm", "an error", expected, advice="Call it once for each device."):
+        return scale_to_norm(arrays, max_norm)
+
+
+def scale_to_norm(gradients: Sequence[Array], max_norm: float) -> Array:
+    """Do the same as `clip_global_norm`, without checks of the arguments."""
+    norm = global_norm(gradients)
+    scale_to_limit(gradients, norm, max_norm)
+    return norm
+
+
+def scale_to_limit(gradients: Sequence[Array], norm: Array, max_norm: float) -> None:
+    """Scale one device's gradients, whose common norm is known on that device, so that it is at most `max_norm`."""
+    # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero
+    scale = max_norm / mx.nd.maximum(norm, max_norm)
+    # by 1 if the norm is not finite: the padding between parameters in a bucket is 0, and must not become NaN forever
+    scale = mx.nd.where(norm <= _LARGEST, scale, mx.nd.ones_like(scale))
+    for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
+        factor = scale.astype(gradient.dtype, copy=False).reshape((1,) * len(gradient.shape))
+        mx.nd.broadcast_mul(gradient, factor, out=gradient)

@@ -1,0 +1,342 @@
+"""Gradients summed by one binary tree over virtual shards: the sum has the same bits on any number of devices.
+
+```
+8 virtual shards on 2 devices       ((0+1) + (2+3))  +  ((4+5) + (6+7))
+                                     └── cpu(0) ──┘     └── cpu(1) ──┘
+```
+
+A device adds up its shards like a binary counter: two sums of the same size become one as soon as both are complete. So it holds
+one sum of each size at most, and its last sum is a part of the common tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import Context
+
+from ..checks import is_whole, whole_number
+from ..distributed import Group, group
+from ..errors import ModesError, TrainerError
+from ..nested import Array, num_bytes
+from ..refusals import refusal
+from ..runtime.device_threads import in_own_thread
+from ..runtime.openmp_threads import ask_threads
+from .slab import Slab
+from .sums import QueuedSum
+
+
+@dataclass
+class Node:
+    """The sum over the virtual shards `begin` to `begin + size - 1`, in arrays of one device.
+
+    Attributes
+    ----------
+    begin, size : int
+    replica : int
+        Its device.
+    arrays : list of NDArray
+    is_borrowed : bool
+        The arrays are the gradients, which the next backward pass overwrites.
+    """
+
+    begin: int
+    size: int
+    replica: int
+    arrays: List[Array]
+    is_borrowed: bool = False
+
+    @property
+    def part(self) -> Tuple[int, int]:
+        """The first shard, and the number of shards."""
+        return self.begin, self.size
+
+
+def complete_parts(begin: int, end: int) -> List[Tuple[int, int]]:
+    """Return the largest complete subtrees that cover the shards from `begin` to `end`: pairs of first shard and size.
+
+    Examples
+    --------
+    >>> complete_parts(0, 6), complete_parts(3, 8)
+    ([(0, 4), (4, 2)], [(3, 1), (4, 4)])
+    """
+    parts: List[Tuple[int, int]] = []
+    for number in range(begin, end):
+        parts.append((number, 1))
+        while len(parts) > 1 and are_siblings(parts[-2], parts[-1]):
+            _, size = parts.pop()
+            parts[-1] = (parts[-1][0], 2 * size)
+    return parts
+
+
+def are_siblings(left: Tuple[int, int], right: Tuple[int, int]) -> bool:
+    """Return whether two subtrees (first shard, size) have one parent."""
+    return left[1] == right[1] and left[0] + left[1] == right[0] and left[0] % (2 * left[1]) == 0
+
+
+class TreeSum:
+    """A `Sum` over virtual shards in the order of one tree.
+
+    Over processes, each complete subtree is sent to all, and all add them up in the same order: with n processes, n times the
+    gradients are sent, where an ordinary sum sends them twice.
+
+    Parameters
+    ----------
+    contexts : sequence of mxnet.Context
+    """
+
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        self._contexts = list(contexts)
+        self._group: Optional[Group] = group()
+        self._nodes: List[List[Node]] = [[] for _ in contexts]
+        self._free: List[List[List[Array]]] = [[] for _ in contexts]  # memory of sums that were added to others
+        self._slots: List[Tuple[List[Array], List[QueuedSum]]] = []  # arrays that are sent to all processes, and what sends them
+        self._root: Optional[List[Array]] = None  # of the latest batch, on the first device
+        self._total: Optional[List[Array]] = None  # of earlier batches of the same update
+        self._latest: Optional[List[Slab]] = None
+        self._targets: List[List[Array]] = []  # the gradients of each device
+
+    def use(self, slabs: List[Slab]) -> List[List[Array]]:
+        """Let the sums be those of these gradients, and return them: a list for each device."""
+        if slabs is not self._latest:
+            self._latest = slabs
+            self._targets = [[slab.gradients[i].as_nd_ndarray() for slab in slabs] for i in range(len(self._contexts))]
+            self._slots, self._free = [], [[] for _ in self._contexts]
+        return self._targets
+
+    def make_room(self, replica: int) -> None:
+        """Move a device's latest sum out of its gradients, before a backward pass writes them."""
+        nodes = self._nodes[replica]
+        if nodes and nodes[-1].is_borrowed:
+            kept = self._memory(replica, nodes[-1].arrays)
+            for array, copy in zip(nodes[-1].arrays, kept):
+                array.copyto(copy)
+            nodes[-1] = Node(nodes[-1].begin, nodes[-1].size, replica, kept)
+
+    def add(self, number: int, replica: int, arrays: Sequence[Array]) -> None:
+        """Add what a virtual shard has contributed: its gradients, which may be overwritten after the next `make_room`."""
+        node, nodes = Node(number, 1, replica, list(arrays), is_borrowed=True), self._nodes[replica]
+        while nodes and are_siblings(nodes[-1].part, node.part):
+            left = nodes.pop()
+            self._add_on(replica, left.arrays, node.arrays, node.arrays)
+            self._free[replica].append(left.arrays)
+            node = Node(left.begin, 2 * left.size, replica, node.arrays, is_borrowed=True)
+        nodes.append(node)
+
+    def finish(self, num_leaves: int, num_shards: int, like: Sequence[Array]) -> List[Array]:
+        """Add up the sums of all devices and processes, and return the arrays of the root, on the first device.
+
+        Parameters
+        ----------
+        num_leaves : int
+            Virtual shards with examples, over all processes.
+        num_shards : int
+            Virtual shards, times the parts of each, over all processes.
+        like : sequence of NDArray
+            Arrays of the first device, of the shapes that were added.
+        """
+        nodes = self._joined([one for own in self._nodes for one in own])
+        if self._group is not None:
+            nodes = self._joined(self._of_all_processes(self._group, nodes, num_leaves, num_shards, like))
+        for right in nodes[1:]:
+            self._add_to(nodes[0], right)
+        root = self._memory(0, nodes[0].arrays)
+        in_own_thread(self._contexts[0], partial(_copy_without_minus_zero, nodes[0].arrays, root))
+        self._give_back()
+        self._root = root
+        return root
+
+    def hold(self) -> bool:
+        """Add the sum of the latest batch to those of earlier batches of the same update."""
+        if self._root is None:
+            raise _by_hand()
+        if self._total is None:
+            self._total = self._root
+        else:
+            self._add_on(0, self._total, self._root, self._total)
+            self._free[0].append(self._root)
+        self._root = None
+        return True
+
+    def drop(self) -> None:
+        """Drop all sums."""
+        self._give_back()
+        self._root = self._total = None
+
+    def run(self, slabs: List[Slab]) -> None:
+        """Write the sum to the gradients of every device, bit-identical on each."""
+        if self._root is not None:
+            self.hold()
+        total, self._total = self._total, None
+        if total is None:
+            raise _by_hand()
+        for targets in self._targets:
+            for array, gradient in zip(total, targets):
+                array.copyto(gradient)
+        self._free[0].append(total)
+
+    def share(self, slabs: List[Slab]) -> None:
+        """Do nothing: every device updates all weights."""
+
+    def bytes_held(self) -> Dict[Context, int]:
+        """Return the bytes of the sums on each device."""
+        held = [sum(num_bytes(array) for arrays in free for array in arrays) for free in self._free]
+        held[0] += sum(num_bytes(array) for arrays, _ in self._slots for array in arrays)
+        held[0] += sum(num_bytes(array) for array in self._total or ())
+        return dict(zip(self._contexts, held))
+
+    def _joined(self, nodes: Sequence[Node]) -> List[Node]:
+        """Return these sums, in the order of the shards, added up as far as they are siblings."""
+        joined: List[Node] = []
+        for node in nodes:
+            joined.append(node)
+            while len(joined) > 1 and are_siblings(joined[-2].part, joined[-1].part):
+                self._add_to(joined[-2], joined[-1])
+                joined.pop()
+                joined[-1].size *= 2
+        return joined
+
+    def _add_on(self, replica: int, ones: List[Array], others: List[Array], outputs: List[Array]) -> None:
+        """Queue sums on a device, in its own thread: MXNet keeps memory for each operator in turn, 128 times in other threads."""
+
+        def add() -> None:
+            for one, other, output in zip(ones, others, outputs):
+                mx.nd.elemwise_add(one, other, out=output)
+
+        in_own_thread(self._contexts[replica], add)
+
+    def _add_to(self, left: Node, right: Node) -> None:
+        """Add a sum to another one, which may be on another device."""
+        arrays = right.arrays
+        if left.replica != right.replica:
+            arrays = self._memory(left.replica, left.arrays)
+            for array, copy in zip(right.arrays, arrays):
+                array.copyto(copy)
+        self._add_on(left.replica, left.arrays, arrays, left.arrays)
+        if left.replica != right.replica:
+            self._free[left.replica].append(arrays)
+
+    def _of_all_processes(
+        self, processes: Group, nodes: List[Node], num_leaves: int, num_shards: int, like: Sequence[Array]
+    ) -> List[Node]:
+        """Return the sums of the complete subtrees of all processes."""
+        each = num_shards // processes.process.num_processes
+        places = []
+        for rank in range(processes.process.num_processes):
+            begin, end = (min(num_leaves, (rank + i) * each) for i in (0, 1))
+            places += [(part, rank) for part in complete_parts(begin, end)]
+        own = {node.part: node for node in nodes}
+        found: List[Node] = []
+        for at, ((begin, size), rank) in enumerate(places):
+            arrays, sums = self._slot(processes, at, like)
+            mine = own.get((begin, size)) if rank == processes.process.rank else None
+            for i, array in enumerate(arrays):
+                if mine is None:
+                    mx.nd.zeros_like(array, out=array)
+                else:
+                    mine.arrays[i].copyto(array)
+                sums[i].run(-at)
+            found.append(Node(begin, size, 0, arrays))
+        return found
+
+    def _slot(self, processes: Group, at: int, like: Sequence[Array]) -> Tuple[List[Array], List[QueuedSum]]:
+        if self._slots and [one.shape for one in self._slots[0][0]] != [one.shape for one in like]:
+            self._slots = []
+        while len(self._slots) <= at:
+            arrays = [mx.nd.empty(one.shape, ctx=self._contexts[0], dtype=one.dtype) for one in like]
+            self._slots.append((arrays, [processes.all_reduce([array], exact=True) for array in arrays]))
+        return self._slots[at]
+
+    def _memory(self, replica: int, like: Sequence[Array]) -> List[Array]:
+        """Return arrays on a device, of these shapes."""
+        free, shapes = self._free[replica], [(one.shape, one.dtype) for one in like]
+        while free:
+            arrays = free.pop()
+            if [(one.shape, one.dtype) for one in arrays] == shapes:
+                return arrays
+        return [mx.nd.empty(shape, ctx=self._contexts[replica], dtype=dtype) for shape, dtype in shapes]
+
+    def _give_back(self) -> None:
+        """Free the memory of the sums of each device."""
+        for node in [one for own in self._nodes for one in own]:
+            if not node.is_borrowed and not any(node.arrays is arrays for arrays in self._free[node.replica]):
+                self._free[node.replica].append(node.arrays)
+        self._nodes = [[] for _ in self._contexts]
+
+
+def _copy_without_minus_zero(arrays: Sequence[Array], copies: Sequence[Array]) -> None:
+    """Copy arrays, with 0 for -0: a sum with the zeros of other processes has done so, too."""
+    for array, copy in zip(arrays, copies):
+        mx.nd._internal._plus_scalar(array, scalar=0.0, out=copy)
+
+
+def _by_hand() -> ModesError:
+    return refusal("Trainer.step", "virtual_shards", "a loop by hand")
+
+
+class VirtualShards:
+    """The virtual shards of a trainer: how many, and where their random numbers come from.
+
+    Parameters
+    ----------
+    number : int
+    contexts : sequence of mxnet.Context
+
+    Attributes
+    ----------
+    base : int, optional
+        The seeds of a run are derived from it.
+    batches : int
+        Batches so far.
+    """
+
+    def __init__(self, number: object, contexts: Sequence[Context]) -> None:
+        self.number = whole_number("Trainer", "virtual_shards", number, advice="8 fits 1, 2, 4 and 8 devices.")
+        self.base: Optional[int] = None
+        self.batches = 0
+        processes = group()
+        num_processes = 1 if processes is None else processes.process.num_processes
+        num_devices = len(contexts) * num_processes
+        if self.number % num_devices:
+            where = f"{num_devices} devices" + (f" of {num_processes} processes" if num_processes > 1 else "")
+            raise TrainerError(
+                f"Trainer: got virtual_shards={self.number} on {where}; expected a multiple of {num_devices}, so that each "
+                "device computes equally many. 8 fits 1, 2, 4 and 8 devices."
+            )
+        for context in contexts:
+            threads = ask_threads(context.device_id) if context.device_type == "cpu" else 1
+            if threads > 1:
+                raise TrainerError(
+                    f"Trainer: got virtual_shards={self.number} and {context}, which computes with {threads} threads; expected "
+                    "one: with several, operators round differently on another number of devices. Pass "
+                    "use_devices(..., one_thread=True), or set OMP_NUM_THREADS=1 before the program starts."
+                )
+        self._contexts = list(contexts)
+
+    def draw_base(self) -> None:
+        """Draw the number from which the run's seeds are derived, in process 0 for all, and wait for it."""
+        if self.base is None:
+            self.base = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=self._contexts[0]).asscalar())
+            processes = group()
+            if processes is not None:
+                self.base = int(processes.all_gather_bytes(str(self.base).encode())[0])
+
+    def seed_of(self, shard: int) -> int:
+        """Return the seed of a virtual shard of the current batch; `number` stands for what comes after the batch."""
+        digest = hashlib.sha256(f"{self.base} {self.batches} {shard}".encode()).digest()
+        return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+
+    def state(self) -> Dict[str, Any]:
+        """Return what `restore` takes, as values for JSON."""
+        return {"number": self.number, "base": self.base, "batches": self.batches}
+
+    def restore(self, state: Dict[str, Any]) -> None:
+        """Continue from the result of `state`; raise `ValueError` for values that it does not return."""
+        base, batches = state["base"], state["batches"]
+        if not is_whole(batches) or batches < 0 or not (base is None or is_whole(base)):
+            raise ValueError("virtual shards whose base and batches are not whole numbers")
+        self.base, self.batches = base, batches

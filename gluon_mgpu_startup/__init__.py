@@ -1,1 +1,0 @@
-"""Code that runs before the package: the import hook that Python starts with, and the command."""

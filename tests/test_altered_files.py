@@ -1,0 +1,205 @@
+"""Altered files: what is well formed and wrong is refused by name, before network, trainer, data or random numbers change."""
+
+import json
+import logging
+import pickle
+import random
+import shutil
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.data import ArrayLoader, build_vocabulary
+from gluon_mgpu.errors import DataError, StateError
+from mxnet import gluon, lr_scheduler
+from mxnet.gluon import nn
+
+from .conftest import assert_house_style
+
+CTX = [mx.cpu(0), mx.cpu(1)]
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+NUMBERS = np.random.RandomState(3)
+X, Y = NUMBERS.rand(12, 5).astype("float32"), NUMBERS.randint(0, 3, 12)
+
+
+class Run:
+    """A network with BatchNorm, its trainer and its data, as a program makes them."""
+
+    def __init__(self, *, begun=True, num_examples=12):
+        mx.random.seed(1)
+        self.net = nn.HybridSequential()
+        self.net.add(nn.Dense(4), nn.BatchNorm(), nn.Dense(3))
+        self.net.initialize(mx.init.Xavier(), ctx=CTX)
+        schedule = lr_scheduler.FactorScheduler(1, 0.99, base_lr=0.1)
+        params = {"learning_rate": 0.1, "momentum": 0.9, "lr_scheduler": schedule}
+        self.trainer = mgpu.Trainer(self.net, "sgd", params, clip_norm=1.0)
+        self.data = ArrayLoader(X[:num_examples], Y[:num_examples], 3, shuffle=True)
+        if begun:
+            for features, labels in self.data:
+                mgpu.train_batch(self.net, LOSS, self.trainer, features, labels)
+
+    def fit(self, folder, epochs=2, **options):
+        callbacks = [mgpu.Checkpoint(folder, "test_loss", every=3, keep=9)]
+        return mgpu.fit(self.net, LOSS, self.trainer, self.data, self.data, epochs=epochs, callbacks=callbacks, **options)
+
+    def state(self):
+        optimizer, update = self.trainer.optimizer, self.trainer._update
+        arrays = [a for p in self.net.collect_params().values() if p._data is not None for a in p.list_data()]
+        arrays += [state for updater in update.updaters for _, state in sorted(updater.states.items())]
+        values = [array.asnumpy().tolist() for array in arrays]
+        schedule = vars(optimizer.lr_scheduler)
+        drawn = [np.asarray(one).tolist() for one in np.random.get_state()[1:3]]
+        return repr(
+            (values, update.counts(), optimizer.num_update, optimizer.lr, schedule, self.data.epoch, drawn, random.getstate())
+        )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    Run(begun=False).fit(folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run():
+    return Run()
+
+
+def setting(*path):
+    """Return a function that sets what is at the end of a path; a path that ends in `dropped` removes it."""
+
+    def alter(content):
+        *keys, key, value = path
+        for one in keys:
+            content = content[one]
+        if value is dropped:
+            del content[key]
+        else:
+            content[key] = value
+
+    return alter
+
+
+dropped = object()
+
+
+def altered_optimizer(**values):
+    def alter(content):
+        for name, value in values.items():
+            vars(content["optimizer"]).pop(name) if value is dropped else setattr(content["optimizer"], name, value)
+
+    return alter
+
+
+def late_schedule(content):
+    content["optimizer"].num_update, content["optimizer"].lr_scheduler.count = 2 * 10**9, 0
+
+
+STATES = {
+    "a momentum as a text": (altered_optimizer(momentum="0.9"), "cannot train"),
+    "an attribute dropped": (altered_optimizer(clip_gradient=dropped), "cannot train"),
+    "a schedule as a text": (altered_optimizer(lr_scheduler="x"), "of an optimizer that cannot train"),
+    "a schedule that is far behind": (late_schedule, "its schedule is 2e+09 steps behind"),
+    "a count dropped": (setting("counts", 0, dropped), "with a state or a count of 0.weight, and not both"),
+    "a state of another form": (lambda c: c["states"].update({0: [c["states"][0]]}), "got list in|another form of state"),
+    "no version": (setting("version", dropped), "of version None; expected version 1"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_altered_file_of_states_is_refused_before_anything_changes(run, tmp_path, name):
+    alter, words = STATES[name]
+    path = tmp_path / "states"
+    run.trainer.save_states(str(path))
+    with open(path, "rb") as file:
+        (states, optimizer), content = pickle.load(file), pickle.load(file)
+    content.update(states=states, optimizer=optimizer)
+    alter(content)
+    gluons = content.pop("states"), content.pop("optimizer")
+    path.write_bytes(pickle.dumps(gluons) + pickle.dumps(content))
+    assert_refused(run, lambda: run.trainer.load_states(str(path)), words)
+
+
+def test_gluons_states_of_other_parameters_are_refused(run, tmp_path):
+    optimizer = mx.optimizer.SGD(momentum=0.9, learning_rate=0.1)
+    for key in (-1, True, "0", 99):
+        (tmp_path / "states").write_bytes(pickle.dumps(({key: mx.nd.zeros((4, 5))}, optimizer)))
+        assert_refused(run, lambda: run.trainer.load_states(str(tmp_path / "states")), "contains no trainer states")
+
+
+MODELS = {
+    "a size of 10**9": (setting("network", "hidden_size", 10**9), "of another network"),
+    "a size of 10**30": (setting("network", "embed_size", 10**30), "damaged"),
+    "a million layers": (setting("network", "num_layers", 10**6), "1000000 layers of"),
+    "a cell that is none": (setting("network", "cell", "rnn"), "got cell='rnn'"),
+    "an option that is none": (setting("network", "params", 5), "model.json, which is damaged"),
+    "weights that are tied here alone": (
+        setting("network", "tied", True),
+        "with different values of target_embedding.weight and output.weight",
+    ),
+    "no vocabulary": (setting("source_vocabulary", dropped), "damaged (KeyError: 'source_vocabulary')"),
+    "a fingerprint of two lines": (setting("source_vocabulary", "fingerprint", "a\nb"), "whose bytes are not those"),
+}
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    vocabularies = [build_vocabulary(["one two three"], "words") for _ in range(2)]
+    made = mgpu.models.Translator(*vocabularies, embed_size=4, hidden_size=4, tied=False)
+    made.net.initialize(ctx=mx.cpu())
+    made.best(["one"])
+    folder = tmp_path_factory.mktemp("translator") / "t"
+    made.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_altered_model_json_is_refused(translator, tmp_path, name):
+    alter, words = MODELS[name]
+    shutil.copytree(translator, tmp_path / "t")
+    config = json.loads((tmp_path / "t" / "model.json").read_text())
+    alter(config)
+    (tmp_path / "t" / "model.json").write_text(json.dumps(config))
+    with pytest.raises((StateError, DataError)) as caught:
+        mgpu.models.load_translator(tmp_path / "t", mx.cpu())
+    assert_told(caught.value, words)
+
+
+# Other data
+
+
+def test_other_data_after_an_epoch_are_warned_of(saved, tmp_path, caplog):
+    shutil.copytree(saved, tmp_path / "run")
+    with caplog.at_level(logging.WARNING, "gluon_mgpu"):
+        Run(begun=False).fit(tmp_path / "run", epochs=3, resume=tmp_path / "run" / "last")
+        assert not caplog.messages
+        Run(begun=False, num_examples=9).fit(tmp_path / "run", epochs=4, resume=tmp_path / "run" / "last")
+        assert "fit: got a train_iter of 3 batches, and a checkpoint of a run with 4" in caplog.messages[0]
+        caplog.clear()
+        Run(begun=False, num_examples=8).fit(tmp_path / "run", epochs=5, resume=tmp_path / "run" / "last")  # 3 batches as well
+    assert "fit: got a train_iter of 8 examples, and a checkpoint of a run with 9" in caplog.messages[0]
+
+
+def test_other_examples_in_an_epoch_are_refused(saved, run, tmp_path):
+    run.data, data = ArrayLoader(X[:11], Y[:11], 3, shuffle=True), run.data  # 4 batches as well
+    try:
+        words = "got a train_iter of 11 examples, and a checkpoint in the middle of an epoch of 12; expected the same examples"
+        assert_refused(run, lambda: run.fit(tmp_path, resume=saved / "step-00000003"), words)
+    finally:
+        run.data = data
+
+
+def assert_refused(run, load, words=""):
+    before = run.state()
+    with pytest.raises(StateError) as caught:
+        load()
+    assert_told(caught.value, words)
+    assert run.state() == before
+
+
+def assert_told(error, words):
+    assert_house_style(error)
+    told = str(error)
+    assert any(one in told for one in words.split("|")) and "\n" not in told and len(told) < 1000, told

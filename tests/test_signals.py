@@ -1,0 +1,182 @@
+"""Ctrl-C and SIGTERM: which step processes agree on, when a second signal counts, and what is saved."""
+
+import os
+import signal
+import time
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_mgpu.distributed.launcher.supervisor import Grace, Limits, Signals
+from gluon_mgpu.loop import stop_signals as signals
+from gluon_mgpu.loop.stop_signals import CaughtSignal, Requeue, StopVote, Terminated, catch_signals
+
+from .test_fit import LOSS, Recorder, batches_of, make_net, make_trainer, three_clouds, train
+from .test_launch import mark
+
+__all__ = ["mark"]  # a fixture
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+class Ranks:
+    """Processes in lockstep: each votes, and all receive the votes of all."""
+
+    def __init__(self, steps_s):
+        self.steps_s = steps_s
+        self.num_asked = 0
+
+    def all_gather(self, numbers):
+        self.num_asked += 1
+        return np.float32([[numbers[0], step_s] for step_s in self.steps_s])
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "asked_after"),
+    [
+        ([0.001, 0.002], [1, 3, 7, 15, 31, 47, 63]),  # fast: twice as many steps each time, up to 16
+        ([0.001, 1.0], [1, 2, 3, 4, 5]),  # the slowest process decides
+        ([0.1, 0.125], [1, 3, 7, 11, 15]),  # 4 steps are half a second
+    ],
+)
+def test_processes_ask_each_other_about_every_half_second(monkeypatch, steps_s, asked_after):
+    ranks = Ranks(steps_s)
+    monkeypatch.setattr(signals, "group", lambda: ranks)
+    vote, found = StopVote(), []
+    for step in range(1, asked_after[-1] + 1):
+        before = ranks.num_asked
+        assert vote.after_step(0) == 0
+        found += [step] * (ranks.num_asked - before)
+    assert found == asked_after
+
+
+def test_processes_do_not_ask_in_the_middle_of_a_group(monkeypatch):
+    """Asked after steps that are a multiple of 16 only, groups of 7 would stop after 112 steps."""
+    monkeypatch.setattr(signals, "group", lambda: Ranks([0.001, 0.001]))
+    vote = StopVote()
+    stopped = [step for step in range(1, 57) if vote.after_step(signal.SIGTERM, may_stop=step % 7 == 0)]
+    assert stopped == [7, 14, 21, 35, 56]  # where the interval is at most 2, 4, 8, 16 steps
+
+
+@pytest.fixture
+def defaults():
+    """Python's own signal handlers."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def sending(items, at, *signums):
+    for number, item in enumerate(items, 1):
+        if number == at:
+            for signum in signums:
+                signal.raise_signal(signum)
+        yield item
+
+
+@pytest.mark.parametrize(("signum", "end", "code"), [(signal.SIGTERM, Terminated, 143), (signal.SIGUSR1, Requeue, 85)])
+def test_sigterm_and_sigusr1_save_and_end_with_their_code(defaults, devices, tmp_path, signum, end, code):
+    """It ended the process in the middle of a step, and nothing was saved. timeout(1) sends it twice."""
+    data = batches_of(*three_clouds())
+    net, by_hand, recorder = make_net(devices), make_net(devices), Recorder()
+    saves = mgpu.Checkpoint(tmp_path, monitor=None)
+    with pytest.raises(SystemExit, match="^fit: stopped in epoch 1 after step 3$") as raised:
+        train(devices, sending(data, 3, signum, signum), net=net, callbacks=[saves, recorder])
+    assert type(raised.value) is end and raised.value.code == code
+    assert recorder.calls[-1] == ("fit ends", 1, 0)
+    assert recorder.state.history.stopped == "interrupted"
+    assert signal.getsignal(signum) is signal.SIG_DFL
+    trainer = make_trainer(by_hand)
+    for pair in data[:3]:
+        mgpu.train_batch(by_hand, LOSS, trainer, *pair)
+    loaded = make_net(devices)
+    assert mgpu.load_checkpoint(tmp_path / "last", loaded, make_trainer(loaded))["epoch"] == 1
+    for name, param in loaded._collect_params_with_prefix().items():
+        expected = by_hand._collect_params_with_prefix()[name].data(devices[0]).asnumpy()
+        assert (param.data(devices[0]).asnumpy() == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("signum", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGUSR1, SystemExit)]
+)
+def test_a_signal_that_comes_when_all_is_done_still_ends_the_program(defaults, signum, error):
+    """While the last callbacks save, it was noted and forgotten."""
+
+    class Late(Recorder):
+        def on_fit_end(self, state):
+            super().on_fit_end(state)
+            signal.raise_signal(signum)
+
+    recorder = Late()
+    with pytest.raises(error, match="fit: stopped at its end"):
+        train([mx.cpu()], callbacks=[recorder])
+    assert recorder.state.history.stopped == ""
+
+
+@pytest.mark.parametrize("way", ["a second SIGTERM", "a fork"])
+def test_what_ends_at_once(defaults, clock, monkeypatch, way):
+    """A DataLoader ends its workers by SIGTERM; forked within `fit`, they have its handler."""
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append((signum, signal.getsignal(signum))))
+    caught = CaughtSignal()
+    with catch_signals(caught):
+        if way == "a fork":
+            caught._pid = 1
+        else:
+            caught.handle(signal.SIGTERM, None)
+            clock[0] += 0.4
+            caught.handle(signal.SIGTERM, None)
+            assert killed == []
+            clock[0] += 0.2
+        caught.handle(signal.SIGTERM, None)
+        assert killed == [(signal.SIGTERM, signal.SIG_DFL)]
+        caught.signum = 0
+
+
+def test_the_time_limit_after_sigusr1_leaves_time_to_save(defaults, clock, monkeypatch):
+    """Slurm sends SIGTERM at the time limit, two minutes after --signal=USR1@120: a large checkpoint may still be written."""
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append(signum))
+    caught = CaughtSignal()
+    with catch_signals(caught), Signals() as signals:
+        for signum, wait_s in [(signal.SIGUSR1, 1.0), (signal.SIGUSR1, 120.0), (signal.SIGTERM, 0.2), (signal.SIGTERM, 1.0)]:
+            caught.handle(signum, None)
+            signals._note(signum, None)
+            clock[0] += wait_s
+        assert (caught.signum, killed) == (signal.SIGUSR1, [])
+        assert (signals.first, signals.take()) == (signal.SIGUSR1, [signal.SIGUSR1, signal.SIGTERM])
+        caught.handle(signal.SIGTERM, None)
+        signals._note(signal.SIGTERM, None)
+        assert (killed, signals.take()) == ([signal.SIGTERM], [signal.SIGKILL])
+        caught.signum = 0
+
+
+def test_the_launcher_waits_while_workers_compute(clock):
+    """Five seconds were all that they had, also for steps of a second and large checkpoints."""
+    grace = Grace(Limits(grace_s=60), failed=False)
+    for second in range(590):
+        clock[0] += 1
+        assert not grace.is_over(cpu_s=0.1 * second, num_ended=0)
+    clock[0] += 11
+    assert grace.is_over(cpu_s=100.0, num_ended=0)  # ten times the grace
+
+
+@pytest.mark.parametrize(("ended", "failed", "waits_s"), [(0, False, 62), (1, False, 8), (0, True, 5)])
+def test_the_launcher_does_not_wait_long_for_who_does_nothing(clock, ended, failed, waits_s):
+    """62 s, 8 s where one of them has ended already, 5 s after a failure."""
+    began, grace = clock[0], Grace(Limits(grace_s=60), failed=failed)
+    while not grace.is_over(7.0, ended):
+        clock[0] += 0.5
+    assert clock[0] - began == pytest.approx(waits_s + 0.5)

@@ -1,0 +1,30 @@
+"""What several test files train, on what, and how they wait."""
+
+import time
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import pytest
+from mxnet import gluon
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+@pytest.fixture(params=[1, 3])
+def devices(request):
+    """1 and 3 CPU contexts, in the place of conftest's 1, 2 and 3."""
+    return [mx.cpu(i) for i in range(request.param)]
+
+
+def until(condition):
+    """Wait for something that happens sooner or later, on a busy machine in a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def train(net, trainer, batches):
+    """One step for each batch of a classification."""
+    for X, y in batches:
+        mgpu.train_batch(net, LOSS, trainer, X, y)

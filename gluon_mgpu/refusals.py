@@ -22,7 +22,7 @@ class Refusal(NamedTuple):
 _TREE = "one tree adds up the gradients of virtual shards"
 _APART = "each device trains its own copy of the whole network"
 _OWNED = "one device holds the sum of each gradient and its states"
-_AVERAGED = "Average the statistics: bn='average', or set_batch_norm(net, 'average')"
+_AVERAGED = "Normalise each shard: bn='local', or set_batch_norm(net, 'local')"
 JOINING = "an optimizer that joins parameters"
 
 REFUSALS: Tuple[Refusal, ...] = (

@@ -12,7 +12,7 @@ from mxnet import gluon
 from ..checkpoint.save_and_load import ReadCheckpoint
 from ..checks import short, whole_number
 from ..data_parallel.balancer import Balancer
-from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
+from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
@@ -22,7 +22,7 @@ from ..data_parallel.step import TrainStep, check_network
 from ..distributed import any_process
 from ..errors import TrainerError
 from ..runtime.environment import logger
-from ..trainer.running_stats import remember_equal
+from ..trainer.parameters import average_replicas
 from ..trainer.trainer import Trainer
 from .batch_loop import EpochOptions
 from .callbacks import Callback, FitState, Progress
@@ -84,7 +84,7 @@ def fit(
         `Balancer`). The history then holds each device's share at the end of an epoch.
     max_inflight : int
         Batches that may be queued on the devices. A larger number delays reports and errors.
-    bn : "local", "average" or "sync", optional
+    bn : "local" or "sync", optional
         Which statistics BatchNorm uses on several devices: `set_batch_norm(net, bn)`, which remains set.
     micro_steps : int
         Compute each batch in this many parts, which takes less memory; see `train_batch`.
@@ -139,7 +139,6 @@ def fit(
     split_f = _weighted_split(weights, split_f, trainer)
     test_loss = getattr(loss, "evaluation", loss)
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
-    remember_equal(net, in_job=True)  # values may have been loaded since the trainer was created
     checkpoint = None
     if resume is not None:
         checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter)
@@ -206,8 +205,7 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
         call_each(callbacks, "on_epoch_begin", state)
         run.train_and_evaluate()
         if not state.tests:  # an evaluation averages them
-            sync_running_stats(state.net)
-            average_over_processes(state.net)
+            average_replicas(state.net)
         call_each(callbacks, "on_epoch_end", state)
         run.raise_if_stopped(agree_on_signal(caught.signum), f"after epoch {epoch}")
         if state.stop:

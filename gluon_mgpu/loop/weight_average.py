@@ -16,7 +16,7 @@ from ..nested import Array
 from ..runtime.environment import logger
 from ..trainer.averaged_weights import AveragedWeights
 from ..trainer.local_sgd import LocalSGD
-from ..trainer.running_stats import describe_seen, restore_seen, running_stats
+from ..trainer.running_stats import running_stats
 from .callbacks import Callback, FitState
 
 
@@ -170,7 +170,6 @@ class WeightAverage(Callback):
         if self._bn_data is not None and running_stats(self._weights.net):
             mx.nd.waitall()
             self._stats = {param.name: param for param in running_stats(self._weights.net)}
-            self._seen = describe_seen(self._stats)
             self._values = [(array, array.asnumpy()) for param in self._stats.values() for array in param.list_data()]
             update_bn(self._weights.net, self._bn_data)
 
@@ -182,5 +181,4 @@ class WeightAverage(Callback):
             mx.nd.waitall()
             for array, value in self._values:
                 array.as_nd_ndarray()[:] = mx.nd.array(value, ctx=array.context, dtype=array.dtype)
-            restore_seen(self._stats, self._seen)
             self._stats = {}

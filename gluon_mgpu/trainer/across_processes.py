@@ -42,8 +42,7 @@ class ProcessSync:
         self.sharded_data = sharded_data and self.is_joint
         self._params, self._compression = layout.params, compression
         self._has_begun = False
-        self._count_sum: Optional[QueuedSum] = None  # of the examples of a step over the processes, with one number per device
-        self._counts: List[Array] = []
+        self.divisor = Divisor(layout.devices)
         if compression:
             _check_compression(compression, several=self.is_joint, sharded=self.sharded_data)
 
@@ -93,16 +92,26 @@ class ProcessSync:
             )
         self._processes.compress(self._compression)
 
-    def divide(self, slabs: Sequence[Slab], contexts: Sequence[Context], num_examples: float) -> None:
-        """Divide these gradients by the number of examples of all processes, without waiting for it."""
-        assert self._processes is not None
-        if self._count_sum is None:
-            self._counts = [mx.nd.zeros((1,), ctx=context) for context in contexts]
-            self._count_sum = self._processes.all_reduce(self._counts, exact=True)
+
+class Divisor:
+    """The number of examples of all processes, on each device of this one."""
+
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        self._contexts = list(contexts)
+        self._counts: List[Array] = []
+        self._sum: Optional[QueuedSum] = None
+
+    def divide(self, slabs: Sequence[Slab], num_examples: float) -> None:
+        """Divide these sums over processes by their number of examples, of which this process has so many. It does not wait."""
+        if self._sum is None:
+            processes = group()
+            assert processes is not None, "in one process the number is known"
+            self._counts = [mx.nd.zeros((1,), ctx=context) for context in self._contexts]
+            self._sum = processes.all_reduce(self._counts, exact=True)
         for replica, count in enumerate(self._counts):
             count[:] = 0 if replica else num_examples
-        self._count_sum.run(0)
-        by_context = dict(zip(contexts, self._counts))
+        self._sum.run(0)
+        by_context = dict(zip(self._contexts, self._counts))
         for slab in slabs:
             for gradient in slab.gradients:
                 count = by_context[gradient.context]

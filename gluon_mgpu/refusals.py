@@ -30,7 +30,6 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("virtual_shards", "LocalSGD", _TREE, "Use a Trainer"),
     Refusal("virtual_shards", "shard_optimizer", _TREE, "Leave one of them out"),
     Refusal("virtual_shards", "sharded_data", _TREE, "Leave one of them out"),
-    Refusal("virtual_shards", "compression_params", _TREE, "Leave one of them out"),
     Refusal("virtual_shards", "precision='fp16'", _TREE, "Use 'bf16' or 'fp32'"),
     Refusal("virtual_shards", "sparse gradients", _TREE, "Leave sparse_grad out of Embedding"),
     Refusal("virtual_shards", "grad_req='add'", _TREE, "Set grad_req='write', and use accumulate()"),

@@ -254,9 +254,7 @@ BAD = [
     (lambda: mgpu.Trainer([1, 2], "sgd"), "got int for 0"),
     (lambda: mgpu.Trainer(list(small_net(CTX).collect_params().values()) * 2, "sgd"), "expected different names"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", update_on_kvstore=True), "update_on_kvstore=True"),
-    (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit"}), "for one process"),
-    (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "1bit"}), "type '2bit'"),
-    (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit", "threshold": 0}), "above 0"),
+    (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit"}), "expected None"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_norm=0), "got clip_norm=0"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_norm=float("nan")), "got clip_norm=nan"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_value=-1), "got clip_value=-1"),
@@ -377,22 +375,11 @@ def test_unused_parameters_are_told_once_and_left_alone(arrays, caplog):
         mgpu.train_batch(net, LOSS, plain, X, y)
 
 
-@pytest.mark.parametrize(
-    "optimizer, params, told",
-    [
-        (
-            "adam",
-            {"lr": 0.01},
-            r"got an unknown hyperparameter 'lr' of adam; expected some of .*beta1, .*\. Did you mean learning_rate\?$",
-        ),
-        ("sgd", {"learning_rate": 0.1, "momentun": 0.9}, r"'momentun' of sgd; .* Did you mean momentum\?$"),
-        ("sgd", {"weight_decay": 0.1}, r"Did you mean wd\?$"),
-        ("sgd", {"colour": 1}, r"Leave it out\.$"),
-    ],
-)
-def test_an_unknown_hyperparameter_is_named(optimizer, params, told):
-    """MXNet raises a TypeError about __init__()."""
-    with pytest.raises(TrainerError, match=f"^Trainer: .*{told}"):
+@pytest.mark.parametrize("optimizer, params, name", [("adam", {"lr": 0.01}, "lr"), ("sgd", {"colour": 1}, "colour")])
+def test_an_unknown_hyperparameter_is_named(optimizer, params, name):
+    with pytest.raises(
+        TrainerError, match=f"^Trainer: got .*unexpected keyword argument '{name}'; expected options of {optimizer}"
+    ):
         mgpu.Trainer(small_net(CTX), optimizer, params)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from typing import Any, Dict, Set
@@ -11,18 +10,14 @@ import numpy as np
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
-from ..checks import short
-from ..errors import StateError, TrainerError
+from ..errors import StateError
 
-_MOST_CAUGHT_UP = 10**6  # steps that a schedule counts one by one, in about a second
 # Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
 _OPTIONS = {"lr", "lr_mult", "wd_mult"}  # under other names than the constructors' arguments
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
 _MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule", "last_lr", "cur_lr"}  # by MXNet's: Nadam's schedule, rates of LARS
-_OTHER_NAMES = {"lr": "learning_rate", "weight_decay": "wd", "eps": "epsilon", "betas": "beta1"}
-_SET_BY_TRAINERS = {"begin_num_update", "param_dict", "param_idx2name", "rescale_grad", "sym"}  # accepted, but not proposed
 
 Description = Dict[str, Any]
 
@@ -134,18 +129,3 @@ def _value(plain: Any) -> Any:
         values = [_value(item) for item in items]
         return tuple(values) if kind == "tuple" else dict(values)
     return [_value(one) for one in plain] if isinstance(plain, list) else plain
-
-
-def check_hyperparameters(optimizer: str, params: Dict[str, Any]) -> None:
-    """Raise `TrainerError` if an optimizer has no hyperparameters of these names."""
-    kinds = opt.Optimizer.opt_registry[optimizer.lower()].__mro__[:-1]
-    parameters = [one for kind in kinds for one in inspect.signature(kind.__init__).parameters.values()]
-    known = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)} - {"self"}
-    for name in params:
-        if name not in known:
-            close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, sorted(known), 1)
-            meant = f"Did you mean {close[0]}?" if close else "Leave it out."
-            raise TrainerError(
-                f"Trainer: got an unknown hyperparameter {short(name)} of {optimizer}; expected some of "
-                f"{', '.join(sorted(known - _SET_BY_TRAINERS))}. {meant}"
-            ) from None

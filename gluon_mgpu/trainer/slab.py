@@ -104,7 +104,7 @@ def _arrays_of(param: gluon.Parameter) -> List[Array]:
     return arrays
 
 
-def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> List[Array]:
+def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
     """Move the weights and gradients of parameters into buckets. All parameters are on the same devices.
 
     The arrays of `param.data()` and `param.grad()` stay the same objects, with other memory. Parameters that have a place keep
@@ -116,13 +116,7 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
         In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
     bucket_bytes : int
         A bucket is closed if the next parameter would make it larger than this.
-
-    Returns
-    -------
-    list of NDArray
-        The former weights: a graph that was recorded before writes into their gradients, and marks those as fresh.
     """
-    before: List[Array] = []
     open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
     closed: List[List[gluon.Parameter]] = []
     filled: Dict[Tuple[object, ...], int] = {}
@@ -144,10 +138,9 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
         may_have_graphs = any(map(_may_have_trained, moved.values()))
         with autograd.pause():
             for group in groups:
-                before += _fill(group)
+                _fill(group)
         if may_have_graphs:
             forget_graphs(set(moved))
-    return before
 
 
 def place_statistics(params: Sequence[gluon.Parameter]) -> None:
@@ -201,9 +194,8 @@ def _padded(param: gluon.Parameter) -> int:
     return -(-int(np.prod(param.shape)) // step) * step
 
 
-def _fill(params: Sequence[gluon.Parameter]) -> List[Array]:
+def _fill(params: Sequence[gluon.Parameter]) -> None:
     first = params[0]
-    before: List[Array] = []
     size = sum(_padded(param) for param in params)
     bucket = Bucket([], [])
     for context in first.list_ctx():
@@ -212,20 +204,17 @@ def _fill(params: Sequence[gluon.Parameter]) -> List[Array]:
     begin = 0
     for param in params:
         fresh = [weight._fresh_grad for weight in param._data]
-        former = [_adopt(*pair, begin) for pair in zip(param._data, bucket.weights)]
+        for pair in zip(param._data, bucket.weights):
+            _adopt(*pair, begin)
         if param._differentiable:
             for pair in zip(param._grad, bucket.gradients):
                 _adopt(*pair, begin)
-            for weight in former:
-                weight._fresh_grad = False
             autograd.mark_variables(param._data, param._grad, param.grad_req)
             for weight, is_fresh in zip(param._data, fresh):
                 weight._fresh_grad = is_fresh
-            before += former
         end = begin + _padded(param)
         _places[param] = BucketSlice(bucket, begin, end, int(np.prod(param.shape)), _arrays_of(param))
         begin = end
-    return before
 
 
 def _adopt(array: Array, memory: Array, begin: int) -> Array:

@@ -56,12 +56,9 @@ class Trainer(gluon.Trainer):
         Options of an optimizer that is passed by name: `{"learning_rate": 0.1}`.
     kvstore : str, KVStore or None
         How gradients are reduced over devices: `"device"` or `"local"`; see `Reduction`.
-    compression_params : dict, optional
-        `{"type": "2bit", "threshold": 0.5}` over MXNet's store, `{"type": "fp16"}` over Horovod: the compression of gradients
-        between processes; see `DistSync.compress` and `Horovod.compress`. Both apply to sums over examples, before these are
-        divided by their number.
+    compression_params : None
     update_on_kvstore : None or False
-        For compatibility with Gluon; the update always runs on the devices.
+        For compatibility with Gluon: gradients are never compressed, and the update always runs on the devices.
     clip_norm : float, optional
         Scale the averaged gradient (the sum over all devices and micro-steps, divided by their examples), so that its 2-norm
         over all parameters is at most this.
@@ -122,7 +119,7 @@ class Trainer(gluon.Trainer):
         optimizer: Any,
         optimizer_params: Optional[Dict[str, Any]] = None,
         kvstore: Any = "device",
-        compression_params: Optional[Dict[str, Any]] = None,
+        compression_params: None = None,
         update_on_kvstore: Optional[bool] = None,
         *,
         clip_norm: Optional[float] = None,
@@ -145,11 +142,11 @@ class Trainer(gluon.Trainer):
         self._order = gluon_order(params)
         check_contexts(self._layout.contexts, "Trainer")
         check_optimizer(optimizer, optimizer_params)
-        check_options(self._layout, update_on_kvstore)
+        check_options(self._layout, compression_params, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._gradients = Gradients(self._layout, find_unused=find_unused_parameters)
         self._sum: Sum = make_sum(kvstore)
-        self._process_sync = ProcessSync(self._layout, compression_params, sharded_data=sharded_data)
+        self._process_sync = ProcessSync(self._layout, sharded_data=sharded_data)
         self.sharded_data: bool = self._process_sync.sharded_data  # whether every process reads its own batches
         self._gradients.all_take_part = self._process_sync.is_joint
         if shard_optimizer:
@@ -174,7 +171,6 @@ class Trainer(gluon.Trainer):
             self._process_sync.begin()
         statistics = [param for param in self._layout.params if is_running_stat(param)]
         self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices)
-        self._process_sync.compress(has_shapes=has_values(self._layout.params))
         self._virtual: Optional[VirtualShards] = None
         if virtual_shards is not None:
             self.use_virtual_shards(virtual_shards)

@@ -55,16 +55,6 @@ def test_the_loss_is_the_mean_over_examples(devices, arrays):
     assert found["accuracy"] == right_in_numpy(net, batches)
 
 
-def diverged_norm(ctx):
-    """A BatchNorm whose running statistics are other ones on each device."""
-    net = nn.BatchNorm(in_channels=2)
-    net.initialize(ctx=ctx)
-    for i, context in enumerate(ctx):
-        net.running_mean.data(context)[:] = mx.nd.array([i + 1.0, -3.0 * i], ctx=context)
-        net.running_var.data(context)[:] = mx.nd.array([1.0 + i * i, 4.0 + i], ctx=context)
-    return net
-
-
 def mean_output(output, label):
     return output.sum().reshape((1,)), output.size
 

@@ -209,8 +209,9 @@ def test_dropout_is_off_and_batch_norm_predicts(devices, arrays):
     net = nn.HybridSequential()
     net.add(nn.Dropout(0.9), nn.BatchNorm(in_channels=2))
     net.initialize(ctx=devices)
-    net[1].running_mean.set_data(mx.nd.array([1.5, 1.5]))
-    net[1].running_var.set_data(mx.nd.array([2.0, 2.0]))
+    for context in devices:
+        net[1].running_mean.data(context)[:] = 1.5
+        net[1].running_var.data(context)[:] = 2.0
     X = np.random.uniform(-1, 1, (7, 2)).astype("float32")
     with autograd.record():
         found = predict(net, [X, X])

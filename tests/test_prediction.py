@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.gluoncv import DataParallelModel
 from gluon_mgpu.data_parallel.prefetch import NUM_HELD
-from gluon_mgpu.errors import DeviceError, ShardError, StepError, TrainerError
+from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from gluon_mgpu.loop.predict import predict, predict_batches
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
@@ -250,14 +250,6 @@ def test_memory_of_numpy_batches_is_not_written_while_outputs_share_it(devices):
     assert (predict(Calls(lambda x: x, devices), list(rows), max_inflight=2).reshape(30, 6, 3) == rows).all()
 
 
-def test_mxnet_arrays_are_returned_where_a_device_is_given(devices, arrays):
-    net = Calls(lambda x: (x, x + 1), devices)
-    found = predict(net, [np.arange(5.0), np.arange(2.0)], ctx=mx.cpu(4))
-    assert [type(array) for array in found] == [type(arrays.zeros((1,)))] * 2
-    assert [array.context for array in found] == [mx.cpu(4)] * 2
-    assert found[1].asnumpy().tolist() == [1, 2, 3, 4, 5, 1, 2]
-
-
 def test_a_network_whose_shapes_are_unknown_yet_predicts(devices, arrays):
     net = nn.Dense(3)
     net.initialize(mx.init.Uniform(1), ctx=devices)
@@ -369,7 +361,6 @@ WRONG = {
     "pairs that are not called so": (TrainerError, "Pass pairs=True", lambda net: predict(net, [(X, X[:, 0])])),
     "no such axis": (ShardError, "batch_axis", lambda net: predict(net, [X], batch_axis=3)),
     "no such output axis": (ShardError, "output_axis", lambda net: predict(net, [X], output_axis=2)),
-    "a device that is none": (DeviceError, "among the devices", lambda net: predict(net, [X], ctx="cpu")),
     "outputs that do not fit": (
         ShardError,
         "do not fit together",

@@ -17,7 +17,6 @@ from ..data_parallel.iterators import as_pair, batches_of, check_iterable, featu
 from ..data_parallel.sharding import SplitOptions, gather, plan_shards
 from ..data_parallel.splits import BatchSplit
 from ..data_parallel.step import EvalStep, check_network
-from ..devices.select import check_contexts
 from ..distributed import without_group
 from ..errors import ShardError, StepError, TrainerError, last_line
 from ..nested import Array, is_device_array, leaves, map_leaves
@@ -37,7 +36,6 @@ def predict(
     weights: Optional[Sequence[float]] = None,
     max_inflight: int = MAX_INFLIGHT,
     compiled: str = "auto",
-    ctx: Optional[Context] = None,
 ) -> Any:
     """Return a network's output for every example of a data set, in their order, computed on all its devices.
 
@@ -48,8 +46,6 @@ def predict(
     ----------
     net, data_iter, pairs, batch_axis, output_axis, weights, max_inflight, compiled
         As for `predict_batches`.
-    ctx : mxnet.Context, optional
-        Return MXNet arrays of the current mode on this device instead.
 
     Returns
     -------
@@ -71,8 +67,6 @@ def predict(
     >>> predict(net, [np.array([[1.0], [2.0], [3.0]]), np.array([[4.0]])]).tolist()
     [[2.0], [4.0], [6.0], [8.0]]
     """
-    if ctx is not None:
-        check_contexts([ctx], "predict")
     outputs = predict_batches(
         net,
         data_iter,
@@ -85,7 +79,7 @@ def predict(
     )
     batches = list(outputs)
     try:
-        return gather(batches, ctx, _output_axis(batch_axis, output_axis))
+        return gather(batches, batch_axis=_output_axis(batch_axis, output_axis))
     except ShardError as error:
         raise ShardError(
             f"predict: got outputs of batches that do not fit together ({error}); expected equal shapes except for the number "

@@ -457,18 +457,6 @@ def test_without_an_output_a_command_ends_well():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("number", ["\u0661\u0662", "1_0", "2.0"])
-def test_counts_are_ascii_digits(number):
-    assert invoke("launch", "-n", number, "train.py").exit_code == 2
-
-
-def test_a_removed_current_folder_is_told(tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert "current folder that was removed" in fail("launch", "-n", "2", tmp_path / "train.py")
-
-
 def test_tables_show_devices_as_text(capsys):
     print_table("gpu:free*2", ["spec"], [["gpu:free*2"]])
     assert capsys.readouterr().out.count("gpu:free*2") == 2

@@ -10,7 +10,7 @@ from typing import Any, Dict, Hashable, Iterable, List, Mapping, Optional, Seque
 import mxnet as mx
 from mxnet import Context
 
-from ..checks import explaining, is_whole, short
+from ..checks import is_whole, short
 from ..data_parallel.step import Batch
 from ..distributed import group
 from ..errors import TrainerError
@@ -65,14 +65,6 @@ class DeviceSums:
         self._held: Dict[Place, Held] = {}
         self._sums: Dict[Tuple[Place, str], Array] = {}
         self._counts: Dict[Tuple[Place, str], int] = {}
-
-    def add_shard(self, output: Any, label: Any) -> None:
-        """Add every metric of one shard. Its arrays may be overwritten afterwards."""
-        if self._joined and is_device_array(label) and is_device_array(output):
-            output, label = output.copy(), label.copy()
-        expected = "an output and a label that the metrics take"
-        with explaining("DeviceSums.add_shard", "an error", expected, advice="Try them on one example."):
-            self.add_batch(Batch([output], [label], [], 0))
 
     def add_batch(self, batch: Batch) -> None:
         """Add every metric of a batch, and its losses, if any, as `loss`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 from functools import partial
 from typing import Any, Deque, Generator, Iterable, List, Optional, Sequence, Tuple
 
@@ -18,9 +17,10 @@ from ..data_parallel.sharding import SplitOptions, gather, plan_shards
 from ..data_parallel.splits import BatchSplit
 from ..data_parallel.step import EvalStep, check_network
 from ..distributed import without_group
-from ..errors import ShardError, StepError, TrainerError, last_line
+from ..errors import ShardError, StepError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import devices_of
+from .batch_loop import device_error
 from .evaluate import MAX_INFLIGHT
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
@@ -235,12 +235,7 @@ def _to_numpy(number: int, context: Context, output: Any) -> Any:
     try:
         return map_leaves(lambda _, leaf: leaf.asnumpy(), output)
     except mx.MXNetError as error:
-        with suppress(mx.MXNetError):  # the engine keeps an error for each array that depends on the failed operation
-            mx.nd.waitall()
-        raise StepError(
-            f"predict: got an error of {context} at batch {number}: {last_line(error)}; expected devices that work. "
-            "MXNET_ENGINE_TYPE=NaiveEngine names the operation."
-        ) from error
+        raise device_error("predict", f"{context} at batch {number}", error) from error
 
 
 def _output_axis(batch_axis: Any, output_axis: Any) -> Any:

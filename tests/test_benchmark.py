@@ -166,19 +166,6 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
     assert report.ratio_to_ours(other, [other], "t_s") is None
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["step", "--contenders", "ours,unknown"], "got 'unknown'"),
-        (["train", "--python", "d2l"], "expected NAME=PATH"),
-        (["train", "--python", "d2l=/does/not/exist"], "expected NAME=PATH"),
-        (["evaluate", "--num-devices", "0"], "whole numbers of 1 or more"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_starts(arguments, message):
-    assert message in " ".join(bench(*arguments, exit_code=2).split())
-
-
 # Translators
 
 

@@ -67,11 +67,6 @@ def train(callbacks, *, epochs=10, ctx=None, test_iter=None, num_batches=1):
 # History
 
 
-def test_columns_are_one_value_an_epoch():
-    history = mgpu.loop.History([{"epoch": 1.0, "train_loss": 0.5}, {"epoch": 2.0, "train_loss": 0.25}])
-    assert history.column("train_loss") == [0.5, 0.25]
-
-
 def test_history_is_saved_as_csv_json_and_a_picture(tmp_path):
     history = train([], epochs=3, test_iter=make_batches(1))
     history.stopped = "enough"
@@ -86,17 +81,6 @@ def test_history_is_saved_as_csv_json_and_a_picture(tmp_path):
     picture = (folder / "curves.png").read_bytes()
     assert picture.startswith(PNG)
     assert len(picture) > 10_000
-
-
-def test_the_picture_shows_the_curves(tmp_path):
-    """Another history is another picture; the same one is the same."""
-    rows = [{"epoch": float(i), "train_loss": 1 / i, "train_accuracy": i / 4} for i in (1, 2, 3)]
-    pictures = []
-    for i, last in enumerate([1 / 3, 1 / 3, 3.0]):
-        rows[-1]["train_loss"] = last
-        mgpu.loop.History(rows).save(tmp_path / str(i))
-        pictures.append((tmp_path / str(i) / "curves.png").read_bytes())
-    assert pictures[0] == pictures[1] != pictures[2]
 
 
 def test_axes_have_units_and_whole_epochs():
@@ -271,17 +255,6 @@ def test_early_stopping_stops_after_the_epochs_that_are_allowed(monitor, values,
     assert history.stopped == (f"{monitor} was best ({best[0]:.4g}) in epoch {best[1]}" if best else "")
 
 
-def test_early_stopping_watches_the_test_loss_with_patience_3():
-    stopping = mgpu.EarlyStopping()
-    assert len(train([Scripted("test_loss", [1.0] * 10), stopping]).rows) == 5
-
-
-def test_early_stopping_begins_anew_with_each_fit():
-    stopping = mgpu.EarlyStopping("test_loss", patience=1)
-    assert len(train([Scripted("test_loss", [0.0] * 10), stopping]).rows) == 3
-    assert len(train([Scripted("test_loss", FALLING), stopping]).rows) == 10
-
-
 @pytest.mark.parametrize(
     "options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "smallest"}, {"monitor": None}, {"monitor": 5}]
 )
@@ -328,16 +301,6 @@ def test_without_an_accuracy_the_best_epoch_has_the_smallest_loss(tmp_path):
     assert json.loads((tmp_path / "best" / "progress.json").read_text())["epoch"] == 2
 
 
-@pytest.mark.parametrize("before, num_devices", [(1, 3), (3, 2)])
-def test_checkpoints_are_loaded_on_another_number_of_devices(tmp_path, before, num_devices):
-    weights = Weights()
-    train([weights, mgpu.Checkpoint(tmp_path, monitor="train_loss")], epochs=2, ctx=[mx.cpu(i) for i in range(before)])
-    net = make_net([mx.cpu(i) for i in range(num_devices)])
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-    assert mgpu.load_checkpoint(tmp_path / "last", net, trainer)["epoch"] == 2
-    np.testing.assert_array_equal(net.weight.data(mx.cpu(num_devices - 1)).asnumpy(), weights.after[1])
-
-
 @pytest.mark.parametrize(
     "monitor, mode, best", [("test_loss", None, 5), ("test_loss", "max", 2), ("test_f1", None, 2), ("test_f1", "min", 5)]
 )
@@ -351,13 +314,6 @@ def test_without_a_monitor_only_last_is_kept(tmp_path):
     assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["last"]
 
 
-def test_the_first_epoch_of_another_fit_is_its_best(tmp_path):
-    checkpoint = mgpu.Checkpoint(tmp_path)
-    train([Scripted("test_accuracy", [0.9, 0.1]), checkpoint], epochs=2)
-    train([Scripted("test_accuracy", [0.2, 0.3, 0.1]), checkpoint], epochs=3)
-    assert json.loads((tmp_path / "best" / "progress.json").read_text())["epoch"] == 2
-
-
 def test_what_an_error_ended_is_not_saved(tmp_path):
     class Broken(mgpu.Callback):
         def on_epoch_begin(self, state):
@@ -367,12 +323,6 @@ def test_what_an_error_ended_is_not_saved(tmp_path):
     with pytest.raises(RuntimeError, match="^mine$"):
         train([Broken(), mgpu.Checkpoint(tmp_path, monitor=None)])
     assert json.loads((tmp_path / "last" / "progress.json").read_text())["epoch"] == 2
-
-
-def test_checkpoint_refuses_a_bad_mode(tmp_path):
-    with pytest.raises(TrainerError, match="^callbacks: got mode='best'; expected one of None, 'min', 'max'") as caught:
-        mgpu.Checkpoint(tmp_path, mode="best")
-    assert_house_style(caught.value)
 
 
 # What once lost work

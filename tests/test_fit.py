@@ -292,21 +292,6 @@ def test_a_nan_in_the_data_is_told_with_step_and_device(num_devices, step, shard
     assert all(np.isfinite(weight).all() for weight in weights_of(net))
 
 
-def test_an_error_at_the_end_does_not_keep_later_callbacks_from_saving(tmp_path):
-    """A Ctrl-C in one callback's `on_fit_end` skipped those behind it, and what they had to save was lost."""
-
-    class Broken(mgpu.Callback):
-        def on_fit_end(self, state):
-            raise KeyboardInterrupt("mine")
-
-    net, recorder = make_net([mx.cpu()]), Recorder()
-    saves = mgpu.loop.SaveHistory(tmp_path / "history")
-    with pytest.raises(KeyboardInterrupt, match="^mine$"):
-        train([mx.cpu()], net=net, callbacks=[Broken(), saves, recorder])
-    assert recorder.calls[-1] == ("fit ends", 1, 1)
-    assert (tmp_path / "history" / "history.json").exists()
-
-
 # Ctrl-C
 
 
@@ -350,17 +335,6 @@ def test_a_second_ctrl_c_does_not_wait(ctrl_c):
     assert len(taken) == 2
     assert recorder.calls[-1] == ("fit ends", 1, 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_in_an_evaluation_keeps_what_was_trained(ctrl_c):
-    data = batches_of(*three_clouds())
-    recorder = Recorder()
-    with pytest.raises(KeyboardInterrupt, match="^fit: stopped in the evaluation after epoch 1"):
-        train([mx.cpu()], data, interrupting(data, at=2), epochs=3, callbacks=[recorder])
-    assert recorder.calls[-1] == ("fit ends", 1, 1)
-    (row,) = recorder.state.history.rows
-    assert "train_loss" in row
-    assert "test_loss" not in row
 
 
 def test_it_trains_in_another_thread(ctrl_c):

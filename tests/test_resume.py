@@ -158,15 +158,6 @@ def test_with_shapes_that_the_first_batch_decides(tmp_path, options):
     assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, known=False), [4], **options))
 
 
-def test_in_bf16(tmp_path):
-    try:
-        World([mx.cpu(0)], precision="bf16")
-    except mgpu.errors.DeviceError as error:
-        pytest.skip(str(error))
-    ctx = [mx.cpu(0), mx.cpu(1)]
-    assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, precision="bf16", hybridize={}), [4, 8]))
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -206,20 +197,6 @@ def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
                 continue
             found.append((world.bits(), rows_of(history)))
     assert_the_same(found)
-
-
-def test_no_bit_tells_when_a_report_was_made(tmp_path, monkeypatch):
-    """Reports come every half second, so that no two runs make them after the same batches."""
-    found = []
-    for every_s in (1e9, -1.0):
-        monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", every_s)
-        monkeypatch.setattr("gluon_mgpu.loop.metric_sums.mean_loss", in_float32)  # whose sums tell how they were put together
-        found.append(rows_of(World([mx.cpu(0), mx.cpu(1)]).fit([])))
-    assert found[0] == found[1]
-
-
-def in_float32(losses):
-    return losses.as_nd_ndarray().sum(), losses.size
 
 
 @pytest.mark.parametrize("optimizer, before, after", [("adam", 2, 1), ("sgd", 1, 3)])
@@ -362,27 +339,6 @@ def test_a_step_with_a_checkpoint_in_the_background_does_not_wait(tmp_path, monk
     world.fit([First(), saves, Last()])
     assert during[1] != []  # the counter counts: the first seed
     assert [during[step] for step in (2, 3, 4, 7, 8)] == [[]] * 5
-
-
-def test_an_error_in_the_background_ends_the_run(tmp_path, monkeypatch):
-    """At the next save, or at the end; what was saved before stays."""
-    write = mgpu.checkpoint.snapshot.Snapshot.write
-
-    def failing(self, folder):
-        if self.training["place"]["step"] == 4:
-            raise OSError("disk full")
-        write(self, folder)
-
-    monkeypatch.setattr(mgpu.checkpoint.snapshot.Snapshot, "write", failing)
-    for every, reached in ((2, 6), (4, 7)):
-        world = World([mx.cpu(0)], examples=50)
-        steps = Steps(tmp_path)
-        with pytest.raises(OSError, match="disk full"):
-            saves = mgpu.Checkpoint(tmp_path / str(every), None, every=every, background=True)
-            world.fit([saves, steps], epochs=1, tests=False)
-        assert max(steps.after) == reached - (every == 2)
-    assert steps_in(tmp_path / "2") == {"last": 2}
-    assert not any((tmp_path / "4").iterdir())
 
 
 def test_early_stopping_goes_on(tmp_path):

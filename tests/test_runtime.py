@@ -363,39 +363,6 @@ def test_large_arrays_come_from_memory_that_malloc_keeps(plain):
 # Settings
 
 
-class Libc:
-    """A C library whose mallopt refuses what is not in `takes`."""
-
-    def __init__(self, takes):
-        self.takes, self.calls = takes, []
-
-    def mallopt(self, parameter, value):
-        self.calls.append((parameter, value))
-        return int(parameter in self.takes)
-
-
-@pytest.mark.parametrize(
-    "environment, reason",
-    [
-        ({}, ""),
-        ({"MALLOC_ARENA_MAX": "2"}, "MALLOC_ARENA_MAX in the environment has priority."),
-        ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"}, "GLIBC_TUNABLES in the environment has priority."),
-        ({"GLIBC_TUNABLES": "glibc.rtld.nns=4"}, ""),
-        ({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "LD_PRELOAD in the environment has priority."),
-        ({"LD_PRELOAD": "/usr/lib/libother.so"}, ""),
-    ],
-)
-def test_who_sets_the_allocator(monkeypatch, environment, reason):
-    monkeypatch.setattr(os, "environ", {"PATH": "", **environment})
-    libc = Libc(takes=[parameter for parameter, _ in runtime.ALLOCATOR.values()])
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setattr(runtime, "_set_here", set())
-    assert runtime._why_not_allocator() == reason
-    runtime._set_allocator()
-    assert libc.calls == ([] if reason else list(runtime.ALLOCATOR.values()))
-    assert runtime._set_here == (set() if reason else set(runtime.ALLOCATOR))
-
-
 def test_one_thread_is_asked_for_within_a_block_only():
     before = runtime._threads_alone()
     with runtime.one_thread():

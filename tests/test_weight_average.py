@@ -1,17 +1,12 @@
 """Averages of weights: those that NumPy computes, on any devices, also after a stop; what is evaluated."""
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.trainer.averaged_weights import AveragedWeights
-from mxnet import gluon
 from mxnet.gluon import nn
 
 from .conftest import mostly_two
@@ -312,62 +307,3 @@ def test_the_average_of_a_translators_checkpoints_is_a_translator(tmp_path):
     mgpu.average_checkpoints([tmp_path / "1", tmp_path / "2"], output=tmp_path / "average")
     average = mgpu.models.load_translator(tmp_path / "average")
     assert_close(weights(average.net), {name: value + 0.5 for name, value in first.items()})
-
-
-PROGRAM = """
-    import hashlib, sys
-    import gluon_mgpu as mgpu
-    import mxnet as mx
-    import numpy as np
-    from mxnet import gluon
-    from mxnet.gluon import nn
-
-    rng = np.random.RandomState(0)
-    data = [(rng.rand(8, 2).astype("float32"), rng.randint(0, 3, 8)) for _ in range(4)]
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=2), nn.BatchNorm(in_channels=4), nn.Dense(3, in_units=4))
-    mx.random.seed(1)
-    net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0)])
-    average = mgpu.WeightAverage("swa")
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    mgpu.fit(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, data, epochs=3, callbacks=[average])
-    mgpu.save_checkpoint(sys.argv[1], net)
-    found = np.concatenate([param.data().asnumpy().ravel() for param in net.collect_params().values()])
-    print("bits", hashlib.sha256(found.tobytes()).hexdigest())
-    if not mgpu.distributed.this_process().rank:
-        np.save(sys.argv[2], found)
-    layer = nn.BatchNorm(in_channels=1, momentum=0.5)  # each process reads its own batches
-    layer.initialize(ctx=[mx.cpu(0)])
-    mgpu.Trainer(layer, "sgd", sharded_data=True)
-    X = [[0.0], [2.0]] if mgpu.distributed.this_process().rank == 0 else [[10.0], [20.0]]
-    mgpu.update_bn(layer, [(np.float32(X), np.zeros(2))] * 20)
-    print("mean", round(float(layer.running_mean.data().asscalar()), 3))
-"""
-
-
-@pytest.mark.exhaustive
-def test_in_two_processes(tmp_path):
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name, command in (
-        ("one", [sys.executable, "program.py"]),
-        ("two", [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "program.py"]),
-    ):
-        done = subprocess.run(
-            [*command, f"{name}-average", f"{name}.npy"],
-            cwd=tmp_path,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=240,
-        )
-        output = done.stdout.decode()
-        assert done.returncode == 0, output
-        assert len({line.split("bits ")[1] for line in output.splitlines() if "bits " in line}) == 1
-        assert ("mean 1.0" if name == "one" else "mean 8.0") in output
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=2), nn.BatchNorm(in_channels=4), nn.Dense(3, in_units=4))
-    net.load_parameters(str(tmp_path / "two-average" / "net.params"), ctx=mx.cpu())
-    saved = np.concatenate([param.data().asnumpy().ravel() for param in net.collect_params().values()])
-    assert saved.tobytes() == np.load(tmp_path / "two.npy").tobytes()
-    assert isinstance(net, gluon.Block)

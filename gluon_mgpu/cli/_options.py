@@ -51,23 +51,14 @@ devices_option = all_of(
         metavar="SIZE",
         help="Memory that must be free on each GPU, such as 8GiB. auto and a count choose among GPUs that have it.",
     ),
-    click.option(
-        "--wait-for-gpu",
-        type=Real(0),
-        metavar="SECONDS",
-        help="Wait at most this long until the GPUs are free; auto waits for one.",
-    ),
 )
 
 
-def chosen_devices(
-    devices: str, min_free_memory: Optional[str], wait_for_gpu: Optional[float], **options: Any
-) -> ContextManager[List[Any]]:
-    """Return `use_devices` for the values of `devices_option`; it tells on standard error what it waits for."""
+def chosen_devices(devices: str, min_free_memory: Optional[str], **options: Any) -> ContextManager[List[Any]]:
+    """Return `use_devices` for the values of `devices_option`."""
     from ..devices.select import use_devices
 
-    tell = partial(click.echo, err=True)
-    return use_devices(devices, min_free_memory=min_free_memory, wait_s=wait_for_gpu, tell=tell, **options)
+    return use_devices(devices, min_free_memory=min_free_memory, **options)
 
 
 image_options = all_of(

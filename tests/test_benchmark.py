@@ -141,22 +141,6 @@ def test_a_contender_that_hangs_is_ended_with_its_children(fake, tmp_path):
 # How contenders are compared
 
 
-def test_programs_run_as_published_get_none_of_our_settings(fake, monkeypatch):
-    """Importing gluon_mgpu has put settings into this process's environment."""
-    monkeypatch.setenv("MXNET_CPU_TEMP_COPY", "128")
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    echo = """
-        say(versions={name: os.environ.get(name, "") for name in ("MXNET_CPU_TEMP_COPY", "OMP_NUM_THREADS")})
-        for request in requests:
-            say(found={})
-    """
-    _, rows = workloads.train_rows(["d2l", "gluon-defaults", "gluon"], [2])
-    compare(rows, rounds=1, pythons=dict.fromkeys(["d2l", "gluon-defaults", "gluon"], fake("echo", echo)))
-    found = {row.contender: row.versions for row in rows if row.case.num_devices == 2}
-    assert found["d2l"] == found["gluon-defaults"] == {"MXNET_CPU_TEMP_COPY": "", "OMP_NUM_THREADS": ""}
-    assert found["gluon"]["MXNET_CPU_TEMP_COPY"] == "128" and found["gluon"]["OMP_NUM_THREADS"] != "7"
-
-
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
     """Not the ratio of the medians: a slow moment affects both values of a round."""
     ours = Row("ours", "g", CASE, rounds=[{"t_s": 1.0}, {"t_s": 10.0}, {"t_s": 2.0}])

@@ -252,12 +252,8 @@ def test_ctrl_c_saves_and_ends_with_130(tiny, data_dir, tmp_path, monkeypatch):
                 yield pair
 
     monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.ArrayLoader", Interrupting)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        options = ["--batch-size", "8", "--epochs", "3", "--devices", "cpu*1"]
-        result = invoke(*TRAIN, *options, "--data-dir", data_dir, "--output", tmp_path / "out")
-    finally:
-        signal.signal(signal.SIGINT, before)
+    options = ["--batch-size", "8", "--epochs", "3", "--devices", "cpu*1"]
+    result = invoke(*TRAIN, *options, "--data-dir", data_dir, "--output", tmp_path / "out")
     assert result.exit_code == 130
     assert "Interrupted. fit: stopped in epoch 2 after step 7" in result.output
     assert "Traceback" not in result.output

@@ -78,14 +78,6 @@ class Recorder(mgpu.Callback):
         self._note("fit ends", state)
 
 
-@pytest.fixture
-def ctrl_c():
-    """Python's own handling of Ctrl-C during the test, also where the tests run in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupting(items, at, times=1):
     """The items; before item `at`, from 1, is given, Ctrl-C is pressed."""
     for number, item in enumerate(items, 1):
@@ -212,7 +204,7 @@ def test_batches_that_make_one_update(num_devices, every):
     assert recorder.state.trainer._optimizer.num_update == 2 * len(joined)
 
 
-def test_ctrl_c_waits_for_the_last_batch_of_an_update(ctrl_c, tmp_path):
+def test_ctrl_c_waits_for_the_last_batch_of_an_update(tmp_path):
     data = batches_of(*three_clouds())
     net, whole = make_net([mx.cpu()]), make_net([mx.cpu()])
     options = {"callbacks": [mgpu.Checkpoint(tmp_path, monitor=None)], "accumulate_grad_batches": 4}
@@ -295,7 +287,7 @@ def test_a_nan_in_the_data_is_told_with_step_and_device(num_devices, step, shard
 # Ctrl-C
 
 
-def test_ctrl_c_ends_it_after_the_batch_under_way(devices, ctrl_c, tmp_path):
+def test_ctrl_c_ends_it_after_the_batch_under_way(devices, tmp_path):
     X, y = three_clouds(50)
     data = batches_of(X, y, 10)
 
@@ -320,7 +312,7 @@ def test_ctrl_c_ends_it_after_the_batch_under_way(devices, ctrl_c, tmp_path):
     assert progress["history"] == recorder.state.history.rows
 
 
-def test_a_second_ctrl_c_does_not_wait(ctrl_c):
+def test_a_second_ctrl_c_does_not_wait():
     taken = []
 
     def endless():
@@ -337,7 +329,7 @@ def test_a_second_ctrl_c_does_not_wait(ctrl_c):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_it_trains_in_another_thread(ctrl_c):
+def test_it_trains_in_another_thread():
     """Only the main thread may set signal handlers."""
     histories = []
     thread = threading.Thread(target=lambda: histories.append(train([mx.cpu()])))

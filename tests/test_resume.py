@@ -20,6 +20,7 @@ from mxnet.gluon import nn
 
 from .conftest import largest_difference, seed_all, small_batches, weights_of
 from .test_no_sync import WAITING
+from .test_weight_average import Press
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 # fit: in the middle of an epoch, with everything that moves
@@ -36,17 +37,6 @@ class KilledAfter(mgpu.Callback):
     def on_batch_end(self, state):
         if state.step == self.step:
             raise KilledError
-
-
-class PressedAfter(mgpu.Callback):
-    """Ctrl-C."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_batch_end(self, state):
-        if state.step == self.step:
-            signal.raise_signal(signal.SIGINT)
 
 
 TIMES = ("seconds", "examples_per_s")
@@ -227,13 +217,9 @@ def uninterrupted_without_checkpoints():
 def test_ctrl_c_at_any_step(tmp_path, stop):
     """What it saves is one checkpoint more; where nothing draws random numbers, no bit tells that there was one."""
     ctx = [mx.cpu(0), mx.cpu(1)]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        first = World(ctx, dropout=0.0)
-        with pytest.raises(KeyboardInterrupt, match=f"after step {stop}$"):
-            first.fit([mgpu.Checkpoint(tmp_path), PressedAfter(stop)])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    first = World(ctx, dropout=0.0)
+    with pytest.raises(KeyboardInterrupt, match=f"after step {stop}$"):
+        first.fit([mgpu.Checkpoint(tmp_path), Press(stop)])
     assert first.trainer.optimizer.num_update == stop
     assert_resumes_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
 
@@ -260,12 +246,8 @@ def test_ctrl_c_in_the_evaluation(tmp_path):
     first = World(ctx, dropout=0.0)
     first.test_iter, batches = Pressing(first.test_iter), list(first.test_iter)
     assert len(batches) == 2
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt, match="in the evaluation after epoch 1$"):
-            first.fit([mgpu.Checkpoint(tmp_path)])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt, match="in the evaluation after epoch 1$"):
+        first.fit([mgpu.Checkpoint(tmp_path)])
     assert_resumes_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
 
 

@@ -235,22 +235,6 @@ def test_several_workers_of_a_context_are_refused(monkeypatch):
     assert openmp_threads.contexts_seen() == seen
 
 
-def test_a_context_that_has_run_keeps_its_threads():
-    program = """
-        import os
-        os.sched_getaffinity = lambda pid: set(range(7))
-        import gluon_mgpu as mgpu
-        import mxnet as mx
-        mx.nd.ones((2, 2)).wait_to_read()
-        before = asked(0)
-        with mgpu.use_devices("cpu*1"):
-            print(asked(0) == before != 7)
-        with mgpu.use_devices("cpu*2"):
-            print(asked(0) == before == mgpu.runtime.threads_of(0), asked(1), mgpu.runtime.threads_of(1))
-    """
-    assert run_clean(ASK, program) == ["True", "True 1 1"]
-
-
 # The serial engine
 
 SERIAL = """

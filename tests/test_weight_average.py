@@ -116,18 +116,11 @@ class Press(mgpu.Callback):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.fixture
-def interrupts():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("method", ["ema", "swa"])
 @pytest.mark.parametrize("first", [True, False], ids=["before Checkpoint", "after Checkpoint"])
 @pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.exhaustive) for step in (1, 6, -2)), 4, -1])
-def test_a_resumed_run_has_the_same_bits(interrupts, tmp_path, method, first, step):
+def test_a_resumed_run_has_the_same_bits(tmp_path, method, first, step):
     """Stopped after a batch, at the end of an epoch, and in an evaluation."""
     ctx = [mx.cpu(0), mx.cpu(1)]
     expected, _, history = run(ctx, mgpu.WeightAverage(method, decay=DECAY), epochs=3)

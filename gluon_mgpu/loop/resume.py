@@ -49,8 +49,6 @@ class FitProgress:
         The trainer's when `fit` was called; None with a schedule. Another rate at the checkpoint was set while it trained.
     row : dict, optional
         The row of an epoch that has been trained but not evaluated.
-    shares : list of float, optional
-        Each device's share of a batch.
     """
 
     epoch: int = 1
@@ -64,7 +62,6 @@ class FitProgress:
     counts: Dict[str, int] = field(default_factory=dict)
     learning_rate: Optional[float] = None
     row: Optional[Row] = None
-    shares: Optional[List[float]] = None
 
 
 def find_resumable(

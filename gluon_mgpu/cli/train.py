@@ -156,12 +156,6 @@ def train_resnet18(**options: Any) -> None:
         type=Whole(5),
         help="Largest number of tokens per side. By default 8000, or fewer subwords for a small corpus.",
     ),
-    click.option(
-        "--character-coverage",
-        type=Real(0.98, 1),
-        help="Share of the text that the characters of subwords cover. By default all letters, digits and marks, and 0.9995 of "
-        "Hangul and Chinese characters; 1 covers all.",
-    ),
 )
 @option_group(
     "Network",

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Optional
+from typing import Any, List, Optional, Union
 
 import mxnet as mx
 from mxnet import gluon
 
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
+from ..data_parallel.balancer import Balancer
 from ..data_parallel.debug import run_serially
+from ..data_parallel.sharding import plan_shards, split_batch
 from ..loop.callbacks import Progress, SaveHistory
 from ..loop.save_checkpoints import Checkpoint
 from ..loop.trace import Trace
 from ..models import resnet18
 from ..plots import plot_schedule, plot_trace, save
 from ..runtime.units import format_column
+from ..trainer.trainer import Trainer
 from ._output import print_once
 from ._training import create_trainer, is_divided, prepare_network, prepared_devices, run_fit
 
@@ -57,7 +61,7 @@ def train(options: SimpleNamespace) -> None:
                 SaveHistory(options.output),
             ],
             trace=trace,
-            weights=options.weights,
+            split_f=_split(options.weights, trainer),
             bn=options.bn,
             micro_steps=options.micro_steps,
             compiled=options.compiled,
@@ -67,6 +71,14 @@ def train(options: SimpleNamespace) -> None:
     seconds = median(history.column("seconds"))
     print_once(f"saved curves.png, history.csv, history.json, best and last in {options.output}")
     print_once(f"{format_column('test_accuracy', history.column('test_accuracy')[-1])}, {seconds:.1f} s/epoch on {names}")
+
+
+def _split(weights: Union[None, str, List[float]], trainer: Trainer) -> Any:
+    """Return the `split_f` of `--weights`."""
+    if weights is None or isinstance(weights, str):
+        return Balancer(trainer) if weights else split_batch
+    plan_shards(1, len(trainer.contexts), weights)  # raises on weights for other devices
+    return partial(split_batch, weights=weights)
 
 
 def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:

@@ -11,13 +11,12 @@ from mxnet import gluon
 
 from ..checkpoint.save_and_load import ReadCheckpoint
 from ..checks import short, whole_number
-from ..data_parallel.balancer import Balancer
 from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
-from ..data_parallel.sharding import SplitOptions, plan_shards, split_batch
-from ..data_parallel.splits import BatchSplit, SplitFunction
+from ..data_parallel.sharding import split_batch
+from ..data_parallel.splits import SplitFunction
 from ..data_parallel.step import TrainStep, check_network
 from ..distributed import any_process
 from ..errors import TrainerError
@@ -47,7 +46,6 @@ def fit(
     metrics: Union[str, Metrics] = "auto",
     callbacks: Optional[Sequence[Callback]] = None,
     split_f: SplitFunction = split_batch,
-    weights: Union[None, str, Sequence[float]] = None,
     max_inflight: int = 2,
     bn: Optional[str] = None,
     micro_steps: int = 1,
@@ -74,14 +72,11 @@ def fit(
         Shapes (B, ...); read once per epoch.
     epochs : int
     metrics : "auto", sequence of functions, or dict name -> function
-        See `gluon_mgpu.accuracy`. Or objects of `mx.metric`, which read each batch on the host. "auto": the accuracy, unless
-        `loss` is one of Gluon's for labels that are no classes.
+        See `gluon_mgpu.accuracy`. "auto": the accuracy, unless `loss` is one of Gluon's for labels that are no classes.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
-    weights : "auto" or sequence of float, optional
-        How to split batches over devices of different speed: in these proportions, or as measured during training (see
-        `Balancer`). The history then holds each device's share at the end of an epoch.
+        For devices of different speed `functools.partial(split_batch, weights=[3, 1])`, or a `Balancer`, which measures them.
     max_inflight : int
         Batches that may be queued on the devices. A larger number delays reports and errors.
     bn : "local" or "sync", optional
@@ -136,7 +131,6 @@ def fit(
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
     if virtual_shards is not None:
         trainer.use_virtual_shards(virtual_shards)
-    split_f = _weighted_split(weights, split_f, trainer)
     test_loss = getattr(loss, "evaluation", loss)
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
     checkpoint = None
@@ -172,7 +166,6 @@ def fit(
             on_phase=on_phase,
         ),
         batches_per_update=accumulate_grad_batches,
-        balancer=split_f if isinstance(split_f, Balancer) else None,
     )
     if bn is not None:
         set_batch_norm(net, bn)
@@ -253,21 +246,6 @@ def _read_checkpoint(
                 callback.hold()
         folder = saving[0].folder if saving else None
         return find_resumable(resume, folder, net, trainer, train_iter)
-
-
-def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:
-    """Return the function that splits batches in these proportions."""
-    if weights is None:
-        return split_f
-    if split_f is not split_batch or (isinstance(weights, str) and weights != "auto"):
-        raise TrainerError(
-            f"fit: got weights={short(weights)} and split_f={short(split_f)}; expected 'auto' or a number for each device, "
-            "and no other way to split. Pass split_f=Balancer(trainer, batch_axis=1), or a functools.partial of split_batch."
-        )
-    if isinstance(weights, str):
-        return Balancer(trainer)
-    plan_shards(1, len(trainer.contexts), weights)  # raises on invalid weights
-    return BatchSplit(SplitOptions(weights=weights))
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:

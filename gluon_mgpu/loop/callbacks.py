@@ -152,6 +152,12 @@ class Progress(Callback):
             total = state.num_batches or None
             self._task = self._bar.add_task(f"epoch {state.epoch}/{state.epochs}", total=total, text="")
 
+    def on_batch_end(self, state: FitState) -> None:
+        found = state.history.evaluations[-1:]
+        if found and found[0]["step"] == state.step:
+            means = [format_column(*mean) for mean in found[0].items() if mean[0].startswith("test_")]
+            self._line("  ".join([f"step {state.step}", *means]))
+
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         means = [format_column(*mean) for mean in progress.means.items()]
         rest = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
@@ -169,11 +175,9 @@ class Progress(Callback):
         ]
         rate = [f"{row['examples_per_s']:.0f} {self._unit}/s", f"{row['seconds']:.1f} s"]
         parts = [f"epoch {state.epoch}/{state.epochs}", *means, *rate]
-        if self._bar is not None:  # the finished epoch becomes lines above the bar
+        if self._bar is not None:
             self._bar.remove_task(self._task)
-            self._bar.console.print("  ".join(parts), markup=False, highlight=False)
-        else:
-            self._print("  ".join(parts))
+        self._line("  ".join(parts))
 
     def on_fit_end(self, state: FitState) -> None:
         if self._bar is not None:
@@ -186,6 +190,13 @@ class Progress(Callback):
         done = state.epoch - 1 + progress.num_batches / state.num_batches
         seconds = (time.perf_counter() - self._began) / (done - self._done_before) * (state.epochs - done)
         return [f"{_clock(seconds)} left"]
+
+    def _line(self, line: str) -> None:
+        """Print a line that stays: above the bar, if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            self._print(line)
 
     def _print(self, line: str) -> None:
         self._printed = time.perf_counter()

@@ -55,6 +55,8 @@ class FitProgress:
         Each device's share of a batch.
     num_examples : int
         Examples of the data set, 0 if the data iterator has no such number.
+    evaluations : list of dict
+        The results within epochs so far.
     """
 
     epoch: int = 1
@@ -70,6 +72,7 @@ class FitProgress:
     row: Optional[Row] = None
     shares: Optional[List[float]] = None
     num_examples: int = 0
+    evaluations: List[Row] = field(default_factory=list)
 
 
 def find_resumable(

@@ -175,9 +175,7 @@ def _load_corpus(options: SimpleNamespace) -> Tuple[Corpus, Tuple[Vocabulary, Vo
         corpus, usual = corpus.swapped(), usual[::-1]
     kinds = [options.vocabulary or kind for kind in usual]
     source, target = (
-        build_vocabulary(
-            side, kind, size=options.vocabulary_size or _usual_size(side, kind), character_coverage=options.character_coverage
-        )
+        build_vocabulary(side, kind, size=options.vocabulary_size or _usual_size(side, kind))
         for side, kind in zip((corpus.train.source, corpus.train.target), kinds)
     )
     return corpus, (source, target)

@@ -53,8 +53,9 @@ sys.exit(f"failed: {failed}" if failed else 0)
 """
 
 
-def programs_of(page):
-    return re.findall(r"^```python\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+def programs_of(page, *, of_gluoncv=False):
+    found = re.findall(r"^```python\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+    return [program for program in found if ("gluoncv" in program) == of_gluoncv]
 
 
 def test_programs_run(tmp_path):
@@ -73,6 +74,15 @@ def test_programs_run(tmp_path):
     )
     assert done.returncode == 0, done.stdout.decode()
     print(done.stdout.decode())
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["SSD", "FCN"])
+def test_recipes_of_gluoncv_run(number, tmp_path):
+    """In the environment of scripts/test_extras.sh gluoncv, and elsewhere if GluonCV is installed."""
+    pytest.importorskip("gluoncv")
+    detection, segmentation = programs_of("recipes.md", of_gluoncv=True)
+    program = (detection, segmentation)[number] + ("\nassert totals[-1] < totals[0]", "\nassert history.rows")[number]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, check=True, timeout=240)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -50,8 +50,8 @@ _precision = click.option(
 _seed = seed_option("Seed of the weights, of the split of the data, and of its order.")
 _virtual_shards = count(
     "--virtual-shards",
-    help="Cut every batch into this many parts and add them up in one order, which gives the same bits on any number of devices "
-    "that divides it. By default each device computes one part.",
+    help="Cut every batch into this many parts and add them up in one order, which makes results bit-identical on any number "
+    "of devices that divides it. By default each device computes one part.",
 )
 _stages = count(
     "--stages",

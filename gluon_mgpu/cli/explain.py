@@ -29,7 +29,7 @@ _SHOWN = 200  # letters of a message
 @click.command()
 @click.argument("message", nargs=-1, metavar="[MESSAGE...]")
 @click.option("--language", type=click.Choice(["en", "ko"]), help="Language of the answer; by default that of the locale.")
-@click.option("--all", "show_all", is_flag=True, help="Print all entries as a page of Markdown.")
+@click.option("--all", "show_all", is_flag=True, help="Print all entries as tables of Markdown.")
 def explain(message: Sequence[str], language: Optional[str], show_all: bool) -> None:
     """Explain what an error MESSAGE means and what to do.
 
@@ -42,7 +42,7 @@ def explain(message: Sequence[str], language: Optional[str], show_all: bool) -> 
     """
     language = language or _language()
     if show_all:
-        click.echo(_page(language))
+        click.echo(tables_of_messages(language))
         return
     if not message:
         raise click.UsageError("got no MESSAGE; expected an error message. Quote it, or pass - and the log on standard input.")
@@ -69,13 +69,14 @@ def _as_text(entry: Entry, language: str) -> str:
     return "\n".join([entry.name, f"{why}: {cause}", f"{todo}:", *steps, f"{more}: {page}"])
 
 
-def _page(language: str) -> str:
-    """Return all entries as docs/messages.md: one table for each group, with the likeliest remedy."""
-    lines = ["# Error messages", "", "Reference. `gluon-mgpu explain NAME` shows all remedies; `…` stands for any text."]
+def tables_of_messages(language: str) -> str:
+    """Return all entries in Markdown: one table for each group, with the likeliest remedy. docs/messages.md shows them."""
+    lines = []
     for group in dict.fromkeys(entry.group for entry in entries()):
-        lines += ["", f"## {group}", "", "| message | cause | likeliest remedy |", "|---|---|---|"]
+        lines += [f"## {group}", "", "| message | cause | likeliest remedy |", "|---|---|---|"]
         for entry in entries():
             cause, remedy = (entry.why_ko, entry.todo_ko[0]) if language == "ko" else (entry.why, entry.todo[0])
             shown = f"`` {entry.has[0]} ``".replace("|", "\\|")
             lines += [f"| {shown} | {cause} | {remedy} [{entry.name}]({entry.see}) |"] if entry.group == group else []
+        lines.append("")
     return "\n".join(lines)

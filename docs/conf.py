@@ -31,6 +31,10 @@ autosummary_generate = False  # numpydoc loads autosummary, whose pages nothing 
 
 html_theme = "furo"
 html_title = f"gluon_mgpu {release}"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+pygments_style = "sphinx"
+pygments_dark_style = "monokai"
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b6e6e", "color-brand-content": "#0b6e6e"},
     "dark_css_variables": {"color-brand-primary": "#5cc8c0", "color-brand-content": "#5cc8c0"},

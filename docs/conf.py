@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, List
 
 import gluon_mgpu
-from gluon_mgpu.cli.explain import tables_of_messages
+from gluon_mgpu.doctor.known_errors import entries
 
 project = "gluon_mgpu"
 release = gluon_mgpu.__version__
@@ -62,6 +62,18 @@ def fill_lists(app: Any, docname: str, source: List[str]) -> None:
         is_korean = "/ko/" in docname
         tables = tables_of_messages("ko" if is_korean else "en")
         source[0] = source[0].replace("<!-- messages -->", re.sub(r"\]\((?!https:)", "](../", tables) if is_korean else tables)
+
+
+def tables_of_messages(language: str) -> str:
+    """Return a table for each group of the messages that `gluon-mgpu explain` knows, with the likeliest remedy."""
+    lines = []
+    for group in dict.fromkeys(entry.group for entry in entries()):
+        lines += ["", f"## {group}", "", "| message | cause | likeliest remedy |", "|---|---|---|"]
+        for entry in (one for one in entries() if one.group == group):
+            cause, remedy = (entry.why_ko, entry.todo_ko[0]) if language == "ko" else (entry.why, entry.todo[0])
+            shown = f"`` {entry.has[0]} ``".replace("|", "\\|")
+            lines.append(f"| {shown} | {cause} | {remedy} [{entry.name}]({entry.see}) |")
+    return "\n".join(lines)
 
 
 def table_of_modules() -> str:

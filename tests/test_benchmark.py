@@ -141,22 +141,6 @@ def test_a_contender_that_hangs_is_ended_with_its_children(fake, tmp_path):
 # How contenders are compared
 
 
-def test_programs_run_as_published_get_none_of_our_settings(fake, monkeypatch):
-    """Importing gluon_mgpu has put settings into this process's environment."""
-    monkeypatch.setenv("MXNET_CPU_TEMP_COPY", "128")
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    echo = """
-        say(versions={name: os.environ.get(name, "") for name in ("MXNET_CPU_TEMP_COPY", "OMP_NUM_THREADS")})
-        for request in requests:
-            say(found={})
-    """
-    _, rows = workloads.train_rows(["d2l", "gluon-defaults", "gluon"], [2])
-    compare(rows, rounds=1, pythons=dict.fromkeys(["d2l", "gluon-defaults", "gluon"], fake("echo", echo)))
-    found = {row.contender: row.versions for row in rows if row.case.num_devices == 2}
-    assert found["d2l"] == found["gluon-defaults"] == {"MXNET_CPU_TEMP_COPY": "", "OMP_NUM_THREADS": ""}
-    assert found["gluon"]["MXNET_CPU_TEMP_COPY"] == "128" and found["gluon"]["OMP_NUM_THREADS"] != "7"
-
-
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
     """Not the ratio of the medians: a slow moment affects both values of a round."""
     ours = Row("ours", "g", CASE, rounds=[{"t_s": 1.0}, {"t_s": 10.0}, {"t_s": 2.0}])
@@ -164,19 +148,6 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
     assert report.ratio_to_ours(other, [ours, other], "t_s") == report.Spread(2.0, 1.0, 3.0)
     assert median([3.0, 20.0, 2.0]) / median([1.0, 10.0, 2.0]) == 1.5
     assert report.ratio_to_ours(other, [other], "t_s") is None
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["step", "--contenders", "ours,unknown"], "got 'unknown'"),
-        (["train", "--python", "d2l"], "expected NAME=PATH"),
-        (["train", "--python", "d2l=/does/not/exist"], "expected NAME=PATH"),
-        (["evaluate", "--num-devices", "0"], "whole numbers of 1 or more"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_starts(arguments, message):
-    assert message in " ".join(bench(*arguments, exit_code=2).split())
 
 
 # Translators

@@ -6,7 +6,6 @@ import textwrap
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.tuning import same_bits as bits
 from gluon_mgpu.tuning.agreement import NETWORKS as OURS
 
 NETWORKS = """
@@ -98,28 +97,3 @@ def test_the_first_difference_is_named(name, step, first, agree):
     assert lines[-1].startswith(f"cpu(0), cpu(1): other bits than cpu(0) from step {step} on: {first}, "), lines[-1]
     difference = agree.found()["differences"]["cpu(0), cpu(1)"]
     assert difference["step"] == step and "gradient 0.weight" in difference["tensors"]
-
-
-def test_only_the_tensors_that_differ_are_named(agree, monkeypatch):
-    def train(training, contexts):
-        found = right_train(training, contexts)
-        found[1]["gradient 1.bias"] += "0" * (len(contexts) - 1)
-        return found
-
-    right_train = bits.train_bits
-    monkeypatch.setattr(bits, "train_bits", train)
-    (*_, last) = agree("mlp", "--steps", 3, exit_code=1)
-    assert last == "cpu(0), cpu(1): other bits than cpu(0) from step 2 on: gradient 1.bias"
-
-
-@pytest.mark.parametrize(
-    "name, options, told",
-    [
-        ("step", [], "agree: got function from"),
-        ("missing", [], "agree: got"),
-        ("mlp", ["--virtual-shards", "3"], "got virtual_shards=3 on 2 devices; expected a multiple of 2"),
-    ],
-    ids=lambda value: str(value)[:9],
-)
-def test_networks_that_cannot_be_trained_are_reported(name, options, told, agree):
-    assert told in " ".join(agree(name, *options, exit_code=1))

@@ -57,36 +57,6 @@ def test_numbers_in_doubt_are_told(nvml, monkeypatch):
     assert run("devices").count("CUDA_DEVICE_ORDER=PCI_BUS_ID") == 1
 
 
-def test_the_names_of_free_gpus(nvml, monkeypatch):
-    assert run("devices", "--free") == f"{nvml.gpus[3].uuid}\n"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    names = [gpu.uuid for gpu in nvml.gpus]
-    assert run("devices", "--free") == f"{names[0]},{names[1]},{names[3]}\n"
-    assert run("devices", "--free", "1") == f"{names[0]}\n"
-
-
-def test_free_gpus_behind_numbers_in_doubt(nvml, monkeypatch):
-    nvml.gpus.append(h200())
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert "got numbers in CUDA_VISIBLE_DEVICES" in invoke("devices", "--free").output
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert run("devices", "--free", "1") == f"{nvml.gpus[4].uuid}\n"  # whatever its number is
-
-
-def test_too_few_free_gpus(nvml):
-    result = invoke("devices", "--free", "2")
-    assert result.exit_code == 1
-    assert "Error: devices: got --free; expected 2 free GPUs: gpu(0): it would do; gpu(1): process 17 (python)" in result.output
-
-
-def test_nobody_tells_which_gpus_are_free(monkeypatch):
-    install(monkeypatch, error="LibraryNotFound")
-    result = invoke("devices", "--free")
-    assert result.exit_code == 1
-    assert "Error: devices: got --free; expected a driver that reports its GPUs" in result.output
-    assert run("devices").startswith("devices")
-
-
 @pytest.mark.parametrize(
     "program",
     [["train", "resnet18"], ["train", "seq2seq"], ["predict", "resnet18"], ["translate"]],
@@ -97,20 +67,17 @@ def test_programs_choose_gpus(monkeypatch, program):
     asked = []
 
     def refuse(spec, **options):
-        options.pop("tell")("waiting")
         asked.append((spec, options))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gluon_mgpu.devices.select.use_devices", refuse)
-    result = invoke(*program, "--devices", "gpu:free*2", "--min-free-memory", "8GiB", "--wait-for-gpu", "60")
+    result = invoke(*program, "--devices", "gpu:free*2", "--min-free-memory", "8GiB")
     one_thread = {"one_thread": False} if program[0] == "train" else {}
-    assert asked == [("gpu:free*2", {"min_free_memory": "8GiB", "wait_s": 60.0, **one_thread})]
+    assert asked == [("gpu:free*2", {"min_free_memory": "8GiB", **one_thread})]
     assert result.exit_code == 130
-    assert "waiting" in result.stderr
-    assert "waiting" not in result.stdout
 
 
 def test_programs_are_told_what_is_not_free(nvml):
-    result = invoke("train", "resnet18", "--devices", "gpu:1", "--wait-for-gpu", "0")
+    result = invoke("train", "resnet18", "--devices", "gpu:free*2")
     assert result.exit_code == 1
-    assert "Error: use_devices: got 'gpu:1'; expected a free GPU: gpu(1): process 17 (python) computes there." in result.output
+    assert "Error: use_devices: got 'gpu:free*2'; expected 2 free GPUs: gpu(0): it would do; gpu(1): process 17" in result.output

@@ -11,6 +11,7 @@ import gluon_mgpu
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
+from gluon_mgpu.doctor.known_errors import entries
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
@@ -114,6 +115,9 @@ def test_the_site_has_every_public_name(tmp_path):
     public = {f"gluon_mgpu.{name}" for name in gluon_mgpu.__all__ if name not in rooms}
     public |= {f"gluon_mgpu.{room}.{name}" for room, module in rooms.items() for name in getattr(module, "__all__", ())}
     assert len(public) > 100 and not public - documented
+    for page in ("messages", "ko/messages"):
+        shown = (tmp_path / "docs" / f"{page}.html").read_text(encoding="utf-8")
+        assert not [entry.name for entry in entries() if f">{entry.name}<" not in re.sub(r"</?span[^>]*>", "", shown)]
 
 
 @pytest.mark.parametrize("page", PAGES)

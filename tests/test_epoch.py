@@ -132,23 +132,6 @@ def test_an_error_of_the_last_update_belongs_to_the_pass():
     mx.nd.waitall()
 
 
-@pytest.mark.parametrize("at, told", [(1, 1), (4, 3), (9, 9)])
-def test_the_error_of_a_metric_on_a_device_names_the_report_it_came_up_in(at, told, monkeypatch):
-    """It was called an error of the last batch that was queued."""
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", math.inf)
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 2)
-    rows = [[1.0]] * 20
-    rows[at - 1] = [-1.0]
-
-    def factor(output, label):
-        return mx.nd.linalg.potrf(output.reshape((1, 1, 1))).reshape((1,)), 1
-
-    with pytest.raises(StepError, match=f"^fit: got an error of a device around step {told}: .*potrf"):
-        run_epoch(pairs(*rows), make_batch, [factor], operation="fit")
-    with suppress(mx.MXNetError):
-        mx.nd.waitall()
-
-
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_an_error_of_a_metric_that_is_raised_at_once_names_its_step(at):
     def refuses(output, label):

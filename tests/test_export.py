@@ -346,18 +346,6 @@ def test_mixed_precision_exports_in_float32(tmp_path, monkeypatch):
     assert exported.difference is None and exported.files[0].exists()
 
 
-def test_sync_batchnorm_after_hybridize(tmp_path):
-    """`net.export` asks for hybridize(), after which a synchronised network does not run any more; this export works."""
-    net = small_net([mx.cpu()], normalize=True)
-    mgpu.data_parallel.convert_sync_batchnorm(net)
-    with pytest.raises(RuntimeError, match="hybridize"):
-        net.export(str(tmp_path / "plain"))
-    net.hybridize()
-    assert mgpu.export(net, tmp_path / "net", images(3)).difference < 1e-6
-    with autograd.record(), pytest.raises(TrainerError, match="mgpu.export"):
-        net(mx.nd.array(images(3)))
-
-
 TRANSLATORS = [
     {"cell": "gru", "attention": "dot", "num_layers": 1},
     {"cell": "lstm", "attention": "additive", "num_layers": 2, "tied": True},

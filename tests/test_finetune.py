@@ -9,9 +9,8 @@ from mxnet.gluon import nn
 
 from .conftest import small_batches
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
-from .test_weight_average import Press, assert_close, assert_same, interrupts, weights
+from .test_weight_average import Press, assert_close, assert_same, weights
 
-__all__ = ["interrupts"]  # a fixture
 SIZES = [6, 6, 5]
 OPTIMIZERS = {"sgd": {"learning_rate": 0.1, "momentum": 0.9}, "adam": {"learning_rate": 0.01}}
 
@@ -76,7 +75,7 @@ def test_it_is_the_loop_by_hand(devices, optimizer, hybridize, compiled):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (3, 4)), 8])
-def test_a_resumed_run_has_the_same_bits(interrupts, tmp_path, optimizer, step):
+def test_a_resumed_run_has_the_same_bits(tmp_path, optimizer, step):
     ctx = [mx.cpu(0), mx.cpu(1)]
 
     def part(folder, *more):

@@ -78,14 +78,6 @@ class Recorder(mgpu.Callback):
         self._note("fit ends", state)
 
 
-@pytest.fixture
-def ctrl_c():
-    """Python's own handling of Ctrl-C during the test, also where the tests run in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupting(items, at, times=1):
     """The items; before item `at`, from 1, is given, Ctrl-C is pressed."""
     for number, item in enumerate(items, 1):
@@ -212,7 +204,7 @@ def test_batches_that_make_one_update(num_devices, every):
     assert recorder.state.trainer._optimizer.num_update == 2 * len(joined)
 
 
-def test_ctrl_c_waits_for_the_last_batch_of_an_update(ctrl_c, tmp_path):
+def test_ctrl_c_waits_for_the_last_batch_of_an_update(tmp_path):
     data = batches_of(*three_clouds())
     net, whole = make_net([mx.cpu()]), make_net([mx.cpu()])
     options = {"callbacks": [mgpu.Checkpoint(tmp_path, monitor=None)], "accumulate_grad_batches": 4}
@@ -292,25 +284,10 @@ def test_a_nan_in_the_data_is_told_with_step_and_device(num_devices, step, shard
     assert all(np.isfinite(weight).all() for weight in weights_of(net))
 
 
-def test_an_error_at_the_end_does_not_keep_later_callbacks_from_saving(tmp_path):
-    """A Ctrl-C in one callback's `on_fit_end` skipped those behind it, and what they had to save was lost."""
-
-    class Broken(mgpu.Callback):
-        def on_fit_end(self, state):
-            raise KeyboardInterrupt("mine")
-
-    net, recorder = make_net([mx.cpu()]), Recorder()
-    saves = mgpu.loop.SaveHistory(tmp_path / "history")
-    with pytest.raises(KeyboardInterrupt, match="^mine$"):
-        train([mx.cpu()], net=net, callbacks=[Broken(), saves, recorder])
-    assert recorder.calls[-1] == ("fit ends", 1, 1)
-    assert (tmp_path / "history" / "history.json").exists()
-
-
 # Ctrl-C
 
 
-def test_ctrl_c_ends_it_after_the_batch_under_way(devices, ctrl_c, tmp_path):
+def test_ctrl_c_ends_it_after_the_batch_under_way(devices, tmp_path):
     X, y = three_clouds(50)
     data = batches_of(X, y, 10)
 
@@ -335,7 +312,7 @@ def test_ctrl_c_ends_it_after_the_batch_under_way(devices, ctrl_c, tmp_path):
     assert progress["history"] == recorder.state.history.rows
 
 
-def test_a_second_ctrl_c_does_not_wait(ctrl_c):
+def test_a_second_ctrl_c_does_not_wait():
     taken = []
 
     def endless():
@@ -352,18 +329,7 @@ def test_a_second_ctrl_c_does_not_wait(ctrl_c):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_in_an_evaluation_keeps_what_was_trained(ctrl_c):
-    data = batches_of(*three_clouds())
-    recorder = Recorder()
-    with pytest.raises(KeyboardInterrupt, match="^fit: stopped in the evaluation after epoch 1"):
-        train([mx.cpu()], data, interrupting(data, at=2), epochs=3, callbacks=[recorder])
-    assert recorder.calls[-1] == ("fit ends", 1, 1)
-    (row,) = recorder.state.history.rows
-    assert "train_loss" in row
-    assert "test_loss" not in row
-
-
-def test_it_trains_in_another_thread(ctrl_c):
+def test_it_trains_in_another_thread():
     """Only the main thread may set signal handlers."""
     histories = []
     thread = threading.Thread(target=lambda: histories.append(train([mx.cpu()])))

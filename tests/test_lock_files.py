@@ -80,12 +80,6 @@ def test_a_forked_process_does_not_hold_the_lock(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_a_name_that_is_too_long_is_told(tmp_path):
-    net, loss, trainer, data = made()
-    with pytest.raises(SaveError, match="File name too long"):
-        mgpu.fit(net, loss, trainer, data, epochs=1, callbacks=[Checkpoint(tmp_path / ("x" * 300))])
-
-
 def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("kept")
@@ -115,34 +109,3 @@ def test_a_job_that_is_started_again_waits_for_the_process_before(tmp_path, hold
     saves.hold()
     saves.release()
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "number, told",
-    [
-        (errno.ENOSPC, "No space left on device"),
-        (errno.EDQUOT, "Disk quota exceeded"),
-        (errno.EROFS, "Read-only file system"),
-        (errno.EIO, "Input/output error"),
-    ],
-)
-@pytest.mark.parametrize("background", [False, True])
-def test_a_disk_that_fails_is_told_with_the_folder_and_what_is_left(tmp_path, monkeypatch, number, told, background):
-    class Fails(mgpu.Callback):
-        def on_epoch_begin(self, state):
-            def failing(file):
-                raise OSError(number, os.strerror(number))
-
-            if state.epoch == 2:
-                saves._rotation.wait()
-                monkeypatch.setattr(os, "fsync", failing)
-
-    saves = Checkpoint(tmp_path, None, background=background)
-    net, loss, trainer, data = made()
-    with pytest.raises(SaveError, match=told) as caught:
-        mgpu.fit(net, loss, trainer, data, epochs=2, callbacks=[saves, Fails()])
-    monkeypatch.undo()
-    assert "\n" not in str(caught.value) and "Earlier checkpoints are kept: resume='auto' resumes" in str(caught.value)
-    assert caught.value.errno == number
-    assert names(tmp_path) == ["last"]
-    assert mgpu.load_checkpoint(tmp_path / "last", net, trainer)["epoch"] == 1

@@ -8,7 +8,6 @@ from gluon_mgpu.data import (
     PairLoader,
     unigram_log_p,
 )
-from gluon_mgpu.data.text.unigrams import unigram_entropy
 from gluon_mgpu.errors import DataError
 from mxnet.gluon import nn
 
@@ -188,6 +187,3 @@ def test_bad_arguments_are_told(source, target, options, told):
 def test_unigrams_are_counted_with_one_end_a_sentence():
     log_p = unigram_log_p([[4, 5, 4], [], [5]], 7)
     np.testing.assert_allclose(np.exp(log_p), np.array([1, 1, 4, 1, 3, 3, 1]) / 14)
-    # Of the tokens 4, 6 and two ends.
-    wanted = -(np.log(3 / 14) + np.log(1 / 14) + 2 * np.log(4 / 14)) / 4
-    assert unigram_entropy(log_p, [[4, 6], []]) == pytest.approx(wanted)

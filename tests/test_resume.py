@@ -20,6 +20,7 @@ from mxnet.gluon import nn
 
 from .conftest import largest_difference, seed_all, small_batches, weights_of
 from .test_no_sync import WAITING
+from .test_weight_average import Press
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 # fit: in the middle of an epoch, with everything that moves
@@ -36,17 +37,6 @@ class KilledAfter(mgpu.Callback):
     def on_batch_end(self, state):
         if state.step == self.step:
             raise KilledError
-
-
-class PressedAfter(mgpu.Callback):
-    """Ctrl-C."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_batch_end(self, state):
-        if state.step == self.step:
-            signal.raise_signal(signal.SIGINT)
 
 
 TIMES = ("seconds", "examples_per_s")
@@ -158,15 +148,6 @@ def test_with_shapes_that_the_first_batch_decides(tmp_path, options):
     assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, known=False), [4], **options))
 
 
-def test_in_bf16(tmp_path):
-    try:
-        World([mx.cpu(0)], precision="bf16")
-    except mgpu.errors.DeviceError as error:
-        pytest.skip(str(error))
-    ctx = [mx.cpu(0), mx.cpu(1)]
-    assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, precision="bf16", hybridize={}), [4, 8]))
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -208,20 +189,6 @@ def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
     assert_the_same(found)
 
 
-def test_no_bit_tells_when_a_report_was_made(tmp_path, monkeypatch):
-    """Reports come every half second, so that no two runs make them after the same batches."""
-    found = []
-    for every_s in (1e9, -1.0):
-        monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", every_s)
-        monkeypatch.setattr("gluon_mgpu.loop.metric_sums.mean_loss", in_float32)  # whose sums tell how they were put together
-        found.append(rows_of(World([mx.cpu(0), mx.cpu(1)]).fit([])))
-    assert found[0] == found[1]
-
-
-def in_float32(losses):
-    return losses.as_nd_ndarray().sum(), losses.size
-
-
 @pytest.mark.parametrize("optimizer, before, after", [("adam", 2, 1), ("sgd", 1, 3)])
 def test_on_another_number_of_devices(tmp_path, optimizer, before, after):
     """Without BatchNorm and Dropout, whose devices are no copies of each other."""
@@ -250,13 +217,9 @@ def uninterrupted_without_checkpoints():
 def test_ctrl_c_at_any_step(tmp_path, stop):
     """What it saves is one checkpoint more; where nothing draws random numbers, no bit tells that there was one."""
     ctx = [mx.cpu(0), mx.cpu(1)]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        first = World(ctx, dropout=0.0)
-        with pytest.raises(KeyboardInterrupt, match=f"after step {stop}$"):
-            first.fit([mgpu.Checkpoint(tmp_path), PressedAfter(stop)])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    first = World(ctx, dropout=0.0)
+    with pytest.raises(KeyboardInterrupt, match=f"after step {stop}$"):
+        first.fit([mgpu.Checkpoint(tmp_path), Press(stop)])
     assert first.trainer.optimizer.num_update == stop
     assert_resumes_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
 
@@ -283,12 +246,8 @@ def test_ctrl_c_in_the_evaluation(tmp_path):
     first = World(ctx, dropout=0.0)
     first.test_iter, batches = Pressing(first.test_iter), list(first.test_iter)
     assert len(batches) == 2
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt, match="in the evaluation after epoch 1$"):
-            first.fit([mgpu.Checkpoint(tmp_path)])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt, match="in the evaluation after epoch 1$"):
+        first.fit([mgpu.Checkpoint(tmp_path)])
     assert_resumes_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
 
 
@@ -362,27 +321,6 @@ def test_a_step_with_a_checkpoint_in_the_background_does_not_wait(tmp_path, monk
     world.fit([First(), saves, Last()])
     assert during[1] != []  # the counter counts: the first seed
     assert [during[step] for step in (2, 3, 4, 7, 8)] == [[]] * 5
-
-
-def test_an_error_in_the_background_ends_the_run(tmp_path, monkeypatch):
-    """At the next save, or at the end; what was saved before stays."""
-    write = mgpu.checkpoint.snapshot.Snapshot.write
-
-    def failing(self, folder):
-        if self.training["place"]["step"] == 4:
-            raise OSError("disk full")
-        write(self, folder)
-
-    monkeypatch.setattr(mgpu.checkpoint.snapshot.Snapshot, "write", failing)
-    for every, reached in ((2, 6), (4, 7)):
-        world = World([mx.cpu(0)], examples=50)
-        steps = Steps(tmp_path)
-        with pytest.raises(OSError, match="disk full"):
-            saves = mgpu.Checkpoint(tmp_path / str(every), None, every=every, background=True)
-            world.fit([saves, steps], epochs=1, tests=False)
-        assert max(steps.after) == reached - (every == 2)
-    assert steps_in(tmp_path / "2") == {"last": 2}
-    assert not any((tmp_path / "4").iterdir())
 
 
 def test_early_stopping_goes_on(tmp_path):

@@ -39,16 +39,6 @@ def value_in(folder):
     return step
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_the_last_ones_and_the_best_stay(tmp_path, background):
-    rotation = CheckpointRotation(tmp_path / "run", keep=3, background=background)
-    rotation.begin(None)
-    put(rotation, 10, 20, 30, 40, best=[20])
-    assert names(rotation.folder) == ["best", "last", "step-00000020", "step-00000030"]
-    assert [value_in(rotation.folder / name) for name in names(rotation.folder)] == [20, 40, 20, 30]
-    assert [path.name for path in find_checkpoints(rotation.folder)] == ["last", "step-00000030", "step-00000020", "best"]
-
-
 def test_fewer_than_before_may_be_kept(tmp_path):
     put(CheckpointRotation(tmp_path, keep=5), 1, 2, 3, 4, 5)
     put(CheckpointRotation(tmp_path, keep=2), 6)

@@ -235,22 +235,6 @@ def test_several_workers_of_a_context_are_refused(monkeypatch):
     assert openmp_threads.contexts_seen() == seen
 
 
-def test_a_context_that_has_run_keeps_its_threads():
-    program = """
-        import os
-        os.sched_getaffinity = lambda pid: set(range(7))
-        import gluon_mgpu as mgpu
-        import mxnet as mx
-        mx.nd.ones((2, 2)).wait_to_read()
-        before = asked(0)
-        with mgpu.use_devices("cpu*1"):
-            print(asked(0) == before != 7)
-        with mgpu.use_devices("cpu*2"):
-            print(asked(0) == before == mgpu.runtime.threads_of(0), asked(1), mgpu.runtime.threads_of(1))
-    """
-    assert run_clean(ASK, program) == ["True", "True 1 1"]
-
-
 # The serial engine
 
 SERIAL = """
@@ -361,39 +345,6 @@ def test_large_arrays_come_from_memory_that_malloc_keeps(plain):
 
 
 # Settings
-
-
-class Libc:
-    """A C library whose mallopt refuses what is not in `takes`."""
-
-    def __init__(self, takes):
-        self.takes, self.calls = takes, []
-
-    def mallopt(self, parameter, value):
-        self.calls.append((parameter, value))
-        return int(parameter in self.takes)
-
-
-@pytest.mark.parametrize(
-    "environment, reason",
-    [
-        ({}, ""),
-        ({"MALLOC_ARENA_MAX": "2"}, "MALLOC_ARENA_MAX in the environment has priority."),
-        ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"}, "GLIBC_TUNABLES in the environment has priority."),
-        ({"GLIBC_TUNABLES": "glibc.rtld.nns=4"}, ""),
-        ({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "LD_PRELOAD in the environment has priority."),
-        ({"LD_PRELOAD": "/usr/lib/libother.so"}, ""),
-    ],
-)
-def test_who_sets_the_allocator(monkeypatch, environment, reason):
-    monkeypatch.setattr(os, "environ", {"PATH": "", **environment})
-    libc = Libc(takes=[parameter for parameter, _ in runtime.ALLOCATOR.values()])
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setattr(runtime, "_set_here", set())
-    assert runtime._why_not_allocator() == reason
-    runtime._set_allocator()
-    assert libc.calls == ([] if reason else list(runtime.ALLOCATOR.values()))
-    assert runtime._set_here == (set() if reason else set(runtime.ALLOCATOR))
 
 
 def test_one_thread_is_asked_for_within_a_block_only():

@@ -268,16 +268,6 @@ def test_a_model_that_cannot_be_made(options, told):
         Seq2Seq(**{"source_vocab_size": 5, "target_vocab_size": 5, **options})
 
 
-def test_inputs_of_other_forms():
-    net = small_model(mx.cpu())
-    source, lengths, target = on_device(pairs(3)[0], mx.nd)
-    for wrong in ((source, lengths), (source, target, lengths), (source[:2], lengths, target), source):
-        with pytest.raises(TrainerError):
-            net(wrong)
-    with pytest.raises(TrainerError):
-        SequenceLoss()(mx.nd.ones((2, 3, 4)), mx.nd.ones((2, 3)))
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_train_batch_divides_by_target_tokens(devices, micro_steps):

@@ -188,14 +188,6 @@ def test_training_does_not_change(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_trace_may_span_epochs_and_end_with_the_run(tmp_path):
-    trace = mgpu.loop.Trace(tmp_path / "trace.json", warm_up=3, steps=100)
-    train(trace, [mx.cpu(0)], batches=4, epochs=2)
-    lanes = read(trace.path)
-    assert [event["name"] for event in lanes["host", "training thread"][:5]] == [f"step {i}" for i in range(4, 9)]
-    assert any(event["name"] == "between epochs" for event in lanes["host", "training thread"])
-
-
 def test_a_run_within_the_warm_up_writes_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "gluon_mgpu"):
         train(tmp_path / "trace.json", [mx.cpu(0)], batches=6)
@@ -301,16 +293,6 @@ def test_the_schedule_of_a_device_with_several_stages_names_them(tmp_path):
     assert trainer.devices == [mx.cpu(0)]
     texts = [text.get_text() for text in plot_schedule(trace.path).axes[0].texts]
     assert texts and set(texts) <= {"0:0", "1:0"}
-
-
-def test_all_devices_of_a_trainer_are_traced(tmp_path):
-    trace = mgpu.loop.Trace(tmp_path / "trace.json", warm_up=2, steps=2)
-    trainer = train_pipeline(trace, [mx.cpu(1), mx.cpu(0)], batches=6)
-    assert trainer.contexts == [mx.cpu(1)] and trainer.devices == [mx.cpu(1), mx.cpu(0)]
-    assert {lane for group, lane in read(trace.path) if group == "devices"} >= {"cpu(0)", "cpu(1)"}
-    beyond = mx.cpu(len(recordable_devices()))
-    with pytest.raises(TrainerError, match="fewer devices"):
-        train_pipeline(tmp_path / "other.json", [mx.cpu(0), beyond])
 
 
 def test_a_schedule_that_is_not_there(pipeline_trace, tmp_path):

@@ -1,15 +1,11 @@
 """The programs that train a translator and translate with it: what they print and write, and how they end."""
 
-import io
 import json
-import re
 import shutil
 import signal
-import sys
 from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
-import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -80,10 +76,6 @@ def train(tsv, out, *options, devices="cpu*2"):
     return output.strip().splitlines(), json.loads((out / "history.json").read_text())["epochs"]
 
 
-def losses(rows):
-    return [row["train_loss"] for row in rows] + [row["valid_loss"] for row in rows]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A translator that has hardly learnt, for tests that only read it."""
@@ -103,8 +95,7 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 with an empty side, 0 too long, 0 with too different lengths"
     assert lines[1] == "numbers.tsv: 40 pairs to train on, 5 to validate, 5 to test"
     assert lines[2] == "vocabularies of 14 and 14 tokens, on cpu(0), cpu(1)"
-    assert re.fullmatch(r"entropy of the unigrams: 2\.\d{4} nats per token; the validation loss .*", lines[3])
-    assert lines[4] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
+    assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
     epochs = [line for line in lines if line.startswith("epoch ") and "batch" not in line]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("valid exact match" in line and "test" not in line and "tokens/s" in line for line in epochs)
@@ -116,22 +107,6 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
     assert all(0 <= row["valid_exact_match"] <= 100 and row["grad_norm"] > 0 for row in rows)
     assert load_translator(out / "best").options["hidden_size"] == 12
-
-
-def test_two_devices_train_as_one(tsv, tmp_path):
-    _, one = train(tsv, tmp_path / "1", "--epochs", "2", devices="cpu*1")
-    for name, more in (("2", []), ("shards", ["--virtual-shards", "4"])):
-        _, two = train(tsv, tmp_path / name, "--epochs", "2", *more)
-        assert losses(two) == pytest.approx(losses(one), rel=1e-4), name
-
-
-def test_the_seed_decides_everything(tsv, tmp_path):
-    found = []
-    for name, seed in (("1", "5"), ("2", "5"), ("3", "6")):
-        mx.random.seed(len(found))
-        np.random.seed(len(found))
-        found.append(losses(train(tsv, tmp_path / name, "--epochs", "1", "--seed", seed, "--dropout", "0.2")[1]))
-    assert found[0] == found[1] != found[2]
 
 
 def test_the_other_direction(tsv, tmp_path):
@@ -212,27 +187,6 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(tsv, tmp_p
     assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["last", "thesis.txt"]
 
 
-def test_pairs_with_an_empty_side_are_counted(tsv, tmp_path):
-    lines = tsv.read_text(encoding="utf-8").splitlines()
-    columns = list(zip(*(line.split("\t")[:2] for line in [*lines, "\t영", "zero\t"])))
-    tsv.write_text("\n".join([*lines, "\t영", "zero\t", ""]), encoding="utf-8")
-    for name, column in zip(("a.txt", "b.txt"), columns):
-        (tmp_path / name).write_text("\n".join(column) + "\n", encoding="utf-8")
-    for files in (["--data", tsv], ["--data", tmp_path / "a.txt", "--data", tmp_path / "b.txt"]):
-        output = run("train", *files, *SMALL, *WORDS, "--devices", "cpu*1", "--epochs", 1, "--output", tmp_path / "run")
-        assert "50 of 52 pairs kept; 2 with an empty side" in output
-
-
-def test_frequent_characters_are_translated_and_users_set_how_many(tmp_path):
-    """Three sentences of 1,000 have a V: it became unknown."""
-    path = tmp_path / "text.tsv"
-    usual = [f"{a} {b} {c}" for a in ENGLISH for b in ENGLISH for c in ENGLISH]
-    path.write_text("".join(f"{text}\t{text}\n" for text in [*usual, "Vi one", "Vi two", "Vi six"]), encoding="utf-8")
-    run("train", "--data", path, *SMALL[:4], "--epochs", 1, "--devices", "cpu*1", "--output", tmp_path / "run")
-    vocabulary = load_translator(tmp_path / "run" / "best").source_vocabulary
-    assert vocabulary.decode(vocabulary.encode("Vi zero")) == "Vi zero"
-
-
 # translate
 
 
@@ -301,19 +255,6 @@ def test_the_search_of_the_best_validation_score_is_used(model, tmp_path, monkey
         assert run(*arguments, "--beam", "2", input="one").endswith("wrong\n")
         assert asked == [(5, None), (5, 1.25), (1, None), good, (max(3, beam), ratio), (2, ratio)]
         del asked[3:]
-
-
-def test_at_a_terminal_each_line_is_answered(model, monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stdin", Terminal("one\ntwo three\n"))
-    translate.main(["--model", str(model), "--devices", "cpu*1"], standalone_mode=False)
-    out, told = capsys.readouterr()
-    one, two = load_translator(model).best(["one", "two three"], beam_size=5)
-    assert out.replace("> ", "").splitlines() == [one, two]
-    assert told == "Type a sentence. Ctrl-D ends.\n"
 
 
 def test_attention_is_drawn(model, tmp_path):

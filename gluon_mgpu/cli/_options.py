@@ -10,16 +10,6 @@ from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence
 import click
 
 
-class Whole(click.IntRange):
-    """Whole numbers in a range, in ASCII digits: click also takes others, and underscores."""
-
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
-        if isinstance(value, str) and not (value.isascii() and value.lstrip("-+").isdigit()):
-            self.fail(f"got {value!r}; expected a whole number in digits.", param, ctx)
-        number: int = super().convert(value, param, ctx)
-        return number
-
-
 class Real(click.FloatRange):
     """Finite numbers in a range: click also takes inf and nan, which no comparison refuses."""
 
@@ -30,6 +20,7 @@ class Real(click.FloatRange):
         return number
 
 
+Whole = click.IntRange
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -60,23 +51,14 @@ devices_option = all_of(
         metavar="SIZE",
         help="Memory that must be free on each GPU, such as 8GiB. auto and a count choose among GPUs that have it.",
     ),
-    click.option(
-        "--wait-for-gpu",
-        type=Real(0),
-        metavar="SECONDS",
-        help="Wait at most this long until the GPUs are free; auto waits for one.",
-    ),
 )
 
 
-def chosen_devices(
-    devices: str, min_free_memory: Optional[str], wait_for_gpu: Optional[float], **options: Any
-) -> ContextManager[List[Any]]:
-    """Return `use_devices` for the values of `devices_option`; it tells on standard error what it waits for."""
+def chosen_devices(devices: str, min_free_memory: Optional[str], **options: Any) -> ContextManager[List[Any]]:
+    """Return `use_devices` for the values of `devices_option`."""
     from ..devices.select import use_devices
 
-    tell = partial(click.echo, err=True)
-    return use_devices(devices, min_free_memory=min_free_memory, wait_s=wait_for_gpu, tell=tell, **options)
+    return use_devices(devices, min_free_memory=min_free_memory, **options)
 
 
 image_options = all_of(

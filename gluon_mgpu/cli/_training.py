@@ -33,10 +33,9 @@ _MICRO_BATCHES = 4  # for each stage, by default
 @contextmanager
 def prepared_devices(options: SimpleNamespace) -> Iterator[List[mx.Context]]:
     """Yield the devices that the options select, and seed all random generators."""
-    names = ("devices", "min_free_memory", "wait_for_gpu")
     # before anything runs on a device: it sets their threads
     one_thread = options.virtual_shards is not None
-    with chosen_devices(**{name: getattr(options, name) for name in names}, one_thread=one_thread) as ctx:
+    with chosen_devices(options.devices, options.min_free_memory, one_thread=one_thread) as ctx:
         check_stages(options, len(ctx))
         if len(ctx) == 1:
             environment.set_one_context()

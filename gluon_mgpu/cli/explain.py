@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 
 import click
 
-from ..doctor.known_errors import Entry, entries, explain_message, last_error
+from ..doctor.known_errors import Entry, explain_message, last_error
 
 _WORDS = {"en": ("why", "what to do", "more"), "ko": ("원인", "할 일", "더 보기")}
 _NOTHING = {
@@ -29,8 +29,7 @@ _SHOWN = 200  # letters of a message
 @click.command()
 @click.argument("message", nargs=-1, metavar="[MESSAGE...]")
 @click.option("--language", type=click.Choice(["en", "ko"]), help="Language of the answer; by default that of the locale.")
-@click.option("--all", "show_all", is_flag=True, help="Print all entries as tables of Markdown.")
-def explain(message: Sequence[str], language: Optional[str], show_all: bool) -> None:
+def explain(message: Sequence[str], language: Optional[str]) -> None:
     """Explain what an error MESSAGE means and what to do.
 
     MESSAGE may also be the name of an entry, or -: a log on standard input, the last error first. The exit status is 1 if no
@@ -41,9 +40,6 @@ def explain(message: Sequence[str], language: Optional[str], show_all: bool) -> 
     gluon-mgpu explain - < train.log
     """
     language = language or _language()
-    if show_all:
-        click.echo(tables_of_messages(language))
-        return
     if not message:
         raise click.UsageError("got no MESSAGE; expected an error message. Quote it, or pass - and the log on standard input.")
     text = " ".join(message)
@@ -67,16 +63,3 @@ def _as_text(entry: Entry, language: str) -> str:
     steps = [f"  {number}. {remedy}" for number, remedy in enumerate(remedies, 1)]
     page = entry.see if entry.see.startswith("https:") else f"docs/{entry.see}"
     return "\n".join([entry.name, f"{why}: {cause}", f"{todo}:", *steps, f"{more}: {page}"])
-
-
-def tables_of_messages(language: str) -> str:
-    """Return all entries in Markdown: one table for each group, with the likeliest remedy. docs/messages.md shows them."""
-    lines = []
-    for group in dict.fromkeys(entry.group for entry in entries()):
-        lines += [f"## {group}", "", "| message | cause | likeliest remedy |", "|---|---|---|"]
-        for entry in entries():
-            cause, remedy = (entry.why_ko, entry.todo_ko[0]) if language == "ko" else (entry.why, entry.todo[0])
-            shown = f"`` {entry.has[0]} ``".replace("|", "\\|")
-            lines += [f"| {shown} | {cause} | {remedy} [{entry.name}]({entry.see}) |"] if entry.group == group else []
-        lines.append("")
-    return "\n".join(lines)

@@ -50,8 +50,6 @@ class CommandGroup(click.Group):
                 click.echo(f"{end.title}. {end}", err=True)
             raise
         except Exception as error:
-            if isinstance(error, FileNotFoundError) and os.stat(".").st_nlink == 0:
-                raise click.ClickException("got a current folder that was removed; expected one. Change to another.") from error
             is_ours = type(error).__module__.startswith("gluon_mgpu.")
             if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
                 raise click.ClickException(errors.one_line(str(error)) + _hint(error)) from error

@@ -23,7 +23,6 @@ from ..data import (
     split_pairs,
     unigram_log_p,
 )
-from ..data.text.unigrams import unigram_entropy
 from ..distributed.process import this_process
 from ..errors import DataError
 from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
@@ -98,11 +97,6 @@ def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], option
         PairLoader(*part, batch_tokens, shuffle=part is encoded[0], seed=options.seed, num_shards=shards) for part in encoded
     )
     log_p = unigram_log_p(encoded[0][1], len(translator.target_vocabulary))
-    entropy = unigram_entropy(log_p, encoded[1][1])
-    print_once(
-        f"entropy of the unigrams: {entropy:.4f} nats per token; the validation loss falls below it where the network learns. If "
-        "not, try --lr 3 times smaller or larger, a smaller --vocabulary-size, or a smaller --batch-tokens for more updates."
-    )
     if not has_sacrebleu():
         print_once("BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only")
     translator.net.begin_at(log_p)

@@ -50,9 +50,8 @@ def translate(
 ) -> None:
     """Translate sentences with a trained translator.
 
-    FILE has one per line; without it, those of standard input are translated, or as you type them. It prints the translations
-    in the order of the sentences, one per line. With --n-best, lines begin with the sentence's number, counted from 1, and a
-    tab.
+    FILE has one per line; without it, those of standard input are translated. It prints the translations in the order of the
+    sentences, one per line. With --n-best, lines begin with the sentence's number, counted from 1, and a tab.
     """
     if beam is not None and n_best > beam:
         raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; expected as many or fewer. Widen the beam.")
@@ -87,10 +86,7 @@ def _note_unknown(vocabulary: Vocabulary, number: int, text: str) -> None:
 
 
 def _texts(file: Optional[Path]) -> Iterator[List[str]]:
-    """Yield lists of sentences: one at a time from a terminal, else many at once."""
-    if file is None and sys.stdin.isatty():
-        yield from _typed()
-        return
+    """Yield lists of sentences."""
     from ..data.text.pairs import lines_of, read_lines
 
     if file is not None:
@@ -99,15 +95,6 @@ def _texts(file: Optional[Path]) -> Iterator[List[str]]:
         lines = lines_of("translate", sys.stdin.buffer.read(), "standard input")
     for begin in range(0, len(lines), _AT_ONCE):
         yield lines[begin : begin + _AT_ONCE]
-
-
-def _typed() -> Iterator[List[str]]:
-    print("Type a sentence. Ctrl-D ends.", file=sys.stderr)
-    while True:
-        try:
-            yield [input("> ")]
-        except EOFError:
-            return
 
 
 def _print(number: Optional[int], best: Sequence[TranslatedText], scores: bool) -> None:

@@ -74,11 +74,6 @@ class ArrayLoader:
         self.epoch = 0
         self._keep = last_batch == "keep"
 
-    @property
-    def num_examples(self) -> int:
-        """Examples of one pass."""
-        return len(self.X) if self._keep else len(self) * self.batch_size
-
     def __len__(self) -> int:
         """Return the number of batches of one pass."""
         return (len(self.X) + (self.batch_size - 1 if self._keep else 0)) // self.batch_size

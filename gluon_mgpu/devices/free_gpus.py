@@ -1,31 +1,21 @@
-"""Free GPUs: choose, and wait until there are enough. Nothing is reserved: two jobs that start at once may choose the same."""
+"""Free GPUs: which to take. Nothing is reserved: two jobs that start at once may choose the same."""
 
 from __future__ import annotations
 
 import logging
-import time
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Sequence, Tuple
 
 from ..errors import DeviceError, MissingExtraError
-from ..runtime import environment
+from ..runtime.environment import logger
 from ..runtime.nvidia.nvml import DriverError, Nvml
 from ..runtime.nvidia.request import Demand, why_not_free
 from ..runtime.nvidia.visible import CudaDevice
 from ..runtime.units import format_bytes
 from . import mxnet_gpus
 
-_EVERY_S = 5.0
 
-
-def acquire(demand: Demand, wait_s: float = 0.0, tell: Optional[Callable[[str], None]] = None) -> List[CudaDevice]:
+def acquire(demand: Demand) -> List[CudaDevice]:
     """Return the GPUs of this machine that satisfy a demand; [] only if the demand allows it.
-
-    Parameters
-    ----------
-    demand : Demand
-    wait_s : float, seconds
-    tell : callable, optional
-        Gets messages about waiting and about the chosen GPUs; by default they are logged.
 
     Raises
     ------
@@ -34,17 +24,17 @@ def acquire(demand: Demand, wait_s: float = 0.0, tell: Optional[Callable[[str], 
     """
     try:
         with Nvml() as nvml:
-            return wait_for(
-                lambda: mxnet_gpus.seen_by_cuda(nvml.read()), demand, runs=mxnet_gpus.why_not, wait_s=wait_s, tell=tell or _log
-            )
+            found, reasons = select(mxnet_gpus.seen_by_cuda(nvml.read()), demand, runs=mxnet_gpus.why_not)
     except (MissingExtraError, DriverError) as error:
         raise DeviceError(f"use_devices: got {demand.spec!r}; expected a driver that reports its GPUs: {error}") from error
-
-
-def _log(line: str) -> None:
-    """Log waiting, or a lack of GPUs, as a warning, and the chosen GPUs as information."""
-    level = logging.INFO if " takes gpu" in line else logging.WARNING
-    environment.logger.log(level, "use_devices: %s", line)
+    if not found and not demand.may_be_none:
+        lacks = describe(reasons) or "MXNet sees none"
+        advice = "Try again later, or name GPUs to use them even if they are not free"
+        raise DeviceError(f"use_devices: got {demand.spec!r}; expected {demand}: {lacks}. {advice}.")
+    rest = f"; not {describe(reasons)}" if reasons else ""
+    level = logging.INFO if found else logging.WARNING
+    logger.log(level, "use_devices: %s takes %s%s", demand.spec, ", ".join(map(_described, found)) or "the CPU", rest)
+    return found
 
 
 def most_free_first(devices: Sequence[CudaDevice]) -> List[CudaDevice]:
@@ -102,51 +92,6 @@ def _enough(devices: Sequence[CudaDevice], demand: Demand) -> Tuple[List[CudaDev
     return [], {**reasons, **{device.number: "it would do" for device in found}}
 
 
-def wait_for(
-    read: Callable[[], Sequence[CudaDevice]],
-    demand: Demand,
-    *,
-    runs: Callable[[int], str],
-    wait_s: float,
-    tell: Callable[[str], None],
-    sleep: Callable[[float], None] = time.sleep,
-    now: Callable[[], float] = time.monotonic,
-) -> List[CudaDevice]:
-    """Return the GPUs that satisfy a demand; wait for them, and check every few seconds.
-
-    Parameters
-    ----------
-    read : callable
-        Returns the GPUs that CUDA sees, with the driver's current description.
-    demand : Demand
-    runs : callable
-        As for `select`.
-    wait_s : float, seconds
-        0 checks once.
-    tell : callable
-        Gets a message when waiting begins, and when GPUs are chosen.
-
-    Raises
-    ------
-    DeviceError
-        Too few GPUs became free in time. The error names the reason for each GPU.
-    """
-    begin, reported = now(), False
-    while True:
-        devices = read()
-        found, reasons = select(devices, demand, runs=runs)
-        if found or demand.may_be_none:
-            tell(_taken(found, reasons, demand))
-            return found
-        waited = now() - begin
-        if waited >= wait_s or not devices:
-            raise DeviceError(_too_few(demand, reasons, waited, wait_s))
-        if not reported:
-            tell(f"waiting for {demand} for at most {wait_s:g} s: {describe(reasons)}. Ctrl-C ends it.")
-            reported = True
-        sleep(min(_EVERY_S, max(0.0, wait_s - waited)))
-
-
 def describe(reasons: Dict[int, str]) -> str:
     """Return reasons as a phrase.
 
@@ -158,17 +103,5 @@ def describe(reasons: Dict[int, str]) -> str:
     return "; ".join(f"gpu({number}): {reasons[number]}" for number in sorted(reasons))
 
 
-def _taken(found: Sequence[CudaDevice], reasons: Dict[int, str], demand: Demand) -> str:
-    each = [
-        f"gpu({device.number}) ({device.gpu.name}, {device.gpu.uuid}, {format_bytes(device.gpu.free_bytes)} free)"
-        for device in found
-    ]
-    rest = f"; not {describe(reasons)}" if reasons else ""
-    return f"{demand.spec} takes {', '.join(each) or 'the CPU'}{rest}"
-
-
-def _too_few(demand: Demand, reasons: Dict[int, str], waited: float, wait_s: float) -> str:
-    after = f" after {waited:.0f} s" if wait_s else ""
-    lacks = describe(reasons) or "MXNet sees none"
-    advice = "Wait for it with wait_s=600 (--wait-for-gpu 600), or name GPUs to use them even if they are not free"
-    return f"use_devices: got {demand.spec!r}{after}; expected {demand}: {lacks}. {advice}."
+def _described(device: CudaDevice) -> str:
+    return f"gpu({device.number}) ({device.gpu.name}, {device.gpu.uuid}, {format_bytes(device.gpu.free_bytes)} free)"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Iterator, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import Context
 
-from ..checks import is_whole, real_number, short, whole_number
+from ..checks import is_whole, short, whole_number
 from ..errors import DeviceError
 from ..runtime import environment
 from ..runtime.nvidia.request import Demand, num_bytes
@@ -31,8 +31,6 @@ def use_devices(
     spec: DeviceSpec = None,
     *,
     min_free_memory: Union[None, int, str] = None,
-    wait_s: Optional[float] = None,
-    tell: Optional[Callable[[str], None]] = None,
     one_thread: bool = False,
 ) -> Iterator[List[Context]]:
     """Yield the contexts of `spec`; the first one is the default context inside the block.
@@ -45,8 +43,6 @@ def use_devices(
     spec : None, str, int, mxnet.Context or sequence of mxnet.Context
         See `resolve_devices` for this and the other arguments.
     min_free_memory : None, int or str
-    wait_s : float, seconds
-    tell : callable
     one_thread : bool
         Let a single CPU context compute with one thread, as each of several does: for the same bits on any number of devices
         (`Trainer(virtual_shards=8)`).
@@ -65,7 +61,7 @@ def use_devices(
     [cpu(0), cpu(1)] cpu(0)
     """
     with environment.one_thread(one_thread):
-        contexts = resolve_devices(spec, min_free_memory=min_free_memory, wait_s=wait_s, tell=tell)
+        contexts = resolve_devices(spec, min_free_memory=min_free_memory)
     with contexts[0]:
         try:
             yield contexts
@@ -84,13 +80,7 @@ def _wait_quietly() -> None:
         )
 
 
-def resolve_devices(
-    spec: DeviceSpec = None,
-    *,
-    min_free_memory: Union[None, int, str] = None,
-    wait_s: Optional[float] = None,
-    tell: Optional[Callable[[str], None]] = None,
-) -> List[Context]:
+def resolve_devices(spec: DeviceSpec = None, *, min_free_memory: Union[None, int, str] = None) -> List[Context]:
     """Return the contexts of `spec`. Unlike `use_devices`, it sets no default context and waits for nothing.
 
     Parameters
@@ -108,10 +98,6 @@ def resolve_devices(
     min_free_memory : None, int, bytes, or str
         Memory that must be free on each GPU: `8 * 2**30`, `"8GiB"`. `"auto"` and a count then choose among the GPUs that have
         it; if none has, `"auto"` takes the CPU.
-    wait_s : float, seconds
-        How long to wait until all requested GPUs are free; `"auto"` waits for one.
-    tell : callable
-        Gets messages about waiting and about the chosen GPUs; by default they are logged.
 
     Raises
     ------
@@ -132,10 +118,8 @@ def resolve_devices(
     if isinstance(spec, str):
         spec = re.sub(r"\s+", "", spec.lower())
         spec = int(spec) if re.fullmatch(r"[0-9]{1,9}", spec) else spec
-    if wait_s is not None:
-        real_number("use_devices", "wait_s", wait_s, advice="Leave it out to take GPUs as they are.", error=DeviceError)
-    demand = _demand(spec, num_bytes(min_free_memory), wait_s)
-    contexts = _named(spec) if demand is None else _contexts_for(demand, wait_s or 0.0, tell)
+    demand = _demand(spec, num_bytes(min_free_memory))
+    contexts = _named(spec) if demand is None else _contexts_for(demand)
     check_contexts(contexts, "use_devices")
     for context in contexts:
         _check_present(context)
@@ -173,34 +157,32 @@ def _num_gpus_of(spec: DeviceSpec) -> int:
     return int(count.group(1)) if count else 0
 
 
-def _demand(spec: DeviceSpec, min_free_bytes: int, wait_s: Optional[float]) -> Optional[Demand]:
+def _demand(spec: DeviceSpec, min_free_bytes: int) -> Optional[Demand]:
     """Return the demand for free GPUs or free memory; None if there is no such demand."""
     free_spec = re.fullmatch(r"gpu:free(?:\*([1-9][0-9]{0,3}))?", spec) if isinstance(spec, str) else None
     if free_spec:
         return Demand(str(spec), None, int(free_spec.group(1)) if free_spec.group(1) else None, True, min_free_bytes)
-    if not min_free_bytes and wait_s is None:
+    if not min_free_bytes:
         return None
-    free = wait_s is not None
     if _is_auto(spec):
-        return Demand("auto", None, None, free, min_free_bytes, may_be_none=not free)
+        return Demand("auto", None, None, False, min_free_bytes, may_be_none=True)
     count = int(spec) if is_whole(spec) else _num_gpus_of(spec)
     if is_whole(spec) or count:
-        return Demand(str(spec), None, _counted(count), free, min_free_bytes)
+        return Demand(str(spec), None, _counted(count), False, min_free_bytes)
     contexts = _named(spec)
     check_contexts(contexts, "use_devices")
     if any(context.device_type != "gpu" for context in contexts):
-        what = "wait_s" if free else "min_free_memory"
-        raise DeviceError(f"use_devices: got {contexts} with {what}; expected only GPUs. Leave it out on CPUs.")
+        raise DeviceError(f"use_devices: got {contexts} with min_free_memory; expected only GPUs. Leave it out on CPUs.")
     text = str(spec) if isinstance(spec, str) else ", ".join(map(str, contexts))
-    return Demand(text, tuple(context.device_id for context in contexts), None, free, min_free_bytes, every=True)
+    return Demand(text, tuple(context.device_id for context in contexts), None, False, min_free_bytes, every=True)
 
 
-def _contexts_for(demand: Demand, wait_s: float, tell: Optional[Callable[[str], None]]) -> List[Context]:
+def _contexts_for(demand: Demand) -> List[Context]:
     """Return the GPUs that satisfy a demand; the CPU if there are none and the demand allows it."""
     if demand.may_be_none and not mxnet_gpus.num_gpus():
         return [mx.cpu(0)]
     _check_seen(mx.gpu(0))
-    return [mx.gpu(device.number) for device in free_gpus.acquire(demand, wait_s, tell)] or [mx.cpu(0)]
+    return [mx.gpu(device.number) for device in free_gpus.acquire(demand)] or [mx.cpu(0)]
 
 
 def check_contexts(contexts: Sequence[Context], operation: str) -> None:

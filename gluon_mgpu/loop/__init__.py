@@ -2,7 +2,7 @@
 
 ```
 metrics    DeviceSums
-history    History, SaveHistory, LogRows
+history    History, SaveHistory
 callbacks  FitState
 outputs    predict_batches
 time       Trace

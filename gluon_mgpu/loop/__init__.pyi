@@ -5,5 +5,4 @@ from .callbacks import SaveHistory as SaveHistory
 from .history import History as History
 from .metric_sums import DeviceSums as DeviceSums
 from .predict import predict_batches as predict_batches
-from .tensorboard import LogRows as LogRows
 from .trace import Trace as Trace

@@ -100,10 +100,6 @@ def run_epoch(
     return BatchLoop(run_batch, sums, options).run(data_iter)
 
 
-# Iterators whose batches each have memory of their own.
-_OWN_MEMORY = (list, tuple, mx.gluon.data.DataLoader)
-
-
 class BatchLoop:
     """One pass over the data: queues batches, waits for the oldest and adds up its metrics.
 
@@ -148,11 +144,10 @@ class BatchLoop:
             The message names the step and the device.
         """
         options, vote, stopped = self._options, StopVote(), 0
-        copies_labels = not isinstance(data_iter, _OWN_MEMORY)  # else its next batch may be written into this one's arrays
         options.on_phase("data")
         for step, item in enumerate(batches_of(data_iter), options.first_step):
             options.on_phase("dispatch")
-            self._queue(step, item, copies_labels=copies_labels)
+            self._queue(step, item)
             if len(self._queued) > options.max_inflight:
                 options.on_phase("devices")
                 self._checked(self._queued, self._wait_for_oldest)
@@ -191,7 +186,7 @@ class BatchLoop:
         options.on_phase("")
         return progress
 
-    def _queue(self, step: int, item: Any, *, copies_labels: bool) -> None:
+    def _queue(self, step: int, item: Any) -> None:
         """Start computing a batch on the devices, without waiting."""
         operation = self._options.operation
         X, y = as_pair(item, operation)
@@ -199,7 +194,7 @@ class BatchLoop:
             batch = self._run_batch(X, y)
         except (StepError, mx.MXNetError) as error:
             raise _named(operation, step, error, _WRONG_DATA) from (error.__cause__ or error)
-        self._queued.append((step, _with_own_labels(batch, y) if copies_labels else batch))
+        self._queued.append((step, _with_own_labels(batch, y)))
 
     def _wait_for_oldest(self) -> None:
         _, batch = self._queued[0]
@@ -246,7 +241,9 @@ class BatchLoop:
         try:
             return read()
         except mx.MXNetError as error:
-            raise _device_error(self._options.operation, steps[0][0] if steps else 0, error) from error
+            where = f"a device around step {steps[0][0] if steps else 0}"
+            advice = "Weights may be half updated: load the last checkpoint. "
+            raise device_error(self._options.operation, where, error, advice) from error
 
 
 _WRONG_DATA = "; expected data that the network and the loss take. Try them on one batch."
@@ -276,26 +273,25 @@ def _with_own_labels(batch: Batch, label: Any) -> Batch:
     return replace(batch, labels=[map_leaves(copied, shard) for shard in batch.labels])
 
 
-def _device_error(operation: str, step: int, error: mx.MXNetError) -> StepError:
-    """Return the error of a device, naming the step."""
+def device_error(operation: str, where: str, error: mx.MXNetError, advice: str = "") -> StepError:
+    """Return the error of a device, having waited for all others."""
     with suppress(mx.MXNetError):  # the engine keeps an error for each array that depends on the failed operation
         mx.nd.waitall()
     return StepError(
-        f"{operation}: got an error of a device around step {step}: {last_line(error)}; expected devices that work. Weights may "
-        "be half updated: load the last checkpoint. MXNET_ENGINE_TYPE=NaiveEngine names the operation."
+        f"{operation}: got an error of {where}: {last_line(error)}; expected devices that work. {advice}"
+        "MXNET_ENGINE_TYPE=NaiveEngine names the operation."
     )
 
 
 def _raise_non_finite(operation: str, losses: Sequence[Tuple[int, List[Array]]]) -> None:
     """Raise an error that names the first step and device with a loss that is not finite."""
-    for step, shards in losses:
-        for i, shard in enumerate(shards):
-            total = float(shard.sum().asnumpy().sum())
-            if not math.isfinite(total):
-                raise NonFiniteLossError(
-                    f"{operation}: got a loss of {total} at step {step} on {shard.context} (shard {i}); expected "
-                    "finite numbers. Lower the learning rate, clip the gradient (clip_norm), and check this batch."
-                )
+    found = "a sum of losses that is not finite"
+    for step, i, shard in [(step, i, shard) for step, shards in losses for i, shard in enumerate(shards)]:
+        total = float(shard.sum().asnumpy().sum())
+        if not math.isfinite(total):
+            found = f"a loss of {total} at step {step} on {shard.context} (shard {i})"
+            break
     raise NonFiniteLossError(
-        f"{operation}: got a sum of losses that is not finite; expected finite numbers. Lower the learning rate."
+        f"{operation}: got {found}; expected finite numbers. Lower the learning rate, clip the gradient (clip_norm), and check "
+        "this batch."
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Callable, Dict, List, Optional, Tuple, Union
 
 from mxnet import gluon
 
@@ -22,8 +23,6 @@ from ..trainer.trainer import Trainer
 from .batch_loop import EpochProgress
 from .history import History
 from .resume import Row
-
-_BAR_WIDTH = 10  # columns
 
 
 @dataclass
@@ -116,7 +115,7 @@ class Callback:
 
 
 class Progress(Callback):
-    """Shows loss, metrics, examples per second and time left: a bar on a terminal, lines elsewhere.
+    """Shows loss, metrics, examples per second and time left: a line that changes on a terminal, new lines elsewhere.
 
     Parameters
     ----------
@@ -130,43 +129,29 @@ class Progress(Callback):
         instance("Progress", "unit", unit, str, "a text", advice="For example, pass 'images'.")
         self._unit = unit
         self._every_s = real_number("Progress", "every_s", every_s, advice="5 seconds are usual.")
-        self._bar: Any = None
 
     def on_fit_begin(self, state: FitState) -> None:
         self._began = self._printed = time.perf_counter()
         self._done_before = len(state.history.rows) + (state.batches / state.num_batches if state.num_batches else 0.0)
+        self._is_line_open = False
         if state.resumed is not None:
             self._print(f"resumes from {state.resumed.folder}, after step {state.step}")
-        if sys.stdout.isatty() and not this_process().rank:
-            from rich import progress  # only here: importing it takes longer than most batches
-
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(bar_width=_BAR_WIDTH),
-                progress.TextColumn("{task.fields[text]}"),
-            )
-            self._bar.start()
-
-    def on_epoch_begin(self, state: FitState) -> None:
-        if self._bar is not None:
-            total = state.num_batches or None
-            self._task = self._bar.add_task(f"epoch {state.epoch}/{state.epochs}", total=total, text="")
 
     def on_batch_end(self, state: FitState) -> None:
         found = state.history.evaluations[-1:]
         if found and found[0]["step"] == state.step:
             means = [format_column(*mean) for mean in found[0].items() if mean[0].startswith("test_")]
-            self._line("  ".join([f"step {state.step}", *means]))
+            self._print("  ".join([f"step {state.step}", *means]))
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
+        batch = f"batch {progress.num_batches}/{state.num_batches or '?'}"
         means = [format_column(*mean) for mean in progress.means.items()]
-        rest = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
-        epoch = f"epoch {state.epoch}/{state.epochs}"
-        if self._bar is not None:
-            text = "  ".join([*rest, *means])  # rich cuts off its end, where the terminal is narrow
-            self._bar.update(self._task, completed=progress.num_batches, text=text)
+        speed = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
+        line = "  ".join([f"epoch {state.epoch}/{state.epochs}", batch, *means, *speed])
+        if sys.stdout.isatty():
+            self._print(line[: shutil.get_terminal_size().columns - 1], end="")
         elif time.perf_counter() - self._printed > self._every_s:
-            self._print("  ".join([epoch, f"batch {progress.num_batches}/{state.num_batches or '?'}", *means, *rest]))
+            self._print(line)
 
     def on_epoch_end(self, state: FitState) -> None:
         row = state.history.rows[-1]
@@ -174,15 +159,11 @@ class Progress(Callback):
             format_column(*mean) for kind in ("train_", "test_", "valid_") for mean in row.items() if mean[0].startswith(kind)
         ]
         rate = [f"{row['examples_per_s']:.0f} {self._unit}/s", f"{row['seconds']:.1f} s"]
-        parts = [f"epoch {state.epoch}/{state.epochs}", *means, *rate]
-        if self._bar is not None:
-            self._bar.remove_task(self._task)
-        self._line("  ".join(parts))
+        self._print("  ".join([f"epoch {state.epoch}/{state.epochs}", *means, *rate]))
 
     def on_fit_end(self, state: FitState) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._is_line_open:
+            self._print("")
 
     def _left(self, state: FitState, progress: EpochProgress) -> List[str]:
         if not state.num_batches:
@@ -191,17 +172,12 @@ class Progress(Callback):
         seconds = (time.perf_counter() - self._began) / (done - self._done_before) * (state.epochs - done)
         return [f"{_clock(seconds)} left"]
 
-    def _line(self, line: str) -> None:
-        """Print a line that stays: above the bar, if there is one."""
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
-        else:
-            self._print(line)
-
-    def _print(self, line: str) -> None:
+    def _print(self, line: str, end: str = "\n") -> None:
+        """Print a line in the place of one that is not ended yet."""
         self._printed = time.perf_counter()
         if not this_process().rank:
-            print(line, flush=True)
+            print(f"\r\x1b[K{line}" if self._is_line_open else line, end=end, flush=True)
+            self._is_line_open = not end
 
 
 class SaveHistory(Callback):

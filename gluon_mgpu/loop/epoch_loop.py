@@ -18,16 +18,7 @@ from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .callbacks import Callback, FitState
 from .metric_sums import DeviceSums
 from .metrics import Metrics, check_metrics
-from .resume import (
-    FitProgress,
-    Row,
-    loader_epoch,
-    num_batches_of,
-    num_examples_of,
-    position_of,
-    remaining_batches,
-    set_loader_epoch,
-)
+from .resume import FitProgress, Row, loader_epoch, num_batches_of, position_of, remaining_batches, set_loader_epoch
 from .save_checkpoints import Checkpoint
 from .stop_signals import raise_interrupt
 
@@ -207,7 +198,6 @@ class Run:
             loader_epoch=loader_epoch(self.train_iter),
             learning_rate=self._learning_rate,
             shares=self.balancer.weights if self.balancer else None,
-            num_examples=num_examples_of(self.train_iter),
             evaluations=list(state.history.evaluations),
         )
 

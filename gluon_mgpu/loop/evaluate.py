@@ -72,7 +72,7 @@ def evaluate(
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
     metrics : "auto", sequence of functions, or dict name -> function
-        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.accuracy`. Or objects of `mx.metric`. "auto": as in `fit`.
+        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.accuracy`. "auto": as in `fit`.
     loss : callable (output, label) -> NDArray, optional
         Its mean is returned as `loss`: that of its attribute `evaluation`, if it has one.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)

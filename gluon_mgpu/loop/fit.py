@@ -78,8 +78,7 @@ def fit(
         Shapes (B, ...); read once per epoch.
     epochs : int
     metrics : "auto", sequence of functions, or dict name -> function
-        See `gluon_mgpu.accuracy`. Or objects of `mx.metric`, which read each batch on the host. "auto": the accuracy, unless
-        `loss` is one of Gluon's for labels that are no classes.
+        See `gluon_mgpu.accuracy`. "auto": the accuracy, unless `loss` is one of Gluon's for labels that are no classes.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)

@@ -1,4 +1,4 @@
-"""The history of a run: one row per epoch, as a table and as files."""
+"""The history of a run: one row per epoch, and its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, List, Union
+from typing import List, Union
 
 from ..checkpoint.replace_folder import explained, new_file
 from ..plots import plot_history, save
@@ -38,21 +38,6 @@ class History:
         """Return one value per epoch, NaN for an epoch without one."""
         return [row.get(name, math.nan) for row in self.rows]
 
-    def table(self) -> str:
-        """Return the rows as a table of text.
-
-        Examples
-        --------
-        >>> print(History([{"epoch": 1, "train_loss": 0.5}, {"epoch": 2, "train_loss": 0.25}]).table())
-        epoch  train_loss
-            1         0.5
-            2        0.25
-        """
-        names = self._names()
-        cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
-
     def save(self, folder: Union[str, Path]) -> None:
         """Write `history.csv`, `history.json` and the figure `curves.png` into a folder, replacing each file once it is complete.
 
@@ -65,7 +50,8 @@ class History:
         with explained("History.save", folder):
             folder.mkdir(parents=True, exist_ok=True)
             with new_file(folder / "history.csv") as path, open(path, "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, self._names())
+                names = dict.fromkeys(name for row in self.rows for name in row)
+                writer = csv.DictWriter(file, list(names))
                 writer.writeheader()
                 writer.writerows(self.rows)
             content = {"stopped": self.stopped, "epochs": self.rows, "evaluations": self.evaluations}
@@ -73,10 +59,3 @@ class History:
                 path.write_text(json.dumps(content, indent=1), encoding="utf-8")
             with new_file(folder / "curves.png") as path:
                 save(plot_history(self.rows), path)
-
-    def _names(self) -> List[str]:
-        return list(dict.fromkeys(name for row in self.rows for name in row))
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)

@@ -10,13 +10,12 @@ from typing import Any, Dict, Hashable, Iterable, List, Mapping, Optional, Seque
 import mxnet as mx
 from mxnet import Context
 
-from ..checks import explaining, is_whole, short
+from ..checks import is_whole, short
 from ..data_parallel.step import Batch
 from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
 from .metrics import Metric, Metrics, mean_loss, named_metrics
-from .mx_metrics import MXMetric
 
 _MOST_SHARDS = 64
 _MOST_BYTES = 2**23  # device memory of the shards of one place that wait to be joined
@@ -46,7 +45,7 @@ class DeviceSums:
     Parameters
     ----------
     metrics : sequence of functions, or dict name -> function
-        Each takes a shard's output and label and returns (sum, count): see `accuracy`. Or objects of `mx.metric`: see `MXMetric`.
+        Each takes a shard's output and label and returns (sum, count): see `accuracy`.
     num_shards : int, optional
         Of virtual shards: each is added up by itself, and then their sums in their order. So the means have the same bits on any
         number of devices and processes.
@@ -61,35 +60,16 @@ class DeviceSums:
 
     def __init__(self, metrics: Metrics = (), *, num_shards: Optional[int] = None) -> None:
         self._metrics = named_metrics(metrics)
-        self._of_batches = {name: metric for name, metric in self._metrics.items() if isinstance(metric, MXMetric)}
         self._joined = {name: metric for name, metric in self._metrics.items() if getattr(metric, "joins_shards", False)}
-        self._of_shards = {name: metric for name, metric in self._metrics.items() if name not in self._of_batches}
-        if num_shards is not None and self._of_batches:
-            raise TrainerError(
-                f"metrics: got {', '.join(self._of_batches)} of mx.metric with virtual_shards; expected functions "
-                "(output, label) -> (sum, count), which are added up for each virtual shard. Use mgpu.accuracy, for example."
-            )
         self._num_shards = num_shards
-        self._forms: Dict[Hashable, Optional[Form]] = {}  # by the plan of a batch and a shard's place in it
         self._held: Dict[Place, Held] = {}
         self._sums: Dict[Tuple[Place, str], Array] = {}
         self._counts: Dict[Tuple[Place, str], int] = {}
-
-    def add_shard(self, output: Any, label: Any) -> None:
-        """Add every metric of one shard. Its arrays may be overwritten afterwards."""
-        if self._joined and is_device_array(label) and is_device_array(output):
-            output, label = output.copy(), label.copy()
-        expected = "an output and a label that the metrics take"
-        with explaining("DeviceSums.add_shard", "an error", expected, advice="Try them on one example."):
-            self.add_batch(Batch([output], [label], [], 0))
 
     def add_batch(self, batch: Batch) -> None:
         """Add every metric of a batch, and its losses, if any, as `loss`."""
         for i, (output, label) in enumerate(zip(batch.outputs, batch.labels)):
             self._add_shard(batch, i, output, label)
-        if batch.outputs:
-            for name, metric in self._of_batches.items():
-                self.add(name, *metric.of_batch(batch.outputs, batch.labels))
         if batch.losses and batch.num_units is not None:  # the mean is over the units that the loss counts, not over its elements
             self._count("loss", None, batch.num_units - sum(losses.size for losses in batch.losses))
         for i, losses in enumerate(batch.losses):
@@ -156,20 +136,13 @@ class DeviceSums:
         return 0 if batch.shard_numbers is None else batch.shard_numbers[i]
 
     def _add_shard(self, batch: Batch, i: int, output: Any, label: Any) -> None:
-        form = self._form(batch, i, output, label) if self._joined else None
+        form = _form_of(output, label) if self._joined else None
         if form is not None:
             self._hold(self._place(batch, i, output), form, output.detach(), label.detach())
         place = None if self._num_shards is None else self._place(batch, i, output)
-        for name, metric in self._of_shards.items():
+        for name, metric in self._metrics.items():
             if form is None or name not in self._joined:
                 self._apply(name, metric, output, label, place)
-
-    def _form(self, batch: Batch, i: int, output: Any, label: Any) -> Optional[Form]:
-        """Return the form of a shard with one array of scores and one label for each; None if it cannot be joined to others."""
-        key = (batch.plan, i)
-        if batch.plan is None or key not in self._forms:
-            self._forms[key] = _form_of(output, label)
-        return self._forms[key]
 
     def _hold(self, place: Place, form: Form, *arrays: Array) -> None:
         """Hold arrays, and join those of this place if there are many."""
@@ -259,10 +232,7 @@ class DeviceSums:
     def _means(self, parts: Iterable[Part]) -> Dict[str, float]:
         merged = _merged(parts)
         found = {name: merged[name] for name in (*self._metrics, *merged) if name in merged and merged[name][1]}
-        return {
-            name: self._of_batches[name].mean(total, count) if name in self._of_batches else total / count
-            for name, (total, count) in found.items()
-        }
+        return {name: total / count for name, (total, count) in found.items()}
 
 
 def _merged(parts: Iterable[Part]) -> Part:
@@ -276,6 +246,7 @@ def _merged(parts: Iterable[Part]) -> Part:
 
 
 def _form_of(output: Any, label: Any) -> Optional[Form]:
+    """Return the form of a shard with one array of scores and one label for each; None if it cannot be joined to others."""
     if not is_device_array(output) or not is_device_array(label):
         return None
     scores, labels = output.shape, label.shape

@@ -11,11 +11,10 @@ from mxnet import gluon
 from ..checks import short, whole_number
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
-from .mx_metrics import MXMetric, unpacked
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
 Metric = Callable[[Any, Any], Tuple[Array, int]]
-Metrics = Union[Sequence[Metric], Mapping[str, Metric]]  # a Metric may be an mx.metric.EvalMetric
+Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
 
 
 class MetricSum(NamedTuple):
@@ -156,14 +155,13 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
         Something is not a function, or two metrics have the same name.
     """
     if isinstance(metrics, Mapping):
-        named = {name: MXMetric(one) if isinstance(one, mx.metric.EvalMetric) else one for name, one in metrics.items()}
+        named = dict(metrics)
     else:
-        metrics = [metrics] if isinstance(metrics, mx.metric.EvalMetric) else metrics
         if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
             raise TrainerError(
                 f"metrics: got {short(metrics)}; expected a list of functions, or a dict name -> function. Pass [accuracy]."
             )
-        listed = unpacked([metrics] if callable(metrics) else list(metrics or ()))
+        listed = [metrics] if callable(metrics) else list(metrics or ())
         named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
         if len(named) < len(listed):
             raise TrainerError(
@@ -177,7 +175,7 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
         if not callable(metric):
             raise TrainerError(
                 f"metrics: got {short(metric)} for {str(name)[:60]}; expected a function (output, label) -> (sum, count). Use "
-                "gluon_mgpu.accuracy, for example."
+                "gluon_mgpu.accuracy, for example; metrics of MXNet take the labels and predict(net, data)."
             )
     return named
 

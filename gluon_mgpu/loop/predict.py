@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 from functools import partial
 from typing import Any, Deque, Generator, Iterable, List, Optional, Sequence, Tuple
 
@@ -17,11 +16,11 @@ from ..data_parallel.iterators import as_pair, batches_of, check_iterable, featu
 from ..data_parallel.sharding import SplitOptions, gather, plan_shards
 from ..data_parallel.splits import BatchSplit
 from ..data_parallel.step import EvalStep, check_network
-from ..devices.select import check_contexts
 from ..distributed import without_group
-from ..errors import ShardError, StepError, TrainerError, last_line
+from ..errors import ShardError, StepError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import devices_of
+from .batch_loop import device_error
 from .evaluate import MAX_INFLIGHT
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
@@ -37,7 +36,6 @@ def predict(
     weights: Optional[Sequence[float]] = None,
     max_inflight: int = MAX_INFLIGHT,
     compiled: str = "auto",
-    ctx: Optional[Context] = None,
 ) -> Any:
     """Return a network's output for every example of a data set, in their order, computed on all its devices.
 
@@ -48,8 +46,6 @@ def predict(
     ----------
     net, data_iter, pairs, batch_axis, output_axis, weights, max_inflight, compiled
         As for `predict_batches`.
-    ctx : mxnet.Context, optional
-        Return MXNet arrays of the current mode on this device instead.
 
     Returns
     -------
@@ -71,8 +67,6 @@ def predict(
     >>> predict(net, [np.array([[1.0], [2.0], [3.0]]), np.array([[4.0]])]).tolist()
     [[2.0], [4.0], [6.0], [8.0]]
     """
-    if ctx is not None:
-        check_contexts([ctx], "predict")
     outputs = predict_batches(
         net,
         data_iter,
@@ -85,7 +79,7 @@ def predict(
     )
     batches = list(outputs)
     try:
-        return gather(batches, ctx, _output_axis(batch_axis, output_axis))
+        return gather(batches, batch_axis=_output_axis(batch_axis, output_axis))
     except ShardError as error:
         raise ShardError(
             f"predict: got outputs of batches that do not fit together ({error}); expected equal shapes except for the number "
@@ -241,12 +235,7 @@ def _to_numpy(number: int, context: Context, output: Any) -> Any:
     try:
         return map_leaves(lambda _, leaf: leaf.asnumpy(), output)
     except mx.MXNetError as error:
-        with suppress(mx.MXNetError):  # the engine keeps an error for each array that depends on the failed operation
-            mx.nd.waitall()
-        raise StepError(
-            f"predict: got an error of {context} at batch {number}: {last_line(error)}; expected devices that work. "
-            "MXNET_ENGINE_TYPE=NaiveEngine names the operation."
-        ) from error
+        raise device_error("predict", f"{context} at batch {number}", error) from error
 
 
 def _output_axis(batch_axis: Any, output_axis: Any) -> Any:

@@ -12,10 +12,8 @@ from ..checkpoint.random_state import random_state, set_random_state
 from ..checkpoint.rotation import checkpoint_in, find_checkpoints
 from ..checkpoint.save_and_load import ReadCheckpoint, read_checkpoint
 from ..checkpoint.snapshot import CheckpointData
-from ..checks import is_whole
 from ..data_parallel.iterators import batches_of
 from ..distributed import group
-from ..distributed.process import this_process
 from ..errors import StateError
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
@@ -53,8 +51,6 @@ class FitProgress:
         The row of an epoch that has been trained but not evaluated.
     shares : list of float, optional
         Each device's share of a batch.
-    num_examples : int
-        Examples of the data set, 0 if the data iterator has no such number.
     evaluations : list of dict
         The results within epochs so far.
     """
@@ -71,7 +67,6 @@ class FitProgress:
     learning_rate: Optional[float] = None
     row: Optional[Row] = None
     shares: Optional[List[float]] = None
-    num_examples: int = 0
     evaluations: List[Row] = field(default_factory=list)
 
 
@@ -160,42 +155,22 @@ def has_changed_rate(content: CheckpointData) -> bool:
 def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
     """Raise `StateError` if a run would resume within an epoch with other data; between epochs, log a warning.
 
-    It compares the number of batches and the number of examples, where data iterators have them. In a job, the examples
-    are those of process 0, which saves: other processes may read other parts.
+    It compares the number of batches, where data iterators have it.
     """
-    compared = (
-        ("batches", position.num_batches, num_batches_of(train_iter)),
-        ("examples", position.num_examples, 0 if this_process().rank else num_examples_of(train_iter)),
-    )
-    for what, then, now in compared:
-        if not then or not now or then == now:
-            continue
-        if position.batches and position.row is None:
-            raise StateError(
-                f"fit: got a train_iter of {now} {what}, and a checkpoint in the middle of an epoch of {then}; expected the "
-                f"same {what}. Use the batch size and the data of the stopped run."
-            )
-        logger.warning("fit: got a train_iter of %d %s, and a checkpoint of a run with %d: the data differ.", now, what, then)
+    then, now = position.num_batches, num_batches_of(train_iter)
+    if not then or not now or then == now:
         return
+    if position.batches and position.row is None:
+        raise StateError(
+            f"fit: got a train_iter of {now} batches, and a checkpoint in the middle of an epoch of {then}; expected the same "
+            "batches. Use the batch size and the data of the stopped run."
+        )
+    logger.warning("fit: got a train_iter of %d batches, and a checkpoint of a run with %d: the data differ.", now, then)
 
 
 def num_batches_of(train_iter: Any) -> int:
     """Return the number of batches of an epoch, 0 if the data iterator has no length."""
     return len(train_iter) if isinstance(train_iter, Sized) else 0
-
-
-def num_examples_of(train_iter: Any) -> int:
-    """Return the number of examples of a data set: a loader's `num_examples`, or the data set's length; 0 if unknown.
-
-    Examples
-    --------
-    >>> num_examples_of(gluon.data.DataLoader(gluon.data.SimpleDataset([1, 2, 3]), 2)), num_examples_of([])
-    (3, 0)
-    """
-    found: Any = getattr(train_iter, "num_examples", None)
-    if found is None and isinstance(train_iter, gluon.data.DataLoader):
-        found = getattr(train_iter._batch_sampler, "num_examples", len(train_iter._dataset))
-    return int(found) if is_whole(found) else 0
 
 
 def remaining_batches(train_iter: Iterable[Any], position: FitProgress) -> Iterator[Any]:

@@ -1,49 +1,15 @@
-"""Callbacks that pass results on to other programs: TensorBoard, or any function that logs a row."""
+"""TensorBoard: the callback that writes the results of a run as event files."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Callable, Dict, Union
+from typing import Any, Dict, Union
 
-from ..checks import check_function, is_number, path_of
+from ..checks import is_number, path_of
 from ..distributed.process import this_process
 from ..runtime.environment import require
 from .batch_loop import EpochProgress
 from .callbacks import Callback, FitState
-
-
-class LogRows(Callback):
-    """Passes the results of each epoch to a function such as `wandb.log` or `mlflow.log_metrics`. In a job, process 0 does.
-
-    Place it after callbacks that add columns.
-
-    Parameters
-    ----------
-    log : callable (row, step)
-        `row` holds the numbers of the history's last row by name; `step` is the number of batches since the run began, passed
-        by name.
-
-    Examples
-    --------
-    >>> from mxnet import gluon, nd
-    >>> from gluon_mgpu import Trainer, fit
-    >>> net = gluon.nn.Dense(1, in_units=1)
-    >>> net.initialize()
-    >>> data = [(nd.ones((4, 1)), nd.ones(4))] * 3
-    >>> def log(row, step):
-    ...     print(step, sorted(row)[:2])
-    >>> history = fit(net, gluon.loss.L2Loss(), Trainer(net, "sgd"), data, epochs=2, metrics=(), callbacks=[LogRows(log)])
-    3 ['epoch', 'examples_per_s']
-    6 ['epoch', 'examples_per_s']
-    """
-
-    def __init__(self, log: Callable[..., Any]) -> None:
-        check_function("LogRows", "log", log, advice="For example, pass wandb.log or mlflow.log_metrics.")
-        self._log = log
-
-    def on_epoch_end(self, state: FitState) -> None:
-        if not this_process().rank:
-            self._log(_numbers(state.history.rows[-1]), step=state.step)
 
 
 class TensorBoard(Callback):
@@ -81,7 +47,8 @@ class TensorBoard(Callback):
 
     def on_epoch_end(self, state: FitState) -> None:
         if self._writer is not None:
-            self._add({_tag(name): value for name, value in _numbers(state.history.rows[-1]).items()}, state.step)
+            row = state.history.rows[-1]
+            self._add({_tag(name): value for name, value in row.items() if is_number(value)}, state.step)
             self._writer.flush()
 
     def on_fit_end(self, state: FitState) -> None:
@@ -92,10 +59,6 @@ class TensorBoard(Callback):
     def _add(self, values: Dict[str, float], step: int) -> None:
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
-
-
-def _numbers(row: Dict[str, Any]) -> Dict[str, float]:
-    return {name: value for name, value in row.items() if is_number(value)}
 
 
 def _tag(column: str) -> str:

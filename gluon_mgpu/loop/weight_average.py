@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, Dict, Iterable, Iterator, Optional
+from typing import Dict, Iterator, Optional
 
 import mxnet as mx
 
 from ..checkpoint.snapshot import AVERAGE
 from ..checks import flag, one_of, real_number, whole_number
-from ..data_parallel.iterators import check_iterable
-from ..data_parallel.update_bn import update_bn
 from ..errors import TrainerError
 from ..nested import Array
 from ..runtime.environment import logger
 from ..trainer.averaged_weights import AveragedWeights
 from ..trainer.local_sgd import LocalSGD
-from ..trainer.running_stats import describe_seen, restore_seen, running_stats
+from ..trainer.running_stats import running_stats
 from .callbacks import Callback, FitState
 
 
@@ -39,9 +37,6 @@ class WeightAverage(Callback):
         Average after so many batches. By default 1 with "ema", and an epoch with "swa".
     start_epoch : int
         The first epoch that is averaged, from 1. SWA usually starts in the last quarter.
-    bn_data : iterable of (X, y), optional
-        Batches with which BatchNorm's running statistics are computed for the average whenever it is used: see `update_bn`. By
-        default they are those of the trained weights, which differ from those of an "swa" average.
     apply_at_end : bool
         Leave the average in the network after the last epoch.
 
@@ -74,7 +69,6 @@ class WeightAverage(Callback):
         decay: float = 0.999,
         every: Optional[int] = None,
         start_epoch: int = 1,
-        bn_data: Optional[Iterable[Any]] = None,
         apply_at_end: bool = True,
     ) -> None:
         one_of("WeightAverage", "method", method, ("ema", "swa"), advice="'ema' is usual.")
@@ -82,24 +76,21 @@ class WeightAverage(Callback):
             raise TrainerError(f"WeightAverage: got decay={decay}; expected a number below 1. 0.999 is usual.")
         for name, value in (("every", 1 if every is None else every), ("start_epoch", start_epoch)):
             whole_number("WeightAverage", name, value, advice="1 is usual.")
-        if bn_data is not None:
-            check_iterable("WeightAverage", "bn_data", bn_data)
         self._apply_at_end = flag("WeightAverage", "apply_at_end", apply_at_end)
-        self._method, self._decay, self._start_epoch, self._bn_data = method, decay, start_epoch, bn_data
+        self._method, self._decay, self._start_epoch = method, decay, start_epoch
         self._every = 1 if every is None and method == "ema" else every
         self.num_updates = 0
         self._weights: Optional[AveragedWeights] = None
-        self._stats: Dict[Any, Any] = {}  # the training's running statistics, while those of the average are in the network
 
     def on_fit_begin(self, state: FitState) -> None:
         if isinstance(state.trainer, LocalSGD):
             raise TrainerError(
                 "WeightAverage: got a LocalSGD, whose devices have different weights; expected a Trainer. Use a Trainer."
             )
-        if self._method == "swa" and self._bn_data is None and running_stats(state.net):
+        if self._method == "swa" and running_stats(state.net):
             logger.warning(
-                "WeightAverage: got no bn_data for a network with BatchNorm; its running statistics are those of the trained "
-                "weights, not of their mean. Pass bn_data=train_iter"
+                "WeightAverage: got a network with BatchNorm; its running statistics are those of the trained weights, not of "
+                "their mean. Call update_bn(net, train_iter) after fit."
             )
         self.num_updates, self._weights = 0, None
         self._step, self._epoch = state.step, len(state.history.rows)
@@ -115,7 +106,8 @@ class WeightAverage(Callback):
 
     def on_test_begin(self, state: FitState) -> None:
         self._follow(state)
-        self._put()
+        if self._weights is not None:
+            self._weights.put()
 
     def on_test_end(self, state: FitState) -> None:
         self._take_back()
@@ -125,12 +117,9 @@ class WeightAverage(Callback):
 
     def on_fit_end(self, state: FitState) -> None:
         self._take_back()
-        if state.error is None and self._weights is not None:
-            self._put()
-            if self._apply_at_end:
-                self._weights.keep()
-                self._stats = {}
-            self._take_back()
+        if state.error is None and self._weights is not None and self._apply_at_end:
+            self._weights.put()
+            self._weights.keep()
 
     def state_arrays(self, state: FitState) -> Dict[str, Array]:
         self._follow(state)  # it may come after this callback's turn, or before it
@@ -142,7 +131,8 @@ class WeightAverage(Callback):
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Put the average into the network within this block: to evaluate, predict, save or export it."""
-        self._put()
+        if self._weights is not None:
+            self._weights.put()
         try:
             yield
         finally:
@@ -163,24 +153,6 @@ class WeightAverage(Callback):
         self._weights.update(1 / (n + 1) if self._method == "swa" or not n else 1 - min(self._decay, (1 + n) / (10 + n)))
         self.num_updates += 1
 
-    def _put(self) -> None:
-        if self._weights is None:
-            return
-        self._weights.put()
-        if self._bn_data is not None and running_stats(self._weights.net):
-            mx.nd.waitall()
-            self._stats = {param.name: param for param in running_stats(self._weights.net)}
-            self._seen = describe_seen(self._stats)
-            self._values = [(array, array.asnumpy()) for param in self._stats.values() for array in param.list_data()]
-            update_bn(self._weights.net, self._bn_data)
-
     def _take_back(self) -> None:
-        if self._weights is None:
-            return
-        self._weights.take_back()
-        if self._stats:
-            mx.nd.waitall()
-            for array, value in self._values:
-                array.as_nd_ndarray()[:] = mx.nd.array(value, ctx=array.context, dtype=array.dtype)
-            restore_seen(self._stats, self._seen)
-            self._stats = {}
+        if self._weights is not None:
+            self._weights.take_back()

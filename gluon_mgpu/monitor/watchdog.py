@@ -8,14 +8,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any, Dict, Iterable, Iterator, List, Optional, TextIO
+from typing import Any, Dict, Optional, TextIO
 
 from mxnet import gluon
 
 from ..checks import real_number
-from ..loop.batch_loop import EpochProgress
 from ..loop.callbacks import Callback, FitState
-from ..nested import Array, is_device_array, leaves
+from ..nested import Array
 from ..runtime.engine import is_ready
 
 EXIT_STALLED = 75  # sysexits.h: a temporary failure, after which a supervisor may restart
@@ -28,10 +27,10 @@ class Watchdog(Callback):
 
     The stacks come from `faulthandler`. If a thread holds Python's lock, so that the watchdog cannot run, `faulthandler` prints
     them alone; the watchdog uses its single timer (`dump_traceback_later`). MXNet does not expose which operation runs. The
-    arrays that it still has to write are named: parameters, gradients, and the last batch.
+    parameters and gradients that it still has to write are named.
 
-    As a callback of `fit`, it gets reports of training twice a second. Pass `watchdog.watch(test_iter)` if an evaluation takes
-    longer than `timeout_s`. In a loop by hand, use a `with` block and call `beat` after each step.
+    As a callback of `fit`, it notices each batch of training and evaluation. In a loop by hand, use a `with` block and call
+    `beat` after each step.
 
     Parameters
     ----------
@@ -53,8 +52,9 @@ class Watchdog(Callback):
     --------
     >>> import mxnet as mx
     >>> with Watchdog(timeout_s=60) as watchdog:
-    ...     for X in watchdog.watch([mx.nd.ones((2, 3))]):
+    ...     for X in [mx.nd.ones((2, 3))]:
     ...         y = X * 2
+    ...         watchdog.beat()
     """
 
     def __init__(
@@ -70,15 +70,13 @@ class Watchdog(Callback):
         self._net, self._file, self._end_process = net, file, end_process
         self._thread: Optional[threading.Thread] = None
         self._stop = threading.Event()
-        self._beat_at, self._num_beats = 0.0, 0
-        self._batch: List[Array] = []
-        self._reported = False
+        self._beat_at, self._num_beats, self._reported = 0.0, 0, False
 
     def start(self) -> None:
         """Start the watchdog."""
         self.stop()
         self._stop.clear()
-        self._num_beats, self._batch, self._reported = 0, [], False
+        self._num_beats, self._reported = 0, False
         self._beat_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="Watchdog", daemon=True)
         self._thread.start()
@@ -89,18 +87,11 @@ class Watchdog(Callback):
         self._stop.set()
         if thread is not None:
             thread.join()
-        self._batch = []
 
-    def beat(self, *batch: Any) -> None:
-        """Report that a step was made; the arrays of `batch`, nested data, are held until the next call and named in a report."""
+    def beat(self) -> None:
+        """Report that a step was made."""
         self._num_beats += 1
-        if batch:
-            self._batch = [leaf for _, leaf in leaves(batch) if is_device_array(leaf)]
         self._beat_at = time.monotonic()
-
-    def watch(self, data_iter: Iterable[Any]) -> Iterable[Any]:
-        """Return the same batches; each calls `beat` when it arrives."""
-        return _Batches(self, data_iter)
 
     def __enter__(self) -> Watchdog:
         self.start()
@@ -113,14 +104,9 @@ class Watchdog(Callback):
         self._net = state.net
         self.start()
 
-    def on_epoch_begin(self, state: FitState) -> None:
-        self.beat()
-
-    def on_report(self, state: FitState, progress: EpochProgress) -> None:
-        self.beat()
-
-    def on_epoch_end(self, state: FitState) -> None:
-        self.beat()
+    def on_phase(self, state: FitState, phase: str) -> None:
+        if phase in ("data", ""):  # the next batch, or the end of a pass
+            self.beat()
 
     def on_fit_end(self, state: FitState) -> None:
         self.stop()
@@ -154,8 +140,8 @@ class Watchdog(Callback):
             os._exit(EXIT_STALLED)
 
     def _arrays(self) -> Dict[str, Array]:
-        """Return the parameters, gradients and the last batch, which others hold as well: none is freed meanwhile."""
-        found = {f"batch: {array.shape} on {array.context} ({i})": array for i, array in enumerate(self._batch)}
+        """Return the parameters and gradients, which others hold as well: none is freed meanwhile."""
+        found: Dict[str, Array] = {}
         parameters = self._net.collect_params() if self._net is not None else {}
         for name, parameter in parameters.items():
             with suppress(RuntimeError):  # it has no values yet
@@ -166,16 +152,3 @@ class Watchdog(Callback):
 
     def _print(self, text: str) -> None:
         print(text, file=self._file or sys.stderr, flush=True)
-
-
-class _Batches:
-    """Batches that call a watchdog's `beat` when they arrive."""
-
-    def __init__(self, watchdog: Watchdog, data_iter: Iterable[Any]) -> None:
-        self._watchdog, self._data_iter = watchdog, data_iter
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._data_iter:
-            self._watchdog.beat(batch)
-            yield batch
-        self._watchdog.beat()

@@ -1,0 +1,55 @@
+"""Gluon's Estimator with this Trainer, and its metrics with predictions: the numbers of one device."""
+
+import re
+import signal
+from pathlib import Path
+
+import gluon_mgpu as mgpu
+import mxnet as mx
+import pytest
+from mxnet import autograd, gluon
+
+from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
+from .test_weight_average import assert_close, assert_same, weights
+
+DOCS = Path(__file__).parent.parent / "docs" / "migrating.md"
+
+
+def estimator_program():
+    (program,) = re.findall(r"^```python\n(from mxnet\.gluon\.contrib.*?)^```", DOCS.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return program
+
+
+def test_gluons_estimator_with_uneven_batches(devices):
+    """The processor in the docs: with MXNet's own, a batch of 5 for 3 devices is an error."""
+    X, y = three_clouds(17)
+    names, data = {"mgpu": mgpu, "autograd": autograd}, gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), 6)
+    exec(estimator_program().split("\nnet = ")[0], names)
+    net, by_hand = make_net(devices), make_net([mx.cpu()])
+    est = names["estimator"].Estimator(
+        net,
+        LOSS,
+        train_metrics=mx.metric.Accuracy(),
+        trainer=make_trainer(net),
+        context=devices,
+        batch_processor=names["UnevenBatches"](),
+    )
+    est.logger.handlers.clear()
+    before = signal.getsignal(signal.SIGINT)
+    est.fit(data, val_data=data, epochs=2)
+    assert signal.getsignal(signal.SIGINT) is before
+    trainer = make_trainer(by_hand)
+    history = mgpu.fit(by_hand, LOSS, trainer, data, data, epochs=2, callbacks=[])
+    assert_close(weights(net), weights(by_hand), tolerance=1e-5)
+    accuracies = {metric.get()[0]: metric.get()[1] for metric in est.val_metrics}
+    assert accuracies["validation accuracy"] == pytest.approx(history.rows[-1]["test_accuracy"])
+    assert_same(weights(net), weights(net, devices[-1]))
+
+
+def test_a_metric_of_mxnet_takes_the_predictions(devices):
+    X, y = three_clouds()
+    net, metric = make_net(devices), mx.metric.Accuracy()
+    metric.update([mx.nd.array(y)], [mx.nd.array(mgpu.predict(net, batches_of(X, y), pairs=True))])
+    assert metric.get()[1] == mgpu.evaluate_accuracy_gpus(net, batches_of(X, y))
+    with pytest.raises(mgpu.errors.TrainerError, match="predict"):
+        mgpu.evaluate(net, batches_of(X, y), [metric])

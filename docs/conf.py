@@ -1,10 +1,12 @@
 """How Sphinx builds the site: sh scripts/docs.sh"""
 
 import ast
+import re
 from pathlib import Path
 from typing import Any, List
 
 import gluon_mgpu
+from gluon_mgpu.doctor.known_errors import entries
 
 project = "gluon_mgpu"
 release = gluon_mgpu.__version__
@@ -29,6 +31,10 @@ autosummary_generate = False  # numpydoc loads autosummary, whose pages nothing 
 
 html_theme = "furo"
 html_title = f"gluon_mgpu {release}"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+pygments_style = "sphinx"
+pygments_dark_style = "monokai"
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b6e6e", "color-brand-content": "#0b6e6e"},
     "dark_css_variables": {"color-brand-primary": "#5cc8c0", "color-brand-content": "#5cc8c0"},
@@ -48,20 +54,40 @@ def indent_fences(app: Any, what: str, name: str, obj: Any, options: Any, lines:
     lines[:] = found
 
 
-def list_modules(app: Any, docname: str, source: List[str]) -> None:
-    """Put the list of modules into the page about the architecture."""
-    if "<!-- modules -->" not in source[0]:
-        return
+def fill_lists(app: Any, docname: str, source: List[str]) -> None:
+    """Put the list of modules, and that of error messages, into their pages."""
+    if "<!-- modules -->" in source[0]:
+        source[0] = source[0].replace("<!-- modules -->", table_of_modules())
+    if "<!-- messages -->" in source[0]:
+        is_korean = "/ko/" in docname
+        tables = tables_of_messages("ko" if is_korean else "en")
+        source[0] = source[0].replace("<!-- messages -->", re.sub(r"\]\((?!https:)", "](../", tables) if is_korean else tables)
+
+
+def tables_of_messages(language: str) -> str:
+    """Return a table for each group of the messages that `gluon-mgpu explain` knows, with the likeliest remedy."""
+    lines = []
+    for group in dict.fromkeys(entry.group for entry in entries()):
+        lines += ["", f"## {group}", "", "| message | cause | likeliest remedy |", "|---|---|---|"]
+        for entry in (one for one in entries() if one.group == group):
+            cause, remedy = (entry.why_ko, entry.todo_ko[0]) if language == "ko" else (entry.why, entry.todo[0])
+            shown = f"`` {entry.has[0]} ``".replace("|", "\\|")
+            lines.append(f"| {shown} | {cause} | {remedy} [{entry.name}]({entry.see}) |")
+    return "\n".join(lines)
+
+
+def table_of_modules() -> str:
+    """Return a row for each module, with the first line of its docstring."""
     package = Path(gluon_mgpu.__file__).parent
     rows = ["| module | what it is for |", "|---|---|"]
     for path in sorted(package.rglob("*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         if not path.name.startswith("__"):
             rows.append(f"| `{path.relative_to(package)}` | {docstring.splitlines()[0]} |")
-    source[0] = source[0].replace("<!-- modules -->", "\n".join(rows))
+    return "\n".join(rows)
 
 
 def setup(app: Any) -> None:
     """Connect what this file adds."""
-    app.connect("source-read", list_modules)
+    app.connect("source-read", fill_lists)
     app.connect("autodoc-process-docstring", indent_fences, priority=100)

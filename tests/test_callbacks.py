@@ -77,7 +77,7 @@ def test_history_is_saved_as_csv_json_and_a_picture(tmp_path):
         rows = list(csv.DictReader(file))
     assert [{name: float(value) for name, value in row.items()} for row in rows] == history.rows
     assert [list(row) for row in rows] == [list(row) for row in history.rows]
-    assert json.loads((folder / "history.json").read_text()) == {"stopped": "enough", "epochs": history.rows}
+    assert json.loads((folder / "history.json").read_text()) == {"stopped": "enough", "epochs": history.rows, "evaluations": []}
     picture = (folder / "curves.png").read_bytes()
     assert picture.startswith(PNG)
     assert len(picture) > 10_000
@@ -102,7 +102,7 @@ def test_a_column_that_begins_later_is_saved(tmp_path):
 
 def test_an_empty_history_is_saved(tmp_path):
     mgpu.loop.History().save(tmp_path)
-    assert json.loads((tmp_path / "history.json").read_text()) == {"stopped": "", "epochs": []}
+    assert json.loads((tmp_path / "history.json").read_text()) == {"stopped": "", "epochs": [], "evaluations": []}
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 

@@ -168,13 +168,75 @@ def losses(rows):
     return [row["train_loss"] for row in rows]
 
 
-@pytest.mark.parametrize("compiled", ["auto", "on", "off"])
-def test_training_learns_in_every_mode(quick, data_dir, tmp_path, compiled):
-    lines, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "6", "--compiled", compiled, "--lr", "0.2")
+def test_training_learns(quick, data_dir, tmp_path):
+    lines, rows = train_tiny(data_dir, tmp_path / "out", "--epochs", "6", "--lr", "0.2")
     assert rows[-1]["test_accuracy"] == 1.0
     assert lines[-1].startswith("test accuracy 100.00 %, ")
     assert lines[-1].endswith(" s/epoch on cpu(0), cpu(1)")
     assert len(rows) == 6
+
+
+MINE = """
+import gluon_mgpu as mgpu
+from mxnet import gluon
+
+def make(batch_size, ctx):
+    digits = mgpu.data.load_digits()
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Flatten(), gluon.nn.Dense(10))
+    train = mgpu.data.ArrayLoader(digits.train_images, digits.train_labels, batch_size)
+    test = mgpu.data.ArrayLoader(digits.test_images, digits.test_labels, batch_size)
+    return net, gluon.loss.SoftmaxCrossEntropyLoss(), train, test
+
+def initialised(batch_size, ctx):
+    net, loss, train, _ = make(batch_size, ctx)
+    net.initialize(ctx=ctx[0])
+    return net, loss, list(train)
+
+def wrong(batch_size, ctx):
+    return 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, without_pictures):
+    """A file with functions that return what to train."""
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+
+    def train(function, *options):
+        return ["train", f"{path}:{function}", "--devices", "cpu*2", "--output", tmp_path / "out", *options]
+
+    return train
+
+
+def test_a_function_of_yours_trains(mine, tmp_path):
+    output = run(*mine("make", "--epochs", "2", "--batch-size", "32", "--limit-batches", "6", "--evaluate-every", "4"))
+    history = json.loads((tmp_path / "out" / "history.json").read_text())
+    assert len(history["epochs"]) == 2 and [row["step"] for row in history["evaluations"]] == [4, 8]
+    assert history["epochs"][-1]["train_loss"] < history["epochs"][0]["train_loss"]
+    assert (tmp_path / "out" / "best").is_dir()
+    assert "step 4  test accuracy" in output
+    assert "resumes from" in run(*mine("make", "--epochs", "3", "--batch-size", "32", "--limit-batches", "6", "--resume", "auto"))
+
+
+def test_a_function_may_initialise_and_need_not_have_a_test_set(mine, tmp_path):
+    output = run(*mine("initialised", "--max-steps", "5"))
+    assert "stopped: max_steps=5" in output and "history.json, last in" in output
+    assert "train accuracy" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("stages", ["2", "4"])
+def test_a_function_trains_in_stages(mine, stages, tmp_path):
+    layers = "gluon.nn.Dense(8), gluon.nn.Dense(8), gluon.nn.Dense(8),"
+    (tmp_path / "mine.py").write_text(MINE.replace("gluon.nn.Flatten(),", layers))
+    assert f"pipeline of {stages} stages" in run(*mine("make", "--stages", stages, "--max-steps", "2"))
+
+
+def test_wrong_functions_are_named(mine):
+    for function, text in (("wrong", "got int from"), ("nothing", "expected a function nothing in")):
+        result = invoke(*mine(function))
+        assert result.exit_code == 1 and text in result.output and "Traceback" not in result.output
 
 
 def test_the_seed_decides_everything(quick, data_dir, tmp_path):

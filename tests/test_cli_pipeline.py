@@ -146,7 +146,6 @@ STAGES = ["--devices", "cpu*2", "--stages", "2"]
         (["--micro-batches", "4"], "got --micro-batches without --stages; expected both", 2),
         ([*STAGES, "--bn", "sync"], "as a stage sees one micro-batch at a time", 1),
         ([*STAGES, "--weights", "auto"], "as they measure whole networks", 1),
-        ([*STAGES, "--compiled", "on"], "as a graph runs on one device", 1),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_written(images, tmp_path, options, told, exit_code):

@@ -11,6 +11,7 @@ import gluon_mgpu
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
+from gluon_mgpu.doctor.known_errors import entries
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
@@ -53,8 +54,9 @@ sys.exit(f"failed: {failed}" if failed else 0)
 """
 
 
-def programs_of(page):
-    return re.findall(r"^```python\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+def programs_of(page, *, of_gluoncv=False):
+    found = re.findall(r"^```python\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+    return [program for program in found if ("gluoncv" in program) == of_gluoncv]
 
 
 def test_programs_run(tmp_path):
@@ -73,6 +75,15 @@ def test_programs_run(tmp_path):
     )
     assert done.returncode == 0, done.stdout.decode()
     print(done.stdout.decode())
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["SSD", "FCN"])
+def test_recipes_of_gluoncv_run(number, tmp_path):
+    """In the environment of scripts/test_extras.sh gluoncv, and elsewhere if GluonCV is installed."""
+    pytest.importorskip("gluoncv")
+    detection, segmentation = programs_of("recipes.md", of_gluoncv=True)
+    program = (detection, segmentation)[number] + ("\nassert totals[-1] < totals[0]", "\nassert history.rows")[number]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, check=True, timeout=240)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -104,9 +115,12 @@ def test_the_site_has_every_public_name(tmp_path):
     public = {f"gluon_mgpu.{name}" for name in gluon_mgpu.__all__ if name not in rooms}
     public |= {f"gluon_mgpu.{room}.{name}" for room, module in rooms.items() for name in getattr(module, "__all__", ())}
     assert len(public) > 100 and not public - documented
+    for page in ("messages", "ko/messages"):
+        shown = (tmp_path / "docs" / f"{page}.html").read_text(encoding="utf-8")
+        assert not [entry.name for entry in entries() if f">{entry.name}<" not in re.sub(r"</?span[^>]*>", "", shown)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "messages.md"])  # a list of all messages
+@pytest.mark.parametrize("page", PAGES)
 def test_no_page_is_long(page):
     assert len(text(page).split()) <= 2500
 
@@ -117,9 +131,10 @@ def test_the_index_lists_every_page():
 
 
 KOREAN = sorted(path.name for path in (ROOT / "docs" / "ko").glob("*.md") if path.name != "terms.md")
+TRANSLATED = [page for page in KOREAN if page not in ("index.md", "messages.md")]
 
 
-@pytest.mark.parametrize("page", KOREAN)
+@pytest.mark.parametrize("page", TRANSLATED)
 def test_korean_pages_have_the_same_programs(page):
     blocks = [re.findall(r"^```.*?^```", text(name), re.DOTALL | re.MULTILINE) for name in (page, f"ko/{page}")]
     assert blocks[0] == blocks[1] != []

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import gluon_mgpu as mgpu
-import messages
 import mxnet as mx
 import numpy as np
 import pytest
@@ -90,10 +89,6 @@ def test_each_fragment_finds_its_entry():
             line = fragment.strip("|").replace("…", " x ")
             wrong += [(entry.name, fragment, first(line))] if first(line) != entry.name else []
     assert not wrong
-
-
-def test_the_page_is_written_from_the_entries():
-    assert messages.PAGE.read_text(encoding="utf-8") == messages.page(), "python scripts/messages.py"
 
 
 # Messages

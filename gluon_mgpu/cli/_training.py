@@ -46,8 +46,13 @@ def prepared_devices(options: SimpleNamespace) -> Iterator[List[mx.Context]]:
 def prepare_network(
     net: gluon.HybridBlock, ctx: Sequence[mx.Context], options: SimpleNamespace, train_iter: Iterable[Any]
 ) -> gluon.Block:
-    """Initialise a network on the devices. Return it, or its pipeline."""
-    net.initialize(init.Xavier(), ctx=ctx[0] if is_divided(options) else list(ctx))
+    """Initialise a network on the devices, or move it there. Return it, or its pipeline."""
+    where = ctx[0] if is_divided(options) else list(ctx)
+    params = net.collect_params()
+    if any(param._data is not None or param._deferred_init for param in params.values()):
+        params.reset_ctx(where)
+    else:
+        net.initialize(init.Xavier(), ctx=where)
     return divided(net, ctx, options, train_iter) if is_divided(options) else net
 
 
@@ -60,6 +65,7 @@ def create_trainer(net: gluon.Block, optimizer: str, schedule: Any, options: Sim
 def run_fit(*arguments: Any, options: SimpleNamespace, **more: Any) -> History:
     """Call `fit` and return the history; an interruption names the folder of the checkpoints."""
     try:
+        more.update(limit_batches=options.limit_batches, limit_eval_batches=options.limit_batches)
         history = fit(*arguments, epochs=options.epochs, resume=options.resume, **more)
     except (KeyboardInterrupt, Terminated) as interrupt:
         raise type(interrupt)(f"{interrupt}; checkpoints are in {options.output}; resume with --resume auto") from None

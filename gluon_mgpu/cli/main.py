@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
+from functools import partial
 from typing import Any, Dict, List, Optional, Tuple
 
 import click
@@ -24,9 +26,11 @@ _COMMANDS = {  # module and function, and the first line of the help
     "predict": ("predict.predict", "Predict with a trained network."),
     "translate": ("translate.translate", "Translate sentences with a trained translator."),
 }
+_FUNCTION = "FILE.py:FUNCTION"
 _TRAIN = {
     "resnet18": ("train.train_resnet18", "Train ResNet-18 on images."),
     "seq2seq": ("train.train_seq2seq", "Train a translator with attention."),
+    _FUNCTION: ("train.train_function", "Train the network that a function of yours returns."),
 }
 
 
@@ -102,7 +106,19 @@ def main() -> None:
     """
 
 
-@main.group(cls=_LazyGroup, lazy=_TRAIN)
+class _TrainGroup(_LazyGroup):
+    """A group that also takes the place of a function, FILE.py:FUNCTION or MODULE:FUNCTION, as a command."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        if ":" not in cmd_name:
+            return super().get_command(ctx, cmd_name)
+        command = copy.copy(super().get_command(ctx, _FUNCTION))
+        if command is not None and command.callback is not None:
+            command.callback = partial(command.callback, cmd_name)
+        return command
+
+
+@main.group(cls=_TrainGroup, lazy=_TRAIN)
 def train() -> None:
     """Train a network on several devices."""
 

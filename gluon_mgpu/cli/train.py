@@ -12,6 +12,7 @@ from ._options import (
     GroupedCommand,
     Real,
     Whole,
+    all_of,
     count,
     devices_option,
     image_options,
@@ -49,8 +50,8 @@ _precision = click.option(
 _seed = seed_option("Seed of the weights, of the split of the data, and of its order.")
 _virtual_shards = count(
     "--virtual-shards",
-    help="Cut every batch into this many parts and add them up in one order, which gives the same bits on any number of devices "
-    "that divides it. By default each device computes one part.",
+    help="Cut every batch into this many parts and add them up in one order, which makes results bit-identical on any number "
+    "of devices that divides it. By default each device computes one part.",
 )
 _stages = count(
     "--stages",
@@ -69,14 +70,12 @@ _resume = click.option(
     help="Resume from a checkpoint, with the other options unchanged except for --epochs: auto, the latest good one in --output, "
     "or the beginning if there is none; or its folder. With other --epochs, the learning rate follows the new schedule.",
 )
-
-
-@click.command("resnet18", cls=GroupedCommand)
-@option_group("Data", image_options)
-@option_group(
-    "Training",
-    count("--epochs", default=8, help="Passes over the training images."),
-    count("--batch-size", default=64, help="Images per batch, over all devices together."),
+_limit_batches = count(
+    "--limit-batches", help="Train on and evaluate only the first so many batches of each epoch, for a quick try."
+)
+_training_options = all_of(
+    count("--epochs", default=8, help="Passes over the training data."),
+    count("--batch-size", default=64, help="Examples per batch, over all devices together."),
     positive("--lr", default=0.1, help="Highest learning rate: it warms up, then follows a cosine."),
     click.option("--optimizer", default="sgd", help="Any optimizer of MXNet: sgd, nag, adam, ..."),
     click.option(
@@ -87,9 +86,9 @@ _resume = click.option(
     ),
     _precision,
     _seed,
+    _limit_batches,
 )
-@option_group(
-    "Devices",
+_device_options = all_of(
     devices_option,
     click.option(
         "--weights",
@@ -101,16 +100,9 @@ _resume = click.option(
     _stages,
     _micro_batches,
     count("--micro-steps", default=1, help="Compute each batch in this many parts, one after the other, to save memory."),
-    click.option(
-        "--compiled",
-        type=click.Choice(["auto", "on", "off"]),
-        default="auto",
-        help="Run network and loss as one compiled graph on each device: auto does so where it can; on raises elsewhere.",
-    ),
 )
-@option_group(
-    "Results",
-    output_option("runs/resnet18", "curves.png, history.csv, history.json, and the checkpoints best and last"),
+_saved = "curves.png, history.csv, history.json, and the checkpoints best and last"
+_result_options = all_of(
     _checkpoint_every,
     count("--keep", default=1, help="How many of the last checkpoints to keep."),
     _resume,
@@ -123,6 +115,13 @@ _resume = click.option(
     ),
     click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
 )
+
+
+@click.command("resnet18", cls=GroupedCommand)
+@option_group("Data", image_options)
+@option_group("Training", _training_options)
+@option_group("Devices", _device_options)
+@option_group("Results", output_option("runs/resnet18", _saved), _result_options)
 def train_resnet18(**options: Any) -> None:
     """Train ResNet-18 on images.
 
@@ -131,7 +130,28 @@ def train_resnet18(**options: Any) -> None:
     """
     from .train_resnet18 import train
 
-    train(SimpleNamespace(parallel=None, **options))
+    train(SimpleNamespace(parallel=None, max_steps=None, evaluate_every=None, **options))
+
+
+@click.command("FILE.py:FUNCTION", cls=GroupedCommand)
+@option_group(
+    "Training",
+    _training_options,
+    count("--max-steps", help="End after so many batches, and evaluate once more."),
+    count("--evaluate-every", help="Also evaluate within an epoch, every so many batches."),
+)
+@option_group("Devices", _device_options)
+@option_group("Results", output_option("runs/train", _saved), _result_options)
+def train_function(reference: str = "", **options: Any) -> None:
+    """Train the network that a function of yours returns.
+
+    FILE.py:FUNCTION or MODULE:FUNCTION names it. It takes batch_size and returns (net, loss, train_iter), or also test_iter;
+    docs/training.md shows one. The network need not be initialised. Ctrl-C and SIGTERM stop after the current batch and save;
+    --resume auto resumes.
+    """
+    from .train_function import train
+
+    train(reference, SimpleNamespace(parallel=None, **options))
 
 
 @click.command("seq2seq", cls=GroupedCommand)
@@ -174,6 +194,7 @@ def train_resnet18(**options: Any) -> None:
     _by_data("patience", Whole(1), "Stop after this many epochs in a row without a better validation."),
     _precision,
     _seed,
+    _limit_batches,
 )
 @option_group(
     "Devices",

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, List, Optional, Union
+from typing import Any, Callable, List, Optional, Sequence, Union
 
 import mxnet as mx
 from mxnet import gluon
@@ -17,6 +17,8 @@ from ..data_parallel.balancer import Balancer
 from ..data_parallel.debug import run_serially
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..loop.callbacks import Progress, SaveHistory
+from ..loop.epoch_loop import Limits
+from ..loop.resume import num_batches_of
 from ..loop.save_checkpoints import Checkpoint
 from ..loop.trace import Trace
 from ..models import resnet18
@@ -29,34 +31,43 @@ from ._training import create_trainer, is_divided, prepare_network, prepared_dev
 
 def train(options: SimpleNamespace) -> None:
     """Train ResNet-18 with the options of `train resnet18`."""
-    if options.debug:
-        os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit reads it
-        run_serially()  # before anything runs on a device
     images = load_images(options.data, options.data_dir, options.seed)
     batch_size = options.batch_size
     train_iter = ArrayLoader(images.train_images, images.train_labels, batch_size, shuffle=True, seed=options.seed)
     test_iter = ArrayLoader(images.test_images, images.test_labels, max(256, batch_size))
+    title = (
+        f"{images.name}: {len(images.train_images)} images to train on, {len(images.test_images)} to test, "
+        f"{images.num_classes} classes"
+    )
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    train_network(lambda ctx: (resnet18(images.num_classes), loss, train_iter, test_iter), options, title=title, unit="images")
+
+
+def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: SimpleNamespace, *, title: str, unit: str) -> None:
+    """Train what `make(ctx)` returns: a network, a loss, data to train on and, or None, to test on."""
+    if options.debug:
+        os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit reads it
+        run_serially()  # before anything runs on a device
     with prepared_devices(options) as ctx:
+        net, loss, train_iter, test_iter = make(ctx)
         names = ", ".join(map(str, ctx))
-        print_once(
-            f"{images.name}: {len(images.train_images)} images to train on, {len(images.test_images)} to test, "
-            f"{images.num_classes} classes, on {names}"
-        )
-        net = resnet18(images.num_classes)
-        net.hybridize(static_alloc=True, static_shape=True)
+        print_once(f"{title}, on {names}")
+        if isinstance(net, gluon.HybridBlock):
+            net.hybridize(static_alloc=True, static_shape=True)
         net = prepare_network(net, ctx, options, train_iter)
-        schedule = _schedule(options.lr, len(train_iter), options.epochs)
+        limits = Limits(options.max_steps, options.limit_batches)
+        schedule = _schedule(options.lr, limits.num_batches(num_batches_of(train_iter)), options.epochs, options.max_steps)
         trainer = create_trainer(net, options.optimizer, schedule, options, shard_optimizer=options.shard_optimizer)
         trace = None if options.trace is None else Trace(options.trace)
         history = run_fit(
             net,
-            gluon.loss.SoftmaxCrossEntropyLoss(),
+            loss,
             trainer,
             train_iter,
             test_iter,
             options=options,
             callbacks=[
-                Progress("images"),
+                Progress(unit),
                 Checkpoint(options.output, keep=options.keep, every=options.checkpoint_every, background=True),
                 SaveHistory(options.output),
             ],
@@ -64,13 +75,17 @@ def train(options: SimpleNamespace) -> None:
             split_f=_split(options.weights, trainer),
             bn=options.bn,
             micro_steps=options.micro_steps,
-            compiled=options.compiled,
+            max_steps=options.max_steps,
+            evaluate_every=options.evaluate_every,
         )
     if trace is not None and trace.summary is not None:
         print_once(f"trace: {trace.summary}\n{_draw(trace.summary.path, is_divided(options))}")
     seconds = median(history.column("seconds"))
-    print_once(f"saved curves.png, history.csv, history.json, best and last in {options.output}")
-    print_once(f"{format_column('test_accuracy', history.column('test_accuracy')[-1])}, {seconds:.1f} s/epoch on {names}")
+    row = history.rows[-1]
+    result = next(name for name in ("test_accuracy", "test_loss", "train_accuracy", "train_loss") if name in row)
+    saved = "last" if test_iter is None else "best and last"
+    print_once(f"saved curves.png, history.csv, history.json, {saved} in {options.output}")
+    print_once(f"{format_column(result, row[result])}, {seconds:.1f} s/epoch on {names}")
 
 
 def _split(weights: Union[None, str, List[float]], trainer: Trainer) -> Any:
@@ -91,11 +106,14 @@ def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:
     return load_mnist(root) if data == "mnist" else load_fashion_mnist(root)
 
 
-def _schedule(lr: float, steps_per_epoch: int, epochs: int) -> mx.lr_scheduler.LRScheduler:
-    """Return a learning rate that warms up for an epoch, then falls along a cosine."""
-    warm_up = steps_per_epoch if epochs > 1 else 0
+def _schedule(lr: float, steps_per_epoch: int, epochs: int, max_steps: Optional[int]) -> Optional[mx.lr_scheduler.LRScheduler]:
+    """Return a learning rate that warms up for an epoch, then falls along a cosine; None if the length is unknown."""
+    steps = min(steps_per_epoch * epochs or max_steps or 0, max_steps or steps_per_epoch * epochs)
+    if not steps:
+        return None
+    warm_up = steps_per_epoch if steps > steps_per_epoch else 0
     return mx.lr_scheduler.CosineScheduler(
-        max_update=steps_per_epoch * epochs, base_lr=lr, final_lr=0.0, warmup_steps=warm_up, warmup_begin_lr=lr / 10
+        max_update=steps, base_lr=lr, final_lr=0.0, warmup_steps=warm_up, warmup_begin_lr=lr / 10
     )
 
 

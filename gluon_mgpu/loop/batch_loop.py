@@ -169,6 +169,10 @@ class BatchLoop:
             if step > self._last_added:
                 self._add(step, batch)
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count this time, in which an evaluation ran."""
+        self._started += seconds
+
     def _finish(self) -> EpochProgress:
         options = self._options
         if not self._num_batches and not self._queued:

@@ -137,6 +137,12 @@ class Progress(Callback):
         if state.resumed is not None:
             self._print(f"resumes from {state.resumed.folder}, after step {state.step}")
 
+    def on_batch_end(self, state: FitState) -> None:
+        found = state.history.evaluations[-1:]
+        if found and found[0]["step"] == state.step:
+            means = [format_column(*mean) for mean in found[0].items() if mean[0].startswith("test_")]
+            self._print("  ".join([f"step {state.step}", *means]))
+
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         batch = f"batch {progress.num_batches}/{state.num_batches or '?'}"
         means = [format_column(*mean) for mean in progress.means.items()]

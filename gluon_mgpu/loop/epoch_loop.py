@@ -6,20 +6,49 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 from ..checkpoint.snapshot import CheckpointData, ProgressRecord
+from ..data_parallel.iterators import batches_of
 from ..data_parallel.step import Batch, checking_outputs
 from ..nested import Array
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .callbacks import Callback, FitState
 from .metric_sums import DeviceSums
 from .metrics import Metrics, check_metrics
-from .resume import FitProgress, Row, loader_epoch, position_of, remaining_batches, set_loader_epoch
+from .resume import FitProgress, Row, loader_epoch, num_batches_of, position_of, remaining_batches, set_loader_epoch
 from .save_checkpoints import Checkpoint
 from .stop_signals import raise_interrupt
 
 _SUM = "sum/"  # the beginning of the names of sums in a checkpoint
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits that `fit` takes, with the same names; None for none."""
+
+    max_steps: Optional[int] = None
+    limit_batches: Optional[int] = None
+    limit_eval_batches: Optional[int] = None
+    evaluate_every: Optional[int] = None
+
+    def num_batches(self, num_batches: int) -> int:
+        """Return the batches of an epoch whose data iterator has this length, 0 for unknown."""
+        return min(num_batches, self.limit_batches or num_batches)
+
+    def num_epochs(self, epochs: int, num_batches: int) -> int:
+        """Return how many epochs a run takes."""
+        return min(epochs, -(-self.max_steps // num_batches)) if self.max_steps and num_batches else epochs
+
+    def of(self, data: Iterable[Any], start: FitProgress) -> Iterable[Any]:
+        """Return the batches of an epoch, or of the rest of it from this position on."""
+        left = []
+        if self.limit_batches is not None:
+            left.append(self.limit_batches - start.batches)
+        if self.max_steps is not None:
+            left.append(self.max_steps - start.step)
+        return islice(batches_of(data), max(0, min(left))) if left else data
 
 
 @dataclass
@@ -36,6 +65,7 @@ class Run:
     evaluate : callable (test_iter, metrics, EpochOptions) -> EpochProgress
     options : EpochOptions
     batches_per_update : int
+    limits : Limits
     start : FitProgress
         Where this process began the current epoch: at its first batch, or where it resumed.
     """
@@ -49,6 +79,7 @@ class Run:
     evaluate: Callable[[Iterable[Any], Metrics, EpochOptions], EpochProgress]
     options: EpochOptions
     batches_per_update: int
+    limits: Limits = Limits()
     start: FitProgress = field(default_factory=FitProgress)
 
     def __post_init__(self) -> None:
@@ -68,6 +99,7 @@ class Run:
         self.start, self._row, self._is_in_epoch = position, position.row, position.batches > 0
         rows = [dict(row) for row in content.progress["history"]]
         state.history.rows.extend(rows[:-1] if position.row else rows)
+        state.history.evaluations.extend(position.evaluations)
         state.epoch, state.batches, state.step = position.epoch, position.batches, position.step
         sums = {key[len(_SUM) :]: array for key, array in content.arrays.items() if key.startswith(_SUM)}
         self._sums.restore(position.counts, sums, state.trainer.contexts)
@@ -89,14 +121,35 @@ class Run:
         row = self._row = self._row or self._train_epoch()
         state.history.rows.append(row)
         if self.test_iter is not None:
-            call_each(self.callbacks, "on_test_begin", state)
-            try:
-                test = self.evaluate(self.test_iter, self.metrics, replace(self.options, operation="evaluate"))
-            finally:
-                call_each(self.callbacks, "on_test_end", state)
+            test = self._evaluate(self.test_iter, self.options)
             self.raise_if_stopped(test.stopped, f"in the evaluation after epoch {state.epoch}")
-            state.history.rows[-1] = _insert_means(row, {f"test_{name}": mean for name, mean in test.means.items()})
+            state.history.rows[-1] = _insert_means(row, _test_columns(test))
         self._row, self._is_in_epoch = None, False
+
+    def _evaluate(self, test_iter: Iterable[Any], options: EpochOptions) -> EpochProgress:
+        state, limit = self.state, self.limits.limit_eval_batches
+        data = test_iter if limit is None else islice(batches_of(test_iter), limit)
+        call_each(self.callbacks, "on_test_begin", state)
+        try:
+            return self.evaluate(data, self.metrics, replace(options, operation="evaluate"))
+        finally:
+            call_each(self.callbacks, "on_test_end", state)
+
+    def _after_batch(self) -> None:
+        """Evaluate within an epoch, if it is time to, and call the callbacks."""
+        state, every = self.state, self.limits.evaluate_every
+        if every is not None and self.test_iter is not None and state.step % every == 0 and state.batches != state.num_batches:
+            began = time.perf_counter()
+            test = self._evaluate(self.test_iter, replace(self.options, stop_signal=None))  # the batch is not finished yet
+            state.history.evaluations.append({"epoch": state.epoch, "step": state.step, **_test_columns(test)})
+            if self._loop is not None:
+                self._loop.leave_out(time.perf_counter() - began)
+        call_each(self.callbacks, "on_batch_end", state)
+
+    def is_over(self) -> bool:
+        """Return whether the run has made all its steps, and is between two epochs."""
+        max_steps = self.limits.max_steps
+        return max_steps is not None and self.state.step >= max_steps and not self._is_in_epoch
 
     def raise_if_stopped(self, signum: int, where: str) -> None:
         """End the run if a signal has stopped it. All devices hold the same weights then."""
@@ -124,6 +177,7 @@ class Run:
             learning_rate=self._learning_rate,
             row=self._row,
             loader_epoch=self.start.loader_epoch if self._row is None else loader_epoch(self.train_iter),
+            evaluations=list(state.history.evaluations),
         )
         return asdict(position), {**{_SUM + key: value for key, value in sums.items()}, **own}
 
@@ -133,9 +187,10 @@ class Run:
         return FitProgress(
             state.epoch,
             step=state.step,
-            num_batches=state.num_batches,
+            num_batches=num_batches_of(self.train_iter),
             loader_epoch=loader_epoch(self.train_iter),
             learning_rate=self._learning_rate,
+            evaluations=list(state.history.evaluations),
         )
 
     def _train_epoch(self) -> Row:
@@ -150,10 +205,10 @@ class Run:
             first_step=start.step + 1,
             before=EpochProgress({}, start.batches, start.examples, start.seconds),
             on_report=partial(call_each, self.callbacks, "on_report", state),
-            on_batch=partial(call_each, self.callbacks, "on_batch_end", state),
+            on_batch=self._after_batch,
         )
         self._loop = BatchLoop(self._train_batch, self._sums, options)
-        progress = self._loop.run(data)
+        progress = self._loop.run(self.limits.of(data, start))
         trainer.flush()
         state.pending = 0
         if self._add_norm():  # of the batches that were left
@@ -203,6 +258,10 @@ def call_each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> No
     """Call a method of every callback, in their order."""
     for callback in callbacks:
         getattr(callback, method)(*arguments)
+
+
+def _test_columns(test: EpochProgress) -> Row:
+    return {f"test_{name}": mean for name, mean in test.means.items()}
 
 
 def _insert_means(row: Row, means: Dict[str, float]) -> Row:

@@ -25,7 +25,7 @@ from ..trainer.parameters import average_replicas
 from ..trainer.trainer import Trainer
 from .batch_loop import EpochOptions
 from .callbacks import Callback, FitState, Progress
-from .epoch_loop import Run, call_each
+from .epoch_loop import Limits, Run, call_each
 from .evaluate import run_evaluation
 from .history import History
 from .metrics import Metrics, metrics_for, named_metrics
@@ -54,6 +54,10 @@ def fit(
     trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
     virtual_shards: Optional[int] = None,
+    max_steps: Optional[int] = None,
+    limit_batches: Optional[int] = None,
+    limit_eval_batches: Optional[int] = None,
+    evaluate_every: Optional[int] = None,
 ) -> History:
     """Train a network for some epochs, evaluate it after each, and return one row of results per epoch.
 
@@ -100,6 +104,12 @@ def fit(
     virtual_shards : int, optional
         Cut every batch into so many parts, so that weights, states and history have the same bits on any number of devices and
         processes that divides it; see `Trainer`.
+    max_steps : int, optional
+        End the run after so many batches, counted from its beginning, and evaluate once more.
+    limit_batches, limit_eval_batches : int, optional
+        Train on and evaluate only the first so many batches of each epoch, for a quick try.
+    evaluate_every : int, optional
+        Also evaluate within an epoch, every so many batches; the results are in `history.evaluations`. Callbacks compare epochs.
 
     Returns
     -------
@@ -123,7 +133,13 @@ def fit(
     counts = (epochs, max_inflight, micro_steps, accumulate_grad_batches)
     for name, value in zip(("epochs", "max_inflight", "micro_steps", "accumulate_grad_batches"), counts):
         whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
+    limits = Limits(max_steps, limit_batches, limit_eval_batches, evaluate_every)
+    for name, value in vars(limits).items():
+        if value is not None:
+            whole_number("fit", name, value, advice="None sets no limit.")
     _check_arguments(net, trainer, train_iter, test_iter)
+    if evaluate_every is not None and test_iter is None:
+        raise TrainerError(f"fit: got evaluate_every={evaluate_every} without test_iter; expected both. Pass test_iter.")
     measured = metrics_for(metrics, loss)
     named_metrics(measured)
     callbacks = _checked_callbacks(callbacks)
@@ -136,7 +152,8 @@ def fit(
     checkpoint = None
     if resume is not None:
         checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter)
-    state = FitState(net, trainer, epochs, num_batches_of(train_iter), tests=test_iter is not None)
+    num_batches = limits.num_batches(num_batches_of(train_iter))
+    state = FitState(net, trainer, limits.num_epochs(epochs, num_batches), num_batches, tests=test_iter is not None)
     caught = CaughtSignal()
     on_phase = partial(call_each, callbacks, "on_phase", state)
     train = TrainStep(
@@ -166,6 +183,7 @@ def fit(
             on_phase=on_phase,
         ),
         batches_per_update=accumulate_grad_batches,
+        limits=limits,
     )
     if bn is not None:
         set_batch_norm(net, bn)
@@ -194,6 +212,8 @@ def fit(
 def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught: CaughtSignal) -> None:
     """Train and evaluate the remaining epochs, until a callback or a signal stops them."""
     for epoch in range(run.start.epoch, state.epochs + 1):
+        if run.is_over():
+            break
         state.epoch = epoch
         call_each(callbacks, "on_epoch_begin", state)
         run.train_and_evaluate()
@@ -203,6 +223,8 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
         run.raise_if_stopped(agree_on_signal(caught.signum), f"after epoch {epoch}")
         if state.stop:
             break
+    if run.is_over() and not state.stop:
+        state.stop = f"max_steps={run.limits.max_steps}"
 
 
 def _check_arguments(net: Any, trainer: Any, train_iter: Any, test_iter: Any) -> None:

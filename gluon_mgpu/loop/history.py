@@ -26,10 +26,13 @@ class History:
         A translator's `valid_exact_match`, `valid_bleu` and `valid_chrf` are from 0 to 100.
     stopped : str
         Why training ended before the last epoch; empty if it did not.
+    evaluations : list of dict
+        One per evaluation within an epoch (`fit(evaluate_every=)`): `epoch`, `step`, `test_...`.
     """
 
     rows: List[Row] = field(default_factory=list)
     stopped: str = ""
+    evaluations: List[Row] = field(default_factory=list)
 
     def column(self, name: str) -> List[float]:
         """Return one value per epoch, NaN for an epoch without one."""
@@ -51,7 +54,7 @@ class History:
                 writer = csv.DictWriter(file, list(names))
                 writer.writeheader()
                 writer.writerows(self.rows)
-            content = {"stopped": self.stopped, "epochs": self.rows}
+            content = {"stopped": self.stopped, "epochs": self.rows, "evaluations": self.evaluations}
             with new_file(folder / "history.json") as path:
                 path.write_text(json.dumps(content, indent=1), encoding="utf-8")
             with new_file(folder / "curves.png") as path:

@@ -49,6 +49,8 @@ class FitProgress:
         The trainer's when `fit` was called; None with a schedule. Another rate at the checkpoint was set while it trained.
     row : dict, optional
         The row of an epoch that has been trained but not evaluated.
+    evaluations : list of dict
+        The results within epochs so far.
     """
 
     epoch: int = 1
@@ -62,6 +64,7 @@ class FitProgress:
     counts: Dict[str, int] = field(default_factory=dict)
     learning_rate: Optional[float] = None
     row: Optional[Row] = None
+    evaluations: List[Row] = field(default_factory=list)
 
 
 def find_resumable(

@@ -126,7 +126,11 @@ def install(extra: str) -> str:
     >>> install("monitor")
     "pip install 'nvidia-ml-py>=12.535' 'psutil>=5'"
     """
-    lines = [line for line in metadata.requires("gluon_mgpu") or () if f'extra == "{extra}"' in line]
+    try:
+        required = metadata.requires("gluon_mgpu") or []
+    except metadata.PackageNotFoundError:  # imported from a clone that is not installed
+        return f"pip install '.[{extra}]' in the clone"
+    lines = [line for line in required if f'extra == "{extra}"' in line]
     return " ".join(["pip install", *(repr(line.split(";")[0].strip()) for line in lines)])
 
 

@@ -299,6 +299,7 @@ def modes_of(program):
         "a loop by hand whose first batch decides shapes": program.deferred and first,
         "static_shape": program.hybridize == "static",
         "a loop by hand after a change of grad_req": hows & {"hand", "reduce"} and verbs & {"thaw", "add"},
+        "several passes before a step": program.num_processes > 1 and verbs & {"other", "dropped"},
         "allreduce_grads()": "reduce" in hows,
         "synchronised BatchNorm": program.bn == "sync" or ("norm", "sync") in program.statements,
         "compiled='on'": hows & {"compiled", "compiled fit"},

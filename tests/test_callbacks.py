@@ -175,22 +175,6 @@ def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
     assert all(line.endswith(" left") for line in lines if " batch " in line)
 
 
-def test_progress_without_a_length_foretells_nothing(capsys, monkeypatch):
-    """A generator has no length: how much is left is known only once the first epoch has ended."""
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 1)
-    net, batches = make_net([mx.cpu()]), make_batches(2)
-
-    class Stream:
-        def __iter__(self):
-            return iter(batches)
-
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    mgpu.fit(net, loss, mgpu.Trainer(net, "sgd"), Stream(), epochs=1, callbacks=[mgpu.Progress(every_s=0)])
-    *reports, end = capsys.readouterr().out.splitlines()
-    assert reports[0].startswith("epoch 1/1  batch 1/?  ") and reports[-1].startswith("epoch 1/1  batch 2/?  ")
-    assert all(line.endswith(" examples/s") for line in reports) and end.startswith("epoch 1/1  train ")
-
-
 def test_fit_shows_progress_unless_told_otherwise(capsys):
     train(None, epochs=1)
     assert capsys.readouterr().out.startswith("epoch 1/1  train accuracy ")
@@ -412,14 +396,6 @@ def test_an_interrupt_before_the_first_batch_saves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Early(), mgpu.Checkpoint(tmp_path, None)])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_fails_at_once_leaves_the_old_history(tmp_path):
-    (tmp_path / "history.csv").write_text("old")
-    net = make_net([mx.cpu()])
-    with pytest.raises(TrainerError, match="got no batch"):
-        mgpu.fit(net, LOSS, make_trainer(net), [], epochs=1, callbacks=[mgpu.loop.SaveHistory(tmp_path)])
-    assert (tmp_path / "history.csv").read_text() == "old"
 
 
 def test_nan_is_never_the_best():

@@ -14,8 +14,6 @@ from gluon_mgpu.plots import plot_history
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import assert_house_style
-
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -108,9 +106,8 @@ def test_an_empty_history_is_saved(tmp_path):
 
 def test_without_matplotlib_the_extra_is_named_and_the_numbers_are_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match="pip install 'matplotlib") as caught:
+    with pytest.raises(MissingExtraError, match="pip install 'matplotlib"):
         mgpu.loop.History([{"epoch": 1.0, "train_loss": 0.5}]).save(tmp_path)
-    assert_house_style(caught.value)
     assert (tmp_path / "history.csv").read_text().split() == ["epoch,train_loss", "1.0,0.5"]
     assert json.loads((tmp_path / "history.json").read_text())["epochs"] == [{"epoch": 1.0, "train_loss": 0.5}]
 
@@ -243,17 +240,13 @@ def test_early_stopping_stops_after_the_epochs_that_are_allowed(monitor, values,
     "options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "smallest"}, {"monitor": None}, {"monitor": 5}]
 )
 def test_early_stopping_refuses_bad_options(options):
-    with pytest.raises(TrainerError, match="got (patience|min_delta|mode|monitor)=") as caught:
+    with pytest.raises(TrainerError, match="got (patience|min_delta|mode|monitor)="):
         mgpu.EarlyStopping(**options)
-    assert_house_style(caught.value)
 
 
 def test_a_column_that_is_not_there_is_told():
-    with pytest.raises(
-        TrainerError, match="^callbacks: got monitor 'f1_loss'; expected one of epoch, train_accuracy, "
-    ) as caught:
+    with pytest.raises(TrainerError, match="^callbacks: got monitor 'f1_loss'; expected one of epoch, train_accuracy, "):
         train([mgpu.EarlyStopping("f1_loss")])
-    assert_house_style(caught.value)
 
 
 # Checkpoint
@@ -324,9 +317,8 @@ def test_a_monitor_that_needs_a_test_set_is_told_before_the_first_epoch(make, tm
     monkeypatch.chdir(tmp_path)
     net = make_net([mx.cpu()])
     before = net.weight.data().asnumpy()
-    with pytest.raises(TrainerError, match="without a test set") as caught:
+    with pytest.raises(TrainerError, match="without a test set"):
         mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[make()])
-    assert_house_style(caught.value)
     np.testing.assert_array_equal(net.weight.data().asnumpy(), before)
     assert list(tmp_path.iterdir()) == []
 

@@ -97,8 +97,6 @@ def test_shards_hold_about_equal_tokens(arrays):
         ([[4]], [[4], [5]], {}, "1 source and 2 target"),
         ([[4], [2]], [[4], [5]], {}, r"source sentence 1 \[2\]"),
         ([[4], [4]], [[4], [0, 5]], {}, r"target sentence 1 \[0, 5\]"),
-        (["text"], [[4]], {}, "source sentence 0 'text'"),
-        ([[4]], [[[4], [5, 6]]], {}, r"target sentence 0 \[\[4\], \[5, 6\]\]"),
         ([[4]], [[4]], {"seed": -1}, "seed=-1"),
         ([[4]], [[4]], {"batch_tokens": 3}, "up to 2 and 2 tokens for batches of 3"),
     ],

@@ -22,7 +22,7 @@ class Refusal(NamedTuple):
 _TREE = "one tree adds up the gradients of virtual shards"
 _APART = "each device trains its own copy of the whole network"
 _OWNED = "one device holds the sum of each gradient and its states"
-_AVERAGED = "Average the statistics: bn='average', or set_batch_norm(net, 'average')"
+_AVERAGED = "Normalise each shard: bn='local', or set_batch_norm(net, 'local')"
 JOINING = "an optimizer that joins parameters"
 
 REFUSALS: Tuple[Refusal, ...] = (
@@ -30,7 +30,6 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("virtual_shards", "LocalSGD", _TREE, "Use a Trainer"),
     Refusal("virtual_shards", "shard_optimizer", _TREE, "Leave one of them out"),
     Refusal("virtual_shards", "sharded_data", _TREE, "Leave one of them out"),
-    Refusal("virtual_shards", "compression_params", _TREE, "Leave one of them out"),
     Refusal("virtual_shards", "precision='fp16'", _TREE, "Use 'bf16' or 'fp32'"),
     Refusal("virtual_shards", "sparse gradients", _TREE, "Leave sparse_grad out of Embedding"),
     Refusal("virtual_shards", "grad_req='add'", _TREE, "Set grad_req='write', and use accumulate()"),

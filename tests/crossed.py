@@ -39,7 +39,7 @@ class Ours(World):
         self.net, self.steps, self.generator = net, {}, None
         if program.adds:
             self.require("add")
-        if program.bn != "average":
+        if program.bn != "local":
             mgpu.set_batch_norm(net, program.bn)
         options = {"clip_norm": program.clip_norm, "clip_value": program.clip_value}
         if program.virtual_shards:

@@ -46,7 +46,7 @@ class Program:
     clip_value: Optional[float] = None
     ignore_stale: bool = False
     adds: bool = False  # grad_req="add" before the trainer is made
-    bn: str = "average"
+    bn: str = "local"
     statements: Tuple[Tuple[Any, ...], ...] = ()
 
     @property
@@ -134,8 +134,7 @@ class Plain(World):
         self.num_steps = 0
         norms = [name[: -len("_mean")] for name in nets[0].collect_params() if name.endswith("running_mean")]
         self.stats = [{name: (np.zeros(5), np.ones(5)) for name in norms} for _ in range(program.num_shards)]
-        self.behind = {name: [0] * program.num_shards for name in norms}  # examples since all devices had the same values
-        self.moved = set()  # layers and devices that have moved since then
+        self.behind = [0] * program.num_shards  # examples of each device since all had the same values
 
     def forget(self, name):
         for sums in self.sums:
@@ -147,9 +146,6 @@ class Plain(World):
 
     def group(self, how, sizes, ends="step", micro_steps=1):
         """One update by several batches."""
-        for name in self.stats[0] if "fit" in how else ():
-            if all(np.allclose(stats[name], self.stats[0][name], rtol=1e-6) for stats in self.stats):
-                self.behind[name] = [0] * len(self.stats)
         for size in sizes:
             self.backward(*self.next_batch(size), micro_steps, by_hand=how in ("hand", "reduce"))
         for at in range(len(self.nets)):
@@ -158,7 +154,7 @@ class Plain(World):
         self.num_steps += 1
         if self.program.local_steps and (self.num_steps == self.program.local_steps or "fit" in how or ends == "flush"):
             self.average_networks()
-        if "fit" in how:
+        if not self.program.local_steps:
             self.average_statistics()
 
     def backward(self, X, y, micro_steps=1, *, by_hand=True, generator=None):
@@ -169,12 +165,9 @@ class Plain(World):
                 at = place if self.program.local_steps else 0
                 self.one_pass(at, load(X[begin:end], mx.cpu(0)), load(y[begin:end], mx.cpu(0)), generator)
                 seen.append((place, end - begin, self.seen_statistics()))
+                self.behind[place] += end - begin
             for name in self.stats[0]:
                 self.move(name, seen)
-            for place, count, found in seen:
-                for name in self.behind:
-                    self.behind[name][place] += count
-                self.moved |= {(name, place) for name in found}
 
     def shares(self, size, micro_steps, micro_batches):
         """Return lists of pieces. Each piece is normalised by itself; the running statistics move once a list."""
@@ -232,17 +225,14 @@ class Plain(World):
 
     def average_statistics(self):
         """Average the running statistics over the devices, weighted by examples, and write them to the network."""
+        weights = self.behind if any(self.behind) else None
         for name in self.stats[0]:
-            weights = [count * ((name, place) in self.moved) for place, count in enumerate(self.behind[name])]
-            weights = weights if any(weights) else [(name, place) in self.moved for place in range(len(self.stats))]
-            weights = weights if any(weights) else None
             means = tuple(np.average([stats[name][i] for stats in self.stats], axis=0, weights=weights) for i in (0, 1))
             for stats in self.stats:
                 stats[name] = means
             for param, value in zip(self.statistics_of(name), means):
                 param.data()[:] = value.astype("float32")
-            self.behind[name] = [0] * len(self.stats)
-        self.moved = set()
+        self.behind = [0] * len(self.stats)
 
     def apply(self, at, size, ignore_stale):
         """Clip the mean gradient in NumPy, write it, and step. Raise UserWarning, as Gluon does, for stale gradients."""
@@ -260,6 +250,7 @@ class Plain(World):
     def average_networks(self):
         """Average weights and states of LocalSGD's networks."""
         self.num_steps = 0
+        self.average_statistics()
         if len(self.nets) == 1:
             return
         params = [list(net.collect_params().values()) for net in self.nets]
@@ -284,10 +275,12 @@ class Plain(World):
         self.generator_trainer.step(size)
 
     def dropped(self, size, generator=None):
-        """A pass that no step uses: it moves running statistics, without examples to weigh them by."""
-        kept, behind = [dict(sums) for sums in self.sums], {name: list(counts) for name, counts in self.behind.items()}
+        """A pass that no step of this network uses; a generator's step counts its examples."""
+        kept, behind = [dict(sums) for sums in self.sums], list(self.behind)
         self.backward(*self.next_batch(size), generator=generator)
-        self.sums, self.behind = kept, behind
+        self.sums = kept
+        if generator is not None:
+            self.behind = behind
 
     def add(self, is_on):
         """Let passes add to gradients, from 0, or replace them."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import pickle
 import random
 import shutil
 
@@ -83,40 +82,6 @@ def setting(*path):
 
 
 dropped = object()
-
-
-def altered_optimizer(**values):
-    def alter(content):
-        for name, value in values.items():
-            vars(content["optimizer"]).pop(name) if value is dropped else setattr(content["optimizer"], name, value)
-
-    return alter
-
-
-def late_schedule(content):
-    content["optimizer"].num_update, content["optimizer"].lr_scheduler.count = 2 * 10**9, 0
-
-
-STATES = {
-    "a momentum as a text": (altered_optimizer(momentum="0.9"), "cannot train"),
-    "a schedule that is far behind": (late_schedule, "its schedule is 2e+09 steps behind"),
-    "a count dropped": (setting("counts", 0, dropped), "with a state or a count of 0.weight, and not both"),
-    "no version": (setting("version", dropped), "of version None; expected version 1"),
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_an_altered_file_of_states_is_refused_before_anything_changes(run, tmp_path, name):
-    alter, words = STATES[name]
-    path = tmp_path / "states"
-    run.trainer.save_states(str(path))
-    with open(path, "rb") as file:
-        (states, optimizer), content = pickle.load(file), pickle.load(file)
-    content.update(states=states, optimizer=optimizer)
-    alter(content)
-    gluons = content.pop("states"), content.pop("optimizer")
-    path.write_bytes(pickle.dumps(gluons) + pickle.dumps(content))
-    assert_refused(run, lambda: run.trainer.load_states(str(path)), words)
 
 
 MODELS = {

@@ -103,22 +103,6 @@ def test_commands_on_pages_have_the_options(path):
 # Contenders that fail
 
 
-def test_a_crash_leaves_the_other_contenders(fake):
-    pythons = {
-        "ours": fake("steady", STEADY),
-        "gluon": fake("crashing", STEADY + "        if number == 2:\n            os.kill(os.getpid(), signal.SIGSEGV)\n"),
-        "d2l": fake("leaving", "say(versions={})\nnext(requests)\nsys.exit('out of ideas')"),
-        "torch": fake("babbling", "print('hello', flush=True)"),
-    }
-    ours, gluon, d2l, torch = compared(pythons, rounds=4)
-    assert (ours.reason, len(ours.rounds)) == ("", 4)
-    assert gluon.reason == "in round 3: crashed with SIGSEGV" and len(gluon.rounds) == 2
-    assert d2l.reason == "ended with exit status 1: out of ideas"
-    assert torch.reason == "answered b'hello'"
-    assert report.ratio(gluon, ours, "whole_s") is None
-    assert report.measured([ours, gluon, d2l]) == [ours]
-
-
 def test_a_contender_that_hangs_is_ended_with_its_children(fake, tmp_path):
     pids = tmp_path / "pids"
     hanging = f"""

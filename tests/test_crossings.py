@@ -124,7 +124,7 @@ def programs(draw, num_processes=1, net=None, mode=None):
         hows = rarely([HOWS], HOWS[:-1], 10) if fields["shard_optimizer"] else HOWS
     normalizes = "norm" in fields["net"]
     if normalizes:
-        fields["bn"] = rarely(["sync"], "average", 4) if mode == "data" else rarely(["sync"], "average", 20)
+        fields["bn"] = rarely(["sync"], "local", 4) if mode == "data" else rarely(["sync"], "local", 20)
     parts = draw(st.lists(statements(fields, hows, mode), min_size=1, max_size=6))
     if several and fields["deferred"]:  # until then each process has its own weights
         parts.insert(0, (("step", draw(st.sampled_from(["train_batch", "fit", "hand"])), draw(st.integers(1, 9)), 1),))
@@ -153,7 +153,7 @@ def statements(fields, hows, mode):
         kinds += [st.tuples(one("freeze", st.just(-1)), other, one("thaw", st.just(-1)), other, step)]
         kinds += [st.tuples(one("add", st.just(True)), step, step, one("zero"), step, one("add", st.just(False)))]
     if "norm" in fields["net"] and mode == "data":
-        kinds += [st.tuples(one("norm", st.sampled_from(["sync", "average"])))]
+        kinds += [st.tuples(one("norm", st.sampled_from(["sync", "local"])))]
     return st.one_of(kinds)
 
 

@@ -55,33 +55,8 @@ def test_the_loss_is_the_mean_over_examples(devices, arrays):
     assert found["accuracy"] == right_in_numpy(net, batches)
 
 
-def diverged_norm(ctx):
-    """A BatchNorm whose running statistics are other ones on each device."""
-    net = nn.BatchNorm(in_channels=2)
-    net.initialize(ctx=ctx)
-    for i, context in enumerate(ctx):
-        net.running_mean.data(context)[:] = mx.nd.array([i + 1.0, -3.0 * i], ctx=context)
-        net.running_var.data(context)[:] = mx.nd.array([1.0 + i * i, 4.0 + i], ctx=context)
-    return net
-
-
 def mean_output(output, label):
     return output.sum().reshape((1,)), output.size
-
-
-@pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}], ids=["plain", "hybrid", "static"])
-def test_batch_norm_is_averaged_over_the_devices_first(devices, hybridize):
-    net, k = diverged_norm(devices), len(devices)
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    mean = np.mean([[i + 1.0, -3.0 * i] for i in range(k)], axis=0)
-    variance = np.mean([[1.0 + i * i, 4.0 + i] for i in range(k)], axis=0)
-    X = np.random.uniform(-1, 1, (7, 2)).astype("float32")
-    found = mgpu.evaluate(net, [(X, np.zeros(7))], {"mean": mean_output})
-    np.testing.assert_allclose(found["mean"], ((X - mean) / np.sqrt(variance + 1e-5)).mean(), rtol=1e-5)
-    for context in devices:
-        np.testing.assert_allclose(net.running_mean.data(context).asnumpy(), mean, rtol=1e-6)
-        np.testing.assert_allclose(net.running_var.data(context).asnumpy(), variance, rtol=1e-6)
 
 
 def test_evaluation_predicts_and_trains_nothing(devices):

@@ -16,7 +16,6 @@ import pytest
 from gluon_mgpu import distributed
 from gluon_mgpu.distributed.dist_sync import DistSync
 from gluon_mgpu.errors import MissingExtraError, ProcessError
-from gluon_mgpu.trainer import running_stats
 from gluon_mgpu.trainer.across_processes import ProcessSync
 from mxnet import gluon
 
@@ -384,35 +383,6 @@ def test_trainers_that_share_a_store_compress_alike():
     assert calls == [{"type": "2bit"}]  # the store keeps rounding errors, which a second call would drop
     with pytest.raises(ProcessError, match="compression_params .*0.25.*as in an earlier trainer"):
         group.compress({"type": "2bit", "threshold": 0.25})
-
-
-def test_compression_that_a_job_cannot_do_is_refused(monkeypatch):
-    """Gradients would be compressed together with weights, or with the number of examples."""
-    compressed = []
-    monkeypatch.setattr("gluon_mgpu.trainer.across_processes.group", lambda: SimpleNamespace(compress=compressed.append))
-    bits, params = {"type": "2bit"}, SimpleNamespace(params=[])
-    with pytest.raises(mgpu.errors.TrainerError, match="'2bit' and sharded_data"):
-        ProcessSync(params, bits, sharded_data=True)
-    sync = ProcessSync(params, bits, sharded_data=False)
-    with pytest.raises(mgpu.errors.TrainerError, match="parameters without shapes"):
-        sync.compress(has_shapes=False)
-    assert compressed == []
-    sync.compress(has_shapes=True)
-    assert compressed == [bits]
-
-
-def test_statistics_of_all_processes_reach_every_device(monkeypatch):
-    def average(arrays, behind):
-        for number, array in enumerate(arrays):
-            array[:] = number + 7  # what the processes agree on
-
-    monkeypatch.setattr(running_stats, "group", lambda: SimpleNamespace(average=average))
-    layer = gluon.nn.BatchNorm(in_channels=2)
-    layer.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
-    running_stats.average_over_group(layer)
-    for param in (layer.running_mean, layer.running_var):
-        one, other = (param.data(mx.cpu(i)).asnumpy().tolist() for i in (0, 1))
-        assert one == other and one in ([7.0, 7.0], [8.0, 8.0])
 
 
 def test_messages_of_any_length_come_back_and_too_long_ones_are_refused():

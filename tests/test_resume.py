@@ -128,10 +128,9 @@ def test_on_any_devices_and_with_any_arrays(tmp_path, num_devices, arrays, hybri
 @pytest.mark.parametrize(
     "options",
     [
-        {"background": True},
         {"accumulate_grad_batches": 3, "every": 1},
         {"micro_steps": 2, "every": 100},
-        {"max_inflight": 5, "every": 3, "metrics": {"sum": lambda output, label: (output.sum(), label.size)}},
+        {"background": True, "max_inflight": 5, "every": 3, "metrics": {"sum": lambda output, label: (output.sum(), label.size)}},
         {"tests": False, "monitor": "train_loss", "metrics": ()},
     ],
     ids=lambda options: next(iter(options)) + str(next(iter(options.values())))[:5],
@@ -150,22 +149,11 @@ def test_with_shapes_that_the_first_batch_decides(tmp_path, options):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "DataLoader that loads ahead",
-        "sampler",
-        "generator of NumPy's numbers",
-    ],
+    ["DataLoader that loads ahead", "sampler"],
 )
 def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
     """Gluon's samplers shuffle by NumPy's global generator, and augmentation draws from it as it goes."""
     ((X, y),) = small_batches([34])
-
-    class Drawn:
-        def __iter__(self):
-            for _ in range(5):
-                chosen = np.random.permutation(34)[:8]
-                yield X[chosen] * np.random.uniform(0.9, 1.1), y[chosen]
-
     makes = {
         "DataLoader that loads ahead": lambda: gluon.data.DataLoader(
             gluon.data.ArrayDataset(X, y), 8, shuffle=True, num_workers=1, thread_pool=True
@@ -173,7 +161,6 @@ def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
         "sampler": lambda: gluon.data.DataLoader(
             gluon.data.ArrayDataset(X, y), batch_sampler=mgpu.data.ShardedSampler(34, 8, seed=3)
         ),
-        "generator of NumPy's numbers": Drawn,
     }
     found = []
     for name, stops in (("whole", [None]), ("parts", [8, None])):

@@ -1,6 +1,4 @@
-"""Running statistics are averaged by the examples behind them: a device without data does not count."""
-
-import copy
+"""Each step moves the running statistics of all devices by the mean of their changes: a device without data does not count."""
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -70,13 +68,12 @@ LOOPS = [by_train_batch, by_backward, by_autograd]
 def test_devices_that_never_get_data_do_not_count(num_devices, loop, arrays):
     """Their 0 and 1 entered the mean: with 2 images a batch, -0.45 became -0.30 on three devices, and -0.23 on four."""
     net, trainer = normed(num_devices)
-    expected = [INITIAL, INITIAL]
+    expected = INITIAL
     for seed in range(4):
         X, y = batch(2, seed)
         loop(net, trainer, X, y)
-        expected = [moved(one, X[i : i + 1]) for i, one in enumerate(expected)]
-    mgpu.evaluate(net, [(X, y)], {}, loss=LOSS)
-    assert_stats(net, np.mean(expected, axis=0))
+        expected = np.mean([moved(expected, X[:1]), moved(expected, X[1:])], axis=0)
+        assert_stats(net, expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -84,7 +81,6 @@ def test_a_device_counts_by_its_examples(mode, arrays):
     net, trainer = normed(2, mode)
     X, y = batch(3)  # 2 and 1
     by_train_batch(net, trainer, X, y)
-    mgpu.data_parallel.average_running_stats(net)
     one, other = moved(INITIAL, X[:2]), moved(INITIAL, X[2:])
     assert_stats(net, [(2 * a + b) / 3 for a, b in zip(one, other)])
 
@@ -101,28 +97,63 @@ def test_fixed_shares_give_the_statistics_of_one_device_that_weighs_its_shards(w
     assert_stats(net, expected)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_examples_count_from_the_last_average(loop):
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_steps_and_accumulated_ones(mode, num_devices, arrays):
+    """A static graph writes the statistics without telling the engine: reading them without waiting found older ones."""
+    net, trainer = normed(num_devices, mode)
+    step, expected = mgpu.compile_step(net, LOSS, trainer), INITIAL
+    for seed in range(20):
+        X, y = batch(6, seed)
+        step(X, y)
+        shards = np.array_split(X, num_devices)
+        expected = np.mean([moved(expected, shard) for shard in shards], axis=0)
+    assert_stats(net, expected)
+    with trainer.accumulate():
+        step(*batch(6, 1))
+        step(*batch(2, 2))
+    trainer.flush()
+    sizes = [len(shard) for shard in np.array_split(np.arange(2), num_devices)]
+    found = []
+    for at, own in enumerate(np.array_split(batch(6, 1)[0], num_devices)):
+        after = moved(expected, own)
+        second = np.array_split(batch(2, 2)[0], num_devices)[at]
+        found.append(moved(after, second) if sizes[at] else after)
+    weights = [6 // num_devices + size for size in sizes]
+    assert_stats(net, [np.average([one[i] for one in found], axis=0, weights=weights) for i in (0, 1)])
+
+
+def test_a_pass_that_no_step_used_counts_before_evaluation():
     net, trainer = normed(2)
-    first, second = batch(4, 0), batch(1, 1)
-    loop(net, trainer, *first)
-    mgpu.data_parallel.average_running_stats(net)
-    middle = [sum(pair) / 2 for pair in zip(moved(INITIAL, first[0][:2]), moved(INITIAL, first[0][2:]))]
-    assert_stats(net, middle)
-    loop(net, trainer, *second)  # one device has seen 1 example since, the other one 0
-    mgpu.data_parallel.average_running_stats(net)
-    assert_stats(net, moved(middle, second[0]))
-    mgpu.data_parallel.average_running_stats(net)
-    assert_stats(net, moved(middle, second[0]))
+    X, y = batch(3)
+    Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
+    with autograd.record():
+        losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+    mgpu.backward(losses)
+    trainer.discard()
+    mgpu.evaluate(net, [(X, y)], {}, loss=LOSS)
+    one, other = moved(INITIAL, X[:2]), moved(INITIAL, X[2:])
+    assert_stats(net, [(2 * a + b) / 3 for a, b in zip(one, other)])
+
+
+def test_statistics_of_a_large_mean():
+    """E[x^2] - E[x]^2 in float32 is negative from a mean of 10,000 and a deviation of 0.1 on."""
+    net, trainer = normed(3)
+    rng = np.random.RandomState(0)
+    for _ in range(60):
+        X = rng.normal(10000.0, 0.1, (30, 2)).astype("float32")
+        by_train_batch(net, trainer, X, np.zeros((30, 1), "float32"))
+    np.testing.assert_allclose(net[0].running_mean.data(mx.cpu(2)).asnumpy(), 10000 * (1 - MOMENTUM**60), rtol=1e-6)
+    expected = MOMENTUM**60 + (1 - MOMENTUM**60) * 0.01
+    np.testing.assert_allclose(net[0].running_var.data(mx.cpu(2)).asnumpy(), expected, rtol=0.3)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_checkpoint_holds_what_evaluation_takes_and_a_resumed_run_counts_on(loop, tmp_path):
+def test_a_checkpoint_holds_what_evaluation_takes_and_a_resumed_run_continues(loop, tmp_path):
     data = [batch(size, seed) for seed, size in enumerate([3, 1, 1, 4, 1])]
     found = []
     for resumes in (False, True):
         net, trainer = normed(2)
-        mgpu.data_parallel.average_running_stats(net)
         for X, y in data[:3]:
             loop(net, trainer, X, y)
         if resumes:
@@ -132,14 +163,12 @@ def test_a_checkpoint_holds_what_evaluation_takes_and_a_resumed_run_counts_on(lo
             net, trainer = normed(2)
             mgpu.load_checkpoint(tmp_path / "c", net, trainer)
         else:
-            copied = copy.deepcopy(net)
-            mgpu.data_parallel.average_running_stats(copied)
+            saved = [param.data(mx.cpu(1)).asnumpy() for param in (net[0].running_mean, net[0].running_var)]
         for X, y in data[3:]:
             loop(net, trainer, X, y)
-        mgpu.data_parallel.average_running_stats(net)
         found.append([param.data(mx.cpu(1)).asnumpy() for param in (net[0].running_mean, net[0].running_var)])
     assert largest_difference(*found) == 0.0
-    assert_stats(alone, [param.data(mx.cpu(0)).asnumpy() for param in (copied[0].running_mean, copied[0].running_var)], atol=0)
+    assert_stats(alone, saved, atol=0)
 
 
 def test_statistics_that_training_leaves_alone_stay(devices):
@@ -151,7 +180,6 @@ def test_statistics_that_training_leaves_alone_stay(devices):
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     by_train_batch(net, trainer, *batch(5))
     gamma = net[0].gamma.data(devices[0]).asnumpy()
-    mgpu.data_parallel.average_running_stats(net)
     assert_stats(net, [np.array([0.1, 0.7]), np.ones(2)], atol=1e-7)
     np.testing.assert_array_equal(net[0].gamma.data(devices[-1]).asnumpy(), gamma)
 

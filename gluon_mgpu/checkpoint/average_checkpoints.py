@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Optional, Sequence, Union
+from typing import Optional, Sequence, Union
 
+import mxnet as mx
 import numpy as np
 
 from ..checks import path_of, whole_number
@@ -95,7 +96,7 @@ def average_checkpoints(
 
 
 def _mean(contents: Sequence[CheckpointData]) -> Snapshot:
-    """Return the mean of floating-point parameters, and the latest of others, computed in float64 when it is written."""
+    """Return the mean of floating-point parameters, computed in float64, and the latest of others."""
     latest = contents[0]
     forms = [{name: (array.shape, np.dtype(array.dtype)) for name, array in one.params.items()} for one in contents]
     for one, form in zip(contents, forms):
@@ -105,10 +106,10 @@ def _mean(contents: Sequence[CheckpointData]) -> Snapshot:
                 f"average_checkpoints: got {one.folder} with another {names[0]} than {latest.folder}; expected checkpoints of "
                 "one network. Pass the folder of one run."
             )
-    params: Any = {}
+    params = dict(latest.params)
     for name, array in latest.params.items():
-        is_averaged = np.issubdtype(np.dtype(array.dtype), np.floating)
-        params[name] = [one.params[name] for one in contents] if is_averaged else [array]
+        if np.issubdtype(np.dtype(array.dtype), np.floating):
+            mean = np.mean([one.params[name].asnumpy() for one in contents], axis=0, dtype="float64")
+            params[name] = mx.nd.array(mean, dtype=array.dtype)
     progress = {**latest.progress, "averaged": [str(one.folder) for one in contents]}
-    shares = {name: [1.0] * len(arrays) for name, arrays in params.items()}
-    return Snapshot(params, shares, json.dumps(progress, indent=1), is_np=latest.is_np)
+    return Snapshot(params, json.dumps(progress, indent=1), is_np=latest.is_np)

@@ -17,7 +17,6 @@ from ..data_parallel.step import check_network
 from ..distributed.process import this_process
 from ..errors import StateError
 from ..trainer.parameters import average_replicas, named_params, shape_fits
-from ..trainer.running_stats import remember_equal
 from ..trainer.trainer import Trainer
 from .replace_folder import commit, explained, new_folder
 from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_content, restore, take_snapshot
@@ -178,7 +177,6 @@ def _load_average(folder: Union[str, Path], net: gluon.Block, trainer: Optional[
             "Load the trained weights without averaged=True."
         )
     set_parameters(replace(content, params={**content.params, **averages}), net)
-    remember_equal(net)
     return content.progress
 
 
@@ -205,8 +203,6 @@ class ReadCheckpoint:
         without = set_parameters(self.content, self._net)
         if self._trainer is not None:
             restore(without, self._net, self._trainer, generators=generators, learning_rate=learning_rate)
-        else:
-            remember_equal(self._net)
         return without
 
 
@@ -233,8 +229,7 @@ def remember(net: gluon.Block, trainer: Trainer) -> ReadCheckpoint:
     """
     snapshot = take_snapshot(net, trainer)
     as_array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    means = {name: snapshot._mean(name) for name in snapshot.params}
-    params = {name: as_array(mean, dtype=mean.dtype) for name, mean in means.items()}
+    params = {name: as_array(array, dtype=array.dtype) for name, array in snapshot.params.items()}
     arrays = {name: array.asnumpy() for name, array in snapshot.arrays.items()}
     content = CheckpointData(Path("memory"), {}, arrays, json.loads(json.dumps(snapshot.training)), params)
     check_content(content, net, trainer)

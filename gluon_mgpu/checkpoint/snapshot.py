@@ -5,23 +5,20 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from ..data_parallel.batchnorm import average_over_processes, batch_norm_of, sync_running_stats
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError
-from ..nested import Array, is_device_array
+from ..nested import Array
 from ..trainer.parameters import average_replicas, has_values
-from ..trainer.running_stats import describe_seen, remember_equal, restore_seen, weighted_mean, weights_of
-from ..trainer.states import TrainerState
+from ..trainer.states import TrainerState, as_values, from_values, write_arrays
 from ..trainer.trainer import Trainer
 from . import random_state
 from .manifest import MANIFEST, Files, FolderWriter
@@ -41,10 +38,8 @@ class Snapshot:
 
     Attributes
     ----------
-    params : dict of str to list of NDArray
-        By structural name: the array of one device, or those of all devices, to be averaged.
-    shares : dict of str to list of number
-        The weight of each device in the mean; see `average_running_stats`.
+    params : dict of str to NDArray
+        By structural name: the array of the first device.
     progress : str
         JSON.
     arrays : dict of str to NDArray
@@ -55,8 +50,7 @@ class Snapshot:
         Whether it was taken in np mode.
     """
 
-    params: Dict[str, List[Array]]
-    shares: Dict[str, List[float]]
+    params: Dict[str, Array]
     progress: str
     arrays: Dict[str, Array] = field(default_factory=dict)
     training: Optional[Dict[str, Any]] = None
@@ -66,18 +60,13 @@ class Snapshot:
         """Write the files into an existing, empty folder. Any thread may call this."""
         writer = FolderWriter(folder)
         with writer.file(PARAMS) as file:
-            write_params(file, {name: self._mean(name) for name in self.params}, np_shape=self.is_np)
+            write_params(file, {name: array.asnumpy() for name, array in self.params.items()}, np_shape=self.is_np)
         if self.training is not None:
             with writer.file(STATES) as file:
-                _write_arrays(file, self.arrays)
+                write_arrays(file, self.arrays)
             writer.text(TRAINING, json.dumps(self.training))
         writer.text(PROGRESS, self.progress)
         writer.finish(arrays="np" if self.is_np else "nd")
-
-    def _mean(self, name: str) -> np.ndarray:
-        """Return the mean over the devices, as `average_running_stats` computes it; the exact values of a single device."""
-        values = [array.asnumpy() for array in self.params[name]]
-        return values[0] if len(values) == 1 else weighted_mean(values, self.shares[name])
 
 
 def take_snapshot(
@@ -91,8 +80,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Return copies of a network's parameters and its trainer's states, and reseed MXNet's generators.
 
-    The copies are queued without waiting, except with running statistics: MXNet writes those outside its engine. Devices that
-    train separately (`LocalSGD`) are averaged first. Nothing else in the training changes.
+    The copies are queued without waiting. Devices that train separately (`LocalSGD`) are averaged first. Nothing else in the
+    training changes.
 
     Parameters
     ----------
@@ -118,23 +107,15 @@ def take_snapshot(
     is_np = bool(mx.util.is_np_shape())
     if trainer is None:
         average_replicas(net)
-        return Snapshot(*_copied_params(net), progress_json, is_np=is_np)
+        mx.nd.waitall()  # a static graph writes running statistics without telling the engine
+        return Snapshot(_copied_params(net), progress_json, is_np=is_np)
     trainer.check_applied("Trainer.save_states")
-    trainer.state()  # raises before anything is averaged
     average_replicas(net)
-    if this_process().num_processes > 1:
-        sync_running_stats(net)
-        average_over_processes(net)  # all processes continue with the statistics that process 0 saves
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
-    params, shares = _copied_params(net)
-    training = {**_training(trainer.state(), copies), "place": place or {}}
-    training["devices"] = len(trainer.contexts)
-    training["seen"] = describe_seen(_running(net)) if len(trainer.contexts) > 1 else {}
-    for name, param in _running(net).items():
-        copies.update({f"device/{i}/{name}": array for i, array in enumerate(_copies(param.list_data()))})
+    training = {**as_values(trainer.state(), copies), "place": place or {}}
     training["random"] = _reseeded(trainer, (place or {}).get("step", 0), base)
     training["ranks"] = _generators_of_all(training["random"], (place or {}).get("generators"))
-    return Snapshot(params, shares, progress_json, copies, training, is_np)
+    return Snapshot(_copied_params(net), progress_json, copies, training, is_np)
 
 
 @dataclass(frozen=True)
@@ -209,7 +190,7 @@ def content_of(files: Files, *, with_training: bool) -> CheckpointData:
 
 def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:
     """Raise `StateError` if the content belongs to another network, optimizer or number of virtual shards."""
-    trainer.check_state(_state(content), content.folder, "load_checkpoint", _shapes(content, net))
+    trainer.check_state(_state_of(content), content.folder, "load_checkpoint", _shapes(content, net))
 
 
 def restore(
@@ -226,13 +207,7 @@ def restore(
     """
     training: Any = content.training
     trainer.resolve_shapes()  # the loaded parameters may have set them
-    trainer.restore(_state(content), learning_rate=learning_rate)
-    remember_equal(net)
-    if training["devices"] == len(trainer.contexts):
-        for name, param in _running(net).items():
-            for i, array in enumerate(param.list_data()):
-                array.as_nd_ndarray()[:] = mx.nd.array(content.arrays[f"device/{i}/{name}"], ctx=array.context, dtype=array.dtype)
-        restore_seen(_running(net), training["seen"])
+    trainer.restore(_state_of(content), learning_rate=learning_rate)
     if generators:
         random_state.set_random_state(_own_generators(training).get("now", training["random"]))
         mx.random.seed(random_state.seed_of(**_seeds(training["random"])))
@@ -242,51 +217,6 @@ def _shapes(content: CheckpointData, net: gluon.Block) -> Dict[int, Tuple[int, .
     """Return the shapes of the loaded parameters, by the parameters' ids."""
     params = net._collect_params_with_prefix().items()
     return {id(param): tuple(content.params[name].shape) for name, param in params if name in content.params}
-
-
-def _training(state: TrainerState, arrays: Dict[str, Array]) -> Dict[str, Any]:
-    """Return a trainer's state as values for JSON, and add its arrays to `arrays`."""
-    return {
-        **vars(state),
-        "shapes": [list(shape) for shape in state.shapes],
-        "states": {str(index): _kept(one, f"state/{index}", arrays) for index, one in state.states.items()},
-        "counts": {str(index): count for index, count in state.counts.items()},
-    }
-
-
-def _state(content: CheckpointData) -> TrainerState:
-    """Return the saved state of a trainer."""
-    training: Any = content.training
-    others = {name: training[name] for name in ("names", "structural", "shapes", "order", "optimizer", "loss_scaler")}
-    counts = {int(index): count for index, count in training["counts"].items()}
-    return TrainerState(**others, states=_states(content), counts=counts, virtual_shards=training.get("virtual_shards"))
-
-
-def _kept(state: Any, name: str, arrays: Dict[str, Array]) -> Any:
-    """Return an optimizer's state as values for JSON, and add its arrays to `arrays`."""
-    if is_device_array(state):
-        arrays[name] = state.as_nd_ndarray().copy()
-        return {"array": name}
-    if isinstance(state, (list, tuple)):
-        return [_kept(one, f"{name}/{i}", arrays) for i, one in enumerate(state)]
-    if state is None or isinstance(state, (bool, int, float, str)):
-        return state
-    raise StateError(
-        f"save_checkpoint: got {type(state).__name__} as an optimizer's state; expected arrays and numbers. Use another "
-        "optimizer, or save the network alone."
-    )
-
-
-def _states(content: CheckpointData) -> Dict[int, Any]:
-    """Return the saved states of the optimizer, as NumPy arrays."""
-
-    def state(form: Any) -> Any:
-        if isinstance(form, dict):
-            return content.arrays[form["array"]]
-        return tuple(state(one) for one in form) if isinstance(form, list) else form
-
-    training: Any = content.training
-    return {int(index): state(form) for index, form in training["states"].items()}
 
 
 def _reseeded(trainer: Trainer, step: int, base: Optional[int]) -> Dict[str, Any]:
@@ -321,39 +251,19 @@ def _seeds(random: Dict[str, Any]) -> Dict[str, int]:
     return {"base": random["base"], "step": random["step"], "rank": this_process().rank}
 
 
-def _copied_params(net: gluon.Block) -> Tuple[Dict[str, List[Array]], Dict[str, List[float]]]:
-    """Return copies of one device's parameters, and of all devices' running statistics if these are averaged.
-
-    Also return the weight of each device in the mean.
-    """
-    averaged = set() if batch_norm_of(net) == "local" else {id(param) for param in _running(net).values()}
-    if not all(param._differentiable for param in net.collect_params().values()):
-        mx.nd.waitall()  # a static graph writes them without telling the engine
-    shares = weights_of(net) if averaged else {}
-    copied: Dict[int, List[Array]] = {}  # a shared parameter has several names
-    found, weighted = {}, {}
-    for name, param in net._collect_params_with_prefix().items():
-        if id(param) not in copied:
-            copied[id(param)] = _copies(param.list_data() if id(param) in averaged else param.list_data()[:1])
-        found[name] = copied[id(param)]
-        weighted[name] = shares.get(id(param), [1.0] * len(copied[id(param)]))
-    return found, weighted
-
-
-def _running(net: gluon.Block) -> Dict[str, gluon.Parameter]:
-    """Return the parameters with separate values on each device: floating point, without a gradient."""
-    params = net._collect_params_with_prefix().items()
-    return {n: p for n, p in params if not p._differentiable and np.issubdtype(np.dtype(p.dtype), np.floating)}
-
-
-def _copies(arrays: List[Array]) -> List[Array]:
+def _copied_params(net: gluon.Block) -> Dict[str, Array]:
+    """Return copies of the first device's parameters."""
+    copied: Dict[int, Array] = {}  # a shared parameter has several names
+    found = {}
     with autograd.pause():
-        return [array.as_nd_ndarray().copy() for array in arrays]
+        for name, param in net._collect_params_with_prefix().items():
+            if id(param) not in copied:
+                copied[id(param)] = param.list_data()[0].as_nd_ndarray().copy()
+            found[name] = copied[id(param)]
+    return found
 
 
-def _write_arrays(file: BinaryIO, arrays: Dict[str, Array]) -> None:
-    """Write arrays as `numpy.savez` does, but without the time: equal arrays give equal files."""
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array.asnumpy(), allow_pickle=False)  # type: ignore[no-untyped-call]
+def _state_of(content: CheckpointData) -> TrainerState:
+    """Return the saved state of a trainer."""
+    training: Any = content.training
+    return from_values(training, content.arrays)

@@ -80,10 +80,9 @@ _training_options = all_of(
     click.option("--optimizer", default="sgd", help="Any optimizer of MXNet: sgd, nag, adam, ..."),
     click.option(
         "--bn",
-        type=click.Choice(["local", "average", "sync"]),
-        default="average",
-        help="BatchNorm's statistics: separate per device (local), averaged to predict and to save, or of the whole batch "
-        "(sync).",
+        type=click.Choice(["local", "sync"]),
+        default="local",
+        help="BatchNorm's statistics: of each device's part of a batch (local), or of the whole batch (sync).",
     ),
     _precision,
     _seed,

@@ -2,7 +2,6 @@
 
 from .balancer import Balancer as Balancer
 from .batchnorm import SyncBatchNorm as SyncBatchNorm
-from .batchnorm import average_running_stats as average_running_stats
 from .batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
 from .batchnorm import forward_shards as forward_shards
 from .batchnorm import revert_sync_batchnorm as revert_sync_batchnorm

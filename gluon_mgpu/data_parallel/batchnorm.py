@@ -18,12 +18,10 @@ from ..distributed import group
 from ..errors import StepError, TrainerError
 from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
-from ..trainer.parameters import average_replicas, blocks_of, spans_devices
-from ..trainer.running_stats import average_over_group
-from ..trainer.running_stats import average_running_stats as average_running_stats
+from ..trainer.parameters import blocks_of, spans_devices
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 
-BATCH_NORMS = ("local", "average", "sync")  # statistics of each device; averaged for prediction; of the complete batch
+BATCH_NORMS = ("local", "sync")  # statistics of each shard, or of the complete batch
 _known: WeakKeyDictionary[gluon.Block, Tuple[int, bool]] = WeakKeyDictionary()  # by network, when it was looked at
 
 
@@ -107,18 +105,17 @@ class SyncBatchNorm(_BatchNorm):
 def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
     """Choose the statistics that a network's BatchNorm layers use on several devices, and return the network.
 
-    - `local` trains with the statistics of each shard. It predicts with the running statistics of each device; a checkpoint
-      holds those of the first one, `net.save_parameters` writes their mean.
-    - `average` trains with the statistics of each shard, and averages the running statistics of all devices before it predicts
-      or saves.
-    - `sync` trains with the statistics of the complete batch. The running statistics of all devices are the same.
+    - `local` normalises each shard with its own statistics.
+    - `sync` normalises all shards with the statistics of the complete batch, as one device does.
+
+    With both, each step of a `Trainer` moves the running statistics of all devices alike.
 
     Parameters
     ----------
     net : gluon.Block
-        The complete network. The default is `average`.
-    bn : "local", "average" or "sync"
-        For `sync` see `convert_sync_batchnorm`; the others undo it.
+        The complete network. The default is `local`.
+    bn : "local" or "sync"
+        For `sync` see `convert_sync_batchnorm`; `local` undoes it.
 
     Raises
     ------
@@ -128,18 +125,12 @@ def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
     Examples
     --------
     >>> net = set_batch_norm(gluon.nn.BatchNorm(), "sync")
-    >>> type(net).__name__, batch_norm_of(net)
-    ('SyncBatchNorm', 'sync')
+    >>> type(net).__name__
+    'SyncBatchNorm'
     """
-    one_of("set_batch_norm", "bn", bn, BATCH_NORMS, advice="'average' is usual; 'sync' equals one device.")
+    one_of("set_batch_norm", "bn", bn, BATCH_NORMS, advice="'local' is usual; 'sync' equals one device.")
     (convert_sync_batchnorm if bn == "sync" else revert_sync_batchnorm)(net)
-    net._batch_norm = bn
     return net
-
-
-def batch_norm_of(net: Any) -> str:
-    """Return the choice of `set_batch_norm` for a network, `average` by default."""
-    return str(getattr(net, "_batch_norm", "average"))
 
 
 def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
@@ -259,11 +250,6 @@ def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:
     return [task() for task in tasks]
 
 
-def sync_running_stats(net: Any) -> None:
-    """Average running statistics over the devices before predicting or saving, except for "local"."""
-    (average_replicas if batch_norm_of(net) == "local" else average_running_stats)(net)
-
-
 def _shard_moments(x: Any, axis: int) -> Tuple[int, Any, Any]:
     """Return, for each channel of a shard, the count, the mean, and the sum of squared deviations."""
     axis %= x.ndim
@@ -322,9 +308,3 @@ def _check_convertible(block: gluon.Block) -> None:
 def _holds_batch_norm(block: gluon.SymbolBlock) -> bool:
     graph = json.loads(block._cached_graph[1].tojson())
     return any("BatchNorm" in node["op"] or "batch_norm" in node["op"] for node in graph["nodes"])
-
-
-def average_over_processes(net: gluon.Block) -> None:
-    """Average BatchNorm's running statistics over the processes of a job, except for "local". All processes must call it."""
-    if batch_norm_of(net) != "local":
-        average_over_group(net)

@@ -17,7 +17,7 @@ from ..refusals import refusal
 from ..runtime.environment import logger
 from ..trainer.gradients import note_written
 from ..trainer.parameters import spans_devices
-from ..trainer.slab import num_moves
+from ..trainer.slab import MOVES
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised, may_synchronise
 from .executors import Executor
@@ -202,7 +202,7 @@ class CompiledPasses(Passes):
         # hybridize(), cast(), set_precision() and new layers empty the graph; debugging replaces forward()
         is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
-        return num_moves(), is_empty, attributes.get("_active"), "forward" in attributes, hooks, may_synchronise(net)
+        return MOVES.count, is_empty, attributes.get("_active"), "forward" in attributes, hooks, may_synchronise(net)
 
     def _current_arrays(self) -> List[Any]:
         params = self._params.values()

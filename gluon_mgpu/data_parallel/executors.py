@@ -9,13 +9,10 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context
 from mxnet.base import _LIB, NDArrayHandle, check_call
 
 from ..nested import Array
 from ..runtime.device_threads import environment_with, in_own_thread
-from ..runtime.engine_push import EngineContext, WrittenWith
-from ..trainer.slab import place_of
 from .graph import Graph
 from .prepared import Copy, can_create, creation
 
@@ -75,7 +72,6 @@ class Executor:
         self._scale = 1.0
         self._head: Any = mx.nd.ones_like(self._bound.outputs[0])  # the gradient of the loss
         self._heads = (ctypes.c_void_p * 1)(self._head.handle)
-        self._statistics = _written_with_gradients(graph, context) if trains else None
 
     def forward(self, inputs: Sequence[Array]) -> List[Array]:
         """Queue a forward pass, and return copies of the values of the graph's heads."""
@@ -108,29 +104,11 @@ class Executor:
             self._scale = scale
         if _BACKWARD(self._handle, 1, self._heads, 1):
             check_call(-1)
-        if self._statistics is not None:
-            self._statistics.push()
 
     def _creation(self, output: Array) -> Optional[Callable[[Any], int]]:
         if not can_create(output.shape, output.dtype):
             return None
         return creation(output.shape, self.context, output.dtype, delayed=True)
-
-
-def _written_with_gradients(graph: Graph, context: Context) -> Optional[WrittenWith]:
-    """Return what lets running statistics count as written when a backward pass has written all gradients, if there are any.
-
-    MXNet's operator writes them in the backward pass. Within a bulk of operators, the engine is not told.
-    """
-    statistics = [graph.params[name].data(context) for name in graph.symbol.list_auxiliary_states()]
-    gradients: Dict[int, Array] = {}  # one of each bucket, as its parameters share memory
-    for param in graph.params.values():
-        place = place_of(param)
-        if param._grad:
-            gradients.setdefault(id(param if place is None else place.bucket), param.grad(context))
-    if not statistics or not gradients:
-        return None
-    return WrittenWith(statistics, list(gradients.values()), EngineContext(context.device_typeid, context.device_id))
 
 
 @contextmanager

@@ -103,10 +103,10 @@ def backward(losses: Sequence[Array]) -> None:
     TrainerError
         The losses are not a list of arrays.
     """
-    if isinstance(losses, list) and not losses and process_shard()[1] > 1:
-        run_backward([])
-        return
-    if not isinstance(losses, (list, tuple)) or not losses or not all(is_device_array(loss) for loss in losses):
+    is_empty = (
+        isinstance(losses, list) and not losses and process_shard()[1] > 1
+    )  # a small batch has no examples for this process
+    if not isinstance(losses, (list, tuple)) or not (losses or is_empty) or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
             f"backward: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
@@ -117,7 +117,7 @@ def backward(losses: Sequence[Array]) -> None:
 
 def run_backward(losses: Sequence[Array]) -> None:
     """Do what `backward` does, with losses that were checked and whose examples were counted."""
-    if not losses:  # a small batch has no examples for this process
+    if not losses:
         empty_pass()
         return
     expected = "losses that were recorded, each once"

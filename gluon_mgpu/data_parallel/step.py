@@ -18,7 +18,7 @@ from ..nested import Array, Fields
 from ..refusals import refusal
 from ..trainer.gradients import idle_devices, restore_idle
 from ..trainer.parameters import spans_devices
-from ..trainer.running_stats import claim_examples, drop_examples, note_examples, running_stats
+from ..trainer.running_stats import drop_examples, note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .balancer import Balancer
 from .compiled import Kept, make_passes
@@ -228,7 +228,7 @@ class TrainStep:
         self._on_phase = on_phase or bool  # no Python function
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._axis = split.batch_axis
-        self._stats: List[gluon.Parameter] = []
+        self._has_stats = False
         self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
 
     def is_of(self, *asked: Any) -> bool:
@@ -283,10 +283,8 @@ class TrainStep:
         on_phase("backward")
         passes.backward(trainer, losses)
         on_phase("update")
-        if self._stats:
-            if not passes.notes_examples:
-                note_examples(plan.examples.items())
-            claim_examples(self._stats)
+        if self._has_stats and not passes.notes_examples:
+            note_examples(plan.examples.items())
         if losses:
             self._split.watch(losses)
         trainer.step(plan.num_examples if num_units is None else num_units, self._ignore_stale_grad)
@@ -307,7 +305,9 @@ class TrainStep:
                     Xs, ys = self._planner.split(self._planner.plan(X, y), X, y)
             Passes(self._net, None, trains=False).forward(self._operation, Xs[:1], ys[:1])
             trainer.resolve_shapes()
-        self._stats = running_stats(self._net)
+        stats = running_stats(self._net)
+        self._has_stats = bool(stats)
+        trainer.running_stats.add(stats)
 
 
 def eval_batch(

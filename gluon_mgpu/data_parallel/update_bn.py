@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Iterable, List
 
+import mxnet as mx
 from mxnet import autograd, gluon
 
 from ..checks import check_function
-from ..distributed import group, own_batches
+from ..distributed import own_batches
 from ..nested import Array, is_device_array, leaves
 from ..refusals import refusal
 from ..trainer.parameters import devices_of, spans_devices
-from ..trainer.running_stats import claim_examples, note_examples, running_stats
+from ..trainer.running_stats import RunningStats, note_examples, running_stats
+from ..trainer.sums import make_sum
 from ..trainer.trainer import Trainer
-from .batchnorm import average_over_processes, sync_running_stats
 from .iterators import as_pair, batches_of, check_iterable
-from .passes import Passes, backward
+from .passes import Passes, run_backward
 from .sharding import split_batch
 from .splits import SplitFunction
 from .step import check_network
@@ -62,22 +63,20 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     for trainer in trainers:
         trainer.check_applied("update_bn")
     passes, devices = Passes(net, None, trains=True), devices_of(net)
+    moved = RunningStats(stats, make_sum("device"), devices)
     reads_own = any(trainer.sharded_data for trainer in trainers)
     for item in batches_of(data_iter):
         with own_batches(reads_own):
             Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
         outputs, _ = passes.forward("update_bn", Xs, ys)
-        if outputs:  # MXNet moves the statistics in the backward pass
-            backward([_nothing(output) for output in outputs])
-            for y in ys:
-                first = next(leaf for _, leaf in leaves(y))
-                note_examples([(first.context, first.shape[0] - 1)])  # backward has noted one
-            claim_examples(stats)
+        run_backward([_nothing(output) for output in outputs])  # MXNet moves the statistics in it
+        firsts = [next(leaf for _, leaf in leaves(y)) for y in ys]
+        note_examples((first.context, first.shape[0]) for first in firsts)
+        moved.claim()
+    mx.nd.waitall()  # a static graph writes them without telling the engine
+    moved.move([], ())
     for trainer in trainers:
         trainer.discard()  # the zeros
-    sync_running_stats(net)
-    if group() is not None:
-        average_over_processes(net)
 
 
 def _nothing(output: Any) -> Array:

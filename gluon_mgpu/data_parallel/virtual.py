@@ -164,7 +164,7 @@ class ShardStatistics:
         for replica, own in enumerate(self._replicas):
             others = {id(one.bucket or one): one.gradients[replica] for one in buffers}
             place = EngineContext(contexts[replica].device_typeid, contexts[replica].device_id)
-            self._written.append(WrittenWith(own.arrays, list(others.values()), place))
+            self._written.append(WrittenWith(own.memory, list(others.values()), place))
 
     def is_of(self, buffers: List[Slab]) -> bool:
         """Return whether the gradients and statistics are still in these arrays."""
@@ -181,18 +181,18 @@ class ShardStatistics:
             return []
         with autograd.pause():
             self._written[replica].push()
-            return [self._replicas[replica].take(num_examples)]
+            return self._replicas[replica].take(num_examples)
 
     def like(self, gradients: List[Array]) -> List[Array]:
         """Return arrays of the shapes that a shard adds to the tree."""
-        return gradients + [own.before for own in self._replicas[:1]]
+        return gradients + [before for own in self._replicas[:1] for before in own.before]
 
     def move(self, root: List[Array], num_examples: int) -> None:
         """Move the statistics of all devices by the mean over the examples of all shards."""
         if self._replicas and num_examples:
-            mean = root[-1] / num_examples
+            means = [one / num_examples for one in root[-len(self._replicas[0].before) :]]
             for own, context in zip(self._replicas, self._contexts):
-                own.move(mean.as_in_context(context))
+                own.move([mean.as_in_context(context) for mean in means])
 
 
 def _in_turns(count: int, per_process: int, num_devices: int) -> Iterator[Tuple[int, int]]:

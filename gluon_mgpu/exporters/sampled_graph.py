@@ -15,10 +15,10 @@ from mxnet.gluon.block import _flatten, _regroup
 from mxnet.ndarray import CachedOp
 
 from ..checks import OF_WRONG_DATA, explaining, instance, reason_of, short
-from ..data_parallel.batchnorm import SyncBatchNorm, sync_running_stats
+from ..data_parallel.batchnorm import SyncBatchNorm
 from ..errors import NestedError, TrainerError
 from ..nested import Array, is_device_array, map_leaves
-from ..trainer.parameters import blocks_of, devices_of, spans_devices
+from ..trainer.parameters import average_replicas, blocks_of, devices_of, spans_devices
 from ..trainer.precision import precision_of, set_precision
 
 _FLOATS = ("float16", "bfloat16", "float64")
@@ -173,7 +173,7 @@ def predict_sample(operation: str, net: gluon.Block, arguments: Sequence[Any]) -
         mx.nd.waitall()  # a static graph writes running statistics without telling the engine
         outputs = _predicted(net, arguments)  # decides shapes
         if list(net.collect_params()) and len(devices_of(net)) > 1:
-            sync_running_stats(net)
+            average_replicas(net)
             outputs = _predicted(net, arguments)
     if any(array.dtype.names for array in outputs):  # a structure of one number of 16 bits, which NumPy cannot compute with
         raise TrainerError(

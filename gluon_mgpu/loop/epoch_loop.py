@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 from ..checkpoint.snapshot import CheckpointData, ProgressRecord
-from ..data_parallel.balancer import Balancer
 from ..data_parallel.iterators import batches_of
 from ..data_parallel.step import Batch, checking_outputs
 from ..nested import Array
@@ -66,8 +65,6 @@ class Run:
     evaluate : callable (test_iter, metrics, EpochOptions) -> EpochProgress
     options : EpochOptions
     batches_per_update : int
-    balancer : Balancer, optional
-        It splits the batches.
     limits : Limits
     start : FitProgress
         Where this process began the current epoch: at its first batch, or where it resumed.
@@ -82,7 +79,6 @@ class Run:
     evaluate: Callable[[Iterable[Any], Metrics, EpochOptions], EpochProgress]
     options: EpochOptions
     batches_per_update: int
-    balancer: Optional[Balancer]
     limits: Limits = Limits()
     start: FitProgress = field(default_factory=FitProgress)
 
@@ -108,8 +104,6 @@ class Run:
         sums = {key[len(_SUM) :]: array for key, array in content.arrays.items() if key.startswith(_SUM)}
         self._sums.restore(position.counts, sums, state.trainer.contexts)
         set_loader_epoch(self.train_iter, position.loader_epoch)
-        if self.balancer is not None and position.shares and len(position.shares) == len(self.balancer.weights):
-            self.balancer._weights = list(position.shares)
 
     def train_and_evaluate(self) -> None:
         """Train and evaluate the epoch of the state, or the rest of it, and add its row to the history.
@@ -183,7 +177,6 @@ class Run:
             learning_rate=self._learning_rate,
             row=self._row,
             loader_epoch=self.start.loader_epoch if self._row is None else loader_epoch(self.train_iter),
-            shares=self.balancer.weights if self.balancer else None,
             evaluations=list(state.history.evaluations),
         )
         return asdict(position), {**{_SUM + key: value for key, value in sums.items()}, **own}
@@ -197,7 +190,6 @@ class Run:
             num_batches=num_batches_of(self.train_iter),
             loader_epoch=loader_epoch(self.train_iter),
             learning_rate=self._learning_rate,
-            shares=self.balancer.weights if self.balancer else None,
             evaluations=list(state.history.evaluations),
         )
 
@@ -231,8 +223,6 @@ class Run:
         row = {"epoch": self.state.epoch, **means}
         row["seconds"], row["examples_per_s"] = progress.seconds, progress.examples_per_s
         row["learning_rate"] = trainer.learning_rate
-        if self.balancer is not None:
-            row.update({f"share_{context}": share for context, share in zip(trainer.contexts, self.balancer.weights)})
         return row
 
     def _train_batch(self, X: Any, y: Any) -> Batch:

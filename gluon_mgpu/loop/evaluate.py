@@ -6,7 +6,6 @@ from typing import Any, Dict, Iterable, Optional, Union
 
 from mxnet import gluon
 
-from ..data_parallel.batchnorm import average_over_processes, sync_running_stats
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.passes import Passes
@@ -14,7 +13,7 @@ from ..data_parallel.sharding import split_batch
 from ..data_parallel.splits import SplitFunction, as_split
 from ..data_parallel.step import EvalStep, check_network
 from ..data_parallel.virtual import VirtualPasses, VirtualSplit
-from ..trainer.parameters import devices_of
+from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.tree import VirtualShards
 from .batch_loop import EpochOptions, EpochProgress, run_epoch
 from .metric_sums import DeviceSums
@@ -117,9 +116,7 @@ def run_evaluation(
     split = as_split("evaluate", split_f)
     check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
     devices = devices_of(net)
-    sync_running_stats(net)
-    average_over_processes(net)
-
+    average_replicas(net)
     if virtual_shards is not None:
         split = VirtualSplit(split, virtual_shards, "evaluate")
         passes = VirtualPasses(passes, net, loss, virtual_shards)

@@ -11,18 +11,17 @@ from mxnet import gluon
 
 from ..checkpoint.save_and_load import ReadCheckpoint
 from ..checks import short, whole_number
-from ..data_parallel.balancer import Balancer
-from ..data_parallel.batchnorm import average_over_processes, set_batch_norm, sync_running_stats
+from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
-from ..data_parallel.sharding import SplitOptions, plan_shards, split_batch
-from ..data_parallel.splits import BatchSplit, SplitFunction
+from ..data_parallel.sharding import split_batch
+from ..data_parallel.splits import SplitFunction
 from ..data_parallel.step import TrainStep, check_network
 from ..distributed import any_process
 from ..errors import TrainerError
 from ..runtime.environment import logger
-from ..trainer.running_stats import remember_equal
+from ..trainer.parameters import average_replicas
 from ..trainer.trainer import Trainer
 from .batch_loop import EpochOptions
 from .callbacks import Callback, FitState, Progress
@@ -47,7 +46,6 @@ def fit(
     metrics: Union[str, Metrics] = "auto",
     callbacks: Optional[Sequence[Callback]] = None,
     split_f: SplitFunction = split_batch,
-    weights: Union[None, str, Sequence[float]] = None,
     max_inflight: int = 2,
     bn: Optional[str] = None,
     micro_steps: int = 1,
@@ -82,12 +80,10 @@ def fit(
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
-    weights : "auto" or sequence of float, optional
-        How to split batches over devices of different speed: in these proportions, or as measured during training (see
-        `Balancer`). The history then holds each device's share at the end of an epoch.
+        For devices of different speed `functools.partial(split_batch, weights=[3, 1])`, or a `Balancer`, which measures them.
     max_inflight : int
         Batches that may be queued on the devices. A larger number delays reports and errors.
-    bn : "local", "average" or "sync", optional
+    bn : "local" or "sync", optional
         Which statistics BatchNorm uses on several devices: `set_batch_norm(net, bn)`, which remains set.
     micro_steps : int
         Compute each batch in this many parts, which takes less memory; see `train_batch`.
@@ -151,10 +147,8 @@ def fit(
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
     if virtual_shards is not None:
         trainer.use_virtual_shards(virtual_shards)
-    split_f = _weighted_split(weights, split_f, trainer)
     test_loss = getattr(loss, "evaluation", loss)
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
-    remember_equal(net, in_job=True)  # values may have been loaded since the trainer was created
     checkpoint = None
     if resume is not None:
         checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter)
@@ -189,7 +183,6 @@ def fit(
             on_phase=on_phase,
         ),
         batches_per_update=accumulate_grad_batches,
-        balancer=split_f if isinstance(split_f, Balancer) else None,
         limits=limits,
     )
     if bn is not None:
@@ -225,8 +218,7 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
         call_each(callbacks, "on_epoch_begin", state)
         run.train_and_evaluate()
         if not state.tests:  # an evaluation averages them
-            sync_running_stats(state.net)
-            average_over_processes(state.net)
+            average_replicas(state.net)
         call_each(callbacks, "on_epoch_end", state)
         run.raise_if_stopped(agree_on_signal(caught.signum), f"after epoch {epoch}")
         if state.stop:
@@ -276,21 +268,6 @@ def _read_checkpoint(
                 callback.hold()
         folder = saving[0].folder if saving else None
         return find_resumable(resume, folder, net, trainer, train_iter)
-
-
-def _weighted_split(weights: Union[None, str, Sequence[float]], split_f: SplitFunction, trainer: Trainer) -> SplitFunction:
-    """Return the function that splits batches in these proportions."""
-    if weights is None:
-        return split_f
-    if split_f is not split_batch or (isinstance(weights, str) and weights != "auto"):
-        raise TrainerError(
-            f"fit: got weights={short(weights)} and split_f={short(split_f)}; expected 'auto' or a number for each device, "
-            "and no other way to split. Pass split_f=Balancer(trainer, batch_axis=1), or a functools.partial of split_batch."
-        )
-    if isinstance(weights, str):
-        return Balancer(trainer)
-    plan_shards(1, len(trainer.contexts), weights)  # raises on invalid weights
-    return BatchSplit(SplitOptions(weights=weights))
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:

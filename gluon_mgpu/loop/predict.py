@@ -10,16 +10,15 @@ import mxnet as mx
 from mxnet import Context, autograd, gluon
 
 from ..checks import flag, reason_of, whole_number
-from ..data_parallel.batchnorm import sync_running_stats
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
 from ..data_parallel.sharding import SplitOptions, gather, plan_shards
 from ..data_parallel.splits import BatchSplit
 from ..data_parallel.step import EvalStep, check_network
-from ..distributed import without_group
+from ..distributed import group, without_group
 from ..errors import ShardError, StepError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
-from ..trainer.parameters import devices_of
+from ..trainer.parameters import average_replicas, devices_of
 from .batch_loop import device_error
 from .evaluate import MAX_INFLIGHT
 
@@ -165,7 +164,8 @@ def predict_batches(
 def _run(
     net: gluon.Block, step: EvalStep, data_iter: Iterable[Any], *, pairs: bool, output_axis: Any, max_inflight: int
 ) -> Generator[Any, None, None]:
-    sync_running_stats(net)
+    if group() is None:  # in a job, one process may predict alone
+        average_replicas(net)
     queued: Deque[Tuple[int, List[Output]]] = deque()
     for number, item in enumerate(batches_of(data_iter), 1):
         X = as_pair(item, "predict")[0] if pairs and not isinstance(item, mx.io.DataBatch) else features_of(item)

@@ -49,8 +49,6 @@ class FitProgress:
         The trainer's when `fit` was called; None with a schedule. Another rate at the checkpoint was set while it trained.
     row : dict, optional
         The row of an epoch that has been trained but not evaluated.
-    shares : list of float, optional
-        Each device's share of a batch.
     evaluations : list of dict
         The results within epochs so far.
     """
@@ -66,7 +64,6 @@ class FitProgress:
     counts: Dict[str, int] = field(default_factory=dict)
     learning_rate: Optional[float] = None
     row: Optional[Row] = None
-    shares: Optional[List[float]] = None
     evaluations: List[Row] = field(default_factory=list)
 
 

@@ -45,13 +45,11 @@ class TraceSummary:
 
     def __str__(self) -> str:
         lines = [f"{self.steps} steps of {1000 * self.seconds:.1f} ms in {self.path}"]
-        width = max(len(name) for names in self.shares.values() for name, share in names.items() if share >= _LEAST)
         for lane, names in self.shares.items():
             lines.append(f"{lane}:")
-            shown = [(share, name) for name, share in names.items() if share >= _LEAST]
-            lines += [
-                f"  {name:{width}}  {1000 * share * self.seconds:8.2f} ms  {share:6.1%}" for share, name in sorted(shown)[::-1]
-            ]
+            for name, share in sorted(names.items(), key=lambda item: -item[1]):
+                if share >= _LEAST:
+                    lines.append(f"  {name:30}  {1000 * share * self.seconds:8.2f} ms  {share:6.1%}")
         return "\n".join(lines)
 
 

@@ -33,8 +33,6 @@ class WeightAverage(Callback):
         decay (1 + n) / (10 + n). "swa": the mean of the weights at the end of each epoch.
     decay : float
         Of "ema".
-    every : int, steps, optional
-        Average after so many batches. By default 1 with "ema", and an epoch with "swa".
     start_epoch : int
         The first epoch that is averaged, from 1. SWA usually starts in the last quarter.
     apply_at_end : bool
@@ -67,18 +65,15 @@ class WeightAverage(Callback):
         method: str = "ema",
         *,
         decay: float = 0.999,
-        every: Optional[int] = None,
         start_epoch: int = 1,
         apply_at_end: bool = True,
     ) -> None:
         one_of("WeightAverage", "method", method, ("ema", "swa"), advice="'ema' is usual.")
         if real_number("WeightAverage", "decay", decay, advice="0.999 is usual.") >= 1:
             raise TrainerError(f"WeightAverage: got decay={decay}; expected a number below 1. 0.999 is usual.")
-        for name, value in (("every", 1 if every is None else every), ("start_epoch", start_epoch)):
-            whole_number("WeightAverage", name, value, advice="1 is usual.")
+        whole_number("WeightAverage", "start_epoch", start_epoch, advice="1 is usual.")
         self._apply_at_end = flag("WeightAverage", "apply_at_end", apply_at_end)
         self._method, self._decay, self._start_epoch = method, decay, start_epoch
-        self._every = 1 if every is None and method == "ema" else every
         self.num_updates = 0
         self._weights: Optional[AveragedWeights] = None
 
@@ -143,7 +138,7 @@ class WeightAverage(Callback):
         if state.pending:
             return
         step, epoch = state.step, len(state.history.rows)
-        is_due = epoch > self._epoch if self._every is None else step // self._every > self._step // self._every
+        is_due = epoch > self._epoch if self._method == "swa" else step > self._step
         self._step, self._epoch = step, epoch
         if not is_due or state.epoch < self._start_epoch:
             return

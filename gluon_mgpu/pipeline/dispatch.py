@@ -193,6 +193,7 @@ class PipelinePasses(Passes):
             micro_batches.append(_MicroBatch(shard, Xs[shard], labels, arrays, sizes))
             shard += len(sizes)
         if not micro_batches:
+            note_examples(())
             empty_pass()
             return [], []
         self._seed(micro_batches)
@@ -257,7 +258,7 @@ class _Run:
         self._operation, self._pipeline, self._loss, self._scale = operation, pipeline, loss, scale
         self._last: Dict[Context, List[Array]] = {}  # what the latest task of each device writes
         self._stats: Dict[_Place, StatsOfParts] = {}  # where several micro-batches move them
-        self._moves: Dict[_Place, List[Array]] = {}  # of these statistics, by the micro-batches, times their examples
+        self._moves: Dict[_Place, List[List[Array]]] = {}  # of these statistics, by the micro-batches, times their examples
 
     def dispatch(self, tasks: Sequence[Tuple[_Place, Task, List[_MicroBatch]]]) -> None:
         """Dispatch tasks, each with the micro-batches of its replica; move the running statistics, and count their examples."""
@@ -276,7 +277,7 @@ class _Run:
         for place, own in places.items():
             examples[place.device] = sum(sum(one.sizes) or int((*one.losses[0].shape, 1)[0]) for one in own)
             if place in self._moves:
-                self._stats[place].move(mx.nd.add_n(*self._moves[place]) / examples[place.device])
+                self._stats[place].move([mx.nd.add_n(*parts) / examples[place.device] for parts in zip(*self._moves[place])])
         note_examples(examples.items())
 
     def _dispatch(self, place: _Place, task: Task, micro_batch: _MicroBatch) -> None:

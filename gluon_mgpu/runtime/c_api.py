@@ -136,7 +136,7 @@ class Flags:
     def put(self, which: Any, value: bool) -> None:
         """Set or clear the flags where `which`, an array of bool, is true."""
         _, put = _functions()
-        for i in np.flatnonzero(which).tolist():
+        for i in which.nonzero()[0].tolist():
             if put(self._handles[i], int(value)):
                 check_call(-1)
 

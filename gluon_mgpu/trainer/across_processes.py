@@ -1,23 +1,19 @@
-"""One trainer in several processes: the same first weights, a common divisor, compressed gradients."""
+"""One trainer in several processes: the same first weights, and a common divisor."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import List, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ..checks import is_number, short
 from ..distributed import group
-from ..errors import TrainerError
 from ..nested import Array
 from ..refusals import refusal
 from .layout import Layout
 from .slab import Slab
 from .sums import QueuedSum
-
-_COMPRESSIONS = {"2bit": {"type", "threshold"}, "fp16": {"type"}}
 
 
 class ProcessSync:
@@ -26,36 +22,21 @@ class ProcessSync:
     Parameters
     ----------
     layout : Layout
-    compression : dict or None
-        The compression of gradients; see `Trainer`.
     sharded_data : bool
         Whether every process reads its own batches.
-
-    Raises
-    ------
-    TrainerError
-        The compression is invalid, there is one process, or shapes are unknown.
     """
 
-    def __init__(self, layout: Layout, compression: Optional[Dict[str, Any]], *, sharded_data: bool) -> None:
+    def __init__(self, layout: Layout, *, sharded_data: bool) -> None:
         self._processes = group()
         self.sharded_data = sharded_data and self.is_joint
-        self._params, self._compression = layout.params, compression
+        self._params = layout.params
         self._has_begun = False
-        self._count_sum: Optional[QueuedSum] = None  # of the examples of a step over the processes, with one number per device
-        self._counts: List[Array] = []
-        if compression:
-            _check_compression(compression, several=self.is_joint, sharded=self.sharded_data)
+        self.divisor = Divisor(layout.devices)
 
     @property
     def is_joint(self) -> bool:
         """Whether there are several processes."""
         return self._processes is not None
-
-    @property
-    def compresses(self) -> bool:
-        """Whether gradients are compressed."""
-        return bool(self._compression)
 
     def begin(self) -> None:
         """Copy the weights of process 0 to every device of every process. Only the first call has an effect."""
@@ -82,51 +63,29 @@ class ProcessSync:
         if any(array._fresh_grad for param in trained for array in param.list_data()):
             raise refusal(operation, "several processes", "a loop by hand whose first batch decides shapes")
 
-    def compress(self, *, has_shapes: bool) -> None:
-        """Compress gradients between processes from now on, if the user asked for it."""
-        if not self._compression or self._processes is None:
-            return
-        if not has_shapes:
-            raise TrainerError(
-                "Trainer: got compression_params and parameters without shapes; expected known shapes, as weights must not be "
-                "compressed. Pass one batch through the network first."
-            )
-        self._processes.compress(self._compression)
 
-    def divide(self, slabs: Sequence[Slab], contexts: Sequence[Context], num_examples: float) -> None:
-        """Divide these gradients by the number of examples of all processes, without waiting for it."""
-        assert self._processes is not None
-        if self._count_sum is None:
-            self._counts = [mx.nd.zeros((1,), ctx=context) for context in contexts]
-            self._count_sum = self._processes.all_reduce(self._counts, exact=True)
+class Divisor:
+    """The number of examples of all processes, on each device of this one."""
+
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        self._contexts = list(contexts)
+        self._counts: List[Array] = []
+        self._sum: Optional[QueuedSum] = None
+
+    def divide(self, slabs: Sequence[Slab], num_examples: float) -> None:
+        """Divide these sums over processes by their number of examples, of which this process has so many. It does not wait."""
+        if self._sum is None:
+            processes = group()
+            assert processes is not None, "in one process the number is known"
+            self._counts = [mx.nd.zeros((1,), ctx=context) for context in self._contexts]
+            self._sum = processes.all_reduce(self._counts, exact=True)
         for replica, count in enumerate(self._counts):
             count[:] = 0 if replica else num_examples
-        self._count_sum.run(0)
-        by_context = dict(zip(contexts, self._counts))
+        self._sum.run(0)
+        by_context = dict(zip(self._contexts, self._counts))
         for slab in slabs:
             for gradient in slab.gradients:
                 count = by_context[gradient.context]
                 classic = gradient.as_nd_ndarray()
                 factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))
                 mx.nd.broadcast_div(classic, factor, out=classic)
-
-
-def _check_compression(compression: Any, *, several: bool, sharded: bool) -> None:
-    kind = compression.get("type") if isinstance(compression, dict) else None
-    threshold: Any = compression.get("threshold", 0.5) if isinstance(compression, dict) else None
-    known = isinstance(kind, str) and kind in _COMPRESSIONS and not set(compression) - _COMPRESSIONS[kind]
-    if not known or not is_number(threshold) or not 0 < threshold < float("inf"):
-        raise TrainerError(
-            f"Trainer: got compression_params {short(compression)}; expected a dict with type '2bit' and a threshold above 0, or "
-            "with type 'fp16'. Pass {'type': '2bit', 'threshold': 0.5}."
-        )
-    if not several:
-        raise TrainerError(
-            "Trainer: got compression_params for one process; expected several, which exchange gradients. Leave it "
-            "out, or start the program with gluon-mgpu launch."
-        )
-    if sharded and kind == "2bit":
-        raise TrainerError(
-            "Trainer: got compression_params of type '2bit' and sharded_data; expected the number of examples uncompressed, "
-            "but the store compresses all or nothing. Leave one of them out, or launch with --backend horovod and type 'fp16'."
-        )

@@ -10,7 +10,7 @@ from mxnet import autograd, gluon
 
 from ..nested import Array
 from .parameters import named_params
-from .slab import Bucket, num_moves, place_of
+from .slab import MOVES, Bucket, place_of
 
 _Key = Union[Bucket, gluon.Parameter]  # a bucket, or a parameter outside of buckets
 
@@ -98,9 +98,9 @@ class AveragedWeights:
 
     def _follow(self) -> None:
         """Take over parameters that have moved into a bucket, or got values, since the last call."""
-        if self._num_moves == num_moves():
+        if self._num_moves == MOVES.count:
             return
-        self._num_moves = num_moves()
+        self._num_moves = MOVES.count
         former = {param: [self._view(param, i) for i in range(len(param._data))] for param in self._places}
         places: Dict[gluon.Parameter, Tuple[_Key, int]] = {}
         for param in named_params(self.net).values():

@@ -17,8 +17,8 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_not
-from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, MutableSet, Optional, Sequence, Set, Tuple, Union
-from weakref import WeakSet
+from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from weakref import ReferenceType, WeakSet, ref
 
 import mxnet as mx
 import numpy as np
@@ -29,7 +29,7 @@ from ..nested import Array, num_bytes
 from ..refusals import refusal
 from ..runtime.c_api import Flags
 from .layout import Layout
-from .slab import Bucket, Slab, forget_graphs, num_moves, part_of, zero
+from .slab import MOVES, Bucket, Slab, forget_graphs, part_of, zero
 
 logger = logging.getLogger("gluon_mgpu")
 
@@ -48,6 +48,14 @@ class _Written:
     written: Table
     flags: Table
     num_steps: int
+
+
+class _Marked:
+    """What passes without autograd through these parameters on these devices write, and their gradients on other devices."""
+
+    def __init__(self, params: Mapping[int, gluon.Parameter], contexts: List[Context], written: Table, idle: Table) -> None:
+        self.params, self.contexts, self.written, self.idle = params, contexts, written, idle
+        self.writes, self.writes_all, self.has_idle = bool(written.any()), bool(written.all()), bool(idle.any())
 
 
 class Gradients:
@@ -78,12 +86,11 @@ class Gradients:
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
         self._latest: Optional[_Written] = None
         self._known: Optional[Table] = None
-        # The latest arguments of `mark`, which gradients they are, and those on the other devices.
-        self._marked: Tuple[Optional[Mapping[int, gluon.Parameter]], List[Context], Table, Table]
+        self._marked: _Marked
         self._doubt = ""  # what makes the gradients ambiguous
         self._is_lost = False  # whether the latest pass has written into former arrays
         self._watch()
-        _all.add(self)
+        _all.append(ref(self, _all.remove))
 
     # Steps
 
@@ -109,7 +116,7 @@ class Gradients:
         layout.follow()
         fresh = self._of_step()
         slabs = layout.slabs
-        if self.has_counted or layout.shapeless or not fresh.all():
+        if self.has_counted or layout.shapeless or (self._all_known is None and not fresh.all()):
             if not self.all_take_part or layout.shapeless:
                 used = self._used(fresh)
                 self._check_unused(used, ignore_stale_grad)
@@ -181,13 +188,10 @@ class Gradients:
         self._clear()
         _now.num_steps += 1
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether gradients that add up hold sums over the devices."""
-        return bool(self._own)
-
     def put_back_running(self) -> None:
         """Restore each device's own running sums (`grad_req="add"`), which the sums over devices have replaced for one update."""
+        if not self._own:
+            return
         own, self._own = self._own, []
         with autograd.pause():
             for gradient, copy in own:
@@ -411,18 +415,22 @@ class Gradients:
         With `joins`, it is a part of a pass, and clears nothing.
         """
         self._follow()
-        if self._marked[0] is not params or self._marked[1] != list(contexts):
+        marked = self._marked
+        if marked.params is not params or marked.contexts != contexts:
             rows = np.array([id(self._layout.params[index]) in params for index in self._indices.tolist()], dtype=bool)
             reached = np.array([context in contexts for context in self._contexts], dtype=bool)
             every = np.repeat(rows, self._sizes)
-            self._marked = params, list(contexts), every & reached, every & ~reached
-        _, _, written, idle = self._marked
-        if not written.any():
+            marked = self._marked = _Marked(params, list(contexts), every & reached, every & ~reached)
+        written, idle = marked.written, marked.idle
+        if not marked.writes:
             return
-        former = np.zeros_like(written) if self._known is None else self._known
-        self._know(written | (former if joins else former & ~idle))
+        if marked.writes_all or self._known is None:
+            self._known, self._all_known = written, written if marked.writes_all else None
+        else:
+            self._know(written | (self._known if joins else self._known & ~idle))
         if not joins:
-            self._flags.put(idle, False)
+            if marked.has_idle:
+                self._flags.put(idle, False)
             self._doubt, self._latest = "", _Written(written, written, _now.num_steps)
 
     def note_idle(self) -> None:
@@ -442,7 +450,7 @@ class Gradients:
             i for i, param in enumerate(params) if param.grad_req != "null" and len(param._grad or []) == len(contexts_of[i])
         ]
         known = self._known_entries()
-        self._seen, self._moves = list(map(_GRAD, params)), num_moves()
+        self._seen, self._moves = list(map(_GRAD, params)), MOVES.count
         self._reqs = [param.grad_req for param in params]
         self._indices = np.array(found, dtype=int)
         self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]
@@ -452,7 +460,7 @@ class Gradients:
         self._running_indices = {index for index in found if params[index].grad_req == "add" and not is_adding(params[index])}
         self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
         self._latest = None
-        self._marked = None, [], self._running, self._running
+        self._marked = _Marked({}, [], self._running, self._running)
         self._know(np.array([one in known for one in self._entries], dtype=bool) if known else None)
         self._is_clear = False  # whether no flag is set
 
@@ -470,7 +478,7 @@ class Gradients:
         theirs, unless grad_req is another one than in their last pass.
         """
         params = self._layout.params
-        if self._moves == num_moves() and not any(map(is_not, map(_GRAD, params), self._seen)):
+        if self._moves == MOVES.count and not any(map(is_not, map(_GRAD, params), self._seen)):
             return False
         former, reqs = self._seen, self._reqs
         self._watch()
@@ -491,7 +499,7 @@ class Gradients:
         else:
             if not self._is_clear:
                 self._flags.clear()
-            self._know(None)
+            self._known = self._all_known = None
         self._is_clear = False
         self._doubt, self._latest, self._is_lost = "", None, False
 
@@ -520,9 +528,14 @@ class _Now:
 
 
 _now = _Now()
-_all: MutableSet[Gradients] = WeakSet()  # of all trainers
+_all: List[ReferenceType[Gradients]] = []  # of all trainers
 _adding: WeakSet[gluon.Parameter] = WeakSet()
 _lock = threading.RLock()  # a pass sets the flags of all trainers
+
+
+def _alive() -> List[Gradients]:
+    """Return the gradients of all trainers."""
+    return [one for one in [reference() for reference in _all] if one is not None]
 
 
 def idle_devices() -> FrozenSet[Context]:
@@ -532,7 +545,7 @@ def idle_devices() -> FrozenSet[Context]:
 
 def note_idle(contexts: FrozenSet[Context]) -> None:
     """Note the devices that a split left without a shard: until a pass of ours comes, their gradients are of another batch."""
-    for one in list(_all) if _now.idle else ():
+    for one in _alive() if _now.idle else ():
         one.note_idle()
     _now.idle = contexts
 
@@ -549,7 +562,7 @@ def one_pass() -> Iterator[None]:
         if _now.is_inside:
             yield
             return
-        watching = list(_all)
+        watching = _alive()
         before = [one.begin_pass() for one in watching]
         _now.is_inside, _now.idle = True, frozenset()
         try:
@@ -565,7 +578,7 @@ def empty_pass() -> None:
     """Note a pass without data in this process of several."""
     with _lock:
         _now.idle = frozenset()
-        watching = list(_all)
+        watching = _alive()
         for one in watching:
             one.end_empty_pass(has_others=not all(one.shares(other) for other in watching))
 
@@ -575,7 +588,7 @@ def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Conte
     with _lock:
         if not _now.is_inside:
             _now.idle = frozenset()
-        for one in list(_all):
+        for one in _alive():
             one.mark(params, contexts, joins=_now.is_inside)
 
 

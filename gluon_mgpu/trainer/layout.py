@@ -14,7 +14,6 @@ from ..nested import Array, num_bytes
 from .parameters import Params, blocks_of, common_contexts, named_params, spans_devices
 from .slab import Bucket, Slab, one_each, place, place_of, slabs_of
 
-_NUM_STEPS_CHECKED = 2  # after parameters were moved into buckets
 _GRAD = attrgetter("_grad")
 _MULTIPLIERS = attrgetter("lr_mult", "wd_mult")
 
@@ -103,8 +102,6 @@ class Layout:
         self._at_first: Dict[int, Tuple[object, object]] = {}  # of each parameter: Gluon's list of its devices, and its dtype
         self._seen: List[Optional[List[Array]]] = []  # Gluon's lists of gradients
         self._multipliers: List[Tuple[float, float]] = []
-        self._former_weights: List[Array] = []  # weights before they were moved, checked in the next steps
-        self._num_checks_left = 0
 
     def follow(self) -> None:
         """Update the places where Gluon has made new arrays, or the first batch has decided shapes.
@@ -112,21 +109,18 @@ class Layout:
         Raises
         ------
         TrainerError
-            A parameter was moved to other devices, or gradients were written to the arrays before `place`.
+            A parameter was moved to other devices.
         """
         if not self._has_begun or self.has_changed():
             self._check_unmoved()
             self.place()
-        if self._former_weights:
-            self._check_former_weights()
 
     def place(self) -> None:
         """Put parameters into buckets that have no place yet, and divide the trainable ones into slabs."""
         params = self.params
         self._check_dense()
-        former = [one for group in self.groups for one in place([params[i] for i in group.indices], self._bucket_bytes)]
-        if former:
-            self._former_weights, self._num_checks_left = former, _NUM_STEPS_CHECKED
+        for group in self.groups:
+            place([params[i] for i in group.indices], self._bucket_bytes)
         self._seen, self._multipliers = list(map(_GRAD, params)), list(map(_MULTIPLIERS, params))
         wanted = [index for index, param in enumerate(params) if param.grad_req != "null"]
         self.trainable = [index for index in wanted if params[index]._data is not None]
@@ -212,19 +206,6 @@ class Layout:
                     "CPU, where "
                     "MXNet computes no gradient of such a bias. Freeze both, or set lr_mult and wd_mult of the weight to 0."
                 )
-
-    def _check_former_weights(self) -> None:
-        """Raise `TrainerError` if a graph that was recorded before `place` wrote gradients into the former arrays."""
-        if any(weight._fresh_grad for weight in self._former_weights):
-            self._former_weights = []
-            raise TrainerError(
-                "Trainer.step: got gradients of a graph that was recorded before the Trainer moved the parameters into its "
-                "buckets; expected one that was recorded after. Make the Trainer before recording, and pass one batch through a "
-                "network whose shapes are decided by its first batch before that."
-            )
-        self._num_checks_left -= 1
-        if not self._num_checks_left:
-            self._former_weights = []
 
     def _owned(self, slabs: List[Slab]) -> List[Slab]:
         return [replace(one, owner=self.owner_of(one.indices[0])) for one in slabs] if self.is_sharded else slabs

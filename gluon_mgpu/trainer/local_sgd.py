@@ -10,8 +10,9 @@ from mxnet import autograd
 from ..checks import whole_number
 from ..distributed import group
 from ..refusals import JOINING, refusal
-from .parameters import Params, replica_difference, spans_devices
+from .parameters import Params, spans_devices
 from .slab import Slab
+from .states import TrainerState
 from .trainer import Trainer
 
 
@@ -98,7 +99,11 @@ class LocalSGD(Trainer):
 
     def average_replicas(self) -> None:
         """Set weights and states to their mean over the devices after local steps. It does not wait."""
-        if self._num_local_steps and len(self.contexts) > 1:
+        if not self._num_local_steps:
+            super().average_replicas()
+            return
+        self.running_stats.move(self._layout.slabs, ())
+        if len(self.contexts) > 1:
             contexts = tuple(self.contexts)
             states = [Slab((-1 - i,), contexts, [], arrays) for i, arrays in enumerate(self._update.arrays())]
             slabs = [replace(one, gradients=one.weights) for one in self._layout.slabs] + states
@@ -125,19 +130,15 @@ class LocalSGD(Trainer):
         """Raise: see `allreduce_grads`."""
         raise refusal("LocalSGD.update", "LocalSGD", "allreduce_grads()", "update()")
 
-    def save_states(self, fname: str) -> None:
-        """Average the devices, and write the file of `Trainer.save_states`."""
-        self.check_applied("Trainer.save_states")
+    def state(self) -> TrainerState:
+        """Average the devices, and return the state."""
         self.average_replicas()
-        super().save_states(fname)
+        return super().state()
 
-    def load_states(self, fname: str) -> None:
-        """Read a file of `save_states`. If the devices differ after local steps, average them first."""
-        self.check_states(fname)
-        if not replica_difference(self._params):
-            self._num_local_steps = 0
+    def restore(self, state: TrainerState, *, learning_rate: bool = True) -> None:
+        """Average the devices if they differ after local steps, and continue from a state."""
         self.average_replicas()
-        super().load_states(fname)
+        super().restore(state, learning_rate=learning_rate)
 
     def _reduce(self, slabs: List[Slab]) -> None:
         if getattr(self, "_amp_loss_scaler", None) is not None or self.loss_scaler is not None:

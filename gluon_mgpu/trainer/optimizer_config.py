@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
 import inspect
-import math
 import re
-from typing import Any, Dict, Mapping, Set
+from typing import Any, Dict, Set
 
-import mxnet as mx
 import numpy as np
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
-from ..checks import short
-from ..errors import StateError, TrainerError
-from ..runtime.mxnet2 import update_one
+from ..errors import StateError
 
-_MOST_CAUGHT_UP = 10**6  # steps that a schedule counts one by one, in about a second
 # Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
 _OPTIONS = {"lr", "lr_mult", "wd_mult"}  # under other names than the constructors' arguments
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
-_MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule"}  # by MXNet's; m_schedule is Nadam's
-_OTHER_NAMES = {"lr": "learning_rate", "weight_decay": "wd", "eps": "epsilon", "betas": "beta1"}
-_SET_BY_TRAINERS = {"begin_num_update", "param_dict", "param_idx2name", "rescale_grad", "sym"}  # accepted, but not proposed
+_MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule", "last_lr", "cur_lr"}  # by MXNet's: Nadam's schedule, rates of LARS
 
 Description = Dict[str, Any]
 
@@ -40,66 +31,20 @@ def describe(optimizer: opt.Optimizer) -> Description:
     Raises
     ------
     StateError
-        A value is not a number, a text, or a list of them.
+        A value is not a number, a text, or a list of them; or the optimizer holds sums of gradients.
 
     Examples
     --------
     >>> describe(opt.SGD(learning_rate=0.5, momentum=0.9))["values"], describe(opt.SGD(learning_rate=0.5))["learning_rate"]
     ({'num_update': 0}, 0.5)
     """
+    if isinstance(optimizer, opt.LBSGD):
+        raise StateError(
+            "save_states: got LBSGD, which holds sums of gradients outside of its states; expected an optimizer whose states are "
+            "all that it holds. Use lars, and accumulate() for large batches."
+        )
     rate = None if optimizer.lr_scheduler is not None else _plain(optimizer.lr)
     return {**_described(optimizer), "learning_rate": rate, "schedule": _described(optimizer.lr_scheduler)}
-
-
-def failure(optimizer: opt.Optimizer, counts: Mapping[int, int]) -> str:
-    """Return, in words, why an optimizer cannot train; "" if it can. A copy of it updates an array of one element.
-
-    Parameters
-    ----------
-    optimizer : mxnet.optimizer.Optimizer
-        Not changed. For classes that are neither MXNet's nor ours, only the schedule is tried.
-    counts : mapping of int to int
-        The number of updates of each parameter.
-
-    Examples
-    --------
-    >>> failure(opt.SGD(momentum=0.9), {0: 7})
-    ''
-    >>> broken = opt.SGD(momentum=0.9)
-    >>> broken.momentum = "0.9"
-    >>> failure(broken, {0: 7})
-    'TypeError'
-    """
-    try:
-        schedule = optimizer.lr_scheduler
-        if schedule is not None and not callable(schedule):
-            return "its schedule is not a function"
-        if isinstance(schedule, lr_scheduler.FactorScheduler):
-            behind = (optimizer.num_update - schedule.count) / schedule.step
-            if not (schedule.step >= 1 and behind <= _MOST_CAUGHT_UP):
-                return f"its schedule is {behind:.3g} steps behind"
-        if isinstance(schedule, lr_scheduler.LRScheduler) and not math.isfinite(copy.deepcopy(schedule)(optimizer.num_update)):
-            return "its schedule returns no finite number"
-        # SGLD draws random numbers, and LBSGD adds up whole gradients.
-        if is_known(optimizer) and not isinstance(optimizer, (opt.SGLD, opt.LBSGD)):
-            tried = copy.deepcopy(optimizer)
-            tried._all_index_update_counts = {0: dict(counts)}
-            tried._set_current_context(0)
-            for index in counts:
-                weight, gradient = mx.nd.zeros((1, 1)), mx.nd.zeros((1, 1))  # GroupAdaGrad takes rows only
-                update_one(tried, index, weight, gradient, tried.create_state_multi_precision(index, weight))
-                weight.wait_to_read()
-    except Exception as error:  # its arithmetic, or MXNet's operators, may raise any exception
-        return type(error).__name__
-    return ""
-
-
-def with_values(saved: Description, optimizer: opt.Optimizer) -> opt.Optimizer:
-    """Return a copy of an optimizer, and of its schedule, with the described values."""
-    other = copy.copy(optimizer)
-    other.lr_scheduler = copy.copy(optimizer.lr_scheduler)
-    restore_optimizer(saved, other)
-    return other
 
 
 def restore_optimizer(saved: Description, optimizer: opt.Optimizer, *, learning_rate: bool = True) -> None:
@@ -184,18 +129,3 @@ def _value(plain: Any) -> Any:
         values = [_value(item) for item in items]
         return tuple(values) if kind == "tuple" else dict(values)
     return [_value(one) for one in plain] if isinstance(plain, list) else plain
-
-
-def check_hyperparameters(optimizer: str, params: Dict[str, Any]) -> None:
-    """Raise `TrainerError` if an optimizer has no hyperparameters of these names."""
-    kinds = opt.Optimizer.opt_registry[optimizer.lower()].__mro__[:-1]
-    parameters = [one for kind in kinds for one in inspect.signature(kind.__init__).parameters.values()]
-    known = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)} - {"self"}
-    for name in params:
-        if name not in known:
-            close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, sorted(known), 1)
-            meant = f"Did you mean {close[0]}?" if close else "Leave it out."
-            raise TrainerError(
-                f"Trainer: got an unknown hyperparameter {short(name)} of {optimizer}; expected some of "
-                f"{', '.join(sorted(known - _SET_BY_TRAINERS))}. {meant}"
-            ) from None

@@ -13,7 +13,6 @@ from ..errors import TrainerError
 from ..refusals import refusal
 from .across_processes import ProcessSync
 from .layout import Layout
-from .optimizer_config import check_hyperparameters
 
 
 def check_optimizer(optimizer: Any, params: Any) -> None:
@@ -41,15 +40,16 @@ def check_optimizer(optimizer: Any, params: Any) -> None:
         explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
         with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
             warnings.simplefilter("ignore")
-            try:
-                opt.create(optimizer, **params)
-            except TypeError:
-                check_hyperparameters(optimizer, params)
-                raise
+            opt.create(optimizer, **params)
 
 
-def check_options(layout: Layout, update_on_kvstore: Any) -> None:
-    """Raise `TrainerError` for an update on a store, and for weights that are not dense."""
+def check_options(layout: Layout, compression_params: Any, update_on_kvstore: Any) -> None:
+    """Raise `TrainerError` for compression, for an update on a store, and for weights that are not dense."""
+    if compression_params is not None:
+        raise TrainerError(
+            f"Trainer: got compression_params={short(compression_params)}; expected None. Gradients are exchanged as they are. "
+            "Leave it out."
+        )
     if update_on_kvstore is not None and update_on_kvstore is not False:
         raise TrainerError(
             f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; expected None or False. The weights are updated on the "
@@ -77,7 +77,6 @@ def check_virtual(trainer: Any) -> None:
         "Pipeline": trainer._layout.spans_devices,
         "shard_optimizer": trainer._layout.is_sharded,
         "sharded_data": trainer.sharded_data,
-        "compression_params": trainer._process_sync.compresses,
         "precision='fp16'": trainer.loss_scaler is not None,
         "LocalSGD": trainer.trains_apart,
         "sparse gradients": any(param._grad_stype != "default" for param in trainer._params),

@@ -122,7 +122,7 @@ def blocks_of(net: gluon.Block) -> List[gluon.Block]:
 
 
 def average_replicas(params: Params) -> None:
-    """Average the weights over the devices where a `LocalSGD` trains each device separately."""
+    """Make the devices equal: the weights of a `LocalSGD`, and running statistics that a pass without a step has moved."""
     trainers = [param._trainer for param in named_params(params).values()]  # as Gluon notes them
     for trainer in {id(trainer): trainer for trainer in trainers if hasattr(trainer, "average_replicas")}.values():
         trainer.average_replicas()

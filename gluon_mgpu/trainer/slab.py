@@ -45,7 +45,7 @@ class BucketSlice:
     begin: int
     end: int
     size: int
-    gradients: List[Array]  # Gluon's list at that time: with new arrays it makes a new list
+    arrays: List[Array]  # Gluon's list of gradients, or of running statistics: with new arrays it makes a new list
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,22 +81,30 @@ class Slab:
         return self.gradients if self.owner is None else [self.gradients[self.owner]]
 
 
+@dataclass
+class Moves:
+    """How often parameters of this process have got other memory: what is bound to the former memory is stale then."""
+
+    count: int = 0
+
+
+MOVES = Moves()
 _places: MutableMapping[gluon.Parameter, BucketSlice] = WeakKeyDictionary()
-_num_moves = 0
-
-
-def num_moves() -> int:
-    """Return how often parameters of this process have got other memory: what is bound to the former memory is stale then."""
-    return _num_moves
 
 
 def place_of(param: gluon.Parameter) -> Optional[BucketSlice]:
     """Return the place of a parameter, None if it has its own arrays."""
     place = _places.get(param)
-    return place if place is not None and place.gradients is param._grad else None
+    return place if place is not None and place.arrays is _arrays_of(param) else None
 
 
-def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> List[Array]:
+def _arrays_of(param: gluon.Parameter) -> List[Array]:
+    """Return Gluon's list of gradients, or of the values of a running statistic, which has no gradient."""
+    arrays: List[Array] = param._grad if param._differentiable else param._data
+    return arrays
+
+
+def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
     """Move the weights and gradients of parameters into buckets. All parameters are on the same devices.
 
     The arrays of `param.data()` and `param.grad()` stay the same objects, with other memory. Parameters that have a place keep
@@ -108,13 +116,7 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
         In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
     bucket_bytes : int
         A bucket is closed if the next parameter would make it larger than this.
-
-    Returns
-    -------
-    list of NDArray
-        The former weights: a graph that was recorded before writes into their gradients, and marks those as fresh.
     """
-    before: List[Array] = []
     open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
     closed: List[List[gluon.Parameter]] = []
     filled: Dict[Tuple[object, ...], int] = {}
@@ -131,16 +133,35 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
         filled[key] += num_bytes
     groups = closed + list(open_buckets.values())
     if groups:
-        global _num_moves
-        _num_moves += 1
+        MOVES.count += 1
         moved = {id(param): param for group in groups for param in group}
         may_have_graphs = any(map(_may_have_trained, moved.values()))
         with autograd.pause():
             for group in groups:
-                before += _fill(group)
+                _fill(group)
         if may_have_graphs:
             forget_graphs(set(moved))
-    return before
+
+
+def place_statistics(params: Sequence[gluon.Parameter]) -> None:
+    """Move running statistics that have no place yet into one bucket for each dtype; its gradients are memory for changes.
+
+    Parameters
+    ----------
+    params : sequence of gluon.Parameter
+        With values, on the same devices.
+    """
+    by_dtype: Dict[str, List[gluon.Parameter]] = {}
+    for param in reversed(params):  # as `slabs_of` reads them
+        name = np.dtype(param.dtype).name
+        if place_of(param) is None and name in _DTYPES and param._stype == "default" and np.prod(param.shape) > 0:
+            by_dtype.setdefault(name, []).append(param)
+    if by_dtype:
+        MOVES.count += 1
+        mx.nd.waitall()  # a static graph writes them without telling the engine
+    for group in by_dtype.values():
+        with autograd.pause():
+            _fill(group)
 
 
 def _may_have_trained(param: gluon.Parameter) -> bool:
@@ -149,7 +170,7 @@ def _may_have_trained(param: gluon.Parameter) -> bool:
 
 
 def _fits(param: gluon.Parameter) -> bool:
-    dense = param._stype == "default" and param._grad_stype == "default"
+    dense = param._stype == "default" and param._grad_stype == "default" and param._differentiable
     known = param._grad and param.shape and np.prod(param.shape) > 0
     return bool(dense and known and np.dtype(param.dtype).name in _DTYPES and not _is_laid_out(param))
 
@@ -173,9 +194,8 @@ def _padded(param: gluon.Parameter) -> int:
     return -(-int(np.prod(param.shape)) // step) * step
 
 
-def _fill(params: Sequence[gluon.Parameter]) -> List[Array]:
+def _fill(params: Sequence[gluon.Parameter]) -> None:
     first = params[0]
-    before: List[Array] = []
     size = sum(_padded(param) for param in params)
     bucket = Bucket([], [])
     for context in first.list_ctx():
@@ -184,17 +204,17 @@ def _fill(params: Sequence[gluon.Parameter]) -> List[Array]:
     begin = 0
     for param in params:
         fresh = [weight._fresh_grad for weight in param._data]
-        for replica in range(len(bucket.gradients)):
-            _adopt(param._grad[replica], bucket.gradients[replica], begin)
-            before.append(_adopt(param._data[replica], bucket.weights[replica], begin))
-            before[-1]._fresh_grad = False
-        autograd.mark_variables(param._data, param._grad, param.grad_req)
-        for weight, is_fresh in zip(param._data, fresh):
-            weight._fresh_grad = is_fresh
+        for pair in zip(param._data, bucket.weights):
+            _adopt(*pair, begin)
+        if param._differentiable:
+            for pair in zip(param._grad, bucket.gradients):
+                _adopt(*pair, begin)
+            autograd.mark_variables(param._data, param._grad, param.grad_req)
+            for weight, is_fresh in zip(param._data, fresh):
+                weight._fresh_grad = is_fresh
         end = begin + _padded(param)
-        _places[param] = BucketSlice(bucket, begin, end, int(np.prod(param.shape)), param._grad)
+        _places[param] = BucketSlice(bucket, begin, end, int(np.prod(param.shape)), _arrays_of(param))
         begin = end
-    return before
 
 
 def _adopt(array: Array, memory: Array, begin: int) -> Array:
@@ -264,7 +284,15 @@ def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts
 
 def one_each(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts: Sequence[Context]) -> List[Slab]:
     """Return one slab per parameter, for parameters outside of buckets and for steps that leave some parameters out."""
-    return [Slab((index,), tuple(contexts), params[index]._data, params[index].list_grad()) for index in indices]
+    return [Slab((index,), tuple(contexts), params[index]._data, _gradients_of(params[index])) for index in indices]
+
+
+def _gradients_of(param: gluon.Parameter) -> List[Array]:
+    """Return a parameter's gradients, or memory for the changes of a running statistic."""
+    if param._differentiable:
+        gradients: List[Array] = param.list_grad()
+        return gradients
+    return [mx.nd.zeros_like(array.as_nd_ndarray()) for array in param._data]
 
 
 def part_of(slab: Slab, param: gluon.Parameter) -> Tuple[int, int]:

@@ -1,22 +1,17 @@
-"""Files of optimizer states for any number of devices, with names and shapes of the parameters. Gluon also reads them.
-
-```
-1st pickle   (states, optimizer), as gluon.Trainer.save_states writes them, by position in Gluon's order; it reads only this one
-2nd pickle   names, shapes, order, counts, loss scale
-```
-"""
+"""What a trainer holds in addition to the weights: values for JSON and arrays, in checkpoints and in files of `save_states`."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import pickle
 import re
 import warnings
+import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, BinaryIO, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -24,18 +19,16 @@ from mxnet import optimizer as opt
 
 from ..checks import is_whole, short
 from ..errors import StateError
-from ..nested import is_device_array, leaves
+from ..nested import Array, is_device_array, leaves
 from .layout import Layout
-from .optimizer_config import Description, class_name, failure, is_known, with_values
+from .optimizer_config import Description, class_name, describe, is_known
 from .parameters import shape_fits
-from .update import State, Update, filled
+from .update import State, filled
 
-_FORMAT, _VERSION = "gluon_mgpu.Trainer", 1
-_NUM_DEVICES = 16  # Gluon counts updates by device number: for a number that the file lacks, it starts at 0
+_VALUES = "trainer.json"  # the entry of a file of states that holds all but the arrays
+_VERSION = 1
 _ADVICE = "Use another file, or save it again"
 _SHOWN = 120  # characters of another library's error
-
-StateData = Dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -68,31 +61,43 @@ class TrainerState:
     virtual_shards: Optional[Dict[str, Any]] = None
 
 
-def write_states(
-    fname: str, layout: Layout, optimizer: opt.Optimizer, update: Update, loss_scaler: Optional[Dict[str, float]] = None
-) -> None:
-    """Write an optimizer, its states and update counts.
-
-    A temporary file next to the target is renamed, so the target is always complete. It waits for the devices.
-    """
-    counts, rank = update.counts(), {index: place for place, index in enumerate(update.order)}
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "names": layout.names,
-        "structural": layout.structural,
-        "shapes": [param.shape for param in layout.params],
-        "order": update.order,
-        "counts": counts,
-        "loss_scaler": loss_scaler,
+def as_values(state: TrainerState, arrays: Dict[str, Array]) -> Dict[str, Any]:
+    """Return a trainer's state as values for JSON, and add copies of its arrays to `arrays`."""
+    return {
+        **vars(state),
+        "shapes": [list(shape) for shape in state.shapes],
+        "states": {str(index): _form(one, f"state/{index}", arrays) for index, one in state.states.items()},
+        "counts": {str(index): count for index, count in state.counts.items()},
     }
-    states = {rank[index]: _to_pickle(state) for index, state in update.states().items()}
-    numbered = _numbered(optimizer, counts, rank)
+
+
+def from_values(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> TrainerState:
+    """Return a trainer's state, of NumPy arrays, from values that `as_values` has returned; others raise any exception."""
+    kept = {
+        name: values[name] for name in ("names", "structural", "shapes", "order", "optimizer", "loss_scaler", "virtual_shards")
+    }
+    states = {int(index): _state(form, arrays) for index, form in values["states"].items()}
+    return TrainerState(**kept, states=states, counts={int(index): count for index, count in values["counts"].items()})
+
+
+def write_arrays(file: BinaryIO, arrays: Mapping[str, Any]) -> None:
+    """Write arrays, MXNet's or NumPy's, as `numpy.savez` does, but without the time: equal arrays give equal files."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            values = array.asnumpy() if is_device_array(array) else array
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, values, allow_pickle=False)  # type: ignore[no-untyped-call]
+
+
+def write_states(fname: str, state: TrainerState) -> None:
+    """Write a state, to a temporary file that is renamed, so that the target is always complete."""
+    arrays: Dict[str, Any] = {}
+    values = json.dumps({**as_values(state, arrays), "version": _VERSION})
+    arrays[_VALUES] = np.frombuffer(values.encode(), np.uint8)
     temporary = f"{fname}.{os.getpid()}.new"
     try:
         with open(temporary, "wb") as file:
-            pickle.dump((dict(sorted(states.items())), numbered), file)
-            pickle.dump(content, file)
+            write_arrays(file, arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, fname)
@@ -102,30 +107,28 @@ def write_states(
         raise
 
 
-def read_states(fname: str, layout: Layout, optimizer: opt.Optimizer, order: Sequence[int]) -> Tuple[StateData, opt.Optimizer]:
-    """Return the content of a file and its optimizer, having checked that they belong to this network and optimizer.
+def read_states(fname: str, layout: Layout, optimizer: opt.Optimizer, order: Sequence[int]) -> TrainerState:
+    """Return the state in a file of `save_states`, of this trainer or of `gluon.Trainer`; see `check_state`.
 
-    A file of `gluon.Trainer` is read in Gluon's order, which is `order`; only its shapes can be checked.
+    Gluon's is a pickle. It numbers the parameters in Gluon's order, which is `order`, and has no names.
 
     Raises
     ------
     StateError
-        They do not, or the file is something else.
+        The file is damaged, or something else.
     """
-    content = _read(fname, layout, order)
-    found = content["optimizer"] or optimizer
-    if type(found) is not type(optimizer):
-        raise StateError(
-            f"load_states: got {fname} of optimizer {type(found).__name__} for a trainer with "
-            f"{type(optimizer).__name__}; expected the same. Make the trainer with the optimizer of the file."
-        )
-    broken = failure(found, content["counts"])
-    if broken:
-        raise StateError(
-            f"load_states: got {fname} of an optimizer that cannot train ({broken}); expected an undamaged one. {_ADVICE}."
-        )
-    check_counts(fname, content["states"], content["counts"], layout, found)
-    return content, found
+    if not zipfile.is_zipfile(fname):
+        return _of_gluon(fname, layout, optimizer, order)
+    try:
+        with np.load(fname, allow_pickle=False) as file:
+            arrays = dict(file.items())
+        values = json.loads(arrays.pop(_VALUES).tobytes())
+        if values["version"] == _VERSION:
+            return from_values(values, arrays)
+    except Exception as error:  # damaged bytes may raise any exception
+        raise _damaged(fname, error) from error
+    found = f"{fname} of version {short(values['version'])}; expected version {_VERSION}"
+    raise StateError(f"load_states: got {found}. Install a newer gluon_mgpu.")
 
 
 def states_on(
@@ -176,16 +179,32 @@ def check_state(
     optimizer: opt.Optimizer,
     shapes: Optional[Mapping[int, Sequence[int]]],
 ) -> None:
-    """Raise `StateError`, or another exception for damaged values, unless a state belongs to this network and optimizer."""
-    check_same(str(source), vars(state), layout, operation)
+    """Raise `StateError` unless a state belongs to this network and optimizer, and is not damaged."""
+    try:
+        _check_state(state, source, operation, layout, optimizer, shapes)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, StateError):
+            raise
+        raise _damaged(source, error, operation) from error
+
+
+def _check_state(
+    state: TrainerState,
+    source: Any,
+    operation: str,
+    layout: Layout,
+    optimizer: opt.Optimizer,
+    shapes: Optional[Mapping[int, Sequence[int]]],
+) -> None:
+    _check_same(str(source), state, layout, operation)
     saved_class = state.optimizer["class"]
     if saved_class != class_name(optimizer):
         raise StateError(
             f"{operation}: got {source} of a trainer with {short(saved_class)} where this one has "
             f"{class_name(optimizer)}, with MXNet {mx.__version__}; expected the same class. Make the trainer with the optimizer "
-            "of the checkpoint, or load the network alone: load_checkpoint(folder, net)."
+            "of the file, or load the network alone: load_checkpoint(folder, net)."
         )
-    check_counts(str(source), state.states, state.counts, layout, optimizer, operation)
+    _check_counts(str(source), state, layout, optimizer, operation)
     by_index = {i: shapes[id(param)] for i, param in enumerate(layout.params) if id(param) in shapes} if shapes else None
     found = states_on(layout, optimizer, state.states, str(source), by_index)
     for index, saved in state.states.items():
@@ -195,64 +214,16 @@ def check_state(
                 raise TypeError(f"{theirs.dtype} instead of {np.dtype(mine.dtype)}")
     if not is_whole(state.optimizer["values"].get("num_update", 0)):
         raise ValueError("num_update is not a whole number")
-    broken = failure(with_values(state.optimizer, optimizer), state.counts)
-    if broken:
-        raise ValueError(f"optimizer: {broken}")
+    rate = state.optimizer["learning_rate"]
+    if rate is not None and not np.isfinite(rate):
+        raise ValueError("the learning rate is not finite")
     if sorted(state.order) != list(range(len(state.names))):
         raise ValueError("order is no permutation")
 
 
-def _read(fname: str, layout: Layout, order: Sequence[int]) -> StateData:
-    with open(fname, "rb") as file:
-        pickled = io.BytesIO(file.read())
-    first = _unpickled(fname, lambda: pickle.load(pickled))
-    rest = pickled.read()
-    content = _unpickled(fname, lambda: pickle.loads(rest)) if rest else None
-    if content is None:
-        return _numbered_states(fname, first, order)
-    if not _is_ours(content):
-        raise StateError(
-            f"load_states: got {fname}, which contains no trainer states; expected a file of save_states. Save it again."
-        )
-    if content.get("version") != _VERSION:
-        found = f"{fname} of version {short(content.get('version'))}; expected version {_VERSION}"
-        raise StateError(f"load_states: got {found}. Install a newer gluon_mgpu.")
-    check_same(fname, content, layout)
-    own_order = content["order"]
-    if sorted(own_order) != list(range(len(layout.params))):
-        raise StateError(
-            f"load_states: got {fname} with an order of {len(own_order)} numbers; expected each of 0 to "
-            f"{len(layout.params) - 1} once. {_ADVICE}."
-        )
-    return {**content, **_numbered_states(fname, first, own_order, content["counts"])}
-
-
-def _is_ours(content: Any) -> bool:
-    return isinstance(content, dict) and isinstance(content.get("format"), str) and content["format"] == _FORMAT
-
-
-def _unpickled(fname: str, load: Callable[[], Any]) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # damaged bytes may call code that warns
-            return load()
-    except Exception as error:  # damaged bytes may raise any exception
-        reason = " ".join(str(error).split())[:_SHOWN]
-        raise StateError(
-            f"load_states: got {fname}, which is damaged ({type(error).__name__}: {reason}); expected a file of save_states. "
-            f"{_ADVICE}."
-        ) from error
-
-
-def check_counts(
-    fname: str,
-    states: Mapping[int, Any],
-    counts: Mapping[int, Any],
-    layout: Layout,
-    optimizer: opt.Optimizer,
-    operation: str = "load_states",
-) -> None:
+def _check_counts(fname: str, state: TrainerState, layout: Layout, optimizer: opt.Optimizer, operation: str) -> None:
     """Raise `StateError` unless states and counts belong to existing parameters, and to the same ones."""
+    states, counts = state.states, state.counts
     known = set(range(len(layout.params)))
     strange, alone = sorted({*states, *counts} - known), sorted({*states} ^ {*counts})
     if strange:
@@ -264,12 +235,12 @@ def check_counts(
     raise StateError(f"{operation}: got {fname} with {found}; expected {expected}. {_ADVICE}.")
 
 
-def check_same(fname: str, content: StateData, layout: Layout, operation: str = "load_states") -> None:
+def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str) -> None:
     """Raise `StateError` unless a file's parameters have the names and shapes of this network, in its order."""
     # A parameter's own name counts the layers before it: dense7_weight. Its last word does not.
-    exact = layout.structural and content["structural"]
+    exact = layout.structural and state.structural
     here = _names_and_shapes(layout.names, [param.shape for param in layout.params], exact)
-    there = _names_and_shapes(content["names"], content["shapes"], exact)
+    there = _names_and_shapes(state.names, state.shapes, exact)
     differing = [
         f"{_in_words(theirs)} where this one has {_in_words(mine)}"
         for mine, theirs in zip_longest(here, there)
@@ -282,56 +253,61 @@ def check_same(fname: str, content: StateData, layout: Layout, operation: str = 
         )
 
 
-def _numbered_states(fname: str, content: Any, order: Sequence[int], counts: Optional[Dict[int, int]] = None) -> StateData:
-    """Return the content of a `gluon.Trainer`'s file by position in the network; `order` holds the position of each number."""
-    states, optimizer = content if isinstance(content, tuple) and len(content) == 2 else (content, None)
+def _of_gluon(fname: str, layout: Layout, optimizer: opt.Optimizer, order: Sequence[int]) -> TrainerState:
+    """Return the state in a file of `gluon.Trainer.save_states`: a pickle of states by number, usually with their optimizer."""
+    with open(fname, "rb") as file:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # damaged bytes may call code that warns
+                content = pickle.load(file)
+        except Exception as error:  # damaged bytes may raise any exception
+            raise _damaged(fname, error) from error
+    states, saved = content if isinstance(content, tuple) and len(content) == 2 else (content, optimizer)
     known = isinstance(states, dict) and all(is_whole(key) and 0 <= key < len(order) for key in states)
-    if not known or not (optimizer is None or isinstance(optimizer, opt.Optimizer)):
+    if not known or not isinstance(saved, opt.Optimizer):
         raise StateError(
             f"load_states: got {fname}, which contains no trainer states; expected a file of save_states. Save it again."
         )
-    if optimizer is not None:
-        by_device: Dict[int, Dict[int, int]] = getattr(optimizer, "_all_index_update_counts", {})
-        latest: Dict[int, int] = max(by_device.values(), key=lambda one: max(one.values(), default=0), default={})
-        numbered = dict(enumerate(order))
-        found = optimizer
-        optimizer = _unpickled(fname, lambda: _numbered(found, latest, numbered))
-        if counts is None:
-            begin = getattr(optimizer, "begin_num_update", 0)
-            counts = {order[key]: latest.get(key, begin) for key in states}
-    return {
-        "optimizer": optimizer,
-        "states": {order[key]: _to_numpy(state) for key, state in states.items()},
-        "counts": counts or {},
-    }
+    by_device: Dict[int, Dict[int, int]] = getattr(saved, "_all_index_update_counts", {}) if saved is not optimizer else {}
+    latest: Dict[int, int] = max(by_device.values(), key=lambda one: max(one.values(), default=0), default={})
+    return TrainerState(
+        names=layout.names,
+        structural=layout.structural,
+        shapes=[param.shape for param in layout.params],
+        order=list(order),
+        states={order[key]: _to_numpy(state) for key, state in states.items()},
+        counts={order[key]: latest.get(key, saved.begin_num_update) for key in states},
+        optimizer=describe(saved),
+    )
 
 
-def _numbered(optimizer: opt.Optimizer, counts: Mapping[int, int], numbers: Mapping[int, int]) -> opt.Optimizer:
-    """Return a copy of an optimizer with other numbers of the parameters, in its counts and in the sums of LBSGD."""
-    copied = pickle.loads(pickle.dumps(optimizer))
-    counts = {numbers[index]: count for index, count in sorted(counts.items())}
-    copied._all_index_update_counts = {device: dict(counts) for device in range(_NUM_DEVICES)}
-    copied._index_update_count = copied._all_index_update_counts[0]
-    vars(copied).pop("allow_np_array", None)  # Gluon then uses the mode of the reading program
-    if isinstance(getattr(copied, "cumgrads", None), dict):
-        copied.cumgrads = {numbers[index]: sums for index, sums in copied.cumgrads.items()}
-    return copied
+def _damaged(source: Any, error: Exception, operation: str = "load_states") -> StateError:
+    reason = " ".join(str(error).split())[:_SHOWN]
+    return StateError(
+        f"{operation}: got {source}, which is damaged ({type(error).__name__}: {reason}); expected an undamaged one. {_ADVICE}."
+    )
 
 
-class _Pickled:
-    """An array that unpickles as an MXNet array in the mode of the reading program, also without GPUs."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values
-
-    def __reduce__(self) -> Tuple[Any, ...]:
-        return mx.nd.array, (self.values, None, self.values.dtype)
-
-
-def _to_pickle(state: Any) -> Any:
+def _form(state: Any, name: str, arrays: Dict[str, Array]) -> Any:
+    """Return an optimizer's state of a parameter as values for JSON, and add copies of its arrays to `arrays`."""
     if is_device_array(state):
-        return _Pickled(state.asnumpy())
-    return type(state)(_to_pickle(item) for item in state) if isinstance(state, (list, tuple)) else state
+        arrays[name] = state.as_nd_ndarray().copy()
+        return {"array": name}
+    if isinstance(state, (list, tuple)):
+        return [_form(one, f"{name}/{i}", arrays) for i, one in enumerate(state)]
+    if state is None or isinstance(state, (bool, int, float, str)):
+        return state
+    raise StateError(
+        f"save_checkpoint: got {type(state).__name__} as an optimizer's state; expected arrays and numbers. Use another "
+        "optimizer, or save the network alone."
+    )
+
+
+def _state(form: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Return an optimizer's state of a parameter from a result of `_form`."""
+    if isinstance(form, dict):
+        return arrays[form["array"]]
+    return tuple(_state(one, arrays) for one in form) if isinstance(form, list) else form
 
 
 def _names_and_shapes(names: List[str], shapes: List[Any], exact: bool) -> List[Tuple[str, Tuple[int, ...]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
@@ -16,8 +16,7 @@ from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array
 from ..refusals import JOINING, refusal
 from .across_processes import ProcessSync
-from .copies import make_copyable
-from .gradients import Gradients
+from .gradients import Gradients, idle_devices
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer
@@ -25,12 +24,12 @@ from .options import check_batch_size, check_buckets, check_clipping, check_opti
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .replica_check import ReplicaCheck
-from .running_stats import claim_examples, drop_examples, is_running_stat, remember_equal
+from .running_stats import RunningStats, is_running_stat
 from .slab import BUCKET_BYTES, Slab
-from .states import StateData, TrainerState, check_state, read_states, states_on, write_states
+from .states import TrainerState, check_state, read_states, states_on, write_states
 from .sums import Sum, clip, make_sum
 from .tree import TreeSum, VirtualShards
-from .update import State, Update
+from .update import Update
 
 
 class Trainer(gluon.Trainer):
@@ -42,8 +41,8 @@ class Trainer(gluon.Trainer):
 
     In addition to Gluon's Trainer: a device without data takes part with zeros instead of a stale gradient; gradients are always
     reduced over all devices and over the processes of a job; parameters are in structural order, and states are loaded only into
-    the network that they belong to, on any number of devices; BatchNorm's running statistics are not touched; several batches
-    can make one step (`accumulate`); gradients are clipped after they were summed, averaged and accumulated.
+    the network that they belong to, on any number of devices; BatchNorm's running statistics move by the mean over all devices;
+    several batches can make one step (`accumulate`); gradients are clipped after they were summed, averaged and accumulated.
 
     In a job of several processes, all start with the weights of process 0. A parameter without a gradient in one process may have
     one in another. So unused parameters are not detected there: they are updated with zero.
@@ -57,12 +56,9 @@ class Trainer(gluon.Trainer):
         Options of an optimizer that is passed by name: `{"learning_rate": 0.1}`.
     kvstore : str, KVStore or None
         How gradients are reduced over devices: `"device"` or `"local"`; see `Reduction`.
-    compression_params : dict, optional
-        `{"type": "2bit", "threshold": 0.5}` over MXNet's store, `{"type": "fp16"}` over Horovod: the compression of gradients
-        between processes; see `DistSync.compress` and `Horovod.compress`. Both apply to sums over examples, before these are
-        divided by their number.
+    compression_params : None
     update_on_kvstore : None or False
-        For compatibility with Gluon; the update always runs on the devices.
+        For compatibility with Gluon: gradients are never compressed, and the update always runs on the devices.
     clip_norm : float, optional
         Scale the averaged gradient (the sum over all devices and micro-steps, divided by their examples), so that its 2-norm
         over all parameters is at most this.
@@ -123,7 +119,7 @@ class Trainer(gluon.Trainer):
         optimizer: Any,
         optimizer_params: Optional[Dict[str, Any]] = None,
         kvstore: Any = "device",
-        compression_params: Optional[Dict[str, Any]] = None,
+        compression_params: None = None,
         update_on_kvstore: Optional[bool] = None,
         *,
         clip_norm: Optional[float] = None,
@@ -146,11 +142,12 @@ class Trainer(gluon.Trainer):
         self._order = gluon_order(params)
         check_contexts(self._layout.contexts, "Trainer")
         check_optimizer(optimizer, optimizer_params)
-        check_options(self._layout, update_on_kvstore)
+        check_options(self._layout, compression_params, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self._gradients = Gradients(self._layout, find_unused=find_unused_parameters)
         self._sum: Sum = make_sum(kvstore)
-        self._process_sync = ProcessSync(self._layout, compression_params, sharded_data=sharded_data)
+        self._process_sync = ProcessSync(self._layout, sharded_data=sharded_data)
+        self.sharded_data: bool = self._process_sync.sharded_data  # whether every process reads its own batches
         self._gradients.all_take_part = self._process_sync.is_joint
         if shard_optimizer:
             check_sharded(kvstore, self._process_sync)
@@ -158,7 +155,6 @@ class Trainer(gluon.Trainer):
             self._layout.place()
         super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
         self._optimizer: opt.Optimizer
-        make_copyable({type(param) for param in self._params})
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self._grad_norm: Optional[Array] = None
@@ -173,10 +169,8 @@ class Trainer(gluon.Trainer):
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
         if has_values(self._layout.params):
             self._process_sync.begin()
-        self._running = [param for param in self._params if is_running_stat(param)]
-        remember_equal(self._running)
-        drop_examples()  # of passes before this trainer was made
-        self._process_sync.compress(has_shapes=has_values(self._layout.params))
+        statistics = [param for param in self._layout.params if is_running_stat(param)]
+        self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices)
         self._virtual: Optional[VirtualShards] = None
         if virtual_shards is not None:
             self.use_virtual_shards(virtual_shards)
@@ -204,11 +198,6 @@ class Trainer(gluon.Trainer):
         check_virtual(self)
         self._virtual = VirtualShards(number, self.contexts)
         self._sum = TreeSum(self.contexts)
-
-    @property
-    def sharded_data(self) -> bool:
-        """Whether every process of a job reads its own batches."""
-        return self._process_sync.sharded_data
 
     @property
     def contexts(self) -> List[Context]:
@@ -311,7 +300,7 @@ class Trainer(gluon.Trainer):
         self._process_sync.check_begun("Trainer.step")
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
-        claim_examples(self._running)
+        self.running_stats.claim()
         if batch_size == 0:  # the gradients so far are of other data
             self._gradients.drop_unused()
         if self._num_open:
@@ -415,8 +404,16 @@ class Trainer(gluon.Trainer):
         """
         self._gradients.drop()
         self._sum.drop()
-        drop_examples()
+        self.running_stats.claim()
         self._num_counted, self._summed = 0, None
+
+    def average_replicas(self) -> None:
+        """Move BatchNorm's running statistics of all devices alike, if passes came that no step has used.
+
+        `LocalSGD` also averages the weights. Evaluating and saving call it, in all processes of a job.
+        """
+        if self._virtual is None:
+            self.running_stats.settle(self._layout.slabs)
 
     def allreduce_grads(self) -> None:
         """Sum the gradients over the devices, for programs that change the sum before `update`.
@@ -431,7 +428,7 @@ class Trainer(gluon.Trainer):
         self._complete("Trainer.allreduce_grads")
         if self._layout.is_sharded:
             raise refusal("Trainer.allreduce_grads", "shard_optimizer", "allreduce_grads()")
-        claim_examples(self._running)
+        self.running_stats.claim()
         slabs = self._gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:
             raise TrainerError(
@@ -466,7 +463,7 @@ class Trainer(gluon.Trainer):
                 "step(), which does both."
             )
         self._complete("Trainer.update")
-        claim_examples(self._running)
+        self.running_stats.claim()
         slabs = self._gradients.collect(ignore_stale_grad)
         self._gradients.mark_used(slabs)
         self._apply(slabs, batch_size)
@@ -496,9 +493,7 @@ class Trainer(gluon.Trainer):
         }
 
     def save_states(self, fname: str) -> None:
-        """Write the optimizer, its states and update counts, with the parameters' names and shapes, for any number of devices.
-
-        `gluon.Trainer(net.collect_params(), ...).load_states` also reads the file, in a program whose layers have the same names.
+        """Write the optimizer's states and update counts, with the parameters' names and shapes, for any number of devices.
 
         A temporary file next to the target is renamed, so the target is always complete. It waits for the devices.
 
@@ -509,14 +504,13 @@ class Trainer(gluon.Trainer):
         """
         path_of("save_states", "fname", fname)
         self.check_applied("Trainer.save_states")
-        scale = None if self.loss_scaler is None else self.loss_scaler.state()
-        write_states(fname, self._layout, self._optimizer, self._update, scale)
+        write_states(fname, self.state())
 
     def load_states(self, fname: str) -> None:
         """Read a file of `save_states`, on any number of devices. Accumulated gradients are dropped.
 
-        A file of `gluon.Trainer` is read in Gluon's order (names sorted as strings); only its shapes can be checked. The
-        file is a pickle: load only files that you trust.
+        A file of `gluon.Trainer` is read in Gluon's order (names sorted as strings); only its shapes can be checked. It is a
+        pickle: load only files that you trust.
 
         Raises
         ------
@@ -524,11 +518,9 @@ class Trainer(gluon.Trainer):
             The file has another format, or belongs to another network or optimizer. Nothing was changed.
         """
         path_of("load_states", "fname", fname, error=StateError)
-        content, optimizer = self.check_states(fname)
-        states_on(self._layout, optimizer, content["states"], fname)  # raises before anything is changed
-        if self.loss_scaler is not None and content.get("loss_scaler") is not None:
-            self.loss_scaler.restore(content["loss_scaler"])
-        self._take(optimizer, content["states"], content["counts"], content.get("order"), fname)
+        state = read_states(fname, self._layout, self._optimizer, self._order)
+        self.check_state(state, fname, "load_states")
+        self.restore(state)
 
     def state(self) -> TrainerState:
         """Return what `restore` takes: the optimizer, its states and counts, with the arrays that training changes.
@@ -554,7 +546,7 @@ class Trainer(gluon.Trainer):
     def check_state(
         self, state: TrainerState, source: Any, operation: str, shapes: Optional[Mapping[int, Sequence[int]]] = None
     ) -> None:
-        """Raise `StateError`, or another exception for damaged values, unless `restore` can take a state.
+        """Raise `StateError` unless `restore` can take a state.
 
         Parameters
         ----------
@@ -585,31 +577,12 @@ class Trainer(gluon.Trainer):
         if self._virtual is not None and state.virtual_shards is not None:
             self._virtual.restore(state.virtual_shards)
         restore_optimizer(state.optimizer, self._optimizer, learning_rate=learning_rate)
-        self._take(self._optimizer, state.states, state.counts, state.order, "a saved state")
-
-    def _take(
-        self,
-        optimizer: opt.Optimizer,
-        states: Dict[int, State],
-        counts: Dict[int, int],
-        order: Optional[Sequence[int]],
-        source: str,
-    ) -> None:
-        on_devices = states_on(self._layout, optimizer, states, source)
-        optimizer.param_dict = dict(enumerate(self._params))
+        on_devices = states_on(self._layout, self._optimizer, state.states, "a saved state")
+        self._optimizer.param_dict = dict(enumerate(self._params))
         self.discard()
-        self._use(optimizer)
-        self._update.restore(on_devices, counts, order)
-
-    def check_states(self, fname: str) -> Tuple[StateData, opt.Optimizer]:
-        """Return the content of a file of states and its optimizer; check that they belong to this trainer.
-
-        Raises
-        ------
-        StateError
-            As for `load_states`.
-        """
-        return read_states(fname, self._layout, self._optimizer, self._order)
+        self.running_stats.begin()
+        self._use(self._optimizer)
+        self._update.restore(on_devices, state.counts, state.order)
 
     def _complete(self, operation: str) -> None:
         """Raise inside `accumulate`, where more passes follow."""
@@ -638,10 +611,12 @@ class Trainer(gluon.Trainer):
         self._sum.run(slabs)
 
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:
+        if self.running_stats.params and self._virtual is None and not self.trains_apart:  # those move them themselves
+            self.running_stats.move(self._layout.slabs, idle_devices())
         num_examples, self._num_counted = self._num_counted + batch_size, 0
         multiplied = self._multiplied_by(slabs)
         if self.sharded_data:
-            self._process_sync.divide(slabs, self._layout.devices, num_examples)
+            self._process_sync.divisor.divide(slabs, num_examples)
             num_examples = 1
         if multiplied is not None:
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples
@@ -650,8 +625,7 @@ class Trainer(gluon.Trainer):
             self._sum.share(slabs)
             if self.replica_check is not None:
                 self.replica_check.after_update()
-        if self._gradients.is_replaced:
-            self._gradients.put_back_running()
+        self._gradients.put_back_running()
         self._summed = None
 
     def _multiplied_by(self, slabs: List[Slab]) -> Optional[float]:
@@ -666,10 +640,10 @@ class Trainer(gluon.Trainer):
         return None if gradients and scaler.has_overflow(gradients) else 1.0
 
     def __reduce__(self) -> Any:
-        """Raise for `copy` and `pickle`. Copies and pickles of the network do not contain its trainer."""
+        """Raise for `copy` and `pickle`, also of a network, whose parameters know their trainer."""
         raise TrainerError(
-            f"{type(self).__name__}: got a copy or a pickle of a trainer; expected one of its network, whose memory it shares. "
-            "Call save_states(fname), copy the network, make a new trainer of the copy, and call its load_states(fname)."
+            f"{type(self).__name__}: got a copy or a pickle of a trainer or of its network; expected one that it shares no "
+            "memory with. Build the network again, and call its load_parameters() with a file of save_parameters()."
         )
 
     def _check_contexts(self) -> List[Context]:

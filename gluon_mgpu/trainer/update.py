@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -40,12 +39,10 @@ State = Any  # an optimizer's state of a parameter: None, an array, or nested tu
 
 @dataclass
 class _Device:
-    """What an update does on one device, in this order; `early`, `single`: (parameter, replica) pairs that MXNet updates.
+    """What an update does on one device, in this order; `single`: (parameter, replica) pairs that MXNet updates.
 
     Attributes
     ----------
-    early : list
-        Parameters that Gluon updates before the schedule advances.
     joint : list
         Slabs that are updated as one: their first parameter, weights, gradients and states.
     operators : list
@@ -55,7 +52,6 @@ class _Device:
     context: Context
     updater: opt.Updater
     counts: Dict[int, int]  # updates of each parameter
-    early: List[Tuple[int, int]] = field(default_factory=list)
     joint: List[Tuple[int, Array, Array, State]] = field(default_factory=list)
     operators: List[Tuple[Tuple[int, ...], Operator]] = field(default_factory=list)
     single: List[Tuple[int, int]] = field(default_factory=list)
@@ -91,7 +87,6 @@ class Update:
         self._slabs: List[Slab] = []
         self._joint: List[Slab] = []  # those that are updated as one
         self._most_updates = 0  # of all parameters that take part, when these slabs were prepared
-        self._has_schedule = False  # when they were prepared
         self._num_uncounted = 0  # updates since, counted only for the first parameter of each joint slab
         self._is_known = type(optimizer) in _REPLICABLE
         self._set_counts({})
@@ -99,13 +94,10 @@ class Update:
     def apply(self, slabs: List[Slab]) -> None:
         """Update the weights of these slabs with their gradients, on every replica or on their owners."""
         optimizer = self._optimizer
-        if slabs is not self._slabs or self._has_schedule != (optimizer.lr_scheduler is not None):
+        if slabs is not self._slabs:
             self._prepare(slabs)
         self._num_uncounted += 1
         optimizer.param_dict = self._by_index
-        for device in self._devices:
-            if device.early:
-                self._run_updater(device.early, device)
         if self._is_known:
             # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
             optimizer.num_update = max(optimizer.num_update, self._most_updates + self._num_uncounted)
@@ -239,16 +231,15 @@ class Update:
         _check_dtypes(self._optimizer, layout.params)  # cast since the trainer was made
         taking_part = {index for slab in slabs for index in slab.indices}
         in_order = [index for index in self._order if index in taking_part]
-        early = self._before_schedule(in_order)
         single: Dict[int, Sequence[int]] = {}  # the replicas of parameters that are updated one by one
         self._joint = []
         for device in self._devices:
-            device.early, device.joint, device.operators, device.single = [], [], [], []
+            device.joint, device.operators, device.single = [], [], []
         for slab in slabs:
             replicas = self._updated(slab)
             if slab.owner is not None:
                 self._move_states(slab, slab.owner)
-            if early.isdisjoint(slab.indices) and slab.bucket is not None and type(self._optimizer) in _CONTIGUOUS:
+            if slab.bucket is not None and type(self._optimizer) in _CONTIGUOUS:
                 states = [self._contiguous_states(slab, replica) for replica in replicas]
                 if self._is_joint(slab):
                     self._joint.append(slab)
@@ -258,12 +249,10 @@ class Update:
             single.update(dict.fromkeys(slab.indices, replicas))
         for index in in_order:
             for replica in single.get(index, ()):
-                device = self._on(index, replica)
-                (device.early if index in early else device.single).append((index, replica))
+                self._on(index, replica).single.append((index, replica))
         for device in self._devices:
             self._prepare_single(device)
         self._most_updates = max(map(self._num_updates, in_order), default=0)
-        self._has_schedule = self._optimizer.lr_scheduler is not None
         self._slabs = slabs
         current = {place.bucket for place in self._views.values()}
         self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
@@ -282,24 +271,6 @@ class Update:
             device.operators.append((slab.indices[:1], _operator([(weight, gradient, state)], self._optimizer)))
         else:
             device.joint.append((slab.indices[0], weight, gradient, state))
-
-    def _before_schedule(self, in_order: Sequence[int]) -> Set[int]:
-        """Return the parameters that Gluon updates at the rate of the previous step.
-
-        Gluon's schedule follows the count of the parameter with the most updates. Parameters with fewer updates, because some
-        steps left them out, get the previous rate if they come before it. MXNet's SGD counts for several parameters at once.
-        """
-        if self._optimizer.lr_scheduler is None or not self._is_known or len(set(map(self._num_updates, in_order))) <= 1:
-            return set()
-        most = max(map(self._num_updates, in_order))
-        size = max(1, self._optimizer.aggregate_num) if isinstance(self._optimizer, opt.SGD) else 1
-        by_dtype: Dict[object, List[int]] = {}  # MXNet's Updater sorts them like this if it takes several
-        for index in in_order:
-            dtype = np.dtype(self._layout.params[index].dtype) if size > 1 else None
-            by_dtype.setdefault(dtype, []).append(index)
-        groups = [same[begin : begin + size] for same in by_dtype.values() for begin in range(0, len(same), size)]
-        before = takewhile(lambda group: most not in map(self._num_updates, group), groups)
-        return {index for group in before for index in group}
 
     def _num_updates(self, index: int) -> int:
         return self._on(index, 0).counts.get(index, self._optimizer.begin_num_update)

@@ -15,6 +15,9 @@ from gluon_mgpu.doctor.known_errors import entries
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+REFERENCE = sorted(f"reference/{path.name}" for path in (ROOT / "docs" / "reference").glob("*.md"))
+
+BLOCK = re.DOTALL | re.MULTILINE
 
 WITHOUT_PROGRAMS = {
     "architecture.md",
@@ -62,9 +65,10 @@ def programs_of(page, *, of_gluoncv=False):
 def test_programs_run(tmp_path):
     """In one process, because importing MXNet takes longer than most of them; each page with its own names and folder."""
     pages = [page for page in PAGES if page not in WITHOUT_PROGRAMS]
+    assert all(programs_of(page) for page in pages)
+    pages += [page for page in REFERENCE if programs_of(page)]
     for page in pages:
-        assert programs_of(page), page
-        (tmp_path / page).mkdir()
+        (tmp_path / page).mkdir(parents=True)
         (tmp_path / page / "page.py").write_text("\n".join(programs_of(page)), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", RUN, *(str(tmp_path / page) for page in pages)],
@@ -118,6 +122,16 @@ def test_the_site_has_every_public_name(tmp_path):
     for page in ("messages", "ko/messages"):
         shown = (tmp_path / "docs" / f"{page}.html").read_text(encoding="utf-8")
         assert not [entry.name for entry in entries() if f">{entry.name}<" not in re.sub(r"</?span[^>]*>", "", shown)]
+
+
+def test_every_public_name_has_an_example():
+    """In its docstring, which doctest runs, or in a program of the reference."""
+    programs = "\n".join(block for page in REFERENCE for block in re.findall(r"^```(?:python|text)\n.*?^```", text(page), BLOCK))
+    names = [(name, getattr(gluon_mgpu, name)) for name in gluon_mgpu.__all__]
+    for _, module in [one for one in names if inspect.ismodule(one[1])]:
+        names += [(name, getattr(module, name)) for name in getattr(module, "__all__", ())]
+    missing = {name for name, one in names if callable(one) and ">>>" not in (inspect.getdoc(one) or "")}
+    assert not {name for name in missing if not re.search(rf"\b{name}\b", programs)}
 
 
 @pytest.mark.parametrize("page", PAGES)

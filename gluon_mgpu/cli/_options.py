@@ -20,7 +20,16 @@ class Real(click.FloatRange):
         return number
 
 
-Whole = click.IntRange
+class Whole(click.IntRange):
+    """Whole numbers in a range, in ASCII digits: click also takes others, and underscores."""
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
+        if isinstance(value, str) and not (value.isascii() and value.lstrip("-+").isdigit()):
+            self.fail(f"got {value!r}; expected a whole number in digits.", param, ctx)
+        number: int = super().convert(value, param, ctx)
+        return number
+
+
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 

@@ -1,5 +1,7 @@
 """Each step moves the running statistics of all devices by the mean of their changes: a device without data does not count."""
 
+from functools import partial
+
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
@@ -89,7 +91,9 @@ def test_a_device_counts_by_its_examples(mode, arrays):
 def test_fixed_shares_give_the_statistics_of_one_device_that_weighs_its_shards(weights):
     net, trainer = normed(2)
     data = [batch(8, seed) for seed in range(5)]
-    mgpu.fit(net, LOSS, trainer, data, data[:1], epochs=2, metrics={}, callbacks=[], weights=weights)
+    mgpu.fit(
+        net, LOSS, trainer, data, data[:1], epochs=2, metrics={}, callbacks=[], split_f=partial(mgpu.split_batch, weights=weights)
+    )
     expected, part = INITIAL, 8 * weights[0] // sum(weights)
     for X, _ in data * 2:
         parts = [(len(shard), moved(expected, shard)) for shard in (X[:part], X[part:]) if len(shard)]

@@ -64,6 +64,12 @@ REFUSALS: Tuple[Refusal, ...] = (
         "Pass one batch through the network before the trainer is made, or call train_batch() or fit()",
     ),
     Refusal(
+        "several processes",
+        "several passes before a step",
+        "a process without examples does not know what the last pass has written in others",
+        "Call step() or discard() after each pass",
+    ),
+    Refusal(
         "static_shape",
         "a loop by hand after a change of grad_req",
         "MXNet's static graphs keep the former arrays of gradients",

@@ -23,6 +23,17 @@ BOUND = 1e-5  # of weights around 1; larger ones in proportion
 FLAGS = {"dynamic": {}, "static": {"static_alloc": True, "static_shape": True}}
 
 
+class BrokenError(Exception):
+    """What a program's own code raises in the middle of a batch."""
+
+
+def break_last(output, label):
+    """A loss that raises at the shard with the last example, whose label is -1: all others have been computed."""
+    if (label.asnumpy() < 0).any():
+        raise BrokenError
+    return LOSS(output, label)
+
+
 class Ours(World):
     """Several devices, with gluon_mgpu."""
 
@@ -36,7 +47,7 @@ class Ours(World):
         if program.hybridize is not None:
             net.hybridize(**FLAGS[program.hybridize])
         self.begin_with([net])
-        self.net, self.steps, self.generator = net, {}, None
+        self.net, self.loss, self.steps, self.generator = net, LOSS, {}, None
         if program.adds:
             self.require("add")
         if program.bn != "local":
@@ -93,7 +104,7 @@ class Ours(World):
         ignore, options = self.program.ignore_stale, {"micro_steps": micro_steps}
         (X, y), net, trainer = batches[0], self.net, self.trainer
         if how == "train_batch":
-            mgpu.train_batch(net, LOSS, trainer, X, y, ignore_stale_grad=ignore, **options)
+            mgpu.train_batch(net, self.loss, trainer, X, y, ignore_stale_grad=ignore, **options)
         elif how == "compiled":
             if micro_steps not in self.steps:
                 self.steps[micro_steps] = mgpu.compile_step(net, LOSS, trainer, ignore_stale_grad=ignore, **options)
@@ -116,7 +127,7 @@ class Ours(World):
         with autograd.record():
             Xs = Xs if generator is None else [generator(x) for x in Xs]
             outputs = mgpu.data_parallel.forward_shards(self.net, Xs) if self.bn == "sync" else [self.net(x) for x in Xs]
-            losses = [LOSS(output, y.as_in_context(output.context)) for output, y in zip(outputs, ys)]
+            losses = [self.loss(output, y.as_in_context(output.context)) for output, y in zip(outputs, ys)]
         mgpu.backward(losses)
 
     def other(self, size):
@@ -155,6 +166,18 @@ class Ours(World):
             self.trainer.average_replicas()
         X, y = np.zeros((2, 5), "float32"), np.zeros(2, "float32")
         mgpu.evaluate(self.net, [(X, y)], {}, loss=LOSS)  # running statistics, over processes as well; it decides shapes
+
+    def broken(self, how, size):
+        """An exception in the middle of a batch: nothing of it counts later."""
+        X, y = self.next_batch(size)
+        y[-1] = -1
+        self.loss = break_last
+        try:
+            self.train(how, [(X, y)], 1)
+        except BrokenError:
+            self.loss = LOSS
+        else:
+            raise AssertionError("the batch did not break")
 
     def rate(self, rate):
         """Another learning rate."""
@@ -276,6 +299,7 @@ def modes_of(program):
         "a loop by hand whose first batch decides shapes": program.deferred and first,
         "static_shape": program.hybridize == "static",
         "a loop by hand after a change of grad_req": hows & {"hand", "reduce"} and verbs & {"thaw", "add"},
+        "several passes before a step": program.num_processes > 1 and verbs & {"other", "dropped"},
         "allreduce_grads()": "reduce" in hows,
         "synchronised BatchNorm": program.bn == "sync" or ("norm", "sync") in program.statements,
         "compiled='on'": hows & {"compiled", "compiled fit"},

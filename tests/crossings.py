@@ -76,7 +76,7 @@ class World:
     def do(self, statement):
         """Run one statement; without anything to train, those that train do nothing."""
         verb, *values = statement
-        if verb in ("step", "group", "dropped") and not {name for name in self.trained(self.nets[0]) if name[0] != "x"}:
+        if verb in ("step", "group", "dropped", "broken") and not {name for name in self.trained(self.nets[0]) if name[0] != "x"}:
             return
         getattr(self, verb)(*values)
 
@@ -295,6 +295,13 @@ class Plain(World):
         """Normalise otherwise from now on."""
         self.average_statistics()
         self.bn = bn
+
+    def broken(self, how, size):
+        """An exception in the middle of a batch: nothing of it counts later."""
+        if self.bn == "sync":  # synchronised statistics move in the forward pass
+            self.dropped(size)
+        else:
+            self.next_batch(size)
 
     def rate(self, rate):
         """Another learning rate."""

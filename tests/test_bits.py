@@ -45,8 +45,6 @@ def third_step(batch_size, ctx):
 def data(batch_size, ctx):
     net, loss, trainer, X, y = of([], batch_size, ctx)
     return net, loss, trainer, X + len(ctx), y
-def step(batch_size, ctx):
-    return lambda: None
 """
 
 

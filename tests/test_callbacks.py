@@ -14,8 +14,6 @@ from gluon_mgpu.plots import plot_history
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import assert_house_style
-
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -108,9 +106,8 @@ def test_an_empty_history_is_saved(tmp_path):
 
 def test_without_matplotlib_the_extra_is_named_and_the_numbers_are_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match="pip install 'matplotlib") as caught:
+    with pytest.raises(MissingExtraError, match="pip install 'matplotlib"):
         mgpu.loop.History([{"epoch": 1.0, "train_loss": 0.5}]).save(tmp_path)
-    assert_house_style(caught.value)
     assert (tmp_path / "history.csv").read_text().split() == ["epoch,train_loss", "1.0,0.5"]
     assert json.loads((tmp_path / "history.json").read_text())["epochs"] == [{"epoch": 1.0, "train_loss": 0.5}]
 
@@ -173,22 +170,6 @@ def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
         "epoch 1/2  batch 2/2",
     ]
     assert all(line.endswith(" left") for line in lines if " batch " in line)
-
-
-def test_progress_without_a_length_foretells_nothing(capsys, monkeypatch):
-    """A generator has no length: how much is left is known only once the first epoch has ended."""
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 1)
-    net, batches = make_net([mx.cpu()]), make_batches(2)
-
-    class Stream:
-        def __iter__(self):
-            return iter(batches)
-
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    mgpu.fit(net, loss, mgpu.Trainer(net, "sgd"), Stream(), epochs=1, callbacks=[mgpu.Progress(every_s=0)])
-    *reports, end = capsys.readouterr().out.splitlines()
-    assert reports[0].startswith("epoch 1/1  batch 1/?  ") and reports[-1].startswith("epoch 1/1  batch 2/?  ")
-    assert all(line.endswith(" examples/s") for line in reports) and end.startswith("epoch 1/1  train ")
 
 
 def test_fit_shows_progress_unless_told_otherwise(capsys):
@@ -259,17 +240,13 @@ def test_early_stopping_stops_after_the_epochs_that_are_allowed(monitor, values,
     "options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "smallest"}, {"monitor": None}, {"monitor": 5}]
 )
 def test_early_stopping_refuses_bad_options(options):
-    with pytest.raises(TrainerError, match="got (patience|min_delta|mode|monitor)=") as caught:
+    with pytest.raises(TrainerError, match="got (patience|min_delta|mode|monitor)="):
         mgpu.EarlyStopping(**options)
-    assert_house_style(caught.value)
 
 
 def test_a_column_that_is_not_there_is_told():
-    with pytest.raises(
-        TrainerError, match="^callbacks: got monitor 'f1_loss'; expected one of epoch, train_accuracy, "
-    ) as caught:
+    with pytest.raises(TrainerError, match="^callbacks: got monitor 'f1_loss'; expected one of epoch, train_accuracy, "):
         train([mgpu.EarlyStopping("f1_loss")])
-    assert_house_style(caught.value)
 
 
 # Checkpoint
@@ -340,9 +317,8 @@ def test_a_monitor_that_needs_a_test_set_is_told_before_the_first_epoch(make, tm
     monkeypatch.chdir(tmp_path)
     net = make_net([mx.cpu()])
     before = net.weight.data().asnumpy()
-    with pytest.raises(TrainerError, match="without a test set") as caught:
+    with pytest.raises(TrainerError, match="without a test set"):
         mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[make()])
-    assert_house_style(caught.value)
     np.testing.assert_array_equal(net.weight.data().asnumpy(), before)
     assert list(tmp_path.iterdir()) == []
 
@@ -412,14 +388,6 @@ def test_an_interrupt_before_the_first_batch_saves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Early(), mgpu.Checkpoint(tmp_path, None)])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_fails_at_once_leaves_the_old_history(tmp_path):
-    (tmp_path / "history.csv").write_text("old")
-    net = make_net([mx.cpu()])
-    with pytest.raises(TrainerError, match="got no batch"):
-        mgpu.fit(net, LOSS, make_trainer(net), [], epochs=1, callbacks=[mgpu.loop.SaveHistory(tmp_path)])
-    assert (tmp_path / "history.csv").read_text() == "old"
 
 
 def test_nan_is_never_the_best():

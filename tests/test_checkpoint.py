@@ -280,27 +280,6 @@ def test_legacy_arrays_are_not_read_from_np_arrays(tmp_path):
 # The optimizer and its schedule
 
 
-@pytest.mark.parametrize(
-    "name, options", [("nag", {"momentum": 0.9}), ("rmsprop", {"centered": True}), ("nadam", {}), ("lamb", {}), ("ftml", {})]
-)
-@pytest.mark.usefixtures("fresh_names")
-def test_optimizers_go_on(tmp_path, name, options):
-    batches, nets = small_batches([4] * 4), []
-    for stop in (None, 2):
-        net = small_net(contexts(2))
-        nets.append(net)
-        trainer = mgpu.Trainer(net, name, dict(options))
-        for i, (X, y) in enumerate(batches):
-            if i == stop:
-                mgpu.save_checkpoint(tmp_path / "c", net, trainer)
-                trainer = mgpu.Trainer(net, name, dict(options))
-                for param in net.collect_params().values():
-                    param.set_data(param.data(mx.cpu(0)) * 0)
-                mgpu.load_checkpoint(tmp_path / "c", net, trainer)
-            mgpu.train_batch(net, LOSS, trainer, X, y)
-    assert largest_difference(*map(weights_of, nets)) == 0.0
-
-
 def test_what_a_file_cannot_hold_is_told_before_anything_is_written(tmp_path):
     """DCASGD keeps the weights of the step before on the side."""
     net = dense(4)

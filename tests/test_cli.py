@@ -95,7 +95,8 @@ def test_training_programs_have_few_options_in_groups(program):
     "arguments",
     [["nonsense"], ["train", "nonsense"], [*TRAIN, "--nonsense"], [*TRAIN, "--epochs", "0"], [*TRAIN, "--epochs", "two"]]
     + [[*TRAIN, "--lr", "0"], [*TRAIN, "--lr", "nan"], [*TRAIN, "--lr", "inf"], [*TRAIN, "--bn", "maybe"]]
-    + [[*TRAIN, "--weights", "1,many"], ["monitor", "--interval", "nan"], ["find-batch-size", "--timeout", "nan"]],
+    + [[*TRAIN, "--weights", "1,many"], ["monitor", "--interval", "nan"], ["find-batch-size", "--timeout", "nan"]]
+    + [["monitor", "--interval", "\u0661"]],
     ids=" ".join,
 )
 def test_wrong_usage_is_told(arguments):

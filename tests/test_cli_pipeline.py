@@ -83,17 +83,6 @@ def test_parallel_ways_train_like_one_device_and_resume_on_it(sentences, pressed
     same_rows(rows_in(tmp_path / "parts"), rows_in(tmp_path / "one"))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--parallel", "data", "--stages", "2"], "got --stages with --parallel data; expected one of them"),
-        (["--parallel", "data", "--micro-batches", "2"], "got --micro-batches without --stages; expected both"),
-    ],
-)
-def test_ways_that_do_not_go_together(sentences, tmp_path, options, message):
-    assert message in run(*sentences, "--devices", "cpu*2", *options, "--output", tmp_path, exit_code=2)
-
-
 @pytest.mark.parametrize("name", ["images", "sentences"])
 def test_a_run_resumes_with_other_stages_and_on_one_device(name, request, pressed, tmp_path):  # noqa: F811
     command = partial(run, *request.getfixturevalue(name), "--epochs", "3", "--checkpoint-every", "1", "--resume", "auto")

@@ -499,3 +499,16 @@ def test_errors_name_the_function_that_the_user_has_called(micro_steps):
 class Mean(gluon.loss.L2Loss):
     def hybrid_forward(self, F, output, label):
         return output.mean()
+
+
+def test_a_batch_without_labels_is_named():
+    """The executor ended in a KeyError of the label's name."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(2, in_units=1))
+    net.initialize(ctx=mx.cpu(0))
+    step = mgpu.compile_step(net, gluon.loss.SoftmaxCrossEntropyLoss(), mgpu.Trainer(net, "sgd"))
+    X = np.ones((2, 1), "float32")
+    step(X, np.zeros(2, "float32"))
+    with pytest.raises(StepError, match="compile_step: got .* for shard 0"):
+        step(X, None)
+    step(X, np.zeros(2, "float32"))

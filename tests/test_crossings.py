@@ -46,7 +46,7 @@ WENT_WRONG = {
     "other arrays by hand": Program(hybridize="static", statements=(HAND, HAND, *THAWED[::2], HAND)),
 }
 
-BY_ONE = ("step", "hand", 1, 1)
+BY_ONE, BROKEN = ("step", "hand", 1, 1), ("broken", "train_batch", 6)
 STORIES = {
     "frozen and thawed between groups": Program(
         num_devices=3,
@@ -68,6 +68,8 @@ STORIES = {
     ),
     "statistics of replicas": Program(net="norm", stages=2, replicas=2, statements=(("step", "fit", 9, 1), STEP, ("look", 4))),
     "a pipeline synchronised later": Program(net="norm", stages=2, micro_batches=2, statements=(STEP, ("norm", "sync"), STEP)),
+    "an exception between virtual shards": Program(num_devices=2, virtual_shards=4, statements=(STEP, BROKEN, STEP)),
+    "an exception between micro-batches": Program(stages=2, replicas=2, micro_batches=2, statements=(STEP, BROKEN, STEP)),
     "compiled and recorded in turns": Program(
         num_devices=2, hybridize="static", statements=(COMPILED, STEP, COMPILED, ONE, COMPILED)
     ),
@@ -152,6 +154,10 @@ def statements(fields, hows, mode):
         kinds += [st.tuples(other), st.tuples(one("dropped", sizes))]
         kinds += [st.tuples(one("freeze", st.just(-1)), other, one("thaw", st.just(-1)), other, step)]
         kinds += [st.tuples(one("add", st.just(True)), step, step, one("zero"), step, one("add", st.just(False)))]
+    is_pure = mode != "pipeline" or not fields["adds"]  # micro-batches add to the user's sums
+    if is_pure and fields["num_processes"] == 1:  # an exception in one process ends a job
+        hows = ["train_batch"] if mode == "virtual" else ["train_batch", "hand"]
+        kinds += [st.tuples(one("broken", st.sampled_from(hows), sizes))]
     if "norm" in fields["net"] and mode == "data":
         kinds += [st.tuples(one("norm", st.sampled_from(["sync", "local"])))]
     return st.one_of(kinds)

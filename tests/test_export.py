@@ -304,27 +304,16 @@ def pipeline():
     return mgpu.Pipeline([initialized(nn.Dense(2, in_units=3)), initialized(nn.Dense(2, in_units=2))], [mx.cpu(0), mx.cpu(1)])
 
 
-def in_half():
-    net = initialized(nn.Dense(2, in_units=3))
-    net.cast("float16")
-    return net
-
-
 X = np.ones((2, 3), "float32")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        (3, "net.onnx", X),
         (initialized(nn.Dense(2)), "net.txt", X),
-        (initialized(nn.Dense(2)), "folder.onnx/", X),
         (initialized(nn.Dense(2)), "net.onnx", "images"),
-        (initialized(nn.Dense(2)), "net.onnx", X, 2.5),
         (initialized(nn.Dense(2, in_units=4)), "net.onnx", X),
-        (nn.Dense(2), "net.onnx", X),
         (Python(), "net.onnx", X),
-        (in_half(), "net.onnx", X),
         (pipeline(), "net", X),
         (initialized(mgpu.models.Seq2Seq(10, 12, embed_size=4, hidden_size=4)), "net.onnx", X),
     ],

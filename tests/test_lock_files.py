@@ -2,16 +2,14 @@
 
 import errno
 import fcntl
-import os
 import subprocess
 import sys
 import threading
 
-import gluon_mgpu as mgpu
 import pytest
 from gluon_mgpu.errors import SaveError
 from gluon_mgpu.loop.save_checkpoints import Checkpoint
-from gluon_mgpu.runtime.file_locks import LOCK, FolderLock
+from gluon_mgpu.runtime.file_locks import LOCK
 
 from .test_crash_images import fit, names
 
@@ -45,39 +43,6 @@ def test_a_second_run_is_refused_and_the_first_one_named(tmp_path, holder, resum
     holder.wait(timeout=240)
     fit(tmp_path, resume=resume, epochs=1)  # the kernel has let go
     assert names(tmp_path) == ["best", "last"]
-
-
-def made():
-    import mxnet as mx
-
-    net = mx.gluon.nn.Dense(1, in_units=2)
-    net.initialize(ctx=mx.cpu(0))
-    loss = mx.gluon.loss.L2Loss()
-    return net, loss, mgpu.Trainer(net, "sgd"), [(mx.nd.ones((2, 2)), mx.nd.ones((2,)))]
-
-
-def test_a_forked_process_does_not_hold_the_lock(tmp_path):
-    """A worker that outlives its killed program would keep the folder from every later run."""
-    lock, (read, write), (begun, begin) = FolderLock(tmp_path, "test"), os.pipe(), os.pipe()
-    lock.acquire()
-    child = os.fork()
-    if not child:
-        os.close(write)
-        os.write(begin, b"x")
-        os.read(read, 1)  # until this process closes it
-        os._exit(0)
-    os.read(begun, 1)
-    for number in (read, begun, begin):
-        os.close(number)
-    os.close(lock._lock._context.lock_file_fd)  # as the end of the program does, without unlocking
-    lock._lock._context.lock_file_fd = None
-    try:
-        other = FolderLock(tmp_path, "test")
-        other.acquire()
-        other.release()
-    finally:
-        os.close(write)
-        os.waitpid(child, 0)
 
 
 def test_a_lock_file_that_is_a_link_is_refused(tmp_path):

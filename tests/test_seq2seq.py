@@ -254,11 +254,7 @@ def test_devices_do_not_show_in_the_weights(arrays, options):
     "options, told",
     [
         ({"source_vocab_size": 0}, "source_vocab_size=0"),
-        ({"hidden_size": 2.5}, "hidden_size=2.5"),
-        ({"num_layers": True}, "num_layers=True"),
         ({"cell": "rnn"}, "cell='rnn'"),
-        ({"attention": "position"}, "attention='position'"),
-        ({"recurrence": "foreach"}, "recurrence='foreach'"),
         ({"dropout": 1}, "dropout=1"),
         ({"tied": True, "embed_size": 4, "hidden_size": 8}, "embed_size=4 and hidden_size=8"),
     ],

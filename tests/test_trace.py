@@ -287,14 +287,6 @@ def test_the_schedule_shows_a_box_for_each_task(pipeline_trace):
     assert len(shown) == 2 + 8  # the background of each lane, and two forward and two backward tasks of each stage
 
 
-def test_the_schedule_of_a_device_with_several_stages_names_them(tmp_path):
-    trace = mgpu.loop.Trace(tmp_path / "trace.json", warm_up=2, steps=3)
-    trainer = train_pipeline(trace, [[mx.cpu(0), mx.cpu(0)]], micro_batches=1)
-    assert trainer.devices == [mx.cpu(0)]
-    texts = [text.get_text() for text in plot_schedule(trace.path).axes[0].texts]
-    assert texts and set(texts) <= {"0:0", "1:0"}
-
-
 def test_a_schedule_that_is_not_there(pipeline_trace, tmp_path):
     trace = mgpu.loop.Trace(tmp_path / "trace.json", warm_up=2, steps=2)
     train(trace, [mx.cpu(0)], batches=5)

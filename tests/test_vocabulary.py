@@ -112,14 +112,9 @@ def test_all_letters_of_korean_text_are_covered_and_rare_syllables_on_demand():
     [
         (["a"], {"kind": "letters"}, "kind='letters'"),
         ([], {"kind": "words"}, "no text"),
-        (["  "], {"kind": "words"}, "no text"),
         (["a"], {"kind": "words", "size": 4}, "size=4"),
-        (["a"], {"kind": "words", "size": 5.5}, "size=5.5"),
         ("a text", {"kind": "words"}, "texts='a text'; expected sentences"),
-        (5, {"kind": "words"}, "texts=5; expected sentences"),
         (["a"], {"character_coverage": 1.5}, "character_coverage=1.5"),
-        (["a"], {"character_coverage": 0.5}, "character_coverage=0.5"),
-        (["a"], {"character_coverage": "all"}, "character_coverage='all'"),
     ],
 )
 def test_bad_arguments_are_told(texts, options, told):

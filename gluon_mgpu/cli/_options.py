@@ -11,11 +11,11 @@ import click
 
 
 class Real(click.FloatRange):
-    """Finite numbers in a range: click also takes inf and nan, which no comparison refuses."""
+    """Finite numbers in a range, in ASCII: click also takes other digits, and inf and nan, which no comparison refuses."""
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> float:
         number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
+        if not math.isfinite(number) or isinstance(value, str) and not value.isascii():
             self.fail(f"got {value!r}; expected a finite number.", param, ctx)
         return number
 

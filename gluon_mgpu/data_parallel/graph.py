@@ -114,7 +114,9 @@ def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
 
 def nesting_of(data: Any) -> Any:
     """Return what two shards of the same nesting have in common."""
-    return None if is_device_array(data) or data is None else tuple(path for path, _ in leaves(data))
+    if data is None:
+        return "none"
+    return None if is_device_array(data) else tuple(path for path, _ in leaves(data))
 
 
 def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
@@ -149,6 +151,8 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     names = [symbol.name for symbol in data]
     symbol = heads
     if loss is not None:
+        if y is None:
+            raise NotCompilableError("the batch has no labels")
         labels: List[str] = []
 
         def variable(_: str, leaf: Array) -> Any:

@@ -294,7 +294,9 @@ class TrainStep:
             for one in self._in_flight.popleft():
                 one.wait_to_read()
         numbers = passes.shard_numbers(len(outputs))
-        return Batch(outputs, ys, losses, plan.num_examples, own_units, numbers)
+        return Batch(
+            outputs, ys, losses, plan.num_examples, own_units, numbers, plan if passes.is_compiled and plan.parts else None
+        )
 
     def _begin(self, plan: Plan, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""

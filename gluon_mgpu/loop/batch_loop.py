@@ -100,6 +100,10 @@ def run_epoch(
     return BatchLoop(run_batch, sums, options).run(data_iter)
 
 
+# Iterators whose batches each have memory of their own.
+_OWN_MEMORY = (list, tuple, mx.gluon.data.DataLoader)
+
+
 class BatchLoop:
     """One pass over the data: queues batches, waits for the oldest and adds up its metrics.
 
@@ -144,6 +148,7 @@ class BatchLoop:
             The message names the step and the device.
         """
         options, vote, stopped = self._options, StopVote(), 0
+        self._copies_labels = not isinstance(data_iter, _OWN_MEMORY)  # else its next batch may be written into this one's arrays
         options.on_phase("data")
         for step, item in enumerate(batches_of(data_iter), options.first_step):
             options.on_phase("dispatch")
@@ -194,7 +199,7 @@ class BatchLoop:
             batch = self._run_batch(X, y)
         except (StepError, mx.MXNetError) as error:
             raise _named(operation, step, error, _WRONG_DATA) from (error.__cause__ or error)
-        self._queued.append((step, _with_own_labels(batch, y)))
+        self._queued.append((step, _with_own_labels(batch, y) if self._copies_labels else batch))
 
     def _wait_for_oldest(self) -> None:
         _, batch = self._queued[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field
-from typing import Any, Dict, Hashable, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Hashable, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import Context
@@ -25,6 +25,14 @@ Part = Dict[str, Tuple[float, int]]  # a sum and a count for each metric
 
 
 Form = Tuple[Hashable, ...]  # of losses, or of shards for the metrics: what arrays must have in common to be joined
+
+
+class About(NamedTuple):
+    """What is known of a shard: its place, what it can be joined with (None: nothing), and its elements."""
+
+    place: Place
+    form: Optional[Form]
+    size: int
 
 
 @dataclass
@@ -62,6 +70,7 @@ class DeviceSums:
         self._metrics = named_metrics(metrics)
         self._joined = {name: metric for name, metric in self._metrics.items() if getattr(metric, "joins_shards", False)}
         self._num_shards = num_shards
+        self._known: Dict[Hashable, About] = {}  # by the plan of a batch
         self._held: Dict[Place, Held] = {}
         self._sums: Dict[Tuple[Place, str], Array] = {}
         self._counts: Dict[Tuple[Place, str], int] = {}
@@ -73,7 +82,8 @@ class DeviceSums:
         if batch.losses and batch.num_units is not None:  # the mean is over the units that the loss counts, not over its elements
             self._count("loss", None, batch.num_units - sum(losses.size for losses in batch.losses))
         for i, losses in enumerate(batch.losses):
-            self._hold(self._place(batch, i, losses), ("loss", losses.shape[1:], losses.dtype), losses.detach())
+            about = self._about(batch, i, losses)
+            self._hold(about, losses if batch.plan else losses.detach())
 
     def add(self, name: str, value: Array, count: int) -> None:
         """Add a sum over `count` things: an array of one element, on any device; with virtual shards, equal in all processes."""
@@ -136,20 +146,36 @@ class DeviceSums:
         return 0 if batch.shard_numbers is None else batch.shard_numbers[i]
 
     def _add_shard(self, batch: Batch, i: int, output: Any, label: Any) -> None:
-        form = _form_of(output, label) if self._joined else None
-        if form is not None:
-            self._hold(self._place(batch, i, output), form, output.detach(), label.detach())
-        place = None if self._num_shards is None else self._place(batch, i, output)
+        about = self._about(batch, i, output, label)
+        if about.form is not None and self._joined:
+            pair = (output, label) if batch.plan else (output.detach(), label.detach())
+            self._hold(about, *pair)
         for name, metric in self._metrics.items():
-            if form is None or name not in self._joined:
-                self._apply(name, metric, output, label, place)
+            if about.form is None or name not in self._joined:
+                self._apply(name, metric, output, label, None if self._num_shards is None else about.place)
 
-    def _hold(self, place: Place, form: Form, *arrays: Array) -> None:
+    def _about(self, batch: Batch, i: int, array: Any, label: Any = None) -> About:
+        """Return what is known of a shard's losses, or with a label of its output: of compiled batches, decided once a plan."""
+        key = batch.plan, i, label is None
+        found = self._known.get(key) if batch.plan else None
+        if found is None:
+            form = ("loss", array.shape[1:], array.dtype) if label is None else _form_of(array, label)
+            place = self._place(batch, i, array) if form or self._num_shards is not None else None
+            found = About(place, form, array.size if form else 0)
+            if batch.plan:
+                self._known[key] = found
+        return found
+
+    def _hold(self, about: About, *arrays: Array) -> None:
         """Hold arrays, and join those of this place if there are many."""
-        held = self._held.setdefault(place, Held())
+        place, form, size = about
+        held = self._held.get(place)
+        if held is None:
+            held = self._held[place] = Held()
+        assert form is not None, "the caller has asked"
         held.arrays.setdefault(form, []).append(arrays)
         held.num_shards += 1
-        held.num_bytes += 8 * arrays[0].size
+        held.num_bytes += 8 * size
         if held.num_shards >= _MOST_SHARDS or held.num_bytes >= _MOST_BYTES:
             self._join(place)
 

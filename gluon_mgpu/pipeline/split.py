@@ -15,7 +15,7 @@ from mxnet import autograd, gluon
 from ..checks import explaining, instance, one_of, short, whole_number
 from ..data_parallel.graph import NotCompilableError, trace
 from ..data_parallel.sharding import split_and_load
-from ..distributed import group
+from ..distributed import group, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_float, num_bytes
 from ..trainer.parameters import blocks_of, devices_of
@@ -67,7 +67,8 @@ def split_stages(
     instance("split_stages", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     whole_number("split_stages", "num_stages", num_stages, advice="Pass the number of devices.")
     one_of("split_stages", "balance", balance, BALANCES, advice="'time' measures the layers.")
-    (X,) = split_and_load(sample, devices_of(net)[:1])
+    with own_batches():  # in a job too, each process has the whole sample
+        (X,) = split_and_load(sample, devices_of(net)[:1])
     expected, advice = "features of one micro-batch", "Pass X of a batch."
     refused = explaining("split_stages", "a sample that the network does not accept", expected, advice=advice)
     with refused, autograd.pause(train_mode=False):

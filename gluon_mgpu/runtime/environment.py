@@ -191,8 +191,7 @@ def _set_engine() -> None:
         return
     if _mxnet_was_first:  # it may have started its engine, and openmp_threads.py must not read another value
         logger.warning(
-            "import gluon_mgpu: got an mxnet that was imported before; expected gluon_mgpu first, so that GLUON_MGPU_DEBUG takes "
-            "effect. Write import gluon_mgpu above import mxnet."
+            "Write import gluon_mgpu above import mxnet: it was imported before, so that GLUON_MGPU_DEBUG has no effect."
         )
         return
     os.environ["MXNET_ENGINE_TYPE"] = openmp_threads.SERIAL_ENGINE

@@ -36,7 +36,7 @@ logger = logging.getLogger("gluon_mgpu")
 _GRAD = attrgetter("_grad")
 _EACH_DEVICE = "calls of mgpu.backward on one device each"
 _IDLE = "an earlier batch on devices that a split left idle"
-_EMPTY = "an earlier pass than one without examples in this process"
+_EMPTY = "a pass before one without examples in this process"
 _MOST_NAMES = 5  # in an error
 Table = np.ndarray  # of bool: one element for each parameter with a gradient and each of its replicas
 
@@ -247,6 +247,8 @@ class Gradients:
             return fresh
         if self._is_lost:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
+        if self._doubt == _EMPTY:
+            raise refusal("Trainer.step", "several processes", "several passes before a step")
         doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
         if doubt:
             raise TrainerError(

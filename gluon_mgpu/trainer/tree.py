@@ -102,6 +102,7 @@ class TreeSum:
 
     def use(self, slabs: List[Slab]) -> List[List[Array]]:
         """Let the sums be those of these gradients, and return them: a list for each device."""
+        self._give_back()  # of a batch that an exception has stopped
         if slabs is not self._latest:
             self._latest = slabs
             self._targets = [[slab.gradients[i].as_nd_ndarray() for slab in slabs] for i in range(len(self._contexts))]

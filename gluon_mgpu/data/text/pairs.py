@@ -151,7 +151,7 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
         if len(fields) <= max(columns) and line.strip():
             raise DataError(
                 f"read_tsv: got {len(fields)} columns in {path} line {number}; expected {max(columns) + 1} or more, with tabs "
-                "between them. Check this line, and the numbers of the columns, counted from 0."
+                "between them. Write a source, a tab and its translation in each line."
             )
         rows.append((fields[source_column], fields[target_column]) if len(fields) > max(columns) else ("", ""))
     return _paired("read_tsv", rows, (f"{path} column {source_column}", f"{path} column {target_column}"), keep_empty)

@@ -33,7 +33,7 @@ html_theme = "furo"
 html_title = f"gluon_mgpu {release}"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
-pygments_style = "sphinx"
+pygments_style = "default"
 pygments_dark_style = "monokai"
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b6e6e", "color-brand-content": "#0b6e6e"},

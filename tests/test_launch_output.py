@@ -57,6 +57,7 @@ def test_a_long_traceback_keeps_both_ends(log):
     log, _ = log
     lines = ["Traceback (most recent call last):", *(f"  frame {i}" for i in range(100)), "ValueError: " + "x" * 1000]
     log.write("\n".join(["before", *lines]).encode(), 1)  # the last line is not complete
+    log.close()
     found = log.last_lines()
     assert len(found) == 40
     assert found[:10] == lines[:10] and found[10] == "..." and found[11:39] == lines[-29:-1]

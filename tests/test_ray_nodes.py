@@ -217,7 +217,7 @@ def test_the_job_continues_without_a_lost_machine_and_takes_it_when_it_returns(j
     (jobs.folder / "go1").touch()
     assert jobs.end(launcher) == 0, jobs.err
     assert "[1] begins after step 6 on 2 at restart 2" in jobs.out
-    assert "continuing with 1 of 2 machines" in jobs.err
+    assert "waiting for 1 of 2 machines" in jobs.err
     assert jobs.weights(0) == jobs.weights(1)
     for name, weight in jobs.weights().items():
         np.testing.assert_allclose(weight, alone[name], rtol=0, atol=1e-5)

@@ -36,7 +36,7 @@ class Horovod:
     MissingExtraError
         Horovod is not installed, or was built without MXNet.
     ProcessError
-        Horovod reports another rank or number of processes, or could not connect them.
+        Horovod could not connect the processes.
 
     Source: Sergeev, Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018; Patarasuk, Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
@@ -54,13 +54,6 @@ class Horovod:
                 f"Trainer: got {last_line(error)} from Horovod; expected a connection to all processes of the job. Start "
                 "them with gluon-mgpu launch --backend horovod, or horovodrun."
             ) from error
-        found = (self._hvd.rank(), self._hvd.size())
-        if found != (process.rank, process.num_processes):
-            raise ProcessError(
-                f"Trainer: got rank {found[0]} of {found[1]} from Horovod; expected {process.rank} of "
-                f"{process.num_processes}, as in "
-                "the environment. Start the program once, with gluon-mgpu launch --backend horovod, or horovodrun."
-            )
         self._on_gpu = bool(self._hvd.nccl_built())
         self._num_sums = 0
         self._is_half = False

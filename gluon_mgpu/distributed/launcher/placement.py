@@ -44,7 +44,7 @@ def placement(environ: Mapping[str, str]) -> Placement:
     if "PMI_SIZE" in environ:
         return Placement(*_rank(environ, "PMI_SIZE", "PMI_RANK"))
     if environ.get("SLURM_NNODES", "1") != "1":
-        raise _wrong(environ, "SLURM_NNODES", "a step of srun")
+        raise _error(environ, "SLURM_NNODES", "a step of srun")
     return Placement(1, 0)
 
 
@@ -53,23 +53,23 @@ def _slurm_step(environ: Mapping[str, str]) -> Placement:
     if count == 1:
         return Placement(1, 0)
     if environ.get("SLURM_STEP_NUM_NODES") != str(count):
-        raise _wrong(environ, "SLURM_STEP_NUM_TASKS", "one launcher on each machine, which starts the processes")
+        raise _error(environ, "SLURM_STEP_NUM_TASKS", "one launcher on each machine, which starts the processes")
     first = _FIRST_HOST.match(environ.get("SLURM_STEP_NODELIST", ""))
     if first is None:
-        raise _wrong(environ, "SLURM_STEP_NODELIST", "host names such as gpu[01-03,7]")
-    numbers = [environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    number = sum(int(text) for text in numbers if text.isascii() and text.isdigit()) % _JOBS
+        raise _error(environ, "SLURM_STEP_NODELIST", "host names such as gpu[01-03,7]")
+    digits = [re.sub("[^0-9]", "", environ.get(name, "")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    number = sum(int(text or 0) for text in digits) % _JOBS
     return Placement(count, rank, (re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group()), _PORT + number * _PORTS))
 
 
 def _rank(environ: Mapping[str, str], size: str, rank: str) -> Tuple[int, int]:
     texts = environ[size], environ.get(rank, "")
     if not all(re.fullmatch(r"[0-9]{1,9}", text) for text in texts) or int(texts[1]) >= int(texts[0]):
-        raise _wrong(environ, rank, f"a rank below {size}={texts[0]!r}")
+        raise _error(environ, rank, f"a rank below {size}={texts[0]!r}")
     return int(texts[0]), int(texts[1])
 
 
-def _wrong(environ: Mapping[str, str], name: str, expected: str) -> LaunchError:
+def _error(environ: Mapping[str, str], name: str, expected: str) -> LaunchError:
     return LaunchError(
         f"launch: got {name}={environ.get(name, '')[:200]!r}; expected {expected}. Write srun --ntasks-per-node=1 gluon-mgpu "
         "launch -n ..., or pass --nodes, --node-rank and --master."

@@ -58,7 +58,7 @@ def test_variables_that_cannot_be(name, value):
     [("node7", "node7"), ("a,b", "a"), ("n[098-101]", "n098"), ("n[1,3-4]-ib,x", "n1-ib"), ("r[1-2]n[8-9].org", "r1n8.org")],
 )
 def test_node_lists(text, first):
-    assert placement({**STEP, "SLURM_STEP_NODELIST": text}).master[0] == first
+    assert placement({**STEP, "SLURM_STEP_NODELIST": text})[2][0] == first
 
 
 STEP = {

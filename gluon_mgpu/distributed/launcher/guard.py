@@ -26,7 +26,6 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Set
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
 _SIGNALS = PASSED_ON | {signal.SIGCHLD, signal.SIGCONT}
-_NOT_FOUND = 127 << 8  # the wait status of shells
 
 
 class Stat(NamedTuple):
@@ -95,15 +94,15 @@ def main(arguments: Sequence[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         child = _start(command)
-        status = _NOT_FOUND if child is None else _wait(child.pid, int(parent))
+        status = _wait(child.pid, int(parent))
         with suppress(BrokenPipeError):  # the launcher has gone
             os.write(int(report), b"%.6f %d" % (time.monotonic(), status))
     finally:
         kill_descendants()
 
 
-def _start(command: List[str]) -> Optional[subprocess.Popen]:
-    """Start the program in a new session; return None if it cannot be run."""
+def _start(command: List[str]) -> subprocess.Popen:
+    """Start the program in a new session."""
     guard = os.getpid()
 
     def prepare() -> None:
@@ -112,14 +111,7 @@ def _start(command: List[str]) -> Optional[subprocess.Popen]:
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
-    try:
-        return subprocess.Popen(command, preexec_fn=prepare, start_new_session=True)
-    except OSError as error:
-        print(
-            f"gluon-mgpu launch: got {command[0]!r}: {error.strerror}; expected a program that can be run. Check the file.",
-            file=sys.stderr,
-        )
-        return None
+    return subprocess.Popen(command, preexec_fn=prepare, start_new_session=True)
 
 
 def _wait(child: int, parent: int) -> int:

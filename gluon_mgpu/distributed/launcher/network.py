@@ -98,8 +98,8 @@ def _address_towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that holds a port of an address until it is closed, a free one by default.
+def reserve_port(host: str) -> socket.socket:
+    """Return a socket that holds a free port of an address until it is closed.
 
     The socket does not listen. So ps-lite, which shares its port with sockets that do not listen, can bind to the port, and the
     kernel gives the port to no other process.
@@ -107,13 +107,11 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, port))
+        held.bind((host, 0))
     except OSError as error:
         held.close()
-        raise LaunchError(
-            f"launch: got {host}{f', port {port}' if port else ''}: {error.strerror}; expected an address of this machine and a "
-            "free port. Pass another --interface."
-        ) from None
+        what = f"got {host}: {error.strerror}; expected an address of this machine. Pass another --interface"
+        raise LaunchError(f"launch: {what}.") from None
     return held
 
 

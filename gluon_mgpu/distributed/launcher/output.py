@@ -96,9 +96,7 @@ class Log:
         lines = list(self._kept)
         begins = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         shown = lines[begins[-1] :] if begins else lines[-10:]
-        if len(shown) > _SHOWN:  # a traceback ends with the error and begins with the outermost call: keep both ends
-            shown = [*shown[: _SHOWN // 4], "...", *shown[-_SHOWN + _SHOWN // 4 + 1 :]]
-        return [line[:_WIDTH] for line in shown]
+        return [line[:_WIDTH] for line in shown[-_SHOWN:]]
 
     def _show(self, lines: List[bytes], stream: int) -> None:
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]

@@ -25,12 +25,12 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ...errors import last_line
 from ...runtime.environment import require
-from ..process import LaunchError, exit_code_of
+from ..process import LaunchError
 from . import guard
-from .network import parse_master, reserve_port
+from .network import parse_master
 from .output import Output
-from .started import ASKED
-from .supervisor import Signals, job_output
+from .started import ASKED, Failure
+from .supervisor import Signals, job_output, restart_on_failure
 
 _PORTS = (20_000, 32_000)  # above Ray's own, below those that Linux gives to clients
 _POLL_S = 0.2
@@ -47,15 +47,9 @@ class Actor:
     The kernel kills the launcher with the thread that started it: this thread lives as long as the actor.
     """
 
-    def address(self, num_ports: int) -> Tuple[str, int]:
-        """Return the address of this machine in the cluster, and the first of `num_ports` free ports."""
-        host = str(require("ray.util", "ray", "launch").get_node_ip_address())
-        while True:
-            first = random.randrange(_PORTS[0], _PORTS[1] - num_ports)
-            with ExitStack() as stack, suppress(LaunchError):
-                for port in range(first, first + num_ports):
-                    stack.enter_context(reserve_port(host, port))
-                return host, first
+    def address(self) -> Tuple[str, int]:
+        """Return the address of this machine in the cluster, and a port that is probably free like those after it."""
+        return str(require("ray.util", "ray", "launch").get_node_ip_address()), random.randrange(*_PORTS)
 
     def start(self, arguments: Sequence[str], environ: Dict[str, str], folder: str) -> Polled:
         """Start the launcher; return its first output."""
@@ -148,27 +142,17 @@ class RayJob:
         self._output: Output = job_output(log_dir)
         try:
             with Signals() as self._signals, redirect_stdout(sys.stderr):  # now: Ray has set its handlers; it prints messages
-                code, cause = self._run_attempts()
+                return restart_on_failure(self._attempt, self.max_restarts, self._signals, self._output)
         finally:
             self._ray.shutdown()
-        if code:
-            self._output.report(f"{cause}.\nThe logs are in {self._output.folder}.")
-        return code
 
-    def _run_attempts(self) -> Tuple[int, str]:
-        restart = 0
-        while True:
-            with ExitStack() as stack:
-                try:
-                    code, cause = self._poll_until_end(*self._gather(restart, stack), restart)
-                except self._ray.exceptions.RayError as error:
-                    code, cause = 1, f"lost a machine at the start: {last_line(error)}"
-            if self._signals.first:
-                return exit_code_of(self._signals.first), f"ended by {signal.Signals(self._signals.first).name}"
-            if code == 0 or code in ASKED or restart == self.max_restarts:
-                return code, cause
-            restart += 1
-            self._output.report(f"{cause}. Restart {restart} of {self.max_restarts}")
+    def _attempt(self, restart: int) -> Optional[Failure]:
+        """Run the job once; return the failure of the first machine that failed."""
+        with ExitStack() as stack:
+            try:
+                return self._poll_until_end(*self._gather(restart, stack), restart)
+            except self._ray.exceptions.RayError as error:
+                return Failure(f"lost a machine at the start: {last_line(error)}.", 1)
 
     def _gather(self, restart: int, stack: ExitStack) -> Tuple[List[Any], List[Tuple[str, int]]]:
         """Start an actor on as many machines as there are; return the actors and their addresses, none after a signal."""
@@ -189,7 +173,7 @@ class RayJob:
                 stack.callback(groups.remove_placement_group, group)
                 places = [{"placement_group": group, "placement_group_bundle_index": rank} for rank in range(count)]
                 actors = [actor_type.options(**place).remote() for place in places]
-                addresses = [actor.address.remote(count + 2) for actor in actors]  # a port each, and two on node 0
+                addresses = [actor.address.remote() for actor in actors]
             ready, _ = self._ray.wait(addresses, num_returns=count, timeout=_POLL_S)
             if self._signals.first:
                 return [], []
@@ -200,9 +184,9 @@ class RayJob:
             f"{self.num_nodes}. Compare with ray status; start Ray on more machines, or pass a smaller -n or --min-nodes."
         )
 
-    def _poll_until_end(self, actors: List[Any], addresses: List[Tuple[str, int]], restart: int) -> Tuple[int, str]:
-        """Run the job once; return the exit code of the first machine that fails, and the cause."""
-        code, cause, polls = 0, "", {}
+    def _poll_until_end(self, actors: List[Any], addresses: List[Tuple[str, int]], restart: int) -> Optional[Failure]:
+        first: Optional[Failure] = None
+        polls = {}
         environ = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         for rank, (actor, (host, _)) in enumerate(zip(actors, addresses)):
             placed = ["--nodes", len(addresses), "--node-rank", rank, "--master", "{}:{}".format(*addresses[0])]
@@ -215,18 +199,18 @@ class RayJob:
                 rank = polls.pop(poll)
                 name = f"node {rank} ({addresses[rank][0]})"
                 try:
-                    (output, status), failure = self._ray.get(poll), f"the launcher of {name} failed"
+                    (output, status), what = self._ray.get(poll), f"the launcher of {name} failed."
                 except self._ray.exceptions.RayError as error:
-                    output, status, failure = [], 1, f"lost {name}: {last_line(error)}"
+                    output, status, what = [], 1, f"lost {name}: {last_line(error)}."
                 for stream, data in enumerate(output):
                     self._output.show(data, stream)
                 if status is None:
                     polls[actors[rank].poll.remote()] = rank
-                elif status and not code:
-                    code, cause = status, failure
-                    if code not in ASKED and not self._signals.first:
+                elif status and first is None:
+                    first = Failure(what, status, can_restart=status not in ASKED)
+                    if first.can_restart and not self._signals.first:
                         signals.append(signal.SIGKILL)  # the guards of the other launchers stop their programs
             for signum in signals:
                 for rank in polls.values():
                     actors[rank].signal.remote(signum)
-        return code, cause
+        return first

@@ -91,7 +91,9 @@ class Started:
         """Check whether the program and its guard have ended."""
         if self.gone or self._popen.poll() is None:
             return
-        report = os.read(self._report, _READ).split() or (time.monotonic(), signal.SIGKILL)  # the guard was killed
+        code = self._popen.returncode
+        own = (time.monotonic(), -code if code < 0 else code << 8)  # of a guard that was killed, or could not run the program
+        report = os.read(self._report, _READ).split() or own
         self.ended_at, self.status = float(report[0]), int(report[1])
         os.close(self._report)
         self.end_input()

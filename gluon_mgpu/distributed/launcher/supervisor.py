@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence
 
 from ..process import exit_code_of
 from . import guard
@@ -96,35 +96,13 @@ class Supervisor:
     def __init__(self, job: Job, signals: Signals, output: Output) -> None:
         self._job, self._signals, self._output = job, signals, output
         self._host, self._root = find_addresses(job)
+        self._slots: List[int] = []  # the numbers of the processes that have failed
         self._started: List[Started] = []
         self._woken = threading.Event()  # an output has ended
 
-    def run(self) -> Tuple[int, str]:
-        """Run the job; return the exit code, and its cause if the code is not 0."""
-        restart, slot = 0, -1  # the number of the process that has failed in the last attempt
-        while True:
-            failure = self._attempt(restart)
-            first, job = self._signals.first, self._job
-            if first:
-                return exit_code_of(first), f"ended by {signal.Signals(first).name}"
-            if failure is None:
-                return 0, ""
-            if restart == job.max_restarts or not failure.can_restart:
-                return failure.code, failure.cause
-            self._output.report(failure.cause)
-            count = job.num_processes
-            if failure.slot == slot >= 0 and 0 < job.min_processes < count:  # the same one has failed twice in a row
-                count, slot = count - 1, -1
-                self._output.report(f"one process fewer: {count} in all")
-            else:
-                slot = failure.slot
-            restart += 1
-            self._job = replace(job, num_processes=count, restart=job.restart + 1)
-            self._output.report(f"restart {restart} of {job.max_restarts}")
-
-    def _attempt(self, restart: int) -> Optional[Failure]:
+    def attempt(self, restart: int) -> Optional[Failure]:
         """Run all processes once; return the first failure."""
-        job = self._job
+        job = self._job = self._next() if restart else self._job
         with ExitStack() as stack:
             if job.master:
                 port = job.master[1] + restart * (job.num_nodes + 2)  # late messages of an earlier attempt do not reach it
@@ -133,17 +111,26 @@ class Supervisor:
             try:
                 self._started = []
                 wanted = tasks(job, self._host, (self._root, port))
-                watches = [task for task in wanted if task.name in WATCHES]
-                failure = self._run(watches, self._have_all_joined) if watches else None
-                failure = failure or self._run(wanted[len(watches) :], self._have_all_ended)
+                first = next(at for at, task in enumerate(wanted) if task.name not in WATCHES)
+                failure = self._run(wanted[:first], self._have_all_joined) if first else None
+                failure = failure or self._run(wanted[first:], self._have_all_ended)
                 if failure is not None:
                     self._stop_workers(failure)
                 elif job.num_nodes > 1 and not job.node_rank:
                     time.sleep(_LINGER_S)
+                self._slots.append(failure.slot if failure else -1)
                 return failure
             finally:  # leave nothing running, whatever happened
                 guard.kill_descendants()
                 self._poll()
+
+    def _next(self) -> Job:
+        """Return the job of the next attempt: with one process fewer if the same one has failed twice in a row."""
+        job, count, slots = self._job, self._job.num_processes, self._slots
+        if slots[-2:] == 2 * slots[-1:] and slots[-1] >= 0 and 0 < job.min_processes < count:
+            count, self._slots = count - 1, []
+            self._output.report(f"one process fewer: {count} in all")
+        return replace(job, num_processes=count, restart=job.restart + 1)
 
     def _run(self, wanted: Sequence[Task], is_done: Callable[[], bool]) -> Optional[Failure]:
         """Start processes, and poll all until something is done; return the first failure."""
@@ -169,9 +156,9 @@ class Supervisor:
 
     def _have_all_ended(self) -> bool:
         """Report when the workers of this machine have ended; return whether those of all machines have."""
-        watches = [one for one in self._started if one.task.name == MACHINES]
         if self._workers_left():
             return False
+        watches = [one for one in self._started if one.task.name == MACHINES]
         for watch in watches:
             watch.end_input()
         return all(watch.gone for watch in watches)
@@ -226,10 +213,24 @@ def run_job(job: Job) -> int:
     output = job_output(job.log_dir)
     guard.adopt_orphans()  # if a guard is killed, its program's children become ours
     with Signals() as signals:
-        code, cause = Supervisor(job, signals, output).run()
-    if code:
-        output.report(f"{cause}\nThe logs are in {output.folder}.")
-    return code
+        return restart_on_failure(Supervisor(job, signals, output).attempt, job.max_restarts, signals, output)
+
+
+def restart_on_failure(attempt: Callable[[int], Optional[Failure]], max_restarts: int, signals: Signals, output: Output) -> int:
+    """Attempt a job until it ends well, has been restarted often enough, or gets a signal; return its exit code."""
+    restart = 0
+    while True:
+        failure = attempt(restart)
+        if signals.first:
+            failure = Failure(f"ended by {signal.Signals(signals.first).name}", exit_code_of(signals.first), can_restart=False)
+        if failure is None:
+            return 0
+        if restart == max_restarts or not failure.can_restart:
+            output.report(f"{failure.cause}\nThe logs are in {output.folder}.")
+            return failure.code
+        restart += 1
+        output.report(failure.cause)
+        output.report(f"restart {restart} of {max_restarts}")
 
 
 def job_output(folder: Optional[Path]) -> Output:

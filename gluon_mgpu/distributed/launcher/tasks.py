@@ -7,7 +7,7 @@ import sys
 from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar
 
 from ...runtime.openmp_threads import num_cores
-from ..process import ALONE, HOROVODS, PREFIX
+from ..process import ALONE, HOROVODS
 from .job import Job
 from .network import interface_of
 
@@ -55,14 +55,15 @@ def tasks(job: Job, host: str, root: Tuple[str, int]) -> List[Task]:
     if job.backend == "horovod" and job.num_nodes * job.num_processes > 1:
         if not job.node_rank:
             serving.append(Task("rendezvous", (*_RENDEZVOUS, root[0], str(root[1])), base))
-        base = {**base, **_horovod_environ(root, interface_of(host))}
+        gloo = {"RENDEZVOUS_ADDR": root[0], "RENDEZVOUS_PORT": str(root[1]), "IFACE": interface_of(host)}
+        base = {**base, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+        base.update({f"HOROVOD_GLOO_{name}": value for name, value in gloo.items() if value})
     elif job.num_servers:
         base.update(_store_environ(root, job.num_nodes * job.num_processes, job.num_servers), DMLC_NODE_HOST=host)
-        environ = {name: value for name, value in base.items() if name != f"{PREFIX}DEBUG"}
         if not job.node_rank:
-            serving.append(Task("scheduler", _SERVER, {**environ, "DMLC_ROLE": "scheduler"}))
+            serving.append(Task("scheduler", _SERVER, {**base, "DMLC_ROLE": "scheduler"}))
         for number in range(job.node_rank, job.num_servers, job.num_nodes):
-            serving.append(Task(f"server {number}", _SERVER, {**environ, "DMLC_ROLE": "server"}))
+            serving.append(Task(f"server {number}", _SERVER, {**base, "DMLC_ROLE": "server"}))
         base["DMLC_ROLE"] = "worker"
     return serving + [_worker(job, slot, base) for slot in range(job.num_processes)]
 
@@ -83,17 +84,6 @@ def _store_environ(root: Tuple[str, int], num_workers: int, num_servers: int) ->
         "DMLC_PS_ROOT_PORT": str(root[1]),
         "DMLC_NUM_WORKER": str(num_workers),
         "DMLC_NUM_SERVER": str(num_servers),
-    }
-
-
-def _horovod_environ(root: Tuple[str, int], interface: str) -> Dict[str, str]:
-    """Return the variables of all Horovod processes. Horovod binds to the first address of an interface."""
-    return {
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": root[0],
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(root[1]),
-        **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
     }
 
 

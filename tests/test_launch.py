@@ -16,7 +16,7 @@ from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.network import find_addresses
 from gluon_mgpu.distributed.launcher.program import program_command
 from gluon_mgpu.distributed.launcher.supervisor import run_job
-from gluon_mgpu.distributed.launcher.tasks import shares, tasks
+from gluon_mgpu.distributed.launcher.tasks import tasks
 from gluon_mgpu.runtime import num_cores
 
 from .conftest import assert_house_style
@@ -387,6 +387,12 @@ def test_a_second_ctrl_c_does_not_wait(run, mark):
         kill_when_done(launcher)
 
 
+def test_who_ends_well_while_others_run_on_is_named(run, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._LONG_S", 0.3)
+    assert run("import os, time\ntime.sleep(2 if os.environ['GLUON_MGPU_RANK'] == '0' else 0)") == 0
+    assert run.err.count("rank 1 ended with status 0 0 s ago, and others run on") == 1
+
+
 def test_output_comes_whole(run):
     program = r"""
 import os, sys
@@ -454,7 +460,7 @@ def test_processes_divide_the_threads(run, monkeypatch):
 
 @pytest.mark.parametrize(
     ("gpus", "each", "seen"),
-    [("0123", 0, ["0,1", "2,3"]), ("012", 0, ["0,1", "2"]), ("0123", 1, ["0", "1"]), ("5", 0, ["5", "5"]), ("", 0, [None, None])],
+    [("0123", 0, ["0,1", "2,3"]), ("012", 0, ["0", "1"]), ("0123", 1, ["0", "1"]), ("5", 0, ["5", "5"]), ("", 0, [None, None])],
 )
 def test_gpus_are_shared_out(gpus, each, seen, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -539,11 +545,6 @@ def test_a_worker_runs_a_program_as_python_does(tmp_path, monkeypatch):
         assert done.stdout == f"__main__ [{name!r}] 7 __main__\nTrue\nthe last\n", done.stderr
     told = subprocess.run(failing, capture_output=True, text=True, timeout=60).stderr.splitlines()
     assert told[0].startswith("Traceback") and "program.py" in told[1] and told[-1] == "ZeroDivisionError: division by zero"
-
-
-def test_shares():
-    assert shares(range(7), 3) == [(0, 1, 2), (3, 4), (5, 6)]
-    assert shares([], 2) == [(), ()]
 
 
 def test_programs(tmp_path, monkeypatch):

@@ -46,7 +46,13 @@ class Horovod:
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
         self._process = process
-        self._hvd = _load()
+        try:
+            self._hvd: Any = importlib.import_module("horovod.mxnet")
+        except ImportError as error:
+            raise MissingExtraError(
+                f"Trainer: got no Horovod that works with MXNet ({error}); expected horovod 0.28.1 built for this MXNet. Run "
+                "sh scripts/build_horovod.sh, or launch with --backend dist_sync."
+            ) from error
         self._hvd.init()
         self._on_gpu = bool(self._hvd.nccl_built())
         self._num_sums = 0
@@ -107,13 +113,3 @@ class _RingSum:
             wire.astype(first.dtype, copy=False).copyto(first)
         for other in others:
             first.copyto(other)
-
-
-def _load() -> Any:
-    try:
-        return importlib.import_module("horovod.mxnet")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"Trainer: got no Horovod that works with MXNet ({error}); expected horovod 0.28.1 built for this MXNet. Run "
-            "sh scripts/build_horovod.sh, or launch with --backend dist_sync."
-        ) from error

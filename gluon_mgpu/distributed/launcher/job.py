@@ -97,9 +97,7 @@ class Job:
         """
         if self.backend == "horovod" or self.num_nodes * self.num_processes == 1:
             return 0
-        if self.servers is not None:
-            return self.servers
-        return self.num_nodes if self.num_nodes > 1 else 2
+        return max(2, self.num_nodes) if self.servers is None else self.servers
 
     def process(self, node_rank: int, local_rank: int) -> Process:
         """Return the place of a machine's worker. Ranks count up machine by machine.

@@ -75,10 +75,7 @@ def find_addresses(job: Job) -> Tuple[str, str]:
     LaunchError
         Node 0 cannot be reached at its address.
     """
-    if job.num_nodes == 1 or job.master is None:
-        host = address_of(job.interface or "127.0.0.1")
-        return host, host
-    named = job.master[0]
+    named = job.master[0] if job.master and job.num_nodes > 1 else "127.0.0.1"
     root = address_of(named)
     if job.node_rank:
         return (address_of(job.interface) if job.interface else _address_towards(root)), root

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +45,7 @@ class Output:
 
     def log(self, name: str, restart: int) -> Log:
         """Return the log of one process; each restart writes to a new file."""
-        stem = re.sub(r"[^\w.-]", "-", f"rank-{name}" if name.isdigit() else name)
+        stem = f"rank-{name}" if name.isdigit() else name.replace(" ", "-")
         folder = self.folder / f"restart-{restart}" if restart else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         return Log(folder / f"{stem}.log", f"[{name}] ".encode(), self.show)

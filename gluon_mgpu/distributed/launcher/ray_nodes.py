@@ -38,7 +38,7 @@ _RETURN_S = 10.0  # for a lost machine to return, if the job may continue withou
 _CONNECT_S = 10.0
 _READ = 1 << 24
 _PASSED_ON = ("GLUON_MGPU_", "HOROVOD_", "MXNET_", "OMP_", "PS_", "PYTHON")  # variables that reach the other machines
-Polled = Tuple[List[bytes], Optional[int]]  # new standard output and error, and the exit code at the end
+_Polled = Tuple[List[bytes], Optional[int]]  # new standard output and error, and the exit code at the end
 
 
 class Actor:
@@ -51,7 +51,7 @@ class Actor:
         """Return the address of this machine in the cluster, and a port that is probably free like those after it."""
         return str(require("ray.util", "ray", "launch").get_node_ip_address()), random.randrange(*_PORTS)
 
-    def start(self, arguments: Sequence[str], environ: Dict[str, str], folder: str) -> Polled:
+    def start(self, arguments: Sequence[str], environ: Dict[str, str], folder: str) -> _Polled:
         """Start the launcher; return its first output."""
         guard.adopt_orphans()  # the guards of a launcher that is killed become children of this process
         actor, own = os.getpid(), {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's
@@ -67,7 +67,7 @@ class Actor:
         self._child = subprocess.Popen(command, **options, stdout=out, stderr=err, start_new_session=True, preexec_fn=prepare)
         return self.poll()
 
-    def poll(self) -> Polled:
+    def poll(self) -> _Polled:
         """Wait a moment; return the new output, in whole lines, and the exit code once all output is read."""
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(_POLL_S)

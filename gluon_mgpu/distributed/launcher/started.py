@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from ..process import exit_code_of
 from . import guard
@@ -46,7 +45,7 @@ class Failure(NamedTuple):
 
 
 class Started:
-    """A process with the guard around it, and a thread for its outputs.
+    """A process with the guard around it, and a thread for each of its outputs.
 
     Attributes
     ----------
@@ -79,13 +78,10 @@ class Started:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(report_end)
         self.guard = self._popen.pid
-        self._reader = threading.Thread(target=self._copy, daemon=True)
-        self._reader.start()
-
-    @property
-    def name(self) -> str:
-        """The name of the process, such as "rank 1"."""
-        return f"rank {self.task.name}" if self.task.slot >= 0 else self.task.name
+        pipes = enumerate((self._popen.stdout, self._popen.stderr))
+        self._readers = [threading.Thread(target=self._copy, args=pipe, daemon=True) for pipe in pipes]
+        for reader in self._readers:
+            reader.start()
 
     def poll(self) -> None:
         """Check whether the program and its guard have ended."""
@@ -97,7 +93,8 @@ class Started:
         self.ended_at, self.status = float(report[0]), int(report[1])
         os.close(self._report)
         self.end_input()
-        self._reader.join(_LATE_S)
+        for reader in self._readers:
+            reader.join(_LATE_S)
         self.log.close()
         self.gone = True
 
@@ -123,6 +120,7 @@ class Started:
         where : str, optional
             Follows the name of the process.
         """
+        who = f"rank {self.task.name}{where}" if self.task.slot >= 0 else f"{self.task.name}{where}"
         lines, code = self.log.last_lines(), os.WEXITSTATUS(self.status)
         asked = ASKED.get(code, 0) if self.task.slot >= 0 else 0
         what = f"exited with status {code}"
@@ -132,23 +130,14 @@ class Started:
         elif self.task.name in WATCHES and lines:
             return Failure(lines[-1], 1)
         elif asked:
-            cause = f"{self.name}{where} {what}: a signal has asked it to stop. Start the job again."
+            cause = f"{who} {what}: a signal has asked it to stop. Start the job again."
             return Failure(cause, code, asked=asked, can_restart=False)
-        cause = f"{self.name}{where} {what}, the first of {num_processes} processes to fail. Its log is {self.log.path}"
+        cause = f"{who} {what}, the first of {num_processes} processes to fail. Its log is {self.log.path}"
         cause += "\n  ".join([", its last lines:", *lines]) if lines else "."
         return Failure(cause, code, self.task.slot)
 
-    def _copy(self) -> None:
-        """Write both outputs to the log, in the order of their arrival."""
-        out, err = self._popen.stdout, self._popen.stderr
-        assert out is not None and err is not None
-        with out, err, selectors.DefaultSelector() as selector:
-            for stream, pipe in enumerate((out, err)):
-                selector.register(pipe, selectors.EVENT_READ, stream)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    data = os.read(key.fd, _READ)
-                    self.log.write(data, key.data)
-                    if not data:
-                        selector.unregister(key.fileobj)
+    def _copy(self, stream: int, pipe: IO[bytes]) -> None:
+        with pipe:
+            for data in iter(lambda: os.read(pipe.fileno(), _READ), b""):
+                self.log.write(data, stream)
         self._woken.set()

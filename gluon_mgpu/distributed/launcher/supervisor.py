@@ -35,6 +35,7 @@ _NOT_JOINED = (
 _ROUND_S = 0.1  # the end of an output ends the wait earlier
 _FAILED_S = 5.0  # for the other workers to end after a failure: they have nothing to save together
 _RETURN_S = 60.0  # for the other machines to stop their processes, and to join again
+_LONG_S = 60.0
 _LINGER_S = 1.0  # for the scheduler to let the other machines know that all have ended
 _SAME_S = 0.5  # timeout(1) sends SIGTERM twice: two within this time count as one
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -134,7 +135,7 @@ class Supervisor:
 
     def _run(self, wanted: Sequence[Task], is_done: Callable[[], bool]) -> Optional[Failure]:
         """Start processes, and poll all until something is done; return the first failure."""
-        job, began = self._job, time.monotonic()
+        job, began, is_told = self._job, time.monotonic(), False
         self._started += [Started(task, self._output.log(task.name, job.restart), self._woken) for task in wanted]
         while not self._signals.new:
             self._poll()
@@ -146,6 +147,13 @@ class Supervisor:
                 return first.failure(job.num_processes * job.num_nodes, where)
             if is_done():
                 return None
+            ended = [one for one in self._started if one.task.slot >= 0 and one.gone]
+            if self._workers_left() and ended and not is_told and time.monotonic() - ended[0].ended_at > _LONG_S:
+                is_told = True
+                self._output.report(
+                    f"rank {ended[0].task.name} ended with status 0 {_LONG_S:.0f} s ago, and others run on. If they wait for it, "
+                    "give every process the same number of steps, evaluations and saves. The watchdog of fit ends such a job."
+                )
             patience_s = min(job.join_s, _RETURN_S) if job.restart else job.join_s
             if is_done == self._have_all_joined and time.monotonic() - began > patience_s:
                 return Failure(_NOT_JOINED.format(job.num_nodes, patience_s), 1, can_restart=False)

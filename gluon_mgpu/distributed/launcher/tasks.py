@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar
+from typing import Dict, List, Mapping, NamedTuple, Tuple
 
 from ...runtime.openmp_threads import num_cores
 from ..process import ALONE, HOROVODS
@@ -15,7 +15,6 @@ _SERVER = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.server")
 _RENDEZVOUS = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.rendezvous")
 _WATCH = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.watch")
 WATCHES = MACHINES, HEARTBEATS = "machines", "heartbeats"
-_Thing = TypeVar("_Thing")
 
 
 class Task(NamedTuple):
@@ -95,24 +94,8 @@ def _worker(job: Job, slot: int, base: Mapping[str, str]) -> Task:
         environ["HOROVOD_HOSTNAME"] = f"node{process.node_rank}"
     if count > 1:
         environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
-    gpus = job.gpus
-    if job.gpus_per_process:
-        gpus = gpus[slot * job.gpus_per_process :][: job.gpus_per_process]
-    elif len(gpus) >= count:
-        gpus = shares(gpus, count)[slot]
+    each = job.gpus_per_process or len(job.gpus) // count
+    gpus = job.gpus[slot * each :][:each] or job.gpus
     if gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return Task(str(process.rank), job.program, environ, slot)
-
-
-def shares(things: Sequence[_Thing], count: int) -> List[Tuple[_Thing, ...]]:
-    """Divide things into `count` consecutive shares; the first ones are longer by one if the division leaves a remainder.
-
-    Examples
-    --------
-    >>> shares([0, 1, 2, 3, 4], 2)
-    [(0, 1, 2), (3, 4)]
-    """
-    size, longer = divmod(len(things), count)
-    ends = [i * size + min(i, longer) for i in range(count + 1)]
-    return [tuple(things[begin:end]) for begin, end in zip(ends, ends[1:])]

@@ -68,12 +68,11 @@ class Watch:
         with open(reader, errors="replace") as lines:
             for line in lines:
                 joined = _JOINED.search(line)
-                if joined is None:
-                    continue
-                node_rank = int(joined.group(3)) - int(os.environ["DMLC_PS_ROOT_PORT"]) - 1
-                self._names[int(joined.group(1))] = self._name(node_rank, joined.group(2))
-                if len(self._names) == self._num_nodes:
-                    threading.Thread(target=self._watch, daemon=True).start()
+                if joined:
+                    node_rank = int(joined.group(3)) - int(os.environ["DMLC_PS_ROOT_PORT"]) - 1
+                    self._names[int(joined.group(1))] = self._name(node_rank, joined.group(2))
+                    if len(self._names) == self._num_nodes:
+                        threading.Thread(target=self._watch, daemon=True).start()
 
     def _name(self, node_rank: int, address: str) -> str:
         first = node_rank * self._num_local

@@ -33,7 +33,7 @@ _NOT_JOINED = (
     "--node-rank, and check that node 0 can be reached."
 )
 _ROUND_S = 0.1  # the end of an output ends the wait earlier
-_FAILED_S = 5.0  # for the other workers to end after a failure: they have nothing to save together
+_FAILED_S = 2.0  # for the other workers to end after a failure: they have nothing to save together
 _RETURN_S = 60.0  # for the other machines to stop their processes, and to join again
 _LONG_S = 60.0
 _LINGER_S = 1.0  # for the scheduler to let the other machines know that all have ended
@@ -177,12 +177,13 @@ class Supervisor:
         grace_s = self._job.grace_s if asked else min(self._job.grace_s, _FAILED_S)
         if not asked:
             for one in self._started:
-                if one.task.name == MACHINES:
+                if one.task.name in WATCHES:
                     one.signal(signal.SIGKILL)  # the other machines notice
         signals, deadline = self._signals.take() or [failure.asked or signal.SIGTERM], time.monotonic() + grace_s
         while self._workers_left():
             if time.monotonic() > deadline:
-                self._output.report(f"killing the processes that have not ended after {grace_s:g} s; see --grace")
+                if asked:
+                    self._output.report("killing the processes that have not ended; see --grace")
                 return
             for signum in signals:
                 if signum == signal.SIGKILL:

@@ -33,7 +33,7 @@ _NOT_JOINED = (
     "--node-rank, and check that node 0 can be reached."
 )
 _ROUND_S = 0.1  # the end of an output ends the wait earlier
-_FAILED_S = 2.0  # for the other workers to end after a failure: they have nothing to save together
+_FAILED_S = 1.0  # for the other workers to end after a failure: they have nothing to save together
 _RETURN_S = 60.0  # for the other machines to stop their processes, and to join again
 _LONG_S = 60.0
 _LINGER_S = 1.0  # for the scheduler to let the other machines know that all have ended

@@ -96,10 +96,10 @@ with open(f"{folder}/{rank}.json", "w") as file:
 
 def launched(folder):
     """What the launcher says, and what each of the processes tells that are left."""
-    limits = {"fewest": 2, "max_restarts": 3}
+    options = {"num_processes": 3, "min_processes": 2, "max_restarts": 3}
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_", "HOROVOD_"))}
     done = subprocess.run(
-        launch_command([folder / "train.py", folder, 1], folder / "logs", num_processes=3, limits=limits),
+        launch_command([folder / "train.py", folder, 1], folder / "logs", **options),
         capture_output=True,
         text=True,
         timeout=300,

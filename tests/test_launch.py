@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -13,16 +12,17 @@ from pathlib import Path
 
 import pytest
 from gluon_mgpu.distributed import LaunchError
-from gluon_mgpu.distributed.launcher.job import Job, Limits
-from gluon_mgpu.distributed.launcher.node import _name
-from gluon_mgpu.distributed.launcher.plan import Machine, Plan, _place, shares
+from gluon_mgpu.distributed.launcher.job import Job
+from gluon_mgpu.distributed.launcher.network import find_addresses
 from gluon_mgpu.distributed.launcher.program import program_command
-from gluon_mgpu.distributed.launcher.run import _addresses, make_log_dir, run_job
+from gluon_mgpu.distributed.launcher.supervisor import run_job
+from gluon_mgpu.distributed.launcher.tasks import tasks
+from gluon_mgpu.runtime import num_cores
 
 from .conftest import assert_house_style
 
 PYTHON = (sys.executable, "-S")  # workers that need no packages
-FAST = Limits(grace_s=0.5)
+FAST = {"grace_s": 0.5}
 PACKAGE = Path(__file__).parent.parent / "gluon_mgpu"
 LAUNCHER = f"""
 import json, sys, types
@@ -30,12 +30,9 @@ for name, folder in (("gluon_mgpu", {str(PACKAGE)!r}), ("gluon_mgpu.distributed"
     package = sys.modules[name] = types.ModuleType(name)  # without MXNet, so that it starts at once
     package.__path__ = [folder]
 from pathlib import Path
-from gluon_mgpu.distributed.launcher.job import Job, Limits
-from gluon_mgpu.distributed.launcher import machines
-from gluon_mgpu.distributed.launcher.run import run_job
+from gluon_mgpu.distributed.launcher.job import Job
+from gluon_mgpu.distributed.launcher.supervisor import run_job
 said = json.loads(sys.argv[1])
-said["limits"] = Limits(**said.get("limits", {{}}))
-machines._LIMIT_S = said.pop("limit_s", machines._LIMIT_S)
 said["program"], said["log_dir"] = tuple(said["program"]), Path(said["log_dir"])
 said["master"] = tuple(said["master"]) if "master" in said else None
 sys.exit(run_job(Job(**said)))
@@ -90,11 +87,11 @@ class Runner:
         self.folder, self.capture = folder, capture
         self.logs = folder / "logs"
 
-    def __call__(self, program, *arguments, limits=FAST, **options):
+    def __call__(self, program, *arguments, **options):
         path = self.folder / "program.py"
         path.write_text(program, encoding="utf-8")
-        options = {"num_processes": 2, "servers": 0, **options}
-        code = run_job(Job((*PYTHON, str(path), *map(str, arguments)), log_dir=self.logs, limits=limits, **options))
+        options = {"num_processes": 2, "servers": 0, **FAST, **options}
+        code = run_job(Job((*PYTHON, str(path), *map(str, arguments)), log_dir=self.logs, **options))
         self.out, self.err = (part.decode("utf-8", "replace") for part in self.capture.readouterr())
         return code
 
@@ -102,7 +99,7 @@ class Runner:
         """Start a launcher of its own."""
         path = self.folder / "program.py"
         path.write_text(program, encoding="utf-8")
-        options = {"num_processes": 2, "servers": 0, "limits": vars(FAST), **options}
+        options = {"num_processes": 2, "servers": 0, **FAST, **options}
         options.setdefault("log_dir", str(self.logs))
         said = {"program": [*PYTHON, str(path)], **options}
         command = [sys.executable, "-c", LAUNCHER, json.dumps(said)]
@@ -154,10 +151,11 @@ def test_workers_are_told_who_they_are(run, monkeypatch):
 
 def test_workers_of_a_store_are_told_where_it_is(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    monkeypatch.setenv("GLUON_MGPU_DEBUG", "1")
-    tasks = Machine(("prog",), "10.0.0.2").tasks(Plan(1, 2, 2, 4, ("10.0.0.1", 9000)), 1)
-    assert [task.name for task in tasks] == ["server 1", "server 3", "2", "3"]  # the scheduler is on node 0
-    for task in tasks:
+    job = Job(("prog",), 2, servers=4, num_nodes=2, node_rank=1, master=("10.0.0.1", 9000), restart=1)
+    watch, *found = tasks(job, "10.0.0.2", ("10.0.0.1", 9000))
+    assert [task.name for task in found] == ["server 1", "server 3", "2", "3"]  # the scheduler is on node 0
+    assert watch.name == "machines" and watch.environ["DMLC_PS_ROOT_PORT"] == "9001" and watch.environ["PORT"] == "9003"
+    for task in found:
         assert {name: value for name, value in task.environ.items() if name.startswith("DMLC_")} == {
             "DMLC_ROLE": "worker" if task.slot >= 0 else "server",
             "DMLC_PS_ROOT_URI": "10.0.0.1",
@@ -166,9 +164,9 @@ def test_workers_of_a_store_are_told_where_it_is(monkeypatch):
             "DMLC_NUM_SERVER": "4",
             "DMLC_NODE_HOST": "10.0.0.2",
         }
-        assert ("GLUON_MGPU_DEBUG" in task.environ) == (task.slot >= 0) and task.environ["PYTHONPATH"] == "/mine"
-    assert tasks[2].environ["GLUON_MGPU_LOCAL_RANK"] == "0" and tasks[3].environ["GLUON_MGPU_RANK"] == "3"
-    assert tasks[2].environ["GLUON_MGPU_RESTART"] == "1"
+        assert task.environ["PYTHONPATH"] == "/mine"
+    assert found[2].environ["GLUON_MGPU_LOCAL_RANK"] == "0" and found[3].environ["GLUON_MGPU_RANK"] == "3"
+    assert found[2].environ["GLUON_MGPU_RESTART"] == "1"
 
 
 def test_one_process_has_no_store(run):
@@ -202,6 +200,7 @@ def test_an_exception_ends_all_and_is_the_cause(run, mark):
         ("sys.exit(3)", 3, "exited with status 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), 40)", 168, "was killed by signal 40"),
         (
             "os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(10_000)",
             137,
@@ -277,7 +276,7 @@ def test_grandchildren_end_with_their_worker(run, mark, end):
 
 @pytest.mark.parametrize("killed", ["launcher", "launcher, one guard being stopped", "guard"])
 def test_nothing_is_left_when_the_launcher_or_a_guard_is_killed(run, mark, killed):
-    launcher = run.start(GRANDCHILDREN + "time.sleep(10_000)", limits={"grace_s": 0.5})
+    launcher = run.start(GRANDCHILDREN + "time.sleep(10_000)", grace_s=0.5)
     try:
         assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
         assert len(marked(mark)) == 1 + 2 * 4  # the launcher; guards, workers, children, daemons
@@ -311,7 +310,7 @@ time.sleep(10_000)
     [("SIGINT",) * 2 + (130,), ("SIGTERM",) * 2 + (143,), ("SIGHUP", "SIGINT", 129), ("SIGUSR1",) * 2 + (85,)],
 )
 def test_signals_are_passed_on(run, mark, signum, caught, code):
-    launcher = run.start(CATCH, limits={"grace_s": 1000})
+    launcher = run.start(CATCH, grace_s=1000)
     try:
         assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
         launcher.send_signal(getattr(signal, signum))
@@ -326,8 +325,8 @@ def test_signals_are_passed_on(run, mark, signum, caught, code):
 
 def test_workers_that_ask_to_be_started_again_end_the_job(run, mark):
     """Slurm may send SIGUSR1 to the workers only. A restart on the same machines would be cut off at the time limit."""
-    assert run("import sys; print('started'); sys.exit(85)", limits=Limits(max_restarts=3)) == 85
-    assert "exited with status 85: it has saved. Start the job again" in run.err
+    assert run("import sys; print('started'); sys.exit(85)", max_restarts=3) == 85
+    assert "exited with status 85: a signal has asked it to stop. Start the job again." in run.err
     assert run.log(0).count("started") <= 1 and "restart 1" not in run.err
     assert marked(mark) == []
 
@@ -375,13 +374,8 @@ def test_a_program_that_a_shell_started_gets_its_signals(run, mark):
         kill_when_done(launcher)
 
 
-def test_launches_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    assert [make_log_dir(tmp_path / "launch").name for _ in range(3)] == [f"20260101-000000{end}" for end in ("", "-2", "-3")]
-
-
 def test_a_second_ctrl_c_does_not_wait(run, mark):
-    launcher = run.start(CATCH.replace("sys.exit(0)", "time.sleep(10_000)"), limits={"grace_s": 1000})
+    launcher = run.start(CATCH.replace("sys.exit(0)", "time.sleep(10_000)"), grace_s=1000)
     try:
         assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
         launcher.send_signal(signal.SIGINT)
@@ -393,40 +387,10 @@ def test_a_second_ctrl_c_does_not_wait(run, mark):
         kill_when_done(launcher)
 
 
-def test_a_stopped_worker_is_a_failure(run, mark, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 1000)  # a slow machine may look late
-    program = """
-import os, signal, time
-if os.environ["GLUON_MGPU_RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(10_000)  # for rank 1
-"""
-    assert run(program, limits=Limits(grace_s=0.5, timeout_s=1.5)) == 124
-    assert "rank 1 was stopped (SIGSTOP) for" in run.err
-    assert marked(mark) == []
-
-
-def test_workers_that_all_wait_are_a_failure(run, mark, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 0.0)
-    assert run(SLEEP, limits=Limits(grace_s=0.5, timeout_s=1.0)) == 124
-    assert "no process has computed for" in run.err
-    assert marked(mark) == []
-
-
-def test_who_waits_for_one_that_has_ended_well(run, mark, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 0.0)
-    program = "import os, time\nif os.environ['GLUON_MGPU_RANK'] != '1':\n    time.sleep(10_000)"
-    assert run(program, num_processes=3, limits=Limits(grace_s=0.5, timeout_s=10)) == 124
-    idle_s = re.search("rank 1 ended with status 0, and the others have computed nothing for ([0-9]+) s", run.err).group(1)
-    assert int(idle_s) < 10
-    assert marked(mark) == []
-
-
-def test_who_computes_when_another_has_ended_well_is_left_alone(run, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._SOONER_S", 1.0)
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.node._CHECK_S", 0.2)
-    program = "import os, time\nwhile os.environ['GLUON_MGPU_RANK'] == '1' and time.process_time() < 1.7:\n    pass"
-    assert run(program, limits=Limits(grace_s=0.5, timeout_s=1)) == 0
+def test_who_ends_well_while_others_run_on_is_named(run, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._LONG_S", 0.3)
+    assert run("import os, time\ntime.sleep(2 if os.environ['GLUON_MGPU_RANK'] == '0' else 0)") == 0
+    assert run.err.count("rank 1 ended with status 0 0 s ago, and others run on") == 1
 
 
 def test_output_comes_whole(run):
@@ -458,58 +422,50 @@ sys.exit(6 if rank == "1" and restart < 2 else 0)
 
 
 def test_restarts(run):
-    assert run(RESTART, limits=Limits(grace_s=0.5, max_restarts=3)) == 0
+    assert run(RESTART, max_restarts=3) == 0
     assert [run.log(1, restart) for restart in range(4)] == [f"attempt {i} of 2\n" if i < 3 else "" for i in range(4)]
     assert run.err.count("rank 1 exited with status 6") == 2
     assert "restart 2 of 3" in run.err and "restart 3" not in run.err
 
 
 def test_too_few_restarts(run):
-    assert run(RESTART, limits=Limits(grace_s=0.5, max_restarts=1)) == 6
+    assert run(RESTART, max_restarts=1) == 6
     assert run.log(1, 1) and not run.log(1, 2)
 
 
 def test_elastic_leaves_out_who_keeps_failing(run):
     program = RESTART.replace('rank == "1" and restart < 2', 'rank == "2"')
-    limits = Limits(grace_s=0.5, max_restarts=3, fewest=2)
-    assert run(program, num_processes=3, limits=limits) == 0
+    assert run(program, num_processes=3, max_restarts=3, min_processes=2) == 0
     assert [run.log(2, restart) for restart in range(4)] == ["attempt 0 of 3\n", "attempt 1 of 3\n", "", ""]
     assert run.log(0, 2) == run.log(1, 2) == "attempt 2 of 2\n"
 
 
 def test_elastic_keeps_the_fewest(run):
     program = RESTART.replace('rank == "1" and restart < 2', 'rank == "1"')
-    limits = Limits(grace_s=0.5, max_restarts=3, fewest=2)
-    assert run(program, limits=limits) == 6
+    assert run(program, max_restarts=3, min_processes=2) == 6
     assert [run.log(1, restart) for restart in range(5)] == [f"attempt {i} of 2\n" for i in range(4)] + [""]
 
 
-AFFINITY = "import os\nprint(sorted(os.sched_getaffinity(0)), os.environ.get('OMP_NUM_THREADS'))"
+THREADS = "import os\nprint(os.environ['OMP_NUM_THREADS'])"
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_each_process_has_cores_of_its_own(run, monkeypatch):
+def test_processes_divide_the_threads(run, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cores = sorted(os.sched_getaffinity(0))
-    assert run(AFFINITY) == 0
-    bound = [json.loads(run.log(rank).rpartition(" ")[0]) for rank in range(2)]
-    assert sorted(bound[0] + bound[1]) == cores and abs(len(bound[0]) - len(bound[1])) <= 1
-    assert run.log(0).split()[-1] == "None"
-    assert run(AFFINITY, bind=False) == 0
-    assert run.log(0) == run.log(1) == f"{cores} {max(1, len(cores) // 2)}\n"
+    assert run(THREADS) == 0
+    assert run.log(0) == run.log(1) == f"{max(1, num_cores() // 2)}\n"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert run(AFFINITY, num_processes=len(cores) + 1) == 0
-    assert {run.log(rank) for rank in range(len(cores) + 1)} == {f"{cores} 7\n"}
+    assert run(THREADS) == 0
+    assert run.log(0) == run.log(1) == "7\n"
 
 
 @pytest.mark.parametrize(
     ("gpus", "each", "seen"),
-    [("0123", 0, ["0,1", "2,3"]), ("012", 0, ["0,1", "2"]), ("0123", 1, ["0", "1"]), ("5", 0, ["5", "5"]), ("", 0, [None, None])],
+    [("0123", 0, ["0,1", "2,3"]), ("012", 0, ["0", "1"]), ("0123", 1, ["0", "1"]), ("5", 0, ["5", "5"]), ("", 0, [None, None])],
 )
 def test_gpus_are_shared_out(gpus, each, seen, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    tasks = Machine(("prog",), gpus=tuple(gpus), gpus_per_process=each).tasks(Plan(0, 1, 2, 0, ("127.0.0.1", 1)), 0)
-    assert [task.environ.get("CUDA_VISIBLE_DEVICES") for task in tasks] == seen
+    job = Job(("prog",), 2, servers=0, gpus=tuple(gpus), gpus_per_process=each)
+    assert [task.environ.get("CUDA_VISIBLE_DEVICES") for task in tasks(job, "127.0.0.1", ("127.0.0.1", 1))] == seen
 
 
 HANG_AT_EXIT = """
@@ -591,11 +547,6 @@ def test_a_worker_runs_a_program_as_python_does(tmp_path, monkeypatch):
     assert told[0].startswith("Traceback") and "program.py" in told[1] and told[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_shares():
-    assert shares(range(7), 3) == [(0, 1, 2), (3, 4), (5, 6)]
-    assert shares([], 2) == [(), ()]
-
-
 def test_programs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
@@ -620,8 +571,8 @@ def test_a_program_that_cannot_be_run(run, tmp_path):
     broken = tmp_path / "broken"
     broken.write_bytes(b"\x7fELFnot really")
     broken.chmod(0o755)
-    assert run_job(Job((str(broken),), log_dir=run.logs)) == 127
-    assert b"broken" in run.capture.readouterr().err
+    assert run_job(Job((str(broken),), log_dir=run.logs)) == 1
+    assert b"Exec format error" in run.capture.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -630,35 +581,25 @@ def test_a_program_that_cannot_be_run(run, tmp_path):
 )
 def test_a_master_that_no_other_machine_reaches_is_an_error(monkeypatch, named, interface, is_told):
     """As Debian's /etc/hosts has a machine's own name."""
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.run.address_of", lambda name: "127.0.1.1")
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.network.address_of", lambda name: "127.0.1.1")
     job = Job(("true",), num_nodes=2, master=(named, 9000), interface=interface)
     if not is_told:
-        assert _addresses(job) == ("127.0.1.1", "127.0.1.1")
+        assert find_addresses(job) == ("127.0.1.1", "127.0.1.1")
         return
     with pytest.raises(LaunchError, match="node0, which is 127.0.1.1 on this machine") as raised:
-        _addresses(job)
+        find_addresses(job)
     assert_house_style(raised.value)
-
-
-def test_cores_are_known_where_the_system_tells_little():
-    assert _place(10**6) == (0, 0, 10**6)  # a core without a topology, as in some containers
-
-
-def test_signals_have_names():
-    assert [_name(number) for number in (signal.SIGKILL, signal.SIGSEGV, 40)] == ["SIGKILL", "SIGSEGV", "signal 40"]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"num_nodes": 2},
-        {"backend": "horovod", "servers": 1},
         {"num_nodes": 2, "node_rank": 2, "master": ("127.0.0.1", 1)},
-        {"num_nodes": 2, "master": ("127.0.0.1", 65_530), "limits": Limits(max_restarts=1)},
-        {"num_nodes": 2, "master": ("127.0.0.1", 9000), "limits": Limits(fewest=1)},
+        {"num_nodes": 2, "master": ("127.0.0.1", 9000), "min_processes": 1},
         {"num_nodes": 2, "node_rank": 1, "master": ("no-such-host.invalid", 9000)},
         {"gpus_per_process": 1},
-        {"limits": Limits(fewest=2)},
+        {"min_processes": 2},
         {"interface": "no-such-interface.invalid"},
         {"interface": "192.0.2.1"},
     ],

@@ -39,7 +39,7 @@ def logs(folder):
 
 def test_a_script_and_its_arguments(here):
     result = invoke(
-        "-n", 2, "--servers", 1, "--log-dir", "logs", "--timeout", 30, "train.py", "-n", 7, "--servers", "x", "--", "-y"
+        "-n", 2, "--servers", 1, "--log-dir", "logs", "--grace", 30, "train.py", "-n", 7, "--servers", "x", "--", "-y"
     )
     assert result.exit_code == 0, result.output
     told = [json.loads(text) for text in logs(here / "logs").values()]

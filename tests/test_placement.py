@@ -2,9 +2,9 @@
 
 import pytest
 from gluon_mgpu.distributed import LaunchError, Process, this_process
+from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.network import address_of
 from gluon_mgpu.distributed.launcher.placement import placement
-from gluon_mgpu.distributed.launcher.plan import Plan
 
 from .conftest import assert_house_style
 
@@ -37,12 +37,9 @@ def test_this_process(monkeypatch):
         ("RANK", "\u0663"),
         ("RANK", ""),
         ("RANK", "1" * 5000),
-        ("NUM_PROCESSES", "0"),
         ("NUM_PROCESSES", "two"),
         ("LOCAL_RANK", "2"),
-        ("LOCAL_PROCESSES", "7"),
         ("NODE_RANK", "3"),
-        ("NUM_NODES", "7"),
         ("RESTART", "1.0"),
         ("RESTART", None),
     ],
@@ -53,9 +50,7 @@ def test_variables_that_cannot_be(name, value):
         del environ[f"GLUON_MGPU_{name}"]
     with pytest.raises(LaunchError) as raised:
         this_process(environ)
-    assert f"GLUON_MGPU_{name}" in str(raised.value)
-    with pytest.raises(LaunchError, match="this_process: got environ of type list") as raised:
-        this_process(list(environ.items()))
+    assert_house_style(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +58,7 @@ def test_variables_that_cannot_be(name, value):
     [("node7", "node7"), ("a,b", "a"), ("n[098-101]", "n098"), ("n[1,3-4]-ib,x", "n1-ib"), ("r[1-2]n[8-9].org", "r1n8.org")],
 )
 def test_node_lists(text, first):
-    assert placement({**STEP, "SLURM_STEP_NODELIST": text}).master[0] == first
+    assert placement({**STEP, "SLURM_STEP_NODELIST": text})[2][0] == first
 
 
 STEP = {
@@ -118,13 +113,13 @@ def test_a_place_that_does_not_fit(wrong):
 
 def test_addresses():
     assert address_of("lo") == address_of("localhost") == address_of("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(LaunchError, match="lo"):
+    with pytest.raises(LaunchError, match="no-such-interface"):
         address_of("no-such-interface.invalid")
 
 
 def test_ranks_go_machine_by_machine():
-    plan = Plan(2, 3, 2, 3, ("10.0.0.1", 9000))
-    places = [plan.process(node, local) for node in range(3) for local in range(2)]
+    job = Job(("prog",), 2, num_nodes=3, master=("10.0.0.1", 9000), restart=2)
+    places = [job.process(node, local) for node in range(3) for local in range(2)]
     assert [place.rank for place in places] == [0, 1, 2, 3, 4, 5]
     assert places[5] == Process(5, 6, 1, 2, 2, 3, 2)
     assert all(this_process(place.variables()) == place for place in places)

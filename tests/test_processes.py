@@ -377,12 +377,14 @@ def group_of(backend):
 
 def test_trainers_that_share_a_store_compress_alike():
     calls = []
-    group = group_of(SimpleNamespace(compress=calls.append))
+    group = group_of(SimpleNamespace(compress=calls.append, compression="2bit"))
     for params in ({"type": "2bit"}, {"type": "2bit", "threshold": 0.5}):
         group.compress(params)
-    assert calls == [{"type": "2bit"}]  # the store keeps rounding errors, which a second call would drop
-    with pytest.raises(ProcessError, match="compression_params .*0.25.*as in an earlier trainer"):
+    assert calls == [{"type": "2bit", "threshold": 0.5}]  # the store keeps rounding errors, which a second call would drop
+    with pytest.raises(ProcessError, match="compression_params .*0.25.*the same parameters in all trainers"):
         group.compress({"type": "2bit", "threshold": 0.25})
+    with pytest.raises(ProcessError, match="expected type '2bit'"):
+        group.compress({"type": "fp16"})
 
 
 def test_messages_of_any_length_come_back_and_too_long_ones_are_refused():
@@ -403,11 +405,8 @@ def test_messages_of_any_length_come_back_and_too_long_ones_are_refused():
         group.all_gather_bytes(bytes(2**24 + 1))
 
 
-def test_the_store_of_mxnet_compresses_float32_to_2_bits_only():
+def test_the_store_of_mxnet_compresses_float32_only():
     store = object.__new__(DistSync)
-    store._compression = {}
-    with pytest.raises(ProcessError, match="expected type '2bit'"):
-        store.compress({"type": "1bit"})
     store._compression = {"type": "2bit"}
     with pytest.raises(ProcessError, match="a gradient of float64 and compression_params"):
         store.all_reduce([mx.nd.ones((2,), dtype="float64")], exact=False)

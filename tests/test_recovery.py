@@ -86,7 +86,7 @@ def job(tmp_path_factory):
     script.write_text(BEGIN + textwrap.dedent(PROGRAM))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
     done = subprocess.run(
-        launch_command([script, folder, 1], folder / "logs", limits={"max_restarts": 1}),
+        launch_command([script, folder, 1], folder / "logs", max_restarts=1),
         capture_output=True,
         text=True,
         timeout=200,

@@ -8,7 +8,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.distributed.launcher.supervisor import Grace, Limits, Signals
+from gluon_mgpu.distributed.launcher.supervisor import Signals
 from gluon_mgpu.loop import stop_signals as signals
 from gluon_mgpu.loop.stop_signals import CaughtSignal, Requeue, StopVote, Terminated, catch_signals
 
@@ -161,22 +161,3 @@ def test_the_time_limit_after_sigusr1_leaves_time_to_save(defaults, clock, monke
         signals._note(signal.SIGTERM, None)
         assert (killed, signals.take()) == ([signal.SIGTERM], [signal.SIGKILL])
         caught.signum = 0
-
-
-def test_the_launcher_waits_while_workers_compute(clock):
-    """Five seconds were all that they had, also for steps of a second and large checkpoints."""
-    grace = Grace(Limits(grace_s=60), failed=False)
-    for second in range(590):
-        clock[0] += 1
-        assert not grace.is_over(cpu_s=0.1 * second, num_ended=0)
-    clock[0] += 11
-    assert grace.is_over(cpu_s=100.0, num_ended=0)  # ten times the grace
-
-
-@pytest.mark.parametrize(("ended", "failed", "waits_s"), [(0, False, 62), (1, False, 8), (0, True, 5)])
-def test_the_launcher_does_not_wait_long_for_who_does_nothing(clock, ended, failed, waits_s):
-    """62 s, 8 s where one of them has ended already, 5 s after a failure."""
-    began, grace = clock[0], Grace(Limits(grace_s=60), failed=failed)
-    while not grace.is_over(7.0, ended):
-        clock[0] += 0.5
-    assert clock[0] - began == pytest.approx(waits_s + 0.5)

@@ -11,13 +11,12 @@ from typing import Any, Dict, Optional, Tuple
 
 import click
 
-from ..distributed.launcher.job import Job, Limits
+from ..distributed.launcher.job import BACKENDS, Job
 from ..distributed.launcher.network import parse_master
-from ..distributed.launcher.placement import Placement, placement
-from ..distributed.launcher.plan import BACKENDS
+from ..distributed.launcher.placement import placement
 from ..distributed.launcher.program import program_command
-from ..distributed.launcher.ray_nodes import RayJob, run_with_ray
-from ..distributed.launcher.run import run_job
+from ..distributed.launcher.ray_nodes import RayJob
+from ..distributed.launcher.supervisor import run_job
 from ._options import Real, Whole
 
 _NOT_WITH_RAY = ("node_rank", "master", "interface", "min_processes")  # Ray places the machines
@@ -92,20 +91,12 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     "several.",
 )
 @click.option(
-    "--timeout",
-    type=Real(0),
-    default=300.0,
-    show_default=True,
-    help="Seconds for which a process may be stopped, and for which all of a machine may be idle (a tenth of it once one has "
-    "finished), before they count as hung. 0: no limit.",
-)
-@click.option(
     "--grace",
     type=Real(0, min_open=True),
-    default=60.0,
+    default=120.0,
     show_default=True,
-    help="After Ctrl-C or SIGTERM: seconds for which processes may be idle (a tenth of it once one has finished) before they are "
-    "killed. They may take ten times as long in total, to finish their batch and save. A second signal kills immediately.",
+    help="After Ctrl-C or SIGTERM: seconds in which processes may finish their batch and save, before they are killed. A second "
+    "signal kills immediately.",
 )
 @click.option(
     "--join-timeout",
@@ -113,12 +104,6 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     default=300.0,
     show_default=True,
     help="Seconds that machines wait for each other at the start.",
-)
-@click.option(
-    "--bind/--no-bind",
-    default=True,
-    show_default=True,
-    help="Bind each process to its own cores, if there are at least as many cores as processes.",
 )
 @click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the logs, one per process.")
 @click.option("--restart", type=Whole(0), default=0, hidden=True, help="Restarts before this one, as Ray has counted them.")
@@ -131,9 +116,37 @@ def launch(program: Tuple[str, ...], **options: Any) -> None:
     exit code. Ctrl-C, SIGTERM and SIGUSR1 are forwarded: fit finishes its batch and saves, and the launcher exits with 130, 143
     or 85.
     """
-    if options["ray"] is None and options["min_nodes"]:
+    if options["ray"]:
+        sys.exit(_run_with_ray(program, options))
+    if options["min_nodes"]:
         raise click.UsageError("got --min-nodes; expected --ray with it. On one machine, see --min-processes.")
-    sys.exit(_run_with_ray(program, options) if options["ray"] else run_job(_job(program, options)))
+    nodes, node_rank, master = placement(os.environ) if options["nodes"] is options["node_rank"] is None else _place(options)
+    job = Job(
+        program_command(program, module=options["module"]),
+        num_processes=options["num_processes"],
+        servers=options["servers"],
+        backend=options["backend"],
+        num_nodes=nodes,
+        node_rank=node_rank,
+        master=parse_master(options["master"]) if options["master"] else master,
+        interface=options["interface"],
+        gpus=_gpus(),
+        gpus_per_process=options["devices_per_process"] or 0,
+        log_dir=options["log_dir"],
+        max_restarts=options["max_restarts"],
+        min_processes=options["min_processes"] or 0,
+        grace_s=options["grace"],
+        join_s=options["join_timeout"],
+        restart=options["restart"],
+    )
+    sys.exit(run_job(job))
+
+
+def _place(options: Dict[str, Any]) -> Tuple[int, int, None]:
+    nodes, node_rank = options["nodes"] or 1, options["node_rank"]
+    if node_rank is None and nodes > 1:
+        raise click.UsageError(f"got --nodes {nodes}; expected --node-rank, the number of this machine, 0 to {nodes - 1}.")
+    return nodes, node_rank or 0, None
 
 
 def _run_with_ray(program: Tuple[str, ...], options: Dict[str, Any]) -> int:
@@ -146,45 +159,12 @@ def _run_with_ray(program: Tuple[str, ...], options: Dict[str, Any]) -> int:
             "if it may shrink. Ray places the machines."
         )
     program_command(program, module=options["module"])  # raises if there is no such program
-    names = ("num_processes", "servers", "backend", "devices_per_process", "timeout", "grace", "join_timeout")
+    names = ("num_processes", "servers", "backend", "devices_per_process", "join_timeout", "grace")
     words = [f"--{name.replace('_', '-')}={options[name]}" for name in names if options[name] is not None]
-    words += ["--bind" if options["bind"] else "--no-bind", *(["-m"] if options["module"] else []), *program]
+    words += [*(["-m"] if options["module"] else []), *program]
     gpus = count * (options["devices_per_process"] or 0)
-    limits = {"max_restarts": options["max_restarts"], "join_s": options["join_timeout"], "log_dir": options["log_dir"]}
-    return run_with_ray(RayJob(options["ray"], tuple(words), nodes, fewest, count, gpus, **limits))
-
-
-def _job(program: Tuple[str, ...], options: Dict[str, Any]) -> Job:
-    place = _place(options)
-    return Job(
-        program_command(program, module=options["module"]),
-        num_processes=options["num_processes"],
-        servers=options["servers"],
-        backend=options["backend"],
-        num_nodes=place.num_nodes,
-        node_rank=place.node_rank,
-        master=place.master,
-        interface=options["interface"],
-        bind=options["bind"],
-        gpus=_gpus(),
-        gpus_per_process=options["devices_per_process"] or 0,
-        log_dir=options["log_dir"],
-        limits=Limits(
-            options["max_restarts"], options["min_processes"] or 0, options["grace"], options["timeout"], options["join_timeout"]
-        ),
-        restart=options["restart"],
-    )
-
-
-def _place(options: Dict[str, Any]) -> Placement:
-    nodes, node_rank = options["nodes"], options["node_rank"]
-    master = parse_master(options["master"]) if options["master"] else None
-    if nodes is None and node_rank is None:
-        found = placement(os.environ)
-        return found._replace(master=master or found.master)
-    if node_rank is None and nodes > 1:
-        raise click.UsageError(f"got --nodes {nodes}; expected --node-rank, the number of this machine, 0 to {nodes - 1}.")
-    return Placement(nodes or 1, node_rank or 0, master)
+    job = RayJob(tuple(words), nodes, fewest, count, gpus, options["max_restarts"], options["join_timeout"])
+    return job.run(options["ray"], options["log_dir"])
 
 
 def _gpus() -> Tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Dict, List, Sequence
 
 import mxnet as mx
@@ -29,20 +28,11 @@ class DistSync:
     Parameters
     ----------
     process : Process
-
-    Raises
-    ------
-    ProcessError
-        The job has no store: it was not started by the launcher.
     """
 
+    compression = "2bit"
+
     def __init__(self, process: Process) -> None:
-        if os.environ.get("DMLC_ROLE") != "worker":
-            raise ProcessError(
-                f"Trainer: got process {process.rank} of {process.num_processes} without a store (DMLC_ROLE="
-                f"{os.environ.get('DMLC_ROLE', '')!r}); expected the launcher's scheduler and servers. Start it with "
-                "gluon-mgpu launch."
-            )
         self._process = process
         self._store = mx.kv.create("dist_sync")
         # A failed process must not wait at its exit for the others: they wait for it.
@@ -70,13 +60,8 @@ class DistSync:
         Source: `mxnet.kvstore.KVStore.set_gradient_compression`; Strom, "Scalable distributed DNN training using commodity GPU
         cloud computing", 2015.
         """
-        if params["type"] != "2bit":
-            raise ProcessError(
-                f"Trainer: got compression_params {params}; expected type '2bit', the only one of MXNet's store. Pass "
-                "it, or launch with --backend horovod."
-            )
         self._store.set_gradient_compression(params)
-        self._compression = {"threshold": 0.5, **params}
+        self._compression = params
 
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""

@@ -25,6 +25,8 @@ _MOST_BYTES = 2**24 - 1  # largest message: its size is sent as a float32, to wh
 class Backend(Protocol):
     """A connection of all processes: `DistSync` or `Horovod`."""
 
+    compression: str  # the type that it can do
+
     def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
 
@@ -57,7 +59,9 @@ class Group:
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self.backend: Backend = Horovod(process) if _is_horovods() else DistSync(process)
+        if os.environ.get("DMLC_ROLE") != "worker" and "HOROVOD_RANK" not in os.environ:
+            raise ProcessError(f"Trainer: got {process} without a store; expected its servers. Start it with gluon-mgpu launch.")
+        self.backend: Backend = DistSync(process) if os.environ.get("DMLC_ROLE") == "worker" else Horovod(process)
         self._compression: Dict[str, Any] = {}
 
     def all_reduce(self, gradients: Sequence[Array], *, exact: bool = False) -> Any:
@@ -69,14 +73,15 @@ class Group:
 
     def compress(self, params: Dict[str, Any]) -> None:
         """Send float32 gradients in fewer bits from now on; see the backends' own `compress`."""
-        if self._compression and self._compression != _filled(params):
+        filled = {"threshold": 0.5, **params} if params["type"] == "2bit" else params
+        if params["type"] != self.backend.compression or self._compression not in ({}, filled):
             raise ProcessError(
-                f"Trainer: got compression_params {params}; expected {self._compression}, as in an earlier trainer. All trainers "
-                "share one store: pass the same to each."
+                f"Trainer: got compression_params {params}; expected type {self.backend.compression!r}, the only one of this "
+                "backend, and the same parameters in all trainers, which share it. Pass these, or choose another --backend."
             )
         if not self._compression:
-            self.backend.compress(params)
-            self._compression = _filled(params)
+            self.backend.compress(filled)
+            self._compression = filled
 
     def all_gather_bytes(self, message: bytes) -> List[bytes]:
         """Gather a message from every process; return them in rank order. Waits for all processes."""
@@ -134,15 +139,6 @@ class Group:
 def _write(array: Array, numbers: np.ndarray) -> None:
     """Set an array through a copy: a weight may be in oneDNN's own layout, into which NumPy cannot write."""
     mx.nd.array(numbers.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
-
-
-def _filled(params: Dict[str, Any]) -> Dict[str, Any]:
-    return {"threshold": 0.5, **params} if params["type"] == "2bit" else params
-
-
-def _is_horovods() -> bool:
-    """Return whether this process was started for Horovod, by our launcher or by horovodrun."""
-    return "HOROVOD_RANK" in os.environ and os.environ.get("DMLC_ROLE") != "worker"
 
 
 @functools.lru_cache(maxsize=None)  # each step asks, and reading the environment is slow

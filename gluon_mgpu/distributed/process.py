@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import dataclass
 from typing import Dict, Mapping, Optional
@@ -67,8 +68,15 @@ class Process:
 
 
 ALONE = Process(0, 1, 0, 1, 0, 1, 0)
-_INDEX_OF = {"rank": "num_processes", "local_rank": "local_processes", "node_rank": "num_nodes"}
-_AT_MOST = {"local_processes": "num_processes", "num_nodes": "num_processes"}
+_OURS = {name: PREFIX + name.upper() for name in vars(ALONE)}
+HOROVODS = {  # "cross" counts the processes with the same local rank on all machines
+    "rank": "HOROVOD_RANK",
+    "num_processes": "HOROVOD_SIZE",
+    "local_rank": "HOROVOD_LOCAL_RANK",
+    "local_processes": "HOROVOD_LOCAL_SIZE",
+    "node_rank": "HOROVOD_CROSS_RANK",
+    "num_nodes": "HOROVOD_CROSS_SIZE",
+}
 
 
 def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
@@ -92,55 +100,21 @@ def this_process(environ: Optional[Mapping[str, str]] = None) -> Process:
     Process(rank=0, num_processes=1, local_rank=0, local_processes=1, node_rank=0, num_nodes=1, restart=0)
     """
     environ = os.environ if environ is None else environ
-    if not isinstance(environ, Mapping):
-        raise LaunchError(f"this_process: got environ of type {type(environ).__name__}; expected a mapping. Pass os.environ.")
-    values = {name: environ.get(PREFIX + name.upper()) for name in vars(ALONE)}
-    if not any(values.values()):
-        return _horovods(environ) if "HOROVOD_RANK" in environ else ALONE
-    return _checked({name: _number(_variable(name), name, text) for name, text in values.items()})
-
-
-_HOROVODS = {
-    "rank": "HOROVOD_RANK",
-    "num_processes": "HOROVOD_SIZE",
-    "local_rank": "HOROVOD_LOCAL_RANK",
-    "local_processes": "HOROVOD_LOCAL_SIZE",
-    "node_rank": "HOROVOD_CROSS_RANK",
-    "num_nodes": "HOROVOD_CROSS_SIZE",
-}
-
-
-def _horovods(environ: Mapping[str, str]) -> Process:
-    """Return the place that horovodrun has set in the environment."""
-    numbers = {name: _number(variable, name, environ.get(variable)) for name, variable in _HOROVODS.items()}
-    return _checked({"restart": 0, **numbers})
-
-
-def _checked(numbers: Dict[str, int]) -> Process:
-    for name, count in {**_INDEX_OF, **_AT_MOST}.items():
-        largest = numbers[count] - (1 if name in _INDEX_OF else 0)
-        if numbers[name] > largest:
-            raise _error(
-                _variable(name), f"{numbers[name]}; expected at most {largest}, since {_variable(count)}={numbers[count]}"
+    variables = _OURS
+    if not any(environ.get(variable) for variable in _OURS.values()):
+        if "HOROVOD_RANK" not in environ:
+            return ALONE
+        variables = HOROVODS
+    numbers = {}
+    for name, variable in variables.items():
+        text = environ.get(variable) or ""
+        if not re.fullmatch("[0-9]{1,9}", text):
+            raise LaunchError(
+                f"this_process: got {variable}={text[:100]!r}; expected a whole number, as the launcher sets. Start the program "
+                f"with gluon-mgpu launch, or unset the {PREFIX}* variables of a process's rank."
             )
-    return Process(**numbers)
-
-
-def _number(variable: str, name: str, text: Optional[str]) -> int:
-    if not text:
-        raise _error(variable, "nothing, although other variables of the launcher are set; expected all of them or none")
-    least = 1 if name in _INDEX_OF.values() else 0
-    if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) < least:
-        raise _error(variable, f"{text!r}; expected a whole number of {least} or more")
-    return int(text)
-
-
-def _error(variable: str, what: str) -> LaunchError:
-    return LaunchError(
-        f"this_process: got {variable}={what}. Start the program with gluon-mgpu launch, or unset the {PREFIX}* variables "
-        "of a process's rank."
-    )
-
-
-def _variable(name: str) -> str:
-    return PREFIX + name.upper()
+        numbers[name] = int(text)
+    place = Process(**{"restart": 0, **numbers})
+    if not (place.rank < place.num_processes and place.local_rank < place.local_processes and place.node_rank < place.num_nodes):
+        raise LaunchError(f"this_process: got {place}; expected ranks below their numbers. Start it with gluon-mgpu launch.")
+    return place

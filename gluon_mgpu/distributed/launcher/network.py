@@ -9,6 +9,7 @@ from typing import Tuple
 
 from ...checks import short
 from ..process import LaunchError
+from .job import Job
 
 _SIOCGIFADDR = 0x8915
 
@@ -51,11 +52,8 @@ def address_of(interface: str) -> str:
     try:
         return str(socket.getaddrinfo(interface, None, socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is too long
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise LaunchError(
-            f"launch: got {short(interface)} ({error}); expected an interface, a host or an IPv4 address. This machine has "
-            f"{names}."
-        ) from None
+        what = f"got {short(interface)} ({error}); expected an interface, a host or an IPv4 address"
+        raise LaunchError(f"launch: {what}. See ip address.") from None
 
 
 def interface_of(address: str) -> str:
@@ -69,27 +67,36 @@ def interface_of(address: str) -> str:
     return next((name for _, name in socket.if_nameindex() if _address(name) == address), "")
 
 
-def address_towards(address: str) -> str:
-    """Return the address of this machine from which it reaches another one; sends nothing.
+def find_addresses(job: Job) -> Tuple[str, str]:
+    """Return the addresses of this machine and of node 0.
 
-    Examples
-    --------
-    >>> address_towards("127.0.0.1")
-    '127.0.0.1'
+    Raises
+    ------
+    LaunchError
+        Node 0 cannot be reached at its address.
     """
+    named = job.master[0] if job.master and job.num_nodes > 1 else "127.0.0.1"
+    root = address_of(named)
+    if job.node_rank:
+        return (address_of(job.interface) if job.interface else _address_towards(root)), root
+    if root.startswith("127.") and not (job.interface or named == "localhost" or named.startswith("127.")):
+        raise LaunchError(
+            f"launch: got --master {named}, which is {root} on this machine; expected an address that other machines reach. "
+            "Pass --interface."
+        )
+    host = address_of(job.interface or named)
+    return host, host
+
+
+def _address_towards(address: str) -> str:
+    """Return the address of this machine from which it reaches another one; send nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 1))
-        except OSError as error:
-            raise LaunchError(
-                f"launch: got node 0 at {address} ({error.strerror}); expected an address that this machine reaches. Correct "
-                "--master."
-            ) from None
+        probe.connect((address, 1))
         return str(probe.getsockname()[0])
 
 
-def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that holds a port of an address, a free one by default, until it is closed.
+def reserve_port(host: str) -> socket.socket:
+    """Return a socket that holds a free port of an address until it is closed.
 
     The socket does not listen. So ps-lite, which shares its port with sockets that do not listen, can bind to the port, and the
     kernel gives the port to no other process.
@@ -97,13 +104,11 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, port))
+        held.bind((host, 0))
     except OSError as error:
         held.close()
-        raise LaunchError(
-            f"launch: got {host}{f', port {port}' if port else ''}: {error.strerror}; expected an address of this machine and a "
-            "free port. Pass another --interface or --master."
-        ) from None
+        what = f"got {host}: {error.strerror}; expected an address of this machine. Pass another --interface"
+        raise LaunchError(f"launch: {what}.") from None
     return held
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +45,7 @@ class Output:
 
     def log(self, name: str, restart: int) -> Log:
         """Return the log of one process; each restart writes to a new file."""
-        stem = re.sub(r"[^\w.-]", "-", f"rank-{name}" if name.isdigit() else name)
+        stem = f"rank-{name}" if name.isdigit() else name.replace(" ", "-")
         folder = self.folder / f"restart-{restart}" if restart else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         return Log(folder / f"{stem}.log", f"[{name}] ".encode(), self.show)
@@ -79,39 +78,28 @@ class Log:
         """Show incomplete lines, and close the file."""
         for stream, begun in enumerate(self._begun):
             self._show([begun] if begun else [], stream)
-        self._begun = [b"", b""]
         self._file.close()
 
     def last_lines(self) -> List[str]:
-        """Return the last traceback on standard error, or its last lines.
+        """Return the last traceback on standard error, or its last lines, once the log is closed.
 
         Examples
         --------
         >>> import tempfile
         >>> log = Log(Path(tempfile.mkdtemp(), "rank-0.log"), b"[0] ", lambda data, stream: None)
         >>> log.write(b"careful\\nTraceback (most recent call last):\\n  ...\\nValueError: no\\n", 1)
+        >>> log.close()
         >>> log.last_lines()
         ['Traceback (most recent call last):', '  ...', 'ValueError: no']
-        >>> log.close()
         """
-        lines = [*self._kept, *_texts([self._begun[1]])]
+        lines = list(self._kept)
         begins = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         shown = lines[begins[-1] :] if begins else lines[-10:]
-        if len(shown) > _SHOWN:  # a traceback ends with the error and begins with the outermost call: keep both ends
-            shown = [*shown[: _SHOWN // 4], "...", *shown[-_SHOWN + _SHOWN // 4 + 1 :]]
-        return [line[:_WIDTH] for line in shown]
+        return [line[:_WIDTH] for line in shown[-_SHOWN:]]
 
     def _show(self, lines: List[bytes], stream: int) -> None:
-        if lines:
-            self._show_bytes(b"".join(self._prefix + _last_text(line) + b"\n" for line in lines), stream)
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        if shown:
+            self._show_bytes(b"".join(self._prefix + line + b"\n" for line in shown), stream)
         if stream == 1:
-            self._kept.extend(_texts(lines))
-
-
-def _last_text(line: bytes) -> bytes:
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
-
-
-def _texts(lines: List[bytes]) -> List[str]:
-    texts = [_last_text(line).decode("utf-8", "replace") for line in lines]
-    return [text for text in texts if text]
+            self._kept.extend(line.decode("utf-8", "replace") for line in shown if line)

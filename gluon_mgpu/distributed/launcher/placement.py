@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Mapping, NamedTuple, Optional, Tuple
+from typing import Mapping, Optional, Tuple
 
 from ..process import LaunchError
 
@@ -13,12 +13,7 @@ _PORTS = 50  # of each job
 _FIRST_HOST = re.compile(r"[\w.-]+(?:\[[0-9][0-9,-]*\][\w.-]*)*(?=,|$)")
 
 
-class Placement(NamedTuple):
-    """The machines of a job, this one's rank, and the address of node 0; None if the variables do not hold it."""
-
-    num_nodes: int
-    node_rank: int
-    master: Optional[Tuple[str, int]] = None
+Placement = Tuple[int, int, Optional[Tuple[str, int]]]  # machines, this one's rank, the address of node 0 if it is known
 
 
 def placement(environ: Mapping[str, str]) -> Placement:
@@ -33,43 +28,43 @@ def placement(environ: Mapping[str, str]) -> Placement:
     --------
     >>> step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "90001"}
     >>> placement({**step, "SLURM_STEP_NODELIST": "n[07-08]"})
-    Placement(num_nodes=2, node_rank=1, master=('n07', 12050))
+    (2, 1, ('n07', 12050))
     >>> placement({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"})
-    Placement(num_nodes=4, node_rank=3, master=None)
+    (4, 3, None)
     """
     if "OMPI_COMM_WORLD_SIZE" in environ:
-        return Placement(*_rank(environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
+        return (*_rank(environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), None)
     if "SLURM_STEP_NUM_TASKS" in environ:
         return _slurm_step(environ)
     if "PMI_SIZE" in environ:
-        return Placement(*_rank(environ, "PMI_SIZE", "PMI_RANK"))
+        return (*_rank(environ, "PMI_SIZE", "PMI_RANK"), None)
     if environ.get("SLURM_NNODES", "1") != "1":
-        raise _wrong(environ, "SLURM_NNODES", "a step of srun")
-    return Placement(1, 0)
+        raise _error(environ, "SLURM_NNODES", "a step of srun")
+    return 1, 0, None
 
 
 def _slurm_step(environ: Mapping[str, str]) -> Placement:
     count, rank = _rank(environ, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     if count == 1:
-        return Placement(1, 0)
+        return 1, 0, None
     if environ.get("SLURM_STEP_NUM_NODES") != str(count):
-        raise _wrong(environ, "SLURM_STEP_NUM_TASKS", "one launcher on each machine, which starts the processes")
+        raise _error(environ, "SLURM_STEP_NUM_TASKS", "one launcher on each machine, which starts the processes")
     first = _FIRST_HOST.match(environ.get("SLURM_STEP_NODELIST", ""))
     if first is None:
-        raise _wrong(environ, "SLURM_STEP_NODELIST", "host names such as gpu[01-03,7]")
-    numbers = [environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    number = sum(int(text) for text in numbers if text.isascii() and text.isdigit()) % _JOBS
-    return Placement(count, rank, (re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group()), _PORT + number * _PORTS))
+        raise _error(environ, "SLURM_STEP_NODELIST", "host names such as gpu[01-03,7]")
+    digits = [re.sub("[^0-9]", "", environ.get(name, "")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    number = sum(int(text or 0) for text in digits) % _JOBS
+    return count, rank, (re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group()), _PORT + number * _PORTS)
 
 
 def _rank(environ: Mapping[str, str], size: str, rank: str) -> Tuple[int, int]:
     texts = environ[size], environ.get(rank, "")
     if not all(re.fullmatch(r"[0-9]{1,9}", text) for text in texts) or int(texts[1]) >= int(texts[0]):
-        raise _wrong(environ, rank, f"a rank below {size}={texts[0]!r}")
+        raise _error(environ, rank, f"a rank below {size}={texts[0]!r}")
     return int(texts[0]), int(texts[1])
 
 
-def _wrong(environ: Mapping[str, str], name: str, expected: str) -> LaunchError:
+def _error(environ: Mapping[str, str], name: str, expected: str) -> LaunchError:
     return LaunchError(
         f"launch: got {name}={environ.get(name, '')[:200]!r}; expected {expected}. Write srun --ntasks-per-node=1 gluon-mgpu "
         "launch -n ..., or pass --nodes, --node-rank and --master."

@@ -21,14 +21,10 @@ CONTROLLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void
 
 def main() -> None:
     """Serve until the job ends."""
-    library = load_library()
-    store = ctypes.c_void_p()
+    library, store = load_library(), ctypes.c_void_p()
     check(library, library.MXKVStoreCreate(b"dist", ctypes.byref(store)))
-    controller = Controller(store)
-    check(library, library.MXKVStoreRunServer(store, CONTROLLER(controller), None))
-    if controller.server is None:  # MXNet's package frees the store otherwise
-        check(library, library.MXKVStoreFree(store))
-        library.MXNotifyShutdown()
+    check(library, library.MXKVStoreRunServer(store, CONTROLLER(Controller(store)), None))
+    os._exit(0)
 
 
 def load_library() -> ctypes.CDLL:
@@ -57,21 +53,14 @@ class Controller:
         self._store = store
         self.server: Optional[Any] = None  # MXNet's KVStoreServer, once a command has come
 
-    def __call__(self, command: int, body: bytes, unused: Any) -> None:
+    def __call__(self, *command: Any) -> None:
         if self.server is None:
-            self.server = self._import()
-        self.server._controller()(command, body, unused)
-
-    def _import(self) -> Any:
-        role = os.environ.get("DMLC_ROLE", "worker")
-        os.environ["DMLC_ROLE"] = "worker"  # for any other role, the import would run a second server
-        try:
+            role = os.environ.get("DMLC_ROLE", "worker")
+            os.environ["DMLC_ROLE"] = "worker"  # for any other role, the import would run a second server
             mxnet = importlib.import_module("mxnet")
-        finally:
             os.environ["DMLC_ROLE"] = role
-        store = mxnet.kvstore.kvstore.KVStore(self._store)
-        mxnet.profiler.set_kvstore_handle(store.handle)
-        return mxnet.kvstore.kvstore_server.KVStoreServer(store)
+            self.server = mxnet.kvstore.kvstore_server.KVStoreServer(mxnet.kvstore.kvstore.KVStore(self._store))
+        self.server._controller()(*command)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,44 @@
 """A job from its first attempt to its last: the first failure stops everything, and is the cause or leads to a restart.
 
-machines join ──► plan ──► start ──► poll, poll, poll ──► all workers of all machines exit with 0 ──► 0
+machines join ──► start ──► poll, poll, poll ──► all workers of all machines exit with 0 ──► 0
        ▲                                   │
        └─ restarts left, perhaps one fewer ┴── a failure, a lost machine, a signal ──► stop everything ──► exit code
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence
 
-from ..process import REQUEUE, LaunchError, exit_code_of
-from .job import Job, Limits
-from .machines import Machines
-from .network import reserve_port
-from .node import TIMED_OUT, Activity, Failure, Node
+from ..process import exit_code_of
+from . import guard
+from .job import Job
+from .network import find_addresses, reserve_port
 from .output import Output
-from .plan import Plan, default_servers
+from .started import Failure, Started
+from .tasks import MACHINES, WATCHES, Task, tasks
+from .watch import JOINED
 
-_SOONER_S = 2.0  # so that a node reports a stopped process, for which all others wait, before the job counts as hung
+_NOT_JOINED = (
+    "got no connection of all {} machines for {:.0f} s; expected each to join. Start the same command on each, with its "
+    "--node-rank, and check that node 0 can be reached."
+)
+_ROUND_S = 0.1  # the end of an output ends the wait earlier
+_FAILED_S = 1.0  # for the other workers to end after a failure: they have nothing to save together
 _RETURN_S = 60.0  # for the other machines to stop their processes, and to join again
-_ALONE = 0.1  # of the idle time allowed: once some processes have ended, the others rarely wait for anything else
-_STORE_S = 5.0  # for the store to end
-_GRACES = 10  # the longest time between the first signal and SIGKILL, in grace times
+_LONG_S = 60.0
+_LINGER_S = 1.0  # for the scheduler to let the other machines know that all have ended
 _SAME_S = 0.5  # timeout(1) sends SIGTERM twice: two within this time count as one
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_ASKED = {exit_code_of(signum): int(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Signals:
@@ -43,12 +51,11 @@ class Signals:
     def __init__(self) -> None:
         self.first = 0  # the signal that came first, 0 for none
         self.new: List[int] = []  # signals that have not been passed on
-        self._first_at = 0.0
-        self._is_last_call = False  # whether the next SIGTERM kills
+        self._last = (0, 0.0)  # the signal that counted last, and when
         self._before: Dict[int, object] = {}
 
     def __enter__(self) -> Signals:
-        for signum in _PASSED_ON:
+        for signum in _CAUGHT:
             self._before[signum] = signal.signal(signum, self._note)
         return self
 
@@ -62,40 +69,14 @@ class Signals:
         return new
 
     def _note(self, signum: int, _frame: Optional[FrameType]) -> None:
-        if not self.first:
-            self.first, self._first_at = signum, time.monotonic()
-            self._is_last_call = signum != signal.SIGUSR1
-            self.new.append(signal.SIGINT if signum == signal.SIGHUP else signum)
-        elif signum == signal.SIGUSR1:
-            pass
-        elif signum == signal.SIGTERM and not self._is_last_call:
-            self._is_last_call, self._first_at = True, time.monotonic()
-            self.new.append(signum)
-        elif signum != signal.SIGTERM or time.monotonic() - self._first_at >= _SAME_S:
+        (last, at), now = self._last, time.monotonic()
+        if self.first and (signum == signal.SIGUSR1 or (signum == last == signal.SIGTERM and now - at < _SAME_S)):
+            return
+        if last and (last, signum) != (signal.SIGUSR1, signal.SIGTERM):
             self.new.append(signal.SIGKILL)
-
-
-class Grace:
-    """How long to wait for processes to stop: as long as they compute, within a limit; shortly after a failure.
-
-    Parameters
-    ----------
-    limits : Limits
-    failed : bool
-        Whether a process has failed, so that the others have nothing to save together.
-    """
-
-    def __init__(self, limits: Limits, *, failed: bool) -> None:
-        self._since = time.monotonic()
-        self._idle_s = limits.failed_s if failed else limits.grace_s
-        self._most_s = limits.failed_s if failed else _GRACES * limits.grace_s
-        self._activity = Activity()
-
-    def is_over(self, cpu_s: float, num_ended: int) -> bool:
-        """Return whether to kill the rest, from the processor time of all and the number of workers that have ended."""
-        now = time.monotonic()
-        idle_s = self._activity.idle_s(cpu_s, now)
-        return now - self._since > self._most_s or idle_s > self._idle_s * (_ALONE if num_ended else 1.0) + _SOONER_S
+            return
+        self.first, self._last = self.first or signum, (signum, now)
+        self.new.append(signal.SIGINT if signum == signal.SIGHUP else signum)
 
 
 class Supervisor:
@@ -104,191 +85,164 @@ class Supervisor:
     Parameters
     ----------
     job : Job
-    node : Node
-        The processes of this machine.
-    root : str
-        The address of node 0.
     signals : Signals
     output : Output
+
+    Raises
+    ------
+    LaunchError
+        An address is not available.
     """
 
-    def __init__(self, job: Job, node: Node, root: str, *, signals: Signals, output: Output) -> None:
-        self._job, self._node, self._root, self._limits = job, node, root, job.limits
-        self._signals, self._output = signals, output
-        self._num_processes = job.num_processes
-        self._slot = -1  # the number of the process that failed in the last attempt
+    def __init__(self, job: Job, signals: Signals, output: Output) -> None:
+        self._job, self._signals, self._output = job, signals, output
+        self._host, self._root = find_addresses(job)
+        self._slots: List[int] = []  # the numbers of the processes that have failed
+        self._started: List[Started] = []
+        self._woken = threading.Event()  # an output has ended
 
-    def run(self) -> Tuple[int, str]:
-        """Run the job; return the exit code, and its cause if the code is not 0."""
-        restart = 0
-        while True:
-            failure = self._attempt(restart)
-            if failure is None:
-                return self._ended(0, "")
-            cause = describe_failure(failure, self._num_processes * self._job.num_nodes)
-            if self._asked(failure):  # a worker has saved and ended: another launcher got the signal, or Slurm sent it to all
-                return self._ended(failure.code, f"{failure.who} {failure.what}: it has saved. Start the job again")
-            if self._signals.first or restart == self._limits.max_restarts:
-                return self._ended(failure.code, cause)
-            self._output.report(cause)
-            restart += 1
-            self._shrink(failure)
-            self._output.report(f"restart {restart} of {self._limits.max_restarts}")
-
-    def _ended(self, code: int, cause: str) -> Tuple[int, str]:
-        if self._signals.first:
-            code, cause = exit_code_of(self._signals.first), f"ended by {signal.Signals(self._signals.first).name}"
-        return code, cause
-
-    def _asked(self, failure: Failure) -> int:
-        """Return the signal after which a worker has saved and exited, 0 if it has failed."""
-        exited = failure.slot >= 0 and failure.what == f"exited with status {failure.code}"
-        return _ASKED.get(failure.code, 0) if exited and (self._job.num_nodes > 1 or failure.code == REQUEUE) else 0
-
-    def _attempt(self, restart: int) -> Optional[Failure]:
+    def attempt(self, restart: int) -> Optional[Failure]:
         """Run all processes once; return the first failure."""
+        job = self._job = self._next() if restart else self._job
         with ExitStack() as stack:
-            plan = self._plan(restart, stack)
-            log = self._output.folder / "machines.log"
-            host, node_rank = self._node.machine.host, self._job.node_rank
-            machines = stack.enter_context(Machines(plan, node_rank, host, log=log))
-            failure = self._join(machines, restart)
-            if failure is not None:
-                return failure
+            if job.master:
+                port = job.master[1] + restart * (job.num_nodes + 2)  # late messages of an earlier attempt do not reach it
+            else:
+                port = stack.enter_context(reserve_port(self._host)).getsockname()[1]
             try:
-                self._node.start(plan, node_rank)
-                failure = self._poll_until_end(machines)
-                asked = self._asked(failure) if failure is not None else 0
-                if failure is not None and not (asked or self._signals.first):
-                    machines.leave()
-                self._stop_workers(asked)
-                if asked or self._signals.first:
-                    self._wait_for_others(machines)
+                self._started = []
+                wanted = tasks(job, self._host, (self._root, port))
+                first = next(at for at, task in enumerate(wanted) if task.name not in WATCHES)
+                failure = self._run(wanted[:first], self._have_all_joined) if first else None
+                failure = failure or self._run(wanted[first:], self._have_all_ended)
+                if failure is not None:
+                    self._stop_workers(failure)
+                elif job.num_nodes > 1 and not job.node_rank:
+                    time.sleep(_LINGER_S)
+                self._slots.append(failure.slot if failure else -1)
                 return failure
             finally:  # leave nothing running, whatever happened
-                self._stop_all()
+                guard.kill_descendants()
+                self._poll()
 
-    def _plan(self, restart: int, stack: ExitStack) -> Plan:
-        job, port = self._job, self._job.port(restart)
-        if job.num_nodes == 1:
-            port = stack.enter_context(reserve_port(self._root)).getsockname()[1]
-        elif not job.node_rank:
-            for one in (port, port + 1):
-                stack.enter_context(reserve_port(self._root, one))
-        num_servers = default_servers(job.num_nodes, self._num_processes) if job.servers is None else job.servers
-        if job.backend == "horovod" or job.num_nodes * self._num_processes == 1:
-            num_servers = 0
-        root = (self._root, port)
-        return Plan(job.restart + restart, job.num_nodes, self._num_processes, num_servers, root, job.backend)
+    def _next(self) -> Job:
+        """Return the job of the next attempt: with one process fewer if the same one has failed twice in a row."""
+        job, count, slots = self._job, self._job.num_processes, self._slots
+        if slots[-2:] == 2 * slots[-1:] and slots[-1] >= 0 and 0 < job.min_processes < count:
+            count, self._slots = count - 1, []
+            self._output.report(f"one process fewer: {count} in all")
+        return replace(job, num_processes=count, restart=job.restart + 1)
 
-    def _join(self, machines: Machines, restart: int) -> Optional[Failure]:
-        """Wait until all machines are there."""
-        since, patience_s = time.monotonic(), min(self._limits.patience_s, _RETURN_S if restart else float("inf"))
-        while not machines.ready:
-            if self._signals.new:
-                return Failure("the launcher", "got a signal", 1)
-            if machines.failure is not None:
-                return machines.failure
-            if time.monotonic() - since > patience_s:
-                raise LaunchError(
-                    f"launch: got no connection of all {self._job.num_nodes} machines for {patience_s:.0f} s; expected each to "
-                    "join. Start the same command on each, with its --node-rank, and check that node 0 can be reached."
+    def _run(self, wanted: Sequence[Task], is_done: Callable[[], bool]) -> Optional[Failure]:
+        """Start processes, and poll all until something is done; return the first failure."""
+        job, began, is_told = self._job, time.monotonic(), False
+        self._started += [Started(task, self._output.log(task.name, job.restart), self._woken) for task in wanted]
+        while not self._signals.new:
+            self._poll()
+            if any(one.status for one in self._started):
+                time.sleep(_ROUND_S)  # the guard of one that failed earlier may take longer to end
+                self._poll()
+                first = min((one for one in self._started if one.status), key=lambda one: one.ended_at)
+                where = f" on node {job.node_rank} ({socket.gethostname()})" if job.num_nodes > 1 else ""
+                return first.failure(job.num_processes * job.num_nodes, where)
+            if is_done():
+                return None
+            ended = [one for one in self._started if one.task.slot >= 0 and one.gone]
+            if self._workers_left() and ended and not is_told and time.monotonic() - ended[0].ended_at > _LONG_S:
+                is_told = True
+                self._output.report(
+                    f"rank {ended[0].task.name} ended with status 0 {_LONG_S:.0f} s ago, and others run on. If they wait for it, "
+                    "give every process the same number of steps, evaluations and saves. The watchdog of fit ends such a job."
                 )
-            self._node.poll()
-        return None
+            patience_s = min(job.join_s, _RETURN_S) if job.restart else job.join_s
+            if is_done == self._have_all_joined and time.monotonic() - began > patience_s:
+                return Failure(_NOT_JOINED.format(job.num_nodes, patience_s), 1, can_restart=False)
+        return Failure("got a signal", 1)
 
-    def _poll_until_end(self, machines: Machines) -> Optional[Failure]:
-        activity = Activity()
-        while True:
-            self._node.poll()
-            num_left = self._node.workers_left
-            if self._node.failure is not None:
-                return self._on_this_machine(self._node.failure)
-            if machines.failure is not None:
-                return machines.failure
-            if not num_left:
-                machines.end()
-                if machines.all_ended:
-                    return None
-            if self._signals.new:
-                return Failure("the launcher", "got a signal", 1)
-            idle_s = activity.idle_s(self._node.cpu_s, time.monotonic())
-            is_alone = num_left < self._num_processes
-            if num_left and self._limits.timeout_s and idle_s > self._limits.timeout_s * (_ALONE if is_alone else 1) + _SOONER_S:
-                return _hung(idle_s, self._node.ended_well)
+    def _have_all_joined(self) -> bool:
+        return JOINED in self._started[-1].log.path.read_text("utf-8", "replace")
 
-    def _on_this_machine(self, failure: Failure) -> Failure:
-        if self._job.num_nodes == 1:
-            return failure
-        return replace(failure, who=f"{failure.who} on node {self._job.node_rank} ({socket.gethostname()})")
+    def _have_all_ended(self) -> bool:
+        """Report when the workers of this machine have ended; return whether those of all machines have."""
+        if self._workers_left():
+            return False
+        watches = [one for one in self._started if one.task.name == MACHINES]
+        for watch in watches:
+            watch.end_input()
+        return all(watch.gone for watch in watches)
 
-    def _stop_workers(self, asked: int) -> None:
+    def _stop_workers(self, failure: Failure) -> None:
         """End the workers: pass on the signals that this launcher got, or the workers of other machines, else SIGTERM."""
-        signals = self._signals.take() or [asked or signal.SIGTERM]
-        grace = Grace(self._limits, failed=not (asked or self._signals.first))
-        while self._node.workers_left:
-            for one in signals:
-                self._node.stop(one)
-            self._node.poll()
+        asked = failure.asked or self._signals.first
+        grace_s = self._job.grace_s if asked else min(self._job.grace_s, _FAILED_S)
+        if not asked:
+            for one in self._started:
+                if one.task.name in WATCHES:
+                    one.signal(signal.SIGKILL)  # the other machines notice
+        signals, deadline = self._signals.take() or [failure.asked or signal.SIGTERM], time.monotonic() + grace_s
+        while self._workers_left():
+            if time.monotonic() > deadline:
+                if asked:
+                    self._output.report("killing the processes that have not ended; see --grace")
+                return
+            for signum in signals:
+                if signum == signal.SIGKILL:
+                    return
+                for one in self._workers_left():
+                    one.signal(signum)
+            self._poll()
             signals = self._signals.take()
-            num_left = self._node.workers_left
-            if grace.is_over(self._node.cpu_s, self._num_processes - num_left):
-                signals.append(signal.SIGKILL)
-                if num_left and self._signals.first:
-                    self._output.report(f"killing {num_left} processes that have not ended; see --grace")
+        deadline = time.monotonic() + grace_s  # for the other machines to save: srun and mpirun kill them when a launcher fails
+        while asked and not (self._have_all_ended() or self._signals.take()) and time.monotonic() < deadline:
+            self._poll()
 
-    def _wait_for_others(self, machines: Machines) -> None:
-        """Wait until the other machines have saved: `srun` and `mpirun` kill them when a launcher exits with an error."""
-        machines.end()
-        deadline = time.monotonic() + self._limits.grace_s
-        while not machines.all_ended and machines.failure is None and time.monotonic() < deadline:
-            if signal.SIGKILL in self._signals.take():
-                break
-            self._node.poll()
+    def _workers_left(self) -> List[Started]:
+        return [one for one in self._started if one.task.slot >= 0 and not one.gone]
 
-    def _stop_all(self) -> None:
-        """End what serves the workers, and kill what is left."""
-        self._node.stop_store()
-        deadline = time.monotonic() + _STORE_S
-        while self._node.running and not self._node.workers_left and time.monotonic() < deadline:
-            self._node.poll()
-        self._node.kill()
-
-    def _shrink(self, failure: Failure) -> None:
-        """Leave one process out if the same one has failed twice in a row, and the job may continue without it."""
-        again, self._slot = failure.slot == self._slot >= 0, failure.slot
-        if again and 0 < self._limits.fewest < self._num_processes:
-            self._num_processes -= 1
-            self._slot = -1
-            self._output.report(f"one process fewer: {self._num_processes} in all")
+    def _poll(self) -> None:
+        """Wait a moment, and check which processes have ended."""
+        self._woken.wait(_ROUND_S)
+        self._woken.clear()
+        for one in self._started:
+            one.poll()
 
 
-def _hung(idle_s: float, ranks: Sequence[str]) -> Failure:
-    """Return the failure of processes that hang: all are idle, or those of `ranks` have exited with 0."""
-    if not ranks:
-        what = f"has computed for {idle_s:.0f} s: all wait for each other, or for something else"
-        return Failure("no process", what, TIMED_OUT)
-    what = (
-        f"ended with status 0, and the others have computed nothing for {idle_s:.0f} s: they wait for a process that has ended. "
-        "Give every process the same number of steps, as ShardedSampler does, and let all evaluate and save equally often. Do "
-        "not end a process with os._exit, which drops queued steps"
-    )
-    return Failure(f"rank {', '.join(ranks)}", what, TIMED_OUT)
+def run_job(job: Job) -> int:
+    """Run this machine's part of a job to its end, from the main thread of a process without other children.
 
+    Return the exit code: 0, or that of the first failure. It is 128 plus the signal's number if a signal killed that process, 130
+    after a Ctrl-C here, 143 after a SIGTERM, 85 after a SIGUSR1, and 1 if another machine was lost.
+    When this returns, all processes and ports of the job are released.
 
-def describe_failure(failure: Failure, num_processes: int) -> str:
-    """Return a sentence with the cause of a job's end, and the last lines of the failed process.
-
-    Examples
-    --------
-    >>> print(describe_failure(Failure("rank 1", "exited with status 3", 3, ("ValueError: no",), "rank-1.log"), 2))
-    rank 1 exited with status 3, the first of 2 processes to fail. Its log is rank-1.log, its last lines:
-      ValueError: no
+    Raises
+    ------
+    LaunchError
+        An address is not available.
     """
-    text = f"{failure.who} {failure.what}"
-    if failure.slot >= 0 or failure.log:
-        text += f", the first of {num_processes} processes to fail"
-    text += f". Its log is {failure.log}" if failure.log else ""
-    if not failure.lines:
-        return text + "."
-    return f"{text}, its last lines:\n" + "\n".join(f"  {line}" for line in failure.lines)
+    output = job_output(job.log_dir)
+    guard.adopt_orphans()  # if a guard is killed, its program's children become ours
+    with Signals() as signals:
+        return restart_on_failure(Supervisor(job, signals, output).attempt, job.max_restarts, signals, output)
+
+
+def restart_on_failure(attempt: Callable[[int], Optional[Failure]], max_restarts: int, signals: Signals, output: Output) -> int:
+    """Attempt a job until it ends well, has been restarted often enough, or gets a signal; return its exit code."""
+    restart = 0
+    while True:
+        failure = attempt(restart)
+        if signals.first:
+            failure = Failure(f"ended by {signal.Signals(signals.first).name}", exit_code_of(signals.first), can_restart=False)
+        if failure is None:
+            return 0
+        if restart == max_restarts or not failure.can_restart:
+            output.report(f"{failure.cause}\nThe logs are in {output.folder}.")
+            return failure.code
+        restart += 1
+        output.report(failure.cause)
+        output.report(f"restart {restart} of {max_restarts}")
+
+
+def job_output(folder: Optional[Path]) -> Output:
+    """Return the output of a job to this process's streams, and to a folder: by default one named after the time."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
+    return Output(folder or Path("runs/launch", name), sys.stdout.buffer, sys.stderr.buffer)

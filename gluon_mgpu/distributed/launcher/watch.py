@@ -1,77 +1,102 @@
 """One machine's place in a group of ps-lite, MXNet's transport, whose heartbeats show which machine is lost. Run as a program.
 
-    python -m gluon_mgpu.distributed.launcher.watch LIMIT_S      DMLC_ROLE=scheduler on node 0, DMLC_ROLE=worker on every machine
+    node 0   launcher ──► scheduler ◄─ heartbeats ─┐
+                 └──────► watch ───────────────────┤
+    node 1   launcher ──► watch ───────────────────┘
 
-A watch writes "ready" when all machines are there, and "ended" when all have read a line: the workers of each have ended. The
-scheduler begins to watch when it reads a line. Both write "lost 9" when ps-lite's node 9 has sent no heartbeat for the limit, and
-leave at the end of their input, the launcher's own end.
+    python -m gluon_mgpu.distributed.launcher.watch PROCESSES      DMLC_ROLE=scheduler or worker, PORT above the root's
+
+The training has a store, or Horovod, of its own: it may join late, or never. A watch prints `JOINED` when all are there. One
+that reads a line, because the workers of its machine have ended, waits for the others, and ends with 0 when those of all machines
+have. It names a machine that has sent no heartbeat, and ends with 1.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import threading
 import time
-from typing import Callable, NoReturn, Sequence
+from typing import Dict, NoReturn
 
 from .server import CONTROLLER, check, load_library
 
-_SCHEDULER = 1  # its number in ps-lite; workers have 9, 11, 13 and so on
-_FIRST_WORKER, _STEP = 9, 2
+JOINED = "all machines have joined"
+LIMIT_S = 8  # without a heartbeat; they come once a second
+_SCHEDULER = 1  # its number in ps-lite
+_JOINED = re.compile(
+    r"assign rank=(\d+) to node role=worker, ip=([\d.]+), port=(\d+)"
+)  # printed by the scheduler with PS_VERBOSE=1
+_err = os.fdopen(os.dup(2), "w")
 
 
-def main(limit_s: int) -> None:
-    """Join the group, and report lost machines."""
-    library, store = load_library(), ctypes.c_void_p()
-    if os.environ["DMLC_ROLE"] == "scheduler":
-        check(library, library.MXKVStoreCreate(b"dist_async", ctypes.byref(store)))
-        last = _FIRST_WORKER + _STEP * int(os.environ["DMLC_NUM_WORKER"])
-        _follow_input(lambda: _watch(library, store, range(_FIRST_WORKER, last, _STEP), limit_s))
-        check(library, library.MXKVStoreRunServer(store, CONTROLLER(_ignore), None))
-    else:
-        _follow_input(lambda: _end(library, store))
-        check(library, library.MXKVStoreCreate(b"dist_async", ctypes.byref(store)))  # it waits here for all the others
-        _say("ready")
-        time.sleep(limit_s)  # the first answers may be late
-        _watch(library, store, [_SCHEDULER], limit_s)
+class Watch:
+    """Watches machines by their heartbeats.
 
+    Parameters
+    ----------
+    num_local : int
+        Workers of each machine.
+    """
 
-def _follow_input(take_line: Callable[[], None]) -> None:
-    """Call a function at the first line of input, and leave at its end, both in threads of their own."""
+    def __init__(self, num_local: int) -> None:
+        self._err = os.fdopen(os.dup(2), "w")
+        self._library, self._store = load_library(), ctypes.c_void_p()
+        self._num_nodes, self._num_local = int(os.environ["DMLC_NUM_WORKER"]), num_local
+        self._names: Dict[int, str] = {}  # of machines, by their numbers in ps-lite
 
-    def follow() -> None:
+    def schedule(self) -> None:
+        """Join the machines, and watch them."""
+        reader, writer = os.pipe()
+        os.dup2(writer, 2)
+        sys.stderr = self._err
+        threading.Thread(target=self._read_joined, args=(reader,), daemon=True).start()
+        check(self._library, self._library.MXKVStoreCreate(b"dist_async", ctypes.byref(self._store)))
+        check(self._library, self._library.MXKVStoreRunServer(self._store, CONTROLLER(lambda *_: None), None))
+
+    def join(self) -> None:
+        """Join the other machines, and watch the scheduler."""
+        threading.Thread(target=self._end, daemon=True).start()
+        check(self._library, self._library.MXKVStoreCreate(b"dist_async", ctypes.byref(self._store)))  # waits for the others
+        print(JOINED, file=self._err, flush=True)
+        self._names[_SCHEDULER] = self._name(0, os.environ["DMLC_PS_ROOT_URI"])
+        self._watch()
+
+    def _read_joined(self, reader: int) -> None:
+        with open(reader, errors="replace") as lines:
+            for line in lines:
+                joined = _JOINED.search(line)
+                if joined:
+                    node_rank = int(joined.group(3)) - int(os.environ["DMLC_PS_ROOT_PORT"]) - 1
+                    self._names[int(joined.group(1))] = self._name(node_rank, joined.group(2))
+                    if len(self._names) == self._num_nodes:
+                        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _name(self, node_rank: int, address: str) -> str:
+        first = node_rank * self._num_local
+        return f"node {node_rank} ({address}, ranks {first} to {first + self._num_local - 1})"
+
+    def _watch(self) -> NoReturn:
+        time.sleep(LIMIT_S)  # the first heartbeats may be late
+        num_lost = ctypes.c_int()
+        while True:
+            for number, name in self._names.items():
+                check(self._library, self._library.MXKVStoreGetNumDeadNode(self._store, number, ctypes.byref(num_lost), LIMIT_S))
+                if num_lost.value:
+                    what = f"has sent no heartbeat for {LIMIT_S} s: it has failed, or cannot be reached. See its output."
+                    print(name, what, file=self._err, flush=True)
+                    os._exit(1)
+            time.sleep(0.5)
+
+    def _end(self) -> NoReturn:
+        """Wait for the workers of this machine, then for those of the others."""
         if sys.stdin.readline():
-            threading.Thread(target=take_line, daemon=True).start()
-            sys.stdin.read()
+            check(self._library, self._library.MXKVStoreBarrier(self._store))
         os._exit(0)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _end(library: ctypes.CDLL, store: ctypes.c_void_p) -> None:
-    check(library, library.MXKVStoreBarrier(store))
-    _say("ended")
-
-
-def _watch(library: ctypes.CDLL, store: ctypes.c_void_p, nodes: Sequence[int], limit_s: int) -> NoReturn:
-    num_lost = ctypes.c_int()
-    while True:
-        for node in nodes:
-            check(library, library.MXKVStoreGetNumDeadNode(store, node, ctypes.byref(num_lost), limit_s))
-            if num_lost.value:
-                _say(f"lost {node}")
-        time.sleep(0.5)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _ignore(command: int, body: bytes, unused: object) -> None:
-    """Ignore a command of a worker."""
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    watch = Watch(int(sys.argv[1]))
+    watch.schedule() if os.environ["DMLC_ROLE"] == "scheduler" else watch.join()

@@ -20,34 +20,32 @@ import os
 import runpy
 import sys
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Dict, List, NoReturn, Optional, Sequence
+from typing import Any, Dict, List, NoReturn
 
 from ...runtime.wait_at_exit import finish
 
 _program: Dict[str, Any] = {}  # its variables, kept: freeing a store waits for the other workers
 _pid = os.getpid()
+_OURS = (__file__, runpy.__file__, "<frozen runpy>")  # the frames around the program
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: List[str]) -> None:
     """Run a script, or a module after `-m`, with its arguments."""
-    try:
-        _run_and_finish(list(arguments))
-    except SystemExit as end:
-        _end_now(_status_of(end))
-    except BaseException as error:
-        error.__traceback__ = _own_part(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        _end_now(130 if isinstance(error, KeyboardInterrupt) else 1)
-
-
-def _run_and_finish(arguments: List[str]) -> None:
     try:
         _program.update(_run(arguments))
     except SystemExit as end:
-        if _status_of(end, quiet=True):
-            raise
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if status & 0xFF:
+            if not isinstance(end.code, int):
+                print(end.code, file=sys.stderr)
+            _end_now(status & 0xFF)
         _program["end"] = end  # it holds the program's variables
+    except BaseException as error:
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_frame.f_code.co_filename in _OURS:
+            traceback = traceback.tb_next
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        _end_now(130 if isinstance(error, KeyboardInterrupt) else 1)
     atexit.register(_finish)  # the first exit handler to run, after the interpreter has waited for the program's threads
 
 
@@ -76,21 +74,6 @@ def _finish() -> None:
         mxnet.base._LIB.MXKVStoreSetBarrierBeforeExit(store.handle, 0)
         store.__del__()
         store.handle.value = None  # so that a second __del__ does nothing
-
-
-def _status_of(end: SystemExit, *, quiet: bool = False) -> int:
-    if end.code is None or isinstance(end.code, int):
-        return (end.code or 0) & 0xFF
-    if not quiet:
-        print(end.code, file=sys.stderr)
-    return 1
-
-
-def _own_part(traceback: Optional[TracebackType]) -> Optional[TracebackType]:
-    """Return the part of a traceback that begins with the program."""
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-        traceback = traceback.tb_next
-    return traceback
 
 
 def _end_now(status: int) -> NoReturn:

@@ -14,7 +14,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu import distributed
-from gluon_mgpu.distributed.dist_sync import DistSync
 from gluon_mgpu.errors import MissingExtraError, ProcessError
 from gluon_mgpu.trainer.across_processes import ProcessSync
 from mxnet import gluon
@@ -72,9 +71,8 @@ def job(tmp_path_factory):
     def of(num_processes, backend="dist_sync"):
         key = num_processes, backend
         if key not in made:
-            last = COMPRESS if backend == "dist_sync" else HALF  # it changes how gradients are sent
             folder = tmp_path_factory.mktemp("job")
-            made[key] = launched(folder, [SAY, TRAIN, last], num_processes, backend=backend)
+            made[key] = launched(folder, [SAY, TRAIN], num_processes, backend=backend)
         return made[key]
 
     return of
@@ -112,16 +110,11 @@ SAY = """
         arrays[0][:], arrays[1][:] = mx.nd.array(numbers), 0
         total.run(0)
         sums += [array.asnumpy().tolist() for array in arrays]
-    mean = mx.nd.array([me.rank, 2.0])
-    g.average([mean])
-    weighted = [mx.nd.array([me.rank, 2.0]) for _ in range(3)]
-    g.average(weighted, [(me.rank, 1), (0, me.rank == 1), (0, 0)])  # by examples, by devices with data, all alike
     with without_group():
         alone = group() is None and len(mgpu.split_batch(np.zeros((4, 1)), np.zeros(4), ctx)[0][0])
     part = [x.asnumpy().tolist() for x in mgpu.split_batch(np.arange(7.0), np.arange(7), ctx)[0]]
     g.barrier()
     tell("say", said=said, empty=empty, first=[array.asnumpy().tolist() for array in first], sums=sums,
-         mean=mean.asnumpy().tolist(), weighted=[array.asnumpy().tolist() for array in weighted],
          alone=alone, part=part, any=[any_process(me.rank == 1), any_process(False)])
 """
 
@@ -140,42 +133,9 @@ def test_processes_sum_and_say(job, num_processes, backend):
         assert told["empty"] == [0] * num_processes
         assert told["first"] == [np.full((2, 2), 0.1, "float32").tolist(), [7.0] * 3]
         assert told["sums"] == [expected] * 6
-        assert told["mean"] == [(num_processes - 1) / 2, 2.0]
-        by_examples = {2: 1.0, 3: (1 + 4) / 3}[num_processes]
-        np.testing.assert_allclose(told["weighted"], [[by_examples, 2.0], [1.0, 2.0], told["mean"]], rtol=1e-6)
         assert told["alone"] == 4
         assert told["any"] == [True, False]
         assert told["part"] == [np.array_split(np.arange(7.0), num_processes)[rank].tolist()]
-
-
-COMPRESS = """
-    g = group()
-    g.compress({"type": "2bit", "threshold": 0.5})
-    gradient = mx.nd.zeros((9,))
-    total = g.all_reduce([gradient])
-    sums = []
-    for step in range(4):
-        gradient[:] = mx.nd.array(np.random.RandomState(10 * me.rank + step).normal(0, 0.5, 9).astype("float32"))
-        total.run(0)
-        sums.append(gradient.asnumpy().tolist())
-    tell("compress", sums=sums, said=[one.decode() for one in g.all_gather_bytes(b"plain")])
-"""
-
-
-@pytest.mark.parametrize("num_processes", NUMBERS)
-def test_gradients_are_sent_in_two_bits(job, num_processes):
-    """NumPy's own way to quantise: what is over the threshold goes, the rest waits for the next step."""
-    found = [told["compress"] for told in job(num_processes)]
-    rests = [np.zeros(9, "float32") for _ in range(num_processes)]
-    for step in range(4):
-        expected = np.zeros(9, "float32")
-        for rank, rest in enumerate(rests):
-            rest += np.random.RandomState(10 * rank + step).normal(0, 0.5, 9).astype("float32")
-            sent = np.where(rest >= 0.5, np.float32(0.5), np.where(rest <= -0.5, np.float32(-0.5), np.float32(0)))
-            rest -= sent
-            expected += sent
-        assert [told["sums"][step] for told in found] == [expected.tolist()] * num_processes
-    assert all(told["said"] == ["plain"] * num_processes for told in found)
 
 
 TRAIN = """
@@ -274,26 +234,6 @@ def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypat
         trainer.update(1)
 
 
-HALF = """
-    g = group()
-    g.compress({"type": "fp16"})
-    gradients = [mx.nd.array([1 + 2.0**-12, 3e4, 1e-9]), mx.nd.zeros((3,), ctx=mx.cpu(1))]
-    total, counts = g.all_reduce(gradients), mx.nd.array([2049.0])
-    exact = g.all_reduce([counts], exact=True)
-    total.run(0), exact.run(0)
-    said = [len(one) for one in g.all_gather_bytes(b"x" * 3000)]
-    tell("half", sums=[one.asnumpy().tolist() for one in gradients], count=float(counts.asscalar()), said=said)
-"""
-
-
-@needs_horovod
-def test_gradients_are_sent_as_float16(job):
-    for told in (each["half"] for each in job(2, "horovod")):
-        assert told["sums"] == [[2.0, 6e4, 0.0]] * 2  # 6e4 is 59,999 or 60,000 in float16: a multiple of 32
-        assert told["count"] == 4098
-        assert told["said"] == [3000, 3000]
-
-
 @needs_horovod
 def test_horovods_own_launcher(tmp_path):
     """A script that horovodrun starts is told its place in Horovod's words."""
@@ -371,20 +311,8 @@ def test_a_job_without_a_store_is_told(monkeypatch):
 def group_of(backend):
     """A group of two processes whose backend is a stand-in."""
     group = object.__new__(distributed.Group)
-    group.process, group.backend, group._compression = distributed.Process(0, 2, 0, 2, 0, 1, 0), backend, {}
+    group.process, group.backend = distributed.Process(0, 2, 0, 2, 0, 1, 0), backend
     return group
-
-
-def test_trainers_that_share_a_store_compress_alike():
-    calls = []
-    group = group_of(SimpleNamespace(compress=calls.append, compression="2bit"))
-    for params in ({"type": "2bit"}, {"type": "2bit", "threshold": 0.5}):
-        group.compress(params)
-    assert calls == [{"type": "2bit", "threshold": 0.5}]  # the store keeps rounding errors, which a second call would drop
-    with pytest.raises(ProcessError, match="compression_params .*0.25.*the same parameters in all trainers"):
-        group.compress({"type": "2bit", "threshold": 0.25})
-    with pytest.raises(ProcessError, match="expected type '2bit'"):
-        group.compress({"type": "fp16"})
 
 
 def test_messages_of_any_length_come_back_and_too_long_ones_are_refused():
@@ -403,13 +331,6 @@ def test_messages_of_any_length_come_back_and_too_long_ones_are_refused():
     assert len({len(numbers) for numbers in sent}) <= 3  # few sizes: a store keeps an array for each
     with pytest.raises(ProcessError, match="processes: got a message of .* bytes"):
         group.all_gather_bytes(bytes(2**24 + 1))
-
-
-def test_the_store_of_mxnet_compresses_float32_only():
-    store = object.__new__(DistSync)
-    store._compression = {"type": "2bit"}
-    with pytest.raises(ProcessError, match="a gradient of float64 and compression_params"):
-        store.all_reduce([mx.nd.ones((2,), dtype="float64")], exact=False)
 
 
 def test_weights_that_train_apart_are_refused(monkeypatch):

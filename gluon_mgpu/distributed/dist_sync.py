@@ -8,7 +8,6 @@ import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB, check_call
 
-from ..errors import ProcessError
 from ..nested import Array
 from .process import Process
 
@@ -30,43 +29,22 @@ class DistSync:
     process : Process
     """
 
-    compression = "2bit"
-
     def __init__(self, process: Process) -> None:
         self._process = process
         self._store = mx.kv.create("dist_sync")
         # A failed process must not wait at its exit for the others: they wait for it.
         check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self._store.handle, 0))
-        self._compression: Dict[str, Any] = {}
         self._num_keys = 0
         self._rows: Dict[int, _Rows] = {}  # for all_gather, by message size
-        self._bit_keys: Dict[int, int] = {}  # store keys for _exchange_bits, by number of bits
 
-    def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
+    def all_reduce(self, arrays: List[Array]) -> Any:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
-        assert not (exact and self._compression), "Trainer rejects it"
-        if self._compression and arrays[0].dtype != np.float32:
-            raise ProcessError(
-                f"Trainer: got a gradient of {np.dtype(arrays[0].dtype)} and compression_params; expected float32. Use "
-                "float32, or leave compression_params out."
-            )
-        if self._process.num_processes == 2 or self._compression:
+        if self._process.num_processes == 2:
             return _ArrivalSum(self._store, self._new_key(arrays[0].shape, arrays[0].dtype), arrays)
         return _RankSum(self._new_rows(arrays[0].size, arrays[0].dtype), arrays)
 
-    def compress(self, params: Dict[str, Any]) -> None:
-        """Send float32 gradients in 2 bits from now on: -threshold, 0 or threshold; the rounding error is added to the next.
-
-        Source: `mxnet.kvstore.KVStore.set_gradient_compression`; Strom, "Scalable distributed DNN training using commodity GPU
-        cloud computing", 2015.
-        """
-        self._store.set_gradient_compression(params)
-        self._compression = params
-
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
-        if self._compression:
-            return self._exchange_bits(numbers)
         if len(numbers) not in self._rows:
             self._rows[len(numbers)] = self._new_rows(len(numbers), np.float32)
         found: np.ndarray = self._rows[len(numbers)].show(mx.nd.array(numbers.reshape(1, -1))).asnumpy()
@@ -82,23 +60,9 @@ class DistSync:
 
     def _new_key(self, shape: Sequence[int], dtype: Any, stype: str = "default") -> int:
         key, self._num_keys = self._num_keys, self._num_keys + 1
-        # The store rejects an initial value with missing rows. A compressed key must start without a rounding error.
-        fill = mx.nd.zeros if stype == "default" else mx.nd.ones
+        fill = mx.nd.zeros if stype == "default" else mx.nd.ones  # the store rejects an initial value with missing rows
         self._store.init(key, fill(shape, dtype=dtype).tostype(stype))
         return key
-
-    def _exchange_bits(self, numbers: np.ndarray) -> np.ndarray:
-        """Gather through a compressed store, which sends -threshold, 0 and threshold only: each bit is sent as 0 or threshold."""
-        threshold = self._compression["threshold"]
-        rows = np.zeros((self._process.num_processes, 32 * len(numbers)), np.float32)
-        rows[self._process.rank] = np.unpackbits(numbers.astype(np.float32).view(np.uint8)) * np.float32(threshold)
-        if rows.shape[1] not in self._bit_keys:
-            self._bit_keys[rows.shape[1]] = self._new_key(rows.shape, np.float32)
-        array = mx.nd.array(rows)
-        self._store.push(self._bit_keys[rows.shape[1]], array)
-        self._store.pull(self._bit_keys[rows.shape[1]], out=array)
-        bits: np.ndarray = np.packbits(array.asnumpy() > threshold / 2, axis=1)
-        return bits.view(np.float32)
 
 
 class _Rows:

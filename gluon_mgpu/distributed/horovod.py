@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any, Dict, List
+from typing import Any, List
 
 import mxnet as mx
 import numpy as np
@@ -40,8 +40,6 @@ class Horovod:
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
 
-    compression = "fp16"
-
     def __init__(self, process: Process) -> None:
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
@@ -56,20 +54,11 @@ class Horovod:
         self._hvd.init()
         self._on_gpu = bool(self._hvd.nccl_built())
         self._num_sums = 0
-        self._is_half = False
 
-    def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
+    def all_reduce(self, arrays: List[Array]) -> Any:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
         self._num_sums += 1  # every process makes the same sums in the same order, so the names match
-        half = self._is_half and not exact and arrays[0].dtype == np.float32
-        return _RingSum(self._hvd, f"sum.{self._num_sums}", arrays, half=half, on_gpu=self._on_gpu)
-
-    def compress(self, params: Dict[str, Any]) -> None:
-        """Send float32 gradients as float16 from now on: half the bytes, three digits, and sums of at most 65,504.
-
-        Source: `horovod.mxnet.Compression.fp16`.
-        """
-        self._is_half = True
+        return _RingSum(self._hvd, f"sum.{self._num_sums}", arrays, on_gpu=self._on_gpu)
 
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
@@ -97,8 +86,8 @@ DEFAULTS = {
 class _RingSum:
     """Sums over the devices of this process on the first one, then over the processes; copies the sum to the other devices."""
 
-    def __init__(self, hvd: Any, name: str, arrays: List[Array], *, half: bool, on_gpu: bool) -> None:
-        self._hvd, self._name, self._arrays, self._half = hvd, name, arrays, half
+    def __init__(self, hvd: Any, name: str, arrays: List[Array], *, on_gpu: bool) -> None:
+        self._hvd, self._name, self._arrays = hvd, name, arrays
         self._leaves = arrays[0].context.device_type == "gpu" and not on_gpu
 
     def run(self, priority: int) -> None:
@@ -107,9 +96,8 @@ class _RingSum:
         if others:
             mx.nd.add_n(first, *(other.as_in_context(first.context) for other in others), out=first)
         wire = first.as_in_context(mx.cpu()) if self._leaves else first
-        wire = wire.astype("float16") if self._half else wire
         self._hvd.allreduce_(wire, op=self._hvd.Sum, name=self._name, priority=priority)
         if wire is not first:
-            wire.astype(first.dtype, copy=False).copyto(first)
+            wire.copyto(first)
         for other in others:
             first.copyto(other)

@@ -6,7 +6,7 @@ import functools
 import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Protocol, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -25,13 +25,8 @@ _MOST_BYTES = 2**24 - 1  # largest message: its size is sent as a float32, to wh
 class Backend(Protocol):
     """A connection of all processes: `DistSync` or `Horovod`."""
 
-    compression: str  # the type that it can do
-
-    def all_reduce(self, arrays: List[Array], *, exact: bool) -> Any:
+    def all_reduce(self, arrays: List[Array]) -> Any:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
-
-    def compress(self, params: Dict[str, Any]) -> None:
-        """Send float32 gradients in fewer bits from now on."""
 
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
@@ -43,7 +38,7 @@ class Backend(Protocol):
 class Group:
     """The processes of a job, connected by MXNet's `dist_sync` store or by Horovod, as the job was started.
 
-    All processes must make every call, in the same order. Messages are never compressed.
+    All processes must make every call, in the same order.
 
     Parameters
     ----------
@@ -62,26 +57,10 @@ class Group:
         if os.environ.get("DMLC_ROLE") != "worker" and "HOROVOD_RANK" not in os.environ:
             raise ProcessError(f"Trainer: got {process} without a store; expected its servers. Start it with gluon-mgpu launch.")
         self.backend: Backend = DistSync(process) if os.environ.get("DMLC_ROLE") == "worker" else Horovod(process)
-        self._compression: Dict[str, Any] = {}
 
-    def all_reduce(self, gradients: Sequence[Array], *, exact: bool = False) -> Any:
-        """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place.
-
-        `exact` disables compression for these arrays.
-        """
-        return self.backend.all_reduce([gradient.as_nd_ndarray() for gradient in gradients], exact=exact)
-
-    def compress(self, params: Dict[str, Any]) -> None:
-        """Send float32 gradients in fewer bits from now on; see the backends' own `compress`."""
-        filled = {"threshold": 0.5, **params} if params["type"] == "2bit" else params
-        if params["type"] != self.backend.compression or self._compression not in ({}, filled):
-            raise ProcessError(
-                f"Trainer: got compression_params {params}; expected type {self.backend.compression!r}, the only one of this "
-                "backend, and the same parameters in all trainers, which share it. Pass these, or choose another --backend."
-            )
-        if not self._compression:
-            self.backend.compress(filled)
-            self._compression = filled
+    def all_reduce(self, gradients: Sequence[Array]) -> Any:
+        """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
+        return self.backend.all_reduce([gradient.as_nd_ndarray() for gradient in gradients])
 
     def all_gather_bytes(self, message: bytes) -> List[bytes]:
         """Gather a message from every process; return them in rank order. Waits for all processes."""
@@ -101,30 +80,12 @@ class Group:
         """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
         return self.backend.all_gather(numbers)
 
-    def average(self, arrays: Sequence[Array], behind: Optional[Sequence[Tuple[float, float]]] = None) -> None:
-        """Set floating-point arrays to their mean over the processes, in place. Waits for all processes.
-
-        `behind` holds two weights for each array. The first weight counts, unless it is 0 in all processes; then the second one
-        does. If both are 0 everywhere, all processes count equally.
-        """
-        numbers = np.concatenate([array.asnumpy().astype(np.float32).reshape(-1) for array in arrays])
-        weights = np.asarray([(1, 1)] * len(arrays) if behind is None else behind, np.float32).reshape(-1)
-        rows = self.backend.all_gather(np.concatenate([numbers, weights])).astype(np.float64)
-        pairs = rows[:, numbers.size :].reshape(len(rows), len(arrays), 2)
-        begin = 0
-        for at, array in enumerate(arrays):
-            known = [pairs[:, at, kind] for kind in (0, 1) if pairs[:, at, kind].any()]
-            shares = known[0] if known else np.ones(len(rows))
-            values = rows[:, begin : begin + array.size]
-            _write(array.as_nd_ndarray(), np.average(values[shares > 0], axis=0, weights=shares[shares > 0]))
-            begin += array.size
-
     def broadcast(self, arrays: Sequence[Array]) -> None:
         """Set floating-point arrays to those of process 0, in place. Waits for all processes."""
         classic = [array.as_nd_ndarray() for array in arrays]
         numbers = np.concatenate([array.asnumpy().astype(np.float32).reshape(-1) for array in classic])
         together = mx.nd.array(np.zeros_like(numbers) if self.process.rank else numbers)
-        self.backend.all_reduce([together], exact=True).run(0)  # with zeros, which is exact
+        self.backend.all_reduce([together]).run(0)  # with zeros, which is exact
         total, begin = together.asnumpy(), 0
         for array in classic:
             _write(array, total[begin : begin + array.size])

@@ -78,7 +78,7 @@ class Divisor:
             processes = group()
             assert processes is not None, "in one process the number is known"
             self._counts = [mx.nd.zeros((1,), ctx=context) for context in self._contexts]
-            self._sum = processes.all_reduce(self._counts, exact=True)
+            self._sum = processes.all_reduce(self._counts)
         for replica, count in enumerate(self._counts):
             count[:] = 0 if replica else num_examples
         self._sum.run(0)

@@ -249,7 +249,7 @@ class TreeSum:
             self._slots = []
         while len(self._slots) <= at:
             arrays = [mx.nd.empty(one.shape, ctx=self._contexts[0], dtype=one.dtype) for one in like]
-            self._slots.append((arrays, [processes.all_reduce([array], exact=True) for array in arrays]))
+            self._slots.append((arrays, [processes.all_reduce([array]) for array in arrays]))
         return self._slots[at]
 
     def _memory(self, replica: int, like: Sequence[Array]) -> List[Array]:

@@ -6,7 +6,6 @@ import re
 import stat
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import seq2seq_with_mxnet
 import workloads
 from click.testing import CliRunner
 from commands import main
-from compare import Row, compare
+from compare import Row
 from measure import run_round
 from sentences import read_batches
 
@@ -55,21 +54,6 @@ def make_fake(folder, name, program):
     return str(path)
 
 
-def compared(pythons, rounds=3, timeout_s=20.0):
-    """The rows of fake contenders, measured."""
-    rows = [Row(name, "1 context", CASE) for name in pythons]
-    compare(rows, rounds=rounds, pythons=pythons, timeout_s=timeout_s)
-    return rows
-
-
-def is_running(pid):
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_comparison_from_the_command_to_its_files(fake, tmp_path):
     """Ours is real, on one device: each process imports MXNet."""
     options = ["--quick", "--contenders", "ours,gluon", "--num-devices", "1", "--python", f"gluon={fake('gluon', STEADY)}"]
@@ -98,28 +82,6 @@ def test_commands_on_pages_have_the_options(path):
             continue
         flags = {flag for parameter in main.commands[name].params for flag in parameter.opts + parameter.secondary_opts}
         assert {word for word in rest if word.startswith("--")} <= flags | {"--help"}
-
-
-# Contenders that fail
-
-
-def test_a_contender_that_hangs_is_ended_with_its_children(fake, tmp_path):
-    pids = tmp_path / "pids"
-    hanging = f"""
-        child = os.fork()
-        if child:
-            open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child}}")
-            say(versions={{}})
-            next(requests)
-            say()
-        time.sleep(10000)
-    """
-    (row,) = compared({"gluon": fake("hanging", hanging)}, timeout_s=5.0)
-    assert "no answer within 5 s" in row.reason
-    end = time.monotonic() + 240
-    while any(is_running(pid) for pid in pids.read_text().split()) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(is_running(pid) for pid in pids.read_text().split())
 
 
 # How contenders are compared

@@ -37,7 +37,6 @@ said["program"], said["log_dir"] = tuple(said["program"]), Path(said["log_dir"])
 said["master"] = tuple(said["master"]) if "master" in said else None
 sys.exit(run_job(Job(**said)))
 """
-SLEEP = "import time\nprint('ready')\ntime.sleep(10_000)\n"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import StaleGradientError, TrainerError
+from gluon_mgpu.errors import ModesError, StaleGradientError, TrainerError
 from gluon_mgpu.trainer import gradients
 from gluon_mgpu.trainer.gradients import empty_pass
 from mxnet import autograd, gluon
@@ -358,7 +358,7 @@ def test_whose_pass_was_without_data_may_be_unknown(several):
     trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
     mgpu.backward(losses_of(nets[0], data(1, 6), several))
     empty_pass()
-    assert_refused(lambda: trainers[0].step(6), "several backward passes")
+    assert_refused(lambda: trainers[0].step(6), "several passes before a step", ModesError)
     trainers[0].discard()
     mgpu.backward(losses_of(through(nets[1], lambda out: nets[0](mx.nd.tile(out, (1, 3)))), data(1, 6), several))
     trainers[1].step(6)

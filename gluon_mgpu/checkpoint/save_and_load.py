@@ -229,7 +229,7 @@ def remember(net: gluon.Block, trainer: Trainer) -> ReadCheckpoint:
     """
     snapshot = take_snapshot(net, trainer)
     as_array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    params = {name: as_array(array, dtype=array.dtype) for name, array in snapshot.params.items()}
+    params = {name: as_array(array.asnumpy(), dtype=array.dtype) for name, array in snapshot.params.items()}
     arrays = {name: array.asnumpy() for name, array in snapshot.arrays.items()}
     content = CheckpointData(Path("memory"), {}, arrays, json.loads(json.dumps(snapshot.training)), params)
     check_content(content, net, trainer)

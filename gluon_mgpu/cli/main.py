@@ -125,12 +125,16 @@ def train() -> None:
 
 def run() -> None:
     """Run the command; end without a traceback if its output cannot be written, and without a word if nobody reads it."""
+    has_failed = False
     try:
         try:
             main(prog_name="gluon-mgpu")
+        except SystemExit as end:
+            has_failed = bool(end.code)
+            raise
         finally:
             if sys.stdout is not None:  # which a shell's >&- leaves
                 sys.stdout.flush()  # now: at its end, Python would print an error
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1 if isinstance(error, BrokenPipeError) else f"Error: {error}")
+        sys.exit(1 if has_failed or isinstance(error, BrokenPipeError) else f"Error: {error}")

@@ -272,7 +272,8 @@ class TrainStep:
         if plan.is_new:
             self._begin(plan, X, y, Xs, ys)
         trainer.drop_unused()
-        drop_examples()
+        if self._has_stats:
+            drop_examples()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         check = _check_outputs.get()
         if check is not None:

@@ -166,11 +166,12 @@ class RunningStats:
 
     def claim(self) -> None:
         """Count the examples of the latest backward passes."""
+        global _unclaimed
         if self.params and _unclaimed is not None:
             self._examples = {} if self._examples is None else self._examples
             for context, number in _unclaimed.items():
                 self._examples[context] = self._examples.get(context, 0) + number
-        drop_examples()
+        _unclaimed = None
 
     def begin(self) -> None:
         """Take the values of each first device as the common ones."""

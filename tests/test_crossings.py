@@ -165,7 +165,7 @@ def statements(fields, hows, mode):
 
 def limits(config, share=1):
     """Return how many programs to try, a share of those of the module, and the time after which none starts."""
-    number = int(os.environ.get("GLUON_MGPU_CROSSINGS", 1500 if config.getoption("exhaustive") else 80)) // share
+    number = int(os.environ.get("GLUON_MGPU_CROSSINGS", 1500 if config.getoption("exhaustive") else 40)) // share
     return number, time.monotonic() + float(os.environ.get("GLUON_MGPU_CROSSINGS_S", 3000))
 
 

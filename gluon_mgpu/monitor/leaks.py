@@ -98,7 +98,7 @@ class LeakCheck(Callback):
     Examples
     --------
     >>> check, kept = LeakCheck(every=1), []
-    >>> for _ in range(24):
+    >>> for _ in range(12):
     ...     kept.append(mx.nd.ones((100000,)))  # 400 kB
     ...     check.step()
     >>> check.leaks()["live arrays"].value

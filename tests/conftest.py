@@ -49,6 +49,9 @@ def pytest_configure(config):
     settings.load_profile("gluon_mgpu")
 
 
+LONG = ("test_docs.py", "test_notebooks.py", "test_crossings.py", "test_launch_nodes.py", "test_recovery.py")
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("exhaustive"):
@@ -56,6 +59,7 @@ def pytest_collection_modifyitems(config, items):
         left_out |= beyond_pairs([item for item in items if item not in left_out])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.path.name not in LONG)  # first, so that no worker begins one at the end
     if not gluon_mgpu.devices.usable_gpus():
         for item in items:
             if "gpu" in item.keywords:

@@ -18,6 +18,7 @@ from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, until
 from .test_processes import BACKENDS
 
 __all__ = ["mark"]  # a fixture
+RARE = pytest.mark.exhaustive
 WORKER = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.worker")
 PLACE = """
 import os, sys, time
@@ -73,6 +74,7 @@ def codes(*launchers):
     return [launcher.wait(timeout=240) for launcher in launchers]
 
 
+@RARE
 def test_three_machines(hosts, mark):
     """The first one ends last; no other is gone before."""
     program = PLACE + "time.sleep(6 if place[0] == '0' else 0)"
@@ -83,7 +85,7 @@ def test_three_machines(hosts, mark):
     assert marked(mark) == []
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=RARE), 1])
 def test_a_failure_anywhere_ends_all(hosts, mark, failing):
     program = PLACE + f"if place[0] == '{failing}':\n    raise KeyError('bad node')\ntime.sleep(10_000)"
     launchers = [hosts.start(rank, program) for rank in range(2)]
@@ -102,7 +104,7 @@ def test_all_start_again(hosts, mark):
     assert [hosts.log(rank, rank, 1) for rank in range(2)] == ["place 0 0 0 2 2 1\n", "place 1 0 1 2 2 1\n"]
 
 
-@pytest.mark.parametrize(("lost", "signum"), [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGSTOP")])
+@pytest.mark.parametrize(("lost", "signum"), [(0, "SIGKILL"), pytest.param(1, "SIGKILL", marks=RARE), (1, "SIGSTOP")])
 def test_a_lost_machine_ends_the_others(hosts, mark, lost, signum):
     launchers = [hosts.start(rank, PLACE + "time.sleep(10_000)") for rank in range(2)]
     assert until(lambda: hosts.log(0, 0) and hosts.log(1, 1))
@@ -168,7 +170,7 @@ mgpu.fit(net, gluon.loss.L2Loss(), trainer, batches, epochs=1000, metrics=(), ca
 """
 
 
-@pytest.mark.parametrize(("at", "signum", "code"), [(1, "SIGTERM", 143), (0, "SIGUSR1", 85)])
+@pytest.mark.parametrize(("at", "signum", "code"), [(1, "SIGTERM", 143), pytest.param(0, "SIGUSR1", 85, marks=RARE)])
 def test_a_signal_to_one_machine_stops_all_after_the_batch_and_saves(hosts, mark, monkeypatch, at, signum, code):
     monkeypatch.setenv("SAVED", str(hosts.folder / "saved"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

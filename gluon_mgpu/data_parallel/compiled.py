@@ -27,7 +27,7 @@ from .plan import form_of
 
 MODES = ("auto", "on", "off")
 MOST = 64  # bound batches of a network
-MOST_RECURRENT = 2  # of one with recurrent operators, whose memory nothing can share
+MOST_RECURRENT_BYTES = 2**27  # of recurrent operators, whose memory nothing can share
 
 _DATA, _GRAD, _REQ = attrgetter("_data"), attrgetter("_grad"), attrgetter("_grad_req")
 
@@ -43,7 +43,7 @@ class CompiledPasses(Passes):
 
     The gradients have the same bits as those of a network hybridized with `static_alloc` and `static_shape`. The executors of a
     device share the memory of the largest one. MXNet's recurrent operator keeps memory of its own in each, which nothing can
-    share: of such networks, only the executors of two forms of batches are kept.
+    share: of such networks, fewer forms of batches are kept.
 
     Parameters
     ----------
@@ -131,8 +131,7 @@ class CompiledPasses(Passes):
         executors = self._bound.get(key)
         if executors is None:
             executors = self._bound[key] = self._bind(Xs, ys)
-            most = MOST_RECURRENT if any(graph.is_recurrent for graph in self._graphs.values()) else MOST
-            while len(self._bound) > most:
+            while len(self._bound) > 1 and (len(self._bound) > MOST or self._recurrent_bytes() > MOST_RECURRENT_BYTES):
                 self._bound.popitem(last=False)
         else:
             self._bound.move_to_end(key)
@@ -149,6 +148,10 @@ class CompiledPasses(Passes):
         self._queued = executors if self._trains else []
         self.is_compiled, self.draws = True, self._may_draw
         return outputs, losses
+
+    def _recurrent_bytes(self) -> int:
+        """Return about how many bytes the recurrent operators of all executors hold on a device."""
+        return sum(executors[0].recurrent_bytes for executors in self._bound.values() if executors)
 
     def _bind(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Executor]:
         """Return an executor for each shard."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from itertools import compress, repeat
 from typing import Any, List, Sequence, Tuple
 
 import numpy as np
@@ -124,7 +125,6 @@ class Flags:
         self._handles = [array.handle for array in self._kept]
         size = ctypes.sizeof(ctypes.c_int)
         self._places = [ctypes.byref(self._values, size * i) for i in range(len(self._kept))]
-        self._zeros = [ctypes.c_int(0)] * len(self._kept)
 
     def read(self) -> Any:
         """Return the flags as a NumPy array of bool, one per variable."""
@@ -136,14 +136,13 @@ class Flags:
     def put(self, which: Any, value: bool) -> None:
         """Set or clear the flags where `which`, an array of bool, is true."""
         _, put = _functions()
-        for i in which.nonzero()[0].tolist():
-            if put(self._handles[i], int(value)):
-                check_call(-1)
+        if any(map(put, compress(self._handles, which.tolist()), repeat(int(value)))):
+            check_call(-1)
 
     def clear(self) -> None:
         """Clear all flags."""
         _, put = _functions()
-        if any(map(put, self._handles, self._zeros)):
+        if any(map(put, self._handles, repeat(0))):
             check_call(-1)
 
 

@@ -489,8 +489,6 @@ def test_a_graph_of_the_time_before_the_buckets_is_told():
     autograd.backward(losses)
     with pytest.raises(StaleGradientError):
         trainer.step(4)
-    step_from_here = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CTX]
-    assert all(np.isfinite(one.asscalar()) for one in step_from_here)
 
 
 def test_a_step_that_raised_does_not_sum_again():

@@ -513,4 +513,3 @@ def test_a_batch_without_labels_is_named():
     step(X, np.zeros(2, "float32"))
     with pytest.raises(StepError, match="compile_step: got .* for shard 0"):
         step(X, None)
-    step(X, np.zeros(2, "float32"))

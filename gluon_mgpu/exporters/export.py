@@ -69,9 +69,8 @@ def export(
     - `model.onnx`: ONNX, opset 13, for ONNX Runtime and others; compared in ONNX Runtime.
     - `folder/model`: `model-symbol.json` and `model-0000.params` for `gluon.SymbolBlock.imports`; compared in MXNet.
 
-    The file holds the network in prediction, in float32. BatchNorm's running statistics are averaged over the devices first, as
-    by `evaluate`. An ONNX file takes batches of any size if the network does; with recurrent layers, also any number of steps.
-    In a job of several processes, one of them calls it.
+    The file holds the network in prediction, in float32. An ONNX file takes batches of any size if the network does;
+    with recurrent layers, also any number of steps. In a job of several processes, one of them calls it.
 
     Parameters
     ----------

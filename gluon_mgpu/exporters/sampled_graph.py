@@ -167,7 +167,7 @@ def in_plain_form(net: gluon.Block) -> Iterator[None]:
 
 
 def predict_sample(operation: str, net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarray]:
-    """Return the network's outputs for a sample, flat. Running statistics are averaged over the devices first, as to evaluate."""
+    """Return the network's outputs for a sample, flat."""
     expected = "data of a shape and dtype that the network accepts"
     with explaining(operation, "a sample that the network rejects", expected, advice="Pass one batch."):
         mx.nd.waitall()  # a static graph writes running statistics without telling the engine

@@ -66,8 +66,7 @@ def evaluate(
     Parameters
     ----------
     net : gluon.Block
-        Initialised on one or more devices. BatchNorm's running statistics are averaged over them first, except with
-        `set_batch_norm(net, "local")`.
+        Initialised on one or more devices.
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
     metrics : "auto", sequence of functions, or dict name -> function

@@ -105,8 +105,7 @@ def predict_batches(
     ```
 
     It records nothing, even inside `autograd.record`, and keeps no activations. A device holds the inputs and outputs of the
-    queued batches, the host the outputs of one. BatchNorm's running statistics are first averaged over the devices, as in
-    `evaluate`, so that all devices predict the same.
+    queued batches, the host the outputs of one.
 
     Parameters
     ----------

@@ -21,7 +21,10 @@ def write_unheld(array: Array, data: np.ndarray) -> None:
 
     MXNet's own copy waits for a worker thread of the context, behind all queued operations.
     """
-    np.copyto(_memory_of(array), data, casting="unsafe")
+    place, dtype = ctypes.c_void_p(), np.dtype(array.dtype)
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(place)))
+    memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(place.value or 0)
+    np.copyto(np.frombuffer(memory, dtype).reshape(array.shape), data, casting="unsafe")
 
 
 def wait_until_unused(array: Array) -> None:
@@ -32,16 +35,6 @@ def wait_until_unused(array: Array) -> None:
 def unallocated(array: Array) -> Array:
     """Return a legacy array of the same form and device, whose memory the first operation that writes it allocates."""
     return NDArray(_new_alloc_handle(array.shape, array.context, True, array.dtype))
-
-
-def _memory_of(array: Array) -> np.ndarray:
-    """Return the memory of a dense array on the CPU. The array exists as long as the result does."""
-    place = ctypes.c_void_p()
-    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(place)))
-    dtype = np.dtype(array.dtype)
-    memory: Any = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(place.value or 0)
-    memory.owner = array
-    return np.frombuffer(memory, dtype).reshape(array.shape)
 
 
 class PushPull:

@@ -12,6 +12,8 @@ from .test_cli import PNG, data_dir  # noqa: F401  a fixture
 from .test_cli_resume import pressed, rows_in, run  # noqa: F401  a fixture
 from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
+STAGES = ["--devices", "cpu*2", "--stages", "2"]
+
 
 def network(num_classes):
     net = nn.HybridSequential()
@@ -114,10 +116,9 @@ def test_a_copy_on_one_device_translates_like_the_original():
 
 
 def test_the_schedule_is_drawn_with_the_trace(images, tmp_path, monkeypatch):
-    # Measured times may leave a stage without parameters, which has no backward pass
-    monkeypatch.setattr("gluon_mgpu.cli._training.split_stages", partial(mgpu.split_stages, balance="bytes"))
-    command = partial(run, *images, "--epochs", "4", "--devices", "cpu*2", "--stages", "2", "--micro-batches", "2")
-    output = command("--output", tmp_path / "out", "--trace", tmp_path / "run.json")
+    monkeypatch.setattr("gluon_mgpu.cli._training.split_stages", partial(mgpu.split_stages, balance="bytes"))  # times vary
+    command = [*images, "--epochs", "4", *STAGES, "--micro-batches", "2", "--trace", tmp_path / "run.json"]
+    output = run(*command, "--output", tmp_path / "out")
     assert f"drawn in {tmp_path}/run.png, and the schedule in {tmp_path}/run-schedule.png;" in output
     for name in ("run.png", "run-schedule.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
@@ -125,9 +126,6 @@ def test_the_schedule_is_drawn_with_the_trace(images, tmp_path, monkeypatch):
     assert {event["name"] for event in events if event.get("cat") == "tasks"} == {
         f"{kind}{stage}.{number}" for kind in "FB" for stage in (0, 1) for number in (0, 1)
     }
-
-
-STAGES = ["--devices", "cpu*2", "--stages", "2"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Measures contenders in turns, one process each, round after round: a slow moment of the machine affects all of them."""
+"""Measures contenders in turns, round after round: a slow moment of the machine affects all of them.
+
+Each row has a process of its own: a network and a trainer that another row left alive would cost time in it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence
 
 from case import Case
 from gluon_mgpu.runtime import environment
@@ -79,33 +82,25 @@ def compare(
     on_message : callable (str)
         Called with the current activity.
     """
-    workers: Dict[Tuple[str, str], _Worker] = {}
+    workers: List[_Worker] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            on_message("starting the contenders")
-            for row in rows:
-                if _process_of(row) not in workers:
-                    number = len(workers)
-                    python = (pythons or {}).get(row.contender, sys.executable)
-                    workers[_process_of(row)] = _Worker(row, python, os.path.join(folder, str(number)), timeout_s)
             for number, row in enumerate(rows):
                 on_message(f"{number + 1} of {len(rows)}: {row.contender} prepares {row.group}")
-                _attempt(row, workers[_process_of(row)].set_up, "")
+                python = (pythons or {}).get(row.contender, sys.executable)
+                workers.append(_Worker(row, python, os.path.join(folder, str(number)), timeout_s))
+                _attempt(row, workers[-1].set_up, "")
+            measured = list(enumerate(zip(rows, workers), 1))
             for number in range(rounds):
-                for i, row in enumerate(rows if number % 2 == 0 else list(rows)[::-1]):
+                for i, (row, worker) in measured if number % 2 == 0 else measured[::-1]:
                     if not row.reason:
-                        on_message(f"round {number + 1} of {rounds}, {i + 1} of {len(rows)}: {row.contender}, {row.group}")
-                        _attempt(row, workers[_process_of(row)].run_round, f"in round {number + 1}: ")
+                        on_message(f"round {number + 1} of {rounds}, {i} of {len(rows)}: {row.contender}, {row.group}")
+                        _attempt(row, worker.run_round, f"in round {number + 1}: ")
         finally:
-            for worker in workers.values():
+            for worker in workers:
                 worker.kill()
-            for worker in workers.values():
+            for worker in workers:
                 worker.join()
-
-
-def _process_of(row: Row) -> Tuple[str, str]:
-    apart = row.group if row.contender == "torch-ddp" else ""  # its process group is set up once per process
-    return row.contender, apart + json.dumps(row.environment, sort_keys=True)
 
 
 def _attempt(row: Row, work: Callable[[Row], None], when: str) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.passes import WaitingPass
 from gluon_mgpu.errors import ModesError, TrainerError
-from gluon_mgpu.pipeline.recompute import _calls
 from mxnet import autograd
 from mxnet.gluon import nn
 
@@ -17,12 +16,6 @@ from .conftest import largest_difference
 from .test_pipeline import CE, batches, seeded
 
 pytestmark = pytest.mark.timeout(60)  # a second forward pass that waits for the update waits forever
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """Backward passes of other tests in this process do not wait."""
-    monkeypatch.setattr(WaitingPass, "is_needed", False)
 
 
 def layers(hybridized=False):
@@ -82,10 +75,10 @@ def test_it_trains_the_same_weights(options, hybridized):
     difference = largest_difference(*(list(one.values()) for one in found))
     assert difference < 1e-6  # in another order of the sums of a block that is used twice
     deadline = time.monotonic() + 10
-    while _calls and time.monotonic() < deadline:  # a thread of MXNet drops a graph a moment later
+    while WaitingPass.calls and time.monotonic() < deadline:  # a thread of MXNet drops a graph a moment later
         gc.collect()
         time.sleep(0.01)
-    assert not _calls
+    assert not WaitingPass.calls
 
 
 def test_gradients_belong_to_the_numbers_that_dropout_drew(arrays):

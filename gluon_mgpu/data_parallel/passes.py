@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 from typing import Any, List, NoReturn, Optional, Sequence, Tuple
+from weakref import WeakValueDictionary
 
 import mxnet as mx
 from mxnet import MXNetError, autograd, gluon
@@ -123,7 +124,7 @@ def run_backward(losses: Sequence[Array]) -> None:
     expected = "losses that were recorded, each once"
     advice = "Compute them inside autograd.record(), and call backward() once."
     with explaining("backward", "an error", expected, advice=advice), one_pass():
-        if WaitingPass.is_needed:
+        if WaitingPass.calls:
             WaitingPass.run(losses)
         else:
             autograd.backward(list(losses))
@@ -132,7 +133,8 @@ def run_backward(losses: Sequence[Array]) -> None:
 class WaitingPass:
     """Backward passes that wait for the devices, as blocks of `recompute` must have read their weights before an update."""
 
-    is_needed = is_running = False  # whether there are such blocks; whether such a pass runs
+    calls: WeakValueDictionary[str, Any] = WeakValueDictionary()  # those of such blocks, while a graph holds them
+    is_running = False
     error: Optional[Exception] = None  # of a block, in a thread of MXNet
 
     @classmethod

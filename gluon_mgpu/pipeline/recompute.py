@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from typing import Any, Dict, List, Optional, Sequence, Tuple
-from weakref import WeakValueDictionary
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -66,7 +65,6 @@ def recompute(block: gluon.Block) -> Recomputed:
     Source: Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016.
     """
     instance("recompute", "block", block, gluon.Block, "a gluon.Block", advice="Pass a layer, or several in a Sequential.")
-    WaitingPass.is_needed = True
     return Recomputed(block)
 
 
@@ -135,7 +133,7 @@ class _Call:
     def recorded(self, inputs: Sequence[Array]) -> Any:
         """Return what the block returned, as outputs of an operator in autograd's graph."""
         key = str(id(self))
-        _calls[key] = self  # until the graph holds it
+        WaitingPass.calls[key] = self
         form, self._form = self._form, None
         arrays = [array.as_nd_ndarray() for array in (*inputs, *self._weights)]
         found = mx.nd.Custom(*arrays, op_type=_OPERATOR, key=key)
@@ -181,7 +179,6 @@ class _Call:
 
 
 _OPERATOR = "gluon_mgpu_recompute"
-_calls: WeakValueDictionary[str, _Call] = WeakValueDictionary()
 _one_at_a_time = threading.RLock()  # a block's Python code runs for one device at a time
 
 
@@ -211,7 +208,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
 class _Properties(mx.operator.CustomOpProp):  # type: ignore[misc]
     def __init__(self, key: str) -> None:
         super().__init__()
-        self._call = _calls[key]
+        self._call = WaitingPass.calls[key]
 
     def list_arguments(self) -> List[str]:
         return [f"input{number}" for number in range(self._call.num_inputs)]

@@ -2,6 +2,7 @@
 # A second call reuses .venv. PYTHON=/path/to/python chooses the Python; .venv can be deleted at any time.
 
 set -eu
+unset PYTHONDONTWRITEBYTECODE # every process would compile MXNet again
 venv=.venv
 cd "$(dirname "$0")/.."
 
@@ -62,8 +63,7 @@ install_project() { # $1: extras
     if ! [ -x "$venv/bin/python" ] || [ "$("$venv/bin/python" -c 'import platform; print(platform.python_version())' 2>/dev/null)" != "$version" ]; then
         make_venv "$python"
     fi
+    # The first use compiles what it imports: a tenth of all modules.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[$1]"
-    # pip would compile on one core. Files that are not for this Python fail, in silence.
-    "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" >/dev/null 2>&1 || true
     echo "$wanted" >"$venv/installed-$1"
 }

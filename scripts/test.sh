@@ -9,9 +9,7 @@ if [ $# -gt 0 ]; then
 fi
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
-# One process compiles the package and the tests, while mypy runs. Otherwise each of the tests' hundred processes would.
-unset PYTHONDONTWRITEBYTECODE
-.venv/bin/python -m compileall -q gluon_mgpu
+# One process compiles what the tests import, while mypy runs. Otherwise each of the tests' hundred processes would.
 .venv/bin/python -m pytest --collect-only -q >/dev/null &
 .venv/bin/python -m mypy
 wait

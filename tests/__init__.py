@@ -1,4 +1,4 @@
-"""Here and in child processes, MXNet is imported without scikit-learn and SciPy: 1.8 s of processor time instead of 3.0."""
+"""Here and in child processes, MXNet is imported without three other packages: 1.8 s of processor time instead of 3.0."""
 
 import os
 import sys

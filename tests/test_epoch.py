@@ -8,13 +8,12 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import NonFiniteLossError, StepError
-from gluon_mgpu.loop.batch_loop import EpochOptions
-from gluon_mgpu.loop.batch_loop import run_epoch as run_epoch_with_options
+from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
 from gluon_mgpu.loop.metric_sums import DeviceSums
 
 
 def run_epoch(data_iter, run_batch, metrics=(), **options):
-    return run_epoch_with_options(data_iter, run_batch, DeviceSums(metrics), EpochOptions(**options))
+    return BatchLoop(run_batch, DeviceSums(metrics), EpochOptions(**options)).run(data_iter)
 
 
 def make_batch(X, y):

@@ -94,7 +94,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, optimizer, step):
 @pytest.mark.parametrize(
     ("freeze", "options", "expected"),
     [
-        ("features", {}, "selects no parameter; expected one or more of 0.0.weight"),
+        ("features", {}, "selects no parameter; expected one or more of .'0.0.weight'"),
         ("(", {}, "regular expression"),
         (3, {}, "freeze"),
         ("0", {"unfreeze_epoch": 0}, "unfreeze_epoch"),

@@ -115,7 +115,7 @@ def test_it_is_train_batch_in_a_loop(devices):
 def test_a_row_an_epoch(devices):
     data = batches_of(*three_clouds(60))
     rows = train(devices, data, data, epochs=3).rows
-    columns = "epoch train_accuracy train_loss test_accuracy test_loss seconds examples_per_s learning_rate"
+    columns = "epoch train_accuracy train_loss seconds examples_per_s learning_rate test_accuracy test_loss"
     assert [" ".join(row) for row in rows] == [columns] * 3
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     for row in rows:

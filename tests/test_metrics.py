@@ -149,9 +149,9 @@ def test_metrics_are_named(metrics, names):
 @pytest.mark.parametrize(
     "metrics, told",
     [
-        ([5], "got 5 for 5"),
-        ({"mine": "accuracy"}, "got 'accuracy' for mine"),
-        ([mgpu.accuracy, None], "got None for None"),
+        ([5], "got 5"),
+        ({"mine": "accuracy"}, "got mine='accuracy'"),
+        ([mgpu.accuracy, None], "got None=None"),
         ([wrong, wrong], "got 2 of which some share a name"),
         ([lambda output, label: None, lambda output, label: None], "got 2 of which some share a name"),
     ],

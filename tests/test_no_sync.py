@@ -4,7 +4,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
 from gluon_mgpu.data_parallel.passes import WaitingPass
-from gluon_mgpu.loop.batch_loop import EpochOptions, run_epoch
+from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
 from gluon_mgpu.loop.metric_sums import DeviceSums
 from mxnet import gluon
 from mxnet.base import _LIB
@@ -72,7 +72,7 @@ def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch
     mgpu.train_batch(net, loss, trainer, *batches[0])
     del waits[:]
     options = EpochOptions("fit", max_inflight=3)
-    run_epoch(batches, lambda X, y: mgpu.train_batch(net, loss, trainer, X, y), DeviceSums([mgpu.accuracy]), options)
+    BatchLoop(lambda X, y: mgpu.train_batch(net, loss, trainer, X, y), DeviceSums([mgpu.accuracy]), options).run(batches)
     assert waits.count("MXNDArraySyncCopyToCPU") == len(devices)  # the report at the end
     assert waits.count("MXNDArrayWaitToRead") == (8 - 3) * len(devices)
     assert waits.count("MXNDArrayWaitAll") == 1  # at the end, so that the last update counts

@@ -91,14 +91,6 @@ def test_inputs_and_outputs_may_be_nested(devices, arrays):
     assert [part["both"][0].shape for part in predict_batches(net, batches)] == [(5,), (1,), (4,)]
 
 
-def test_weights_say_how_much_each_device_gets():
-    seen = []
-    net = Calls(lambda x: seen.append((x.context.device_id, x.shape[0])) or x, [mx.cpu(i) for i in range(3)])
-    X = np.arange(8.0)
-    assert predict(net, [X, X[:1]], weights=[2, 0, 1]).tolist() == [*range(8), 0]
-    assert seen == [(0, 5), (2, 3), (0, 1)]
-
-
 def test_examples_may_lie_along_another_axis(devices):
     X = np.random.rand(3, 5, 2).astype("float32")  # T, N, C
     layers = nn.Dense(4, flatten=False, in_units=2)
@@ -279,7 +271,6 @@ WRONG = {
         lambda net: predict(net, [X, "word"]),
     ),
     "no queue": (TrainerError, "max_inflight=0", lambda net: predict_batches(net, [X], max_inflight=0)),
-    "other devices' weights": (ShardError, "weights", lambda net: predict_batches(net, [X], weights=[1, 2, 3])),
     "^predict: got a network without init": (
         TrainerError,
         "^predict: got a network without init",

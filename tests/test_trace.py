@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import SaveError, TrainerError
-from gluon_mgpu.loop.timeline import Span, Timeline
+from gluon_mgpu.loop.timeline import HOST, Timeline
 from gluon_mgpu.plots import plot_schedule, plot_trace
 from gluon_mgpu.runtime.engine import ON_WORKER, Marker
 from gluon_mgpu.runtime.profiler import Operation, Recording, operations_of, recordable_devices, task_mark
@@ -22,7 +22,7 @@ MS = 1e-3
 def timeline(phases, operations, devices=("cpu(0)", "cpu(1)"), length=10):
     """Of one step; times in ms from its begin."""
     ops = sorted((Operation(device, name, b * MS, e * MS) for device, name, b, e in operations), key=lambda one: one.begin)
-    return Timeline([Span("step 1", 0.0, length * MS)], [(b * MS, name) for b, name in phases], ops, devices)
+    return Timeline([Operation(HOST, "step 1", 0.0, length * MS)], [(b * MS, name) for b, name in phases], ops, devices)
 
 
 def in_ms(spans):

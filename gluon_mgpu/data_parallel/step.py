@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, Callable, Deque, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Deque, List, Optional, Sequence
 
 from mxnet import Context, gluon
 
@@ -21,7 +19,7 @@ from ..trainer.parameters import spans_devices
 from ..trainer.running_stats import drop_examples, note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .balancer import Balancer
-from .compiled import Kept, make_passes
+from .compiled import make_passes
 from .passes import Passes
 from .plan import Plan, Planner
 from .prepared import Place
@@ -180,10 +178,10 @@ class TrainStep:
     ----------
     operation : str
         The caller's name, for errors.
-    kept : dict, optional
-        See `make_passes`.
     on_phase : callable (str), optional
         Called when a part of the step begins: `split`, `forward`, `backward`, `update`; and `dispatch` at its end.
+    check : callable (outputs, labels), optional
+        Called with the shards of the first batch of each shape, before any update. It may raise.
 
     Attributes
     ----------
@@ -206,8 +204,8 @@ class TrainStep:
         micro_steps: Any = 1,
         *,
         compiled: Any = "off",
-        kept: Optional[Kept] = None,
         on_phase: Optional[Callable[[str], None]] = None,
+        check: Optional[Callable[[Sequence[Any], Sequence[Any]], None]] = None,
     ) -> None:
         instance(operation, "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
         check_network(operation, net)
@@ -218,7 +216,7 @@ class TrainStep:
         micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
         if spans_devices(net) and isinstance(split, Balancer):
             raise refusal(operation, "Pipeline", "a Balancer or weights")
-        self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=kept)
+        self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)
         if trainer.virtual_shards is not None:
             num_shards = trainer.virtual_shards * micro_steps
             split = VirtualSplit(split, num_shards, operation)
@@ -226,6 +224,7 @@ class TrainStep:
         self._operation, self._net, self._trainer, self._split = operation, net, trainer, split
         self._ignore_stale_grad, self._micro_steps = ignore_stale_grad, micro_steps
         self._on_phase = on_phase or bool  # no Python function
+        self._check = check
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._axis = split.batch_axis
         self._has_stats = False
@@ -275,9 +274,8 @@ class TrainStep:
         if self._has_stats:
             drop_examples()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
-        check = _check_outputs.get()
-        if check is not None:
-            check(outputs, ys)
+        if plan.is_new and self._check is not None:
+            self._check(outputs, ys)
         if not plan.is_counted(losses, is_compiled=passes.is_compiled):
             planner.count(plan, losses, y, ys)
         num_units, own_units = planner.units(y)
@@ -366,22 +364,6 @@ class EvalStep:
         self.places = plan.parts.places if plan.parts is not None else []
         numbers, known = passes.shard_numbers(len(outputs)), plan if passes.is_compiled and plan.parts else None
         return Batch(outputs, ys, losses, plan.num_examples, own_units, numbers, known)
-
-
-OutputCheck = Callable[[Sequence[Any], Sequence[Any]], None]
-
-
-@contextmanager
-def checking_outputs(check: OutputCheck) -> Iterator[None]:
-    """Let `train_batch` call `check(outputs, labels)`, one item per shard, before any update. The check may raise."""
-    token = _check_outputs.set(check)
-    try:
-        yield
-    finally:
-        _check_outputs.reset(token)
-
-
-_check_outputs: ContextVar[Optional[OutputCheck]] = ContextVar("_check_outputs", default=None)
 
 
 def check_network(operation: str, net: Any) -> None:

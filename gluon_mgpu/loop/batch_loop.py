@@ -93,13 +93,6 @@ class EpochOptions:
     on_phase: Callable[[str], None] = lambda phase: None
 
 
-def run_epoch(
-    data_iter: Iterable[Any], run_batch: Callable[[Any, Any], Batch], sums: DeviceSums, options: EpochOptions
-) -> EpochProgress:
-    """Run `run_batch` on every batch, and return the metrics over all of them: see `BatchLoop`."""
-    return BatchLoop(run_batch, sums, options).run(data_iter)
-
-
 # Iterators whose batches each have memory of their own.
 _OWN_MEMORY = (list, tuple, mx.gluon.data.DataLoader)
 

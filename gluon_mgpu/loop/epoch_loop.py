@@ -11,12 +11,12 @@ from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 from ..checkpoint.snapshot import CheckpointData, ProgressRecord
 from ..data_parallel.iterators import batches_of
-from ..data_parallel.step import Batch, checking_outputs
+from ..data_parallel.step import Batch
 from ..nested import Array
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .callbacks import Callback, FitState
 from .metric_sums import DeviceSums
-from .metrics import Metrics, check_metrics
+from .metrics import Metrics
 from .resume import FitProgress, Row, loader_epoch, num_batches_of, position_of, remaining_batches, set_loader_epoch
 from .save_checkpoints import Checkpoint
 from .stop_signals import raise_interrupt
@@ -91,7 +91,6 @@ class Run:
         self._num_examples, self._started = 0, time.perf_counter()  # of this epoch, in this process
         self._row: Optional[Row] = None  # of this epoch, before it is evaluated
         self._is_in_epoch = False
-        self._are_metrics_checked = False
 
     def restore(self, content: CheckpointData) -> None:
         """Continue from a checkpoint, with its history."""
@@ -123,7 +122,7 @@ class Run:
         if self.test_iter is not None:
             test = self._evaluate(self.test_iter, self.options)
             self.raise_if_stopped(test.stopped, f"in the evaluation after epoch {state.epoch}")
-            state.history.rows[-1] = _insert_means(row, _test_columns(test))
+            row.update(_test_columns(test))
         self._row, self._is_in_epoch = None, False
 
     def _evaluate(self, test_iter: Iterable[Any], options: EpochOptions) -> EpochProgress:
@@ -218,12 +217,9 @@ class Run:
 
     def _row_of(self, progress: EpochProgress) -> Row:
         """Return the row of an epoch that has been trained."""
-        trainer = self.state.trainer
         means = {name if name == "grad_norm" else f"train_{name}": mean for name, mean in progress.means.items()}
-        row = {"epoch": self.state.epoch, **means}
-        row["seconds"], row["examples_per_s"] = progress.seconds, progress.examples_per_s
-        row["learning_rate"] = trainer.learning_rate
-        return row
+        speed = {"seconds": progress.seconds, "examples_per_s": progress.examples_per_s}
+        return {"epoch": self.state.epoch, **means, **speed, "learning_rate": self.state.trainer.learning_rate}
 
     def _train_batch(self, X: Any, y: Any) -> Batch:
         """Train on one batch; update the weights unless more batches belong to the update."""
@@ -231,10 +227,8 @@ class Run:
         state.batches += 1
         state.step += 1
         state.pending = state.batches % self.batches_per_update
-        checking = nullcontext() if self._are_metrics_checked else checking_outputs(self._check_metrics)
-        with checking, trainer.accumulate() if state.pending else nullcontext():
+        with trainer.accumulate() if state.pending else nullcontext():
             batch = self.train(X, y)
-        self._are_metrics_checked = True
         self._add_norm()
         self._num_examples += batch.num_examples
         return batch
@@ -248,11 +242,6 @@ class Run:
         self._sums.add("grad_norm", norm.as_nd_ndarray(), 1)
         return True
 
-    def _check_metrics(self, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
-        """Raise `TrainerError` if the metrics do not accept the network's output: before the first update."""
-        for output, label in zip(outputs[:1], labels):
-            check_metrics(self.metrics, output, label)
-
 
 def call_each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> None:
     """Call a method of every callback, in their order."""
@@ -262,10 +251,3 @@ def call_each(callbacks: Sequence[Callback], method: str, *arguments: Any) -> No
 
 def _test_columns(test: EpochProgress) -> Row:
     return {f"test_{name}": mean for name, mean in test.means.items()}
-
-
-def _insert_means(row: Row, means: Dict[str, float]) -> Row:
-    """Return a row with more means, before the columns that are not means."""
-    at = list(row).index("seconds")
-    items = list(row.items())
-    return dict([*items[:at], *means.items(), *items[at:]])

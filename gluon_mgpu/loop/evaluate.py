@@ -15,9 +15,9 @@ from ..data_parallel.step import EvalStep, check_network
 from ..data_parallel.virtual import VirtualPasses, VirtualSplit
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.tree import VirtualShards
-from .batch_loop import EpochOptions, EpochProgress, run_epoch
+from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .metric_sums import DeviceSums
-from .metrics import Metrics, accuracy, metrics_for, named_metrics
+from .metrics import Metrics, accuracy, metrics_for
 
 MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they take little memory, and small ones are short
 _OPTIONS = EpochOptions("evaluate", max_inflight=MAX_INFLIGHT)
@@ -27,7 +27,7 @@ def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: 
     """Return the accuracy of a network on a data set, computed on all its devices.
 
     d2l's function, with the same result. It adds up on the devices and reads once; d2l's reads every shard of every batch.
-    It first averages BatchNorm's running statistics over the devices, so that all devices predict the same.
+    Running statistics that a pass without a step has moved, and the weights of a `LocalSGD`, are first made equal on all devices.
 
     Parameters
     ----------
@@ -111,7 +111,6 @@ def run_evaluation(
     virtual_shards: Optional[int] = None,
 ) -> EpochProgress:
     """Evaluate a network. `evaluate` calls it with these options, `fit` with its own, which can stop it."""
-    named_metrics(metrics)
     split = as_split("evaluate", split_f)
     check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
     devices = devices_of(net)
@@ -120,4 +119,4 @@ def run_evaluation(
         split = VirtualSplit(split, virtual_shards, "evaluate")
         passes = VirtualPasses(passes, net, loss, virtual_shards)
     step = EvalStep("evaluate", net, loss, devices, split, passes)
-    return run_epoch(data_iter, step, DeviceSums(metrics, num_shards=virtual_shards), options)
+    return BatchLoop(step, DeviceSums(metrics, num_shards=virtual_shards), options).run(data_iter)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import List, Optional, Sequence, Union
+from typing import List, Optional, Union
 
 from mxnet import gluon
 
-from ..checks import instance, real_number, whole_number
+from ..checks import instance, real_number, short, whole_number
 from ..errors import TrainerError
-from ..trainer.parameters import blocks_of, named_params
+from ..trainer.parameters import named_params
 from .callbacks import Callback, FitState
-
-Selection = Union[str, gluon.Block, Sequence[gluon.Block]]
 
 
 class Finetune(Callback):
@@ -23,8 +21,8 @@ class Finetune(Callback):
 
     Parameters
     ----------
-    freeze : str, gluon.Block or list of gluon.Block
-        A regular expression that matches the beginning of structural names, such as `"features"`; or parts of the network.
+    freeze : str or gluon.Block
+        A regular expression that matches the beginning of structural names, such as `"features"`; or a part of the network.
     unfreeze_epoch : int, optional
         The first epoch, from 1, in which these parameters train. None: never.
     lr_mult : float
@@ -52,9 +50,9 @@ class Finetune(Callback):
     Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification", 2018, sections 3.2 and 3.3.
     """
 
-    def __init__(self, freeze: Selection, *, unfreeze_epoch: Optional[int] = None, lr_mult: float = 0.1) -> None:
-        kinds, advice = (str, gluon.Block, list, tuple), "For example, pass net.features."
-        instance("Finetune", "freeze", freeze, kinds, "a regular expression, a Block or a list of them", advice=advice)
+    def __init__(self, freeze: Union[str, gluon.Block], *, unfreeze_epoch: Optional[int] = None, lr_mult: float = 0.1) -> None:
+        kinds, advice = (str, gluon.Block), "For example, pass net.features."
+        instance("Finetune", "freeze", freeze, kinds, "a regular expression or a Block", advice=advice)
         if isinstance(freeze, str):
             try:
                 re.compile(freeze)
@@ -69,32 +67,24 @@ class Finetune(Callback):
         self._params: List[gluon.Parameter] = []
 
     def on_fit_begin(self, state: FitState) -> None:
-        found = _selected(state.net, self._freeze)
+        names = named_params(state.net)
+        if isinstance(self._freeze, str):
+            found = [param for name, param in names.items() if re.match(self._freeze, name)]
+        else:
+            chosen = set(self._freeze.collect_params().values())
+            found = [param for param in names.values() if param in chosen]
         self._params = [param for param in found if param._differentiable]
         if not self._params:
-            names = list(named_params(state.net))
             raise TrainerError(
-                f"Finetune: got freeze={self._freeze!r}, which selects no parameter; expected one or more of "
-                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Pass a part of the network."
+                f"Finetune: got freeze={self._freeze!r}, which selects no parameter; expected one or more of {short([*names])}. "
+                "Pass a part of the network."
             )
         self.on_epoch_begin(state)
 
     def on_epoch_begin(self, state: FitState) -> None:
         is_unfrozen = self._unfreeze_epoch is not None and max(1, state.epoch) >= self._unfreeze_epoch
         grad_req = "write" if is_unfrozen else "null"
-        changed = [param for param in self._params if param.grad_req != grad_req]
         for param in self._params:
             param.lr_mult = self._lr_mult
-        for param in changed:
-            param.grad_req = grad_req
-        for block in blocks_of(state.net) if changed else []:
-            if getattr(block, "_cached_op", None) is not None:
-                block._clear_cached_op()  # its graph would write into the former gradients
-
-
-def _selected(net: gluon.Block, freeze: Selection) -> List[gluon.Parameter]:
-    if isinstance(freeze, str):
-        return [param for name, param in named_params(net).items() if re.match(freeze, name)]
-    chosen = [freeze] if isinstance(freeze, gluon.Block) else list(freeze)
-    wanted = {id(param) for block in chosen for param in block.collect_params().values()}
-    return [param for param in named_params(net).values() if id(param) in wanted]
+            if param.grad_req != grad_req:  # setting it makes new arrays
+                param.grad_req = grad_req

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 from mxnet import gluon
 
 from ..checkpoint.save_and_load import ReadCheckpoint
-from ..checks import short, whole_number
+from ..checks import instance, short, whole_number
 from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.debug import debugging_if_asked
@@ -28,7 +28,7 @@ from .callbacks import Callback, FitState, Progress
 from .epoch_loop import Limits, Run, call_each
 from .evaluate import run_evaluation
 from .history import History
-from .metrics import Metrics, metrics_for, named_metrics
+from .metrics import Metrics, check_metrics, metrics_for, named_metrics
 from .resume import find_resumable, has_changed_rate, num_batches_of
 from .save_checkpoints import Checkpoint
 from .stop_signals import CaughtSignal, Terminated, agree_on_signal, catch_signals
@@ -156,9 +156,9 @@ def fit(
     state = FitState(net, trainer, limits.num_epochs(epochs, num_batches), num_batches, tests=test_iter is not None)
     caught = CaughtSignal()
     on_phase = partial(call_each, callbacks, "on_phase", state)
-    train = TrainStep(
-        "fit", net, loss, trainer, split_f, micro_steps=micro_steps, compiled=compiled, kept=trainer.kept, on_phase=on_phase
-    )
+    check = partial(check_metrics, measured)
+    train = TrainStep("fit", net, loss, trainer, split_f, False, micro_steps, compiled=compiled, on_phase=on_phase, check=check)
+    evaluation = partial(run_evaluation, net, loss=test_loss, split_f=split_f, passes=passes)
     run = Run(
         state,
         callbacks,
@@ -166,14 +166,7 @@ def fit(
         test_iter,
         metrics=measured,
         train=train,
-        evaluate=partial(
-            run_evaluation,
-            net,
-            loss=test_loss,
-            split_f=split_f,
-            passes=passes,
-            virtual_shards=trainer.virtual_shards,
-        ),
+        evaluate=partial(evaluation, virtual_shards=trainer.virtual_shards),
         options=EpochOptions(
             "fit",
             max_inflight=max_inflight,
@@ -228,10 +221,7 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
 
 
 def _check_arguments(net: Any, trainer: Any, train_iter: Any, test_iter: Any) -> None:
-    if not isinstance(trainer, Trainer):
-        raise TrainerError(
-            f"fit: got {type(trainer).__name__} as the trainer; expected a gluon_mgpu.Trainer. Pass Trainer(net, 'sgd')."
-        )
+    instance("fit", "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
     check_network("fit", net)
     check_iterable("fit", "train_iter", train_iter, reader="fit")
     if test_iter is not None:

@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
-from ..checks import short, whole_number
+from ..checks import check_function, short, whole_number
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
 
@@ -129,11 +129,11 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
     return [accuracy] if has_classes else []
 
 
-def check_metrics(metrics: Metrics, output: Any, label: Any) -> None:
-    """Raise `TrainerError` if this package's metrics reject a shard. Others, which may count calls, are not called."""
+def check_metrics(metrics: Metrics, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
+    """Raise `TrainerError` if this package's metrics reject the first shard. Others, which may count calls, are not called."""
     for metric in named_metrics(metrics).values():
-        if getattr(metric, "joins_shards", False):
-            metric(output, label)
+        if getattr(metric, "joins_shards", False) and outputs:
+            metric(outputs[0], labels[0])
 
 
 def mean_loss(losses: Array) -> Tuple[Array, int]:
@@ -172,11 +172,8 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
             "metrics: got a metric named 'loss'; expected another name: the loss itself is reported under it. Rename it."
         )
     for name, metric in named.items():
-        if not callable(metric):
-            raise TrainerError(
-                f"metrics: got {short(metric)} for {str(name)[:60]}; expected a function (output, label) -> (sum, count). Use "
-                "gluon_mgpu.accuracy, for example; metrics of MXNet take the labels and predict(net, data)."
-            )
+        advice = "Pass gluon_mgpu.accuracy, for example; metrics of MXNet take the labels and predict(net, data)."
+        check_function("metrics", str(name)[:60], metric, advice=advice)
     return named
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any, Deque, Generator, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Deque, Generator, Iterable, List, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd, gluon
@@ -12,7 +12,7 @@ from mxnet import Context, autograd, gluon
 from ..checks import flag, reason_of, whole_number
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
-from ..data_parallel.sharding import SplitOptions, gather, plan_shards
+from ..data_parallel.sharding import SplitOptions, gather
 from ..data_parallel.splits import BatchSplit
 from ..data_parallel.step import EvalStep, check_network
 from ..distributed import group, without_group
@@ -32,7 +32,6 @@ def predict(
     pairs: bool = False,
     batch_axis: Any = 0,
     output_axis: Any = None,
-    weights: Optional[Sequence[float]] = None,
     max_inflight: int = MAX_INFLIGHT,
     compiled: str = "auto",
 ) -> Any:
@@ -43,7 +42,7 @@ def predict(
 
     Parameters
     ----------
-    net, data_iter, pairs, batch_axis, output_axis, weights, max_inflight, compiled
+    net, data_iter, pairs, batch_axis, output_axis, max_inflight, compiled
         As for `predict_batches`.
 
     Returns
@@ -72,7 +71,6 @@ def predict(
         pairs=pairs,
         batch_axis=batch_axis,
         output_axis=output_axis,
-        weights=weights,
         max_inflight=max_inflight,
         compiled=compiled,
     )
@@ -93,7 +91,6 @@ def predict_batches(
     pairs: bool = False,
     batch_axis: Any = 0,
     output_axis: Any = None,
-    weights: Optional[Sequence[float]] = None,
     max_inflight: int = MAX_INFLIGHT,
     compiled: str = "auto",
 ) -> Generator[Any, None, None]:
@@ -119,8 +116,6 @@ def predict_batches(
     batch_axis : int, or nested ints of the form of X
     output_axis : int, or nested ints of the form of the output, optional
         The axis of the examples in the outputs; `batch_axis` by default, or 0 if that is not a single number.
-    weights : sequence of float, optional
-        Split in these proportions; see `plan_shards`.
     max_inflight : int
         Batches that may be queued on the devices.
     compiled : "auto", "on" or "off"
@@ -154,9 +149,8 @@ def predict_batches(
     max_inflight = whole_number("predict", "max_inflight", max_inflight, advice="8 is usual.")
     check_iterable("predict", "data_iter", data_iter, pairs=False)
     devices = devices_of(net, "predict")
-    plan_shards(1, len(devices), weights)  # raises on weights for other devices
     passes = make_passes("predict", net, None, compiled)
-    step = EvalStep("predict", net, None, devices, BatchSplit(SplitOptions((batch_axis, 0), weights=weights)), passes)
+    step = EvalStep("predict", net, None, devices, BatchSplit(SplitOptions((batch_axis, 0))), passes)
     return _run(net, step, data_iter, pairs=pairs, output_axis=_output_axis(batch_axis, output_axis), max_inflight=max_inflight)
 
 
@@ -238,6 +232,5 @@ def _to_numpy(number: int, context: Context, output: Any) -> Any:
 
 
 def _output_axis(batch_axis: Any, output_axis: Any) -> Any:
-    if output_axis is not None:
-        return output_axis
-    return batch_axis if isinstance(batch_axis, int) else 0
+    usual = batch_axis if isinstance(batch_axis, int) else 0
+    return usual if output_axis is None else output_axis

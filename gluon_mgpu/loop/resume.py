@@ -13,7 +13,7 @@ from ..checkpoint.rotation import checkpoint_in, find_checkpoints
 from ..checkpoint.save_and_load import ReadCheckpoint, read_checkpoint
 from ..checkpoint.snapshot import CheckpointData
 from ..data_parallel.iterators import batches_of
-from ..distributed import group
+from ..distributed import Group, group
 from ..errors import StateError
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
@@ -105,21 +105,21 @@ def find_resumable(
             logger.warning("fit: cannot resume from %s: %s", path, error)
             errors.append(error)
             continue
-        logger.info("fit: resumes from %s, step %s", path, found.content.place["step"])
-        _check_same_step(found.content)
-        return found
-    if errors:
-        raise errors[0]
-    _check_same_step(None)
-    return None
-
-
-def _check_same_step(content: Optional[CheckpointData]) -> None:
-    """Raise `StateError` unless all processes of a job resume from the same step: each reads its own checkpoint."""
+        step = str(found.content.place["step"])
+        logger.info("fit: resumes from %s, step %s", path, step)
+        break
+    else:
+        if errors:
+            raise errors[0]
+        found, step = None, "none"
     processes = group()
-    if processes is None:
-        return
-    own_step = "none" if content is None else str(content.place["step"])
+    if processes is not None:
+        _check_same_step(processes, step)
+    return found
+
+
+def _check_same_step(processes: Group, own_step: str) -> None:
+    """Raise `StateError` unless all processes of a job resume from the same step: each reads its own checkpoint."""
     steps = [step.decode() for step in processes.all_gather_bytes(own_step.encode())]
     if len(set(steps)) > 1:
         raise StateError(

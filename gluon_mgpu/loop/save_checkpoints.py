@@ -12,7 +12,7 @@ from ..checkpoint.rotation import CheckpointRotation
 from ..checkpoint.save_and_load import check_folder
 from ..checkpoint.snapshot import FILES, Snapshot, take_snapshot
 from ..checks import flag, path_of, whole_number
-from ..distributed import group
+from ..distributed import any_process
 from ..distributed.process import this_process
 from ..runtime.file_locks import FolderLock
 from ..trainer.optimizer_config import describe
@@ -108,9 +108,7 @@ class Checkpoint(Callback):
         self._reached = state.step
         if state.resumed is not None and state.resumed.training is not None:
             self._base = state.resumed.training["random"]["base"]
-        processes = group()
-        if processes is not None:
-            processes.barrier()  # each has read its checkpoint before the first one deletes old ones
+        any_process(False)  # a barrier: each has read its checkpoint before the first one deletes old ones
         self.hold()
         if not this_process().rank:
             self._rotation.begin(None if state.resumed is None else state.resumed.folder)

@@ -92,8 +92,9 @@ class CaughtSignal:
 
         A SIGUSR1 never does. The SIGTERM after it is the scheduler's own, at the time limit: the process may still be saving.
         """
-        if os.getpid() != self._pid:
-            self._end_fork(signum)
+        if os.getpid() != self._pid:  # a fork, such as a worker of a DataLoader; the parent handles Ctrl-C
+            if signum == signal.SIGTERM:
+                _end_by(signum)
         elif not self.signum:
             self.signum, self._at = signum, time.monotonic()
             self._is_last_call = signum != signal.SIGUSR1
@@ -104,14 +105,12 @@ class CaughtSignal:
         elif signum != signal.SIGTERM:
             signal.default_int_handler(signum, frame)
         elif time.monotonic() - self._at >= _SAME_REQUEST_S:
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(self._pid, signum)
+            _end_by(signum)
 
-    def _end_fork(self, signum: int) -> None:
-        """Let SIGTERM end a fork of this process, such as a worker of a DataLoader. The parent handles Ctrl-C."""
-        if signum == signal.SIGTERM:
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
+
+def _end_by(signum: int) -> None:
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
 
 
 @contextmanager

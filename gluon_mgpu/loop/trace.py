@@ -15,9 +15,9 @@ from ..checks import path_of, whole_number
 from ..distributed.process import this_process
 from ..errors import TrainerError
 from ..runtime.environment import logger
-from ..runtime.profiler import Recording, recordable_devices
+from ..runtime.profiler import Operation, Recording, recordable_devices
 from .callbacks import Callback, FitState
-from .timeline import Span, Timeline
+from .timeline import HOST, Timeline
 
 _LEAST = 0.0005  # shares below are not printed
 _SETTLE = 5  # steps from the start of the profiler, which waits for the devices, to the first step of the trace
@@ -151,7 +151,7 @@ class Trace(Callback):
         assert self._recording is not None and self._phases is not None, "the trace has begun"
         recording, self._recording = self._recording, None
         first = state.step - self._batches + self.warm_up + 1
-        steps = [Span(f"step {first + i}", *ends) for i, ends in enumerate(zip(self._ends, self._ends[1:]))]
+        steps = [Operation(HOST, f"step {first + i}", *ends) for i, ends in enumerate(zip(self._ends, self._ends[1:]))]
         timeline = Timeline(steps, self._phases, recording.stop(), self._devices)
         self._phases = None
         seconds = (timeline.end - timeline.begin) / len(steps)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import Dict, Iterator, Optional
+from typing import Dict, Optional
 
 import mxnet as mx
 
 from ..checkpoint.snapshot import AVERAGE
-from ..checks import flag, one_of, real_number, whole_number
+from ..checks import one_of, real_number, whole_number
 from ..errors import TrainerError
 from ..nested import Array
 from ..runtime.environment import logger
@@ -35,8 +34,6 @@ class WeightAverage(Callback):
         Of "ema".
     start_epoch : int
         The first epoch that is averaged, from 1. SWA usually starts in the last quarter.
-    apply_at_end : bool
-        Leave the average in the network after the last epoch.
 
     Raises
     ------
@@ -60,19 +57,11 @@ class WeightAverage(Callback):
     Generalization", 2018.
     """
 
-    def __init__(
-        self,
-        method: str = "ema",
-        *,
-        decay: float = 0.999,
-        start_epoch: int = 1,
-        apply_at_end: bool = True,
-    ) -> None:
+    def __init__(self, method: str = "ema", *, decay: float = 0.999, start_epoch: int = 1) -> None:
         one_of("WeightAverage", "method", method, ("ema", "swa"), advice="'ema' is usual.")
         if real_number("WeightAverage", "decay", decay, advice="0.999 is usual.") >= 1:
             raise TrainerError(f"WeightAverage: got decay={decay}; expected a number below 1. 0.999 is usual.")
         whole_number("WeightAverage", "start_epoch", start_epoch, advice="1 is usual.")
-        self._apply_at_end = flag("WeightAverage", "apply_at_end", apply_at_end)
         self._method, self._decay, self._start_epoch = method, decay, start_epoch
         self.num_updates = 0
         self._weights: Optional[AveragedWeights] = None
@@ -112,7 +101,7 @@ class WeightAverage(Callback):
 
     def on_fit_end(self, state: FitState) -> None:
         self._take_back()
-        if state.error is None and self._weights is not None and self._apply_at_end:
+        if state.error is None and self._weights is not None:
             self._weights.put()
             self._weights.keep()
 
@@ -122,16 +111,6 @@ class WeightAverage(Callback):
             return {}
         progress = mx.nd.array([self.num_updates, self._step, self._epoch], dtype="float64")
         return {**{AVERAGE + name: array for name, array in self._weights.arrays().items()}, AVERAGE + "progress": progress}
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Put the average into the network within this block: to evaluate, predict, save or export it."""
-        if self._weights is not None:
-            self._weights.put()
-        try:
-            yield
-        finally:
-            self._take_back()
 
     def _follow(self, state: FitState) -> None:
         """Update the average if the weights of this step belong to it and are not in it yet."""

@@ -131,7 +131,7 @@ def average_replicas(params: Params) -> None:
 def replica_difference(params: Params) -> float:
     """Return the largest absolute difference between the weights of any two devices; 0.0 when replicas are identical.
 
-    It reads all weights. BatchNorm's running statistics are not compared: they differ by design.
+    It reads all weights. BatchNorm's running statistics are not compared: a pass without a step moves each device's own.
 
     Examples
     --------

@@ -1,0 +1,3 @@
+import left_out
+
+left_out.load(__name__)

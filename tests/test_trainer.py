@@ -394,6 +394,7 @@ def count_calls(function):
     return len(names)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["", "sharded"])
 @pytest.mark.parametrize("optimizer", [("sgd", {"momentum": 0.9}), ("adam", {})], ids=["sgd", "adam"])
 @pytest.mark.parametrize("num_devices", [1, 8])

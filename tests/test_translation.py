@@ -91,7 +91,7 @@ def test_a_wide_beam_finds_what_trying_everything_finds(max_repeats, options, sc
         assert [one.finished for one in best] == [len(one.tokens) < 4 for one in best]
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_neither_batch_nor_devices_show(arrays, beam_size):
     alone = translate(random_model(vocab=9), SENTENCES, beam_size=beam_size, num_best=beam_size, batch_size=1, attention=True)
     for num, batch_size in ((2, 3), (3, 64)):

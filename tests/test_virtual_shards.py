@@ -235,6 +235,7 @@ print("BITS", run_fit(sys.argv[3], int(sys.argv[2])), flush=True)
 """
 
 
+@pytest.mark.exhaustive  # tests/test_crossings.py trains such jobs, too
 @pytest.mark.timeout(300)
 def test_processes(tmp_path, request):
     """Two processes with one device each, and one process: the same bits, also of the history."""

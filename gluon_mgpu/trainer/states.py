@@ -181,44 +181,33 @@ def check_state(
 ) -> None:
     """Raise `StateError` unless a state belongs to this network and optimizer, and is not damaged."""
     try:
-        _check_state(state, source, operation, layout, optimizer, shapes)
+        _check_same(str(source), state, layout, operation)
+        saved_class = state.optimizer["class"]
+        if saved_class != class_name(optimizer):
+            raise StateError(
+                f"{operation}: got {source} of a trainer with {short(saved_class)} where this one has {class_name(optimizer)}, "
+                f"with MXNet {mx.__version__}; expected the same class. Make the trainer with the optimizer of the file, or load "
+                "the network alone: load_checkpoint(folder, net)."
+            )
+        _check_counts(str(source), state, layout, optimizer, operation)
+        by_index = {i: shapes[id(param)] for i, param in enumerate(layout.params) if id(param) in shapes} if shapes else None
+        found = states_on(layout, optimizer, state.states, str(source), by_index)
+        for index, saved in state.states.items():
+            fresh = next(one[index] for one in found if index in one)
+            for (_, mine), (_, theirs) in zip(leaves(fresh), leaves(saved)):
+                if is_device_array(mine) and theirs.dtype != np.dtype(mine.dtype):
+                    raise TypeError(f"{theirs.dtype} instead of {np.dtype(mine.dtype)}")
+        if not is_whole(state.optimizer["values"].get("num_update", 0)):
+            raise ValueError("num_update is not a whole number")
+        rate = state.optimizer["learning_rate"]
+        if rate is not None and not np.isfinite(rate):
+            raise ValueError("the learning rate is not finite")
+        if sorted(state.order) != list(range(len(state.names))):
+            raise ValueError("order is no permutation")
+    except StateError:
+        raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, StateError):
-            raise
         raise _damaged(source, error, operation) from error
-
-
-def _check_state(
-    state: TrainerState,
-    source: Any,
-    operation: str,
-    layout: Layout,
-    optimizer: opt.Optimizer,
-    shapes: Optional[Mapping[int, Sequence[int]]],
-) -> None:
-    _check_same(str(source), state, layout, operation)
-    saved_class = state.optimizer["class"]
-    if saved_class != class_name(optimizer):
-        raise StateError(
-            f"{operation}: got {source} of a trainer with {short(saved_class)} where this one has "
-            f"{class_name(optimizer)}, with MXNet {mx.__version__}; expected the same class. Make the trainer with the optimizer "
-            "of the file, or load the network alone: load_checkpoint(folder, net)."
-        )
-    _check_counts(str(source), state, layout, optimizer, operation)
-    by_index = {i: shapes[id(param)] for i, param in enumerate(layout.params) if id(param) in shapes} if shapes else None
-    found = states_on(layout, optimizer, state.states, str(source), by_index)
-    for index, saved in state.states.items():
-        fresh = next(one[index] for one in found if index in one)
-        for (_, mine), (_, theirs) in zip(leaves(fresh), leaves(saved)):
-            if is_device_array(mine) and theirs.dtype != np.dtype(mine.dtype):
-                raise TypeError(f"{theirs.dtype} instead of {np.dtype(mine.dtype)}")
-    if not is_whole(state.optimizer["values"].get("num_update", 0)):
-        raise ValueError("num_update is not a whole number")
-    rate = state.optimizer["learning_rate"]
-    if rate is not None and not np.isfinite(rate):
-        raise ValueError("the learning rate is not finite")
-    if sorted(state.order) != list(range(len(state.names))):
-        raise ValueError("order is no permutation")
 
 
 def _check_counts(fname: str, state: TrainerState, layout: Layout, optimizer: opt.Optimizer, operation: str) -> None:

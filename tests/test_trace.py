@@ -246,13 +246,13 @@ def test_the_figure_shows_every_lane(tmp_path):
     assert {"dispatch", "sums and updates"} <= {text.get_text() for text in axes.get_legend().get_texts()}
 
 
-def train_pipeline(trace, ctx, *, micro_batches=2, batches=12, **options):
+def train_pipeline(trace, ctx, *, micro_batches=2, batches=12, rows=6, **options):
     """Train a network of two layers as a pipeline."""
     layers = [nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8)]
     pipeline = mgpu.Pipeline(layers, ctx, micro_batches, **options)
     pipeline.initialize()
     trainer = mgpu.Trainer(pipeline, "sgd", {"learning_rate": 0.1})
-    data = [(np.ones((6, 4), "float32"), np.zeros(6, "float32"))] * batches
+    data = [(np.ones((rows, 4), "float32"), np.zeros(rows, "float32"))] * batches
     mgpu.fit(pipeline, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, epochs=1, callbacks=[], trace=trace)
     return trainer
 
@@ -272,6 +272,15 @@ def test_a_trace_of_a_pipeline_has_its_tasks(pipeline_trace):
         expected = ["F0.0", "F0.1", "B0.0", "B0.1"] if stage == 0 else ["F1.0", "B1.0", "F1.1", "B1.1"]
         assert len(names) >= 4 and names == expected * (len(names) // 4)
         assert not any(event["name"].startswith("task ") for event in lanes["devices", f"cpu({stage})"])
+
+
+def test_no_task_begins_while_the_device_computes_the_one_before(tmp_path):
+    """The first task of a batch began with its data: while the host was ahead, in the middle of the batch before."""
+    trace = mgpu.loop.Trace(tmp_path / "trace.json", warm_up=3, steps=4)
+    train_pipeline(trace, [mx.cpu(0), mx.cpu(1)], rows=60_000)
+    for device in ("cpu(0)", "cpu(1)"):
+        tasks = read(trace.path)["tasks", device]
+        assert len(tasks) >= 8 and all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in zip(tasks, tasks[1:]))
 
 
 def test_the_schedule_shows_a_box_for_each_task(pipeline_trace):

@@ -89,6 +89,8 @@ class _Place:
         Which part of a micro-batch it computes, if it is the last stage.
     trained : NDArray, optional
         A gradient of its parameters.
+    updated : list of NDArray
+        One of the weights that a step updates, if any.
     needs_backward : bool
         Whether it trains, or comes after a stage that does.
     readers : list of _Place
@@ -98,6 +100,7 @@ class _Place:
     def __init__(self, pipeline: Any, number: int, device: Context, former: Sequence[_Place]) -> None:
         self.stage, self.number, self.device, self.part = pipeline.stages[number], number, device, pipeline.part(number)
         gradients = [param.grad(device) for param in pipeline.trained(number)]
+        self.updated: List[Array] = [param.data(device) for param in pipeline.trained(number)[:1]]
         self.trained: Optional[Array] = gradients[0] if gradients else None
         producers = pipeline.producers(number)
         self.needs_backward: bool = bool(gradients) or any(former[producer].needs_backward for producer in producers)
@@ -379,7 +382,8 @@ class _Run:
         """Let a task wait for the one before it on the same device."""
         last = self._last.get(place.device, [])
         if arrays and (last or Recording.is_on):
-            queue_in_order(place.device, last, arrays, _mark(task, place.device, "begins"))
+            # the first task of a batch begins once the weights have been updated after the batch before
+            queue_in_order(place.device, last or place.updated, arrays, _mark(task, place.device, "begins"))
 
 
 def _mark(task: Task, device: Context, edge: str) -> str:

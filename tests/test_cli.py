@@ -377,7 +377,9 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word():
     """It ended with `Error: [Errno 32] Broken pipe`, or with what Python prints at its end."""
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-m", "gluon_mgpu", "explain", "numpy-2"], stdout=write, stderr=subprocess.PIPE, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", "gluon_mgpu", "explain", "numpy-2"], stdout=write, stderr=subprocess.PIPE, timeout=240
+    )
     os.close(write)
     assert done.returncode in (0, 1) and done.stderr == b""
 

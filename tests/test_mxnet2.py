@@ -35,13 +35,6 @@ def test_names_of_a_list_are_different_for_different_parameters_only(version):
     assert found[0] == found[2]
 
 
-def test_running_statistics_are_grouped_by_layer(version):
-    first, second = {"1": ("batchnorm0_", "batchnorm1_"), "2": ("", "")}[version]
-    stats = named(f"{first}running_mean", f"{first}running_var", f"{second}running_mean", f"{second}running_var")
-    a, b, c, d = mxnet2.layers_of(stats)
-    assert a == b != c == d
-
-
 def test_an_optimizer_gets_one_array_or_lists_of_one(version):
     calls = []
     optimizer = SimpleNamespace(update_multi_precision=lambda *arguments: calls.append(arguments))

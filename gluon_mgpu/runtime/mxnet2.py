@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any, Counter, Dict, Iterable, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 from ..errors import TrainerError
 
@@ -73,19 +73,6 @@ def unique_names(params: Sequence[Any]) -> List[str]:
         return [getattr(param, "name", str(i)) for i, param in enumerate(params)]
     first: Dict[int, int] = {}
     return [f"{first.setdefault(id(param), i)}.{getattr(param, 'name', '')}" for i, param in enumerate(params)]
-
-
-def layers_of(params: Iterable[Any]) -> List[str]:
-    """Return a name of the layer of each running mean and variance, which stand in the order of the layers."""
-    seen: Counter[str] = Counter()
-    found = []
-    for param in params:
-        name = param.name.rpartition("running_")[0] or param.name
-        if is_mxnet2():
-            name = str(seen[param.name])  # the nth mean and the nth variance are of one layer
-            seen[param.name] += 1
-        found.append(name)
-    return found
 
 
 def update_one(optimizer: Any, index: int, *arrays: Any) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Dict, List, Optional, Protocol, Sequence, Tuple, Union
 
 import mxnet as mx
-import numpy as np
 from mxnet import Context
 
-from ..checks import explaining, real_number, short
+from ..checks import short
 from ..distributed import Group, group
 from ..errors import TrainerError
-from ..nested import Array, is_device_array, num_bytes
+from ..nested import Array, num_bytes
 from ..refusals import refusal
 from ..runtime.c_api import PushPull
 from .slab import Slab
@@ -23,7 +22,6 @@ _MULTIPLE = 16  # elements: slices begin at cache lines
 # (key, array) per call: the store sorts more pairs by key, which changes the order of devices, and so the bits of sums
 _MOST_PAIRS = 16
 _LARGEST = 3.4028234e38  # float32
-_FLOATS = (np.float16, np.float32, np.float64)
 _MOST_ARRAYS = 200  # of one call of MXNet's finite check
 Part = Tuple[List[int], List[List[Array]]]  # keys, each with one array per device
 
@@ -354,55 +352,6 @@ def clip_values(gradients: Sequence[Array], most: float) -> None:
     """
     for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
         mx.nd.clip(gradient, -most, most, out=gradient)
-
-
-def clip_global_norm(gradients: Sequence[Array], max_norm: float) -> Array:
-    """Scale one device's gradients so that their common 2-norm is at most `max_norm`, without waiting.
-
-    Reduced gradients are the same on every device, so each device computes the same result alone. NaN and infinite gradients are
-    not changed.
-
-    Parameters
-    ----------
-    gradients : sequence of NDArray on one device, any shapes
-        Changed in place.
-    max_norm : float
-
-    Returns
-    -------
-    NDArray, shape (1,)
-        The norm before clipping, on that device.
-
-    Examples
-    --------
-    >>> g = [mx.nd.array([3.0]), mx.nd.array([[4.0]])]
-    >>> clip_global_norm(g, 1.0).asnumpy().tolist(), round(g[1].asnumpy().item(), 4)
-    ([5.0], 0.8)
-
-    Raises
-    ------
-    TrainerError
-        `max_norm` is not a number above 0, or `gradients` are not arrays. Nothing was changed.
-
-    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
-    """
-    real_number("clip_global_norm", "max_norm", max_norm, above=True, advice="Do not call it if you do not want to clip.")
-    arrays = list(gradients) if isinstance(gradients, (list, tuple)) else []
-    if not arrays or not all(is_device_array(one) and one.dtype in _FLOATS for one in arrays):
-        raise TrainerError(
-            f"clip_global_norm: got gradients={short(gradients)}; expected a list of MXNet arrays of floating point on one "
-            "device. Pass [param.grad(ctx) for param in net.collect_params().values()]."
-        )
-    expected = "dense gradients on one device"
-    with explaining("clip_global_norm", "an error", expected, advice="Call it once for each device."):
-        return scale_to_norm(arrays, max_norm)
-
-
-def scale_to_norm(gradients: Sequence[Array], max_norm: float) -> Array:
-    """Do the same as `clip_global_norm`, without checks of the arguments."""
-    norm = global_norm(gradients)
-    scale_to_limit(gradients, norm, max_norm)
-    return norm
 
 
 def scale_to_limit(gradients: Sequence[Array], norm: Array, max_norm: float) -> None:

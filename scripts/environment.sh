@@ -63,6 +63,8 @@ install_project() { # $1: extras
     if ! [ -x "$venv/bin/python" ] || [ "$("$venv/bin/python" -c 'import platform; print(platform.python_version())' 2>/dev/null)" != "$version" ]; then
         make_venv "$python"
     fi
+    # The pip that comes with Python may be years old, and need twice the time to choose versions.
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
     # The first use compiles what it imports: a tenth of all modules.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[$1]"
     echo "$wanted" >"$venv/installed-$1"

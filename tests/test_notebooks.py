@@ -21,7 +21,7 @@ every_language = pytest.mark.parametrize("path", NOTEBOOKS + KOREAN, ids=lambda 
 
 # Smaller values of the cell tagged "parameters" (papermill's convention), so that the tests take seconds. All code still runs.
 SMALL = {
-    "02_data_parallel_resnet18": "num_images, num_test_images, epochs, num_steps = 16, 16, 1, 2",
+    "02_data_parallel_resnet18": "num_images, num_test_images, epochs, num_steps = 16, 16, 2, 2",
     "03_seq2seq_korean_english": "num_pairs, num_test_pairs, num_epochs = 600, 20, 2",
 }
 

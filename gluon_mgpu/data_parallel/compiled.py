@@ -27,7 +27,7 @@ from .plan import form_of
 
 MODES = ("auto", "on", "off")
 MOST = 64  # bound batches of a network
-MOST_RECURRENT_BYTES = 2**27  # of recurrent operators, whose memory nothing can share
+MOST_RECURRENT_BYTES = 3 * 2**23  # of recurrent operators, as estimated: a shape takes about ten times as much in all
 
 _DATA, _GRAD, _REQ = attrgetter("_data"), attrgetter("_grad"), attrgetter("_grad_req")
 

@@ -58,7 +58,7 @@ sys.exit(f"failed: {failed}" if failed else 0)
 
 
 def programs_of(page, *, of_gluoncv=False):
-    found = re.findall(r"^```python\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```python\n(.*?)^```", text(page), BLOCK)
     return [program for program in found if ("gluoncv" in program) == of_gluoncv]
 
 
@@ -150,8 +150,10 @@ TRANSLATED = [page for page in KOREAN if page not in ("index.md", "messages.md")
 
 @pytest.mark.parametrize("page", TRANSLATED)
 def test_korean_pages_have_the_same_programs(page):
-    blocks = [re.findall(r"^```.*?^```", text(name), re.DOTALL | re.MULTILINE) for name in (page, f"ko/{page}")]
+    blocks = [re.findall(r"^```.*?^```", text(name), BLOCK) for name in (page, f"ko/{page}")]
     assert blocks[0] == blocks[1] != []
+    english, korean = (set(re.findall(r"--[a-z][a-z-]+", text(name))) for name in (page, f"ko/{page}"))
+    assert korean <= english
 
 
 def test_korean_pages_use_the_listed_terms():

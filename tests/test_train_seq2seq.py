@@ -190,14 +190,20 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(tsv, tmp_p
 # translate
 
 
+def translated(*arguments, **more):
+    begin, rest = run("translate", *arguments, **more).split("\n", 1)
+    assert "translating with " in begin or "is the folder of a run" in begin
+    return rest
+
+
 def test_lines_come_back_in_their_order(model, tmp_path):
     texts = ["two one", "", "three", "nine nine nine four", "unheard of"]
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
     wanted = load_translator(model).best(texts, beam_size=5)
     note = "line 5: the model has not seen parts of 'unheard of'\n"  # on standard error
-    said = run("translate", "--model", model, "--devices", "cpu*1", tmp_path / "in.txt")
+    said = translated("--model", model, "--devices", "cpu*1", tmp_path / "in.txt")
     assert said.count(note) == 1 and said.replace(note, "").split("\n") == [*wanted, ""]
-    piped = run("translate", "--model", model, "--devices", "cpu*2", "--batch-size", "2", input="\n".join(texts))
+    piped = translated("--model", model, "--devices", "cpu*2", "--batch-size", "2", input="\n".join(texts))
     piped = piped.replace(note, "")
     assert piped.split("\n") == [*wanted, ""]
     assert wanted[1] == ""
@@ -205,17 +211,15 @@ def test_lines_come_back_in_their_order(model, tmp_path):
 
 def test_long_inputs_are_translated_in_parts(model, monkeypatch):
     texts = [f"{one} {other}" for one in ENGLISH for other in ENGLISH[:2]]
-    whole = run("translate", "--model", model, "--devices", "cpu*1", "--beam", "1", "--n-best", "1", input="\n".join(texts))
+    whole = translated("--model", model, "--devices", "cpu*1", "--beam", "1", "--n-best", "1", input="\n".join(texts))
     monkeypatch.setattr("gluon_mgpu.cli.translate._AT_ONCE", 7)
-    assert run("translate", "--model", model, "--devices", "cpu*1", "--beam", "1", input="\n".join(texts)) == whole
-    numbered = run("translate", "--model", model, "--devices", "cpu*1", "--beam", "2", "--n-best", "2", input="\n".join(texts))
+    assert translated("--model", model, "--devices", "cpu*1", "--beam", "1", input="\n".join(texts)) == whole
+    numbered = translated("--model", model, "--devices", "cpu*1", "--beam", "2", "--n-best", "2", input="\n".join(texts))
     assert [line.split("\t")[0] for line in numbered.splitlines()] == [str(i) for i in range(1, 21) for _ in range(2)]
 
 
 def test_n_best_and_scores(model):
-    output = run(
-        "translate", "--model", model, "--devices", "cpu*2", "--beam", "4", "--n-best", "3", "--scores", input="one\ntwo"
-    )
+    output = translated("--model", model, "--devices", "cpu*2", "--beam", "4", "--n-best", "3", "--scores", input="one\ntwo")
     rows = [line.split("\t") for line in output.splitlines()]
     found = load_translator(model).translate(["one", "two"], beam_size=4, num_best=3)
     assert rows == [[str(i), f"{one.score:.4f}", one.text] for i, best in enumerate(found, 1) for one in best]
@@ -225,7 +229,7 @@ def test_n_best_and_scores(model):
 
 def test_the_folder_of_a_run_is_its_best_model(model):
     texts = "one\ntwo three"
-    assert run("translate", "--model", model.parent, "--devices", "cpu*1", input=texts).splitlines()[-2:] == load_translator(
+    assert translated("--model", model.parent, "--devices", "cpu*1", input=texts).splitlines()[-2:] == load_translator(
         model
     ).best(texts.split("\n"), beam_size=5)
 
@@ -249,17 +253,17 @@ def test_the_search_of_the_best_validation_score_is_used(model, tmp_path, monkey
     assert _choose_search(best, corpus, options) == words
     beam, ratio = good
     for folder in ("best", "last"):
-        arguments = ["translate", "--model", tmp_path / folder, "--devices", "cpu*1"]
-        assert run(*arguments, input="one").endswith("one\n")
-        assert run(*arguments, "--n-best", "3", input="one").startswith("1\t")
-        assert run(*arguments, "--beam", "2", input="one").endswith("wrong\n")
+        arguments = ["--model", tmp_path / folder, "--devices", "cpu*1"]
+        assert translated(*arguments, input="one").endswith("one\n")
+        assert translated(*arguments, "--n-best", "3", input="one").startswith("1\t")
+        assert translated(*arguments, "--beam", "2", input="one").endswith("wrong\n")
         assert asked == [(5, None), (5, 1.25), (1, None), good, (max(3, beam), ratio), (2, ratio)]
         del asked[3:]
 
 
 def test_attention_is_drawn(model, tmp_path):
-    output = run(
-        "translate", "--model", model, "--devices", "cpu*1", "--attention", tmp_path / "new" / "a.png", input="\none two\ntwo\n"
+    output = translated(
+        "--model", model, "--devices", "cpu*1", "--attention", tmp_path / "new" / "a.png", input="\none two\ntwo\n"
     )
     assert (tmp_path / "new" / "a.png").read_bytes().startswith(PNG)
     assert f"saved {tmp_path / 'new' / 'a.png'}" in output

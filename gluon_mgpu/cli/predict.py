@@ -50,7 +50,8 @@ def predict_resnet18(
     with chosen_devices(**choice) as ctx:
         net = resnet18(images.num_classes)
         net.initialize(ctx=ctx)
-        load_checkpoint(best_of(checkpoint, FILES), net)
+        folder = best_of(checkpoint, FILES)
+        load_checkpoint(folder, net)
         net.hybridize(static_alloc=True, static_shape=True)
         scores = run_prediction(net, ArrayLoader(images.test_images, images.test_labels, batch_size), pairs=True)
     odds = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -62,4 +63,5 @@ def predict_resnet18(
         for number, (chosen, label) in enumerate(zip(found, images.test_labels)):
             writer.writerow([number, chosen, f"{odds[number, chosen]:.4f}", int(label)])
     right = int((found == images.test_labels).sum())
-    print(f"saved {output}: {right} of {len(found)} classes as labelled, {right / len(found):.4f}")
+    told = f"{right} of {len(found)} classes as labelled, {right / len(found):.4f}"
+    print(f"saved {output}: {told}; with {folder} on {', '.join(map(str, ctx))}")

@@ -62,8 +62,11 @@ def translate(
     from ..models.seq2seq.translator import CONFIG_FILE, load_translator
 
     with chosen_devices(**choice) as ctx:
-        translator = load_translator(best_of(model, [CONFIG_FILE]), ctx)
+        folder = best_of(model, [CONFIG_FILE])
+        translator = load_translator(folder, ctx)
         beam = beam or max(n_best, translator.beam_size or 1)
+        told = f"{beam} beams" if beam > 1 else "1 beam (greedy)"
+        click.echo(f"translating with {folder}, {told}, on {', '.join(map(str, ctx))}", err=True)
         number = 0
         for texts in _texts(file):
             for place, text in enumerate(texts, number + 1):

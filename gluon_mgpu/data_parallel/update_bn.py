@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, List
+from typing import Any, Iterable
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -82,8 +82,4 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
 def _nothing(output: Any) -> Array:
     """Return a number whose gradient is 0 for all of an output's arrays."""
     with autograd.record():
-        parts: List[Array] = [(leaf * 0).sum() for _, leaf in leaves(output) if is_device_array(leaf)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return sum((leaf * 0).sum() for _, leaf in leaves(output) if is_device_array(leaf))

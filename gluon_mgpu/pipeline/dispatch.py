@@ -380,10 +380,9 @@ class _Run:
 
     def _in_order(self, task: Task, place: _Place, arrays: Sequence[Array]) -> None:
         """Let a task wait for the one before it on the same device."""
-        last = self._last.get(place.device, [])
-        if arrays and (last or Recording.is_on):
-            # the first task of a batch begins once the weights have been updated after the batch before
-            queue_in_order(place.device, last or place.updated, arrays, _mark(task, place.device, "begins"))
+        # the first task of a batch begins once the weights have been updated after the batch before
+        last = self._last.get(place.device) or place.updated
+        queue_in_order(place.device, last, arrays, _mark(task, place.device, "begins"))
 
 
 def _mark(task: Task, device: Context, edge: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Sequence, Tuple
 
 SCHEDULES = ("1f1b", "gpipe")
 _COSTS = {"F": 1.0, "B": 2.0}  # a backward pass computes about twice as much as a forward pass
@@ -97,17 +97,11 @@ def plan(
         return found
 
     while len(planned) < 2 * num_stages * num_micro_batches:
-        best: Optional[Tuple[float, bool, int, Task]] = None
-        for stage in range(num_stages):
-            for task in candidates(stage):
-                if all(one in ends for one in needed(task)):
-                    begin = max([free[devices[stage]], *(ends[one] for one in needed(task))])
-                    # on a tie a backward pass comes first, and then the later stage: both free memory sooner
-                    key = (begin, task.kind != "B", -stage, task)
-                    if best is None or key[:3] < best[:3]:
-                        best = key
-        assert best is not None, "a schedule of stages in order never waits for itself"
-        begin, _, _, task = best
+        possible = [one for stage in range(num_stages) for one in candidates(stage) if all(map(ends.__contains__, needed(one)))]
+        begins = {one: max([free[devices[one.stage]], *(ends[before] for before in needed(one))]) for one in possible}
+        # on a tie a backward pass comes first, and then the later stage: both free memory sooner
+        task = min(possible, key=lambda one: (begins[one], one.kind, -one.stage))
+        begin = begins[task]
         end = begin + times[task.stage][task.kind]
         ends[task] = free[devices[task.stage]] = end
         started[task.kind][task.stage] += 1

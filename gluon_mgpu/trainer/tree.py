@@ -264,7 +264,7 @@ class TreeSum:
     def _give_back(self) -> None:
         """Free the memory of the sums of each device."""
         for node in [one for own in self._nodes for one in own]:
-            if not node.is_borrowed and not any(node.arrays is arrays for arrays in self._free[node.replica]):
+            if not node.is_borrowed:
                 self._free[node.replica].append(node.arrays)
         self._nodes = [[] for _ in self._contexts]
 

@@ -73,7 +73,25 @@ VALUES = {
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_what_json_cannot_hold_is_told_by_name(value):
-    optimizer = opt.SGD(lr_scheduler=lr_scheduler.FactorScheduler(3))
-    optimizer.lr_scheduler.table = value
-    with pytest.raises(StateError, match="table of type .* in FactorScheduler"):
+    optimizer = Own()
+    optimizer.seen = value
+    with pytest.raises(StateError, match="seen of type .* in Own"):
         describe(optimizer)
+
+
+class Halves(lr_scheduler.LRScheduler):
+    """Like GluonCV's LRSequential: one schedule after the other."""
+
+    def __init__(self, schedules, at):
+        super().__init__()
+        self.schedules, self.at = schedules, at
+
+    def __call__(self, num_update):
+        return self.schedules[num_update >= self.at](num_update)
+
+
+def test_schedules_within_a_schedule_belong_to_the_program():
+    first, second = (opt.SGD(lr_scheduler=Halves([make() for make in SCHEDULES[2:]], 4)) for _ in range(2))
+    first.num_update = 6
+    restore_optimizer(told(first), second)
+    assert second.learning_rate == first.learning_rate != Halves([make() for make in SCHEDULES[2:]], 4)(0)

@@ -2,8 +2,8 @@ import os
 
 import pytest
 from gluon_mgpu.errors import DeviceError
+from gluon_mgpu.runtime.nvidia.demand import Demand, num_bytes, why_not_free
 from gluon_mgpu.runtime.nvidia.nvml import read_driver
-from gluon_mgpu.runtime.nvidia.request import Demand, num_bytes, why_not_free
 from gluon_mgpu.runtime.nvidia.visible import visible_gpus
 
 from .fake_nvml import install, v100s

@@ -15,7 +15,7 @@ from gluon_mgpu.distributed import LaunchError
 from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.network import find_addresses
 from gluon_mgpu.distributed.launcher.program import program_command
-from gluon_mgpu.distributed.launcher.supervisor import run_job
+from gluon_mgpu.distributed.launcher.supervisor import Signals, run_job
 from gluon_mgpu.distributed.launcher.tasks import tasks
 from gluon_mgpu.runtime import num_cores
 
@@ -320,6 +320,16 @@ def test_signals_are_passed_on(run, mark, signum, caught, code):
         assert marked(mark) == []
     finally:
         kill_when_done(launcher)
+
+
+def test_the_end_of_a_terminal_does_not_stop_what_nohup_started():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.take() == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_workers_that_ask_to_be_started_again_end_the_job(run, mark):

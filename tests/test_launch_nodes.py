@@ -115,7 +115,7 @@ def test_a_lost_machine_ends_the_others(hosts, mark, lost, signum):
     assert f"node {lost} (127.0.0.1, ranks {lost} to {lost}) has sent no heartbeat" in launchers[1 - lost].stdout.read().decode()
     for pid in frozen if signum == "SIGSTOP" else ():
         os.kill(pid, signal.SIGCONT)
-    launchers[lost].wait(timeout=240)
+    assert (b"this machine stood still" in launchers[lost].communicate(timeout=240)[0]) == (signum == "SIGSTOP")
     assert until(lambda: marked(mark) == [])
 
 

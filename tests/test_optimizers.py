@@ -105,3 +105,22 @@ def test_float16_weights_with_float32_states(optimizer, is_cast_later):
     with pytest.raises(mgpu.errors.TrainerError, match=r"embedding\d+_weight .*multi_precision=True"):
         train()
     assert np.isfinite(train(multi_precision=True)).all()
+
+
+@pytest.mark.parametrize("name", ["nag", "sgd"])
+def test_predictions_between_steps_do_not_move_devices_apart(name):
+    """In prediction, oneDNN keeps the weights of convolutions in a layout of its own, in which NAG's operator differed."""
+    mx.random.seed(1)
+    ctx, net = [mx.cpu(0), mx.cpu(1)], nn.HybridSequential()
+    for channels in (16, 32, 64):
+        net.add(nn.Conv2D(channels, 3, padding=1, use_bias=False), nn.BatchNorm(), nn.Activation("relu"))
+    net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    net.hybridize()
+    params = {"learning_rate": 0.05, "momentum": 0.9, "wd": 0.01}
+    trainer, rng = mgpu.Trainer(net, name, params, check_replicas_every=1), np.random.RandomState(0)
+    X, y = rng.randn(8, 3, 16, 16).astype("float32"), rng.randint(0, 10, 8)
+    for _ in range(12):
+        mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y)
+        mgpu.evaluate_accuracy_gpus(net, [(X, y)])
+    mx.nd.waitall()

@@ -196,3 +196,20 @@ def test_fit_leaves_what_gluon_saves(tmp_path):
     net.save_parameters(str(tmp_path / "net.params"))
     saved = mx.nd.load(str(tmp_path / "net.params"))["0.running_mean"].asnumpy()
     np.testing.assert_allclose(saved, 0.1 * X.mean(axis=0), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_those_of_a_symbol_block_move_alike(tmp_path):
+    """As in GluonCV's SSD. Gluon marks them as frozen weights."""
+    net, _ = normed(1)
+    mgpu.export(net, tmp_path / "net", batch(2)[0])
+    params, symbol = sorted(str(path) for path in tmp_path.iterdir())
+    loaded = gluon.SymbolBlock.imports(symbol, ["data"], params, ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer, (X, y) = mgpu.Trainer(loaded.collect_params(), "sgd", {"learning_rate": 0.0}), batch(5)
+    mgpu.train_batch(loaded, LOSS, trainer, X, y)
+    first, second = (moved(INITIAL, part) for part in (X[:3], X[3:]))
+    means = [(3 * one + 2 * other) / 5 for one, other in zip(first, second)]
+    found = {name.rsplit("_", 1)[1]: param for name, param in loaded.collect_params().items() if "running" in name}
+    for name, wanted in zip(("mean", "var"), means):
+        for array in found[name].list_data():
+            np.testing.assert_allclose(array.asnumpy(), wanted, atol=1e-5)

@@ -14,7 +14,7 @@ import pytest
 from gluon_mgpu.data import ArrayLoader
 from gluon_mgpu.errors import ReplicaError, StateError, TrainerError
 from gluon_mgpu.trainer.precision import can_compute_bf16
-from gluon_mgpu.trainer.tree import TreeSum, complete_parts
+from gluon_mgpu.trainer.tree_sum import TreeSum, complete_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
@@ -87,6 +87,7 @@ def train(network, num_devices, optimizer, *, sizes=(20, 17, 20), compiled="auto
     for size in sizes:
         batch = step(rng.randn(size, *shape).astype("float32"), rng.randint(0, 5, size))
         losses += b"".join(loss.asnumpy().tobytes() for loss in batch.losses)
+        assert {*batch.shard_numbers} == {*range(min(size, trainer.virtual_shards))}
     after = float(mx.nd.random.uniform(shape=(1,)).asscalar())
     return digest(net, trainer, hashlib.sha256(losses).hexdigest(), after)
 
@@ -292,7 +293,7 @@ def synchronised(net, trainer, shape):
 
 
 def test_several_threads_are_refused(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.trainer.tree.ask_threads", lambda device_id: 2)
+    monkeypatch.setattr("gluon_mgpu.trainer.tree_sum.ask_threads", lambda device_id: 2)
     with pytest.raises(TrainerError, match=r"cpu\(0\), which computes with 2 threads"):
         make("mlp", 1)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, List, Optional
 import click
 
 from ..errors import DeviceError
-from ..runtime.nvidia.request import num_bytes
+from ..runtime.nvidia.demand import num_bytes
 from ..runtime.units import format_bytes
 from ._options import Real, count, output_option
 from ._output import print_table, showing, write_results

@@ -18,7 +18,7 @@ from ..runtime.engine import when_ready
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
 from .sharding import SplitOptions, SplitPlan, plan_shards
-from .splits import BatchSplit
+from .split_protocol import BatchSplit
 
 NUM_KEPT = 5  # measured steps that must all favour another split: an outlier, such as the first step, changes nothing
 GAIN = 1.05  # the speed-up that each must show: new shapes cost memory, and compiled networks are compiled again

@@ -15,7 +15,7 @@ from ..errors import NestedError, ShardError, TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..refusals import refusal
 from .sharding import SplitPlan, count_examples
-from .splits import Shards, Split
+from .split_protocol import Shards, Split
 
 MOST = 64  # plans of a step: the least recently used one leaves
 
@@ -173,7 +173,7 @@ class Planner:
             )
         ndim = label.ndim if is_device_array(label) or isinstance(label, np.ndarray) else 0
         is_known = type(loss).__module__ == gluon.loss.__name__ and isinstance(wanted, int)
-        if is_known and ndim > max(axis, 0, wanted) and axis % ndim != wanted % ndim:
+        if is_known and ndim and axis % ndim != wanted % ndim:
             raise TrainerError(
                 f"{self._operation}: got {name} with batch_axis={axis} and labels that are split along axis {wanted}; expected "
                 f"the axis of the examples for both. Pass batch_axis={wanted} to the loss, or to the split."

@@ -15,7 +15,7 @@ from ..trainer.gradients import idle_devices, restore_idle
 from .iterators import as_pair, batches_of, check_iterable
 from .plan import Planner
 from .sharding import split_batch
-from .splits import SplitFunction, as_split
+from .split_protocol import SplitFunction, as_split
 
 Shards = Tuple[List[Any], List[Any]]
 

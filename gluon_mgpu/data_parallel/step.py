@@ -24,8 +24,8 @@ from .passes import Passes
 from .plan import Plan, Planner
 from .prepared import Place
 from .sharding import count_examples, split_batch, split_data
-from .splits import Split, SplitFunction, as_split
-from .virtual import VirtualPasses, VirtualSplit
+from .split_protocol import Split, SplitFunction, as_split
+from .virtual_shards import VirtualPasses, VirtualSplit
 
 MOST_IN_FLIGHT = 24  # batches
 

@@ -18,7 +18,7 @@ from ..trainer.trainer import Trainer
 from .iterators import as_pair, batches_of, check_iterable
 from .passes import Passes, run_backward
 from .sharding import split_batch
-from .splits import SplitFunction
+from .split_protocol import SplitFunction
 from .step import check_network
 
 

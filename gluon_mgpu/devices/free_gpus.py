@@ -7,8 +7,8 @@ from typing import Callable, Dict, List, Sequence, Tuple
 
 from ..errors import DeviceError, MissingExtraError
 from ..runtime.environment import logger
+from ..runtime.nvidia.demand import Demand, why_not_free
 from ..runtime.nvidia.nvml import DriverError, Nvml
-from ..runtime.nvidia.request import Demand, why_not_free
 from ..runtime.nvidia.visible import CudaDevice
 from ..runtime.units import format_bytes
 from . import mxnet_gpus

@@ -12,7 +12,7 @@ from mxnet import Context
 from ..checks import is_whole, short, whole_number
 from ..errors import DeviceError
 from ..runtime import environment
-from ..runtime.nvidia.request import Demand, num_bytes
+from ..runtime.nvidia.demand import Demand, num_bytes
 from . import free_gpus, mxnet_gpus
 
 DeviceSpec = Union[None, str, int, Context, Sequence[Context]]

@@ -19,9 +19,9 @@ from ..models.seq2seq.translator import Translator
 from ..runtime.environment import logger, require
 from ..runtime.mxnet2 import require_mxnet1
 from .export_translator import FILES, write_folder
-from .onnx import Group, OpenAxes, open_axes, run_onnx, write_onnx
 from .sampled_graph import ExportGraph, arguments_of, check_exportable, in_plain_form, legacy_mode, trace
 from .symbol_files import files_of, run_symbol, write_symbol
+from .write_onnx import Group, OpenAxes, open_axes, run_onnx, write_onnx
 
 TOLERANCE = 1e-4
 _SMALLEST = 1e-30  # an output's largest value that still has all digits of float32 in both programs

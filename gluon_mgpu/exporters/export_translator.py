@@ -19,8 +19,8 @@ from ..models.seq2seq.translator import Translator
 from ..nested import Array
 from ..trainer.parameters import average_replicas, devices_of
 from . import onnx_translator
-from .onnx import Group
 from .sampled_graph import ExportGraph, complete, legacy_mode
+from .write_onnx import Group
 
 PARTS = ("encoder", "decoder")
 CONFIG_FILE, PROGRAM = "translator.json", "translate.py"

@@ -10,11 +10,11 @@ from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.passes import Passes
 from ..data_parallel.sharding import split_batch
-from ..data_parallel.splits import SplitFunction, as_split
+from ..data_parallel.split_protocol import SplitFunction, as_split
 from ..data_parallel.step import EvalStep, check_network
-from ..data_parallel.virtual import VirtualPasses, VirtualSplit
+from ..data_parallel.virtual_shards import VirtualPasses, VirtualSplit
 from ..trainer.parameters import average_replicas, devices_of
-from ..trainer.tree import VirtualShards
+from ..trainer.tree_sum import VirtualShards
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .metric_sums import DeviceSums
 from .metrics import Metrics, accuracy, metrics_for

@@ -16,7 +16,7 @@ from ..data_parallel.compiled import make_passes
 from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import split_batch
-from ..data_parallel.splits import SplitFunction
+from ..data_parallel.split_protocol import SplitFunction
 from ..data_parallel.step import TrainStep, check_network
 from ..distributed import any_process
 from ..errors import TrainerError

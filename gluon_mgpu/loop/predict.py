@@ -13,7 +13,7 @@ from ..checks import flag, reason_of, whole_number
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
 from ..data_parallel.sharding import SplitOptions, gather
-from ..data_parallel.splits import BatchSplit
+from ..data_parallel.split_protocol import BatchSplit
 from ..data_parallel.step import EvalStep, check_network
 from ..distributed import group, without_group
 from ..errors import ShardError, StepError, TrainerError

@@ -78,19 +78,18 @@ def _restore(values: Dict[str, Any], thing: Any) -> None:
 def _described(thing: Any) -> Any:
     if thing is None:
         return None
-    values = {}
-    for name, value in getattr(thing, "__dict__", {}).items():
-        if name not in _NOT_KEPT:
+    values, moved = {}, _moved(thing)
+    for name, value in vars(thing).items():
+        if name in moved and name not in _NOT_KEPT:
             try:
                 values[name] = _plain(value)
             except TypeError:
                 raise StateError(
-                    f"save_checkpoint: got {name} of type {type(value).__name__} in {type(thing).__name__}; expected numbers, "
+                    f"save_states: got {name} of type {type(value).__name__} in {type(thing).__name__}; expected numbers, "
                     "texts and lists of them, which can be read without executing code. Train with another optimizer or "
                     "schedule, or save only the network."
                 ) from None
-    moved = _moved(thing)
-    return {"class": class_name(thing), "values": {name: value for name, value in values.items() if name in moved}}
+    return {"class": class_name(thing), "values": values}
 
 
 def _moved(thing: Any) -> Set[str]:

@@ -11,6 +11,7 @@ from ..errors import TrainerError
 from ..runtime.mxnet2 import children, unique_names
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
+_STATISTICS = ("moving_mean", "moving_var", "running_mean", "running_var")  # MXNet's initializers know them by these names, too
 
 
 def named_params(params: Params) -> Dict[str, gluon.Parameter]:
@@ -25,7 +26,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
         first_names: Dict[int, str] = {}  # a tied parameter has several structural names; the first one counts
         for name, param in params._collect_params_with_prefix().items():
             first_names.setdefault(id(param), name)
-        return {first_names.get(id(param), param.name): param for param in params.collect_params().values()}
+        return _marked({first_names.get(id(param), param.name): param for param in params.collect_params().values()})
     if isinstance(params, (gluon.ParameterDict, dict)):
         named: Dict[str, Any] = dict(params.items())
     elif isinstance(params, (list, tuple)):
@@ -45,6 +46,14 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
             raise TrainerError(
                 f"Trainer: got {type(param).__name__} for {name}; expected a gluon.Parameter. Pass net or net.collect_params()."
             )
+    return _marked(named)
+
+
+def _marked(named: Dict[str, gluon.Parameter]) -> Dict[str, gluon.Parameter]:
+    """Mark the statistics of a `SymbolBlock` as Gluon marks those of its layers: no weights, but moved by each backward pass."""
+    for param in named.values():
+        if param.grad_req == "null" and param.name.endswith(_STATISTICS):
+            param._differentiable = False
     return named
 
 

@@ -154,7 +154,8 @@ def place_statistics(params: Sequence[gluon.Parameter]) -> None:
     by_dtype: Dict[str, List[gluon.Parameter]] = {}
     for param in reversed(params):  # as `slabs_of` reads them
         name = np.dtype(param.dtype).name
-        if place_of(param) is None and name in _DTYPES and param._stype == "default" and np.prod(param.shape) > 0:
+        known = param.shape and np.prod(param.shape) > 0  # None in a SymbolBlock that was loaded
+        if known and place_of(param) is None and name in _DTYPES and param._stype == "default":
             by_dtype.setdefault(name, []).append(param)
     if by_dtype:
         MOVES.count += 1

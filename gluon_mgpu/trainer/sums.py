@@ -1,4 +1,4 @@
-"""Sums of gradients: over devices, over processes, or by one tree (`tree.py`); and the clipping of sums."""
+"""Sums of gradients: over devices, over processes, or by one tree (`tree_sum.py`); and the clipping of sums."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .running_stats import RunningStats, is_running_stat
 from .slab import BUCKET_BYTES, Slab
 from .states import TrainerState, check_state, read_states, states_on, write_states
 from .sums import Sum, clip, make_sum
-from .tree import TreeSum, VirtualShards
+from .tree_sum import TreeSum, VirtualShards
 from .update import Update
 
 
@@ -153,7 +153,7 @@ class Trainer(gluon.Trainer):
             check_sharded(kvstore, self._process_sync)
         if has_values(self._layout.params):
             self._layout.place()
-        super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None, update_on_kvstore=False)
+        super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None)
         self._optimizer: opt.Optimizer
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None

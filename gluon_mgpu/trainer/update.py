@@ -16,8 +16,8 @@ from ..nested import Array, is_device_array, leaves, num_bytes
 from ..runtime.c_api import Operator, converted
 from ..runtime.environment import logger
 from ..runtime.mxnet2 import is_mxnet2, update_one
+from .adamw import AdamW
 from .layout import Layout
-from .optimizers import AdamW
 from .slab import Bucket, BucketSlice, Slab, place_of
 
 # They work element by element, so many parameters are updated as one. Adam and AdamW also depend on the number of updates.
@@ -199,7 +199,16 @@ class Update:
         params = self._layout.params
         weights = [params[index]._data[replica] for index, replica in pairs]
         gradients = [params[index]._grad[replica] for index, replica in pairs]
-        device.updater([index for index, _ in pairs], gradients, weights)
+        indices = [index for index, _ in pairs]
+        if type(self._optimizer) is not opt.NAG or device.context.device_type != "cpu":
+            device.updater(indices, gradients, weights)
+            return
+        # NAG's operator reads a weight again after it has written it. But of a weight that oneDNN keeps in a layout of its own,
+        # MXNet lets operators read a copy: the replicas would differ.
+        plain = [weight * 1 for weight in weights]
+        device.updater(indices, gradients, plain)
+        for weight, new in zip(weights, plain):
+            new.copyto(weight)
 
     def _attributes(self, indices: Tuple[int, ...], count: int) -> Tuple[Any, ...]:
         """Return the attributes of the operator that updates these parameters the `count`-th time.

@@ -21,12 +21,12 @@ from typing import Callable, Dict, List, Optional, Sequence
 
 from ..process import exit_code_of
 from . import guard
+from .heartbeats import JOINED
 from .job import Job
 from .network import find_addresses, reserve_port
 from .output import Output
 from .started import Failure, Started
 from .tasks import MACHINES, WATCHES, Task, tasks
-from .watch import JOINED
 
 _NOT_JOINED = (
     "got no connection of all {} machines for {:.0f} s; expected each to join. Start the same command on each, with its "
@@ -56,6 +56,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         for signum in _CAUGHT:
+            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                continue  # started by nohup
             self._before[signum] = signal.signal(signum, self._note)
         return self
 

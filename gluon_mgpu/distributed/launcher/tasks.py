@@ -13,7 +13,7 @@ from .network import interface_of
 
 _SERVER = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.server")
 _RENDEZVOUS = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.rendezvous")
-_WATCH = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.watch")
+_WATCH = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.heartbeats")
 WATCHES = MACHINES, HEARTBEATS = "machines", "heartbeats"
 
 

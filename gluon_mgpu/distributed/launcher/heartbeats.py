@@ -4,7 +4,7 @@
                  └──────► watch ───────────────────┤
     node 1   launcher ──► watch ───────────────────┘
 
-    python -m gluon_mgpu.distributed.launcher.watch PROCESSES      DMLC_ROLE=scheduler or worker, PORT above the root's
+    python -m gluon_mgpu.distributed.launcher.heartbeats PROCESSES      DMLC_ROLE=scheduler or worker, PORT above the root's
 
 The training has a store, or Horovod, of its own: it may join late, or never. A watch prints `JOINED` when all are there. One
 that reads a line, because the workers of its machine have ended, waits for the others, and ends with 0 when those of all machines
@@ -79,16 +79,20 @@ class Watch:
         return f"node {node_rank} ({address}, ranks {first} to {first + self._num_local - 1})"
 
     def _watch(self) -> NoReturn:
-        time.sleep(LIMIT_S)  # the first heartbeats may be late
-        num_lost = ctypes.c_int()
+        num_lost, paused_s = ctypes.c_int(), 0.0
+        begun = looked = time.monotonic()
         while True:
-            for number, name in self._names.items():
+            time.sleep(0.5)
+            looked, before = time.monotonic(), looked
+            paused_s = max(paused_s, looked - before)
+            for number, name in self._names.items() if looked - begun > LIMIT_S else ():  # the first heartbeats may be late
                 check(self._library, self._library.MXKVStoreGetNumDeadNode(self._store, number, ctypes.byref(num_lost), LIMIT_S))
                 if num_lost.value:
-                    what = f"has sent no heartbeat for {LIMIT_S} s: it has failed, or cannot be reached. See its output."
-                    print(name, what, file=self._err, flush=True)
+                    told = f"{name} has sent no heartbeat for {LIMIT_S} s: it has failed, or cannot be reached. See its output."
+                    if paused_s > LIMIT_S:  # its heartbeats are older than that because nobody has read them
+                        told = f"this machine stood still for {paused_s:.0f} s; the others have ended without it."
+                    print(told, file=self._err, flush=True)
                     os._exit(1)
-            time.sleep(0.5)
 
     def _end(self) -> NoReturn:
         """Wait for the workers of this machine, then for those of the others."""

@@ -25,7 +25,7 @@ from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .passes import Passes
 from .sharding import SplitPlan, count_examples
-from .splits import BatchSplit, Split
+from .split_protocol import BatchSplit, Split
 
 
 class VirtualSplit(BatchSplit):

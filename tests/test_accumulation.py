@@ -103,14 +103,7 @@ def summed_by_hand(net, trainer, group):
     trainer.update(len(X))
 
 
-LOOPS = [
-    last_outside,
-    all_inside,
-    backward_before,
-    recorded_before,
-    one_in_another,
-    summed_by_hand,
-]
+LOOPS = [last_outside, all_inside, backward_before, recorded_before, one_in_another, summed_by_hand]
 
 
 @lru_cache(maxsize=None)
@@ -455,19 +448,3 @@ def test_trainers_that_share_parameters_take_turns(devices):
         weight -= rates[which] * weight * float(np.square(X).mean())
         for context in devices:
             assert net.weight.data(context).asscalar() == pytest.approx(weight, rel=1e-5)
-
-
-def test_two_trainers_accumulate_gradients_of_one_parameter_at_once(devices):
-    """Each has sums of its own."""
-    net = nn.Dense(1, in_units=1, use_bias=False)
-    net.initialize(mx.init.One(), ctx=devices)
-    first, second = (mgpu.Trainer(net, "sgd", {"learning_rate": rate}) for rate in (0.1, 0.2))
-    X, y = np.ones((4, 1), "float32"), np.zeros(4, "float32")
-    with first.accumulate(), second.accumulate():
-        for factor in (1, 2):
-            mgpu.train_batch(net, gluon.loss.L2Loss(), first, X, y)
-            mgpu.train_batch(net, gluon.loss.L2Loss(weight=factor), second, X, y)
-    first.flush()
-    np.testing.assert_allclose(net.weight.data(devices[0]).asnumpy(), [[0.9]], rtol=1e-6)
-    second.flush()
-    np.testing.assert_allclose(net.weight.data(devices[0]).asnumpy(), [[0.6]], rtol=1e-6)  # 0.9 - 0.2 * (1 + 2) / 2

@@ -141,6 +141,31 @@ def test_a_translator_of_bucketed_sentences(cell, arrays):
     assert_same_bits(run("auto"), run("off"))
 
 
+class Weighted(gluon.HybridBlock):
+    """A loss of two labels: what is wanted, and its weight."""
+
+    def hybrid_forward(self, F, output, label):
+        return F.mean(F.square(output - label[0]) * label[1], axis=1)
+
+    def graph(self, output, label):
+        return self.hybrid_forward(mx.sym, output, label)
+
+
+def test_a_loss_of_two_labels():
+    def run(compiled):
+        mx.random.seed(3)
+        net, draw = nn.Dense(2, in_units=3), np.random.RandomState(1)
+        net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0), mx.cpu(1)])
+        net.hybridize(**STATIC)
+        step = mgpu.compile_step(net, Weighted(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), compiled=compiled)
+        for size in (5, 4):
+            X, *y = (mx.nd.array(draw.randn(size, width)) for width in (3, 2, 2))
+            step(X, tuple(y))
+        return [net.weight.data(mx.cpu(1)).asnumpy()]
+
+    assert_same_bits(run("on"), run("off"))
+
+
 def test_fit_evaluate_and_predict_compile(caplog):
     def run(compiled):
         net = build(2)

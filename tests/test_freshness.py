@@ -1,6 +1,5 @@
 """For each parameter, the gradients of the last pass count, as in Gluon on one device."""
 
-import gc
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -471,29 +470,6 @@ def test_an_empty_group_leaves_gradients_as_they_are(devices):
         mgpu.backward(losses_of(net, X, devices))
         second.step(4)
     assert largest_difference(weights_of(net), on_one_device(passes, ("sgd", {"learning_rate": 0.1}))) <= 1e-6
-
-
-@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "kept"])
-def test_a_trainer_replaced_in_the_middle_of_a_group(is_gone, devices):
-    """A notebook cell is run again: gradients of the new trainer do not add up from step to step."""
-    net = dense(devices)
-    passes = [(data(seed, 4), True) for seed in (1, 2, 3)]
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    with trainer.accumulate():
-        mgpu.backward(losses_of(net, passes[0][0], devices))
-        trainer.step(4)
-    old = None if is_gone else trainer
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    gc.collect()
-    for X, _ in passes:
-        mgpu.backward(losses_of(net, X, devices))
-        trainer.step(4)
-    assert {param.grad_req for param in net.collect_params().values()} == {"write"}
-    assert largest_difference(weights_of(net), on_one_device(passes)) <= 1e-6
-    if old is not None:
-        old.discard()
-        old.flush()
-    assert largest_difference(weights_of(net), on_one_device(passes)) <= 1e-6
 
 
 # Sparse gradients, and gradients that the user lets add up

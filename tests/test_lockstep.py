@@ -15,32 +15,6 @@ PLACE, ELSEWHERE = object(), object()
 variable = ContextVar("variable", default=0)
 
 
-def test_one_runs_at_a_time_until_it_meets_the_others():
-    seen = []
-
-    def task(i):
-        seen.append(f"{i} begins")
-        defer(lambda: seen.append(f"deferred by {i}"))
-        first = exchange(PLACE, i)
-        first.result = first.result or f"left by {i}"
-        seen.append(f"{i} has {first.values}, {first.result}")
-        second = exchange(PLACE, i + 10)
-        seen.append(f"{i} has {second.values}, {second.result}")
-        return i * i
-
-    assert run_in_lockstep([lambda i=i: task(i) for i in range(2)]) == [0, 1]
-    assert seen == [
-        "0 begins",
-        "1 begins",
-        "0 has [0, 1], left by 0",
-        "1 has [0, 1], left by 0",
-        "0 has [10, 11], None",
-        "1 has [10, 11], None",
-        "deferred by 0",
-        "deferred by 1",
-    ]
-
-
 def test_alone_there_is_nobody_to_wait_for():
     assert not is_in_lockstep() and exchange(PLACE, 3).values == [3]
     assert run_in_lockstep([lambda: (is_in_lockstep(), exchange(PLACE, 4).values)]) == [(True, [4])]

@@ -73,7 +73,7 @@ def test_optimizers_update_in_gluons_order(num_devices, arrays):
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("way", ["gluon to ours", "ours to ours"])
 def test_states_pass_from_gluons_trainer_and_ours_to_ours(num_devices, way, tmp_path):
-    ctx, path = [mx.cpu(i) for i in range(num_devices)], str(tmp_path / "states")
+    ctx, path = [mx.cpu(i + 1) for i in range(num_devices)], str(tmp_path / "states")
     first, then = (gluon.Trainer if kind == "gluon" else mgpu.Trainer for kind in way.split(" to "))
     for name in set(OPTIMIZERS) - {"lbsgd"} if num_devices == 1 else ("adam", "sgd"):
         net = deep_net(ctx)

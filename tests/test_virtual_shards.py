@@ -42,10 +42,8 @@ def cnn():
 
 
 def recurrent():
-    return [nn.Dense(12, flatten=False), rnn.LSTM(8, layout="NTC", dropout=0.2, num_layers=2), nn.LayerNorm(), nn.Dense(5)], (
-        6,
-        4,
-    )
+    lstm = rnn.LSTM(8, layout="NTC", dropout=0.2, num_layers=2)
+    return [nn.Dense(12, flatten=False), lstm, nn.LayerNorm(), nn.Dense(5)], (6, 4)
 
 
 NETWORKS = {"mlp": mlp, "cnn": cnn, "recurrent": recurrent}

@@ -138,8 +138,6 @@ def split_data(
     num_slice = whole_number("split_data", "num_slice", num_slice, advice="Pass the number of devices.", error=ShardError)
     flag("split_data", "even_split", even_split, error=ShardError)
     found = _leaves(data, batch_axis)
-    if weights is None and not even_split:
-        num_slice = min(num_slice, _batch_size("split_data", found))  # the others would be empty
     bounds = _plan("split_data", found, num_slice, SplitOptions(batch_axis, even_split, weights))
     return [_like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) for begin, end in bounds if end > begin]
 

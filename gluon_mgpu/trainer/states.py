@@ -258,7 +258,7 @@ def _of_gluon(fname: str, layout: Layout, optimizer: opt.Optimizer, order: Seque
             f"load_states: got {fname}, which contains no trainer states; expected a file of save_states. Save it again."
         )
     by_device: Dict[int, Dict[int, int]] = getattr(saved, "_all_index_update_counts", {}) if saved is not optimizer else {}
-    latest: Dict[int, int] = max(by_device.values(), key=lambda one: max(one.values(), default=0), default={})
+    latest: Dict[int, int] = max(by_device.values(), key=len, default={})
     return TrainerState(
         names=layout.names,
         structural=layout.structural,

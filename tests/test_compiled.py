@@ -147,9 +147,6 @@ class Weighted(gluon.HybridBlock):
     def hybrid_forward(self, F, output, label):
         return F.mean(F.square(output - label[0]) * label[1], axis=1)
 
-    def graph(self, output, label):
-        return self.hybrid_forward(mx.sym, output, label)
-
 
 def test_a_loss_of_two_labels():
     def run(compiled):

@@ -93,9 +93,8 @@ def test_recipes_of_gluoncv_run(number, tmp_path):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_the_options(page):
     lines = re.findall(r"^(gluon-mgpu .*)$", text(page), re.MULTILINE)
-    for line in [
-        f"gluon-mgpu {part.strip()}" for found in lines for part in found.split("gluon-mgpu ")[1:]
-    ]:  # launch ... train ...
+    parts = [part for line in lines for part in line.split("gluon-mgpu ")[1:]]  # launch ... gluon-mgpu train ...
+    for line in [f"gluon-mgpu {part.strip()}" for part in parts]:
         words = line.split(" #")[0].split()[1:]
         named = [word for word in words if word.startswith("--")]
         path = []

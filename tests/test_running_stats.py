@@ -207,8 +207,7 @@ def test_those_of_a_symbol_block_move_alike(tmp_path):
     loaded = gluon.SymbolBlock.imports(symbol, ["data"], params, ctx=[mx.cpu(0), mx.cpu(1)])
     trainer, (X, y) = mgpu.Trainer(loaded.collect_params(), "sgd", {"learning_rate": 0.0}), batch(5)
     mgpu.train_batch(loaded, LOSS, trainer, X, y)
-    first, second = (moved(INITIAL, part) for part in (X[:3], X[3:]))
-    means = [(3 * one + 2 * other) / 5 for one, other in zip(first, second)]
+    means = [(3 * one + 2 * other) / 5 for one, other in zip(moved(INITIAL, X[:3]), moved(INITIAL, X[3:]))]
     found = {name.rsplit("_", 1)[1]: param for name, param in loaded.collect_params().items() if "running" in name}
     for name, wanted in zip(("mean", "var"), means):
         for array in found[name].list_data():

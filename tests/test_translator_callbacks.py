@@ -8,11 +8,7 @@ from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.loop.batch_loop import EpochProgress
 from gluon_mgpu.loop.callbacks import FitState
 from gluon_mgpu.loop.history import History
-from gluon_mgpu.models.seq2seq.training_callbacks import (
-    SaveTranslator,
-    TokenProgress,
-    ValidateTranslations,
-)
+from gluon_mgpu.models.seq2seq.training_callbacks import SaveTranslator, TokenProgress, ValidateTranslations
 from gluon_mgpu.models.seq2seq.translator import load_translator
 
 from .test_translator import PAIRS, made

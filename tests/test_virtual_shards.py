@@ -116,6 +116,16 @@ def test_both_kinds_of_arrays(arrays):
     assert len({train("mlp", k, "adam") for k in (1, 2)}) == 1
 
 
+def test_a_network_that_no_shard_reaches_stays():
+    nets = [nn.Dense(2, in_units=3), nn.Dense(2, in_units=3)]
+    for net in nets:
+        net.initialize(mx.init.One(), ctx=cpus(2))
+    both = [param for net in nets for param in net.collect_params().values()]
+    trainer = mgpu.Trainer(both, "sgd", {"wd": 0.5}, virtual_shards=4, find_unused_parameters=True)
+    mgpu.compile_step(nets[0], gluon.loss.L2Loss(), trainer)(np.ones((8, 3)), np.ones((8, 2)))
+    assert [(net.weight.data(mx.cpu(1)) == 1).asnumpy().all() for net in nets] == [False, True]
+
+
 def test_micro_steps_are_parts_of_virtual_shards():
     assert len({train("cnn", k, "sgd", micro_steps=2) for k in (1, 2, 4)}) == 1
 

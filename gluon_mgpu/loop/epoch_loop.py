@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 from ..checkpoint.snapshot import CheckpointData, ProgressRecord
 from ..data_parallel.iterators import batches_of
 from ..data_parallel.step import Batch
+from ..distributed.process import this_process
 from ..nested import Array
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .callbacks import Callback, FitState
@@ -239,7 +240,8 @@ class Run:
         self._norm = norm
         if norm is None or norm is before:
             return False
-        self._sums.add("grad_norm", norm.as_nd_ndarray(), 1)
+        if not this_process().rank:  # all processes have the same, and a resumed run may have fewer of them
+            self._sums.add("grad_norm", norm.as_nd_ndarray(), 1)
         return True
 
 

@@ -28,7 +28,7 @@ for extra in ${*:-cpu train seq2seq d2l gpu monitor doctor onnx tensorboard sync
     case $extra in
     train) check train "$net
 figure = mgpu.plots.figure(); mgpu.data.load_digits()" ;;
-    seq2seq) check seq2seq "mgpu.data.build_vocabulary(mgpu.data.korean_numbers(300).source, 'subwords', size=60)" ;;
+    seq2seq) check seq2seq "mgpu.data.build_vocabulary(mgpu.data.korean_numbers(300).source, 'subwords', size=100)" ;;
     d2l) check d2l "from d2l import mxnet as d2l
 assert d2l.Timer" ;;
     gpu) check gpu "import pynvml" ;;

@@ -394,26 +394,6 @@ def test_discard_drops_sums_that_were_not_applied(devices):
     assert largest_difference(weights_of(net), on_one_device([(data(2, 1), True)])) <= 1e-6
 
 
-def test_a_group_counts_no_pass_from_before(devices):
-    """Also on one device. A pass counts that a step inside follows before another pass."""
-    batches = [data(seed, 6) for seed in (1, 2, 3)]
-    net = dense(devices)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, batches[0], devices))
-    with trainer.accumulate():
-        for X in (batches[1][:1], batches[1][1:]):
-            mgpu.backward(losses_of(net, X, devices))
-            trainer.step(len(X))
-    trainer.flush()
-    mgpu.backward(losses_of(net, batches[2][:2], devices))
-    with trainer.accumulate():
-        trainer.step(2)
-        mgpu.backward(losses_of(net, batches[2][2:], devices))
-        trainer.step(4)
-    trainer.flush()
-    assert largest_difference(weights_of(net), on_one_device([(X, True) for X in batches[1:]])) <= 1e-6
-
-
 def test_a_pass_between_those_of_one_update_that_no_step_counts(devices):
     """Another loss's: the next pass replaces it."""
     net = dense(devices)

@@ -95,7 +95,8 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert lines[0] == f"{tsv}: 50 of 50 pairs kept; 0 with an empty side, 0 too long, 0 with too different lengths"
     assert lines[1] == "numbers.tsv: 40 pairs to train on, 5 to validate, 5 to test"
     assert lines[2] == "vocabularies of 14 and 14 tokens, on cpu(0), cpu(1)"
-    assert lines[3] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
+    assert lines[3] == "12 units, dropout 0"
+    assert lines[4] == "BLEU and chrF need sacrebleu, which is not installed (extra seq2seq): exact match only"
     epochs = [line for line in lines if line.startswith("epoch ") and "batch" not in line]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
     assert all("valid exact match" in line and "test" not in line and "tokens/s" in line for line in epochs)
@@ -107,6 +108,13 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
     assert all(0 <= row["valid_exact_match"] <= 100 and row["grad_norm"] > 0 for row in rows)
     assert load_translator(out / "best").options["hidden_size"] == 12
+
+
+def test_the_network_grows_with_the_corpus(tsv, tmp_path, monkeypatch):
+    for many, told in ((41, "128 units, dropout 0.2"), (40, "256 units, dropout 0.3")):
+        monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq._MANY_PAIRS", many)
+        options = ["--data", tsv, "--held-out", "5", *WORDS, "--epochs", "1", "--limit-batches", "1", "--devices", "cpu*1"]
+        assert told in run("train", *options, "--output", tmp_path / str(many))
 
 
 def test_the_other_direction(tsv, tmp_path):

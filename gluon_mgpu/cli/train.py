@@ -22,8 +22,8 @@ from ._options import (
     seed_option,
 )
 
-TEXT_DEFAULTS = {"dropout": 0.2, "epochs": 30, "lr": 0.004, "patience": 31}
-NUMBER_DEFAULTS = {"dropout": 0.0, "epochs": 8, "lr": 0.003, "patience": 6}  # of Korean numbers
+TEXT_DEFAULTS = {"epochs": 30, "lr": 0.004, "patience": 31}
+NUMBER_DEFAULTS = {"epochs": 8, "lr": 0.003, "patience": 6}  # of Korean numbers
 
 
 def _shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Union[None, str, List[float]]:
@@ -179,9 +179,13 @@ def train_function(reference: str = "", **options: Any) -> None:
 )
 @option_group(
     "Network",
-    count("--hidden-size", default=128, help="Size of the recurrent layers, per direction."),
+    count("--hidden-size", help="Size of the recurrent layers, per direction. By default 256 for 3000 pairs of text, else 128."),
     count("--num-layers", default=1, help="Number of recurrent layers of encoder and decoder."),
-    _by_data("dropout", Real(0, 1, max_open=True), "Dropout of embeddings and between layers."),
+    click.option(
+        "--dropout",
+        type=Real(0, 1, max_open=True),
+        help="Dropout of embeddings and between layers. By default 0.3 for 3000 pairs of text, 0.2 for fewer, 0 for numbers.",
+    ),
 )
 @option_group(
     "Training",

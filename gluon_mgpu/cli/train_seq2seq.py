@@ -46,6 +46,7 @@ _CLIP_NORM = 5.0
 _NETWORK: Tuple[Dict[str, Any], Dict[str, Any]] = ({"embed_size": 64, "cell": "gru"}, {"embed_size": 128, "cell": "lstm"})
 _LABEL_SMOOTHING = (0.0, 0.1)
 _OF_NETWORK = ("hidden_size", "num_layers", "dropout")
+_MANY_PAIRS = 3000  # from here on, 256 units and dropout 0.3 had the best validation: scripts/benchmarks/RESULTS.md
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,16 @@ class Corpus:
 def train(options: SimpleNamespace) -> None:
     """Train a translator with the options of `train seq2seq`."""
     corpus, vocabularies = _load_corpus(options)
+    size, dropout = (256, 0.3) if options.data and len(corpus.train) >= _MANY_PAIRS else (128, 0.2 if options.data else 0.0)
+    options.hidden_size = options.hidden_size or size
+    options.dropout = dropout if options.dropout is None else options.dropout
     with prepared_devices(options) as ctx:
         names = ", ".join(map(str, ctx))
         print_once(f"{corpus.name}: {corpus}")
         network = {**_NETWORK[bool(options.data)], **{name: getattr(options, name) for name in _OF_NETWORK}}
         translator = Translator(*vocabularies, **network)
         print_once(f"vocabularies of {' and '.join(str(len(one)) for one in vocabularies)} tokens, on {names}")
+        print_once(f"{options.hidden_size} units, dropout {options.dropout:g}")
         history = _train(translator, corpus, ctx, options)
         best = load_translator(options.output / "best", ctx)
         beams = _choose_search(best, corpus, options)

@@ -46,13 +46,15 @@ class ReplicaCheck:
     ----------
     num_verified : int
         Updates after which all replicas were last known to be the same.
+    checkpoint : str
+        The last checkpoint of these replicas, for the error.
     """
 
     def __init__(
         self, layout: Layout, updaters: Callable[[], Sequence[opt.Updater]], every: object, *, trains_apart: bool
     ) -> None:
         self.every = whole_number("Trainer", "check_replicas_every", every, advice="100 is usual.")
-        self.num_verified = 0
+        self.num_verified, self.checkpoint = 0, "the last checkpoint"
         self._layout, self._updaters, self._num_updates = layout, updaters, 0
         # updates by then, the buckets, and copies by bucket and replica
         self._taken: Optional[Tuple[int, List[Slab], List[List[List[Array]]]]] = None
@@ -121,7 +123,7 @@ class ReplicaCheck:
                 raise ReplicaError(
                     f"Trainer.step: got other bits on {self._places(wrong)} in bucket {at} ({self._names(buffer)}) after update "
                     f"{num_updates}; expected the same weights and states on all devices, as after update {self.num_verified}. "
-                    f"Test {'this device' if len(wrong) == 1 else 'these devices'}, and resume from the last checkpoint."
+                    f"Test {'this device' if len(wrong) == 1 else 'these devices'}, and resume from {self.checkpoint}."
                 )
         self.num_verified = num_updates
 

@@ -198,6 +198,14 @@ def test_fit_leaves_what_gluon_saves(tmp_path):
     np.testing.assert_allclose(saved, 0.1 * X.mean(axis=0), atol=1e-6)
 
 
+def test_those_of_layers_that_are_not_trained_move_alike():
+    net, _ = normed(2)
+    trainer, (X, y) = mgpu.Trainer(net[1].collect_params(), "sgd", {"learning_rate": 0.0}), batch(5)
+    mgpu.train_batch(net, LOSS, trainer, X, y)
+    means = [(3 * one + 2 * other) / 5 for one, other in zip(moved(INITIAL, X[:3]), moved(INITIAL, X[3:]))]
+    assert_stats(net, means)
+
+
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 def test_those_of_a_symbol_block_move_alike(tmp_path):
     """As in GluonCV's SSD. Gluon marks them as frozen weights."""

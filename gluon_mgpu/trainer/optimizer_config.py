@@ -79,17 +79,16 @@ def _described(thing: Any) -> Any:
     if thing is None:
         return None
     values, moved = {}, _moved(thing)
-    for name, value in vars(thing).items():
-        if name in moved and name not in _NOT_KEPT:
-            try:
-                values[name] = _plain(value)
-            except TypeError:
-                raise StateError(
-                    f"save_states: got {name} of type {type(value).__name__} in {type(thing).__name__}; expected numbers, "
-                    "texts and lists of them, which can be read without executing code. Train with another optimizer or "
-                    "schedule, or save only the network."
-                ) from None
-    return {"class": class_name(thing), "values": values}
+    for name in sorted(set(vars(thing)) - _NOT_KEPT - (_arguments(thing) - moved)):  # arguments belong to the program
+        try:
+            values[name] = _plain(vars(thing)[name])
+        except TypeError:
+            raise StateError(
+                f"save_states: got {name} of type {type(vars(thing)[name]).__name__} in {type(thing).__name__}; expected "
+                "numbers, texts and lists of them, which can be read without executing code. Train with another optimizer or "
+                "schedule, or save only the network."
+            ) from None
+    return {"class": class_name(thing), "values": {name: value for name, value in values.items() if name in moved}}
 
 
 def _moved(thing: Any) -> Set[str]:
@@ -97,9 +96,13 @@ def _moved(thing: Any) -> Set[str]:
     is_schedule = isinstance(thing, lr_scheduler.LRScheduler)
     if is_known(thing):
         return set() if is_schedule else _MOVED_BY_OPTIMIZERS
+    return set(vars(thing)) - _arguments(thing) - _OPTIONS | (_MOVED_BY_SCHEDULES if is_schedule else set())
+
+
+def _arguments(thing: Any) -> Set[str]:
+    """Return the names of the arguments of an object's constructors."""
     made = [vars(kind)["__init__"] for kind in type(thing).__mro__ if inspect.isfunction(vars(kind).get("__init__"))]
-    options = {name for one in made for name in inspect.signature(one).parameters}
-    return set(vars(thing)) - options - _OPTIONS | (_MOVED_BY_SCHEDULES if is_schedule else set())
+    return {name for one in made for name in inspect.signature(one).parameters}
 
 
 def is_known(thing: Any) -> bool:

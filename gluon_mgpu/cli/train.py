@@ -179,12 +179,14 @@ def train_function(reference: str = "", **options: Any) -> None:
 )
 @option_group(
     "Network",
-    count("--hidden-size", help="Size of the recurrent layers, per direction. By default 256 for 3000 pairs of text, else 128."),
+    count(
+        "--hidden-size", help="Size of the recurrent layers, per direction. By default 256 from 3000 pairs of text on, else 128."
+    ),
     count("--num-layers", default=1, help="Number of recurrent layers of encoder and decoder."),
     click.option(
         "--dropout",
         type=Real(0, 1, max_open=True),
-        help="Dropout of embeddings and between layers. By default 0.3 for 3000 pairs of text, 0.2 for fewer, 0 for numbers.",
+        help="Dropout of embeddings and between layers. By default 0.3 from 3000 pairs of text on, 0.2 for fewer, 0 for numbers.",
     ),
 )
 @option_group(

@@ -96,12 +96,13 @@ def plan(
             found.insert(0, Task("B", stage, backward if is_1f1b else num_micro_batches - 1 - backward))
         return found
 
+    def begin_of(task: Task) -> float:
+        return max([free[devices[task.stage]], *(ends[one] for one in needed(task))])
+
     while len(planned) < 2 * num_stages * num_micro_batches:
-        possible = [one for stage in range(num_stages) for one in candidates(stage) if all(map(ends.__contains__, needed(one)))]
-        begins = {one: max([free[devices[one.stage]], *(ends[before] for before in needed(one))]) for one in possible}
+        ready = [one for stage in range(num_stages) for one in candidates(stage) if all(map(ends.__contains__, needed(one)))]
         # on a tie a backward pass comes first, and then the later stage: both free memory sooner
-        task = min(possible, key=lambda one: (begins[one], one.kind, -one.stage))
-        begin = begins[task]
+        begin, _, _, task = min((begin_of(one), one.kind, -one.stage, one) for one in ready)
         end = begin + times[task.stage][task.kind]
         ends[task] = free[devices[task.stage]] = end
         started[task.kind][task.stage] += 1

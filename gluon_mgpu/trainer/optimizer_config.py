@@ -84,7 +84,7 @@ def _described(thing: Any) -> Any:
             values[name] = _plain(vars(thing)[name])
         except TypeError:
             raise StateError(
-                f"save_states: got {name} of type {type(vars(thing)[name]).__name__} in {type(thing).__name__}; expected "
+                f"Trainer: got {name} of type {type(vars(thing)[name]).__name__} in {type(thing).__name__}; expected "
                 "numbers, texts and lists of them, which can be read without executing code. Train with another optimizer or "
                 "schedule, or save only the network."
             ) from None

@@ -116,9 +116,11 @@ def free_port():
 def test_srun(here, monkeypatch):
     (here / "srun").write_text(SRUN)
     (here / "srun").chmod(0o755)
-    command = ["./srun", sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--master", f"localhost:{free_port()}"]
+    launcher = [sys.executable, "-X", "importtime", "-m", "gluon_mgpu", "launch"]
+    command = ["./srun", *launcher, "-n", "2", "--master", f"localhost:{free_port()}"]
     done = subprocess.run([*command, "--log-dir", "logs", sys.executable, "-S", "train.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert " mxnet\n" not in done.stderr and " click\n" in done.stderr  # whose import takes seconds
     assert_two_machines(done.stdout)
 
 

@@ -103,14 +103,6 @@ def test_what_is_queued_at_the_end_of_a_worker_is_done(run, mark):
     assert marked(mark) == []
 
 
-@pytest.mark.exhaustive  # tests/test_exits.py has it without a store
-def test_a_worker_whose_last_operation_failed_is_a_failure(run, mark):
-    fail = "failing = mx.nd.linalg.potrf(-mx.nd.ones((2, 2)))\nif rank == 0:\n    failing = None\n    step(3)"
-    assert run(PUSH_AND_PULL + fail, servers=1) == 1
-    assert "spotrf failed" in run.err and "An operation failed after the program had last waited" in run.err
-    assert marked(mark) == []
-
-
 FAIL = """
 if rank == 1 and os.environ["GLUON_MGPU_RESTART"] == "0":
     raise ValueError("the data are bad")

@@ -2,10 +2,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -233,35 +229,6 @@ def test_evaluate():
         net, _, _ = make("mlp", k)
         found.add(json.dumps(mgpu.evaluate(net, data, loss=LOSS, virtual_shards=8)))
     assert len(found) == 1
-
-
-PROGRAM = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import mxnet as mx
-from tests.test_virtual_shards import run_fit
-print("BITS", run_fit(sys.argv[3], int(sys.argv[2])), flush=True)
-"""
-
-
-@pytest.mark.exhaustive  # tests/test_crossings.py trains such jobs, too
-@pytest.mark.timeout(300)
-def test_processes(tmp_path, request):
-    """Two processes with one device each, and one process: the same bits, also of the history."""
-    wanted = f"BITS {run_fit(tmp_path / 'one', 2)}"
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--", sys.executable, "program.py"]
-    result = subprocess.run(
-        [*command, str(request.config.rootpath), "1", str(tmp_path / "two")],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = {line.split("] ", 1)[1] for line in result.stdout.splitlines() if "BITS" in line}
-    assert found == {wanted}, (found, wanted)
 
 
 @pytest.mark.parametrize(

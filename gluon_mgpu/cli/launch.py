@@ -16,6 +16,7 @@ from ..distributed.launcher.network import parse_master
 from ..distributed.launcher.placement import placement
 from ..distributed.launcher.program import program_command
 from ..distributed.launcher.ray_nodes import RayJob
+from ..distributed.launcher.server import num_gpus
 from ..distributed.launcher.supervisor import run_job
 from ._options import Real, Whole
 
@@ -85,11 +86,7 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     type=Whole(1),
     help="Restart without the machines that Ray has lost, but never with fewer than this. With --ray only.",
 )
-@click.option(
-    "--interface",
-    help="Network interface, or address, to bind to. By default loopback on one machine, and the one that reaches node 0 on "
-    "several.",
-)
+@click.option("--interface", help="Network interface or address to bind to. By default loopback, or the one that reaches node 0.")
 @click.option(
     "--grace",
     type=Real(0, min_open=True),
@@ -173,6 +170,4 @@ def _gpus() -> Tuple[str, ...]:
     if visible is not None:
         names = (name.strip() for name in visible.split(","))
         return tuple(takewhile(lambda name: name != "-1", filter(None, names)))  # CUDA sees none from there on
-    from ..devices.mxnet_gpus import num_gpus
-
     return tuple(map(str, range(num_gpus())))

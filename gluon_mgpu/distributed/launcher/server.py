@@ -29,9 +29,20 @@ def main() -> None:
 
 def load_library() -> ctypes.CDLL:
     """Return MXNet's library."""
-    library = ctypes.CDLL(mxnet_library(), ctypes.RTLD_LOCAL)
+    try:
+        library = ctypes.CDLL(mxnet_library() or "libmxnet.so", ctypes.RTLD_LOCAL)
+    except OSError:
+        importlib.import_module("gluon_mgpu.runtime.loaded")  # its error names what is missing
+        raise
     library.MXGetLastError.restype = ctypes.c_char_p
     return library
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs that MXNet sees."""
+    count = ctypes.c_int()
+    load_library().MXGetGPUCount(ctypes.byref(count))  # an error without a driver leaves 0
+    return count.value
 
 
 def check(library: ctypes.CDLL, status: int) -> None:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .pairwise import all_pairs
+from .combinations import chosen_of
 
 collect_ignore = ["without"]  # stand-ins of packages
 if (
@@ -39,7 +39,7 @@ def pytest_report_header():
 
 
 def pytest_addoption(parser):
-    text = "run every combination of options, not every pair, tests marked exhaustive, and 500 examples of Hypothesis, not 50"
+    text = "run all combinations of options and tests marked exhaustive, and 500 examples of Hypothesis, not 50"
     parser.addoption("--exhaustive", action="store_true", help=text)
 
 
@@ -57,7 +57,7 @@ LONG = ("test_docs.py", "test_notebooks.py", "test_crossings.py", "test_launch_n
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("exhaustive"):
         left_out = {item for item in items if "exhaustive" in item.keywords}
-        left_out |= beyond_pairs([item for item in items if item not in left_out])
+        left_out |= unneeded([item for item in items if item not in left_out])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.name not in LONG)  # first, so that no worker begins one at the end
@@ -75,15 +75,16 @@ def pytest_collection_finish():
     gc.freeze()  # a collection of 6,000 tests and all modules takes 0.2 s, and some tests collect a hundred times
 
 
-def beyond_pairs(items):
-    """The items of functions marked `pairwise` that hold no pair of parameters which the others lack."""
-    combinations = {}
+def unneeded(items):
+    """The items of functions marked `each_value` or `pairwise` that hold no value, or no pair, which the others lack."""
+    groups = {}
     for item in items:
-        if "pairwise" in item.keywords:
-            combinations.setdefault(item.function, []).append(item)
+        size = 1 if "each_value" in item.keywords else 2 if "pairwise" in item.keywords else 0
+        if size:
+            groups.setdefault((item.function, size), []).append(item)
     found = set()
-    for group in combinations.values():
-        chosen = all_pairs([tuple(map(id, item.callspec.params.values())) for item in group])
+    for (_, size), group in groups.items():
+        chosen = chosen_of([tuple(map(id, item.callspec.params.values())) for item in group], size)
         found |= set(group) - {group[i] for i in chosen}
     return found
 

@@ -113,7 +113,7 @@ def reference(np_arrays):
     return weights_of(gluon_loop(small_net(CTX[:1]), *MOMENTUM, grouped()[1]))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("hybridize", ["plain", "static"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_it_is_one_batch_of_all_examples(loop, hybridize, devices, arrays):

@@ -64,7 +64,7 @@ def leaving_a_device_out(X, y, contexts):
     return Xs[:-1], ys[:-1]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("build", [mlp, normalized])
 def test_the_toolkit_agrees_with_gluon(recipe, devices, arrays, build):
     same = same_batch(replace(recipe, build=build), devices)

@@ -207,6 +207,7 @@ def test_what_makes_no_sense_is_refused(error, wrong, contexts):
     assert balance.weights == [1 / 3] * 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("weights", ["auto", [1, 2, 4]], ids=str)
 def test_fit_with_shares_ends_where_one_device_ends(arrays, monkeypatch, weights):
     """Three epochs, split even and then 1 : 2 : 4, or so from the start."""

@@ -76,7 +76,7 @@ def one_device():
     return result
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("num_devices", [2, 3, 8])

@@ -94,7 +94,7 @@ def conv_net(ctx, hybridize=None):
     return net
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 3])
 @pytest.mark.parametrize("mode", ["plain", "static"])
 @pytest.mark.parametrize("optimizer", FLAT)
@@ -154,6 +154,7 @@ def test_buckets_are_filled_in_reverse_and_closed_at_their_size():
     assert [places[i].begin for i in (5, 3, 1, 0)] == [0, 256, 0, 256]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
     batches = small_batches([4] * 8)
@@ -473,7 +474,7 @@ def test_a_batch_of_nan_leaves_nothing_behind(tmp_path):
     np.testing.assert_allclose(net.weight.data(CTX[1]).asnumpy(), 0.98, atol=1e-3)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", FLAT)
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_schedule_is_one_for_all_parameters_and_replicas(optimizer, last):

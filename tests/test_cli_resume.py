@@ -127,7 +127,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_of_mxnet_are_stretched(name, devices, tmp_path):
     """The oracle: the schedule itself, asked for each update."""

@@ -69,6 +69,7 @@ def assert_same_bits(one, other):
     assert all(np.array_equal(a, b) for a, b in zip(one, other))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "num_devices, options",
     [
@@ -121,6 +122,7 @@ def test_weights_may_change_between_steps(change, tmp_path, monkeypatch):
     assert_same_bits(trained("on", 2, change, has_shapes=True), trained("off", 2, change, has_shapes=True))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_a_translator_of_bucketed_sentences(cell, arrays):
     def run(compiled):

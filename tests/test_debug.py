@@ -143,6 +143,7 @@ def test_an_index_that_is_in_no_table(arrays):
 # Nothing changes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}], ids=["plain", "hybrid", "static"])
 def test_weights_are_what_they_would_be(arrays, hybridize):
     devices = [mx.cpu(0), mx.cpu(1)]

@@ -72,6 +72,7 @@ class Tagger(nn.HybridBlock):
         return self.output(self.norm(self.layer(self.embedding(x))))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bn", ["local", "sync"])
 @pytest.mark.parametrize("hybridize", [None, {"static_alloc": True, "static_shape": True}])
 def test_a_trained_network_in_onnx(tmp_path, arrays, bn, hybridize):

@@ -47,7 +47,7 @@ def by_hand(optimizer, epochs, unfreeze_epoch, lr_mult):
     return weights(net)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize(
     ("hybridize", "compiled"),
@@ -73,6 +73,7 @@ def test_it_is_the_loop_by_hand(devices, optimizer, hybridize, compiled):
     assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (3, 4)), 8])
 def test_a_resumed_run_has_the_same_bits(tmp_path, optimizer, step):
@@ -116,7 +117,7 @@ def trained(net, trainer, data):
     return weights(net)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_finder_changes_nothing(devices, arrays, optimizer):
     """Weights, momentum, update counts, schedule, running statistics, the order of the data, Python's and NumPy's numbers."""

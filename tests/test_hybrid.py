@@ -20,7 +20,7 @@ def hybrid(net, num_stages, micro_batches=1, *, shared=None, ctx=None, sample=No
     return mgpu.Pipeline(stages, contexts(num_stages) if ctx is None else ctx, micro_batches, **options)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2])

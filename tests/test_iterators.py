@@ -19,6 +19,7 @@ def batches_of_numpy(order, size, keeps_rest):
     return [(X[order[i : i + size]], Y[order[i : i + size]]) for i in range(0, len(order), size)][: None if keeps_rest else -1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_padding_of_the_last_batch_is_not_trained_on(k, arrays):
     """NDArrayIter fills the last batch of 4 with examples of the first, which counted twice."""

@@ -64,7 +64,7 @@ def average(nets, trainers):
             one[:] = mean.astype("float32")
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_it_is_networks_that_are_averaged(devices, arrays, optimizer, every):

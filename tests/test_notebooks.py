@@ -29,19 +29,20 @@ SMALL = {
         "(512, 512)": "(128, 128)",
     },
     "02_data_parallel_resnet18": {
-        "num_images, num_test_images = 256, 180": "num_images, num_test_images = 16, 16",
+        "num_images, num_test_images = 256, 180": "num_images, num_test_images = 8, 8",
         "epochs = 3": "epochs = 2",
-        "num_steps = 6": "num_steps = 2",
+        "num_steps = 6": "num_steps = 1",
         "epochs=2 * epochs": "epochs=epochs",
         "warm_up=6": "warm_up=1",
         "(6 + num_steps)": "(1 + num_steps)",
         "repeats=3": "repeats=1",
     },
     "03_seq2seq_korean_english": {
-        "num_pairs, num_test_pairs = 6000, 200": "num_pairs, num_test_pairs = 600, 20",
+        "num_pairs, num_test_pairs = 6000, 200": "num_pairs, num_test_pairs = 300, 10",
         "num_epochs = 8": "num_epochs = 2",
         "train(1, epochs=2)": "train(1, epochs=1)",
     },
+    "04_many_processes": {"epochs=3": "epochs=1"},
     "05_pipelines": {
         "net, steps=5": "net, steps=2",
         "warm_up=6, steps=5": "warm_up=2, steps=1",

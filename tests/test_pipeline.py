@@ -89,7 +89,7 @@ def trained(net, optimizer="sgd", data=None, epochs=2, **options):
 # Transparency
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -104,6 +104,7 @@ def test_stages_train_what_one_device_trains(num_stages, micro_batches, schedule
     assert largest_difference(found, alone) <= (0 if micro_batches == 1 else 1e-6 * scale)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "num_stages, micro_batches, num_replicas, recompute", [(2, 1, 2, False), (5, 4, 1, True), (3, 2, 2, True)]
 )
@@ -247,6 +248,7 @@ class Joined(nn.Block):
         return self.layer(mx.nd.concat(h, x, dim=1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [(0, 1, 2), (0, 1, 0)], ids=["own", "shared"])
 @pytest.mark.parametrize("frozen", [(), (1,), (0, 1), pytest.param((0,), marks=pytest.mark.exhaustive)], ids=str)
 def test_blocks_with_tuples_and_frozen_stages(frozen, devices):

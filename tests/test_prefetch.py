@@ -71,6 +71,7 @@ def epochs(draw):
     return axis, batches
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 3], indirect=True)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(

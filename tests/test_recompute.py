@@ -62,6 +62,7 @@ def plain(block):
     return block
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("hybridized", [False, True])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"micro_steps": 2}], ids=str)
 def test_it_trains_the_same_weights(options, hybridized):

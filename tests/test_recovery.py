@@ -52,7 +52,7 @@ PROGRAM = """
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, sharded_data=True)
         saves = mgpu.Checkpoint(f"{folder}/{run}", monitor=None, every=1)
         try:
-            mgpu.fit(net, loss, trainer, Noisy(), epochs=3, callbacks=[saves, Stop(run)], resume="auto")
+            mgpu.fit(net, loss, trainer, Noisy(), epochs=2, callbacks=[saves, Stop(run)], resume="auto")
         except AbandonError:
             print("abandoned", flush=True)
 
@@ -68,7 +68,7 @@ PROGRAM = """
         trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
         batches = mgpu.data.ArrayLoader(X, y, 9, shuffle=True, seed=2)  # 5 and 4: their generators part
         saves = mgpu.Checkpoint(f"{folder}/{run}", monitor=None, every=2, keep=2, background=True)
-        mgpu.fit(net, loss, trainer, batches, [(X, y)], epochs=3, callbacks=[saves, Stop(run)], resume="auto")
+        mgpu.fit(net, loss, trainer, batches, [(X, y)], epochs=2, callbacks=[saves, Stop(run)], resume="auto")
     print("done after", me.restart, "restarts", flush=True)
 """
 

@@ -117,7 +117,7 @@ def test_killed_after_any_step_it_ends_with_the_same_bits(tmp_path, optimizer, s
     assert_the_same([uninterrupted(optimizer), run_in_parts(tmp_path, lambda: World(ctx, optimizer), stops)])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}], ids=["plain", "hybrid", "static"])
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_on_any_devices_and_with_any_arrays(tmp_path, num_devices, arrays, hybridize):

@@ -101,6 +101,7 @@ def test_fixed_shares_give_the_statistics_of_one_device_that_weighs_its_shards(w
     assert_stats(net, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_steps_and_accumulated_ones(mode, num_devices, arrays):

@@ -116,6 +116,7 @@ def test_padding_changes_nothing(arrays, options, hybridize):
         np.testing.assert_allclose(alone.asnumpy()[0], together.asnumpy()[i, :t], atol=2e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_both_ways_of_recurrence_and_compilation_give_the_same(arrays, options):
     batch, results = pairs(4), []
@@ -236,7 +237,7 @@ def trained(ctx, sizes, **options):
     return net
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_devices_do_not_show_in_the_weights(arrays, options):
     """One device with the one operator, and three by steps: even, uneven, and fewer sentences than devices."""
@@ -264,7 +265,7 @@ def test_a_model_that_cannot_be_made(options, told):
         Seq2Seq(**{"source_vocab_size": 5, "target_vocab_size": 5, **options})
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_train_batch_divides_by_target_tokens(devices, micro_steps):
     """The loop by hand on one device, and train_batch on several, also in parts; evaluate's loss is the mean over tokens."""

@@ -72,7 +72,7 @@ def train(net, trainer, sizes=(6, 7, 2), **options):
         mgpu.train_batch(net, LOSS, trainer, X, y, **options)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("compiled", ["on", "off"])

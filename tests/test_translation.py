@@ -67,6 +67,7 @@ def most_repeats(tokens):
     return max(found)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options, score",
     [
@@ -144,6 +145,7 @@ class Stuck(Seq2Seq):
         return mx.nd.expand_dims(scores, axis=1), (*after, state[-1] + 1), weights
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("beam_size, tokens", [(1, [5]), (4, [5, 6]), (1, [3, 4, 5, 6, 7]), (4, [3, 4, 5, 6, 7])])
 def test_a_network_that_is_stuck_ends(beam_size, tokens):
     net = Stuck(tokens)

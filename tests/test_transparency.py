@@ -28,7 +28,7 @@ def reference(batches, optimizer, np_arrays):
     return weights_of(gluon_loop(small_net([mx.cpu(0)]), *OPTIMIZERS[optimizer], small_batches(BATCHES[batches])))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -73,7 +73,7 @@ def test_weighted_shards_do_not_show(weights, arrays):
     assert largest_difference(weights_of(net), reference("uneven", "momentum", arrays is mx.np)) <= 1e-5
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_devices", [1, 3, 8])

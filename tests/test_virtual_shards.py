@@ -86,7 +86,7 @@ def train(network, num_devices, optimizer, *, sizes=(20, 17, 20), compiled="auto
     return digest(net, trainer, hashlib.sha256(losses).hexdigest(), after)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize(("compiled", "hybridize"), [("auto", True), ("off", True), ("off", False)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -298,6 +298,7 @@ def choose(net, trainer, replica, rng):
     return trainer._update.updaters[replica].states[index]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [2, 3])
 @pytest.mark.parametrize("shards", [None, 12])
 def test_a_replica_that_differs_stops_the_run(num_devices, shards):

@@ -171,6 +171,7 @@ def test_a_checkpoint_holds_the_trained_weights(tmp_path):
     assert weights(loaded)["0.weight"].tobytes() != weights(net)["0.weight"].tobytes()  # the trained weights
 
 
+@pytest.mark.each_value
 def test_the_average_in_a_checkpoint(tmp_path, devices, arrays):
     """`best` is chosen by the average, and holds it next to the trained weights; tied parameters have several names."""
 
@@ -208,7 +209,7 @@ def bn_net(ctx):
     return net
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
 def test_update_bn_gives_the_moments_of_the_data(devices, arrays, hybridize):
     net = bn_net(devices)

@@ -1,15 +1,10 @@
-"""All-pairs selection: a few of many combinations of options, in which every two values still occur together."""
+"""A few of many combinations of options, in which every value still occurs, or every two values together."""
 
 from itertools import combinations
 
 
-def pairs_of(row):
-    """Every two options with their values; a single option counts by itself."""
-    return set(combinations(enumerate(row), min(2, len(row))))
-
-
-def all_pairs(rows):
-    """Choose combinations greedily until they hold every pair of values that any combination holds.
+def chosen_of(rows, size):
+    """Choose combinations greedily until they hold every `size` values that any combination holds together.
 
     Parameters
     ----------
@@ -21,7 +16,7 @@ def all_pairs(rows):
     list of int
         Indices of the chosen rows, ascending. Ties go to the first row, so that equal rows give an equal choice.
     """
-    held = [pairs_of(row) for row in rows]
+    held = [set(combinations(enumerate(row), min(size, len(row)))) for row in rows]
     missing, chosen = set().union(*held), []
     while missing:
         best = max(range(len(rows)), key=lambda i: len(held[i] & missing))

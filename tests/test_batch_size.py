@@ -134,7 +134,7 @@ def test_on_cpu_contexts_the_process_is_watched(fake):
 # What fails
 
 
-@pytest.mark.parametrize("how", ["bad_alloc", "mxnet_allocation"])
+@pytest.mark.parametrize("how", [pytest.param("bad_alloc", marks=pytest.mark.exhaustive), "mxnet_allocation"])
 def test_a_lack_of_memory_is_told_as_one(how):
     with pytest.raises(NoMemoryError) as caught:
         failing(how)

@@ -54,6 +54,7 @@ def make_fake(folder, name, program):
     return str(path)
 
 
+@pytest.mark.exhaustive
 def test_a_comparison_from_the_command_to_its_files(fake, tmp_path):
     """Ours is real, on one device: each process imports MXNet."""
     options = ["--quick", "--contenders", "ours,gluon", "--num-devices", "1", "--python", f"gluon={fake('gluon', STEADY)}"]

@@ -68,7 +68,11 @@ def test_stages_train_like_one_device(images, tmp_path, options, told):
             ["--devices", "cpu*4", "--parallel", "hybrid", "--stages", "2", "--micro-batches", "2"],
             "pipeline of 3 stages, of which all devices share the last, 2 micro-batches, 1f1b: cpu(0) and cpu(2) ",
         ),
-        (["--devices", "cpu*1", "--parallel", "hybrid"], "pipeline of 2 stages, 4 micro-batches, 1f1b: cpu(0) "),
+        pytest.param(
+            ["--devices", "cpu*1", "--parallel", "hybrid"],
+            "pipeline of 2 stages, 4 micro-batches, 1f1b: cpu(0) ",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_parallel_ways_train_like_one_device_and_resume_on_it(sentences, pressed, tmp_path, options, told):  # noqa: F811
@@ -85,7 +89,7 @@ def test_parallel_ways_train_like_one_device_and_resume_on_it(sentences, pressed
     same_rows(rows_in(tmp_path / "parts"), rows_in(tmp_path / "one"))
 
 
-@pytest.mark.parametrize("name", ["images", "sentences"])
+@pytest.mark.parametrize("name", [pytest.param("images", marks=pytest.mark.exhaustive), "sentences"])
 def test_a_run_resumes_with_other_stages_and_on_one_device(name, request, pressed, tmp_path):  # noqa: F811
     command = partial(run, *request.getfixturevalue(name), "--epochs", "3", "--checkpoint-every", "1", "--resume", "auto")
     whole, parts = tmp_path / "whole", tmp_path / "parts"

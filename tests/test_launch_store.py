@@ -96,6 +96,7 @@ else:
 )
 
 
+@pytest.mark.exhaustive
 def test_what_is_queued_at_the_end_of_a_worker_is_done(run, mark):
     """It was dropped, and the other worker waited for its push until the launcher ended the job."""
     assert run(QUEUED, servers=1) == 0, run.err
@@ -120,25 +121,4 @@ def test_workers_that_fail_between_two_steps_and_a_new_store(run, mark):
     assert "rank 1 exited with status 1, the first of 2" in first and "  ValueError: the data are bad\n" in first
     assert "rank 1 exited with status 3, the first of 2" in second
     assert [run.log(rank, restart) for rank in (0, 1) for restart in (0, 1)][::3] == [PULLED] * 2
-    assert marked(mark) == []
-
-
-END = """
-if rank == 1:
-    {}
-step(3)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "code"),
-    [
-        pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.exhaustive),
-        pytest.param("exit(3)", 3, marks=pytest.mark.exhaustive),
-        pytest.param("os._exit(4)", 4, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_who_ends_while_the_others_wait_in_a_sum(run, mark, how, code):
-    assert run(PUSH_AND_PULL + END.format(how), servers=1) == code
-    assert f"rank 1 exited with status {code}, the first of 2" in run.err
     assert marked(mark) == []

@@ -95,6 +95,7 @@ print(loop("memory")[1])
 """
 
 
+@pytest.mark.exhaustive
 def test_leaks_without_arrays():
     """In a process of its own, where no memory is free that other tests have used."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

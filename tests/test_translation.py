@@ -145,8 +145,7 @@ class Stuck(Seq2Seq):
         return mx.nd.expand_dims(scores, axis=1), (*after, state[-1] + 1), weights
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("beam_size, tokens", [(1, [5]), (4, [5, 6]), (1, [3, 4, 5, 6, 7]), (4, [3, 4, 5, 6, 7])])
+@pytest.mark.parametrize("beam_size, tokens", [(1, [5]), (4, [3, 4, 5, 6, 7])])
 def test_a_network_that_is_stuck_ends(beam_size, tokens):
     net = Stuck(tokens)
     unguarded = translate(net, SENTENCES, beam_size=beam_size, unk=None, max_length=40, max_repeats=None)

@@ -204,7 +204,9 @@ def run_fit(folder, num_devices, *, stop=None, resume=None, network="cnn", shard
     return digest(net, trainer, json.dumps(timeless))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["each batch", "accumulated"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.exhaustive), {"accumulate_grad_batches": 2}], ids=["each batch", "accumulated"]
+)
 def test_a_run_is_the_same_on_other_devices_and_after_a_resume(tmp_path, options):
     wanted = run_fit(tmp_path / "1", 1, **options)
     assert run_fit(tmp_path / "2", 2, **options) == wanted

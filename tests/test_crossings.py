@@ -214,6 +214,7 @@ def test_programs_of_two_processes(request, tmp_path):
     number, end = limits(request.config, 4)
     drawn = [Program(num_processes=2, deferred=name.startswith("shapes"), statements=one) for name, one in JOBS.items()]
     drawn.append(Program(num_processes=2, deferred=True, virtual_shards=4, statements=(ONE, STEP)))
+    drawn.append(Program(num_processes=2, virtual_shards=4, statements=(STEP, ("freeze", 0), STEP, ("thaw", 0), STEP)))
     drawn.append(Program(net="norm", num_devices=2, num_processes=2, statements=VARIANCES))
     drawn.append(Program(num_processes=2, stages=2, micro_batches=3, clip_norm=0.05, statements=(STEP, FEW, ONE, STEP)))
 

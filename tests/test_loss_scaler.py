@@ -7,6 +7,8 @@ from gluon_mgpu.errors import NonFiniteLossError, StateError, TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd
 
+from .conftest import small_net
+
 INF, NAN = float("inf"), float("nan")
 
 
@@ -96,3 +98,21 @@ def test_a_wrong_state_is_refused(state):
     with pytest.raises(StateError):
         scaler.restore(state)
     assert scaler.state() == {"scale": 4.0, "num_good": 0}
+
+
+@pytest.mark.parametrize("losses", [mx.nd.ones((1,)), [1.0]])
+def test_losses_are_a_list_of_arrays(losses):
+    with pytest.raises(TrainerError, match="expected a list of MXNet arrays"):
+        LossScaler().scale_losses(losses)
+
+
+def test_a_scale_is_restored_where_both_have_one(devices):
+    trainers = [mgpu.Trainer(small_net(devices), "sgd") for _ in range(3)]
+    trainers[0].loss_scaler, trainers[1].loss_scaler = LossScaler(8.0), LossScaler()
+    states = [trainer.state() for trainer in trainers]
+    for trainer in trainers:
+        trainer.restore(states[2])
+    assert [trainers[i].loss_scaler.scale for i in range(2)] == [8.0, 65536.0]
+    for trainer in trainers:
+        trainer.restore(states[0])
+    assert trainers[1].loss_scaler.scale == 8.0 and trainers[2].loss_scaler is None

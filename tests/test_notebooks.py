@@ -9,7 +9,6 @@ os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")  # without it jupyter_core 5
 
 import nbformat
 import pytest
-import run_notebooks
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
@@ -181,17 +180,3 @@ def test_languages_link_to_each_other_and_to_the_same_pages(path):
     english, korean = (links_of(notebook) for notebook in translation_of(path))
     assert (english[0], korean[0]) == (f"ko/{path.name}", f"../{path.name}")
     assert [link.replace("../../", "../") for link in korean[1:]] == english[1:]
-
-
-@every_notebook
-def test_copy_code_brings_a_changed_code_cell_to_the_translation_and_keeps_its_text(path):
-    english, korean = translation_of(path)
-    text = markdown_of(korean)
-    changed = next(cell for cell in english.cells if cell.cell_type == "code")
-    changed.source += "\nprint('changed')"
-    run_notebooks.copy_code(english, korean)
-    assert changed in korean.cells
-    assert markdown_of(korean) == text
-    assert [cell for cell in korean.cells if cell.cell_type == "code"] == [
-        cell for cell in english.cells if cell.cell_type == "code"
-    ]

@@ -4,6 +4,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.data_parallel.split_protocol import as_split
 from gluon_mgpu.errors import DeviceError, ShardError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -225,6 +226,12 @@ BAD = [
 def test_what_cannot_be_split_is_told(call, told):
     with pytest.raises(ShardError, match=told):
         call()
+
+
+@pytest.mark.parametrize("shards", [1, ([1],), ([1], 2), (1, [2]), ([], []), ([1], [1, 2])])
+def test_a_function_returns_as_many_shards_of_features_as_of_labels(shards):
+    with pytest.raises(ShardError, match="split_f: got .* expected as many shards"):
+        as_split("train_batch", lambda X, y, devices: shards)(None, None, CTX)
 
 
 @pytest.mark.parametrize("ctx", [[], CTX[:1] * 2, mx.cpu(0), ["cpu(0)"], [mx.cpu_pinned(0)]])

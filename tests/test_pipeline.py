@@ -281,6 +281,13 @@ def test_dropout_draws_the_same_numbers_in_all_schedules_and_again():
     assert largest_difference(trained(dense(dropout=0.5))[0], expected) > 1e-3
 
 
+def test_the_precision_of_a_pipeline_stays():
+    model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2), 2)
+    mgpu.set_precision(model, "fp32")
+    with pytest.raises(TrainerError, match="Pipeline"):
+        mgpu.set_precision(model, "bf16")
+
+
 @pytest.mark.parametrize(
     "make, hybridized", [(dense, False), (dense, True), (lambda: seeded(Crossing()), True)], ids=["layers", "hybridized", "graph"]
 )

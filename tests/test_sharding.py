@@ -218,6 +218,7 @@ BAD = [
     (lambda: mgpu.data_parallel.split_data(np.zeros(4), 0), "got num_slice=0"),
     (lambda: mgpu.gather([]), r"got \[\]"),
     (lambda: mgpu.gather([np.zeros((1, 2)), np.zeros((1, 3))]), "expected dense arrays"),
+    (lambda: mgpu.gather([mx.nd.zeros((1, 2)), np.zeros((1, 2))]), "expected dense arrays"),
     (lambda: mgpu.gather([np.zeros((1, 2)), (np.zeros((1, 2)),)]), "different forms"),
 ]
 

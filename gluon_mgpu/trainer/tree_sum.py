@@ -245,8 +245,6 @@ class TreeSum:
         return found
 
     def _slot(self, processes: Group, at: int, like: Sequence[Array]) -> Tuple[List[Array], List[QueuedSum]]:
-        if self._slots and [one.shape for one in self._slots[0][0]] != [one.shape for one in like]:
-            self._slots = []
         while len(self._slots) <= at:
             arrays = [mx.nd.empty(one.shape, ctx=self._contexts[0], dtype=one.dtype) for one in like]
             self._slots.append((arrays, [processes.all_reduce([array]) for array in arrays]))

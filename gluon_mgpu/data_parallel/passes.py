@@ -15,7 +15,7 @@ from ..distributed import process_shard
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..trainer.gradients import empty_pass, one_pass
-from ..trainer.running_stats import note_examples
+from ..trainer.running_stats import note_losses
 from ..trainer.trainer import Trainer
 from .batchnorm import run_shards
 
@@ -112,7 +112,7 @@ def backward(losses: Sequence[Array]) -> None:
             f"backward: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
         )
-    note_examples((loss.context, (*loss.shape, 1)[0]) for loss in losses)
+    note_losses(losses)
     run_backward(losses)
 
 

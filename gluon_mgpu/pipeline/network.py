@@ -16,7 +16,7 @@ from ..nested import Array
 from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of
-from ..trainer.running_stats import is_running_stat, note_examples
+from ..trainer.running_stats import is_running_stat, note_stages
 from ..trainer.trainer import Trainer
 from .dispatch import PipelinePasses
 from .recompute import Recomputed
@@ -183,9 +183,9 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         """
         arrays = self.stages.inputs(X)
         replica = self.replica_of(arrays[0].context)
-        if autograd.is_recording():  # backward() counts the examples of the device that computes the loss
-            others = set(self.devices[replica][:-1]) - {self.devices[replica][-1]}
-            note_examples((context, arrays[0].shape[0]) for context in others)
+        if autograd.is_recording():
+            devices = self.devices[replica]
+            note_stages(devices[-1], set(devices) - {devices[-1]})
         found: List[List[Array]] = []
         for number in [*range(self.num_stages - self.num_parts), self.num_stages - 1]:
             inputs = [one.as_in_context(self.devices[replica][number]) for one in self.stages.read(number, arrays, found)]

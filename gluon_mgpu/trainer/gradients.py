@@ -152,13 +152,9 @@ class Gradients:
             )
         self._check_unused(summed, ignore_stale_grad)
 
-    def mark_used(self, slabs: Sequence[Slab]) -> None:
-        """Note that these gradients were applied: they are stale until the next backward pass."""
-        if slabs is self._layout.slabs:
-            self._clear()
-        else:
-            used = {index for slab in slabs for index in slab.indices}
-            self._clear(np.array([index in used for index, _ in self._entries], dtype=bool))
+    def mark_used(self) -> None:
+        """Note that the gradients which `collect` has found were applied: they are stale until the next backward pass."""
+        self._clear()
         self._drop_sums()
         _now.num_steps += 1
 

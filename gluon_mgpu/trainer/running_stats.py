@@ -9,7 +9,7 @@ before ── 3 examples on cpu(1) ──► change 1 ─┴─► before + (6 c
 from __future__ import annotations
 
 from operator import attrgetter, is_not
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -28,6 +28,7 @@ _TINY = 1e-30
 
 _unclaimed: Optional[Dict[Context, float]] = None  # examples of backward passes before the next step; None: no pass was noted
 _num_passes = 0
+_stages_before: Dict[Context, Set[Context]] = {}  # by the device of a pipeline's recorded output: those of the stages before it
 
 
 def note_examples(examples: Iterable[Tuple[Context, float]]) -> None:
@@ -40,10 +41,22 @@ def note_examples(examples: Iterable[Tuple[Context, float]]) -> None:
         _unclaimed[context] = _unclaimed.get(context, 0) + number
 
 
+def note_stages(output: Context, others: Iterable[Context]) -> None:
+    """Note the devices that a backward pass from an output will reach; nothing is counted before that pass."""
+    _stages_before[output] = set(others)
+
+
+def note_losses(losses: Iterable[Array]) -> None:
+    """Note the examples in a backward pass from these losses."""
+    examples = [(loss.context, (*loss.shape, 1)[0]) for loss in losses]
+    note_examples(examples + [(other, number) for context, number in examples for other in _stages_before.get(context, ())])
+
+
 def drop_examples() -> None:
     """Forget the examples of backward passes that no step has used: they may be of another network."""
     global _unclaimed
     _unclaimed = None
+    _stages_before.clear()
 
 
 def is_running_stat(param: gluon.Parameter) -> bool:
@@ -166,12 +179,11 @@ class RunningStats:
 
     def claim(self) -> None:
         """Count the examples of the latest backward passes."""
-        global _unclaimed
         if self.params and _unclaimed is not None:
             self._examples = {} if self._examples is None else self._examples
             for context, number in _unclaimed.items():
                 self._examples[context] = self._examples.get(context, 0) + number
-        _unclaimed = None
+        drop_examples()
 
     def begin(self) -> None:
         """Take the values of each first device as the common ones."""

@@ -436,7 +436,7 @@ class Trainer(gluon.Trainer):
                 "between. Call update()."
             )
         self._sum.run(slabs)
-        self._gradients.mark_used(slabs)
+        self._gradients.mark_used()
         self._summed = slabs
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
@@ -465,7 +465,7 @@ class Trainer(gluon.Trainer):
         self._complete("Trainer.update")
         self.running_stats.claim()
         slabs = self._gradients.collect(ignore_stale_grad)
-        self._gradients.mark_used(slabs)
+        self._gradients.mark_used()
         self._apply(slabs, batch_size)
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
@@ -601,7 +601,7 @@ class Trainer(gluon.Trainer):
         slabs = self._gradients.collect(ignore_stale_grad)
         self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
-        self._gradients.mark_used(slabs)
+        self._gradients.mark_used()
         self._summed = slabs
         self._apply(slabs, batch_size)
 

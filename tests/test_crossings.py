@@ -67,9 +67,7 @@ STORIES = {
         statements=(("freeze", 0), STEP, STEP, ("thaw", 0), ("freeze", 1), STEP, STEP, ("thaw", 1), STEP),
     ),
     "statistics of replicas": Program(net="norm", stages=2, replicas=2, statements=(("step", "fit", 9, 1), STEP, ("look", 4))),
-    "a pass that broke behind one of a small batch": Program(
-        net="norm", stages=2, replicas=2, statements=(("dropped", 1), ("broken", "hand", 2))
-    ),
+    "a broken pass by hand": Program(net="norm", stages=2, replicas=2, statements=(("dropped", 1), ("broken", "hand", 2))),
     "a pipeline synchronised later": Program(net="norm", stages=2, micro_batches=2, statements=(STEP, ("norm", "sync"), STEP)),
     "an exception between virtual shards": Program(num_devices=2, virtual_shards=4, statements=(STEP, BROKEN, STEP)),
     "an exception between micro-batches": Program(stages=2, replicas=2, micro_batches=2, statements=(STEP, BROKEN, STEP)),

@@ -350,6 +350,20 @@ def moments(parts):
     return [part.mean(axis=0) for part in parts], [part.var(axis=0) for part in parts]
 
 
+def test_replicas_keep_the_same_statistics_in_a_loop_by_hand_with_autograd():
+    """Those of the last stages were not moved alike."""
+    net, X = normalized(), batches()[0][0]
+    model = mgpu.Pipeline(mgpu.split_stages(net, 2, X[:4], balance="bytes"), contexts(2, 2))
+    trainer = mgpu.Trainer(model, "sgd")
+    with autograd.record():
+        losses = [model(one).square().sum(axis=1) for one in mgpu.split_and_load(X[:8], model.replica_contexts)]
+    autograd.backward(losses)
+    trainer.step(8)
+    for stat in (net[0].running_var, net[2].running_var):
+        first, second = stat.list_data()
+        assert (first.asnumpy() == second.as_in_context(first.context).asnumpy()).all()
+
+
 class BehindFrozen(nn.HybridBlock):
     def __init__(self):
         super().__init__()

@@ -66,6 +66,11 @@ def test_a_comparison_from_the_command_to_its_files(fake, tmp_path):
     assert all(value > 0 for one in ours["rounds"] for value in one.values())
     assert ours["versions"]["mxnet"] == "1.9.1" and ours["environment"]["OMP_NUM_THREADS"] == "1"
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0)) and found["command"][:2] == ["python", "scripts/benchmarks"]
+    for name in ("whole_s", "dispatch_s"):
+        mine, theirs = ([one[name] for one in row["rounds"]] for row in (gluon, ours))
+        assert gluon["medians"][name] == pytest.approx({"median": np.median(mine), "min": min(mine), "max": max(mine)})
+        ratios = np.divide(mine, theirs)
+        assert gluon["ratios"][name]["median"] == pytest.approx(np.median(ratios))
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert output.splitlines()[-1].endswith("step.json")
 

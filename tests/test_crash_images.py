@@ -60,7 +60,7 @@ def undisturbed(tmp_path_factory):
 
 
 def test_killed_at_any_moment_of_a_save_it_ends_with_the_same_checkpoints(tmp_path, monkeypatch, undisturbed, request):
-    """Every other moment of the save after the second epoch, which is the best one."""
+    """Every moment, by default every other one, of the save after the second epoch, which is the best one."""
     fit(tmp_path / "first", epochs=1)
     for call in count(1, 1 if request.config.getoption("exhaustive") else 2):
         folder = tmp_path / str(call)

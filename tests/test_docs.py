@@ -140,6 +140,11 @@ def test_every_public_name_has_an_example():
     assert not {name for name in missing if not re.search(rf"\b{name}\b", programs)}
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_is_long(page):
+    assert len(text(page).split()) <= 2500
+
+
 def test_the_index_lists_every_page():
     listed = re.findall(r"\]\(([^)#/]+\.md)\)", text("index.md"))
     assert sorted(set(listed)) == [page for page in PAGES if page != "index.md"]

@@ -86,7 +86,7 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     type=Whole(1),
     help="Restart without the machines that Ray has lost, but never with fewer than this. With --ray only.",
 )
-@click.option("--interface", help="Network interface or address to bind to. By default loopback, or the one that reaches node 0.")
+@click.option("--interface", help="Network interface or address. By default loopback; on several machines, the one to node 0.")
 @click.option(
     "--grace",
     type=Real(0, min_open=True),

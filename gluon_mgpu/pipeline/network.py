@@ -184,8 +184,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         arrays = self.stages.inputs(X)
         replica = self.replica_of(arrays[0].context)
         if autograd.is_recording():
-            devices = self.devices[replica]
-            note_stages(devices[-1], set(devices) - {devices[-1]})
+            note_stages(self.devices[replica])
         found: List[List[Array]] = []
         for number in [*range(self.num_stages - self.num_parts), self.num_stages - 1]:
             inputs = [one.as_in_context(self.devices[replica][number]) for one in self.stages.read(number, arrays, found)]

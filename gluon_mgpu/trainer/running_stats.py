@@ -41,9 +41,9 @@ def note_examples(examples: Iterable[Tuple[Context, float]]) -> None:
         _unclaimed[context] = _unclaimed.get(context, 0) + number
 
 
-def note_stages(output: Context, others: Iterable[Context]) -> None:
-    """Note the devices that a backward pass from an output will reach; nothing is counted before that pass."""
-    _stages_before[output] = set(others)
+def note_stages(devices: Sequence[Context]) -> None:
+    """Note the devices that a backward pass from an output on the last of them reaches: only that pass counts its examples."""
+    _stages_before[devices[-1]] = set(devices) - {devices[-1]}
 
 
 def note_losses(losses: Iterable[Array]) -> None:

@@ -483,20 +483,29 @@ def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypa
     assert sizes(9) == [9]
 
 
-def test_of_a_recurrent_network_as_many_forms_are_kept_as_fit(monkeypatch):
-    """MXNet's recurrent operator keeps memory in each executor: 40 shapes of a translator took five times that of the largest."""
-    net = Seq2Seq(9, 9, embed_size=4, hidden_size=6)
-    net.initialize(ctx=mx.cpu())
-    passes = CompiledPasses(net, SequenceLoss(), trains=True, mode="on")
+@pytest.mark.parametrize("num_contexts, dropout, compiled", [(1, 0, False), (2, 0, True), (2, 0.5, False)])
+def test_recurrent_networks_are_compiled_where_it_saves_time(num_contexts, dropout, compiled):
+    """MXNet's recurrent operator keeps memory in each graph. On several CPU contexts it runs at once in graphs without Dropout."""
+    net, loss = Seq2Seq(9, 9, embed_size=4, hidden_size=6, dropout=dropout), SequenceLoss()
+    net.initialize(ctx=[mx.cpu(i) for i in range(num_contexts)])
+    for block in (net, loss):
+        block.hybridize()
+    tokens, lengths = np.ones((4, 3)), np.full(4, 3)
+    for mode in ("auto", "on"):
+        step = mgpu.compile_step(net, loss, mgpu.Trainer(net, "sgd"), compiled=mode)
+        step((tokens, lengths, tokens), (tokens, lengths))
+        assert step.passes.is_compiled == (compiled or mode == "on")
 
-    def kept(n):
-        tokens, lengths = mx.nd.ones((2, n)), mx.nd.full(2, n)
-        passes.forward("test", [(tokens, lengths, tokens)], [(tokens, lengths)])
-        return [bound[0].inputs[0].shape[1] for bound in passes._bound.values()]
 
-    assert kept(5) == [5] and passes._recurrent_bytes() > 0
-    monkeypatch.setattr("gluon_mgpu.data_parallel.compiled.MOST_RECURRENT_BYTES", 1.7 * passes._recurrent_bytes())
-    assert [kept(n) for n in (3, 5, 2)] == [[5, 3], [3, 5], [5, 2]]
+def test_graphs_stay_bound_for_the_next_fit():
+    net, loss = nn.Dense(3, in_units=4), gluon.loss.SoftmaxCrossEntropyLoss()
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net.hybridize()
+    trainer, bound = mgpu.Trainer(net, "sgd"), []
+    for _ in range(2):
+        mgpu.fit(net, loss, trainer, [(np.ones((4, 4)), np.zeros(4))], epochs=1, callbacks=[])
+        bound.append(next(iter(trainer.kept[True]._bound.values())))
+    assert bound[0] is bound[1]
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])

@@ -27,7 +27,6 @@ from .plan import form_of
 
 MODES = ("auto", "on", "off")
 MOST = 64  # bound batches of a network
-MOST_RECURRENT_BYTES = 3 * 2**23  # of recurrent operators, as estimated: a shape takes about ten times as much in all
 
 _DATA, _GRAD, _REQ = attrgetter("_data"), attrgetter("_grad"), attrgetter("_grad_req")
 
@@ -43,7 +42,7 @@ class CompiledPasses(Passes):
 
     The gradients have the same bits as those of a network hybridized with `static_alloc` and `static_shape`. The executors of a
     device share the memory of the largest one. MXNet's recurrent operator keeps memory of its own in each, which nothing can
-    share: of such networks, fewer forms of batches are kept.
+    share. On CPUs, graphs gain time for it if several contexts run it at once, which it does only without Dropout.
 
     Parameters
     ----------
@@ -70,7 +69,7 @@ class CompiledPasses(Passes):
         self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
         self._hybridized: Tuple[Any, ...] = ()
         self._arrays: List[Any] = []  # that the executors are bound to, and what they do with gradients
-        self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the form of the batch, or its plan
+        self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
         self._owners: Dict[Context, Executor] = {}  # bound for the largest shape, never run: the others use its memory
         self._queued: List[Executor] = []
 
@@ -125,13 +124,15 @@ class CompiledPasses(Passes):
         self._queued = []
 
     def _run_graphs(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any) -> Tuple[List[Any], List[Array]]:
-        key = plan
-        if plan is None or plan.parts is None:  # the split varies
+        key = None if plan is None else plan.shards
+        if key is None:
             key = (mx.util.is_np_array(), *map(form_of, Xs), *map(form_of, ys))
+            if plan is not None and plan.parts is not None:
+                plan.shards = key
         executors = self._bound.get(key)
         if executors is None:
             executors = self._bound[key] = self._bind(Xs, ys)
-            while len(self._bound) > 1 and (len(self._bound) > MOST or self._recurrent_bytes() > MOST_RECURRENT_BYTES):
+            if len(self._bound) > MOST:
                 self._bound.popitem(last=False)
         else:
             self._bound.move_to_end(key)
@@ -149,10 +150,6 @@ class CompiledPasses(Passes):
         self.is_compiled, self.draws = True, self._may_draw
         return outputs, losses
 
-    def _recurrent_bytes(self) -> int:
-        """Return about how many bytes the recurrent operators of all executors hold on a device."""
-        return sum(executors[0].recurrent_bytes for executors in self._bound.values() if executors)
-
     def _bind(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Executor]:
         """Return an executor for each shard."""
         shards = []
@@ -162,6 +159,8 @@ class CompiledPasses(Passes):
         contexts = [inputs[0].context for _, inputs in shards]
         if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
             raise NotCompilableError(f"several shards are on one device: {contexts}")
+        if self._mode == "auto" and contexts[0].device_type == "cpu" and any(_gains_nothing(graph) for graph, _ in shards):
+            raise NotCompilableError("its recurrent operators would run one after the other, and keep memory in each graph")
         try:
             return [self._executor(graph, inputs) for graph, inputs in shards]
         except (MXNetError, ValueError, RuntimeError) as error:
@@ -228,6 +227,11 @@ class CompiledPasses(Passes):
         self.reason = reason
         if self._mode == "auto":
             logger.debug("%s: passes are recorded, not compiled: %s", self._net.name, reason)
+
+
+def _gains_nothing(graph: Graph) -> bool:
+    """Return whether it has recurrent operators that never run at once on CPUs: those of one context, or with Dropout."""
+    return graph.is_recurrent and (graph.draws or all(len(param.list_ctx()) == 1 for param in graph.params.values()))
 
 
 Kept = Dict[Any, Any]

@@ -39,8 +39,6 @@ class Executor:
     ----------
     size : int
         Elements of its inputs: other arrays grow with them.
-    recurrent_bytes : int
-        About the memory that its recurrent operators keep to themselves.
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Array], *, trains: bool, shared: Optional[Executor] = None) -> None:
@@ -72,7 +70,6 @@ class Executor:
         self._outputs = [(one, self._creation(one)) for one in self._bound.outputs]
         self._copy = Copy()
         self._scale = 1.0
-        self.recurrent_bytes = _recurrent_bytes(graph, {name: by_name[name].shape for name in arguments})
         self._head: Any = mx.nd.ones_like(self._bound.outputs[0])  # the gradient of the loss
         self._heads = (ctypes.c_void_p * 1)(self._head.handle)
 
@@ -112,18 +109,6 @@ class Executor:
         if not can_create(output.shape, output.dtype):
             return None
         return creation(output.shape, self.context, output.dtype, delayed=True)
-
-
-def _recurrent_bytes(graph: Graph, shapes: Dict[str, Any]) -> int:
-    if not graph.recurrent:
-        return 0
-    inner = graph.symbol.get_internals()
-    _, found, _ = inner.infer_shape(**shapes)
-    outputs = [np.prod(shape) for name, shape in zip(inner.list_outputs(), found) if name.startswith(tuple(graph.recurrent))]
-    return int(_BYTES_PER_OUTPUT * sum(outputs))
-
-
-_BYTES_PER_OUTPUT = 4 * 8  # float32: measured over 40 shapes of two translators
 
 
 @contextmanager

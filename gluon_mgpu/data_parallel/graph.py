@@ -37,8 +37,8 @@ class Graph:
     params : dict of str to gluon.Parameter
         The parameters and running statistics that it uses.
     has_loss : bool
-    recurrent : list of str
-        The names of MXNet's recurrent operators in it.
+    is_recurrent : bool
+        Whether it has one of MXNet's recurrent operators.
     draws : bool
         Whether an operator may draw random numbers, as Dropout does.
     bulk_sizes : dict
@@ -51,7 +51,7 @@ class Graph:
     inputs: List[str]
     params: Dict[str, gluon.Parameter]
     has_loss: bool
-    recurrent: List[str]
+    is_recurrent: bool
     draws: bool
     bulk_sizes: Dict[str, Any]
     is_plain: bool
@@ -176,11 +176,10 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     if unknown:
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
-    draws = any(map(may_draw, nodes))
-    recurrent = [node["name"] for node in nodes if node["op"] in _RECURRENT]
+    draws, is_recurrent = any(map(may_draw, nodes)), not _RECURRENT.isdisjoint(operators)
     is_plain = not hasattr(net, "graph_inputs") and all(map(is_device_array, arguments)) and net._out_format == 0
     is_plain = is_plain and (loss is None or is_device_array(y))
-    return Graph(group, names, used, loss is not None, recurrent, draws, bulk_sizes, is_plain, net._out_format)
+    return Graph(group, names, used, loss is not None, is_recurrent, draws, bulk_sizes, is_plain, net._out_format)
 
 
 _RECURRENT = {"RNN", "_npx_rnn"}

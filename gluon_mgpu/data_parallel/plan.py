@@ -55,6 +55,8 @@ class Plan:
         Those of the losses that were counted.
     casts_labels : bool
         Whether labels may be bool, for a loss that does not take them.
+    shards : hashable, optional
+        The forms of the shards, noted by the first compiled passes.
     """
 
     def __init__(self, parts: Optional[SplitPlan], *, casts_labels: bool) -> None:
@@ -62,6 +64,7 @@ class Plan:
         self.num_examples = 0 if parts is None else parts.num_examples
         self.examples: Dict[Context, int] = {}
         self.shapes: List[Tuple[int, ...]] = []
+        self.shards: Optional[Hashable] = None
 
     def is_counted(self, losses: Sequence[Array], *, is_compiled: bool) -> bool:
         """Return whether a batch with these losses has the numbers of the batch that was counted: always with one graph."""

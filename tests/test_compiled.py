@@ -485,7 +485,7 @@ def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypa
 
 @pytest.mark.parametrize("num_contexts, dropout, compiled", [(1, 0, False), (2, 0, True), (2, 0.5, False)])
 def test_recurrent_networks_are_compiled_where_it_saves_time(num_contexts, dropout, compiled):
-    """MXNet's recurrent operator keeps memory in each graph. On several CPU contexts it runs at once in graphs without Dropout."""
+    """MXNet's recurrent operator keeps memory in each graph. Contexts run it at once only in graphs without Dropout."""
     net, loss = Seq2Seq(9, 9, embed_size=4, hidden_size=6, dropout=dropout), SequenceLoss()
     net.initialize(ctx=[mx.cpu(i) for i in range(num_contexts)])
     for block in (net, loss):

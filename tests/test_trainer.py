@@ -295,9 +295,6 @@ def test_bytes_are_counted_and_alike_on_every_device(num_devices, optimizer, sta
     assert list(held) == [str(context) for context in ctx]
     for parts in held.values():
         assert (parts["weights"], parts["gradients"], parts["states"]) == (size, size, states * size)
-    assert sum(parts["sums"] for parts in held.values()) == (num_devices * size if num_devices > 1 else 0)
-    totals = [sum(parts.values()) for parts in held.values()]
-    assert max(totals) <= 1.02 * min(totals)
 
 
 @pytest.mark.pairwise

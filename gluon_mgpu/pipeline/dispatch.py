@@ -223,8 +223,7 @@ class PipelinePasses(Passes):
             numbers = {context: number for number, context in enumerate(dict.fromkeys(pipeline.devices[0]))}
             devices = [numbers[context] for context in pipeline.devices[0]]
             sources = [pipeline.producers(stage) for stage in range(pipeline.num_stages)]
-            times = pipeline.stages.times(pipeline.num_parts)
-            self._plans[num_micro_batches] = plan(sources, devices, num_micro_batches, pipeline.schedule, costs=times)
+            self._plans[num_micro_batches] = plan(sources, devices, num_micro_batches, pipeline.schedule)
         return self._plans[num_micro_batches]
 
     def _prepared(self) -> List[List[_Place]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Sequence
 
 SCHEDULES = ("1f1b", "gpipe")
 _COSTS = {"F": 1.0, "B": 2.0}  # a backward pass computes about twice as much as a forward pass
@@ -36,8 +36,6 @@ def plan(
     devices: Sequence[int],
     num_micro_batches: int,
     schedule: str = "1f1b",
-    *,
-    costs: Sequence[Tuple[float, float]] = (),
 ) -> List[Planned]:
     """Simulate a schedule and return its tasks by the time at which they begin. Each device runs its tasks in this order.
 
@@ -57,8 +55,6 @@ def plan(
     num_micro_batches : int
     schedule : str
         One of `SCHEDULES`.
-    costs : sequence of (forward, backward), optional
-        The time that each stage's tasks take, in any unit.
 
     Examples
     --------
@@ -73,7 +69,6 @@ def plan(
     depths = [1] * num_stages  # stages from this one to the end of its longest way
     for stage in reversed(range(num_stages)):
         depths[stage] += max((depths[reader] for reader in readers[stage]), default=0)
-    times = [dict(zip("FB", costs[stage] if costs else (_COSTS["F"], _COSTS["B"]))) for stage in range(num_stages)]
     ends: Dict[Task, float] = {}
     started = {"F": [0] * num_stages, "B": [0] * num_stages}
     free = dict.fromkeys(devices, 0.0)
@@ -103,7 +98,7 @@ def plan(
         ready = [one for stage in range(num_stages) for one in candidates(stage) if all(map(ends.__contains__, needed(one)))]
         # on a tie a backward pass comes first, and then the later stage: both free memory sooner
         begin, _, _, task = min((begin_of(one), one.kind, -one.stage, one) for one in ready)
-        end = begin + times[task.stage][task.kind]
+        end = begin + _COSTS[task.kind]
         ends[task] = free[devices[task.stage]] = end
         started[task.kind][task.stage] += 1
         planned.append(Planned(task, devices[task.stage], begin, end))

@@ -97,7 +97,7 @@ def split_stages(
     sizes = [len(cut.crossing(place)) for place in places]
     chosen = _divide(costs[: len(places) + 1], num_stages, sizes)
     stages = cut.stages([places[at - 1] for at in chosen], net)
-    stages.costs, stages.is_timed = [*_sums(costs, [0, *chosen, len(places) + 1]), *after], balance == "time"
+    stages.costs = [*_sums(costs, [0, *chosen, len(places) + 1]), *after]
     return stages
 
 
@@ -135,7 +135,7 @@ def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stage
             block.hybridize(**{name: value for name, value in net._flags if not name.startswith("static_")})
         blocks.append(block)
     stages = of_blocks(blocks, net)
-    stages.costs, stages.is_timed = _sums(costs, bounds), balance == "time"
+    stages.costs = _sums(costs, bounds)
     return stages
 
 

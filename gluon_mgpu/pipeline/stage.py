@@ -69,15 +69,12 @@ class Stages(List[Stage]):
     costs : list of float
         The cost of each stage, as `split_stages` found it: seconds, or bytes. Empty for your own blocks. That of a data-parallel
         stage is for a whole micro-batch on one device.
-    is_timed : bool
-        Whether the costs are seconds. The schedule then follows them.
     """
 
     def __init__(self, stages: Iterable[Stage], net: gluon.Block, graph: Optional[Graph] = None) -> None:
         super().__init__(stages)
         self.net, self.graph = net, graph
         self.costs: List[float] = []
-        self.is_timed = False
         self._form: Any = None  # of the latest inputs
 
     def repeating_last(self, count: int) -> Stages:
@@ -85,18 +82,8 @@ class Stages(List[Stage]):
         if count == 1:
             return self
         stages = Stages([*self, *[self[-1]] * (count - 1)], self.net, self.graph)
-        stages.costs, stages.is_timed = self.costs, self.is_timed
+        stages.costs = self.costs
         return stages
-
-    def times(self, count: int) -> List[Tuple[float, float]]:
-        """Return the times of each stage's forward and backward pass; [] if unknown. So many devices share the last stage.
-
-        A backward pass computes about twice as much as a forward pass.
-        """
-        if not self.is_timed:
-            return []
-        costs = [*self.costs[:-1], *[self.costs[-1] / count] * count]
-        return [(cost / 3, 2 * cost / 3) for cost in costs]
 
     def inputs(self, X: Any) -> List[Array]:
         """Return the arrays of a shard that the first stages read."""

@@ -25,7 +25,7 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..errors import StaleGradientError, TrainerError
-from ..nested import Array, num_bytes
+from ..nested import Array
 from ..refusals import refusal
 from ..runtime.c_api import Flags
 from .layout import Layout
@@ -227,13 +227,6 @@ class Gradients:
             self._zero(~self._running, self._layout.slabs)
         with adding([self._layout.params[index] for index in self._layout.trainable]):
             yield
-
-    def bytes_held(self) -> List[int]:
-        """Return the bytes of the sums over several passes on each of the layout's devices."""
-        held = dict.fromkeys(self._layout.devices, 0)
-        for array in [one for own in self._sums.values() for one in own] + list(self._sparse.values()):
-            held[array.context] += num_bytes(array)
-        return list(held.values())
 
     def _of_step(self) -> Table:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import attrgetter, is_not
-from typing import Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from mxnet import Context, gluon
@@ -146,24 +146,6 @@ class Layout:
         """Return whether Gluon made new arrays, or the user set a multiplier, since `place`."""
         has_new = any(map(is_not, map(_GRAD, self.params), self._seen))  # no Python call per parameter
         return has_new or self._multipliers != list(map(_MULTIPLIERS, self.params))
-
-    def bytes_held(self) -> List[Tuple[int, int]]:
-        """Return the bytes of weights and of gradients on each of `devices`."""
-        places = [place_of(param) for param in self.params]
-        weights = [at.bucket.weights if at else param._data for at, param in zip(places, self.params)]
-        gradients = [at.bucket.gradients if at else param._grad for at, param in zip(places, self.params)]
-        return list(zip(self._sizes(weights), self._sizes(gradients)))
-
-    def _sizes(self, arrays: List[Optional[List[Array]]]) -> List[int]:
-        """Return the bytes of these arrays of the parameters on each of `devices`; several parameters may share an array."""
-        held = dict.fromkeys(self.devices, 0)
-        counted: Set[int] = set()
-        for index, own in enumerate(arrays):
-            for context, array in zip(self.contexts_of[index], own or []):
-                if id(array) not in counted:
-                    held[context] += num_bytes(array)
-                    counted.add(id(array))
-        return list(held.values())
 
     def _check_unmoved(self) -> None:
         """Raise `TrainerError` if a parameter was put on other devices, initialised again, or cast since the first step.

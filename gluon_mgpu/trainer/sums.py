@@ -10,7 +10,7 @@ from mxnet import Context
 from ..checks import short
 from ..distributed import Group, group
 from ..errors import TrainerError
-from ..nested import Array, num_bytes
+from ..nested import Array
 from ..refusals import refusal
 from ..runtime.c_api import PushPull
 from .slab import Slab
@@ -40,9 +40,6 @@ class Sum(Protocol):
 
     def drop(self) -> None:
         """Drop all that was kept."""
-
-    def bytes_held(self) -> Dict[Context, int]:
-        """Return the bytes of the sums on each device."""
 
 
 class QueuedSum(Protocol):
@@ -120,14 +117,6 @@ class DeviceSum:
     def drop(self) -> None:
         """Do nothing."""
 
-    def bytes_held(self) -> Dict[Context, int]:
-        """Return the bytes of the stores' sums on each device."""
-        held: Dict[Context, int] = {}
-        for store in self._stores.values():
-            for context, size in store.bytes_held().items():
-                held[context] = held.get(context, 0) + size
-        return held
-
     def _prepare(self, slab: Slab, priority: int) -> None:
         store = self._stores.setdefault(slab.contexts, _Store(self._name, slab.contexts))
         for keys, gradients in store.divided(slab):
@@ -148,7 +137,6 @@ class _Store:
         self._name = name if len({context.device_type for context in contexts}) == 1 else "local"
         self._contexts = list(contexts)
         self._keys: Dict[Tuple[object, ...], List[int]] = {}
-        self._slice_bytes: List[int] = []
         self.kv: mx.kvstore.KVStore = mx.kv.create(self._name)
 
     def divided(self, slab: Slab) -> List[Part]:
@@ -171,27 +159,14 @@ class _Store:
         known = (slab.bucket is not None, slab.indices, gradients[0].shape, gradients[0].dtype)
         if known not in self._keys:
             if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):  # type: ignore[call-overload]
-                self._keys, self._slice_bytes = {}, []  # divided anew: another store frees the memory of the old sums
+                self._keys = {}  # divided anew: another store frees the memory of the old sums
                 self.kv = mx.kv.create(self._name)
             first = sum(map(len, self._keys.values()))
             self._keys[known] = list(range(first, first + len(slices)))
             for key, arrays in zip(self._keys[known], slices):
                 self.kv.init(key, arrays[0])
-                self._slice_bytes.append(num_bytes(arrays[0]))
         keys, together = self._keys[known], max(1, _MOST_PAIRS // num_devices)
         return [(keys[i : i + together], slices[i : i + together]) for i in range(0, len(keys), together)]
-
-    def bytes_held(self) -> Dict[Context, int]:
-        """Return the bytes of the store's sums on each device: one copy of a slice per device.
-
-        The store assigns each slice, the largest first, to the device with the fewest bytes so far.
-
-        Source: MXNet 1.9.1, src/kvstore/comm.h, CommDevice::InitMergeBuffer.
-        """
-        held = [0] * len(self._contexts)
-        for size in sorted(self._slice_bytes, reverse=True) if self._name == "device" else ():
-            held[held.index(min(held))] += size * len(self._contexts)
-        return dict(zip(self._contexts, held))
 
 
 class SparsePushPull:
@@ -234,10 +209,6 @@ class ProcessSum:
 
     def drop(self) -> None:
         """Do nothing."""
-
-    def bytes_held(self) -> Dict[Context, int]:
-        """Return nothing: the sums are in buffers of the backend."""
-        return {}
 
 
 def clip(

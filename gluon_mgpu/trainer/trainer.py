@@ -13,7 +13,7 @@ from mxnet import optimizer as opt
 from ..checks import flag, path_of
 from ..devices.select import check_contexts
 from ..errors import StaleGradientError, StateError, TrainerError
-from ..nested import Array
+from ..nested import Array, is_device_array, leaves, num_bytes
 from ..refusals import JOINING, refusal
 from .across_processes import ProcessSync
 from .gradients import Gradients, idle_devices
@@ -469,13 +469,12 @@ class Trainer(gluon.Trainer):
         self._apply(slabs, batch_size)
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
-        """Return the bytes that training holds on each device, in addition to the network's activations.
+        """Return the bytes of the network and its optimizer on each device. Activations, sums and buffers come on top of them.
 
         Returns
         -------
         dict
-            By device, such as `cpu(0)`: `weights`, `gradients`, `states` of the optimizer, and `sums`, the memory of MXNet's
-            store for sums over devices, computed by its rule. States and sums exist after the first step.
+            By device, such as `cpu(0)`: `weights`, `gradients` and `states` of the optimizer, which exist after the first step.
 
         Examples
         --------
@@ -483,14 +482,16 @@ class Trainer(gluon.Trainer):
         >>> net = gluon.nn.Dense(16, in_units=16, use_bias=False)
         >>> net.initialize(ctx=mx.cpu(0))
         >>> Trainer(net, "sgd").bytes_per_device()
-        {'cpu(0)': {'weights': 1024, 'gradients': 1024, 'states': 0, 'sums': 0}}
+        {'cpu(0)': {'weights': 1024, 'gradients': 1024, 'states': 0}}
         """
-        kinds = self._layout.bytes_held(), self._gradients.bytes_held(), self._update.bytes_held()
-        sums = self._sum.bytes_held()
-        return {
-            str(device): {"weights": weights, "gradients": gradients + several, "states": states, "sums": sums.get(device, 0)}
-            for device, (weights, gradients), several, states in zip(self._layout.devices, *kinds)
-        }
+        held = {str(device): {"weights": 0, "gradients": 0, "states": 0} for device in self.devices}
+        for param in self._params:
+            for kind, arrays in (("weights", param._data), ("gradients", param._grad)):
+                for array in arrays or ():
+                    held[str(array.context)][kind] += num_bytes(array)
+        for parts, updater in zip(held.values(), self._update.updaters):
+            parts["states"] = sum(num_bytes(leaf) for _, leaf in leaves(list(updater.states.values())) if is_device_array(leaf))
+        return held
 
     def save_states(self, fname: str) -> None:
         """Write the optimizer's states and update counts, with the parameters' names and shapes, for any number of devices.

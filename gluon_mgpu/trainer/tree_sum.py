@@ -22,7 +22,7 @@ from mxnet import Context
 from ..checks import is_whole, whole_number
 from ..distributed import Group, group
 from ..errors import ModesError, TrainerError
-from ..nested import Array, num_bytes
+from ..nested import Array
 from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
 from ..runtime.openmp_threads import ask_threads
@@ -182,13 +182,6 @@ class TreeSum:
 
     def share(self, slabs: List[Slab]) -> None:
         """Do nothing: every device updates all weights."""
-
-    def bytes_held(self) -> Dict[Context, int]:
-        """Return the bytes of the sums on each device."""
-        held = [sum(num_bytes(array) for arrays in free for array in arrays) for free in self._free]
-        held[0] += sum(num_bytes(array) for arrays, _ in self._slots for array in arrays)
-        held[0] += sum(num_bytes(array) for array in self._total or ())
-        return dict(zip(self._contexts, held))
 
     def _joined(self, nodes: Sequence[Node]) -> List[Node]:
         """Return these sums, in the order of the shards, added up as far as they are siblings."""

@@ -12,7 +12,7 @@ from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
 from ..errors import StateError, TrainerError
-from ..nested import Array, is_device_array, leaves, num_bytes
+from ..nested import Array, is_device_array, leaves
 from ..runtime.c_api import Operator, converted
 from ..runtime.environment import logger
 from ..runtime.mxnet2 import is_mxnet2, update_one
@@ -157,17 +157,6 @@ class Update:
         for device in self._devices:
             found = {**device.counts, **found}
         return dict(sorted(found.items()))
-
-    def bytes_held(self) -> List[int]:
-        """Return the bytes of the optimizer's states on each device."""
-        held = []
-        for context, updater in zip(self._layout.devices, self.updaters):
-            contexts_of = self._layout.contexts_of
-            views = {index for index, replica in self._views if contexts_of[index][replica] == context}
-            alone = [state for index, state in updater.states.items() if index not in views]
-            together = [memory for (bucket, where), memory in self._memory.items() if bucket.weights[where].context == context]
-            held.append(_num_bytes([alone, together]))
-        return held
 
     def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
         """Set states, one dict per replica, counts, and the order if it is known: names may sort differently now."""
@@ -438,12 +427,6 @@ def filled(state: State, value: State, where: str) -> State:
             "Make the trainer with them."
         )
     return value
-
-
-def _num_bytes(state: State) -> int:
-    if isinstance(state, (list, tuple)):
-        return sum(map(_num_bytes, state))
-    return num_bytes(state) if is_device_array(state) else 0
 
 
 def _part(state: State, begin: int, end: int, shape: Tuple[int, ...]) -> State:

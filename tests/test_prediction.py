@@ -271,9 +271,9 @@ WRONG = {
         lambda net: predict(net, [X, "word"]),
     ),
     "no queue": (TrainerError, "max_inflight=0", lambda net: predict_batches(net, [X], max_inflight=0)),
-    "^predict: got a network without init": (
+    "^predict: got dense.* not initialised": (
         TrainerError,
-        "^predict: got a network without init",
+        "^predict: got dense.* not initialised",
         lambda net: predict_batches(nn.Dense(3), [X]),
     ),
     "no pairs": (TrainerError, "expected pairs", lambda net: predict(net, [X], pairs=True)),

@@ -183,7 +183,7 @@ def test_a_picture_of_attention(tmp_path):
         ({"eos": VOCAB}, f"eos={VOCAB}"),
         ({"sentences": "three"}, "got str as sentences"),
         ({"sentences": [[3], [3, 8]]}, "a token of sentence 1: 8;"),
-        ({"net": Seq2Seq(8, VOCAB)}, "without initialised parameters"),
+        ({"net": Seq2Seq(8, VOCAB)}, "not initialised"),
     ],
 )
 def test_a_wrong_argument(options, told):

@@ -141,14 +141,14 @@ def test_resumed_on_another_number_of_devices(tmp_path):
     assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
-def test_one_operation_per_bucket_and_device(monkeypatch):
+def test_one_operation_per_device(monkeypatch):
     ctx = [mx.cpu(0), mx.cpu(1)]
     net = nn.HybridSequential()
     net.add(*[nn.Dense(4, in_units=4) for _ in range(20)])
     net.initialize(ctx=ctx)
     mgpu.Trainer(net, "sgd")
-    average, calls, update = AveragedWeights(net), [], mx.nd.sgd_update
-    monkeypatch.setattr(mx.nd, "sgd_update", lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs))
+    average, calls, update = AveragedWeights(net), [], mx.nd.multi_sgd_update
+    monkeypatch.setattr(mx.nd, "multi_sgd_update", lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs))
     average.update(0.5)
     assert len(calls) == 2  # 40 parameters
 

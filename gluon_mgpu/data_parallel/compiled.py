@@ -159,7 +159,7 @@ class CompiledPasses(Passes):
         contexts = [inputs[0].context for _, inputs in shards]
         if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
             raise NotCompilableError(f"several shards are on one device: {contexts}")
-        if self._mode == "auto" and contexts[0].device_type == "cpu" and any(_gains_nothing(graph) for graph, _ in shards):
+        if self._mode == "auto" and any(_gains_nothing(graph, inputs[0].context) for graph, inputs in shards):
             raise NotCompilableError("its recurrent operators would run one after the other, and keep memory in each graph")
         try:
             return [self._executor(graph, inputs) for graph, inputs in shards]
@@ -229,9 +229,10 @@ class CompiledPasses(Passes):
             logger.debug("%s: passes are recorded, not compiled: %s", self._net.name, reason)
 
 
-def _gains_nothing(graph: Graph) -> bool:
+def _gains_nothing(graph: Graph, context: Context) -> bool:
     """Return whether it has recurrent operators that never run at once on CPUs: those of one context, or with Dropout."""
-    return graph.is_recurrent and (graph.draws or all(len(param.list_ctx()) == 1 for param in graph.params.values()))
+    is_alone = all(len(param.list_ctx()) == 1 for param in graph.params.values())
+    return graph.is_recurrent and context.device_type == "cpu" and (graph.draws or is_alone)
 
 
 Kept = Dict[Any, Any]

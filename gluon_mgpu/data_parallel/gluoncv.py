@@ -13,6 +13,7 @@ from ..checks import flag, short
 from ..devices.select import check_contexts
 from ..errors import ShardError, TrainerError
 from ..nested import is_device_array
+from ..trainer.parameters import check_initialised
 from .batchnorm import run_shards
 from .passes import call
 from .sharding import split_and_load
@@ -230,11 +231,7 @@ class DataParallelCriterion(_Parallel):
 def _move(module: Any, contexts: List[Context]) -> None:
     """Move a network's parameters to these devices if they are on others."""
     params = module.collect_params()
-    for param in params.values():
-        if param._data is None and not param._deferred_init:
-            raise TrainerError(
-                f"DataParallelModel: got {param.name} not initialised; expected values. Call net.initialize() before."
-            )
+    check_initialised("DataParallelModel", params)
     if all(param.list_ctx() == contexts for param in params.values()):
         return
     params.reset_ctx(contexts)

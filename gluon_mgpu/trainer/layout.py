@@ -11,7 +11,7 @@ from mxnet import Context, gluon
 
 from ..errors import TrainerError
 from ..nested import Array, num_bytes
-from .parameters import Params, blocks_of, common_contexts, named_params, spans_devices
+from .parameters import Params, blocks_of, check_initialised, common_contexts, named_params, spans_devices
 from .slab import Bucket, Slab, one_each, place, place_of, slabs_of
 
 _GRAD = attrgetter("_grad")
@@ -159,21 +159,12 @@ class Layout:
             if param._data is not None:
                 contexts, dtype = self._at_first.setdefault(index, known)
                 self._has_begun = True
-            if contexts is not param._ctx_list:
+            is_there = contexts is param._ctx_list and param.list_ctx() == self.contexts_of[index]
+            if not (is_there and np.dtype(dtype) == np.dtype(param.dtype)):
                 raise TrainerError(
-                    f"Trainer: got parameter {name} initialised again on {param.list_ctx()}; expected the arrays of the "
-                    "first step. "
-                    "Call net.hybridize() again and make a new Trainer after initialize(force_reinit=True) or reset_ctx()."
-                )
-            if param.list_ctx() != self.contexts_of[index]:
-                raise TrainerError(
-                    f"Trainer: got parameter {name} on {param.list_ctx()}; expected {self.contexts_of[index]}, where it was when "
-                    "the trainer was made. Make a new Trainer after reset_ctx()."
-                )
-            if np.dtype(dtype) != np.dtype(param.dtype):
-                raise TrainerError(
-                    f"Trainer: got parameter {name} of dtype {np.dtype(param.dtype)}; expected {np.dtype(dtype)}, as at the "
-                    "first step. Make a new Trainer after net.cast()."
+                    f"Trainer: got parameter {name} initialised again, moved or cast, as {np.dtype(param.dtype)} on "
+                    f"{param.list_ctx()}; expected the arrays of the first step, {np.dtype(dtype)} on {self.contexts_of[index]}. "
+                    "Call net.hybridize() again and make a new Trainer after initialize(force_reinit=True), reset_ctx(), cast()."
                 )
 
     def _check_dense(self) -> None:
@@ -215,14 +206,9 @@ class Layout:
 
 def _groups(named: Dict[str, gluon.Parameter]) -> List[Group]:
     """Return the groups of a network that spans devices."""
-    if not named:
-        raise TrainerError("Trainer: got no parameters; expected at least one. Pass a network that has layers.")
+    check_initialised("Trainer", named)
     found: Dict[Tuple[str, ...], Group] = {}
-    for index, (name, param) in enumerate(named.items()):
-        if param._data is None and not param._deferred_init:
-            raise TrainerError(
-                f"Trainer: got {name} not initialised; expected values on the devices. Call net.initialize() first."
-            )
+    for index, param in enumerate(named.values()):
         contexts = list(param.list_ctx())
         found.setdefault(tuple(map(str, contexts)), Group([], contexts)).indices.append(index)
     return list(found.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
 from mxnet import Context, gluon
@@ -75,6 +75,17 @@ def gluon_order(params: Params) -> List[int]:
     return sorted(range(len(names)), key=names.__getitem__)
 
 
+def check_initialised(operation: str, params: Mapping[str, gluon.Parameter]) -> None:
+    """Raise `TrainerError` unless there are parameters, with values or with shapes that the first batch decides."""
+    if not list(params):  # a ParameterDict is always true
+        raise TrainerError(f"{operation}: got no parameters; expected at least one. Pass a network that has layers.")
+    for name, param in params.items():
+        if param._data is None and not param._deferred_init:
+            raise TrainerError(
+                f"{operation}: got {name} not initialised; expected values on the devices. Call net.initialize(ctx=ctx) first."
+            )
+
+
 def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
     """Return the common devices of these parameters.
 
@@ -83,14 +94,9 @@ def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
     TrainerError
         There is no parameter, one is not initialised, or they are on different devices.
     """
-    if not named:
-        raise TrainerError("Trainer: got no parameters; expected at least one. Pass a network that has layers.")
+    check_initialised("Trainer", named)
     contexts: List[Context] = []
     for name, param in named.items():
-        if param._data is None and not param._deferred_init:
-            raise TrainerError(
-                f"Trainer: got {name} not initialised; expected values on the devices. Call net.initialize(ctx=ctx) first."
-            )
         contexts = contexts or list(param.list_ctx())
         if param.list_ctx() != contexts:
             raise TrainerError(
@@ -177,10 +183,6 @@ def devices_of(net: gluon.Block, operation: str = "evaluate") -> List[Context]:
     """
     if hasattr(net, "replica_contexts"):  # it spans devices
         return list(net.replica_contexts)
-    params = list(net.collect_params().values())
-    if not params or (params[0]._data is None and not params[0]._deferred_init):
-        raise TrainerError(
-            f"{operation}: got a network without initialised parameters; expected values on devices. "
-            "Call net.initialize(ctx=ctx) first."
-        )
-    return list(params[0].list_ctx())
+    params = net.collect_params()
+    check_initialised(operation, params)
+    return list(next(iter(params.values())).list_ctx())

@@ -20,7 +20,7 @@ from ..checks import one_of
 from ..errors import DeviceError, TrainerError
 from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
-from .parameters import blocks_of
+from .parameters import blocks_of, check_initialised
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -131,12 +131,8 @@ def _check(net: Any, precision: Any) -> None:
     if precision == "fp32":
         return
     params = net.collect_params()
+    check_initialised("set_precision", params)
     for name, param in params.items():
-        if param._data is None and not param._deferred_init:
-            raise TrainerError(
-                f"set_precision: got {name} without values; expected initialised parameters, as devices differ in the "
-                "precisions that they support. Call net.initialize(ctx=ctx) first."
-            )
         if np.dtype(param.dtype) in (np.float16, np.float64):
             raise TrainerError(
                 f"set_precision: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, which operators "
@@ -148,7 +144,7 @@ def _check(net: Any, precision: Any) -> None:
                 f"set_precision: got {precision} for a network on {', '.join(unfit)}; expected a {_DEVICES[precision].upper()}: "
                 f"{_WHY[precision]}. Pass {_OTHER[precision]!r} or 'fp32' there."
             )
-    if precision == "bf16" and params and not can_compute_bf16():
+    if precision == "bf16" and not can_compute_bf16():
         raise DeviceError(
             "set_precision: got bf16 for a processor on which MXNet's oneDNN does not support it; expected one with AVX-512, or "
             "DNNL_MAX_CPU_ISA left alone. Pass 'fp32'."

@@ -14,7 +14,6 @@ from mxnet import gluon
 
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
 from ..data_parallel.balancer import Balancer
-from ..data_parallel.debug import run_serially
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..loop.callbacks import Progress, SaveHistory
 from ..loop.epoch_loop import Limits
@@ -23,6 +22,7 @@ from ..loop.save_checkpoints import Checkpoint
 from ..loop.trace import Trace
 from ..models import resnet18
 from ..plots import plot_schedule, plot_trace, save
+from ..runtime.openmp_threads import SERIAL_ENGINE
 from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
 from ._output import print_once
@@ -46,8 +46,7 @@ def train(options: SimpleNamespace) -> None:
 def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: SimpleNamespace, *, title: str, unit: str) -> None:
     """Train what `make(ctx)` returns: a network, a loss, data to train on and, or None, to test on."""
     if options.debug:
-        os.environ["GLUON_MGPU_DEBUG"] = "1"  # fit reads it
-        run_serially()  # before anything runs on a device
+        os.environ.update(GLUON_MGPU_DEBUG="1", MXNET_ENGINE_TYPE=SERIAL_ENGINE)  # before anything runs on a device
     with prepared_devices(options) as ctx:
         net, loss, train_iter, test_iter = make(ctx)
         names = ", ".join(map(str, ctx))

@@ -5,7 +5,7 @@ weighted shards  Balancer, plan_shards
 splits           split_data, Batch
 transfers        as_in_context; copyto is in gluon_mgpu
 BatchNorm        convert_sync_batchnorm, revert_sync_batchnorm, SyncBatchNorm, forward_shards
-debugging        debugging, run_serially, replica_difference, precision_of
+debugging        debugging, replica_difference, precision_of
 ```
 """
 

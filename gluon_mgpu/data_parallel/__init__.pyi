@@ -8,7 +8,6 @@ from .batchnorm import revert_sync_batchnorm as revert_sync_batchnorm
 from .debug import debugging as debugging
 from .debug import precision_of as precision_of
 from .debug import replica_difference as replica_difference
-from .debug import run_serially as run_serially
 from .sharding import plan_shards as plan_shards
 from .sharding import split_data as split_data
 from .step import Batch as Batch

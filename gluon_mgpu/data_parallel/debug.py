@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ContextManager, Counter, Iterator, List, Sequence, Tuple
@@ -12,40 +11,16 @@ import numpy as np
 from mxnet import Context, MXNetError, gluon
 
 from ..checks import OF_WRONG_DATA, instance, is_of_mxnet
-from ..errors import DataError, NonFiniteLossError, StepError, TrainerError, last_line
+from ..errors import DataError, NonFiniteLossError, StepError, last_line
 from ..nested import Array, is_device_array, leaves
 from ..runtime.engine import is_serial
 from ..runtime.environment import is_debug, logger
 from ..runtime.openmp_threads import SERIAL_ENGINE
 from ..trainer.parameters import replica_difference as replica_difference
 from ..trainer.precision import precision_of as precision_of
-from .batchnorm import is_synchronised
 
 _SHOWN = 5  # wrong labels that an error shows
 _watched: WeakSet[gluon.Block] = WeakSet()  # blocks that are being debugged
-
-
-def run_serially() -> None:
-    """Let MXNet run each operation when it is called, in the thread that calls it: its NaiveEngine.
-
-    An error then comes from the line that causes it. MXNet chooses its engine at its first operation, not when it is imported, so
-    a program may call this after `import mxnet`.
-
-    Raises
-    ------
-    TrainerError
-        MXNet has started another engine. Nothing was changed.
-    """
-    before = os.environ.get("MXNET_ENGINE_TYPE")
-    os.environ["MXNET_ENGINE_TYPE"] = SERIAL_ENGINE
-    if not is_serial():
-        del os.environ["MXNET_ENGINE_TYPE"]
-        if before is not None:
-            os.environ["MXNET_ENGINE_TYPE"] = before
-        raise TrainerError(
-            f"run_serially: got an MXNet that has started another engine; expected {SERIAL_ENGINE} before the first operation. "
-            "Call it above everything that makes an array, or set GLUON_MGPU_DEBUG=1 in the shell."
-        )
 
 
 def debugging_if_asked(net: gluon.Block, loss: Any = None) -> ContextManager[Any]:
@@ -82,7 +57,7 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
     DataError
         A label is not a class, or an index is not in the table.
     NonFiniteLossError
-        A layer's input is NaN, or its output is NaN or infinite; the message says whether they came from its input or weights.
+        A layer's output is NaN or infinite; the message says whether such numbers were in its input or weights.
     StepError
         A layer failed.
 
@@ -104,7 +79,7 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
     if not is_serial():
         logger.warning(
             "debugging: got an engine that runs operations later; expected %s for errors of the backward pass at their "
-            "line. Call run_serially() before the first operation, or set GLUON_MGPU_DEBUG=1 in the shell.",
+            "line. Set GLUON_MGPU_DEBUG=1 in the shell.",
             SERIAL_ENGINE,
         )
     checks = _Checks(net, check_finite)
@@ -117,7 +92,7 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
                 stack.callback(block.register_forward_hook(partial(checks.after, name)).detach)
                 if getattr(block, "_active", False) and not isinstance(block, gluon.SymbolBlock):
                     block._active = False  # its graph is kept for later
-                    stack.callback(_hybridize_again, block)
+                    stack.callback(setattr, block, "_active", True)
         try:
             yield
         except (MXNetError, StepError, *OF_WRONG_DATA) as error:
@@ -143,12 +118,6 @@ class _Checks:
         if block is self._net and inputs:
             self._calls[inputs[0].context] += 1
         self.running = self._describe(path, block, inputs)
-        num_nan = sum(map(_num_nan, inputs)) if self._check_finite and path != "loss" else 0
-        if num_nan:  # relu and max pooling turn NaN into numbers, but the gradient is NaN
-            raise NonFiniteLossError(
-                f"debugging: got {num_nan} NaN in the inputs of {self.running}; expected numbers. Check the data, and the "
-                "weights of the layer before."
-            )
         if inputs:
             self._check_range(block, *args)
 
@@ -201,25 +170,12 @@ def _layers(path: str, block: gluon.Block) -> Iterator[Tuple[str, gluon.Block]]:
             yield from _layers(f"{path}.{name}" if path else name, child)
 
 
-def _hybridize_again(block: Any) -> None:
-    if is_synchronised(block):  # converted in the meantime: it has no graph until it is reverted
-        block._was_active = True
-        block._clear_cached_op()
-    else:
-        block._active = True
-
-
 def _arrays(value: Any) -> List[Array]:
     """Return the device arrays of a layer's inputs or outputs; [] if they are not nested data."""
     try:
         return [leaf for _, leaf in leaves(value) if is_device_array(leaf)]
     except TypeError:  # symbols, for example
         return []
-
-
-def _num_nan(array: Array) -> int:
-    values = array.asnumpy()
-    return int(np.isnan(values).sum()) if values.dtype.kind == "f" else 0
 
 
 def _num_bad(array: Array) -> int:

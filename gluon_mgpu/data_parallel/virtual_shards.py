@@ -17,9 +17,8 @@ from mxnet import Context, autograd, gluon
 from ..distributed import process_shard
 from ..nested import Array, is_device_array, map_leaves
 from ..refusals import refusal
-from ..runtime.engine_push import EngineContext, WrittenWith
 from ..trainer.gradients import empty_pass, one_pass
-from ..trainer.running_stats import StatsOfParts, running_stats
+from ..trainer.running_stats import StatsOfParts, running_stats, statistics_slabs, written_with
 from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
@@ -159,12 +158,9 @@ class ShardStatistics:
         self._buffers, self._contexts = buffers, contexts
         self._params = running_stats(net)
         self._data = [param._data for param in self._params]
-        self._replicas = [StatsOfParts(self._params, context) for context in contexts] if self._params else []
-        self._written: List[WrittenWith] = []
-        for replica, own in enumerate(self._replicas):
-            others = {id(one.bucket or one): one.gradients[replica] for one in buffers}
-            place = EngineContext(contexts[replica].device_typeid, contexts[replica].device_id)
-            self._written.append(WrittenWith(own.memory, list(others.values()), place))
+        slabs = statistics_slabs(self._params)
+        self._replicas = [StatsOfParts(slabs, context) for context in contexts] if slabs else []
+        self._written = written_with(slabs, buffers)
 
     def is_of(self, buffers: List[Slab]) -> bool:
         """Return whether the gradients and statistics are still in these arrays."""
@@ -180,7 +176,7 @@ class ShardStatistics:
         if not self._replicas:
             return []
         with autograd.pause():
-            self._written[replica].push()
+            self._written[self._contexts[replica]].push()
             return self._replicas[replica].take(num_examples)
 
     def like(self, gradients: List[Array]) -> List[Array]:

@@ -21,7 +21,7 @@ from ..runtime.device_threads import in_own_thread
 from ..runtime.engine_push import queue_in_order
 from ..runtime.profiler import Recording, task_mark
 from ..trainer.gradients import empty_pass, one_pass
-from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples
+from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples, statistics_slabs
 from ..trainer.trainer import Trainer
 from .schedule import Planned, Task, plan
 from .stage import NETWORK, check_outputs, draws_numbers
@@ -111,7 +111,7 @@ class _Place:
             former[producer].readers.append(self)
         self._before = number - 1 if number else NETWORK
         stats = [param for param in self.stage.params() if is_running_stat(param)]
-        self.stats = StatsOfParts(stats, device) if stats else None
+        self.stats = StatsOfParts(statistics_slabs(stats), device) if stats else None
 
     def read(self, micro_batch: _MicroBatch) -> _Visit:
         """Copy a stage's inputs to its device."""

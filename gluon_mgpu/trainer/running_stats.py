@@ -71,7 +71,7 @@ def running_stats(params: Params) -> List[gluon.Parameter]:
     return [param for param in named_params(params).values() if param._data and is_running_stat(param)]
 
 
-def _slabs(params: Sequence[gluon.Parameter]) -> List[Slab]:
+def statistics_slabs(params: Sequence[gluon.Parameter]) -> List[Slab]:
     """Return slabs of running statistics: their `gradients` are memory for changes."""
     by_devices: Dict[Tuple[Context, ...], List[gluon.Parameter]] = {}
     for param in params:
@@ -81,6 +81,23 @@ def _slabs(params: Sequence[gluon.Parameter]) -> List[Slab]:
         place_statistics(own)
         found += slabs_of(own, range(len(own)), contexts)
     return found
+
+
+def written_with(statistics: Sequence[Slab], trained: Sequence[Slab]) -> Dict[Context, WrittenWith]:
+    """Return, for each device, what lets statistics count as written with these gradients: static graphs write them untracked."""
+    found: Dict[Context, Tuple[Dict[int, Array], Dict[int, Array]]] = {}  # statistics and gradients, each array once
+    for kind, slabs in enumerate((statistics, trained)):
+        for slab in slabs:
+            owner = slab.bucket or slab
+            for context, array in zip(slab.contexts, owner.gradients if kind else owner.weights):
+                found.setdefault(context, ({}, {}))[kind][id(array)] = array
+    return {
+        context: WrittenWith(
+            list(own.values()), list(gradients.values()), EngineContext(context.device_typeid, context.device_id)
+        )
+        for context, (own, gradients) in found.items()
+        if own
+    }
 
 
 class StatsOfParts:
@@ -95,26 +112,22 @@ class StatsOfParts:
 
     Parameters
     ----------
-    params : sequence of gluon.Parameter
+    slabs : list of Slab
+        Of the statistics.
     context : mxnet.Context
 
     Attributes
     ----------
     arrays : list of NDArray
-        The statistics, in few arrays.
-    memory : list of NDArray
-        What these are parts of: no two share memory.
+        The statistics on this device.
     before : list of NDArray
         Their values before the batch.
 
     Source: Kim et al., "torchgpipe", 2020, section on deferred batch normalization.
     """
 
-    def __init__(self, params: Sequence[gluon.Parameter], context: Context) -> None:
-        slabs = _slabs(params)
+    def __init__(self, slabs: Sequence[Slab], context: Context) -> None:
         self.arrays: List[Array] = [slab.weights[slab.contexts.index(context)].as_nd_ndarray() for slab in slabs]
-        owners = [(slab.bucket or slab).weights[slab.contexts.index(context)] for slab in slabs]
-        self.memory = list({id(array): array for array in owners}.values())
         self.begin()
 
     def begin(self) -> None:
@@ -165,7 +178,7 @@ class RunningStats:
         self._slabs: List[Slab] = []
         self._before: List[List[Array]] = []  # the common values of each slab, on each device
         self._trained: List[Slab] = []  # the slabs of gradients after which the statistics count as written
-        self._written: List[WrittenWith] = []
+        self._written: Dict[Context, WrittenWith] = {}
         drop_examples()  # of passes before this trainer was made
         self._follow()
 
@@ -204,8 +217,8 @@ class RunningStats:
         self._num_passes = _num_passes
         self._follow()
         if trained is not self._trained:
-            self._trained, self._written = trained, self._order(trained)
-        for one in self._written:
+            self._trained, self._written = trained, written_with(self._slabs, trained)
+        for one in self._written.values():
             one.push()
         contexts = {context for slab in self._slabs for context in slab.contexts}
         examples, self._examples = self._examples, None
@@ -244,24 +257,9 @@ class RunningStats:
         """Find the statistics again that got values, or other memory."""
         if self._num_moves == MOVES.count and not any(map(is_not, map(_DATA, self.params), self._data)):
             return
-        slabs = _slabs([param for param in self.params if param._data])
+        slabs = statistics_slabs([param for param in self.params if param._data])
         memory = [(place_of(param), id(param._data)) for param in self.params]
         self._data, self._num_moves = list(map(_DATA, self.params)), MOVES.count
         if memory != self._memory:  # otherwise other parameters have moved
             self._slabs, self._trained, self._memory = slabs, [], memory
             self.begin()
-
-    def _order(self, trained: Sequence[Slab]) -> List[WrittenWith]:
-        """Return what lets the statistics count as written with the gradients: static graphs write them untracked."""
-        found: Dict[Context, Tuple[Dict[int, Array], Dict[int, Array]]] = {}  # statistics and gradients, each array once
-        for kind, slabs in enumerate((self._slabs, trained)):
-            for slab in slabs:
-                owner = slab.bucket or slab
-                for context, array in zip(slab.contexts, owner.gradients if kind else owner.weights):
-                    found.setdefault(context, ({}, {}))[kind][id(array)] = array
-        places = {context: EngineContext(context.device_typeid, context.device_id) for context in found}
-        return [
-            WrittenWith(list(statistics.values()), list(gradients.values()), places[context])
-            for context, (statistics, gradients) in found.items()
-            if statistics and gradients
-        ]

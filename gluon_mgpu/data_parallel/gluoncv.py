@@ -231,6 +231,8 @@ class DataParallelCriterion(_Parallel):
 def _move(module: Any, contexts: List[Context]) -> None:
     """Move a network's parameters to these devices if they are on others."""
     params = module.collect_params()
+    if not list(params):
+        return
     check_initialised("DataParallelModel", params)
     if all(param.list_ctx() == contexts for param in params.values()):
         return

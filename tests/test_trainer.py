@@ -410,3 +410,11 @@ def test_a_step_makes_few_calls_for_any_number_of_parameters(num_devices, optimi
             found[num_layers] = count_calls(lambda: trainer.step(16))  # noqa: B023
         assert mgpu.data_parallel.replica_difference(net) == 0.0
     assert found[3] == found[40] <= 50 + 2 * num_devices, found
+
+
+def test_the_largest_difference_of_replicas():
+    net = nn.Dense(1, in_units=2)
+    net.initialize(mx.init.One(), ctx=[mx.cpu(i) for i in range(3)])
+    net.weight.data(mx.cpu(1))[:] = mx.nd.array([[1.5, -1]])
+    net.bias.data(mx.cpu(2))[:] = 0.25
+    assert mgpu.data_parallel.replica_difference(net) == 2.0

@@ -55,6 +55,25 @@ def test_examples_that_roll_over_are_seen_once_in_two_epochs():
     assert passes == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]]
 
 
+def test_the_padding_of_batches_with_time_first():
+    class TimeFirst(mx.io.DataIter):
+        layout = "TN"
+        rest = 1
+
+        def reset(self):
+            self.rest = 1
+
+        def next(self):
+            if not self.rest:
+                raise StopIteration
+            self.rest = 0
+            return mx.io.DataBatch([mx.nd.arange(12).reshape((3, 4))], [mx.nd.zeros((3, 4))], pad=1)
+
+    (batch,) = iterators.batches_of(TimeFirst())
+    assert batch.data[0].asnumpy().tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    assert batch.label[0].shape == (3, 3)
+
+
 def test_data_without_labels_predict_and_do_not_train():
     data = mx.io.NDArrayIter(X, batch_size=4)
     net = small_net([mx.cpu(0)])

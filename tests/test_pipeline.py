@@ -384,6 +384,37 @@ def test_running_statistics_behind_frozen_layers_stay(micro_batches):
         assert (var.data(var.list_ctx()[0]).asnumpy() == 1).all(), stages
 
 
+class Fixed(nn.HybridBlock):
+    """Layers that do not train read one that does and one that does not. An output is ready before the last operators."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.fixed, self.layer, self.last = nn.Dense(16, in_units=16), nn.Dense(16, in_units=16), nn.Dense(5, in_units=16)
+        for block in (self.fixed, self.last):
+            block.collect_params().setattr("grad_req", "null")
+
+    def hybrid_forward(self, F, x):
+        fixed = self.fixed(x)
+        return self.last(fixed * F.tanh(self.layer(x))), F.sigmoid(fixed)
+
+
+def test_frozen_layers_behind_others_and_early_outputs():
+    def both(outputs, y):
+        return CE(outputs[0], y) + (outputs[0] * outputs[1][:, :5]).sum(axis=1)
+
+    def weights_after(model):
+        trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.05})
+        for X, y in batches():
+            mgpu.train_batch(model, both, trainer, X, y)
+        return values(model)
+
+    alone, before = weights_after(seeded(Fixed())), values(seeded(Fixed()))
+    assert [(one != other).any() for one, other in zip(alone, before)] == [False, False, True, True, False, False]
+    for _, stages in cut_everywhere(lambda: seeded(Fixed())):
+        assert largest_difference(weights_after(mgpu.Pipeline(stages, contexts(3), 2)), alone) <= 1e-6, stages
+
+
 def test_a_batch_that_fails_leaves_the_running_statistics():
     class Fails(nn.Block):
         def forward(self, x):

@@ -86,7 +86,7 @@ class Slices:
         if not can_create(array.shape, dtype):
             return False
         if isinstance(array, np.ndarray):
-            return array.dtype.isnative and all(context.device_type == "cpu" for _, _, context in places)
+            return all(context.device_type == "cpu" for _, _, context in places)
         return type(array) in (mx.nd.NDArray, mx.np.ndarray) and np.dtype(array.dtype) == np.dtype(dtype)
 
     def _of_host(self, array: np.ndarray) -> List[Array]:

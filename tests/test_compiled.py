@@ -165,6 +165,28 @@ def test_a_loss_of_two_labels():
     assert_same_bits(run("on"), run("off"))
 
 
+class Gated(nn.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(3, in_units=4)
+
+    def hybrid_forward(self, F, pair):
+        return self.layer(pair[0]) * F.sigmoid(pair[1])
+
+
+def test_a_network_of_two_inputs():
+    rng, found = np.random.RandomState(0), []
+    X, y = (rng.randn(5, 4).astype("float32"), rng.randn(5, 3).astype("float32")), rng.randn(5, 3).astype("float32")
+    for compiled in ("on", "off"):
+        mx.random.seed(0)
+        net = Gated()
+        net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0), mx.cpu(1)])
+        step = mgpu.compile_step(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}), compiled=compiled)
+        outputs = [output.asnumpy() for _ in range(2) for output in step(X, y).outputs]
+        found.append([*outputs, net.layer.weight.data(mx.cpu(1)).asnumpy()])
+    assert_same_bits(*found)
+
+
 def test_fit_evaluate_and_predict_compile(caplog):
     def run(compiled):
         net = build(2)

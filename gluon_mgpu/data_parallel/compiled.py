@@ -74,8 +74,8 @@ class CompiledPasses(Passes):
         self._queued: List[Executor] = []
 
     def is_of(self, net: gluon.Block, loss: Any, mode: str) -> bool:
-        """Return whether these are the passes of this network and loss, in this mode, and could be compiled so far."""
-        return not self.reason and self._net is net and self._loss is loss and self._mode == mode
+        """Return whether these are the passes of this network and loss, in this mode."""
+        return self._net is net and self._loss is loss and self._mode == mode
 
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
         """Queue the forward passes of all shards, and return their outputs and losses, which later passes leave alone.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel import debug
 from gluon_mgpu.data_parallel.debug import debugging
-from gluon_mgpu.errors import DataError, NonFiniteLossError, StepError, TrainerError
+from gluon_mgpu.errors import DataError, NonFiniteLossError, StepError
 from gluon_mgpu.runtime import environment
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -166,18 +166,6 @@ def test_weights_are_what_they_would_be(arrays, hybridize):
     assert largest_difference(train(debugging), train(lambda net, loss: debug.ExitStack())) <= 1e-6
 
 
-def test_a_network_is_synchronised_inside_of_debugging():
-    batches, found = small_batches([8, 8]), []
-    for inside in (True, False):
-        net, loss = small_net([mx.cpu(0), mx.cpu(1)], hybridize={}, normalize=True), CE()
-        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5})
-        with debugging(net, loss) if inside else debug.ExitStack():
-            mgpu.fit(net, loss, trainer, batches, epochs=2, callbacks=[], bn="sync")
-        mgpu.fit(net, loss, trainer, batches, epochs=1, callbacks=[], bn="sync")  # and afterwards
-        found.append(weights_of(net))
-    assert largest_difference(*found) <= 1e-6
-
-
 def test_everything_is_put_back():
     net, loss = small_net([mx.cpu()], hybridize={}), CE()
     net[0].hybridize(False)
@@ -192,11 +180,6 @@ def test_everything_is_put_back():
         raise ZeroDivisionError
     assert [{name: value for name, value in vars(block).items() if "hook" not in name} for block in blocks] == before
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
-
-
-def test_what_is_no_network():
-    with pytest.raises(TrainerError), debugging({}):
-        pass
 
 
 # The engine

@@ -58,7 +58,6 @@ def test_examples_that_roll_over_are_seen_once_in_two_epochs():
 def test_the_padding_of_batches_with_time_first():
     class TimeFirst(mx.io.DataIter):
         layout = "TN"
-        rest = 1
 
         def reset(self):
             self.rest = 1

@@ -404,9 +404,7 @@ def test_frozen_layers_behind_others_and_early_outputs():
         return CE(outputs[0], y) + (outputs[0] * outputs[1][:, :5]).sum(axis=1)
 
     def weights_after(model):
-        trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.05})
-        for X, y in batches():
-            mgpu.train_batch(model, both, trainer, X, y)
+        mgpu.fit(model, both, mgpu.Trainer(model, "sgd", {"learning_rate": 0.05}), batches(), epochs=1, metrics=(), callbacks=[])
         return values(model)
 
     alone, before = weights_after(seeded(Fixed())), values(seeded(Fixed()))

@@ -332,11 +332,3 @@ def test_two_replicas_stop(tmp_path):
     told = rf"got other bits on cpu\(0\), cpu\(1\).*0.weight.*resume from {tmp_path / 'last'}\."
     with pytest.raises(ReplicaError, match=told):
         mgpu.fit(net, LOSS, trainer, data, epochs=2, callbacks=[saving, Flip()])
-
-
-def test_the_same_replicas_are_no_finding():
-    net, trainer, step = checked(2, every=1)
-    for _ in range(6):
-        step()
-    trainer.replica_check.verify()
-    assert trainer.replica_check.num_verified == 8

@@ -153,17 +153,6 @@ def test_one_operation_per_device(monkeypatch):
     assert len(calls) == 2  # 40 parameters
 
 
-def test_parameters_that_move_into_a_bucket_keep_their_average():
-    net = make_net([mx.cpu()])
-    average, before = AveragedWeights(net), weights(net)
-    make_trainer(net)  # moves them
-    for param in net.collect_params().values():
-        param.set_data(param.data() + 2)
-    average.update(0.5)
-    average.put()
-    assert_close(weights(net), {name: value + 1 for name, value in before.items()})
-
-
 def test_a_checkpoint_holds_the_trained_weights(tmp_path):
     net, _, _ = run([mx.cpu(0), mx.cpu(1)], mgpu.WeightAverage("swa"), callbacks=[mgpu.Checkpoint(tmp_path / "run")])
     loaded = make_net([mx.cpu()])

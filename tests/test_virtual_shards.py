@@ -304,7 +304,7 @@ def choose(net, trainer, replica, rng):
 @pytest.mark.parametrize("num_devices", [2, 3])
 @pytest.mark.parametrize("shards", [None, 12])
 def test_a_replica_that_differs_stops_the_run(num_devices, shards):
-    """Of three, the others name it. The next update finds it, or the one after the next."""
+    """Of three, the others name it. The next update finds it, or the one after."""
     rng = np.random.RandomState(0)
     for replica in range(num_devices):
         net, trainer, step = checked(num_devices, every=2, shards=shards)

@@ -146,7 +146,8 @@ def compile_step(
     compiled : str
         `"on"` raises at the first batch if the passes cannot be compiled. `"auto"` records such passes as `train_batch` does, and
         logs the reason at level DEBUG; it compiles only a network and a loss that are hybridized, or a loss of `gluon.loss`.
-        `"off"` records all.
+        On CPUs it compiles recurrent layers only on several contexts, without Dropout: each shape of the data takes memory for
+        them. `"off"` records all.
 
     Returns
     -------

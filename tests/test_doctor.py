@@ -182,10 +182,13 @@ def test_a_healthy_machine_fits_one_screen():
     assert len(doctor("--devices", "cpu*1", "--verbose").splitlines()) > len(lines)
 
 
-def test_json_holds_everything():
+def test_json_holds_everything(monkeypatch):
+    monkeypatch.setattr(report.environment, "_set_here", {"CUDA_DEVICE_ORDER"})  # by the doctor's process, not by its user
     found = json.loads(doctor("--devices", "cpu*2", "--json"))
     assert list(found) == ["machine", "packages", "driver", "why_no_driver", "mxnet", "problems"]
     assert found["mxnet"]["trained"] == ["cpu(0)", "cpu(1)"] and "MKLDNN" in found["mxnet"]["features"]
+    sources = {one["name"]: one["source"] for one in found["mxnet"]["settings"]}
+    assert sources["CUDA_DEVICE_ORDER"] == "gluon_mgpu" and sources["M_MMAP_MAX"] in ("gluon_mgpu", "environment")
     assert found["packages"]["versions"]["numpy"] == metadata.version("numpy")
 
 

@@ -72,14 +72,21 @@ def test_versions_that_do_not_fit(monkeypatch, replaced, told):
         loaded.load_mxnet()
 
 
-def test_a_missing_system_library_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (OSError("libgomp.so.1: cannot open shared object file: No such file or directory"), "package libgomp1"),
+        (AttributeError("module 'numpy' has no attribute 'long'"), "SciPy before 1.16"),
+    ],
+)
+def test_what_mxnet_needs_is_named(monkeypatch, error, told):
     def fake(name):
         if name == "mxnet":
-            raise OSError("libgomp.so.1: cannot open shared object file: No such file or directory")
+            raise error
         return np
 
     monkeypatch.setattr(loaded.importlib, "import_module", fake)
-    with pytest.raises(ImportError, match="package libgomp1"):
+    with pytest.raises(ImportError, match=told):
         loaded.load_mxnet()
 
 

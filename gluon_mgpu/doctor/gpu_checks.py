@@ -66,7 +66,7 @@ def _problems(gpu: Gpu) -> Iterator[Problem]:
     elif gpu.total_bytes and gpu.used_bytes is not None and gpu.used_bytes >= _CROWDED * gpu.total_bytes:
         who = ", ".join(f"process {one.pid} ({one.name or 'name hidden'})" for one in gpu.processes or ())
         what = f"{name} has {format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} in use"
-        to_do = "Wait for them, stop them, or train on other GPUs: --devices gpu:1, for example."
+        to_do = "Wait until they end, stop them, or name other devices: --devices gpu:1 or --devices cpu."
         yield Problem("GPUs", f"{what}, by {who or 'processes that are hidden here'}.", to_do)
     reasons = [reason for reason in gpu.throttle_reasons or () if reason in _SLOWED]
     if reasons:

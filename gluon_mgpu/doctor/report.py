@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+from ..runtime import environment
 from ..runtime.nvidia.nvml import Driver, try_driver
 from ..runtime.units import format_bytes
 from .findings import Examination, Problem, describe_error
@@ -132,7 +133,7 @@ def run_probe(spec: str) -> Dict[str, Any]:
     """Return the result of `probe.probe` in a new process; why it failed as a problem."""
     command = [sys.executable, "-W", "ignore", "-m", "gluon_mgpu.doctor.probe", spec]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, check=False)
+        done = subprocess.run(command, env=environment.without_ours(), capture_output=True, timeout=_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         to_do = "Run gluon-mgpu doctor --devices cpu; if that works, a GPU or its driver hangs: restart the machine."
         return {**_NOTHING, "problems": [asdict(Problem("MXNet", f"It did not answer within {_LIMIT_S:.0f} s.", to_do, True))]}

@@ -13,7 +13,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Iterator, List, Sequence, Set
+from typing import Any, Dict, Iterator, List, Sequence, Set
 
 from ..errors import MissingExtraError
 from . import cuda_libraries, openmp_threads
@@ -183,6 +183,11 @@ def _set_environment() -> None:
     for name in [name for name in ENVIRONMENT if name not in os.environ]:
         os.environ[name] = ENVIRONMENT[name]
         _set_here.add(name)
+
+
+def without_ours() -> Dict[str, str]:
+    """Return the environment that this process was given, without the variables that it has set here."""
+    return {name: value for name, value in os.environ.items() if name not in _set_here}
 
 
 def _set_engine() -> None:

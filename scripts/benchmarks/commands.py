@@ -90,7 +90,7 @@ def step(num_devices: List[int], contenders: List[str], network: str, hybridize:
     case = replace(run.sized(workloads.STEPS[network]), hybridize=hybridize)
     rows = run.measure(workloads.step_rows(contenders, run.few(num_devices), case))
     tables = [report.contender_table(rows), report.parts_table(rows), report.dispatch_table(rows), report.whole_table(rows)]
-    run.finish("step", rows, tables, output, plot_lines(report.step_lines(rows), "contexts", "ms"))
+    run.finish("step", rows, tables, output, lambda: plot_lines(report.step_lines(rows), "contexts", "ms"))
 
 
 @main.command()
@@ -105,7 +105,7 @@ def train(num_devices: List[int], contenders: List[str], hybridize: bool, output
     parts = workloads.train_rows(contenders, run.few(num_devices), case)
     rows = [row for part in parts for row in run.measure(part)]
     tables = [report.contender_table(rows), report.train_table(rows), report.scaling_table(rows)]
-    run.finish("train", rows, tables, output, plot_ranges(report.bars_of(rows, "images_per_s"), "images/s"))
+    run.finish("train", rows, tables, output, lambda: plot_ranges(report.bars_of(rows, "images_per_s"), "images/s"))
 
 
 @main.command()
@@ -120,7 +120,7 @@ def evaluate(num_devices: List[int], contenders: List[str], network: str, hybrid
     case = replace(run.sized(workloads.EVALUATE), network=network, hybridize=hybridize)
     rows = run.measure(workloads.evaluate_rows(contenders, run.few(num_devices), case))
     tables = [report.contender_table(rows), report.evaluate_table(rows)]
-    run.finish("evaluate", rows, tables, output, plot_ranges(report.bars_of(rows, "evaluate_s"), "ms per pass"))
+    run.finish("evaluate", rows, tables, output, lambda: plot_ranges(report.bars_of(rows, "evaluate_s"), "ms per pass"))
 
 
 @main.command()
@@ -151,7 +151,7 @@ def seq2seq(
                 rows += run.measure(part)
     scaling = report.scaling_table(rows, "pass_s")
     tables = [report.contender_table(rows), translations.speed_table(rows), scaling]
-    run.finish("seq2seq", rows, tables, output, plot_ranges(translations.bars(rows), "sentences/s, relative to ours"))
+    run.finish("seq2seq", rows, tables, output, lambda: plot_ranges(translations.bars(rows), "sentences/s, relative to ours"))
 
 
 @main.command()
@@ -187,9 +187,9 @@ class _Comparison:
             compare(rows, rounds=self.rounds, pythons=self.pythons, timeout_s=self.timeout, on_message=show)
         return rows
 
-    def finish(self, name: str, rows: List[Row], tables: List[report.Table], output: Path, figure: Any) -> None:
+    def finish(self, name: str, rows: List[Row], tables: List[report.Table], output: Path, figure: Callable[[], Any]) -> None:
         for table in tables:
             if table[2]:
                 print_table(*table)
         write_results(output, name, report.results(name, rows, rounds=self.rounds, tables=tables))
-        save(figure, output / f"{name}.png")
+        save(figure(), output / f"{name}.png")

@@ -10,7 +10,7 @@ import pytest
 from gluon_mgpu.data_parallel import balancer as module
 from gluon_mgpu.data_parallel.balancer import NUM_KEPT, Balancer
 from gluon_mgpu.errors import ShardError, TrainerError
-from gluon_mgpu.runtime.engine import when_ready
+from gluon_mgpu.runtime.engine_push import CPU, ON_WORKER, EngineContext, push
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
 
@@ -152,7 +152,8 @@ def test_a_device_that_is_slow_gets_less(contexts):
     def split(X, y, devices):
         Xs, ys = balance(X, y, devices)
         for x, seconds in zip(Xs, [20e-3, 5e-3]):
-            when_ready([x], partial(time.sleep, seconds * len(x)), on_worker=True)
+            worker = EngineContext(CPU, x.context.device_id)
+            push(partial(time.sleep, seconds * len(x)), device=worker, reads=[x], where=ON_WORKER)
         return Xs, ys
 
     for X, y in batches:

@@ -1,35 +1,20 @@
-"""Serial debugging: layers that are named, labels and indices that are none, numbers that stay."""
+"""Debugging: layers that are named, labels and indices that are none, numbers that stay."""
 
-import os
 import re
-import subprocess
-import sys
-import textwrap
+from contextlib import nullcontext
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.data_parallel import debug
-from gluon_mgpu.data_parallel.debug import debugging
+from gluon_mgpu.data_parallel import debugging
 from gluon_mgpu.errors import DataError, NonFiniteLossError, StepError
-from gluon_mgpu.runtime import environment
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import largest_difference, small_batches, small_net, weights_of
 
 CE = gluon.loss.SoftmaxCrossEntropyLoss
-
-
-def in_a_process(code, **environment):
-    """What a program says that begins with this engine."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MXNET_", "GLUON_MGPU_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env={**clean, **environment}, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if "start using engine" not in line]
 
 
 # Layers
@@ -51,7 +36,7 @@ def test_an_error_names_the_innermost_layer(devices, arrays):
             except mx.MXNetError:
                 if x is xs[-1]:
                     raise
-    assert f"on {context} in call 1 of the network there, inputs of shapes (2, 4)" in str(caught.value)
+    assert f"on {context}, inputs of shapes (2, 4)" in str(caught.value)
     assert isinstance(caught.value.__cause__, mx.MXNetError)
 
 
@@ -62,10 +47,7 @@ def test_fit_tells_the_layer(arrays):
     batches[2][0][5, 0, 2, 2] = np.nan
     with debugging(net, CE()), pytest.raises(NonFiniteLossError) as caught:
         mgpu.fit(net, CE(), trainer, batches, epochs=1, callbacks=[])
-    told = (
-        r"from layer 0 \(Conv2D\) on cpu\(1\) in call 3 of the network there, inputs of shapes \(3, 1, 6, 6\);.* in its inputs:"
-    )
-    assert re.search(told, str(caught.value))
+    assert re.search(r"from layer 0 \(Conv2D\) on cpu\(1\); .* in its inputs:", str(caught.value))
 
 
 class Log(nn.HybridBlock):
@@ -163,7 +145,7 @@ def test_weights_are_what_they_would_be(arrays, hybridize):
             mgpu.train_batch(net, loss, trainer, X, y)
         return weights_of(net)
 
-    assert largest_difference(train(debugging), train(lambda net, loss: debug.ExitStack())) <= 1e-6
+    assert largest_difference(train(debugging), train(lambda net, loss: nullcontext())) <= 1e-6
 
 
 def test_everything_is_put_back():
@@ -176,48 +158,7 @@ def test_everything_is_put_back():
         assert not any(block._active for block in blocks)
         with debugging(net, loss):  # such as fit inside of it
             pass
-        assert [len(block._forward_hooks) for block in blocks] == [1] * len(blocks)
+        assert all(block._forward_hooks for block in blocks)
         raise ZeroDivisionError
     assert [{name: value for name, value in vars(block).items() if "hook" not in name} for block in blocks] == before
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
-
-
-# The engine
-
-
-def test_a_serial_engine_and_debugging_change_no_bit():
-    program = """
-        import gluon_mgpu as mgpu, mxnet as mx, numpy as np
-        from gluon_mgpu.data_parallel import debug
-        from gluon_mgpu.runtime import engine
-        from mxnet import gluon
-        from mxnet.gluon import nn
-        print(engine.is_serial(), engine.is_ready(mx.nd.ones((2,)) + 1))
-        def train(debugged):
-            mx.random.seed(0)
-            net = nn.HybridSequential()
-            net.add(nn.Dense(8, activation="relu"), nn.BatchNorm(), nn.Dropout(0.5), nn.Dense(3))
-            net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0), mx.cpu(1)])
-            net.hybridize()
-            loss = gluon.loss.SoftmaxCrossEntropyLoss()
-            trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-            rng = np.random.RandomState(0)
-            with debug.debugging(net, loss) if debugged else debug.ExitStack():
-                for _ in range(5):
-                    X, y = rng.uniform(-1, 1, (6, 4)).astype("float32"), rng.randint(0, 3, 6)
-                    mgpu.train_batch(net, loss, trainer, X, y)
-            return [param.data(mx.cpu(1)).asnumpy().tobytes() for param in net.collect_params().values()]
-        print(train(True) == train(False))
-        """
-    assert in_a_process(program, OMP_NUM_THREADS="1", GLUON_MGPU_DEBUG="1") == ["True True", "True"]
-
-
-@pytest.mark.parametrize(
-    ("value", "asked"), [("1", True), ("yes", True), ("", False), ("0", False), ("off", False), ("OFF", False)]
-)
-def test_the_environment_asks(monkeypatch, value, asked):
-    monkeypatch.setenv("GLUON_MGPU_DEBUG", value)
-    net = nn.Dense(1, in_units=1)
-    assert environment.is_debug() == asked
-    with debug.debugging_if_asked(net):
-        assert bool(net._forward_hooks) == asked

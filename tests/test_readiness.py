@@ -1,12 +1,12 @@
-"""runtime/engine.py and runtime/engine_push.py: what the engine has written, and functions in its queue."""
+"""runtime/engine_push.py: what the engine has written, and functions in its queue."""
 
-import os
 import threading
 
 import mxnet as mx
 import pytest
 from gluon_mgpu.runtime import engine_push
-from gluon_mgpu.runtime.engine import Marker, is_ready, is_serial
+from gluon_mgpu.runtime.engine_push import is_ready
+from gluon_mgpu.runtime.openmp_threads import runs_serially
 
 may_end = threading.Event()
 events = []
@@ -32,34 +32,29 @@ class WaiterProp(mx.operator.CustomOpProp):
 
 
 def test_an_array_is_ready_when_it_has_been_written():
-    if is_serial():
+    if runs_serially():
         pytest.skip("the serial engine has no queue")
     may_end.clear()
     x = mx.nd.ones((2,))
     x.wait_to_read()
     y = mx.nd.Custom(x, op_type="readiness_waiter")
     z = y + 1
-    marker = Marker([x, z])
-    assert (is_ready(x), is_ready(y), is_ready(z), marker.done) == (True, False, False, False)
+    engine_push.when_ready([x, z], lambda: events.append("ready"))
+    assert (is_ready(x), is_ready(y), is_ready(z), events) == (True, False, False, [])
     may_end.set()
     mx.nd.waitall()
-    assert (is_ready(y), is_ready(z), marker.done) == (True, True, True)
+    assert (is_ready(y), is_ready(z), events) == (True, True, ["write", "ready"])
     assert not engine_push._functions
 
 
 @pytest.mark.parametrize("where", [engine_push.ON_WORKER, engine_push.ON_PRIORITY_WORKER, engine_push.AT_ONCE])
 def test_a_pushed_function_runs_once_and_after_pending_writes(where):
-    if is_serial():
+    if runs_serially():
         may_end.set()
     y = mx.nd.Custom(mx.nd.ones((2,)), op_type="readiness_waiter")
     device = engine_push.EngineContext(engine_push.CPU, 0)
     engine_push.push(lambda: events.append("call"), device=device, reads=[y], where=where)
-    assert is_serial() or events == []
+    assert runs_serially() or events == []
     may_end.set()
     mx.nd.waitall()
     assert events == ["write", "call"] and not engine_push._functions
-
-
-def test_is_serial_follows_the_environment():
-    engine = os.environ.get("MXNET_ENGINE_TYPE")
-    assert is_serial() == (engine == "NaiveEngine")

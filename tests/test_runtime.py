@@ -94,18 +94,17 @@ def test_what_mxnet_needs_is_named(monkeypatch, error, told):
 def load(monkeypatch):
     """A function that prepares for MXNet where the environment says this alone; it returns which variables are then set."""
 
-    def load_with(environment, mxnet_was_first=False):
+    def load_with(environment):
         monkeypatch.setattr(os, "environ", {**clean(**environment), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
         monkeypatch.setattr(runtime, "_set_here", set())
-        monkeypatch.setattr(runtime, "_mxnet_was_first", mxnet_was_first)
         runtime.prepare()
-        return {name: os.environ[name] for name in ("MXNET_CPU_TEMP_COPY", "MXNET_ENGINE_TYPE") if name in os.environ}
+        return {name: os.environ[name] for name in ["MXNET_CPU_TEMP_COPY"] if name in os.environ}
 
     return load_with
 
 
 OFF = {"GLUON_MGPU_RUNTIME": "off"}
-COPIES, SERIAL_TYPE = {"MXNET_CPU_TEMP_COPY": "128"}, {"MXNET_ENGINE_TYPE": "NaiveEngine"}
+COPIES = {"MXNET_CPU_TEMP_COPY": "128"}
 
 
 @pytest.mark.parametrize(
@@ -115,27 +114,10 @@ COPIES, SERIAL_TYPE = {"MXNET_CPU_TEMP_COPY": "128"}, {"MXNET_ENGINE_TYPE": "Nai
         ({"MXNET_CPU_TEMP_COPY": "8"}, {"MXNET_CPU_TEMP_COPY": "8"}),
         (OFF, {}),
         ({**OFF, "MXNET_CPU_TEMP_COPY": "8"}, {"MXNET_CPU_TEMP_COPY": "8"}),
-        ({"GLUON_MGPU_DEBUG": "1"}, {**COPIES, **SERIAL_TYPE}),
-        ({"GLUON_MGPU_DEBUG": "off"}, COPIES),
-        ({**OFF, "GLUON_MGPU_DEBUG": "1"}, SERIAL_TYPE),
-        ({"GLUON_MGPU_DEBUG": "1", "MXNET_ENGINE_TYPE": "ThreadedEngine"}, {**COPIES, "MXNET_ENGINE_TYPE": "ThreadedEngine"}),
     ],
 )
 def test_settings_are_defaults_and_can_be_switched_off(load, environment, expected):
     assert load(environment) == expected
-
-
-@pytest.mark.parametrize(
-    "environment, expected, warned",
-    [
-        ({}, COPIES, False),
-        ({"GLUON_MGPU_DEBUG": "1"}, COPIES, True),
-        ({"GLUON_MGPU_DEBUG": "1", **SERIAL_TYPE}, {**COPIES, **SERIAL_TYPE}, False),
-    ],
-)
-def test_an_engine_that_may_have_begun_is_left_alone(load, caplog, environment, expected, warned):
-    assert load(environment, mxnet_was_first=True) == expected
-    assert bool(caplog.messages) == warned
 
 
 def test_an_extra_that_is_missing_is_named():
@@ -240,32 +222,6 @@ def test_several_workers_of_a_context_are_refused(monkeypatch):
     with pytest.raises(DeviceError):
         mgpu.devices.resolve_devices([mx.cpu(77)])
     assert openmp_threads.contexts_seen() == seen
-
-
-# The serial engine
-
-SERIAL = """
-    import os
-    {first}
-    import gluon_mgpu as mgpu
-    from gluon_mgpu.runtime.engine import is_serial
-    with mgpu.use_devices("cpu*2") as ctx:
-        print(is_serial(), os.environ.get("MXNET_ENGINE_TYPE"), [mgpu.runtime.threads_of(i) for i in range(2)])
-        print({{(setting.value, setting.source) for setting in mgpu.runtime.settings(ctx) if "cpu(" in setting.name}})
-"""
-
-
-def serial(first):
-    lines = run_clean(SERIAL.format(first=first), OMP_NUM_THREADS="3", GLUON_MGPU_DEBUG="1")
-    return [line for line in lines if "start using engine" not in line]
-
-
-def test_an_engine_that_has_begun_is_told_and_its_contexts_get_one_thread_each():
-    """Otherwise each operation has all threads, and they run in turn."""
-    assert serial("") == ["True NaiveEngine [0, 0]", "{('3', 'environment')}"]
-    warned, *told = serial("import mxnet; mxnet.nd.ones((2,), ctx=mxnet.cpu(5))")
-    assert "GLUON_MGPU_DEBUG" in warned
-    assert told == ["False None [1, 1]", "{('1', 'gluon_mgpu')}"]
 
 
 # Cores

@@ -11,7 +11,7 @@ import pytest
 from gluon_mgpu.errors import SaveError, TrainerError
 from gluon_mgpu.loop.timeline import HOST, Timeline
 from gluon_mgpu.plots import plot_schedule, plot_trace
-from gluon_mgpu.runtime.engine import ON_WORKER, Marker
+from gluon_mgpu.runtime.engine_push import CPU, ON_WORKER, EngineContext, push
 from gluon_mgpu.runtime.profiler import Operation, Recording, operations_of, recordable_devices, task_mark
 from mxnet import gluon
 from mxnet.gluon import nn
@@ -227,10 +227,11 @@ def test_contexts_that_the_profiler_cannot_record_are_refused(tmp_path):
 def test_markers_on_contexts_that_the_profiler_cannot_record():
     """A watchdog looks at the workers of all contexts, also while a trace is recorded. MXNet would end the process."""
     recording = Recording()
-    marker = Marker(context=mx.cpu(len(recordable_devices()) + 1), where=ON_WORKER)
+    reached = []
+    push(lambda: reached.append(True), device=EngineContext(CPU, len(recordable_devices()) + 1), where=ON_WORKER)
     (mx.nd.ones((2, 2), ctx=mx.cpu(1)) * 2).wait_to_read()
     operations = recording.stop()
-    assert marker.done
+    assert reached
     assert {operation.device for operation in operations} <= {"cpu(0)", "cpu(1)"}
     assert "_mul_scalar" in {operation.name for operation in operations}
 

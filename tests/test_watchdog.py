@@ -13,7 +13,7 @@ import mxnet as mx
 import pytest
 from gluon_mgpu.monitor import watchdog as module
 from gluon_mgpu.monitor.watchdog import Watchdog
-from gluon_mgpu.runtime.engine import is_serial
+from gluon_mgpu.runtime.openmp_threads import runs_serially
 from mxnet import gluon
 
 from .conftest import small_batches, small_net
@@ -46,7 +46,7 @@ class WaitsProp(mx.operator.CustomOpProp):
 
 
 def test_a_stall_shows_the_stacks_and_the_arrays_that_are_pending(report):
-    if is_serial():
+    if runs_serially():
         pytest.skip("the serial engine has no queue")
     released.clear()
     net = gluon.nn.Dense(2, in_units=4, prefix="waits_")

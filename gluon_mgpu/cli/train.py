@@ -113,7 +113,6 @@ _result_options = all_of(
         help="Write where the time of steps 11 to 20 goes: a trace for https://ui.perfetto.dev, and a picture FILE.png; with "
         "--stages also the schedule, FILE-schedule.png.",
     ),
-    click.option("--debug", is_flag=True, help="Run one operation at a time, and check every layer, label and index. Slow."),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,7 +21,6 @@ from ..loop.save_checkpoints import Checkpoint
 from ..loop.trace import Trace
 from ..models import resnet18
 from ..plots import plot_schedule, plot_trace, save
-from ..runtime.openmp_threads import SERIAL_ENGINE
 from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
 from ._output import print_once
@@ -45,8 +43,6 @@ def train(options: SimpleNamespace) -> None:
 
 def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: SimpleNamespace, *, title: str, unit: str) -> None:
     """Train what `make(ctx)` returns: a network, a loss, data to train on and, or None, to test on."""
-    if options.debug:
-        os.environ.update(GLUON_MGPU_DEBUG="1", MXNET_ENGINE_TYPE=SERIAL_ENGINE)  # before anything runs on a device
     with prepared_devices(options) as ctx:
         net, loss, train_iter, test_iter = make(ctx)
         names = ", ".join(map(str, ctx))

@@ -14,7 +14,7 @@ from mxnet import Context
 from ..checks import instance, short, whole_number
 from ..errors import ShardError, TrainerError
 from ..nested import Array, is_device_array
-from ..runtime.engine import when_ready
+from ..runtime.engine_push import when_ready
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
 from .sharding import SplitOptions, SplitPlan, plan_shards

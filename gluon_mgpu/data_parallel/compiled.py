@@ -201,7 +201,7 @@ class CompiledPasses(Passes):
         """Return how often parameters have moved, and what of the network its graphs depend on."""
         net = self._net
         attributes = vars(net)
-        # hybridize(), cast(), set_precision() and new layers empty the graph; debugging replaces forward()
+        # hybridize(), cast(), set_precision() and new layers empty the graph; a program may replace forward()
         is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
         return MOVES.count, is_empty, attributes.get("_active"), "forward" in attributes, hooks, may_synchronise(net)

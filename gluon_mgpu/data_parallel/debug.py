@@ -1,31 +1,21 @@
-"""Serial debugging: one operation after another, with checks of every layer."""
+"""Checks of every layer: its result, and the labels and indices that MXNet would clip."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, ContextManager, Counter, Iterator, List, Sequence, Tuple
-from weakref import WeakSet
+from typing import Any, Iterator, List, Sequence, Tuple
 
 import numpy as np
-from mxnet import Context, MXNetError, gluon
+from mxnet import MXNetError, gluon
 
 from ..checks import OF_WRONG_DATA, instance, is_of_mxnet
 from ..errors import DataError, NonFiniteLossError, StepError, last_line
 from ..nested import Array, is_device_array, leaves
-from ..runtime.engine import is_serial
-from ..runtime.environment import is_debug, logger
-from ..runtime.openmp_threads import SERIAL_ENGINE
 from ..trainer.parameters import replica_difference as replica_difference
 from ..trainer.precision import precision_of as precision_of
 
 _SHOWN = 5  # wrong labels that an error shows
-_watched: WeakSet[gluon.Block] = WeakSet()  # blocks that are being debugged
-
-
-def debugging_if_asked(net: gluon.Block, loss: Any = None) -> ContextManager[Any]:
-    """Return `debugging(net, loss)` if `GLUON_MGPU_DEBUG` asks for it, otherwise a context that does nothing."""
-    return debugging(net, loss) if is_debug() else ExitStack()
 
 
 @contextmanager
@@ -38,8 +28,8 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
     ```
 
     It waits for each layer, so that an error belongs to its layer. Hybridized parts run layer by layer inside this context. MXNet
-    silently clips labels and indices that are out of range; here both raise. If the engine is not serial, an error of a backward
-    pass still comes late, and a log line says what to do.
+    silently clips labels and indices that are out of range; here both raise. An error of a backward pass still comes late, unless
+    `MXNET_ENGINE_TYPE=NaiveEngine` is in the environment.
 
     Parameters
     ----------
@@ -73,23 +63,12 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
     gluon_mgpu.errors.DataError: debugging: got 3 (1 of 2, the first at (1,)) in layer loss (SoftmaxCrossEntropyLoss) on ...
     """
     instance("debugging", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
-    if net in _watched:  # fit inside of debugging
-        yield
-        return
-    if not is_serial():
-        logger.warning(
-            "debugging: got an engine that runs operations later; expected %s for errors of the backward pass at their "
-            "line. Set GLUON_MGPU_DEBUG=1 in the shell.",
-            SERIAL_ENGINE,
-        )
-    checks = _Checks(net, check_finite)
+    running = ["the network"]  # the layer that began or ended last
     with ExitStack() as stack:
         for path, root in (("", net), ("loss", loss)):
             for name, block in _layers(path, root) if isinstance(root, gluon.Block) else ():
-                _watched.add(block)
-                stack.callback(_watched.discard, block)
-                stack.callback(block.register_forward_pre_hook(partial(checks.before, name)).detach)
-                stack.callback(block.register_forward_hook(partial(checks.after, name)).detach)
+                stack.callback(block.register_forward_pre_hook(partial(_begin, running, name)).detach)
+                stack.callback(block.register_forward_hook(partial(_end, running, name, check_finite)).detach)
                 if getattr(block, "_active", False) and not isinstance(block, gluon.SymbolBlock):
                     block._active = False  # its graph is kept for later
                     stack.callback(setattr, block, "_active", True)
@@ -99,75 +78,61 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
             if not (isinstance(error, StepError) or is_of_mxnet(error)):
                 raise
             raise StepError(
-                f"debugging: got {type(error).__name__} ({last_line(error)}) in {checks.running}; expected inputs that it "
+                f"debugging: got {type(error).__name__} ({last_line(error)}) in {running[0]}; expected inputs that it "
                 "accepts. The lines above show where in the layer it failed."
             ) from error
 
 
-class _Checks:
-    """The checks of every layer. `running` describes the layer that began or ended last."""
+def _begin(running: List[str], path: str, block: gluon.Block, args: Sequence[Any]) -> None:
+    """Note which layer runs, and check its indices or labels."""
+    inputs = _arrays(args)
+    running[0] = f"layer {path} ({type(block).__name__})" if path else type(block).__name__
+    if inputs:
+        running[0] += f" on {inputs[0].context}, inputs of shapes {', '.join(str(one.shape) for one in inputs)}"
+        _check_range(running[0], block, *args)
 
-    def __init__(self, net: gluon.Block, check_finite: bool) -> None:
-        self._net, self._check_finite = net, check_finite
-        self._calls: Counter[Context] = Counter()  # of the network
-        self.running = "the network"
 
-    def before(self, path: str, block: gluon.Block, args: Sequence[Any]) -> None:
-        """Check a layer's inputs."""
-        inputs = _arrays(args)
-        if block is self._net and inputs:
-            self._calls[inputs[0].context] += 1
-        self.running = self._describe(path, block, inputs)
-        if inputs:
-            self._check_range(block, *args)
+def _end(running: List[str], path: str, check_finite: bool, block: gluon.Block, args: Sequence[Any], output: Any) -> None:
+    """Wait for a layer's outputs, and check them."""
+    outputs = _arrays(output)
+    if not outputs:
+        return
+    running[0] = f"layer {path} ({type(block).__name__}) on {outputs[0].context}" if path else type(block).__name__
+    num_bad = sum(map(_num_bad, outputs))
+    if num_bad and check_finite:
+        own = getattr(block, "_reg_params", block.params)
+        bad = ["inputs"] * any(map(_num_bad, _arrays(args)))
+        bad += [name for name, param in own.items() if param._data and _num_bad(param.data(outputs[0].context))]
+        cause = f"Such numbers were in its {' and '.join(bad)}" if bad else "Its inputs and weights are finite"
+        raise NonFiniteLossError(
+            f"debugging: got {num_bad} numbers NaN or infinite from {running[0]}; expected finite numbers. {cause}: check "
+            "the data, lower the learning rate, or look for an overflow, a division by 0 or a logarithm of 0."
+        )
 
-    def after(self, path: str, block: gluon.Block, args: Sequence[Any], output: Any) -> None:
-        """Wait for a layer's outputs, and check them."""
-        inputs, outputs = _arrays(args), _arrays(output)
-        self.running = self._describe(path, block, inputs)
-        for array in outputs:
-            array.wait_to_read()
-        num_bad = sum(map(_num_bad, outputs)) if self._check_finite else 0
-        if num_bad:
-            context, own = outputs[0].context, getattr(block, "_reg_params", block.params)
-            bad = ["inputs"] * any(map(_num_bad, inputs))
-            bad += [name for name, param in own.items() if param._data and _num_bad(param.data(context))]
-            cause = f"Such numbers were in its {' and '.join(bad)}" if bad else "Its inputs and weights are finite"
-            raise NonFiniteLossError(
-                f"debugging: got {num_bad} numbers NaN or infinite from {self.running}; expected finite numbers. {cause}: check "
-                "the data, lower the learning rate, or look for an overflow, a division by 0 or a logarithm of 0."
-            )
 
-    def _describe(self, path: str, block: gluon.Block, inputs: Sequence[Array]) -> str:
-        context = inputs[0].context if inputs else None
-        name = f"layer {path} ({type(block).__name__})" if path else type(block).__name__
-        shapes = ", ".join(str(one.shape) for one in inputs)
-        return f"{name} on {context} in call {self._calls[context]} of the network there, inputs of shapes {shapes}"
-
-    def _check_range(self, block: Any, *args: Any) -> None:
-        """Raise `DataError` if an index is not in the table of an Embedding, or a label is not a class."""
-        if isinstance(block, gluon.nn.Embedding):
-            values, count = args[0].asnumpy(), block._kwargs["input_dim"]
-        elif isinstance(block, gluon.loss.SoftmaxCrossEntropyLoss) and block._sparse_label and len(args) == 2:
-            values, count = args[1].asnumpy(), args[0].shape[block._axis]
-        else:
-            return
-        wrong = ~((values >= 0) & (values < count) & (values == np.floor(values)))
-        if wrong.any():
-            shown = ", ".join(f"{value:g}" for value in list(dict.fromkeys(values[wrong].tolist()))[:_SHOWN])
-            first = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise DataError(
-                f"debugging: got {shown} ({wrong.sum()} of {values.size}, the first at {first}) in {self.running}; expected "
-                f"whole numbers 0 to {count - 1}. Correct the data: MXNet silently takes the nearest one."
-            )
+def _check_range(where: str, block: Any, *args: Any) -> None:
+    """Raise `DataError` if an index is not in the table of an Embedding, or a label is not a class."""
+    if isinstance(block, gluon.nn.Embedding):
+        values, count = args[0].asnumpy(), block._kwargs["input_dim"]
+    elif isinstance(block, gluon.loss.SoftmaxCrossEntropyLoss) and block._sparse_label and len(args) == 2:
+        values, count = args[1].asnumpy(), args[0].shape[block._axis]
+    else:
+        return
+    wrong = ~((values >= 0) & (values < count) & (values == np.floor(values)))
+    if wrong.any():
+        shown = ", ".join(f"{value:g}" for value in list(dict.fromkeys(values[wrong].tolist()))[:_SHOWN])
+        first = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise DataError(
+            f"debugging: got {shown} ({wrong.sum()} of {values.size}, the first at {first}) in {where}; expected whole numbers 0 "
+            f"to {count - 1}. Correct the data: MXNet silently takes the nearest one."
+        )
 
 
 def _layers(path: str, block: gluon.Block) -> Iterator[Tuple[str, gluon.Block]]:
-    """Yield (structural path, block) of a block and all blocks in it, each once."""
-    if block not in _watched:
-        yield path, block
-        for name, child in block._children.items():
-            yield from _layers(f"{path}.{name}" if path else name, child)
+    """Yield (structural path, block) of a block and all blocks in it."""
+    yield path, block
+    for name, child in block._children.items():
+        yield from _layers(f"{path}.{name}" if path else name, child)
 
 
 def _arrays(value: Any) -> List[Array]:

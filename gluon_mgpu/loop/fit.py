@@ -13,7 +13,6 @@ from ..checkpoint.save_and_load import ReadCheckpoint
 from ..checks import instance, short, whole_number
 from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
-from ..data_parallel.debug import debugging_if_asked
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import split_batch
 from ..data_parallel.split_protocol import SplitFunction
@@ -184,7 +183,7 @@ def fit(
         state.resumed = checkpoint.restore(learning_rate=has_changed_rate(checkpoint.content))
         run.restore(state.resumed)
     state.where = run.position
-    with debugging_if_asked(net, loss), catch_signals(caught):
+    with catch_signals(caught):
         try:
             call_each(callbacks, "on_fit_begin", state)
             if not state.stop:

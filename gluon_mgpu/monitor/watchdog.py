@@ -15,7 +15,7 @@ from mxnet import gluon
 from ..checks import real_number
 from ..loop.callbacks import Callback, FitState
 from ..nested import Array
-from ..runtime.engine import is_ready
+from ..runtime.engine_push import is_ready
 
 EXIT_STALLED = 75  # sysexits.h: a temporary failure, after which a supervisor may restart
 _SHOWN = 10

@@ -1,4 +1,4 @@
-"""Python functions in the queue of MXNet's engine."""
+"""Python functions in the queue of MXNet's engine, and what it has written. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import importlib
 import itertools
 from functools import lru_cache
-from typing import Any, Callable, Dict, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 # Where the engine runs a function; numbers of MXNet's FnProperty (include/mxnet/engine.h).
 ON_WORKER, ON_PRIORITY_WORKER, AT_ONCE = 0, 3, 4
@@ -45,6 +45,30 @@ def push(function: Callable[[], None], *, device: EngineContext, reads: Sequence
     handles = (ctypes.c_void_p * max(1, len(reads)))(*(array.handle.value for array in reads))
     queued = handles, len(reads), None, 0, ctypes.byref(ctypes.c_int(where)), 0, None
     check_call(library.MXEnginePushSyncND(_CALL, ctypes.c_void_p(number), None, ctypes.byref(device), *queued))
+
+
+def is_ready(array: Any) -> bool:
+    """Return, without waiting, whether all pending writes of an array are done. After a failed write it is never ready.
+
+    Examples
+    --------
+    >>> import mxnet as mx
+    >>> array = mx.nd.ones((2, 3))
+    >>> array.wait_to_read()
+    >>> is_ready(array)
+    True
+    """
+    reached: List[bool] = []
+    push(lambda: reached.append(True), device=EngineContext(CPU, 0), reads=[array], where=AT_ONCE)
+    return bool(reached)
+
+
+def when_ready(arrays: Sequence[Any], function: Callable[[], None]) -> None:
+    """Let the engine call a function after the pending writes of these arrays; never if one of them fails. It does not wait.
+
+    On GPUs, too: the engine counts an operation as done when its stream has run it.
+    """
+    push(function, device=EngineContext(CPU, 0), reads=list(arrays), where=ON_PRIORITY_WORKER)
 
 
 def queue_in_order(device: Any, reads: Sequence[Any], writes: Sequence[Any], name: str = "") -> None:

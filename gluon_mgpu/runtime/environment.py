@@ -9,7 +9,6 @@ import ctypes
 import importlib
 import logging
 import os
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -46,7 +45,6 @@ _SETTINGS = {
 _OFF = "GLUON_MGPU_RUNTIME=off keeps the value that it has without gluon_mgpu."
 
 _set_here: Set[str] = set()  # names in ENVIRONMENT and ALLOCATOR that took effect through this package
-_mxnet_was_first = "mxnet" in sys.modules
 
 
 @dataclass(frozen=True)
@@ -76,11 +74,6 @@ def is_off() -> bool:
     return os.environ.get("GLUON_MGPU_RUNTIME", "").lower() == "off"
 
 
-def is_debug() -> bool:
-    """Return whether `GLUON_MGPU_DEBUG` asks for serial debugging: any value except for "", `0` and `off`."""
-    return os.environ.get("GLUON_MGPU_DEBUG", "").lower() not in ("", "0", "off")
-
-
 def prepare() -> None:
     """Set what MXNet must find when it is imported and runs: NumPy's names, variables, malloc, CUDA's libraries."""
     add_aliases()
@@ -88,8 +81,6 @@ def prepare() -> None:
         _set_environment()
         _set_allocator()
         cuda_libraries.preload()
-    if is_debug():  # an explicit request, so GLUON_MGPU_RUNTIME=off does not disable it
-        _set_engine()
 
 
 def add_aliases() -> None:
@@ -188,18 +179,6 @@ def _set_environment() -> None:
 def without_ours() -> Dict[str, str]:
     """Return the environment that this process was given, without the variables that it has set here."""
     return {name: value for name, value in os.environ.items() if name not in _set_here}
-
-
-def _set_engine() -> None:
-    """Choose MXNet's serial engine, so that errors come from the line of their operation, unless the environment chooses one."""
-    if "MXNET_ENGINE_TYPE" in os.environ:
-        return
-    if _mxnet_was_first:  # it may have started its engine, and openmp_threads.py must not read another value
-        logger.warning(
-            "Write import gluon_mgpu above import mxnet: it was imported before, so that GLUON_MGPU_DEBUG has no effect."
-        )
-        return
-    os.environ["MXNET_ENGINE_TYPE"] = openmp_threads.SERIAL_ENGINE
 
 
 def set_one_context() -> None:

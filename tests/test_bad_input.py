@@ -1,5 +1,6 @@
 """Contract: a wrong argument is told in the house's words, before anything was changed: no weight, no state, no file."""
 
+import functools
 import re
 
 import gluon_mgpu as mgpu
@@ -45,6 +46,7 @@ WRONG = {
     "the mean of the losses": lambda w: w.train(loss=lambda out, y: LOSS(out, y).mean()),
     "a loss that is no array": lambda w: w.train(loss=lambda out, y: None),
     "a split of nothing": lambda w: w.train(split_f=lambda X, y, ctx: ([], [])),
+    "an option that no split has": lambda w: w.train(split_f=functools.partial(mgpu.split_batch, batch_axes=1)),
     "weights for other devices": lambda w: w.train(split_f=lambda X, y, ctx: mgpu.split_batch(X, y, ctx, weights=[1, 2, 3])),
     "a step of nothing": lambda w: w.trainer.step(6),
     "an update without a sum": lambda w: w.trainer.update(6),

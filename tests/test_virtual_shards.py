@@ -165,7 +165,6 @@ def test_the_tree_is_the_same_for_every_division(num_shards, data):
     gradients = [[mx.nd.zeros(5, ctx=context)] for context in cpus(num_devices)]
     for number, leaf in enumerate(leaves):
         replica = number // each
-        tree.make_room(replica)
         gradients[replica][0][:] = leaf
         tree.add(number, replica, gradients[replica])
     (found,) = tree.finish(num_leaves, num_shards, gradients[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import partial
 from typing import Any, Iterable, List, Sequence, Tuple
-from weakref import WeakKeyDictionary
 
 import mxnet as mx
 import numpy as np
@@ -22,7 +21,6 @@ from ..trainer.parameters import blocks_of, spans_devices
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 
 BATCH_NORMS = ("local", "sync")  # statistics of each shard, or of the complete batch
-_known: WeakKeyDictionary[gluon.Block, Tuple[int, bool]] = WeakKeyDictionary()  # by network, when it was looked at
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -40,10 +38,10 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     _plain: type
-    num_changes = 0  # how often layers of this process have become synchronised, or have been reverted
+    was_made = False  # whether this process has had a synchronised layer
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # also of copies and of pickled layers
-        SyncBatchNorm.num_changes += 1
+        SyncBatchNorm.was_made = True
         return super().__new__(cls)
 
     def forward(self, x: Any, *args: Any) -> Any:
@@ -174,7 +172,7 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     for block in blocks:
         if isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]:
             block._plain, block.__class__ = type(block), SyncBatchNorm
-            SyncBatchNorm.num_changes += 1
+            SyncBatchNorm.was_made = True
     for block in blocks:
         if isinstance(block, gluon.HybridBlock) and block._active and is_synchronised(block):
             block._active, block._was_active = False, True
@@ -190,7 +188,6 @@ def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     for block in _blocks("revert_sync_batchnorm", net):
         if isinstance(block, SyncBatchNorm):
             block.__class__ = block._plain
-            SyncBatchNorm.num_changes += 1
             del block._plain
         if getattr(block, "_was_active", False):
             block._active = True
@@ -204,13 +201,8 @@ def is_synchronised(net: gluon.Block) -> bool:
 
 
 def may_synchronise(net: gluon.Block) -> bool:
-    """Return what `is_synchronised` returns, looking at the layers only after some have changed: each step asks this."""
-    if not SyncBatchNorm.num_changes:
-        return False
-    known = _known.get(net)
-    if known is None or known[0] != SyncBatchNorm.num_changes:
-        known = _known[net] = SyncBatchNorm.num_changes, is_synchronised(net)
-    return known[1]
+    """Return what `is_synchronised` returns, without looking at the layers where none was synchronised: steps ask it."""
+    return SyncBatchNorm.was_made and is_synchronised(net)
 
 
 def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:

@@ -43,7 +43,6 @@ class SplitOptions:
     batch_axis: Any = 0
     even_split: bool = False
     weights: Optional[Sequence[float]] = None
-    dtype: Optional[str] = None
     virtual: int = 0
 
 
@@ -149,7 +148,6 @@ def split_and_load(
     even_split: bool = True,
     *,
     weights: Optional[Sequence[float]] = None,
-    dtype: Optional[str] = None,
 ) -> List[Any]:
     """Return the shards of a batch, each on its device.
 
@@ -170,8 +168,6 @@ def split_and_load(
         Raise if the batch is not a multiple of the devices, like Gluon. Not used with `weights`.
     weights : sequence of float, optional
         Split in these proportions; see `plan_shards`. A device of weight 0 gets no shard.
-    dtype : str, optional
-        Cast every array to it.
 
     Returns
     -------
@@ -193,7 +189,7 @@ def split_and_load(
 
     Source: the signature is that of `mxnet.gluon.utils.split_and_load`.
     """
-    options = SplitOptions(batch_axis, even_split, weights, dtype)
+    options = SplitOptions(batch_axis, even_split, weights)
     return SplitPlan("split_and_load", data, ctx_list, options).shards(data)
 
 
@@ -205,7 +201,6 @@ def split_batch(
     batch_axis: Any = 0,
     even_split: bool = False,
     weights: Optional[Sequence[float]] = None,
-    dtype: Optional[str] = None,
 ) -> Tuple[List[Any], List[Any]]:
     """Return the shards of features and labels, each on its device.
 
@@ -226,7 +221,7 @@ def split_batch(
 
     Source: the signature is that of d2l, chapter "Training on Multiple GPUs".
     """
-    options = SplitOptions(batch_axis, even_split, weights, dtype)
+    options = SplitOptions(batch_axis, even_split, weights)
     return SplitPlan("split_batch", Fields((X, y)), devices, options).pair(X, y)
 
 
@@ -289,7 +284,6 @@ class SplitPlan:
         self, operation: str, data: Any, contexts: Sequence[Context], options: SplitOptions, *, is_prepared: bool = False
     ) -> None:
         check_contexts(contexts, operation)
-        _check_dtype(operation, options.dtype)
         flag(operation, "even_split", options.even_split, error=ShardError)
         found = _leaves(data, options.batch_axis)
         each = options.virtual or 1
@@ -324,9 +318,8 @@ def _loads(
 ) -> Callable[[Array], List[Array]]:
     """Return a function that returns the parts of such an array, each on its device."""
     is_array = isinstance(leaf, (np.ndarray, mx.nd.NDArray))
-    dtype = options.dtype
     if is_prepared and is_array and not (options.virtual and is_device_array(leaf)) and axis % len(leaf.shape) == 0:
-        wanted = dtype or (leaf.dtype if is_device_array(leaf) else _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype))
+        wanted = leaf.dtype if is_device_array(leaf) else _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype)
         if Slices.can(leaf, places, wanted):
             return Slices(leaf, places, wanted).parts
 
@@ -334,7 +327,7 @@ def _loads(
 
     def part(leaf: Array, begin: int, end: int, context: Context) -> Array:
         found = _slice_leaf(leaf, begin, end, axis)
-        loaded = _load(operation, path, found, context, dtype, make)
+        loaded = _load(operation, path, found, context, make)
         return loaded.copy() if options.virtual and loaded is found else loaded
 
     return lambda leaf: [part(leaf, *place) for place in places]
@@ -422,17 +415,6 @@ def _shape(operation: str, path: str, leaf: Array) -> Tuple[int, ...]:
         ) from None
 
 
-def _check_dtype(operation: str, dtype: Any) -> None:
-    try:
-        known = dtype is None or (isinstance(dtype, str) and dtype == "bfloat16") or np.dtype(dtype).name in DTYPES
-    except Exception:  # whatever an object's own code raises
-        known = False
-    if not known:
-        raise ShardError(
-            f"{operation}: got dtype={short(dtype)}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Pass 'float32'."
-        )
-
-
 def _slice_leaf(leaf: Array, begin: int, end: int, axis: int) -> Array:
     array = leaf if is_device_array(leaf) else np.asarray(leaf)
     shape = array.shape
@@ -450,19 +432,15 @@ def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
     return array(data, ctx=ctx, dtype=dtype)
 
 
-def _load(
-    operation: str, path: str, leaf: Array, ctx: Context, dtype: Optional[str], make: Callable[..., Array] = new_array
-) -> Array:
+def _load(operation: str, path: str, leaf: Array, ctx: Context, make: Callable[..., Array] = new_array) -> Array:
     if is_device_array(leaf):
-        loaded = on_device(leaf, ctx)
-        return loaded if dtype is None else loaded.astype(dtype, copy=False)
+        return on_device(leaf, ctx)
     try:
-        wanted = np.dtype(dtype or _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype))
-        return make(leaf, ctx, wanted)
+        return make(leaf, ctx, np.dtype(_MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype)))
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
-            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Pass "
-            "dtype='float32'."
+            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Cast it "
+            "with astype('float32')."
         ) from error
 
 
@@ -476,7 +454,7 @@ def _concatenate(path: str, parts: Sequence[Array], ctx: Optional[Context], axis
         raise ShardError(f"gather: got {short(list(parts))} for {path}; expected {_EQUAL}. {_CAST}")
     if on_host:
         joined = np.concatenate(parts, axis=axis)
-        return joined if ctx is None else _load("gather", path, joined, ctx, None)
+        return joined if ctx is None else _load("gather", path, joined, ctx)
     target = ctx or parts[0].context
     moved = [part.as_in_context(target) for part in parts]
     if len(moved) == 1:

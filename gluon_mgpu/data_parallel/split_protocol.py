@@ -10,7 +10,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 from mxnet import Context
 
 from ..checks import check_function, short
-from ..errors import ShardError
+from ..errors import ShardError, TrainerError
 from ..nested import Fields
 from .sharding import SplitOptions, SplitPlan, part_of_process, split_batch
 
@@ -106,12 +106,16 @@ def as_split(operation: str, split_f: Any) -> Split:
     if isinstance(split_f, Split):
         return split_f
     check_function(operation, "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+    is_ours = (split_f.func if isinstance(split_f, partial) else split_f) is split_batch
     try:
         defaults = {name: one.default for name, one in signature(split_f).parameters.items() if one.default is not one.empty}
-    except (TypeError, ValueError):  # a function of C has none
+    except (TypeError, ValueError) as error:  # a function of C has none
+        if is_ours:
+            raise TrainerError(
+                f"{operation}: got split_f={short(split_f)} ({error}); expected options of split_batch. Its help lists them."
+            ) from error
         defaults = {}
     axis = defaults.get("batch_axis", 0)
-    if (split_f.func if isinstance(split_f, partial) else split_f) is split_batch:
-        even, weights, dtype = (defaults.get(name) for name in ("even_split", "weights", "dtype"))
-        return BatchSplit(SplitOptions(axis, bool(even), weights, dtype))
+    if is_ours:
+        return BatchSplit(SplitOptions(axis, bool(defaults.get("even_split")), defaults.get("weights")))
     return FunctionSplit(split_f, axis)

@@ -121,7 +121,6 @@ class VirtualPasses(Passes):
             empty_pass()
         with one_pass():
             for place, replica in _in_turns(len(Xs), self._num_shards // process_shard()[1], len(contexts)):
-                tree.make_room(replica)
                 if self._inner.draws is not False:
                     mx.random.seed(virtual.seed_of(self._first + place), contexts[replica])
                 if not self._inner.is_compiled:  # a graph writes all gradients

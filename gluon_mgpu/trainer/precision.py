@@ -11,10 +11,11 @@ from typing import Any, Dict, List, Set, Tuple
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
-from mxnet.base import _LIB, SymbolHandle, c_array_buf, c_str_array, check_call, mx_uint, py_str
+from mxnet.base import _LIB, SymbolHandle, c_array_buf, c_str_array, check_call, mx_uint
 from mxnet.contrib.amp import amp
 from mxnet.gluon.block import _flatten
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
+from mxnet.operator import get_all_registered_operators
 
 from ..checks import one_of
 from ..errors import DeviceError, TrainerError
@@ -267,11 +268,4 @@ def _operators(precision: str) -> Tuple[List[str], List[str], List[str], List[Tu
     conditions = [(name, key, values + _MORE_VALUES.get(name, [])) for name, key, values in amp.list_conditional_fp32_ops(dtype)]
     either = {*amp.list_lp16_fp32_ops(dtype), *_NP_EITHER, "amp_cast", "amp_multicast"}
     others = either.union(low, widest, [name for name, _, _ in conditions])
-    return low, [name for name in _names() if name not in others], widest, conditions
-
-
-def _names() -> List[str]:
-    """Return the names of all operators of MXNet."""
-    names, size = ctypes.POINTER(ctypes.c_char_p)(), mx_uint()
-    check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(names)))
-    return [py_str(names[i]) for i in range(size.value)]
+    return low, [name for name in get_all_registered_operators() if name not in others], widest, conditions

@@ -26,17 +26,19 @@ _MOST_ARRAYS = 200  # of one call of MXNet's finite check
 Part = Tuple[List[int], List[List[Array]]]  # keys, each with one array per device
 
 
-class Sum(Protocol):
+class Sum:
     """How a trainer sums gradients. The options of the trainer decide which one it has, when it is made."""
 
     def run(self, slabs: List[Slab]) -> None:
         """Replace the gradients on every device, or on the slab's owner, by their sum, bit-identical on each."""
+        raise NotImplementedError
 
     def share(self, slabs: List[Slab]) -> None:
-        """Copy the weights of slabs that were summed from their owners to the other devices."""
+        """Copy the weights of slabs that were summed from their owners, if they have some, to the other devices."""
 
     def hold(self) -> bool:
-        """Keep the sum of the latest pass for an update of several; return whether it did, so that the gradients are free."""
+        """Keep the sum of the latest pass for an update of several; return whether it did, or each device adds up its own."""
+        return False
 
     def drop(self) -> None:
         """Drop all that was kept."""
@@ -74,7 +76,7 @@ def make_sum(kvstore: object) -> Sum:
     return DeviceSum(name) if processes is None else ProcessSum(processes)
 
 
-class DeviceSum:
+class DeviceSum(Sum):
     """Sums over the devices of one process, through MXNet's kvstore.
 
     Parameters
@@ -109,13 +111,6 @@ class DeviceSum:
         assert slabs is self._latest or not self._shares, "the sum of these slabs has prepared their copies"
         for call in self._shares:
             call.run()
-
-    def hold(self) -> bool:
-        """Keep nothing: the gradients of each device add up."""
-        return False
-
-    def drop(self) -> None:
-        """Do nothing."""
 
     def _prepare(self, slab: Slab, priority: int) -> None:
         store = self._stores.setdefault(slab.contexts, _Store(self._name, slab.contexts))
@@ -183,7 +178,7 @@ class SparsePushPull:
         self._kv.pull(self._keys, self._outputs, priority=self._priority, ignore_sparse=False)
 
 
-class ProcessSum:
+class ProcessSum(Sum):
     """Sums over the devices of all processes of a job."""
 
     def __init__(self, processes: Group) -> None:
@@ -199,16 +194,6 @@ class ProcessSum:
             if known not in self._sums:
                 self._sums[known] = self._processes.all_reduce(slab.gradients)
             self._sums[known].run(-place)
-
-    def share(self, slabs: List[Slab]) -> None:
-        """Do nothing: every device updates all weights."""
-
-    def hold(self) -> bool:
-        """Keep nothing: the gradients of each device add up."""
-        return False
-
-    def drop(self) -> None:
-        """Do nothing."""
 
 
 def clip(

@@ -27,7 +27,7 @@ from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
 from ..runtime.openmp_threads import ask_threads
 from .slab import Slab
-from .sums import QueuedSum
+from .sums import QueuedSum, Sum
 
 
 @dataclass
@@ -40,15 +40,12 @@ class Node:
     replica : int
         Its device.
     arrays : list of NDArray
-    is_borrowed : bool
-        The arrays are the gradients, which the next backward pass overwrites.
     """
 
     begin: int
     size: int
     replica: int
     arrays: List[Array]
-    is_borrowed: bool = False
 
     @property
     def part(self) -> Tuple[int, int]:
@@ -78,7 +75,7 @@ def are_siblings(left: Tuple[int, int], right: Tuple[int, int]) -> bool:
     return left[1] == right[1] and left[0] + left[1] == right[0] and left[0] % (2 * left[1]) == 0
 
 
-class TreeSum:
+class TreeSum(Sum):
     """A `Sum` over virtual shards in the order of one tree.
 
     Over processes, each complete subtree is sent to all, and all add them up in the same order: with n processes, n times the
@@ -93,7 +90,6 @@ class TreeSum:
         self._contexts = list(contexts)
         self._group: Optional[Group] = group()
         self._nodes: List[List[Node]] = [[] for _ in contexts]
-        self._free: List[List[List[Array]]] = [[] for _ in contexts]  # memory of sums that were added to others
         self._slots: List[Tuple[List[Array], List[QueuedSum]]] = []  # arrays that are sent to all processes, and what sends them
         self._root: Optional[List[Array]] = None  # of the latest batch, on the first device
         self._total: Optional[List[Array]] = None  # of earlier batches of the same update
@@ -102,31 +98,18 @@ class TreeSum:
 
     def use(self, slabs: List[Slab]) -> List[List[Array]]:
         """Let the sums be those of these gradients, and return them: a list for each device."""
-        self._give_back()  # of a batch that an exception has stopped
+        self._nodes = [[] for _ in self._contexts]  # without those of a batch that an exception has stopped
         if slabs is not self._latest:
             self._latest = slabs
             self._targets = [[slab.gradients[i].as_nd_ndarray() for slab in slabs] for i in range(len(self._contexts))]
-            self._slots, self._free = [], [[] for _ in self._contexts]
+            self._slots = []
         return self._targets
 
-    def make_room(self, replica: int) -> None:
-        """Move a device's latest sum out of its gradients, before a backward pass writes them."""
-        nodes = self._nodes[replica]
-        if nodes and nodes[-1].is_borrowed:
-            kept = self._memory(replica, nodes[-1].arrays)
-            for array, copy in zip(nodes[-1].arrays, kept):
-                array.copyto(copy)
-            nodes[-1] = Node(nodes[-1].begin, nodes[-1].size, replica, kept)
-
     def add(self, number: int, replica: int, arrays: Sequence[Array]) -> None:
-        """Add what a virtual shard has contributed: its gradients, which may be overwritten after the next `make_room`."""
-        node, nodes = Node(number, 1, replica, list(arrays), is_borrowed=True), self._nodes[replica]
-        while nodes and are_siblings(nodes[-1].part, node.part):
-            left = nodes.pop()
-            self._add_on(replica, left.arrays, node.arrays, node.arrays)
-            self._free[replica].append(left.arrays)
-            node = Node(left.begin, 2 * left.size, replica, node.arrays, is_borrowed=True)
-        nodes.append(node)
+        """Add what a virtual shard has contributed: its gradients, which may be overwritten afterwards."""
+        nodes = self._nodes[replica]
+        is_added = bool(nodes) and are_siblings(nodes[-1].part, (number, 1))  # to the sum before, which has its own memory
+        self._append(nodes, Node(number, 1, replica, list(arrays) if is_added else [one.copy() for one in arrays]))
 
     def finish(self, num_leaves: int, num_shards: int, like: Sequence[Array]) -> List[Array]:
         """Add up the sums of all devices and processes, and return the arrays of the root, on the first device.
@@ -141,15 +124,13 @@ class TreeSum:
             Arrays of the first device, of the shapes that were added.
         """
         nodes = self._joined([one for own in self._nodes for one in own])
+        self._nodes = [[] for _ in self._contexts]
         if self._group is not None:
             nodes = self._joined(self._of_all_processes(self._group, nodes, num_leaves, num_shards, like))
         for right in nodes[1:]:
             self._add_to(nodes[0], right)
-        root = self._memory(0, nodes[0].arrays)
-        in_own_thread(self._contexts[0], partial(_copy_without_minus_zero, nodes[0].arrays, root))
-        self._give_back()
-        self._root = root
-        return root
+        self._root = in_own_thread(self._contexts[0], partial(_without_minus_zero, nodes[0].arrays))
+        return self._root
 
     def hold(self) -> bool:
         """Add the sum of the latest batch to those of earlier batches of the same update."""
@@ -158,14 +139,13 @@ class TreeSum:
         if self._total is None:
             self._total = self._root
         else:
-            self._add_on(0, self._total, self._root, self._total)
-            self._free[0].append(self._root)
+            self._add_on(0, self._total, self._root)
         self._root = None
         return True
 
     def drop(self) -> None:
         """Drop all sums."""
-        self._give_back()
+        self._nodes = [[] for _ in self._contexts]
         self._root = self._total = None
 
     def run(self, slabs: List[Slab]) -> None:
@@ -178,41 +158,33 @@ class TreeSum:
         for targets in self._targets:
             for array, gradient in zip(total, targets):
                 array.copyto(gradient)
-        self._free[0].append(total)
-
-    def share(self, slabs: List[Slab]) -> None:
-        """Do nothing: every device updates all weights."""
 
     def _joined(self, nodes: Sequence[Node]) -> List[Node]:
         """Return these sums, in the order of the shards, added up as far as they are siblings."""
         joined: List[Node] = []
         for node in nodes:
-            joined.append(node)
-            while len(joined) > 1 and are_siblings(joined[-2].part, joined[-1].part):
-                self._add_to(joined[-2], joined[-1])
-                joined.pop()
-                joined[-1].size *= 2
+            self._append(joined, node)
         return joined
 
-    def _add_on(self, replica: int, ones: List[Array], others: List[Array], outputs: List[Array]) -> None:
+    def _append(self, nodes: List[Node], node: Node) -> None:
+        nodes.append(node)
+        while len(nodes) > 1 and are_siblings(nodes[-2].part, nodes[-1].part):
+            self._add_to(nodes[-2], nodes.pop())
+            nodes[-1].size *= 2
+
+    def _add_on(self, replica: int, sums: List[Array], others: List[Array]) -> None:
         """Queue sums on a device, in its own thread: MXNet keeps memory for each operator in turn, 128 times in other threads."""
 
         def add() -> None:
-            for one, other, output in zip(ones, others, outputs):
-                mx.nd.elemwise_add(one, other, out=output)
+            for one, other in zip(sums, others):
+                mx.nd.elemwise_add(one, other, out=one)
 
         in_own_thread(self._contexts[replica], add)
 
     def _add_to(self, left: Node, right: Node) -> None:
         """Add a sum to another one, which may be on another device."""
-        arrays = right.arrays
-        if left.replica != right.replica:
-            arrays = self._memory(left.replica, left.arrays)
-            for array, copy in zip(right.arrays, arrays):
-                array.copyto(copy)
-        self._add_on(left.replica, left.arrays, arrays, left.arrays)
-        if left.replica != right.replica:
-            self._free[left.replica].append(arrays)
+        context = self._contexts[left.replica]
+        self._add_on(left.replica, left.arrays, [one.as_in_context(context) for one in right.arrays])
 
     def _of_all_processes(
         self, processes: Group, nodes: List[Node], num_leaves: int, num_shards: int, like: Sequence[Array]
@@ -243,27 +215,10 @@ class TreeSum:
             self._slots.append((arrays, [processes.all_reduce([array]) for array in arrays]))
         return self._slots[at]
 
-    def _memory(self, replica: int, like: Sequence[Array]) -> List[Array]:
-        """Return arrays on a device, of these shapes."""
-        free, shapes = self._free[replica], [(one.shape, one.dtype) for one in like]
-        while free:
-            arrays = free.pop()
-            if [(one.shape, one.dtype) for one in arrays] == shapes:
-                return arrays
-        return [mx.nd.empty(shape, ctx=self._contexts[replica], dtype=dtype) for shape, dtype in shapes]
 
-    def _give_back(self) -> None:
-        """Free the memory of the sums of each device."""
-        for node in [one for own in self._nodes for one in own]:
-            if not node.is_borrowed:
-                self._free[node.replica].append(node.arrays)
-        self._nodes = [[] for _ in self._contexts]
-
-
-def _copy_without_minus_zero(arrays: Sequence[Array], copies: Sequence[Array]) -> None:
-    """Copy arrays, with 0 for -0: a sum with the zeros of other processes has done so, too."""
-    for array, copy in zip(arrays, copies):
-        mx.nd._internal._plus_scalar(array, scalar=0.0, out=copy)
+def _without_minus_zero(arrays: Sequence[Array]) -> List[Array]:
+    """Return copies with 0 for -0: a sum with the zeros of other processes has done so, too."""
+    return [mx.nd._internal._plus_scalar(array, scalar=0.0) for array in arrays]
 
 
 def _by_hand() -> ModesError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -32,7 +32,6 @@ _REPLICABLE = (*_CONTIGUOUS, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt.Adamax, op
 # Their states are float32, also of float16 weights.
 _OF_FLOAT32 = (opt.AdaDelta, opt.AdaGrad, opt.Ftrl, opt.RMSProp, opt.contrib.GroupAdaGrad)
 
-_MOST_ELEMENTS = 2**20  # of one update: about 4 ms
 _CONTAINERS = (list, tuple, dict, np.ndarray)
 State = Any  # an optimizer's state of a parameter: None, an array, or nested tuples of arrays
 
@@ -51,9 +50,8 @@ class _Device:
 
     context: Context
     updater: opt.Updater
-    counts: Dict[int, int]  # updates of each parameter
     joint: List[Tuple[int, Array, Array, State]] = field(default_factory=list)
-    operators: List[Tuple[Tuple[int, ...], Operator]] = field(default_factory=list)
+    operators: List[Tuple[int, Operator]] = field(default_factory=list)
     single: List[Tuple[int, int]] = field(default_factory=list)
 
 
@@ -80,40 +78,40 @@ class Update:
         self._optimizer, self._layout, self._order = optimizer, layout, list(order)
         self._by_index = dict(enumerate(layout.params))
         self.updaters = [opt.get_updater(optimizer) for _ in layout.devices]
-        self._devices = [_Device(context, updater, {}) for context, updater in zip(layout.devices, self.updaters)]
+        self._devices = [_Device(context, updater) for context, updater in zip(layout.devices, self.updaters)]
+        self._counts: Dict[int, int] = {}  # updates of each parameter
         self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a bucket, by replica
         self._views: Dict[Tuple[int, int], BucketSlice] = {}  # parameters whose states are views of it, by replica
-        self._converted: Dict[Tuple[int, ...], Tuple[List[Tuple[str, Any]], Tuple[Any, ...]]] = {}  # the latest attributes
+        self._converted: Dict[int, Tuple[List[Tuple[str, Any]], Tuple[Any, ...]]] = {}  # the latest attributes
         self._slabs: List[Slab] = []
-        self._joint: List[Slab] = []  # those that are updated as one
-        self._most_updates = 0  # of all parameters that take part, when these slabs were prepared
-        self._num_uncounted = 0  # updates since, counted only for the first parameter of each joint slab
+        self._taking_part: List[int] = []  # their parameters, in Gluon's order
         self._is_known = type(optimizer) in _REPLICABLE
-        self._set_counts({})
 
     def apply(self, slabs: List[Slab]) -> None:
         """Update the weights of these slabs with their gradients, on every replica or on their owners."""
         optimizer = self._optimizer
         if slabs is not self._slabs:
             self._prepare(slabs)
-        self._num_uncounted += 1
         optimizer.param_dict = self._by_index
+        before = dict(self._counts)
         if self._is_known:
+            for index in self._taking_part:
+                self._counts[index] = before.get(index, optimizer.begin_num_update) + 1
             # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
-            optimizer.num_update = max(optimizer.num_update, self._most_updates + self._num_uncounted)
-        known: Dict[Tuple[int, ...], Tuple[Any, ...]] = {}  # attributes of the operators
+            optimizer.num_update = max(optimizer.num_update, *map(self._counts.__getitem__, self._taking_part), 0)
+        known: Dict[int, Tuple[Any, ...]] = {}  # attributes of the operators
         for device in self._devices:
-            counts = device.counts
-            for indices, operator in device.operators:
-                for index in indices:
-                    counts[index] = counts.get(index, optimizer.begin_num_update) + 1
-                if indices not in known:
-                    known[indices] = self._attributes(indices, counts[indices[0]])
-                operator.run(known[indices])
-            if device.joint:
-                self._start(device)
-                for first, weight, gradient, state in device.joint:
-                    update_one(optimizer, first, weight, gradient, state)
+            for first, operator in device.operators:
+                if first not in known:
+                    known[first] = self._attributes(first)
+                operator.run(known[first])
+            if device.joint or device.single:
+                # MXNet counts updates by device number, which cpu(0) and gpu(0) share; each replica counts the same ones
+                counts = dict(before) if self._is_known else self._counts
+                optimizer._all_index_update_counts = {device.context.device_id: counts}
+                optimizer._set_current_context(device.context.device_id)
+            for first, weight, gradient, state in device.joint:
+                update_one(optimizer, first, weight, gradient, state)
             if device.single:
                 self._run_updater(device.single, device)
         if not self._is_known:
@@ -152,11 +150,7 @@ class Update:
 
     def counts(self) -> Dict[int, int]:
         """Return the number of updates of each parameter."""
-        self._count()
-        found: Dict[int, int] = {}
-        for device in self._devices:
-            found = {**device.counts, **found}
-        return dict(sorted(found.items()))
+        return dict(sorted(self._counts.items()))
 
     def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
         """Set states, one dict per replica, counts, and the order if it is known: names may sort differently now."""
@@ -169,22 +163,16 @@ class Update:
                 updater.states[index], updater.states_synced[index] = state, True
         # for files without counts
         begun = {index: self._optimizer.begin_num_update for known in states for index in known}
-        self._set_counts({**begun, **counts})
+        self._counts = {**begun, **counts}
         self._memory.clear()
         self._views.clear()
-        self._slabs, self._joint, self._num_uncounted = [], [], 0
+        self._slabs = []
 
     def _on(self, index: int, replica: int) -> _Device:
         """Return the device of a replica of a parameter."""
         return self._devices[self._layout.devices_of[index][replica]]
 
-    def _start(self, device: _Device) -> None:
-        # MXNet counts updates by device number, which cpu(0) and gpu(0) share; we count by device.
-        self._optimizer._all_index_update_counts = {device.context.device_id: device.counts}
-        self._optimizer._set_current_context(device.context.device_id)
-
     def _run_updater(self, pairs: List[Tuple[int, int]], device: _Device) -> None:
-        self._start(device)
         params = self._layout.params
         weights = [params[index]._data[replica] for index, replica in pairs]
         gradients = [params[index]._grad[replica] for index, replica in pairs]
@@ -199,38 +187,36 @@ class Update:
         for weight, new in zip(weights, plain):
             new.copyto(weight)
 
-    def _attributes(self, indices: Tuple[int, ...], count: int) -> Tuple[Any, ...]:
-        """Return the attributes of the operator that updates these parameters the `count`-th time.
+    def _attributes(self, first: int) -> Tuple[Any, ...]:
+        """Return the attributes of the operator that updates the slab of this parameter.
 
         Source: MXNet 1.9.1, python/mxnet/optimizer/optimizer.py, SGD and Adam.
         """
-        optimizer = self._optimizer
-        rates, decays = tuple(optimizer._get_lrs(indices)), tuple(optimizer._get_wds(indices))
+        optimizer, count = self._optimizer, self._counts[first]
+        (rate,), (decay,) = optimizer._get_lrs([first]), optimizer._get_wds([first])
         found: List[Tuple[str, Any]] = [("rescale_grad", optimizer.rescale_grad)]
         if type(optimizer) is opt.Adam:
-            rate = rates[0] * (math.sqrt(1.0 - optimizer.beta2**count) / (1.0 - optimizer.beta1**count))
-            found += [("lr", rate), ("wd", decays[0]), ("beta1", optimizer.beta1), ("beta2", optimizer.beta2)]
+            rate *= math.sqrt(1.0 - optimizer.beta2**count) / (1.0 - optimizer.beta1**count)
+            found += [("lr", rate), ("wd", decay), ("beta1", optimizer.beta1), ("beta2", optimizer.beta2)]
             found += [("epsilon", optimizer.epsilon), ("lazy_update", optimizer.lazy_update)]
         else:
-            found += [("lrs", rates), ("wds", decays), ("num_weights", len(indices))]
+            found += [("lrs", (rate,)), ("wds", (decay,)), ("num_weights", 1)]
             if optimizer.momentum > 0:
                 found.append(("momentum", optimizer.momentum))
         if optimizer.clip_gradient:
             found.append(("clip_gradient", optimizer.clip_gradient))
-        former = self._converted.get(indices)
+        former = self._converted.get(first)
         if former is None or former[0] != found:
-            former = self._converted[indices] = found, converted(found)
+            former = self._converted[first] = found, converted(found)
         return former[1]
 
     def _prepare(self, slabs: List[Slab]) -> None:
         """Choose the slabs that are updated as one, and put their states into contiguous arrays."""
-        self._count()
         layout = self._layout
         _check_dtypes(self._optimizer, layout.params)  # cast since the trainer was made
         taking_part = {index for slab in slabs for index in slab.indices}
-        in_order = [index for index in self._order if index in taking_part]
+        self._taking_part = [index for index in self._order if index in taking_part]
         single: Dict[int, Sequence[int]] = {}  # the replicas of parameters that are updated one by one
-        self._joint = []
         for device in self._devices:
             device.joint, device.operators, device.single = [], [], []
         for slab in slabs:
@@ -240,17 +226,13 @@ class Update:
             if slab.bucket is not None and type(self._optimizer) in _CONTIGUOUS:
                 states = [self._contiguous_states(slab, replica) for replica in replicas]
                 if self._is_joint(slab):
-                    self._joint.append(slab)
                     for replica, state in zip(replicas, states):
                         self._add_joint(slab, replica, state)
                     continue
             single.update(dict.fromkeys(slab.indices, replicas))
-        for index in in_order:
+        for index in self._taking_part:
             for replica in single.get(index, ()):
                 self._on(index, replica).single.append((index, replica))
-        for device in self._devices:
-            self._prepare_single(device)
-        self._most_updates = max(map(self._num_updates, in_order), default=0)
         self._slabs = slabs
         current = {place.bucket for place in self._views.values()}
         self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
@@ -266,12 +248,9 @@ class Update:
     def _add_joint(self, slab: Slab, replica: int, state: State) -> None:
         device, weight, gradient = self._on(slab.indices[0], replica), slab.weights[replica], slab.gradients[replica]
         if self._has_operator(weight, state):  # a call through `mxnet.optimizer.SGD` takes the host three times as long
-            device.operators.append((slab.indices[:1], _operator([(weight, gradient, state)], self._optimizer)))
+            device.operators.append((slab.indices[0], _operator(weight, gradient, state, self._optimizer)))
         else:
             device.joint.append((slab.indices[0], weight, gradient, state))
-
-    def _num_updates(self, index: int) -> int:
-        return self._on(index, 0).counts.get(index, self._optimizer.begin_num_update)
 
     def _has_operator(self, weight: Array, state: State) -> bool:
         optimizer = self._optimizer
@@ -281,31 +260,8 @@ class Update:
             return (state is None) == (optimizer.momentum <= 0)
         return type(optimizer) is opt.Adam and not is_mxnet2()  # where it has other options
 
-    def _prepare_single(self, device: _Device) -> None:
-        """Prepare operators for the parameters that are not in joint slabs: as Gluon groups them."""
-        updater, params = device.updater, self._layout.params
-        is_sgd = type(self._optimizer) is opt.SGD
-        if type(self._optimizer) not in (opt.SGD, opt.Adam) or (is_sgd and not updater.aggregate_updates):
-            return
-        by_dtype: Dict[object, List[Tuple[int, Tuple[Array, Array, State]]]] = {}
-        for index, replica in device.single:
-            weight, gradient = params[index]._data[replica], params[index]._grad[replica]
-            if index not in updater.states:
-                updater.states[index] = self._optimizer.create_state_multi_precision(index, weight)
-                updater.states_synced[index] = True
-            state = updater.states[index]
-            is_dense = all(array.stype == "default" for _, array in leaves([weight, gradient, state]) if is_device_array(array))
-            if not (is_dense and updater.states_synced[index] and self._has_operator(weight, state)):
-                return
-            by_dtype.setdefault(weight.dtype, []).append((index, (weight, gradient, state)))
-        for same in by_dtype.values():
-            for some in _in_groups(same, self._optimizer.aggregate_num if is_sgd else 1):
-                operator = _operator([arrays for _, arrays in some], self._optimizer)
-                device.operators.append((tuple(index for index, _ in some), operator))
-        device.single = []
-
     def _is_joint(self, slab: Slab) -> bool:
-        counts = set(map(self._num_updates, slab.indices))
+        counts = {self._counts.get(index, self._optimizer.begin_num_update) for index in slab.indices}
         return isinstance(self._optimizer, _ELEMENTWISE) and (len(counts) == 1 or not isinstance(self._optimizer, _COUNTING))
 
     def _contiguous_states(self, slab: Slab, replica: int) -> State:
@@ -340,22 +296,6 @@ class Update:
                     target.states_synced[index] = former.states_synced.pop(index, True)
                     self._views.pop((index, replica), None)
 
-    def _set_counts(self, counts: Dict[int, int]) -> None:
-        """Set the counts of each device: one dict for all, if each parameter is updated by one of them."""
-        for number, device in enumerate(self._devices):
-            own = {index: count for index, count in counts.items() if number in self._layout.devices_of[index]}
-            device.counts = counts if self._layout.is_sharded else own
-
-    def _count(self) -> None:
-        """Count the latest updates for every parameter of the joint slabs."""
-        for slab in self._joint:
-            for replica in self._updated(slab):
-                counts = self._on(slab.indices[0], replica).counts
-                for index in slab.indices[1:]:
-                    counts[index] = counts.get(index, self._optimizer.begin_num_update) + self._num_uncounted
-        self._most_updates += self._num_uncounted
-        self._num_uncounted = 0
-
 
 def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -> None:
     """Raise `TrainerError` for float16 weights whose states would be float32, which MXNet's operators reject."""
@@ -369,29 +309,11 @@ def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -
             )
 
 
-def _in_groups(parameters: Sequence[Tuple[int, Any]], most: int) -> Iterator[List[Tuple[int, Any]]]:
-    """Yield groups of neighbours, with at most so many parameters and, if there are several, `_MOST_ELEMENTS`.
-
-    A device computes its share of a sum between two updates, and the other devices wait for it.
-    """
-    some: List[Tuple[int, Any]] = []
-    size = 0
-    for one in parameters:
-        weight = one[1][0]
-        if some and (len(some) == most or size + weight.size > _MOST_ELEMENTS):
-            yield some
-            some, size = [], 0
-        some.append(one)
-        size += weight.size
-    if some:
-        yield some
-
-
-def _operator(parameters: Sequence[Tuple[Array, Array, State]], optimizer: opt.Optimizer) -> Operator:
-    """Return MXNet's operator of SGD or Adam for some parameters, each as (weight, gradient, state)."""
-    name = "multi_sgd_update" if parameters[0][2] is None else "multi_sgd_mom_update"
-    arrays = [array for _, array in leaves([list(one) for one in parameters]) if is_device_array(array)]
-    return Operator("adam_update" if type(optimizer) is opt.Adam else name, arrays, [weight for weight, _, _ in parameters])
+def _operator(weight: Array, gradient: Array, state: State, optimizer: opt.Optimizer) -> Operator:
+    """Return MXNet's operator of SGD or Adam for a slab."""
+    name = "multi_sgd_update" if state is None else "multi_sgd_mom_update"
+    arrays = [array for _, array in leaves([weight, gradient, state]) if is_device_array(array)]
+    return Operator("adam_update" if type(optimizer) is opt.Adam else name, arrays, [weight])
 
 
 def filled(state: State, value: State, where: str) -> State:

@@ -207,7 +207,7 @@ def test_gradients_of_every_layer_add_up(layer, hybridize, arrays):
     for _ in range(2):
         alone = [gradient_of(*part) for part in parts]
         trainer.step(1)
-        with trainer.adding():
+        with trainer.gradients.adding():
             together = [gradient_of(*part) for part in parts][-1]
         trainer.step(1)
         for i, total in enumerate(together):

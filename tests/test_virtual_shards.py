@@ -10,7 +10,7 @@ import pytest
 from gluon_mgpu.data import ArrayLoader
 from gluon_mgpu.errors import ReplicaError, StateError, TrainerError
 from gluon_mgpu.trainer.precision import can_compute_bf16
-from gluon_mgpu.trainer.tree_sum import TreeSum, complete_parts
+from gluon_mgpu.trainer.tree_sum import TreeSum, VirtualShards, complete_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
@@ -160,7 +160,7 @@ def test_the_tree_is_the_same_for_every_division(num_shards, data):
     num_leaves = data.draw(st.integers(1, num_shards))
     num_devices = data.draw(st.sampled_from([k for k in (1, 2, 3, 4) if num_shards % k == 0]))
     leaves = np.random.RandomState(num_shards).randn(num_leaves, 5).astype("float32")
-    tree = TreeSum(cpus(num_devices))
+    tree = TreeSum(VirtualShards(num_shards, cpus(num_devices)))
     each = num_shards // num_devices
     gradients = [[mx.nd.zeros(5, ctx=context)] for context in cpus(num_devices)]
     for number, leaf in enumerate(leaves):

@@ -271,7 +271,7 @@ class TrainStep:
         on_phase("forward")
         if plan.is_new:
             self._begin(plan, X, y, Xs, ys)
-        trainer.drop_unused()
+        trainer.gradients.drop_unused()
         if self._has_stats:
             drop_examples()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)

@@ -108,8 +108,9 @@ class VirtualPasses(Passes):
     ) -> Tuple[List[Any], List[Array]]:
         outputs: List[Any] = [None] * len(Xs)
         losses: List[Any] = [None] * len(Xs)
-        tree, virtual, contexts = trainer.tree, trainer.virtual, trainer.contexts
-        assert virtual is not None and tree is not None, "the trainer has virtual shards"
+        tree, contexts = trainer.tree, trainer.contexts
+        assert tree is not None, "the trainer has virtual shards"
+        virtual = tree.virtual
         buffers = trainer.current_slabs()
         gradients = tree.use(buffers)
         virtual.draw_base()

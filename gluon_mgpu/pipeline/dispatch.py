@@ -208,7 +208,7 @@ class PipelinePasses(Passes):
         planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self.plan(len(ones))]
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
-        with self._trainer.adding() if self.adds else one_pass():
+        with self._trainer.gradients.adding() if self.adds else one_pass():
             run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]
         return [one.results[part] for one, part in parts], [one.losses[part] for one, part in parts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
@@ -144,11 +144,11 @@ class Trainer(gluon.Trainer):
         check_optimizer(optimizer, optimizer_params)
         check_options(self._layout, compression_params, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
-        self._gradients = Gradients(self._layout, find_unused=find_unused_parameters)
+        self.gradients = Gradients(self._layout, find_unused=find_unused_parameters)
         self._sum: Sum = make_sum(kvstore)
         self._process_sync = ProcessSync(self._layout, sharded_data=sharded_data)
         self.sharded_data: bool = self._process_sync.sharded_data  # whether every process reads its own batches
-        self._gradients.all_take_part = self._process_sync.is_joint
+        self.gradients.all_take_part = self._process_sync.is_joint
         if shard_optimizer:
             check_sharded(kvstore, self._process_sync)
         if has_values(self._layout.params):
@@ -171,7 +171,7 @@ class Trainer(gluon.Trainer):
             self._process_sync.begin()
         statistics = [param for param in self._layout.params if is_running_stat(param)]
         self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices)
-        self._virtual: Optional[VirtualShards] = None
+        self.tree: Optional[TreeSum] = None  # the sum over virtual shards
         if virtual_shards is not None:
             self.use_virtual_shards(virtual_shards)
         self.replica_check: Optional[ReplicaCheck] = None
@@ -183,7 +183,7 @@ class Trainer(gluon.Trainer):
     @property
     def virtual_shards(self) -> Optional[int]:
         """The number of virtual shards, None without."""
-        return None if self._virtual is None else self._virtual.number
+        return None if self.tree is None else self.tree.virtual.number
 
     def use_virtual_shards(self, number: int) -> None:
         """Cut batches into so many virtual shards from now on: see `virtual_shards` above.
@@ -196,8 +196,7 @@ class Trainer(gluon.Trainer):
         if self.virtual_shards == number:
             return
         check_virtual(self)
-        self._virtual = VirtualShards(number, self.contexts)
-        self._sum = TreeSum(self.contexts)
+        self._sum = self.tree = TreeSum(VirtualShards(number, self.contexts))
 
     @property
     def contexts(self) -> List[Context]:
@@ -238,16 +237,6 @@ class Trainer(gluon.Trainer):
         """The parameters, in structural order."""
         return list(self._layout.params)
 
-    @property
-    def virtual(self) -> Optional[VirtualShards]:
-        """The virtual shards, None without."""
-        return self._virtual
-
-    @property
-    def tree(self) -> Optional[TreeSum]:
-        """The sum over virtual shards, None without."""
-        return self._sum if isinstance(self._sum, TreeSum) else None
-
     def current_slabs(self) -> List[Slab]:
         """Return the slabs of all trained parameters, where they are now, for virtual shards.
 
@@ -257,17 +246,9 @@ class Trainer(gluon.Trainer):
             Backward passes add to gradients instead of replacing them.
         """
         self._layout.follow()
-        if self._gradients.has_running():
+        if self.gradients.has_running():
             raise refusal("Trainer", "virtual_shards", "grad_req='add'")
         return self._layout.slabs
-
-    def drop_unused(self) -> None:
-        """Drop gradients that no step has used or counted, except those of `grad_req="add"`: they are not of the coming pass."""
-        self._gradients.drop_unused()
-
-    def adding(self) -> ContextManager[None]:
-        """Return a context in which the gradients of all backward passes add up: they are one pass."""
-        return self._gradients.adding()
 
     def scale(self, losses: Sequence[Array]) -> Sequence[Array]:
         """Return the losses for `backward`: multiplied by the loss scale with fp16, otherwise unchanged.
@@ -302,12 +283,12 @@ class Trainer(gluon.Trainer):
             self.loss_scaler.check("Trainer.step")
         self.running_stats.claim()
         if batch_size == 0:  # the gradients so far are of other data
-            self._gradients.drop_unused()
+            self.gradients.drop_unused()
         if self._num_open:
-            self._gradients.count(adds=not self._sum.hold())
+            self.gradients.count(adds=not self._sum.hold())
             self._num_counted += batch_size
             return
-        gradients = self._gradients
+        gradients = self.gradients
         if gradients.has_counted and not gradients.all_take_part and not gradients.has_new():
             raise StaleGradientError(
                 "Trainer.step: got no gradient on any device since the last step; expected a backward pass. Call flush() to "
@@ -360,7 +341,7 @@ class Trainer(gluon.Trainer):
                 "Trainer.accumulate: got gradients that were summed and not applied; expected an update first. Call update() to "
                 "apply them, or discard() to drop them."
             )
-        had_new = self._gradients.has_new()
+        had_new = self.gradients.has_new()
         self._num_open += 1
         try:
             yield
@@ -369,7 +350,7 @@ class Trainer(gluon.Trainer):
             self.discard()
             raise
         self._num_open -= 1
-        if not had_new and not self._num_open and not self._gradients.has_counted and self._gradients.has_new():
+        if not had_new and not self._num_open and not self.gradients.has_counted and self.gradients.has_new():
             raise TrainerError(
                 "Trainer.accumulate: got backward passes that no step() has counted; expected a step after each. Call step(n) "
                 "inside, with the number of examples of the pass."
@@ -385,9 +366,9 @@ class Trainer(gluon.Trainer):
         TrainerError
             There was a backward pass that no `step` counted. Nothing was changed.
         """
-        if self._num_open or not self._gradients.has_counted:
+        if self._num_open or not self.gradients.has_counted:
             return
-        if self._gradients.has_new():
+        if self.gradients.has_new():
             raise TrainerError(
                 "Trainer.flush: got a backward pass after the last step(); expected the number of its examples. Call step(n) "
                 "instead, or discard() to drop all that was accumulated."
@@ -402,7 +383,7 @@ class Trainer(gluon.Trainer):
 
         Call it after a backward pass that no step must use: of a batch that you skip, or of another network's loss.
         """
-        self._gradients.drop()
+        self.gradients.drop()
         self._sum.drop()
         self.running_stats.claim()
         self._num_counted, self._summed = 0, None
@@ -412,7 +393,7 @@ class Trainer(gluon.Trainer):
 
         `LocalSGD` also averages the weights. Evaluating and saving call it, in all processes of a job.
         """
-        if self._virtual is None:
+        if self.tree is None:
             self.running_stats.settle(self._layout.slabs)
 
     def allreduce_grads(self) -> None:
@@ -429,14 +410,14 @@ class Trainer(gluon.Trainer):
         if self._layout.is_sharded:
             raise refusal("Trainer.allreduce_grads", "shard_optimizer", "allreduce_grads()")
         self.running_stats.claim()
-        slabs = self._gradients.collect(ignore_stale_grad=True)
+        slabs = self.gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:
             raise TrainerError(
                 "Trainer.allreduce_grads: got gradients that it has already summed; expected a backward pass in "
                 "between. Call update()."
             )
         self._sum.run(slabs)
-        self._gradients.mark_used()
+        self.gradients.mark_used()
         self._summed = slabs
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
@@ -453,7 +434,7 @@ class Trainer(gluon.Trainer):
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.update")
         if self._summed is not None:
-            self._gradients.check_summed(self._summed, ignore_stale_grad)
+            self.gradients.check_summed(self._summed, ignore_stale_grad)
             self._apply(self._summed, batch_size)
             return
         if self._layout.needs_sum or self._process_sync.is_joint:
@@ -464,8 +445,8 @@ class Trainer(gluon.Trainer):
             )
         self._complete("Trainer.update")
         self.running_stats.claim()
-        slabs = self._gradients.collect(ignore_stale_grad)
-        self._gradients.mark_used()
+        slabs = self.gradients.collect(ignore_stale_grad)
+        self.gradients.mark_used()
         self._apply(slabs, batch_size)
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
@@ -541,7 +522,7 @@ class Trainer(gluon.Trainer):
             update.counts(),
             describe(self._optimizer),
             None if self.loss_scaler is None else self.loss_scaler.state(),
-            None if self._virtual is None else self._virtual.state(),
+            None if self.tree is None else self.tree.virtual.state(),
         )
 
     def check_state(
@@ -563,8 +544,8 @@ class Trainer(gluon.Trainer):
                 f"{operation}: got {source} of a run with virtual_shards={saved} for one with {self.virtual_shards}; expected "
                 f"the same number, as others round differently. Pass virtual_shards={saved}."
             )
-        if self._virtual is not None and state.virtual_shards is not None:
-            copy.copy(self._virtual).restore(state.virtual_shards)
+        if self.tree is not None and state.virtual_shards is not None:
+            copy.copy(self.tree.virtual).restore(state.virtual_shards)
         if self.loss_scaler is not None and state.loss_scaler is not None:
             copy.copy(self.loss_scaler).restore(state.loss_scaler)
 
@@ -575,8 +556,8 @@ class Trainer(gluon.Trainer):
         """
         if self.loss_scaler is not None and state.loss_scaler is not None:
             self.loss_scaler.restore(state.loss_scaler)
-        if self._virtual is not None and state.virtual_shards is not None:
-            self._virtual.restore(state.virtual_shards)
+        if self.tree is not None and state.virtual_shards is not None:
+            self.tree.virtual.restore(state.virtual_shards)
         restore_optimizer(state.optimizer, self._optimizer, learning_rate=learning_rate)
         on_devices = states_on(self._layout, self._optimizer, state.states, "a saved state")
         self._optimizer.param_dict = dict(enumerate(self._params))
@@ -599,10 +580,10 @@ class Trainer(gluon.Trainer):
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
-        slabs = self._gradients.collect(ignore_stale_grad)
+        slabs = self.gradients.collect(ignore_stale_grad)
         self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
-        self._gradients.mark_used()
+        self.gradients.mark_used()
         self._summed = slabs
         self._apply(slabs, batch_size)
 
@@ -612,7 +593,7 @@ class Trainer(gluon.Trainer):
         self._sum.run(slabs)
 
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:
-        if self.running_stats.params and self._virtual is None and not self.trains_apart:  # those move them themselves
+        if self.running_stats.params and self.tree is None and not self.trains_apart:  # those move them themselves
             self.running_stats.move(self._layout.slabs, idle_devices())
         num_examples, self._num_counted = self._num_counted + batch_size, 0
         multiplied = self._multiplied_by(slabs)
@@ -626,7 +607,7 @@ class Trainer(gluon.Trainer):
             self._sum.share(slabs)
             if self.replica_check is not None:
                 self.replica_check.after_update()
-        self._gradients.put_back_running()
+        self.gradients.put_back_running()
         self._summed = None
 
     def _multiplied_by(self, slabs: List[Slab]) -> Optional[float]:

@@ -75,6 +75,70 @@ def are_siblings(left: Tuple[int, int], right: Tuple[int, int]) -> bool:
     return left[1] == right[1] and left[0] + left[1] == right[0] and left[0] % (2 * left[1]) == 0
 
 
+class VirtualShards:
+    """The virtual shards of a trainer: how many, and where their random numbers come from.
+
+    Parameters
+    ----------
+    number : int
+    contexts : sequence of mxnet.Context
+
+    Attributes
+    ----------
+    base : int, optional
+        The seeds of a run are derived from it.
+    batches : int
+        Batches so far.
+    """
+
+    def __init__(self, number: object, contexts: Sequence[Context]) -> None:
+        self.number = whole_number("Trainer", "virtual_shards", number, advice="8 fits 1, 2, 4 and 8 devices.")
+        self.base: Optional[int] = None
+        self.batches = 0
+        processes = group()
+        num_processes = 1 if processes is None else processes.process.num_processes
+        num_devices = len(contexts) * num_processes
+        if self.number % num_devices:
+            where = f"{num_devices} devices" + (f" of {num_processes} processes" if num_processes > 1 else "")
+            raise TrainerError(
+                f"Trainer: got virtual_shards={self.number} on {where}; expected a multiple of {num_devices}, so that each "
+                "device computes equally many. 8 fits 1, 2, 4 and 8 devices."
+            )
+        for context in contexts:
+            threads = ask_threads(context.device_id) if context.device_type == "cpu" else 1
+            if threads > 1:
+                raise TrainerError(
+                    f"Trainer: got virtual_shards={self.number} and {context}, which computes with {threads} threads; expected "
+                    "one: with several, operators round differently on another number of devices. Pass "
+                    "use_devices(..., one_thread=True), or set OMP_NUM_THREADS=1 before the program starts."
+                )
+        self.contexts = list(contexts)
+
+    def draw_base(self) -> None:
+        """Draw the number from which the run's seeds are derived, in process 0 for all, and wait for it."""
+        if self.base is None:
+            self.base = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=self.contexts[0]).asscalar())
+            processes = group()
+            if processes is not None:
+                self.base = int(processes.all_gather_bytes(str(self.base).encode())[0])
+
+    def seed_of(self, shard: int) -> int:
+        """Return the seed of a virtual shard of the current batch; `number` stands for what comes after the batch."""
+        digest = hashlib.sha256(f"{self.base} {self.batches} {shard}".encode()).digest()
+        return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+
+    def state(self) -> Dict[str, Any]:
+        """Return what `restore` takes, as values for JSON."""
+        return {"number": self.number, "base": self.base, "batches": self.batches}
+
+    def restore(self, state: Dict[str, Any]) -> None:
+        """Continue from the result of `state`; raise `ValueError` for values that it does not return."""
+        base, batches = state["base"], state["batches"]
+        if not is_whole(batches) or batches < 0 or not (base is None or is_whole(base)):
+            raise ValueError("virtual shards whose base and batches are not whole numbers")
+        self.base, self.batches = base, batches
+
+
 class TreeSum(Sum):
     """A `Sum` over virtual shards in the order of one tree.
 
@@ -83,13 +147,13 @@ class TreeSum(Sum):
 
     Parameters
     ----------
-    contexts : sequence of mxnet.Context
+    virtual : VirtualShards
     """
 
-    def __init__(self, contexts: Sequence[Context]) -> None:
-        self._contexts = list(contexts)
+    def __init__(self, virtual: VirtualShards) -> None:
+        self.virtual, self._contexts = virtual, virtual.contexts
         self._group: Optional[Group] = group()
-        self._nodes: List[List[Node]] = [[] for _ in contexts]
+        self._nodes: List[List[Node]] = [[] for _ in self._contexts]
         self._slots: List[Tuple[List[Array], List[QueuedSum]]] = []  # arrays that are sent to all processes, and what sends them
         self._root: Optional[List[Array]] = None  # of the latest batch, on the first device
         self._total: Optional[List[Array]] = None  # of earlier batches of the same update
@@ -223,67 +287,3 @@ def _without_minus_zero(arrays: Sequence[Array]) -> List[Array]:
 
 def _by_hand() -> ModesError:
     return refusal("Trainer.step", "virtual_shards", "a loop by hand")
-
-
-class VirtualShards:
-    """The virtual shards of a trainer: how many, and where their random numbers come from.
-
-    Parameters
-    ----------
-    number : int
-    contexts : sequence of mxnet.Context
-
-    Attributes
-    ----------
-    base : int, optional
-        The seeds of a run are derived from it.
-    batches : int
-        Batches so far.
-    """
-
-    def __init__(self, number: object, contexts: Sequence[Context]) -> None:
-        self.number = whole_number("Trainer", "virtual_shards", number, advice="8 fits 1, 2, 4 and 8 devices.")
-        self.base: Optional[int] = None
-        self.batches = 0
-        processes = group()
-        num_processes = 1 if processes is None else processes.process.num_processes
-        num_devices = len(contexts) * num_processes
-        if self.number % num_devices:
-            where = f"{num_devices} devices" + (f" of {num_processes} processes" if num_processes > 1 else "")
-            raise TrainerError(
-                f"Trainer: got virtual_shards={self.number} on {where}; expected a multiple of {num_devices}, so that each "
-                "device computes equally many. 8 fits 1, 2, 4 and 8 devices."
-            )
-        for context in contexts:
-            threads = ask_threads(context.device_id) if context.device_type == "cpu" else 1
-            if threads > 1:
-                raise TrainerError(
-                    f"Trainer: got virtual_shards={self.number} and {context}, which computes with {threads} threads; expected "
-                    "one: with several, operators round differently on another number of devices. Pass "
-                    "use_devices(..., one_thread=True), or set OMP_NUM_THREADS=1 before the program starts."
-                )
-        self._contexts = list(contexts)
-
-    def draw_base(self) -> None:
-        """Draw the number from which the run's seeds are derived, in process 0 for all, and wait for it."""
-        if self.base is None:
-            self.base = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=self._contexts[0]).asscalar())
-            processes = group()
-            if processes is not None:
-                self.base = int(processes.all_gather_bytes(str(self.base).encode())[0])
-
-    def seed_of(self, shard: int) -> int:
-        """Return the seed of a virtual shard of the current batch; `number` stands for what comes after the batch."""
-        digest = hashlib.sha256(f"{self.base} {self.batches} {shard}".encode()).digest()
-        return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
-
-    def state(self) -> Dict[str, Any]:
-        """Return what `restore` takes, as values for JSON."""
-        return {"number": self.number, "base": self.base, "batches": self.batches}
-
-    def restore(self, state: Dict[str, Any]) -> None:
-        """Continue from the result of `state`; raise `ValueError` for values that it does not return."""
-        base, batches = state["base"], state["batches"]
-        if not is_whole(batches) or batches < 0 or not (base is None or is_whole(base)):
-            raise ValueError("virtual shards whose base and batches are not whole numbers")
-        self.base, self.batches = base, batches

@@ -11,6 +11,7 @@ import numpy as np
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
+from ..checks import short
 from ..errors import StateError, TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..runtime.c_api import Operator, converted
@@ -324,29 +325,18 @@ def filled(state: State, value: State, where: str) -> State:
     StateError
         The two differ in form.
     """
-    if is_device_array(state):
-        if getattr(value, "shape", None) != state.shape:
-            found = getattr(value, "shape", type(value).__name__)
-            raise StateError(
-                f"load_states: got {found} in {where}; expected shape {state.shape}. The file belongs to another network."
-            )
-        if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub" and value.dtype != state.dtype:
-            raise StateError(
-                f"load_states: got {value.dtype} in {where}; expected numbers. The file is damaged: use another one."
-            )
+    has_shape = is_device_array(state) and getattr(value, "shape", None) == state.shape
+    if has_shape and (is_device_array(value) or value.dtype.kind in "fiub" or value.dtype == state.dtype):  # bfloat16's is V
         state[:] = value if is_device_array(value) else mx.nd.array(value, ctx=state.context, dtype=state.dtype)
         return state
-    if isinstance(state, (list, tuple)):
-        if not isinstance(value, (list, tuple)) or len(value) != len(state):
-            raise StateError(
-                f"load_states: got another form of state in {where}; expected {len(state)} arrays. Use the same optimizer "
-                "options."
-            )
+    is_nest = isinstance(state, (list, tuple))
+    if is_nest and isinstance(value, (list, tuple)) and len(value) == len(state):
         return type(state)(filled(*pair, where) for pair in zip(state, value))
-    if (state is None) != (value is None) or isinstance(state, str) != isinstance(value, str) or isinstance(value, _CONTAINERS):
+    is_other = (state is None) != (value is None) or isinstance(state, str) != isinstance(value, str)
+    if is_device_array(state) or is_nest or is_other or isinstance(value, _CONTAINERS):
         raise StateError(
-            f"load_states: got another form of state in {where}; expected the optimizer options of the file, such as momentum. "
-            "Make the trainer with them."
+            f"load_states: got {short(value)} in {where}; expected {short(state)}, as this network's optimizer has it. Make both "
+            "as they were when the state was saved, with the same options, such as momentum."
         )
     return value
 

@@ -57,6 +57,8 @@ WRONG = {
     "a trained bias of frozen weights": lambda w: frozen_weight(w).step(6),
     "weights on other devices than the trainer's": lambda w: moved(w).step(6),
     "options that are a number": lambda w: mgpu.Trainer(w.net, "sgd", 0.1),
+    "a learning rate that is a text": lambda w: mgpu.Trainer(w.net, "sgd", {"learning_rate": "0.1"}),
+    "a learning rate that is no number": lambda w: w.trainer.set_learning_rate(float("nan")),
     "an optimizer that is none": lambda w: mgpu.Trainer(w.net, "bogus"),
     "no data at all": lambda w: w.fit(None),
     "a callback that is a class": lambda w: w.fit(callbacks=[mgpu.Checkpoint]),

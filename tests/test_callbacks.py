@@ -170,6 +170,8 @@ def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
         "epoch 1/2  batch 2/2",
     ]
     assert all(line.endswith(" left") for line in lines if " batch " in line)
+    monkeypatch.setattr(sys, "stdout", None)  # which a shell's >&- leaves
+    train([mgpu.Progress(every_s=0)], epochs=1, num_batches=2)
 
 
 def test_fit_shows_progress_unless_told_otherwise(capsys):

@@ -268,6 +268,14 @@ def test_states_of_other_shapes_are_refused(checkpoint, other_run, tmp_path):
     assert largest_difference(weights_of(net), before) == 0.0
 
 
+def test_a_network_without_values_is_told_to_initialise(tmp_path):
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    mgpu.save_checkpoint(tmp_path / "c", net)
+    with pytest.raises(TrainerError, match=r"Call net.initialize\(ctx=ctx\) first"):
+        mgpu.load_checkpoint(tmp_path / "c", nn.Dense(1, in_units=1))
+
+
 def test_legacy_arrays_are_not_read_from_np_arrays(tmp_path):
     mx.npx.set_np()
     try:

@@ -39,10 +39,13 @@ def value_in(folder):
     return step
 
 
-def test_fewer_than_before_may_be_kept(tmp_path):
-    put(CheckpointRotation(tmp_path, keep=5), 1, 2, 3, 4, 5)
-    put(CheckpointRotation(tmp_path, keep=2), 6)
-    assert names(tmp_path) == ["last", "step-00000005"]
+@pytest.mark.parametrize("keep", [1, 2, 4, 7])
+def test_as_many_are_kept_as_were_asked_for(tmp_path, keep):
+    for step in range(1, 10):
+        put(CheckpointRotation(tmp_path, keep=keep), step)
+        assert names(tmp_path) == ["last", *(f"step-{one:08d}" for one in range(max(1, step - keep + 1), step))]
+    put(CheckpointRotation(tmp_path, keep=2), 10)
+    assert names(tmp_path) == ["last", "step-00000009"]
 
 
 def test_going_back_leaves_the_later_ones_behind(tmp_path):
@@ -55,6 +58,16 @@ def test_going_back_leaves_the_later_ones_behind(tmp_path):
     assert names(tmp_path) == ["last", "step-00000010", "step-00000020"]
     put(rotation, 25, 26)
     assert names(tmp_path) == ["last", "step-00000010", "step-00000020", "step-00000025"]
+
+
+def test_a_run_that_replaces_another_one_says_so(tmp_path, caplog):
+    rotation = CheckpointRotation(tmp_path)
+    rotation.begin(None)
+    put(rotation, 1)
+    rotation.begin(tmp_path / "last")
+    assert not caplog.messages
+    rotation.begin(None)
+    assert str(tmp_path) in caplog.messages[0]
 
 
 def test_a_run_of_another_name_is_not_mixed_in(tmp_path):

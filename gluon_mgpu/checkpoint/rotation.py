@@ -67,11 +67,14 @@ class CheckpointRotation:
         """
         with explained(self._operation, self.folder):
             others = self.steps()
-            if others and (resumed is None or self.folder.resolve() not in resumed.resolve().parents):
+            is_new = resumed is None or self.folder.resolve() not in resumed.resolve().parents
+            if others and is_new:
                 raise StateError(
                     f"{self._operation}: got {self.folder}, which holds {others[-1].name} of another run; expected a folder "
                     "of its own. Resume that run with resume='auto', or pass another folder."
                 )
+            if is_new and (self.folder / "last").exists():
+                logger.warning("the checkpoints of an earlier run in %s are replaced: resume='auto' continues it", self.folder)
             make(self.folder)
             for name in ("last", "best"):
                 recover(self.folder / name)
@@ -145,8 +148,9 @@ class CheckpointRotation:
         """Remove folders beyond `keep` before this step, and folders of later steps."""
         steps = self.steps()
         earlier = [path for path in steps if _number(path) < step]
+        kept = earlier[max(0, len(earlier) + 1 - self._keep) :]  # `last` is one of them
         for path in steps:
-            if path not in earlier[len(earlier) - (self._keep - 1) :]:
+            if path not in kept:
                 remove(path)
 
 

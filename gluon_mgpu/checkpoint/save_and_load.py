@@ -16,7 +16,7 @@ from ..checks import flag, instance, path_of
 from ..data_parallel.step import check_network
 from ..distributed.process import this_process
 from ..errors import StateError
-from ..trainer.parameters import average_replicas, named_params, shape_fits
+from ..trainer.parameters import average_replicas, check_initialised, named_params, shape_fits
 from ..trainer.trainer import Trainer
 from .replace_folder import commit, explained, new_folder
 from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_content, restore, take_snapshot
@@ -299,7 +299,9 @@ def set_parameters(content: CheckpointData, net: gluon.Block) -> CheckpointData:
 
     This does what Gluon's `load_parameters` does, but reads no file: the checked file may have been replaced.
     """
-    for name, param in net._collect_params_with_prefix().items():
+    params = net._collect_params_with_prefix()
+    check_initialised("load_checkpoint", params)
+    for name, param in params.items():
         param._load_init(content.params[name], param.list_ctx())
     return replace(content, params={})
 

@@ -68,6 +68,8 @@ def run_fit(*arguments: Any, options: SimpleNamespace, **more: Any) -> History:
         more.update(limit_batches=options.limit_batches, limit_eval_batches=options.limit_batches)
         history = fit(*arguments, epochs=options.epochs, resume=options.resume, **more)
     except (KeyboardInterrupt, Terminated) as interrupt:
+        if not str(interrupt):  # at once, after a second signal: nothing was saved
+            raise
         raise type(interrupt)(f"{interrupt}; checkpoints are in {options.output}; resume with --resume auto") from None
     if history.stopped:
         print_once(f"stopped: {history.stopped}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 import click
 from click.core import ParameterSource
 
-from ._options import count, output_option, positive
+from ._options import Whole, count, output_option, positive
 from ._output import showing, write_results
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _SHOWN = 6  # tensors of a difference
 )
 @count("--virtual-shards", default=8, help="With --bits: parts of each batch.")
 @count("--processes", default=2, help="With --bits: also in so many; 1 leaves them out.")
-@count("--steps", default=50, help="Steps to train, on the digits.")
+@click.option("--steps", type=Whole(2), default=50, help="Steps to train, on the digits.")
 @count("--batch-size", default=32, help="Images per batch, over all devices.")
 @positive("--lr", default=0.05, help="Learning rate.")
 @click.option("--optimizer", default="sgd", help="Any optimizer of MXNet; sgd gets momentum 0.9.")
@@ -75,6 +75,8 @@ def agree(context: click.Context, /, spec: Optional[str], network: str, bits: bo
         sys.exit(_compare_bits(training, resolve_devices(spec or "cpu*4"), options["processes"], output))
     recipe = Recipe(NETWORKS[network], load_digits(), batch_size, steps, lr, optimizer)
     with use_devices(spec or "cpu*2") as ctx, showing("loading the digits") as show:
+        if len(ctx) == 1:
+            raise click.UsageError(f"got {ctx[0]} alone; expected two devices or more. Pass --devices 'cpu*2'.")
         same = same_batch(recipe, ctx, on_message=show)
     names = ", ".join(map(str, ctx))
     num_steps, found, allowed = len(same.allowed()), max(same.differences(), default=0.0), max(same.allowed(), default=0.0)

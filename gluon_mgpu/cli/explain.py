@@ -44,7 +44,7 @@ def explain(message: Sequence[str], language: Optional[str]) -> None:
         raise click.UsageError("got no MESSAGE; expected an error message. Quote it, or pass - and the log on standard input.")
     text = " ".join(message)
     if text == "-":
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+        text = sys.stdin.buffer.read().decode("utf-8", "replace") if sys.stdin else ""  # which a shell's <&- leaves
     found = explain_message(text)
     if not found:
         click.echo(_NOTHING[language].format(last_error(text)[:_SHOWN]), err=True)

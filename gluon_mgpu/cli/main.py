@@ -46,7 +46,7 @@ class CommandGroup(click.Group):
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
             sys.exit(130)
         except SystemExit as end:
-            if hasattr(end, "title"):  # loop.stop_signals.Terminated, after a signal
+            if hasattr(end, "title") and ctx.parent is None:  # loop.stop_signals.Terminated, after a signal; told once
                 click.echo(f"{end.title}. {end}", err=True)
             raise
         except Exception as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--interval", type=Real(0.1), default=1.0, help="Seconds between two samples.")
+@click.option("--interval", type=Real(0.1, 86400), default=1.0, help="Seconds between two samples.")
 @click.option("--count", type=Whole(1), help="End after this many samples.")
 @click.option("--pid", type=Whole(1), help="A training process, or its launcher: also show it and its children.")
 @click.option("--json", "as_json", is_flag=True, help="Print lines of JSON, also on a terminal.")

@@ -108,7 +108,7 @@ def _schedule(lr: float, steps_per_epoch: int, epochs: int, max_steps: Optional[
         return None
     warm_up = steps_per_epoch if steps > steps_per_epoch else 0
     return mx.lr_scheduler.CosineScheduler(
-        max_update=steps, base_lr=lr, final_lr=0.0, warmup_steps=warm_up, warmup_begin_lr=lr / 10
+        max_update=max(2, steps), base_lr=lr, final_lr=0.0, warmup_steps=warm_up, warmup_begin_lr=lr / 10
     )
 
 

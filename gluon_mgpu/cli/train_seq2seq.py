@@ -221,4 +221,4 @@ def _from_files(options: SimpleNamespace) -> Corpus:
 def _schedule(options: SimpleNamespace, steps_per_epoch: int) -> Any:
     steps = steps_per_epoch * options.epochs
     begin = {"warmup_steps": min(_WARM_UP_STEPS, steps // 10), "warmup_begin_lr": options.lr / 10}
-    return mx.lr_scheduler.CosineScheduler(max_update=steps, base_lr=options.lr, final_lr=0.0, **begin)
+    return mx.lr_scheduler.CosineScheduler(max_update=max(2, steps), base_lr=options.lr, final_lr=0.0, **begin)

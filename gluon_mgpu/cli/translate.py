@@ -95,7 +95,7 @@ def _texts(file: Optional[Path]) -> Iterator[List[str]]:
     if file is not None:
         lines = read_lines("translate", file)
     else:
-        lines = lines_of("translate", sys.stdin.buffer.read(), "standard input")
+        lines = lines_of("translate", sys.stdin.buffer.read() if sys.stdin else b"", "standard input")
     for begin in range(0, len(lines), _AT_ONCE):
         yield lines[begin : begin + _AT_ONCE]
 

@@ -148,7 +148,7 @@ class Progress(Callback):
         means = [format_column(*mean) for mean in progress.means.items()]
         speed = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
         line = "  ".join([f"epoch {state.epoch}/{state.epochs}", batch, *means, *speed])
-        if sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty():
             self._print(line[: shutil.get_terminal_size().columns - 1], end="")
         elif time.perf_counter() - self._printed > self._every_s:
             self._print(line)

@@ -274,7 +274,8 @@ class Gradients:
             raise StaleGradientError(
                 f"Trainer.step: got no gradient for {', '.join(unused[:_MOST_NAMES])}{more} on any device since the last step; "
                 "expected a backward pass through every parameter. If this network uses only a part of them, pass "
-                "ignore_stale_grad=True, or make the trainer with find_unused_parameters=True."
+                "ignore_stale_grad=True, or make the trainer with find_unused_parameters=True. After "
+                "building it again, make a new Trainer."
             )
 
     def _zero(self, which: Table, slabs: Sequence[Slab]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, Optional
 
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
-from ..checks import explaining, real_number, short, whole_number
+from ..checks import explaining, is_number, real_number, short
 from ..errors import TrainerError
 from ..refusals import refusal
 from .across_processes import ProcessSync
@@ -41,6 +42,13 @@ def check_optimizer(optimizer: Any, params: Any) -> None:
         with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
             warnings.simplefilter("ignore")
             opt.create(optimizer, **params)
+        check_rate("Trainer", params.get("learning_rate", 0.0))
+
+
+def check_rate(operation: str, rate: Any) -> None:
+    """Raise `TrainerError` for a learning rate that is no finite number."""
+    if not is_number(rate) or not math.isfinite(rate):
+        raise TrainerError(f"{operation}: got learning_rate={short(rate)}; expected a finite number. Pass 0.1, for example.")
 
 
 def check_options(layout: Layout, compression_params: Any, update_on_kvstore: Any) -> None:
@@ -93,11 +101,6 @@ def check_clipping(**bounds: Optional[float]) -> None:
     for name, bound in bounds.items():
         if bound is not None:
             real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
-
-
-def check_buckets(bucket_bytes: Any) -> None:
-    """Raise `TrainerError` for a size that is no whole number of bytes."""
-    whole_number("Trainer", "bucket_bytes", bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
 
 
 def check_batch_size(operation: str, batch_size: float) -> None:

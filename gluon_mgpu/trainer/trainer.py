@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
-from ..checks import flag, path_of
+from ..checks import flag, path_of, whole_number
 from ..devices.select import check_contexts
 from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, num_bytes
@@ -20,7 +20,7 @@ from .gradients import Gradients, idle_devices
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer
-from .options import check_batch_size, check_buckets, check_clipping, check_optimizer, check_options, check_sharded, check_virtual
+from .options import check_batch_size, check_clipping, check_optimizer, check_options, check_rate, check_sharded, check_virtual
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
 from .replica_check import ReplicaCheck
@@ -133,7 +133,7 @@ class Trainer(gluon.Trainer):
         check_replicas_every: Optional[int] = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        check_buckets(bucket_bytes)
+        whole_number("Trainer", "bucket_bytes", bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
         switches = {"measure_grad_norm": measure_grad_norm, "sharded_data": sharded_data}
         switches.update(find_unused_parameters=find_unused_parameters, shard_optimizer=shard_optimizer)
         for name, value in switches.items():
@@ -256,6 +256,11 @@ class Trainer(gluon.Trainer):
         A loop by hand is correct in every precision with `mgpu.backward(trainer.scale(losses))`.
         """
         return losses if self.loss_scaler is None else self.loss_scaler.scale_losses(losses)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate from the next step on, as `gluon.Trainer` does."""
+        check_rate("Trainer.set_learning_rate", lr)
+        super().set_learning_rate(lr)
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Reduce the gradients over the devices and update the weights on each. It does not wait.

@@ -275,12 +275,10 @@ class Plain(World):
         self.generator_trainer.step(size)
 
     def dropped(self, size, generator=None):
-        """A pass that no step of this network uses; a generator's step counts its examples."""
-        kept, behind = [dict(sums) for sums in self.sums], list(self.behind)
+        """A pass that no step of this network uses."""
+        kept = [dict(sums) for sums in self.sums]
         self.backward(*self.next_batch(size), generator=generator)
         self.sums = kept
-        if generator is not None:
-            self.behind = behind
 
     def add(self, is_on):
         """Let passes add to gradients, from 0, or replace them."""

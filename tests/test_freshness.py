@@ -545,3 +545,21 @@ def test_a_batch_that_fails_hides_no_pass_that_follows(devices):
     trainer.step(6)
     with pytest.raises(StaleGradientError):
         trainer.step(6)
+
+
+def test_a_compiled_pass_of_another_network_does_not_count_on_a_device_without_data():
+    net, head = dense(CPU), dense(CPU, in_units=1)
+    both = nn.HybridSequential()
+    both.add(net, head)
+    trainers = [mgpu.Trainer(part, "sgd", {"learning_rate": 0.1}) for part in (net, head)]
+    mgpu.compile_step(both, gluon.loss.L2Loss(), trainers[0])(data(0, 4), data(1, 4, width=1))
+    autograd.backward(losses_of(head, data(0, 1, width=1), CPU))
+    assert_refused(partial(trainers[1].step, 1), "several backward passes")
+
+
+def test_a_compiled_step_uses_the_gradients_of_shared_parameters():
+    net = dense(CPU)
+    trainers = [mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}) for _ in range(2)]
+    mgpu.compile_step(net, gluon.loss.L2Loss(), trainers[0])(data(0, 4), data(1, 4, width=1))
+    for trainer in trainers:
+        assert_refused(partial(trainer.step, 4), "no gradient", StaleGradientError)

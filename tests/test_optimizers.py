@@ -4,8 +4,14 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.runtime.c_api import Operator
+from gluon_mgpu.trainer.update import Update
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+
+from .conftest import small_batches, small_net
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def adamw(weight, gradients, rate, beta1=0.9, beta2=0.999, epsilon=1e-8, wd=0.01):
@@ -53,39 +59,6 @@ def test_adamw_trains_a_network_by_the_formula(num_devices, arrays):
         np.testing.assert_allclose(net.weight.data(context).asnumpy(), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "wd": 0.01}, {"momentum": 0.5, "clip_gradient": 0.01}])
-def test_sgd_of_parameters_outside_of_buckets_is_gluons(options, num_devices):
-    """Convolutions, with prepared operators: also while rates, multipliers and states change. All devices see one batch."""
-    X = mx.nd.random.uniform(shape=(4, 2, 5, 5))
-
-    def train(make, ctx):
-        net = nn.HybridSequential(prefix="")
-        for i in range(6):
-            net.add(nn.Conv2D(3, 3, padding=1, in_channels=3 if i else 2, use_bias=False, prefix=f"conv{i}_"))
-        mx.random.seed(4)
-        net.initialize(mx.init.Xavier(), ctx=ctx)
-        net[1].weight.lr_mult, net[2].weight.wd_mult = 0.5, 3.0
-        schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5)
-        trainer = make(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule, **options})
-        for number in range(6):
-            if number == 3 and "momentum" in options:
-                for updater in trainer._updaters:
-                    updater.states[1][:] = 1
-            if number == 4:
-                net[3].weight.grad_req = "null"
-            with autograd.record():
-                losses = [(net(X.as_in_context(context)) ** 2).mean(axis=(1, 2, 3)) for context in ctx]
-            autograd.backward(losses)
-            trainer.step(len(X) * len(ctx))
-        return [block.weight.data(ctx[-1]).asnumpy() for block in net]
-
-    expected = train(lambda net, *rest: gluon.Trainer(list(net.collect_params().values()), *rest), [mx.cpu()])
-    found = train(mgpu.Trainer, [mx.cpu(i) for i in range(num_devices)])
-    for one, other in zip(found, expected):
-        (np.testing.assert_array_equal if num_devices == 1 else np.testing.assert_allclose)(one, other)
-
-
 @pytest.mark.parametrize("optimizer", ["rmsprop", "ftrl", "adagrad", "adadelta", "groupadagrad"])
 @pytest.mark.parametrize("is_cast_later", [False, True])
 def test_float16_weights_with_float32_states(optimizer, is_cast_later):
@@ -124,3 +97,31 @@ def test_predictions_between_steps_do_not_move_devices_apart(name):
         mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y)
         mgpu.evaluate_accuracy_gpus(net, [(X, y)])
     mx.nd.waitall()
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", "nadam"])
+def test_an_update_that_is_interrupted_leaves_equal_devices(monkeypatch, optimizer, done):
+    net = small_net([mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, optimizer, {"learning_rate": 0.1})
+    left = [done]  # calls before the interruption
+
+    def interrupted(run):
+        def call(*arguments):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return run(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Operator, "run", interrupted(Operator.run))
+    monkeypatch.setattr(Update, "_run_updater", interrupted(Update._run_updater))
+    for at, (X, y) in enumerate(small_batches([6, 5, 6, 4])):
+        if at == 1:
+            left[0] = 99
+        try:
+            mgpu.train_batch(net, LOSS, trainer, X, y)
+        except KeyboardInterrupt:
+            assert not at
+    assert mgpu.data_parallel.replica_difference(net) == 0.0

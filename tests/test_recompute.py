@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.passes import WaitingPass
 from gluon_mgpu.errors import ModesError, TrainerError
+from gluon_mgpu.pipeline.recompute import _OPERATOR, _Properties
 from mxnet import autograd
 from mxnet.gluon import nn
 
@@ -160,3 +161,15 @@ def test_what_is_refused(capfd):
         loss.backward()
         mx.nd.waitall()
     assert "mgpu.backward" in capfd.readouterr().out  # printed by MXNet
+
+
+def test_it_takes_arrays_of_both_kinds(arrays):
+    mx.operator.register(_OPERATOR)(_Properties)  # MXNet notes here which kind the operator gets
+    found = []
+    for wrapped in (plain, mgpu.recompute):
+        net = nn.Sequential()
+        net.add(wrapped(layers()), nn.Dense(5, in_units=16))
+        net = seeded(net, [mx.cpu(0), mx.cpu(1)])
+        mgpu.train_batch(net, CE, mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}), arrays.ones((5, 16)), arrays.zeros(5))
+        found.append([param.data(mx.cpu(1)).asnumpy() for param in net.collect_params().values()])
+    assert largest_difference(*found) == 0.0

@@ -221,3 +221,21 @@ def test_those_of_a_symbol_block_move_alike(tmp_path):
     for name, wanted in zip(("mean", "var"), means):
         for array in found[name].list_data():
             np.testing.assert_allclose(array.asnumpy(), wanted, atol=1e-5)
+
+
+def test_a_pass_counts_for_all_networks_that_it_reaches():
+    """Each by its own trainer, in any order; a network that it does not reach counts it not."""
+    nets, trainers = zip(*[normed(2) for _ in range(3)])
+    X, y = batch(3)
+    for parts, sizes in ((nets[:2], 3), (nets[2:], 1)):
+        Xs, ys = mgpu.split_batch(X[:sizes], y[:sizes], trainers[0].contexts)
+        with autograd.record():
+            losses = [LOSS(sum(net(x) for net in parts), label) for x, label in zip(Xs, ys)]
+        mgpu.backward(losses)
+    for trainer in trainers:
+        trainer.step(3)
+    whole = [(2 * first + second) / 3 for first, second in zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))]
+    for net, expected in zip(nets, (whole, whole, moved(INITIAL, X[:1]))):
+        for param, values in zip((net[0].running_mean, net[0].running_var), expected):
+            for array in param.list_data():
+                np.testing.assert_allclose(array.asnumpy(), values, rtol=1e-5, atol=1e-6)

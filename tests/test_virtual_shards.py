@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.data import ArrayLoader
-from gluon_mgpu.errors import ReplicaError, StateError, TrainerError
+from gluon_mgpu.errors import ModesError, ReplicaError, StateError, TrainerError
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from gluon_mgpu.trainer.tree_sum import TreeSum, VirtualShards, complete_parts
 from hypothesis import given
@@ -152,6 +152,23 @@ def test_it_trains_as_one_device_does():
             mgpu.train_batch(net, LOSS, trainer, X, y)
         found.append(np.concatenate([param.data(mx.cpu(1)).asnumpy().ravel() for param in net.collect_params().values()]))
     np.testing.assert_allclose(found[1], found[0], atol=2e-6)
+
+
+def test_gradients_of_other_parameters_are_not_added_up():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=4), nn.Dense(3, in_units=4))
+    net.initialize(ctx=cpus(2))
+    net[0].collect_params().setattr("grad_req", "null")
+    trainer = mgpu.Trainer(net, "sgd", virtual_shards=2)
+    X, y = np.ones((4, 4), "float32"), np.zeros(4, "float32")
+    with trainer.accumulate():
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+    net[0].collect_params().setattr("grad_req", "write")
+    with pytest.raises(ModesError, match="discard"):
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+    trainer.discard()
+    mgpu.train_batch(net, LOSS, trainer, X, y)
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
 @given(st.integers(1, 24), st.data())

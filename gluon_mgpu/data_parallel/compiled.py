@@ -120,7 +120,7 @@ class CompiledPasses(Passes):
         scale = 1.0 if trainer.loss_scaler is None else trainer.loss_scaler.begin()
         for executor in self._queued:
             executor.backward(scale)
-        note_written(self._params, [executor.context for executor in self._queued])
+        note_written(self._params, [executor.context for executor in self._queued], trainer.gradients)
         self._queued = []
 
     def _run_graphs(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any) -> Tuple[List[Any], List[Array]]:

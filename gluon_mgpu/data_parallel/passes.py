@@ -112,8 +112,8 @@ def backward(losses: Sequence[Array]) -> None:
             f"backward: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
         )
-    note_losses(losses)
     run_backward(losses)
+    note_losses(losses)
 
 
 def run_backward(losses: Sequence[Array]) -> None:

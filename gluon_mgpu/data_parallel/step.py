@@ -16,7 +16,7 @@ from ..nested import Array, Fields
 from ..refusals import refusal
 from ..trainer.gradients import idle_devices, restore_idle
 from ..trainer.parameters import spans_devices
-from ..trainer.running_stats import drop_examples, note_examples, running_stats
+from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .balancer import Balancer
 from .compiled import make_passes
@@ -272,8 +272,6 @@ class TrainStep:
         if plan.is_new:
             self._begin(plan, X, y, Xs, ys)
         trainer.gradients.drop_unused()
-        if self._has_stats:
-            drop_examples()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)

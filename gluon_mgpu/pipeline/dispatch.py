@@ -209,7 +209,8 @@ class PipelinePasses(Passes):
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
         with self._trainer.gradients.adding() if self.adds else one_pass():
-            run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
+            examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
+        note_examples(examples.items())
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]
         return [one.results[part] for one, part in parts], [one.losses[part] for one, part in parts]
 
@@ -262,8 +263,8 @@ class _Run:
         self._stats: Dict[_Place, StatsOfParts] = {}  # where several micro-batches move them
         self._moves: Dict[_Place, List[List[Array]]] = {}  # of these statistics, by the micro-batches, times their examples
 
-    def dispatch(self, tasks: Sequence[Tuple[_Place, Task, List[_MicroBatch]]]) -> None:
-        """Dispatch tasks, each with the micro-batches of its replica; move the running statistics, and count their examples."""
+    def dispatch(self, tasks: Sequence[Tuple[_Place, Task, List[_MicroBatch]]]) -> Dict[Context, int]:
+        """Dispatch tasks, each with the micro-batches of its replica; move the running statistics, and return their examples."""
         examples: Dict[Context, int] = {}
         places = {place: micro_batches for place, _, micro_batches in tasks}
         self._stats = {place: place.stats for place, own in places.items() if place.stats is not None and len(own) > 1}
@@ -280,7 +281,7 @@ class _Run:
             examples[place.device] = sum(sum(one.sizes) or int((*one.losses[0].shape, 1)[0]) for one in own)
             if place in self._moves:
                 self._stats[place].move([mx.nd.add_n(*parts) / examples[place.device] for parts in zip(*self._moves[place])])
-        note_examples(examples.items())
+        return examples
 
     def _dispatch(self, place: _Place, task: Task, micro_batch: _MicroBatch) -> None:
         part = place.part or 0

@@ -191,7 +191,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
 
     def forward(self, is_train: bool, req: Any, in_data: Any, out_data: Any, aux: Any) -> None:
         for target, how, result in zip(out_data, req, self._call.results):
-            self.assign(target, how, result)
+            self.assign(target.as_nd_ndarray(), how, result)
         self._call.results = []
 
     def backward(self, req: Any, out_grad: Any, in_data: Any, out_data: Any, in_grad: Any, aux: Any) -> None:
@@ -201,7 +201,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
             WaitingPass.error = error
             raise
         for target, how, gradient in zip(in_grad, req, found):
-            self.assign(target, how, 0 if gradient is None else gradient.as_nd_ndarray())
+            self.assign(target.as_nd_ndarray(), how, 0 if gradient is None else gradient.as_nd_ndarray())
 
 
 @mx.operator.register(_OPERATOR)

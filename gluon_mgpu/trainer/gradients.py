@@ -73,11 +73,13 @@ class Gradients:
         Also parameters without a gradient in this process take part in a step: other processes may have one.
     has_counted : bool
         Passes were counted that no update has used.
+    is_reached : bool
+        Whether the latest pass has written one of them.
     """
 
     def __init__(self, layout: Layout, *, find_unused: bool = False) -> None:
         self._layout = layout
-        self.all_take_part = self.has_counted = False
+        self.all_take_part = self.has_counted = self.is_reached = False
         self._find_unused = find_unused
         self._logged: Set[str] = set()  # names of unused parameters
         self._sums: Dict[Union[Bucket, int], List[Array]] = {}  # of counted passes: by bucket or parameter, one per replica
@@ -232,7 +234,7 @@ class Gradients:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
         self._is_lost = self._follow() or self._is_lost
         fresh = self._read()
-        if self._all_known is not None or not fresh.any():
+        if (self._all_known is not None and not _now.idle) or not fresh.any():
             return fresh
         if self._is_lost:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
@@ -381,6 +383,7 @@ class Gradients:
             before = np.zeros_like(written)
         kept = before & ~np.repeat(rows, self._sizes)
         self._flags.put(kept, True)
+        self.is_reached = bool(rows.any()) or not len(rows)  # without trained parameters, it is unknown
         if rows.any():
             last = self._latest
             if last is not None and last.num_steps == _now.num_steps and self._are_apart(last.written, written):
@@ -401,10 +404,11 @@ class Gradients:
         else:
             self._clear()
 
-    def mark(self, params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], *, joins: bool) -> None:
+    def mark(self, params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients, *, joins: bool) -> None:
         """Note gradients that a pass has written without autograd, and clear those of its other devices.
 
-        With `joins`, it is a part of a pass, and clears nothing.
+        The step that follows is of the `own` ones, which need no flags for it. Others may share parameters with them, or stay
+        fresh after it. With `joins`, it is a part of a pass, and clears nothing.
         """
         self._follow()
         marked = self._marked
@@ -414,9 +418,13 @@ class Gradients:
             every = np.repeat(rows, self._sizes)
             marked = self._marked = _Marked(params, list(contexts), every & reached, every & ~reached)
         written, idle = marked.written, marked.idle
+        self.is_reached = marked.writes or not len(marked.written)
         if not marked.writes:
             return
-        if marked.writes_all or self._known is None:
+        if self is not own:
+            self._flags.put(written, True)
+            self._is_clear = own._is_clear = False
+        elif marked.writes_all or self._known is None:
             self._known, self._all_known = written, written if marked.writes_all else None
         else:
             self._know(written | (self._known if joins else self._known & ~idle))
@@ -575,13 +583,16 @@ def empty_pass() -> None:
             one.end_empty_pass(has_others=not all(one.shares(other) for other in watching))
 
 
-def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context]) -> None:
-    """Note that a pass has written the gradients of these parameters, by their ids, on these devices, without autograd."""
+def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients) -> None:
+    """Note that a pass has written the gradients of these parameters, by their ids, on these devices, without autograd.
+
+    A step with the `own` ones follows.
+    """
     with _lock:
         if not _now.is_inside:
             _now.idle = frozenset()
         for one in _alive():
-            one.mark(params, contexts, joins=_now.is_inside)
+            one.mark(params, contexts, own, joins=_now.is_inside)
 
 
 @contextmanager

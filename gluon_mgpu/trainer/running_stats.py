@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from operator import attrgetter, is_not
 from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from weakref import WeakSet
 
 import mxnet as mx
 import numpy as np
@@ -19,6 +20,7 @@ from ..distributed import group
 from ..nested import Array
 from ..runtime.engine_push import EngineContext, WrittenWith
 from .across_processes import Divisor
+from .gradients import Gradients
 from .parameters import Params, named_params
 from .slab import MOVES, BucketSlice, Slab, place_of, place_statistics, slabs_of
 from .sums import Sum
@@ -26,19 +28,19 @@ from .sums import Sum
 _DATA = attrgetter("_data")
 _TINY = 1e-30
 
-_unclaimed: Optional[Dict[Context, float]] = None  # examples of backward passes before the next step; None: no pass was noted
-_num_passes = 0
+_all: WeakSet[RunningStats] = WeakSet()  # of all trainers
+_num_passes = 0  # the same in all processes
 _stages_before: Dict[Context, Set[Context]] = {}  # by the device of a pipeline's recorded output: those of the stages before it
 
 
 def note_examples(examples: Iterable[Tuple[Context, float]]) -> None:
-    """Note the number of examples in each device's backward pass, for the next step."""
-    global _unclaimed, _num_passes
+    """Count the latest backward pass's examples on each device for the networks that it has reached; none, for all networks."""
+    global _num_passes
     _num_passes += 1
-    if _unclaimed is None:
-        _unclaimed = {}
-    for context, number in examples:
-        _unclaimed[context] = _unclaimed.get(context, 0) + number
+    counted = list(examples)
+    for one in list(_all):
+        if not counted or one.is_reached:
+            one.count(counted)
 
 
 def note_stages(devices: Sequence[Context]) -> None:
@@ -47,15 +49,9 @@ def note_stages(devices: Sequence[Context]) -> None:
 
 
 def note_losses(losses: Iterable[Array]) -> None:
-    """Note the examples in a backward pass from these losses."""
+    """Note the examples in the latest backward pass, which was from these losses."""
     examples = [(loss.context, (*loss.shape, 1)[0]) for loss in losses]
     note_examples(examples + [(other, number) for context, number in examples for other in _stages_before.get(context, ())])
-
-
-def drop_examples() -> None:
-    """Forget the examples of backward passes that no step has used: they may be of another network."""
-    global _unclaimed
-    _unclaimed = None
     _stages_before.clear()
 
 
@@ -162,14 +158,18 @@ class RunningStats:
         Over the devices and processes, for these alone.
     devices : sequence of mxnet.Context
         All devices of the network.
+    gradients : Gradients, optional
+        Those of the network: they know which passes reach it. None: all do.
 
     Attributes
     ----------
     params : list of gluon.Parameter
     """
 
-    def __init__(self, params: Sequence[gluon.Parameter], total: Sum, devices: Sequence[Context]) -> None:
-        self.params, self._sum = list(params), total
+    def __init__(
+        self, params: Sequence[gluon.Parameter], total: Sum, devices: Sequence[Context], gradients: Optional[Gradients] = None
+    ) -> None:
+        self.params, self._sum, self._gradients = list(params), total, gradients
         self._divisor = None if group() is None else Divisor(devices)
         self._examples: Optional[Dict[Context, float]] = None  # since the latest move; None: no pass was noted
         self._num_passes, self._num_moves = _num_passes, -1
@@ -179,8 +179,8 @@ class RunningStats:
         self._before: List[List[Array]] = []  # the common values of each slab, on each device
         self._trained: List[Slab] = []  # the slabs of gradients after which the statistics count as written
         self._written: Dict[Context, WrittenWith] = {}
-        drop_examples()  # of passes before this trainer was made
         self._follow()
+        _all.add(self)
 
     def add(self, params: Sequence[gluon.Parameter]) -> None:
         """Move these statistics too, of a network of which the trainer has only some parameters."""
@@ -190,17 +190,24 @@ class RunningStats:
             self.params, self._num_moves = self.params + new, -1
         self._follow()
 
-    def claim(self) -> None:
-        """Count the examples of the latest backward passes."""
-        if self.params and _unclaimed is not None:
-            self._examples = {} if self._examples is None else self._examples
-            for context, number in _unclaimed.items():
-                self._examples[context] = self._examples.get(context, 0) + number
-        drop_examples()
+    @property
+    def is_reached(self) -> bool:
+        """Whether the latest backward pass has reached the network."""
+        return self._gradients is None or self._gradients.is_reached
+
+    def count(self, examples: Sequence[Tuple[Context, float]]) -> None:
+        """Count examples on their devices until the next move."""
+        self._examples = {} if self._examples is None else self._examples
+        for context, number in examples:
+            self._examples[context] = self._examples.get(context, 0) + number
 
     def begin(self) -> None:
-        """Take the values of each first device as the common ones."""
+        """Take the values of each first device as the common ones, and count from here."""
         self._follow()
+        self._take()
+        self._examples = None
+
+    def _take(self) -> None:
         self._before = []
         for slab in self._slabs:
             first = slab.weights[0].as_nd_ndarray()
@@ -215,6 +222,7 @@ class RunningStats:
             Devices without data, if no examples were counted.
         """
         self._num_passes = _num_passes
+        _stages_before.clear()
         self._follow()
         if trained is not self._trained:
             self._trained, self._written = trained, written_with(self._slabs, trained)
@@ -231,7 +239,6 @@ class RunningStats:
     def settle(self, trained: List[Slab]) -> None:
         """Move the statistics if passes came that no step has used."""
         if self._num_passes != _num_passes:
-            self.claim()
             self.move(trained, ())
 
     def _move_by(self, examples: Dict[Context, float]) -> None:
@@ -262,4 +269,4 @@ class RunningStats:
         self._data, self._num_moves = list(map(_DATA, self.params)), MOVES.count
         if memory != self._memory:  # otherwise other parameters have moved
             self._slabs, self._trained, self._memory = slabs, [], memory
-            self.begin()
+            self._take()

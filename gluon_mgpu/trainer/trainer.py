@@ -170,7 +170,7 @@ class Trainer(gluon.Trainer):
         if has_values(self._layout.params):
             self._process_sync.begin()
         statistics = [param for param in self._layout.params if is_running_stat(param)]
-        self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices)
+        self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices, self.gradients)
         self.tree: Optional[TreeSum] = None  # the sum over virtual shards
         if virtual_shards is not None:
             self.use_virtual_shards(virtual_shards)
@@ -286,7 +286,6 @@ class Trainer(gluon.Trainer):
         self._process_sync.check_begun("Trainer.step")
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
-        self.running_stats.claim()
         if batch_size == 0:  # the gradients so far are of other data
             self.gradients.drop_unused()
         if self._num_open:
@@ -390,7 +389,6 @@ class Trainer(gluon.Trainer):
         """
         self.gradients.drop()
         self._sum.drop()
-        self.running_stats.claim()
         self._num_counted, self._summed = 0, None
 
     def average_replicas(self) -> None:
@@ -414,7 +412,6 @@ class Trainer(gluon.Trainer):
         self._complete("Trainer.allreduce_grads")
         if self._layout.is_sharded:
             raise refusal("Trainer.allreduce_grads", "shard_optimizer", "allreduce_grads()")
-        self.running_stats.claim()
         slabs = self.gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:
             raise TrainerError(
@@ -449,7 +446,6 @@ class Trainer(gluon.Trainer):
                 "step(), which does both."
             )
         self._complete("Trainer.update")
-        self.running_stats.claim()
         slabs = self.gradients.collect(ignore_stale_grad)
         self.gradients.mark_used()
         self._apply(slabs, batch_size)

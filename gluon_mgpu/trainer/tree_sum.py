@@ -162,6 +162,8 @@ class TreeSum(Sum):
 
     def use(self, slabs: List[Slab]) -> List[List[Array]]:
         """Let the sums be those of these gradients, and return them: a list for each device."""
+        if slabs is not self._latest and self._total is not None:  # frozen or thawed since, for example
+            raise refusal("train_batch", "virtual_shards", "accumulated gradients", "gradients accumulated of other parameters")
         self._nodes = [[] for _ in self._contexts]  # without those of a batch that an exception has stopped
         if slabs is not self._latest:
             self._latest = slabs

@@ -100,6 +100,19 @@ class Update:
                 self._counts[index] = before.get(index, optimizer.begin_num_update) + 1
             # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
             optimizer.num_update = max(optimizer.num_update, *map(self._counts.__getitem__, self._taking_part), 0)
+        try:
+            self._run(before)
+        except BaseException:  # such as Ctrl-C, or a schedule's: some devices are updated, and others are not
+            self._make_equal(slabs)
+            raise
+        if not self._is_known:
+            for slab in slabs:
+                for weight in slab.weights[1:]:
+                    slab.weights[0].copyto(weight)
+
+    def _run(self, before: Dict[int, int]) -> None:
+        """Queue the updates of all devices. `before`: the counts before them."""
+        optimizer = self._optimizer
         known: Dict[int, Tuple[Any, ...]] = {}  # attributes of the operators
         for device in self._devices:
             for first, operator in device.operators:
@@ -115,10 +128,20 @@ class Update:
                 update_one(optimizer, first, weight, gradient, state)
             if device.single:
                 self._run_updater(device.single, device)
-        if not self._is_known:
-            for slab in slabs:
-                for weight in slab.weights[1:]:
-                    slab.weights[0].copyto(weight)
+
+    def _make_equal(self, slabs: List[Slab]) -> None:
+        """Give all replicas the weights and states of the first one."""
+        for slab in slabs:
+            for replica in range(1, len(slab.contexts) if slab.owner is None else 1):
+                slab.weights[0].copyto(slab.weights[replica])
+                for index in slab.indices if self._is_known else ():
+                    first, other = self._on(index, 0).updater, self._on(index, replica).updater
+                    if index in first.states and index not in other.states:
+                        weight = self._layout.params[index]._data[replica].as_nd_ndarray()
+                        other.states[index] = self._optimizer.create_state_multi_precision(index, weight)
+                        other.states_synced[index] = True
+                    if index in first.states:
+                        other.states[index] = filled(other.states[index], first.states[index], f"parameter {index}")
 
     @property
     def order(self) -> List[int]:

@@ -14,6 +14,7 @@ import mxnet as mx
 import numpy as np
 from gluon_mgpu.refusals import JOINING
 from mxnet import autograd
+from mxnet.gluon import nn
 
 from .crossing_nets import Fork, Join, load, make_generator, make_net
 from .crossings import LOSS, Plain, Program, World
@@ -130,13 +131,19 @@ class Ours(World):
             losses = [self.loss(output, y.as_in_context(output.context)) for output, y in zip(outputs, ys)]
         mgpu.backward(losses)
 
-    def other(self, size):
+    def other(self, size, how="hand"):
         """A generator's pass through the network, and the generator's step."""
         if self.generator is None:
             self.generator = make_generator(self.trainer.contexts)
             self.generator_trainer = mgpu.Trainer(self.generator, "sgd", {"learning_rate": 0.5})
-        self.backward(*self.next_batch(size), self.generator)
-        self.generator_trainer.step(size)
+        if how == "hand":
+            self.backward(*self.next_batch(size), self.generator)
+            self.generator_trainer.step(size)
+        else:
+            self.average()
+            both = nn.HybridSequential(prefix="")
+            both.add(self.generator, self.net)
+            mgpu.compile_step(both, LOSS, self.generator_trainer)(*self.next_batch(size))
 
     def dropped(self, size):
         """A pass that no step uses."""
@@ -302,7 +309,7 @@ def modes_of(program):
         "several passes before a step": program.num_processes > 1 and verbs & {"other", "dropped"},
         "allreduce_grads()": "reduce" in hows,
         "synchronised BatchNorm": program.bn == "sync" or ("norm", "sync") in program.statements,
-        "compiled='on'": hows & {"compiled", "compiled fit"},
+        "compiled='on'": hows & {"compiled", "compiled fit"} or "compiled" in [one[-1] for one in program.statements],
         "accumulate()": "group" in verbs,
     }
     return {name for name, is_there in found.items() if is_there}

@@ -262,13 +262,16 @@ class Plain(World):
             for array in group:
                 array[:] = mean.astype("float32")
 
-    def other(self, size):
+    def other(self, size, how="hand"):
         """A generator's pass through the network, and the generator's step."""
         if self.generator is None:
             self.generator = make_generator(mx.cpu(0))
             self.generator_trainer = gluon.Trainer(self.generator.collect_params(), "sgd", {"learning_rate": 0.5}, kvstore=None)
         self.generator_sums = {}
+        settle = self.average_statistics if how == "compiled" else bool  # the generator's step moves its statistics, too
+        settle()
         self.dropped(size, self.generator)
+        settle()
         for name, param in self.generator.collect_params().items():
             param.grad()[:] = self.generator_sums[name]
             param.data()._fresh_grad = True

@@ -151,7 +151,7 @@ def statements(fields, hows, mode):
     if mode != "local" and fields["adds"] or mode == "virtual":
         kinds += [st.tuples(one("add", st.booleans())), st.tuples(one("zero"))]
     elif mode != "local":
-        other = one("other", sizes)
+        other = one("other", sizes, st.sampled_from(["hand", "hand", "compiled"] if mode == "data" else ["hand"]))
         kinds += [st.tuples(other), st.tuples(one("dropped", sizes))]
         kinds += [st.tuples(one("freeze", st.just(-1)), other, one("thaw", st.just(-1)), other, step)]
         kinds += [st.tuples(one("add", st.just(True)), step, step, one("zero"), step, one("add", st.just(False)))]

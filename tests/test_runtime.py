@@ -113,7 +113,6 @@ COPIES = {"MXNET_CPU_TEMP_COPY": "128"}
         ({}, COPIES),
         ({"MXNET_CPU_TEMP_COPY": "8"}, {"MXNET_CPU_TEMP_COPY": "8"}),
         (OFF, {}),
-        ({**OFF, "MXNET_CPU_TEMP_COPY": "8"}, {"MXNET_CPU_TEMP_COPY": "8"}),
     ],
 )
 def test_settings_are_defaults_and_can_be_switched_off(load, environment, expected):

@@ -282,7 +282,7 @@ class TrainStep:
         passes.backward(trainer, losses)
         on_phase("update")
         if self._has_stats and not passes.notes_examples:
-            note_examples(plan.examples.items())
+            note_examples(plan.examples.items(), trainer.running_stats)
         if losses:
             self._split.watch(losses)
         trainer.step(plan.num_examples if num_units is None else num_units, self._ignore_stale_grad)
@@ -299,7 +299,8 @@ class TrainStep:
     def _begin(self, plan: Plan, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
-        if not trainer.resolve_shapes():
+        is_known = trainer.resolve_shapes()
+        if not is_known or any(param._deferred_init for param in self._net.collect_params().values()):  # also of other trainers
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
                     Xs, ys = self._planner.split(self._planner.plan(X, y), X, y)

@@ -71,12 +71,11 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
         outputs, _ = passes.forward("update_bn", Xs, ys)
         run_backward([_nothing(output) for output in outputs])  # MXNet moves the statistics in it
         firsts = [next(leaf for _, leaf in leaves(y)) for y in ys]
-        note_examples((first.context, first.shape[0]) for first in firsts)
+        note_examples(((first.context, first.shape[0]) for first in firsts), moved)
     mx.nd.waitall()  # a static graph writes them without telling the engine
     moved.move([], ())
     for trainer in trainers:
         trainer.discard()  # the zeros
-        trainer.running_stats.begin()
 
 
 def _nothing(output: Any) -> Array:

@@ -196,7 +196,7 @@ class PipelinePasses(Passes):
             micro_batches.append(_MicroBatch(shard, Xs[shard], labels, arrays, sizes))
             shard += len(sizes)
         if not micro_batches:
-            note_examples(())
+            note_examples((), self._trainer.running_stats)
             empty_pass()
             return [], []
         self._seed(micro_batches)
@@ -210,7 +210,7 @@ class PipelinePasses(Passes):
         places = self._prepared()
         with self._trainer.gradients.adding() if self.adds else one_pass():
             examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
-        note_examples(examples.items())
+        note_examples(examples.items(), self._trainer.running_stats)
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]
         return [one.results[part] for one, part in parts], [one.losses[part] for one, part in parts]
 

@@ -33,13 +33,16 @@ _num_passes = 0  # the same in all processes
 _stages_before: Dict[Context, Set[Context]] = {}  # by the device of a pipeline's recorded output: those of the stages before it
 
 
-def note_examples(examples: Iterable[Tuple[Context, float]]) -> None:
-    """Count the latest backward pass's examples on each device for the networks that it has reached; none, for all networks."""
+def note_examples(examples: Iterable[Tuple[Context, float]], own: Optional[RunningStats] = None) -> None:
+    """Count the latest backward pass's examples on each device for its `own` statistics, or for the networks that it has reached.
+
+    An empty pass of a process may have reached any network in others.
+    """
     global _num_passes
     _num_passes += 1
     counted = list(examples)
-    for one in list(_all):
-        if not counted or one.is_reached:
+    for one in list(_all) if own is None else [own]:
+        if one.params and (own is not None or not counted or one.is_reached):
             one.count(counted)
 
 
@@ -173,6 +176,7 @@ class RunningStats:
         self._divisor = None if group() is None else Divisor(devices)
         self._examples: Optional[Dict[Context, float]] = None  # since the latest move; None: no pass was noted
         self._num_passes, self._num_moves = _num_passes, -1
+        self._has_others = False  # statistics that another trainer may move, too
         self._data: List[Optional[List[Array]]] = []  # Gluon's lists of arrays
         self._memory: List[Tuple[Optional[BucketSlice], int]] = []
         self._slabs: List[Slab] = []
@@ -187,7 +191,7 @@ class RunningStats:
         known = set(map(id, self.params))
         new = [param for param in params if id(param) not in known]
         if new:
-            self.params, self._num_moves = self.params + new, -1
+            self.params, self._num_moves, self._has_others = self.params + new, -1, True
         self._follow()
 
     @property
@@ -235,6 +239,9 @@ class RunningStats:
         if len(contexts) > 1 or self._divisor is not None:
             with autograd.pause():
                 self._move_by(examples)
+        for other in list(_all) if self._has_others else ():
+            if other is not self and not set(map(id, self.params)).isdisjoint(map(id, other.params)):
+                other._examples = None  # these have moved all devices alike
 
     def settle(self, trained: List[Slab]) -> None:
         """Move the statistics if passes came that no step has used."""

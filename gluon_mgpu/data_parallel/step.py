@@ -228,7 +228,7 @@ class TrainStep:
         self._check = check
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._axis = split.batch_axis
-        self._has_stats = self._has_begun = False
+        self._has_stats = False
         self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
 
     def is_of(self, *asked: Any) -> bool:
@@ -299,10 +299,8 @@ class TrainStep:
     def _begin(self, plan: Plan, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
-        is_new, self._has_begun = not self._has_begun, True
-        # those of other trainers' parameters, too
-        is_lacking = is_new and any(param._deferred_init for param in self._net.collect_params().values())
-        if not trainer.resolve_shapes() or is_lacking:
+        others = set(self._net.collect_params().values()).difference(trainer.params)
+        if not trainer.resolve_shapes() or any(param._deferred_init for param in others):
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
                     Xs, ys = self._planner.split(self._planner.plan(X, y), X, y)

@@ -278,7 +278,7 @@ def test_nothing_is_left_when_the_launcher_or_a_guard_is_killed(run, mark, kille
     launcher = run.start(GRANDCHILDREN + "time.sleep(10_000)", grace_s=0.5)
     try:
         assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
-        assert len(marked(mark)) == 1 + 2 * 4  # the launcher; guards, workers, children, daemons
+        assert until(lambda: len(marked(mark)) == 1 + 2 * 4)  # the launcher; guards, workers, children, daemons
         guards = [pid for pid in marked(mark) if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(guards) == 2
         if "stopped" in killed:

@@ -604,7 +604,12 @@ class Trainer(gluon.Trainer):
         if multiplied is not None:
             self._optimizer.rescale_grad = self._scale / multiplied / num_examples
             self._clip(slabs)
-            self._update.apply(slabs)
+            try:
+                self._update.apply(slabs)
+            except BaseException:  # such as Ctrl-C, or a schedule's: some devices are updated, and others are not
+                if not self.trains_apart:
+                    self._update.make_equal(slabs)
+                raise
             self._sum.share(slabs)
             if self.replica_check is not None:
                 self.replica_check.after_update()

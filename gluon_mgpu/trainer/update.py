@@ -100,19 +100,6 @@ class Update:
                 self._counts[index] = before.get(index, optimizer.begin_num_update) + 1
             # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
             optimizer.num_update = max(optimizer.num_update, *map(self._counts.__getitem__, self._taking_part), 0)
-        try:
-            self._run(before)
-        except BaseException:  # such as Ctrl-C, or a schedule's: some devices are updated, and others are not
-            self._make_equal(slabs)
-            raise
-        if not self._is_known:
-            for slab in slabs:
-                for weight in slab.weights[1:]:
-                    slab.weights[0].copyto(weight)
-
-    def _run(self, before: Dict[int, int]) -> None:
-        """Queue the updates of all devices. `before`: the counts before them."""
-        optimizer = self._optimizer
         known: Dict[int, Tuple[Any, ...]] = {}  # attributes of the operators
         for device in self._devices:
             for first, operator in device.operators:
@@ -128,9 +115,13 @@ class Update:
                 update_one(optimizer, first, weight, gradient, state)
             if device.single:
                 self._run_updater(device.single, device)
+        if not self._is_known:
+            for slab in slabs:
+                for weight in slab.weights[1:]:
+                    slab.weights[0].copyto(weight)
 
-    def _make_equal(self, slabs: List[Slab]) -> None:
-        """Give all replicas the weights and states of the first one."""
+    def make_equal(self, slabs: List[Slab]) -> None:
+        """Give all replicas the weights and states of the first one, after an update that has not ended."""
         for slab in slabs:
             for replica in range(1, len(slab.contexts) if slab.owner is None else 1):
                 slab.weights[0].copyto(slab.weights[replica])

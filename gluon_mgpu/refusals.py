@@ -75,6 +75,12 @@ REFUSALS: Tuple[Refusal, ...] = (
         "MXNet's static graphs keep the former arrays of gradients",
         "Call discard() and run the pass again, or call hybridize() without static_shape",
     ),
+    Refusal(
+        "compile_step()",
+        "loss.backward()",
+        "compiled steps do not look at the flags of gradients",
+        "Call mgpu.backward([...]), or discard() after the last compiled step",
+    ),
     Refusal("compiled='on'", "synchronised BatchNorm", "the shards wait for each other", "Pass compiled='auto'"),
     Refusal("recompute()", "loss.backward()", "an update must wait for the second forward pass", "Call mgpu.backward([loss])"),
     Refusal("recompute()", "Pipeline", "its tasks do not wait for each other", "Pass recompute=True to Pipeline"),

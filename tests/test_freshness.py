@@ -536,7 +536,7 @@ def test_a_trainer_without_trained_parameters_does_not_disturb_a_split():
 
 
 def test_a_batch_that_fails_hides_no_pass_that_follows(devices):
-    """`train_batch` drops earlier gradients when it begins; those of a pass by hand after its error are used once."""
+    """Gradients of a pass by hand after its error are used once."""
     net = dense(devices)
     trainer = mgpu.Trainer(net, *MOMENTUM)
     with pytest.raises(mgpu.errors.StepError):
@@ -563,3 +563,24 @@ def test_a_compiled_step_uses_the_gradients_of_shared_parameters():
     mgpu.compile_step(net, gluon.loss.L2Loss(), trainers[0])(data(0, 4), data(1, 4, width=1))
     for trainer in trainers:
         assert_refused(partial(trainer.step, 4), "no gradient", StaleGradientError)
+
+
+def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(several, monkeypatch):
+    net, L2 = dense(several), gluon.loss.L2Loss()
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    step = mgpu.compile_step(net, L2, trainer)
+    by_hand = partial(losses_of, net, data(0, 6), several)
+    autograd.backward(by_hand())
+    step(data(0, 6), data(1, 6, width=1))
+    with monkeypatch.context() as patched:
+        for name in ("read", "put", "clear"):
+            patched.delattr(gradients.Flags, name)
+        step(data(0, 6), data(1, 6, width=1))
+    assert_refused(partial(trainer.step, 6), "no gradient", StaleGradientError)
+    autograd.backward(by_hand())
+    assert_refused(partial(trainer.step, 6), "compile_step", ModesError)
+    mgpu.backward(by_hand())
+    trainer.step(6)
+    mgpu.fit(net, L2, trainer, [(data(0, 6), data(1, 6, width=1))], epochs=2, callbacks=[], compiled="on")
+    autograd.backward(by_hand())
+    trainer.step(6)

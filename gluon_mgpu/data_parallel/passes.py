@@ -14,7 +14,7 @@ from ..checks import OF_WRONG_DATA, explaining, is_of_mxnet, reason_of, short
 from ..distributed import process_shard
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
-from ..trainer.gradients import empty_pass, one_pass
+from ..trainer.gradients import Gradients, empty_pass, one_pass
 from ..trainer.running_stats import note_losses
 from ..trainer.trainer import Trainer
 from .batchnorm import run_shards
@@ -86,7 +86,7 @@ class Passes:
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Compute the gradients of the losses that the latest forward pass has returned, in one pass over all devices."""
-        run_backward(trainer.scale(losses) if losses else [])
+        run_backward(trainer.scale(losses) if losses else [], trainer.gradients)
 
 
 def backward(losses: Sequence[Array]) -> None:
@@ -116,14 +116,14 @@ def backward(losses: Sequence[Array]) -> None:
     note_losses(losses)
 
 
-def run_backward(losses: Sequence[Array]) -> None:
-    """Do what `backward` does, with losses that were checked and whose examples were counted."""
+def run_backward(losses: Sequence[Array], own: Optional[Gradients] = None) -> None:
+    """Do what `backward` does, with losses that were checked and whose examples were counted; see `one_pass`."""
     if not losses:
-        empty_pass()
+        empty_pass(own)
         return
     expected = "losses that were recorded, each once"
     advice = "Compute them inside autograd.record(), and call backward() once."
-    with explaining("backward", "an error", expected, advice=advice), one_pass():
+    with explaining("backward", "an error", expected, advice=advice), one_pass(own):
         if WaitingPass.calls:
             WaitingPass.run(losses)
         else:

@@ -133,7 +133,8 @@ def compile_step(
 
     A compiled pass takes two calls of MXNet's C interface for each device, whatever the number of layers. So the host can keep
     more devices busy. Weights, running statistics and random numbers are those of `train_batch` with a network hybridized with
-    `static_alloc=True, static_shape=True`, bit for bit. Weights may be set, loaded, frozen and thawed between steps.
+    `static_alloc=True, static_shape=True`, bit for bit. Weights may be set, loaded, frozen and thawed between steps. A loop by
+    hand with this trainer calls `mgpu.backward`, or `trainer.discard()` before it: compiled steps look at no flag of a gradient.
 
     Parameters
     ----------
@@ -271,7 +272,7 @@ class TrainStep:
         on_phase("forward")
         if plan.is_new:
             self._begin(plan, X, y, Xs, ys)
-        trainer.gradients.drop_unused()
+        trainer.gradients.follow()  # graphs must not write into former arrays
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)

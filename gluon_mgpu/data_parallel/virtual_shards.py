@@ -119,8 +119,8 @@ class VirtualPasses(Passes):
         statistics = self._statistics
         statistics.begin()
         if not Xs:
-            empty_pass()
-        with one_pass():
+            empty_pass(trainer.gradients)
+        with one_pass(trainer.gradients):
             for place, replica in _in_turns(len(Xs), self._num_shards // process_shard()[1], len(contexts)):
                 if self._inner.draws is not False:
                     mx.random.seed(virtual.seed_of(self._first + place), contexts[replica])

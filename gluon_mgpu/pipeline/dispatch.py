@@ -197,7 +197,7 @@ class PipelinePasses(Passes):
             shard += len(sizes)
         if not micro_batches:
             note_examples((), self._trainer.running_stats)
-            empty_pass()
+            empty_pass(self._trainer.gradients)
             return [], []
         self._seed(micro_batches)
         scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
@@ -208,7 +208,8 @@ class PipelinePasses(Passes):
         planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self.plan(len(ones))]
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
-        with self._trainer.gradients.adding() if self.adds else one_pass():
+        gradients = self._trainer.gradients
+        with gradients.adding() if self.adds else one_pass(gradients):
             examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
         note_examples(examples.items(), self._trainer.running_stats)
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]

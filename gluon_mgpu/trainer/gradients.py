@@ -7,7 +7,8 @@ a parameter that it does not reach    1 1 1      0 0 0               1 1 1    st
 ```
 
 A pass is a batch of `train_batch`, of a compiled step or of a pipeline, or one call of `mgpu.backward`. Plain loops call
-`autograd.backward` or `loss.backward()`: there the flags count as MXNet sets them, as in Gluon.
+`autograd.backward` or `loss.backward()`: there the flags count as MXNet sets them, as in Gluon. Compiled steps know what they
+write, and look at no flag: one that is set after a second one may be older, and a plain loop's step then raises.
 """
 
 from __future__ import annotations
@@ -197,6 +198,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients that no step has used, also running sums."""
+        self._is_behind = False
         self._clear()
         self._drop_sums()
         self._own = []
@@ -205,15 +207,13 @@ class Gradients:
         _now.num_steps += 1
 
     def drop_unused(self) -> None:
-        """Drop gradients that no step has used or counted, except for running sums: they are not of the coming pass."""
-        fresh = self.read()
-        self._is_clear = not (fresh.any() or self._running_indices)
+        """Drop gradients that no step has used or counted, except for running sums."""
+        self._is_behind = False
         self._clear(~self._running if self._running_indices else None)
-        self._is_clear = not self._running_indices
 
     def has_running(self) -> bool:
         """Return whether the user lets gradients add up from step to step."""
-        self._follow()
+        self.follow()
         return bool(self._running_indices)
 
     def has_new(self) -> bool:
@@ -224,15 +224,15 @@ class Gradients:
     def adding(self) -> Iterator[None]:
         """Let the gradients of all backward passes inside add up: they are one pass."""
         self._layout.follow()
-        self._follow()
+        self.follow()
         with autograd.pause():
             self._zero(~self._running, self._layout.slabs)
-        with adding([self._layout.params[index] for index in self._layout.trainable]):
+        with adding([self._layout.params[index] for index in self._layout.trainable], self):
             yield
 
     def _of_step(self) -> Table:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
-        self._is_lost = self._follow() or self._is_lost
+        self._is_lost = self.follow() or self._is_lost
         fresh = self._read()
         if (self._all_known is not None and not _now.idle) or not fresh.any():
             return fresh
@@ -240,6 +240,8 @@ class Gradients:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
         if self._doubt == _EMPTY:
             raise refusal("Trainer.step", "several processes", "several passes before a step")
+        if self._is_behind and self._all_known is None:
+            raise refusal("Trainer.step", "compile_step()", "loss.backward()")
         doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
         if doubt:
             raise TrainerError(
@@ -357,31 +359,30 @@ class Gradients:
 
     def read(self) -> Table:
         """Return which gradients are fresh."""
-        self._follow()
+        self.follow()
         return self._read()
 
     def _read(self) -> Table:
         if self._all_known is not None:
             return self._all_known
         found = self._flags.read()
-        self._is_clear = self._is_clear and not found.any()
         return found if self._known is None else found | self._known
 
-    def begin_pass(self) -> Table:
-        """Clear flags, so that new ones show what the pass writes, and return the former ones."""
-        self._is_lost = self._follow()  # the forward pass is over
+    def begin_pass(self, own: Optional[Gradients]) -> Table:
+        """Clear flags, so that new ones show what the pass writes, and return the former ones; of the `own`, running sums."""
+        self._is_lost = self.follow()  # the forward pass is over
         fresh = self.read()
         self._flags.put(fresh, False)
         self._know(None)
-        return fresh
+        return fresh & self._running if self is own else fresh
 
     def end_pass(self, before: Table, written: Table) -> None:
         """Set the flags again of parameters that the pass has not written."""
-        self._is_clear = False
         rows = self._rows_of(written)
         if len(before) != len(written):  # a parameter was frozen or thawed inside
             before = np.zeros_like(written)
         kept = before & ~np.repeat(rows, self._sizes)
+        self._is_behind = self._is_behind and bool(kept.any())
         self._flags.put(kept, True)
         self.is_reached = bool(rows.any()) or not len(rows)  # without trained parameters, it is unknown
         if rows.any():
@@ -392,11 +393,14 @@ class Gradients:
                 self._doubt = ""
             self._latest = _Written(written, written | kept, _now.num_steps)
 
-    def end_empty_pass(self, *, has_others: bool) -> None:
+    def end_empty_pass(self, own: Optional[Gradients], *, has_others: bool) -> None:
         """Drop the gradients of earlier passes: in other processes, this one has replaced them.
 
         With trainers of other parameters, the pass may have been through theirs alone, unless a step came before it.
         """
+        if self is own:
+            self.drop_unused()
+            return
         fresh, last = self.read(), self._latest
         is_older = last is not None and last.num_steps < _now.num_steps and not (fresh & ~last.flags).any()
         if has_others and not is_older:
@@ -410,7 +414,7 @@ class Gradients:
         The step that follows is of the `own` ones, which need no flags for it. Others may share parameters with them, or stay
         fresh after it. With `joins`, it is a part of a pass, and clears nothing.
         """
-        self._follow()
+        self.follow()
         marked = self._marked
         if marked.params is not params or marked.contexts != contexts:
             rows = np.array([id(self._layout.params[index]) in params for index in self._indices.tolist()], dtype=bool)
@@ -419,15 +423,20 @@ class Gradients:
             marked = self._marked = _Marked(params, list(contexts), every & reached, every & ~reached)
         written, idle = marked.written, marked.idle
         self.is_reached = marked.writes or not len(marked.written)
+        if self is own and not joins and not (self._is_behind and marked.writes_all):
+            self.drop_unused()
+            self._is_behind = marked.writes_all and not self._running_indices
         if not marked.writes:
             return
         if self is not own:
+            if self._is_behind:
+                self._flags.clear()
             self._flags.put(written, True)
-            self._is_clear = own._is_clear = False
+            self._is_behind = own._is_behind = False
         elif marked.writes_all or self._known is None:
             self._known, self._all_known = written, written if marked.writes_all else None
         else:
-            self._know(written | (self._known if joins else self._known & ~idle))
+            self._know(self._known | written)
         if not joins:
             if marked.has_idle:
                 self._flags.put(idle, False)
@@ -462,7 +471,7 @@ class Gradients:
         self._latest = None
         self._marked = _Marked({}, [], self._running, self._running)
         self._know(np.array([one in known for one in self._entries], dtype=bool) if known else None)
-        self._is_clear = False  # whether no flag is set
+        self._is_behind = False  # whether a flag may be older than the latest compiled step
 
     def _known_entries(self) -> Set[Tuple[int, int]]:
         """Return the parameters and replicas that passes without autograd have written, into arrays that Gluon has kept."""
@@ -471,7 +480,7 @@ class Gradients:
             return set()
         return {(i, at) for (i, at), is_known in zip(self._entries, self._known) if is_known and params[i]._grad is self._seen[i]}
 
-    def _follow(self) -> bool:
+    def follow(self) -> bool:
         """Watch again if parameters were moved, frozen, unfrozen or initialised.
 
         Return whether a pass recorded before now may write into arrays that Gluon has replaced: MXNet's static graphs keep
@@ -492,15 +501,14 @@ class Gradients:
 
     def _clear(self, which: Optional[Table] = None) -> None:
         """Note that these gradients, by default all, have been used or dropped."""
-        self._follow()
+        self.follow()
         if which is not None:
             self._flags.put(self._flags.read() & which, False)
             self._know(None if self._known is None else self._known & ~which)
         else:
-            if not self._is_clear:
+            if not self._is_behind:
                 self._flags.clear()
             self._known = self._all_known = None
-        self._is_clear = False
         self._doubt, self._latest, self._is_lost = "", None, False
 
     def _rows_of(self, table: Table) -> Table:
@@ -556,14 +564,14 @@ def restore_idle(contexts: FrozenSet[Context]) -> None:
 
 
 @contextmanager
-def one_pass() -> Iterator[None]:
-    """Let all backward calls inside be one pass over all devices."""
+def one_pass(own: Optional[Gradients] = None) -> Iterator[None]:
+    """Let all backward calls inside be one pass over all devices, for a step with the `own` gradients alone if given."""
     with _lock:
         if _now.is_inside:
             yield
             return
         watching = _alive()
-        before = [one.begin_pass() for one in watching]
+        before = [one.begin_pass(own) for one in watching]
         _now.is_inside, _now.idle = True, frozenset()
         try:
             yield
@@ -574,13 +582,13 @@ def one_pass() -> Iterator[None]:
                 one.end_pass(fresh, shown)
 
 
-def empty_pass() -> None:
-    """Note a pass without data in this process of several."""
+def empty_pass(own: Optional[Gradients] = None) -> None:
+    """Note a pass without data in this process of several, for a step with the `own` gradients if given."""
     with _lock:
         _now.idle = frozenset()
         watching = _alive()
         for one in watching:
-            one.end_empty_pass(has_others=not all(one.shares(other) for other in watching))
+            one.end_empty_pass(own, has_others=not all(one.shares(other) for other in watching))
 
 
 def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients) -> None:
@@ -591,12 +599,14 @@ def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Conte
     with _lock:
         if not _now.is_inside:
             _now.idle = frozenset()
+        own.mark(params, contexts, own, joins=_now.is_inside)
         for one in _alive():
-            one.mark(params, contexts, own, joins=_now.is_inside)
+            if one is not own:
+                one.mark(params, contexts, own, joins=_now.is_inside)
 
 
 @contextmanager
-def adding(params: Sequence[gluon.Parameter]) -> Iterator[None]:
+def adding(params: Sequence[gluon.Parameter], own: Gradients) -> Iterator[None]:
     """Let the gradients of the backward calls inside, which are one pass, add up. They must be zero before."""
     writing = [param for param in params if param.grad_req == "write" and param._grad]
     sparse = [param.name for param in writing if param._grad_stype != "default"]
@@ -605,7 +615,7 @@ def adding(params: Sequence[gluon.Parameter]) -> Iterator[None]:
             f"Trainer: got the sparse gradient of {sparse[0]} and several passes over each device; expected dense gradients, "
             "which MXNet can add up. Leave sparse_grad out of Embedding."
         )
-    with one_pass():
+    with one_pass(own):
         _mark(writing, "add")
         try:
             yield

@@ -115,21 +115,23 @@ class Ours(World):
             options.update(compiled="on" if how == "compiled fit" else "auto")
             mgpu.fit(net, LOSS, trainer, batches, **options)
         else:
-            self.backward(X, y)
+            self.backward(X, y, how=how)
             if how == "reduce":
                 trainer.allreduce_grads()
                 trainer.update(len(X), ignore)
             else:
                 trainer.step(len(X), ignore)
 
-    def backward(self, X, y, generator=None):
+    def backward(self, X, y, generator=None, how="hand"):
         """A loop by hand: the passes of a batch."""
         Xs, ys = mgpu.split_batch(X, y, self.trainer.contexts)
         with autograd.record():
             Xs = Xs if generator is None else [generator(x) for x in Xs]
             outputs = mgpu.data_parallel.forward_shards(self.net, Xs) if self.bn == "sync" else [self.net(x) for x in Xs]
             losses = [self.loss(output, y.as_in_context(output.context)) for output, y in zip(outputs, ys)]
-        mgpu.backward(losses)
+        is_full = len(losses) == len(self.trainer.contexts)  # MXNet's backward() counts no devices, and no examples of statistics
+        is_plain = how == "plain" and is_full and not self.program.recompute and "norm" not in self.program.net
+        (autograd if is_plain else mgpu).backward(losses)
 
     def other(self, size, how="hand"):
         """A generator's pass through the network, and the generator's step."""
@@ -292,7 +294,8 @@ def difference(one, other):
 def modes_of(program):
     """Return the modes of a program, as docs/limitations.md names them."""
     verbs = {statement[0] for statement in program.statements}
-    first = {"hand", "reduce", "other"} & set(program.statements[0][:2])
+    by_hand = {"hand", "plain", "reduce"}
+    first = {*by_hand, "other"} & set(program.statements[0][:2])
     hows = {statement[1] for statement in program.statements if statement[0] in ("step", "group")}
     found = {
         "virtual_shards": program.virtual_shards,
@@ -302,12 +305,14 @@ def modes_of(program):
         "several processes": program.num_processes > 1,
         JOINING: program.optimizer == "nadam",
         "grad_req='add'": program.adds or ("add", True) in program.statements,
-        "a loop by hand": hows & {"hand", "reduce"} or verbs & {"other", "dropped"},
+        "a loop by hand": hows & by_hand or verbs & {"other", "dropped"},
         "a loop by hand whose first batch decides shapes": program.deferred and first,
         "static_shape": program.hybridize == "static",
-        "a loop by hand after a change of grad_req": hows & {"hand", "reduce"} and verbs & {"thaw", "add"},
+        "a loop by hand after a change of grad_req": hows & by_hand and verbs & {"thaw", "add"},
         "several passes before a step": program.num_processes > 1 and verbs & {"other", "dropped"},
         "allreduce_grads()": "reduce" in hows,
+        "compile_step()": "compiled" in hows,
+        "loss.backward()": "plain" in hows,
         "synchronised BatchNorm": program.bn == "sync" or ("norm", "sync") in program.statements,
         "compiled='on'": hows & {"compiled", "compiled fit"} or "compiled" in [one[-1] for one in program.statements],
         "accumulate()": "group" in verbs,

@@ -130,7 +130,7 @@ class Plain(World):
         self.trainers = [gluon.Trainer(net.collect_params(), name, dict(options), kvstore=None) for net in nets]
         self.generator = self.generator_trainer = None
         self.sums = [{} for _ in nets]  # by parameter, float64; with grad_req="add" they stay
-        self.generator_sums = {}
+        self.generator_sums, self.is_joint = {}, False
         self.num_steps = 0
         norms = [name[: -len("_mean")] for name in nets[0].collect_params() if name.endswith("running_mean")]
         self.stats = [{name: (np.zeros(5), np.ones(5)) for name in norms} for _ in range(program.num_shards)]
@@ -147,7 +147,7 @@ class Plain(World):
     def group(self, how, sizes, ends="step", micro_steps=1):
         """One update by several batches."""
         for size in sizes:
-            self.backward(*self.next_batch(size), micro_steps, by_hand=how in ("hand", "reduce"))
+            self.backward(*self.next_batch(size), micro_steps, by_hand=how in ("hand", "plain", "reduce"))
         for at in range(len(self.nets)):
             self.apply(at, sum(sizes) / len(self.nets), self.program.ignore_stale and "fit" not in how)
         self.sums = self.sums if self.is_adding else [{} for _ in self.nets]
@@ -268,10 +268,12 @@ class Plain(World):
             self.generator = make_generator(mx.cpu(0))
             self.generator_trainer = gluon.Trainer(self.generator.collect_params(), "sgd", {"learning_rate": 0.5}, kvstore=None)
         self.generator_sums = {}
-        settle = self.average_statistics if how == "compiled" else bool  # the generator's step moves its statistics, too
-        settle()
+        if how == "compiled":
+            self.average_statistics()
+        self.is_joint = self.is_joint or how == "compiled"
         self.dropped(size, self.generator)
-        settle()
+        if self.is_joint:  # since then, the generator's steps move its statistics, too
+            self.average_statistics()
         for name, param in self.generator.collect_params().items():
             param.grad()[:] = self.generator_sums[name]
             param.data()._fresh_grad = True

@@ -20,7 +20,7 @@ from .crossings import OPTIMIZERS, Program
 
 pytestmark = pytest.mark.timeout(3600)
 NETS = ["plain", "skip", "residual", "tied", "conv", "norm", "norm_first", "norms", "unused"]
-HOWS = ["train_batch", "compiled", "fit", "compiled fit", "hand", "reduce"]
+HOWS = ["train_batch", "compiled", "fit", "compiled fit", "plain", "hand", "reduce"]
 
 STEP, HAND = ("step", "train_batch", 6, 1), ("step", "hand", 6, 1)
 COMPILED, ONE, FEW = ("step", "compiled", 6, 1), ("step", "train_batch", 1, 1), ("step", "train_batch", 3, 1)
@@ -114,10 +114,10 @@ def programs(draw, num_processes=1, net=None, mode=None):
         fields["schedule"] = draw(st.sampled_from(["1f1b", "gpipe"]))
         fields["recompute"] = draw(st.booleans())
         fields["own_stages"] = fields["net"] in ("plain", "residual", "skip", "norm") and draw(st.booleans())
-        hows = rarely([HOWS], ["train_batch", "fit", "hand", "reduce"], 20)
+        hows = rarely([HOWS], ["train_batch", "fit", "plain", "hand", "reduce"], 20)
     elif mode == "virtual":
         fields["virtual_shards"] = fields["num_devices"] * num_processes * draw(st.sampled_from([1, 2, 3]))
-        hows = rarely([HOWS], HOWS[:-2], 10)
+        hows = rarely([HOWS], HOWS[:-3], 10)
     elif mode == "local":
         fields["local_steps"] = draw(st.integers(1, 3))
         fields["net"] = draw(st.sampled_from(["plain", "skip", "conv", "tied"]))

@@ -239,3 +239,17 @@ def test_a_pass_counts_for_all_networks_that_it_reaches():
         for param, values in zip((net[0].running_mean, net[0].running_var), expected):
             for array in param.list_data():
                 np.testing.assert_allclose(array.asnumpy(), values, rtol=1e-5, atol=1e-6)
+
+
+def test_trainers_of_one_network_count_for_each_other():
+    net, first = normed(2)
+    second = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
+    expected = INITIAL
+    for trainer, size in [(first, 3), (second, 1), (first, 2), (second, 3)]:
+        X, y = batch(size, size)
+        by_backward(net, trainer, X, y)
+        shards = [X[: (size + 1) // 2], X[(size + 1) // 2 :]]
+        moves = [moved(expected, shard) for shard in shards if len(shard)]
+        weights = [len(shard) for shard in shards if len(shard)]
+        expected = [np.average(values, axis=0, weights=weights) for values in zip(*moves)]
+        assert_stats(net, expected)

@@ -12,7 +12,7 @@ from ..distributed import own_batches
 from ..nested import Array, is_device_array, leaves
 from ..refusals import refusal
 from ..trainer.parameters import devices_of, spans_devices
-from ..trainer.running_stats import RunningStats, note_examples, running_stats
+from ..trainer.running_stats import RunningStats, running_stats
 from ..trainer.sums import make_sum
 from ..trainer.trainer import Trainer
 from .iterators import as_pair, batches_of, check_iterable
@@ -71,7 +71,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
         outputs, _ = passes.forward("update_bn", Xs, ys)
         run_backward([_nothing(output) for output in outputs])  # MXNet moves the statistics in it
         firsts = [next(leaf for _, leaf in leaves(y)) for y in ys]
-        note_examples(((first.context, first.shape[0]) for first in firsts), moved)
+        moved.count([(first.context, first.shape[0]) for first in firsts])
     mx.nd.waitall()  # a static graph writes them without telling the engine
     moved.move([], ())
     for trainer in trainers:

@@ -28,21 +28,21 @@ from .sums import Sum
 _DATA = attrgetter("_data")
 _TINY = 1e-30
 
-_all: WeakSet[RunningStats] = WeakSet()  # of all trainers
+_all: WeakSet[RunningStats] = WeakSet()  # of all trainers: each statistic belongs to the latest one that has it
 _num_passes = 0  # the same in all processes
 _stages_before: Dict[Context, Set[Context]] = {}  # by the device of a pipeline's recorded output: those of the stages before it
 
 
 def note_examples(examples: Iterable[Tuple[Context, float]], own: Optional[RunningStats] = None) -> None:
-    """Count the latest backward pass's examples on each device for its `own` statistics, or for the networks that it has reached.
+    """Count the latest backward pass's examples on each device, for its `own` statistics and the networks that it has reached.
 
     An empty pass of a process may have reached any network in others.
     """
     global _num_passes
     _num_passes += 1
     counted = list(examples)
-    for one in list(_all) if own is None else [own]:
-        if one.params and (own is not None or not counted or one.is_reached):
+    for one in list(_all):
+        if one is own or not counted or one.is_reached:
             one.count(counted)
 
 
@@ -162,21 +162,17 @@ class RunningStats:
     devices : sequence of mxnet.Context
         All devices of the network.
     gradients : Gradients, optional
-        Those of the network: they know which passes reach it. None: all do.
-
-    Attributes
-    ----------
-    params : list of gluon.Parameter
+        Those of the network, which know what passes reach it. Without, call `count` after each pass.
     """
 
     def __init__(
         self, params: Sequence[gluon.Parameter], total: Sum, devices: Sequence[Context], gradients: Optional[Gradients] = None
     ) -> None:
-        self.params, self._sum, self._gradients = list(params), total, gradients
+        self._params, self._sum, self._gradients = list(params), total, gradients
+        self._others: List[RunningStats] = []  # that have statistics which this trainer's passes move, too
         self._divisor = None if group() is None else Divisor(devices)
         self._examples: Optional[Dict[Context, float]] = None  # since the latest move; None: no pass was noted
         self._num_passes, self._num_moves = _num_passes, -1
-        self._has_others = False  # statistics that another trainer may move, too
         self._data: List[Optional[List[Array]]] = []  # Gluon's lists of arrays
         self._memory: List[Tuple[Optional[BucketSlice], int]] = []
         self._slabs: List[Slab] = []
@@ -184,20 +180,38 @@ class RunningStats:
         self._trained: List[Slab] = []  # the slabs of gradients after which the statistics count as written
         self._written: Dict[Context, WrittenWith] = {}
         self._follow()
-        _all.add(self)
+        if gradients is not None:
+            for other in list(_all):
+                other._leave(self)
+            _all.add(self)
 
     def add(self, params: Sequence[gluon.Parameter]) -> None:
         """Move these statistics too, of a network of which the trainer has only some parameters."""
-        known = set(map(id, self.params))
-        new = [param for param in params if id(param) not in known]
+        new = list(params)
+        for one in (self, *_all):
+            left = one._without(new)
+            if len(left) < len(new) and one is not self and one not in self._others:
+                self._others.append(one)
+            new = left
         if new:
-            self.params, self._num_moves, self._has_others = self.params + new, -1, True
+            self._params, self._num_moves = self._params + new, -1
         self._follow()
+
+    def _leave(self, other: RunningStats) -> None:
+        """Leave to another trainer's the statistics that it has."""
+        left = other._without(self._params)
+        if len(left) < len(self._params):
+            self._params, self._num_moves = left, -1
+            self._others.append(other)
+
+    def _without(self, params: Sequence[gluon.Parameter]) -> List[gluon.Parameter]:
+        own = set(map(id, self._params))
+        return [param for param in params if id(param) not in own]
 
     @property
     def is_reached(self) -> bool:
         """Whether the latest backward pass has reached the network."""
-        return self._gradients is None or self._gradients.is_reached
+        return self._gradients is not None and self._gradients.is_reached
 
     def count(self, examples: Sequence[Tuple[Context, float]]) -> None:
         """Count examples on their devices until the next move."""
@@ -225,8 +239,15 @@ class RunningStats:
         idle : iterable of Context
             Devices without data, if no examples were counted.
         """
-        self._num_passes = _num_passes
         _stages_before.clear()
+        together = [self]
+        for one in together:
+            together += [other for other in one._others if other not in together]
+            if one._params:
+                one._move(trained, idle)
+
+    def _move(self, trained: List[Slab], idle: Iterable[Context]) -> None:
+        self._num_passes = _num_passes
         self._follow()
         if trained is not self._trained:
             self._trained, self._written = trained, written_with(self._slabs, trained)
@@ -239,9 +260,6 @@ class RunningStats:
         if len(contexts) > 1 or self._divisor is not None:
             with autograd.pause():
                 self._move_by(examples)
-        for other in list(_all) if self._has_others else ():
-            if other is not self and not set(map(id, self.params)).isdisjoint(map(id, other.params)):
-                other._examples = None  # these have moved all devices alike
 
     def settle(self, trained: List[Slab]) -> None:
         """Move the statistics if passes came that no step has used."""
@@ -269,11 +287,11 @@ class RunningStats:
 
     def _follow(self) -> None:
         """Find the statistics again that got values, or other memory."""
-        if self._num_moves == MOVES.count and not any(map(is_not, map(_DATA, self.params), self._data)):
+        if self._num_moves == MOVES.count and not any(map(is_not, map(_DATA, self._params), self._data)):
             return
-        slabs = statistics_slabs([param for param in self.params if param._data])
-        memory = [(place_of(param), id(param._data)) for param in self.params]
-        self._data, self._num_moves = list(map(_DATA, self.params)), MOVES.count
+        slabs = statistics_slabs([param for param in self._params if param._data])
+        memory = [(place_of(param), id(param._data)) for param in self._params]
+        self._data, self._num_moves = list(map(_DATA, self._params)), MOVES.count
         if memory != self._memory:  # otherwise other parameters have moved
             self._slabs, self._trained, self._memory = slabs, [], memory
             self._take()

@@ -594,7 +594,7 @@ class Trainer(gluon.Trainer):
         self._sum.run(slabs)
 
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:
-        if self.running_stats.params and self.tree is None and not self.trains_apart:  # those move them themselves
+        if self.tree is None and not self.trains_apart:  # those move them themselves
             self.running_stats.move(self._layout.slabs, idle_devices())
         num_examples, self._num_counted = self._num_counted + batch_size, 0
         multiplied = self._multiplied_by(slabs)

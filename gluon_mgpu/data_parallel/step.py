@@ -272,7 +272,7 @@ class TrainStep:
         on_phase("forward")
         if plan.is_new:
             self._begin(plan, X, y, Xs, ys)
-        trainer.gradients.follow()  # graphs must not write into former arrays
+        trainer.gradients.place()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)

@@ -213,18 +213,21 @@ class Gradients:
 
     def has_running(self) -> bool:
         """Return whether the user lets gradients add up from step to step."""
-        self.follow()
+        self._follow()
         return bool(self._running_indices)
 
     def has_new(self) -> bool:
         """Return whether there is a gradient that was not used or counted."""
         return bool(self.read().any())
 
+    def place(self) -> None:
+        """Put parameters into their places: graphs of the coming pass must not write into former arrays."""
+        self._layout.follow()
+        self._follow()
+
     @contextmanager
     def adding(self) -> Iterator[None]:
         """Let the gradients of all backward passes inside add up: they are one pass."""
-        self._layout.follow()
-        self.follow()
         with autograd.pause():
             self._zero(~self._running, self._layout.slabs)
         with adding([self._layout.params[index] for index in self._layout.trainable], self):
@@ -232,7 +235,7 @@ class Gradients:
 
     def _of_step(self) -> Table:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
-        self._is_lost = self.follow() or self._is_lost
+        self._is_lost = self._follow() or self._is_lost
         fresh = self._read()
         if (self._all_known is not None and not _now.idle) or not fresh.any():
             return fresh
@@ -359,7 +362,7 @@ class Gradients:
 
     def read(self) -> Table:
         """Return which gradients are fresh."""
-        self.follow()
+        self._follow()
         return self._read()
 
     def _read(self) -> Table:
@@ -370,7 +373,7 @@ class Gradients:
 
     def begin_pass(self, own: Optional[Gradients]) -> Table:
         """Clear flags, so that new ones show what the pass writes, and return the former ones; of the `own`, running sums."""
-        self._is_lost = self.follow()  # the forward pass is over
+        self._is_lost = self._follow()  # the forward pass is over
         fresh = self.read()
         self._flags.put(fresh, False)
         self._know(None)
@@ -414,7 +417,7 @@ class Gradients:
         The step that follows is of the `own` ones, which need no flags for it. Others may share parameters with them, or stay
         fresh after it. With `joins`, it is a part of a pass, and clears nothing.
         """
-        self.follow()
+        self._follow()
         marked = self._marked
         if marked.params is not params or marked.contexts != contexts:
             rows = np.array([id(self._layout.params[index]) in params for index in self._indices.tolist()], dtype=bool)
@@ -458,7 +461,6 @@ class Gradients:
         found = [
             i for i, param in enumerate(params) if param.grad_req != "null" and len(param._grad or []) == len(contexts_of[i])
         ]
-        known = self._known_entries()
         self._seen, self._moves = list(map(_GRAD, params)), MOVES.count
         self._reqs = [param.grad_req for param in params]
         self._indices = np.array(found, dtype=int)
@@ -470,17 +472,10 @@ class Gradients:
         self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
         self._latest = None
         self._marked = _Marked({}, [], self._running, self._running)
-        self._know(np.array([one in known for one in self._entries], dtype=bool) if known else None)
+        self._know(None)
         self._is_behind = False  # whether a flag may be older than the latest compiled step
 
-    def _known_entries(self) -> Set[Tuple[int, int]]:
-        """Return the parameters and replicas that passes without autograd have written, into arrays that Gluon has kept."""
-        params = self._layout.params
-        if self._known is None:
-            return set()
-        return {(i, at) for (i, at), is_known in zip(self._entries, self._known) if is_known and params[i]._grad is self._seen[i]}
-
-    def follow(self) -> bool:
+    def _follow(self) -> bool:
         """Watch again if parameters were moved, frozen, unfrozen or initialised.
 
         Return whether a pass recorded before now may write into arrays that Gluon has replaced: MXNet's static graphs keep
@@ -501,7 +496,7 @@ class Gradients:
 
     def _clear(self, which: Optional[Table] = None) -> None:
         """Note that these gradients, by default all, have been used or dropped."""
-        self.follow()
+        self._follow()
         if which is not None:
             self._flags.put(self._flags.read() & which, False)
             self._know(None if self._known is None else self._known & ~which)

@@ -237,7 +237,7 @@ class Gradients:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
         self._is_lost = self._follow() or self._is_lost
         fresh = self._read()
-        if (self._all_known is not None and not _now.idle) or not fresh.any():
+        if not fresh.any():
             return fresh
         if self._is_lost:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
@@ -379,14 +379,20 @@ class Gradients:
         self._know(None)
         return fresh & self._running if self is own else fresh
 
-    def end_pass(self, before: Table, written: Table) -> None:
-        """Set the flags again of parameters that the pass has not written."""
+    def end_pass(self, before: Table, written: Table, *, is_alone: bool) -> None:
+        """Set the flags again of parameters that the pass has not written. If it has written all, a step need not read them.
+
+        `is_alone`: no step of other trainers uses gradients of the same parameters before.
+        """
         rows = self._rows_of(written)
         if len(before) != len(written):  # a parameter was frozen or thawed inside
             before = np.zeros_like(written)
         kept = before & ~np.repeat(rows, self._sizes)
-        self._is_behind = self._is_behind and bool(kept.any())
+        if not kept.any():
+            self._is_behind = False
         self._flags.put(kept, True)
+        if is_alone and written.all():
+            self._know(written)
         self.is_reached = bool(rows.any()) or not len(rows)  # without trained parameters, it is unknown
         if rows.any():
             last = self._latest
@@ -574,7 +580,7 @@ def one_pass(own: Optional[Gradients] = None) -> Iterator[None]:
             _now.is_inside = False
             written = [one.read() for one in watching]
             for one, fresh, shown in zip(watching, before, written):
-                one.end_pass(fresh, shown)
+                one.end_pass(fresh, shown, is_alone=one is own or len(watching) == 1)
 
 
 def empty_pass(own: Optional[Gradients] = None) -> None:

@@ -83,3 +83,14 @@ def test_a_recorded_step_beside_gluons_split_and_passes(num_devices):
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
     trainer.discard()
     assert calls_of(lambda: mgpu.train_batch(net, LOSS, trainer, X, y)) <= allowed
+
+
+def test_a_step_after_a_pass_that_wrote_all_reads_no_flag(monkeypatch):
+    net, X, y = world(2)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    shards = list(zip(*mgpu.split_batch(X, y, CONTEXTS[:2])))
+    with autograd.record():
+        losses = [LOSS(net(features), label) for features, label in shards]
+    mgpu.backward(losses)
+    monkeypatch.delattr("gluon_mgpu.runtime.c_api.Flags.read")
+    trainer.step(64)

@@ -88,7 +88,6 @@ class Gradients:
         self._reached: Set[Tuple[int, int]] = set()  # parameters and replicas that counted passes have written
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
         self._latest: Optional[_Written] = None
-        self._known: Optional[Table] = None
         self._marked: _Marked
         self._doubt = ""  # what makes the gradients ambiguous
         self._is_lost = False  # whether the latest pass has written into former arrays
@@ -119,7 +118,7 @@ class Gradients:
         layout.follow()
         fresh = self._of_step()
         slabs = layout.slabs
-        if self.has_counted or layout.shapeless or (self._all_known is None and not fresh.all()):
+        if self.has_counted or layout.shapeless or not (self._is_full or fresh.all()):
             if not self.all_take_part or layout.shapeless:
                 used = self._used(fresh)
                 self._check_unused(used, ignore_stale_grad)
@@ -208,8 +207,12 @@ class Gradients:
 
     def drop_unused(self) -> None:
         """Drop gradients that no step has used or counted, except for running sums."""
+        self._follow()
+        kept = self._read() & self._running if self._running_indices else None
         self._is_behind = False
-        self._clear(~self._running if self._running_indices else None)
+        self._clear()
+        if kept is not None:
+            self._flags.put(kept, True)
 
     def has_running(self) -> bool:
         """Return whether the user lets gradients add up from step to step."""
@@ -243,7 +246,7 @@ class Gradients:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
         if self._doubt == _EMPTY:
             raise refusal("Trainer.step", "several processes", "several passes before a step")
-        if self._is_behind and self._all_known is None:
+        if self._is_behind and not self._is_full:
             raise refusal("Trainer.step", "compile_step()", "loss.backward()")
         doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
         if doubt:
@@ -366,17 +369,14 @@ class Gradients:
         return self._read()
 
     def _read(self) -> Table:
-        if self._all_known is not None:
-            return self._all_known
-        found = self._flags.read()
-        return found if self._known is None else found | self._known
+        return self._all if self._is_full else self._flags.read()
 
     def begin_pass(self, own: Optional[Gradients]) -> Table:
         """Clear flags, so that new ones show what the pass writes, and return the former ones; of the `own`, running sums."""
         self._is_lost = self._follow()  # the forward pass is over
         fresh = self.read()
         self._flags.put(fresh, False)
-        self._know(None)
+        self._is_full = False
         return fresh & self._running if self is own else fresh
 
     def end_pass(self, before: Table, written: Table, *, is_alone: bool) -> None:
@@ -391,8 +391,7 @@ class Gradients:
         if not kept.any():
             self._is_behind = False
         self._flags.put(kept, True)
-        if is_alone and written.all():
-            self._know(written)
+        self._is_full = is_alone and bool(written.all())
         self.is_reached = bool(rows.any()) or not len(rows)  # without trained parameters, it is unknown
         if rows.any():
             last = self._latest
@@ -432,20 +431,18 @@ class Gradients:
             marked = self._marked = _Marked(params, list(contexts), every & reached, every & ~reached)
         written, idle = marked.written, marked.idle
         self.is_reached = marked.writes or not len(marked.written)
-        if self is own and not joins and not (self._is_behind and marked.writes_all):
-            self.drop_unused()
-            self._is_behind = marked.writes_all and not self._running_indices
-        if not marked.writes:
-            return
-        if self is not own:
-            if self._is_behind:
-                self._flags.clear()
-            self._flags.put(written, True)
-            self._is_behind = own._is_behind = False
-        elif marked.writes_all or self._known is None:
-            self._known, self._all_known = written, written if marked.writes_all else None
+        if self is own and marked.writes_all:
+            if not (joins or self._is_behind):
+                self.drop_unused()
+                self._is_behind = not self._running_indices
+            self._is_full = True
         else:
-            self._know(self._known | written)
+            if self._is_behind or (self is own and not joins):
+                self.drop_unused()
+            if not marked.writes:
+                return
+            self._flags.put(written, True)
+            own._is_behind = False
         if not joins:
             if marked.has_idle:
                 self._flags.put(idle, False)
@@ -475,10 +472,11 @@ class Gradients:
         self._contexts = [context for index in found for context in contexts_of[index]]
         self._flags = Flags([weight for index in found for weight in params[index]._data])
         self._running_indices = {index for index in found if params[index].grad_req == "add" and not is_adding(params[index])}
+        self._all = np.ones(len(self._entries), dtype=bool)
         self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
         self._latest = None
         self._marked = _Marked({}, [], self._running, self._running)
-        self._know(None)
+        self._is_full = False  # whether passes have written all, so that no flag must be read
         self._is_behind = False  # whether a flag may be older than the latest compiled step
 
     def _follow(self) -> bool:
@@ -495,21 +493,12 @@ class Gradients:
         replaced = {id(param) for param, old in zip(params, former) if old and param._grad is not old}
         return bool(replaced) and forget_graphs(replaced) and reqs == self._reqs
 
-    def _know(self, written: Optional[Table]) -> None:
-        """Set what passes without autograd have written, which no flag shows."""
-        self._known = written
-        self._all_known = written if written is not None and written.all() else None
-
-    def _clear(self, which: Optional[Table] = None) -> None:
-        """Note that these gradients, by default all, have been used or dropped."""
+    def _clear(self) -> None:
+        """Note that all gradients have been used or dropped."""
         self._follow()
-        if which is not None:
-            self._flags.put(self._flags.read() & which, False)
-            self._know(None if self._known is None else self._known & ~which)
-        else:
-            if not self._is_behind:
-                self._flags.clear()
-            self._known = self._all_known = None
+        if not self._is_behind:
+            self._flags.clear()
+        self._is_full = False
         self._doubt, self._latest, self._is_lost = "", None, False
 
     def _rows_of(self, table: Table) -> Table:

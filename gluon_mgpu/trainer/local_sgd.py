@@ -144,6 +144,10 @@ class LocalSGD(Trainer):
         if getattr(self, "_amp_loss_scaler", None) is not None or self.loss_scaler is not None:
             raise refusal("LocalSGD.step", "LocalSGD", "a loss scaler")
 
+    def _clip(self, slabs: List[Slab]) -> None:
+        for replica, context in reversed(list(enumerate(self.contexts))):  # `grad_norm` is that of the first one
+            super()._clip([replace(one, contexts=(context,), gradients=[one.gradients[replica]]) for one in slabs])
+
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:
         super()._apply(slabs, batch_size)
         self._num_local_steps += 1

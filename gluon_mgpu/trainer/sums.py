@@ -210,18 +210,7 @@ def clip(
     -------
     NDArray, shape (1,), or None
     """
-    placed = {(slab.contexts, slab.owner is None) for slab in slabs}
     norm = None
-    if len(placed) == 1 and all(is_everywhere for _, is_everywhere in placed):  # each device computes its own norm
-        for replica in range(len(slabs[0].contexts)):
-            gradients = [slab.gradients[replica] for slab in slabs]
-            if clip_norm is not None or (measures and not replica):
-                found = global_norm(gradients)
-                norm = norm if replica else found
-                _limit(gradients, found, clip_norm, clip_value)
-            else:
-                _limit(gradients, None, None, clip_value)
-        return norm
     by_context: Dict[Context, List[Array]] = {}
     by_devices: Dict[Tuple[Context, ...], List[Array]] = {}
     for slab in slabs:
@@ -233,15 +222,11 @@ def clip(
         norms = [global_norm(own).as_in_context(home) for own in by_devices.values()]
         norm = norms[0] if len(norms) == 1 else mx.nd.sqrt(mx.nd.add_n(*map(mx.nd.square, norms)))
     for context, gradients in by_context.items():
-        _limit(gradients, None if norm is None else norm.as_in_context(context), clip_norm, clip_value)
+        if clip_norm is not None and norm is not None:
+            scale_to_limit(gradients, norm.as_in_context(context), clip_norm)
+        if clip_value is not None:
+            clip_values(gradients, clip_value)
     return norm
-
-
-def _limit(gradients: List[Array], norm: Optional[Array], clip_norm: Optional[float], clip_value: Optional[float]) -> None:
-    if clip_norm is not None and norm is not None:
-        scale_to_limit(gradients, norm, clip_norm)
-    if clip_value is not None:
-        clip_values(gradients, clip_value)
 
 
 def all_finite(gradients: Sequence[Array]) -> Array:

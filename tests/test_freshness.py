@@ -118,31 +118,6 @@ def test_a_generators_pass_does_not_count_for_the_discriminator(backward, severa
     assert largest_difference(*found) <= 1e-6
 
 
-@pytest.mark.parametrize("number", [2, 3, 4])
-def test_a_generators_pass_through_thawed_parameters_does_not_count(number):
-    """The discriminator is frozen for one pass of the generator, and thawed for the next one."""
-    found = []
-    for devices in (CPU[:1], [mx.cpu(i) for i in range(number)]):
-        generator, discriminator = dense(devices, 1, units=3), dense(devices, 2)
-        kind = gluon.Trainer if len(devices) == 1 else mgpu.Trainer
-        trainers = [kind(net.collect_params(), *MOMENTUM) for net in (generator, discriminator)]
-        go_back = autograd.backward if len(devices) == 1 else mgpu.backward
-        together = through(generator, discriminator)
-        for turn in range(2):
-            go_back(losses_of(discriminator, data(turn, 6), devices))
-            trainers[1].step(6)
-            discriminator.collect_params().setattr("grad_req", "null")
-            go_back(losses_of(together, data(10 + turn, 6), devices))
-            trainers[0].step(6)
-            discriminator.collect_params().setattr("grad_req", "write")
-            go_back(losses_of(together, data(20 + turn, 6), devices))
-            trainers[0].step(6)
-            go_back(losses_of(discriminator, data(30 + turn, 1), devices))
-            trainers[1].step(1)
-        found.append(weights_of(generator) + weights_of(discriminator))
-    assert largest_difference(*found) <= 1e-6
-
-
 def test_a_batch_that_is_left_out_does_not_count(several):
     passes = [(data(1, 6), True), (data(2, 6), False), (data(3, 1), True), (data(4, 1), False), (data(5, 6), True)]
     net = dense(several)
@@ -368,17 +343,6 @@ def test_whose_pass_was_without_data_may_be_unknown(several):
 
 
 # discard() and accumulate()
-
-
-def test_discard_drops_what_no_step_has_used(devices):
-    net = dense(devices)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, data(1, 6), devices))
-    trainer.discard()
-    assert_refused(lambda: trainer.step(6), "no gradient", StaleGradientError)
-    mgpu.backward(losses_of(net, data(2, 1), devices))
-    trainer.step(1)
-    assert largest_difference(weights_of(net), on_one_device([(data(2, 1), True)])) <= 1e-6
 
 
 def test_discard_drops_sums_that_were_not_applied(devices):

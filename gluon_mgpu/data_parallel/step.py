@@ -229,7 +229,8 @@ class TrainStep:
         self._check = check
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._axis = split.batch_axis
-        self._has_stats = False
+        self._stats: List[gluon.Parameter] = []
+        self._has_begun = False
         self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
 
     def is_of(self, *asked: Any) -> bool:
@@ -282,8 +283,8 @@ class TrainStep:
         on_phase("backward")
         passes.backward(trainer, losses)
         on_phase("update")
-        if self._has_stats and not passes.notes_examples:
-            note_examples(plan.examples.items(), trainer.running_stats)
+        if self._stats and not passes.notes_examples:
+            note_examples(plan.examples.items(), self._stats)
         if losses:
             self._split.watch(losses)
         trainer.step(plan.num_examples if num_units is None else num_units, self._ignore_stale_grad)
@@ -300,16 +301,15 @@ class TrainStep:
     def _begin(self, plan: Plan, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
-        others = set(self._net.collect_params().values()).difference(trainer.params)
-        if not trainer.resolve_shapes() or any(param._deferred_init for param in others):
+        is_open = not self._has_begun and any(param._deferred_init for param in self._net.collect_params().values())
+        if not trainer.resolve_shapes() or is_open:
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
                     Xs, ys = self._planner.split(self._planner.plan(X, y), X, y)
             Passes(self._net, None, trains=False).forward(self._operation, Xs[:1], ys[:1])
             trainer.resolve_shapes()
-        stats = running_stats(self._net)
-        self._has_stats = bool(stats)
-        trainer.running_stats.add(stats)
+        self._stats, self._has_begun = running_stats(self._net), True
+        trainer.running_stats.add(self._stats)
 
 
 def eval_batch(

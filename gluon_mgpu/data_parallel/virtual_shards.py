@@ -75,6 +75,8 @@ class VirtualPasses(Passes):
         The parts of each virtual shard, which are computed and added up like shards: micro-steps.
     """
 
+    notes_examples = True  # moves the statistics itself
+
     def __init__(
         self, inner: Passes, net: gluon.Block, loss: Any, num_shards: int, trainer: Optional[Trainer] = None, parts: int = 1
     ) -> None:

@@ -156,6 +156,7 @@ class PipelinePasses(Passes):
         self._plans: Dict[int, List[Planned]] = {}  # by the number of micro-batches
         self._places: List[List[_Place]] = []  # by the replica
         self._params = list(pipeline.collect_params().values())
+        self._stats = list(filter(is_running_stat, self._params))
         self._known: List[Any] = []  # what the places depend on
         self._sizes: List[List[int]] = []  # of each micro-batch: the examples of its parts, if it is divided
 
@@ -196,7 +197,7 @@ class PipelinePasses(Passes):
             micro_batches.append(_MicroBatch(shard, Xs[shard], labels, arrays, sizes))
             shard += len(sizes)
         if not micro_batches:
-            note_examples((), self._trainer.running_stats)
+            note_examples((), self._stats)
             empty_pass(self._trainer.gradients)
             return [], []
         self._seed(micro_batches)
@@ -211,7 +212,7 @@ class PipelinePasses(Passes):
         gradients = self._trainer.gradients
         with gradients.adding() if self.adds else one_pass(gradients):
             examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
-        note_examples(examples.items(), self._trainer.running_stats)
+        note_examples(examples.items(), self._stats)
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]
         return [one.results[part] for one, part in parts], [one.losses[part] for one, part in parts]
 

@@ -8,7 +8,7 @@ a parameter that it does not reach    1 1 1      0 0 0               1 1 1    st
 
 A pass is a batch of `train_batch`, of a compiled step or of a pipeline, or one call of `mgpu.backward`. Plain loops call
 `autograd.backward` or `loss.backward()`: there the flags count as MXNet sets them, as in Gluon. Compiled steps know what they
-write, and look at no flag: one that is set after a second one may be older, and a plain loop's step then raises.
+write, and look at no flag. One that is set after them may be older, so the step of a plain loop raises then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, is_not
 from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 from weakref import ReferenceType, WeakSet, ref
@@ -91,7 +92,12 @@ class Gradients:
         self._marked: _Marked
         self._doubt = ""  # what makes the gradients ambiguous
         self._is_lost = False  # whether the latest pass has written into former arrays
+        self._is_full = False  # whether passes have written all, so that no flag must be read
+        self._is_behind = False  # whether a flag may be older than the latest compiled step
         self._watch()
+        for one in _alive():  # whose steps may be of the same parameters
+            one._is_full = False
+            self._is_behind = self._is_behind or (one._is_behind and one.shares(self))
         _all.append(ref(self, _all.remove))
 
     # Steps
@@ -202,7 +208,9 @@ class Gradients:
         self._drop_sums()
         self._own = []
         with autograd.pause():
-            self._zero(self._running, self._layout.slabs)
+            for at in np.flatnonzero(self._running).tolist():  # which may have no place in a slab yet
+                index, replica = self._entries[at]
+                zero(self._layout.params[index].list_grad()[replica])
         _now.num_steps += 1
 
     def drop_unused(self) -> None:
@@ -221,7 +229,7 @@ class Gradients:
 
     def has_new(self) -> bool:
         """Return whether there is a gradient that was not used or counted."""
-        return bool(self.read().any())
+        return self._is_full or (not self._is_behind and bool(self.read().any()))
 
     def place(self) -> None:
         """Put parameters into their places: graphs of the coming pass must not write into former arrays."""
@@ -437,7 +445,7 @@ class Gradients:
                 self._is_behind = not self._running_indices
             self._is_full = True
         else:
-            if self._is_behind or (self is own and not joins):
+            if self is own and not joins:
                 self.drop_unused()
             if not marked.writes:
                 return
@@ -476,8 +484,7 @@ class Gradients:
         self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
         self._latest = None
         self._marked = _Marked({}, [], self._running, self._running)
-        self._is_full = False  # whether passes have written all, so that no flag must be read
-        self._is_behind = False  # whether a flag may be older than the latest compiled step
+        self._is_full = False
 
     def _follow(self) -> bool:
         """Watch again if parameters were moved, frozen, unfrozen or initialised.
@@ -560,7 +567,7 @@ def one_pass(own: Optional[Gradients] = None) -> Iterator[None]:
         if _now.is_inside:
             yield
             return
-        watching = _alive()
+        watching = sorted(_alive(), key=partial(is_not, own))  # the own ones drop gradients of parameters that others share
         before = [one.begin_pass(own) for one in watching]
         _now.is_inside, _now.idle = True, frozenset()
         try:

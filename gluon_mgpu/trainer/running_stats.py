@@ -33,8 +33,8 @@ _num_passes = 0  # the same in all processes
 _stages_before: Dict[Context, Set[Context]] = {}  # by the device of a pipeline's recorded output: those of the stages before it
 
 
-def note_examples(examples: Iterable[Tuple[Context, float]], own: Optional[RunningStats] = None) -> None:
-    """Count the latest backward pass's examples on each device, for its `own` statistics and the networks that it has reached.
+def note_examples(examples: Iterable[Tuple[Context, float]], params: Optional[Sequence[gluon.Parameter]] = None) -> None:
+    """Count the latest backward pass's examples on each device, for these statistics, or those of all networks it has reached.
 
     An empty pass of a process may have reached any network in others.
     """
@@ -42,7 +42,7 @@ def note_examples(examples: Iterable[Tuple[Context, float]], own: Optional[Runni
     _num_passes += 1
     counted = list(examples)
     for one in list(_all):
-        if one is own or not counted or one.is_reached:
+        if one.has_some(params) if params is not None else not counted or one.is_reached:
             one.count(counted)
 
 
@@ -189,20 +189,24 @@ class RunningStats:
         """Move these statistics too, of a network of which the trainer has only some parameters."""
         new = list(params)
         for one in (self, *_all):
-            left = one._without(new)
-            if len(left) < len(new) and one is not self and one not in self._others:
+            if one.has_some(new) and one is not self and one not in self._others:
                 self._others.append(one)
-            new = left
+            new = one._without(new)
         if new:
             self._params, self._num_moves = self._params + new, -1
         self._follow()
 
     def _leave(self, other: RunningStats) -> None:
         """Leave to another trainer's the statistics that it has."""
-        left = other._without(self._params)
-        if len(left) < len(self._params):
-            self._params, self._num_moves = left, -1
+        if other.has_some(self._params):
+            mx.nd.waitall()  # a static graph writes them without telling the engine
+            self.settle(self._trained)
+            self._params, self._num_moves = other._without(self._params), -1
             self._others.append(other)
+
+    def has_some(self, params: Sequence[gluon.Parameter]) -> bool:
+        """Return whether any of these are its statistics."""
+        return len(self._without(params)) < len(params)
 
     def _without(self, params: Sequence[gluon.Parameter]) -> List[gluon.Parameter]:
         own = set(map(id, self._params))
@@ -221,9 +225,10 @@ class RunningStats:
 
     def begin(self) -> None:
         """Take the values of each first device as the common ones, and count from here."""
-        self._follow()
-        self._take()
-        self._examples = None
+        for one in self._together():
+            one._follow()
+            one._take()
+            one._examples = None
 
     def _take(self) -> None:
         self._before = []
@@ -240,11 +245,16 @@ class RunningStats:
             Devices without data, if no examples were counted.
         """
         _stages_before.clear()
-        together = [self]
-        for one in together:
-            together += [other for other in one._others if other not in together]
+        for one in self._together():
             if one._params:
                 one._move(trained, idle)
+
+    def _together(self) -> List[RunningStats]:
+        """Return all that have statistics which this trainer's passes move."""
+        found = [self]
+        for one in found:
+            found += [other for other in one._others if other not in found]
+        return found
 
     def _move(self, trained: List[Slab], idle: Iterable[Context]) -> None:
         self._num_passes = _num_passes

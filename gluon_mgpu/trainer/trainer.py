@@ -378,6 +378,7 @@ class Trainer(gluon.Trainer):
                 "instead, or discard() to drop all that was accumulated."
             )
         if self._num_counted:
+            self.gradients.drop_unused()  # flags that compiled steps have not looked at
             self._step(0, ignore_stale_grad)
         else:
             self.discard()

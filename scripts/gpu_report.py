@@ -24,6 +24,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 from xml.etree import ElementTree
@@ -84,7 +85,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", default="gpu_report.json", help="the file (default: gpu_report.json)")
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for each part (default: 900)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "tests" in options.only and find_spec("pytest") is None:
+        parser.error("pytest is not installed. Run pip install '.[dev]', or leave the tests out with --only.")
+    return options
 
 
 def make(folder: Path, parts: Sequence[str], limit_s: float) -> Dict[str, Any]:

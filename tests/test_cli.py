@@ -223,7 +223,7 @@ def test_a_function_of_yours_trains(mine, tmp_path):
 
 def test_a_function_may_initialise_and_need_not_have_a_test_set(mine, tmp_path):
     output = run(*mine("initialised", "--max-steps", "5"))
-    assert "stopped: max_steps=5" in output and "history.json, last in" in output
+    assert "stopped: max_steps=5" in output and "history.json and last in" in output
     assert "train accuracy" in output.splitlines()[-1]
 
 

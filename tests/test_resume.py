@@ -213,7 +213,7 @@ def test_ctrl_c_at_any_step(tmp_path, stop):
 
 def assert_resumes_as_if_uninterrupted(resumed, folder):
     rows, bits = uninterrupted_without_checkpoints()
-    assert rows_of(resumed.fit([mgpu.Checkpoint(folder)], resume="auto")) == rows
+    assert rows_of(resumed.fit([mgpu.Checkpoint(folder), mgpu.Progress()], resume="auto")) == rows
     assert largest_difference(resumed.bits(), bits) == 0.0
 
 

@@ -74,7 +74,10 @@ class CheckpointRotation:
                     "of its own. Resume that run with resume='auto', or pass another folder."
                 )
             if is_new and (self.folder / "last").exists():
-                logger.warning("the checkpoints of an earlier run in %s are replaced: resume='auto' continues it", self.folder)
+                logger.warning(
+                    "the checkpoints of an earlier run in %s are replaced: resume='auto' (--resume auto) continues it",
+                    self.folder,
+                )
             make(self.folder)
             for name in ("last", "best"):
                 recover(self.folder / name)

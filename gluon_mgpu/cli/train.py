@@ -82,7 +82,7 @@ _training_options = all_of(
         "--bn",
         type=click.Choice(["local", "sync"]),
         default="local",
-        help="BatchNorm's statistics: of each device's part of a batch (local), or of the whole batch (sync).",
+        help="BatchNorm's statistics: of each device's part of a batch (local), or of the whole batch (sync; extra sync).",
     ),
     _precision,
     _seed,
@@ -144,9 +144,9 @@ def train_resnet18(**options: Any) -> None:
 def train_function(reference: str = "", **options: Any) -> None:
     """Train the network that a function of yours returns.
 
-    FILE.py:FUNCTION or MODULE:FUNCTION names it. It takes batch_size and returns (net, loss, train_iter), or also test_iter;
-    docs/training.md shows one. The network need not be initialised. Ctrl-C and SIGTERM stop after the current batch and save;
-    --resume auto resumes.
+    FILE.py:FUNCTION or MODULE:FUNCTION names it. It takes (batch_size, ctx) and returns (net, loss, train_iter), or also
+    test_iter; docs/training.md shows one. The network need not be initialised. Ctrl-C and SIGTERM stop after the current batch
+    and save; --resume auto resumes.
     """
     from .train_function import train
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any, List, Sequence
 
@@ -16,6 +17,13 @@ from .train_resnet18 import train_network
 def train(reference: str, options: SimpleNamespace) -> None:
     """Train what a function returns."""
     build = load_workload("train", reference_of("train", reference))
+    try:
+        inspect.signature(build).bind(options.batch_size, None)
+    except TypeError as error:
+        raise TrainerError(
+            f"train: got {reference}, which cannot be called with (batch_size, ctx): {error}; expected a function of both."
+            " Write def make(batch_size, ctx): ..."
+        ) from None
 
     def make(ctx: List[mx.Context]) -> Sequence[Any]:
         made = build(options.batch_size, ctx)

@@ -78,8 +78,8 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
     seconds = median(history.column("seconds"))
     row = history.rows[-1]
     result = next(name for name in ("test_accuracy", "test_loss", "train_accuracy", "train_loss") if name in row)
-    saved = "last" if test_iter is None else "best and last"
-    print_once(f"saved curves.png, history.csv, history.json, {saved} in {options.output}")
+    saved = [name for name in ("curves.png", "history.csv", "history.json", "best", "last") if (options.output / name).exists()]
+    print_once(f"saved {', '.join(saved[:-1])} and {saved[-1]} in {options.output}")
     print_once(f"{format_column(result, row[result])}, {seconds:.1f} s/epoch on {names}")
 
 

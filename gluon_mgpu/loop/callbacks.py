@@ -166,9 +166,9 @@ class Progress(Callback):
             self._print("")
 
     def _left(self, state: FitState, progress: EpochProgress) -> List[str]:
-        if not state.num_batches:
+        done = state.epoch - 1 + progress.num_batches / (state.num_batches or math.inf)
+        if done <= self._done_before:  # a run that had stopped after the last batch of an epoch, or a loader without a length
             return []
-        done = state.epoch - 1 + progress.num_batches / state.num_batches
         seconds = (time.perf_counter() - self._began) / (done - self._done_before) * (state.epochs - done)
         return [f"{_clock(seconds)} left"]
 

@@ -97,6 +97,11 @@ class Trace(Callback):
         self._recording: Optional[Recording] = None
 
     def on_fit_begin(self, state: FitState) -> None:
+        self.summary = None
+        self._batches = 0
+        self._phase = ""
+        self._phases: Optional[List[Tuple[float, str]]] = None  # since the trace began
+        self._ends: List[float] = []  # of the warm-up, and of each traced step
         devices = [str(context) for context in state.trainer.devices]
         missing = [device for device in devices if device not in recordable_devices()]
         if missing:
@@ -106,12 +111,7 @@ class Trace(Callback):
             )
         with explained("Trace", self.path):
             make(self.path.parent)
-        self.summary = None
         self._devices = devices
-        self._batches = 0
-        self._phase = ""
-        self._phases: Optional[List[Tuple[float, str]]] = None  # since the trace began
-        self._ends: List[float] = []  # of the warm-up, and of each traced step
 
     def on_phase(self, state: FitState, phase: str) -> None:
         self._phase = phase

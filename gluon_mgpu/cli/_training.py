@@ -34,8 +34,7 @@ _MICRO_BATCHES = 4  # for each stage, by default
 def prepared_devices(options: SimpleNamespace) -> Iterator[List[mx.Context]]:
     """Yield the devices that the options select, and seed all random generators."""
     # before anything runs on a device: it sets their threads
-    one_thread = options.virtual_shards is not None
-    with chosen_devices(options.devices, options.min_free_memory, one_thread=one_thread) as ctx:
+    with chosen_devices(options.devices, options.min_free_memory, one_thread=options.virtual_shards is not None) as ctx:
         check_stages(options, len(ctx))
         if len(ctx) == 1:
             environment.set_one_context()
@@ -100,16 +99,12 @@ def check_stages(options: Any, num_devices: int) -> None:
 
 def num_replicas(options: Any, ctx: Sequence[mx.Context]) -> int:
     """Return the number of copies of the network: each takes its part of a batch."""
-    return max(1, len(ctx) // _num_stages(options, ctx)) if is_divided(options) else len(ctx)
-
-
-def _num_stages(options: Any, ctx: Sequence[mx.Context]) -> int:
-    return options.stages or len(ctx)
+    return max(1, len(ctx) // (options.stages or len(ctx))) if is_divided(options) else len(ctx)
 
 
 def divided(net: gluon.Block, ctx: Sequence[mx.Context], options: Any, train_iter: Iterable[Any]) -> Pipeline:
     """Return the pipeline of a network that is initialised on the first device, and print where its stages are."""
-    stages, replicas, processes = _num_stages(options, ctx), num_replicas(options, ctx), this_process().num_processes
+    stages, replicas, processes = options.stages or len(ctx), num_replicas(options, ctx), this_process().num_processes
     micro_batches = options.micro_batches or _MICRO_BATCHES * stages
     X = next(iter(copy.copy(train_iter)))[0]  # the iterator itself stays as it is
     sample = split_data(X, replicas * processes * micro_batches, even_split=False)[0]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, List, Sequence
 
 import mxnet as mx
-from mxnet import gluon
 
 from ..errors import TrainerError
 from ..tuning.workload import load_workload, reference_of
@@ -21,13 +20,12 @@ def train(reference: str, options: SimpleNamespace) -> None:
         inspect.signature(build).bind(options.batch_size, None)
     except TypeError as error:
         raise TrainerError(
-            f"train: got {reference}, which cannot be called with (batch_size, ctx): {error}; expected a function of both."
-            " Write def make(batch_size, ctx): ..."
+            f"train: got {reference}: {error}; expected a function of (batch_size, ctx). Let it take both."
         ) from None
 
     def make(ctx: List[mx.Context]) -> Sequence[Any]:
         made = build(options.batch_size, ctx)
-        if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[0], gluon.Block):
+        if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[0], mx.gluon.Block):
             raise TrainerError(
                 f"train: got {type(made).__name__} from {reference}; expected a network, a loss, and data to train on and to "
                 "test on. Return (net, loss, train_iter), or (net, loss, train_iter, test_iter)."

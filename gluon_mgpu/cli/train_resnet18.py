@@ -75,8 +75,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
         )
     if trace is not None and trace.summary is not None:
         print_once(f"trace: {trace.summary}\n{_draw(trace.summary.path, is_divided(options))}")
-    seconds = median(history.column("seconds"))
-    row = history.rows[-1]
+    seconds, row = median(history.column("seconds")), history.rows[-1]
     result = next(name for name in ("test_accuracy", "test_loss", "train_accuracy", "train_loss") if name in row)
     saved = [name for name in ("curves.png", "history.csv", "history.json", "best", "last") if (options.output / name).exists()]
     print_once(f"saved {', '.join(saved[:-1])} and {saved[-1]} in {options.output}")

@@ -1,4 +1,4 @@
-"""MXNet 2: the names of MXNet 1.9 that it moved or renamed, and the calls that differ. No other module asks for the version.
+"""MXNet 2: the names of MXNet 1.9 that it moved or renamed, and the calls that differ.
 
 | MXNet 1.9 | MXNet 2 |
 |---|---|

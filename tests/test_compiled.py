@@ -560,3 +560,15 @@ def test_a_batch_without_labels_is_named():
     step(X, np.zeros(2, "float32"))
     with pytest.raises(StepError, match="compile_step: got .* for shard 0"):
         step(X, None)
+
+
+def test_networks_of_one_trainer_may_leave_their_shapes_to_their_first_batches():
+    layers = nn.HybridSequential()
+    layers.add(nn.Dense(2), nn.Dense(1), nn.Dense(1))
+    layers.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(layers, "sgd")
+    for head in (1, 2):
+        net = nn.HybridSequential()
+        net.add(layers[0], layers[head])
+        mgpu.compile_step(net, gluon.loss.L2Loss(), trainer, ignore_stale_grad=True)(np.ones((4, 3)), np.ones((4, 1)))
+    assert layers[2].weight.shape == (1, 2)

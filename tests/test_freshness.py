@@ -548,3 +548,62 @@ def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(several, 
     mgpu.fit(net, L2, trainer, [(data(0, 6), data(1, 6, width=1))], epochs=2, callbacks=[], compiled="on")
     autograd.backward(by_hand())
     trainer.step(6)
+
+
+@pytest.mark.parametrize("change", ["an unrelated trainer", "another trainer", "frozen"])
+def test_flags_older_than_compiled_steps_stay_unknown(change, several):
+    net, batch = nn.HybridSequential(), (data(0, 6), data(1, 6, width=1))
+    net.add(dense(several, units=3), dense(several))
+    trainer, other = mgpu.Trainer(net, *MOMENTUM), dense(several)
+    step = mgpu.compile_step(net, gluon.loss.L2Loss(), trainer)
+    for _ in range(2):
+        step(*batch)
+        autograd.backward(losses_of(net, data(0, 6), several))
+    mgpu.compile_step(other, gluon.loss.L2Loss(), mgpu.Trainer(other, *MOMENTUM))(*batch)
+    step(*batch)
+    if change == "frozen":
+        net[0].collect_params().setattr("grad_req", "null")
+    changed = mgpu.Trainer(net if change == "another trainer" else dense(several), *MOMENTUM)
+    stepping = changed if change == "another trainer" else trainer
+    assert_refused(partial(stepping.step, 6, ignore_stale_grad=True), "compile_step", ModesError)
+
+
+def test_compiled_micro_steps_do_not_mind_a_look_at_gradients(several):
+    net, batch = dense(several), (data(0, 6), data(1, 6, width=1))
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    for _ in range(3):
+        mgpu.compile_step(net, gluon.loss.L2Loss(), trainer, micro_steps=2)(*batch)
+        autograd.backward(losses_of(net, data(0, 6), several))
+    assert trainer.optimizer.num_update == 3
+
+
+def test_a_gradient_is_used_once_by_trainers_that_share_it(several, monkeypatch):
+    monkeypatch.setattr(gradients, "_all", [])  # no trainers of other tests
+    net = dense(several)
+    first = mgpu.Trainer(net, *MOMENTUM)
+    mgpu.backward(losses_of(net, data(1, 6), several))
+    mgpu.Trainer(net, *MOMENTUM).step(6)
+    assert_refused(partial(first.step, 6), "no gradient", StaleGradientError)
+
+
+@pytest.mark.parametrize("order", ["whole, part", "part, whole"])
+def test_train_batch_drops_gradients_that_another_trainer_shares(order, several):
+    nets = {"whole": nn.Sequential()}
+    nets["whole"].add(dense(several, 1), dense(several, 2))
+    nets["part"] = nets["whole"][1]
+    trainers = {name: mgpu.Trainer(nets[name], *MOMENTUM) for name in order.split(", ")}
+    mgpu.backward(losses_of(lambda x: nets["whole"][0](x) + nets["part"](x), data(1, 6), several))
+    before = weights_of(nets["part"])
+    mgpu.train_batch(
+        nets["whole"][0], gluon.loss.L2Loss(), trainers["whole"], data(2, 6), data(3, 6, width=1), ignore_stale_grad=True
+    )
+    assert largest_difference(before, weights_of(nets["part"])) == 0.0
+
+
+def test_running_sums_are_dropped_before_they_have_a_place(several):
+    net = dense(several, in_units=0)
+    net.collect_params().setattr("grad_req", "add")
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    mgpu.backward(losses_of(net, data(1, 6), several))
+    trainer.discard()
+    assert all((gradient.asnumpy() == 0).all() for param in trainer.params for gradient in param.list_grad())

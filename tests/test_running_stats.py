@@ -49,11 +49,15 @@ def by_train_batch(net, trainer, X, y):
     mgpu.train_batch(net, LOSS, trainer, X, y)
 
 
-def by_backward(net, trainer, X, y, backward=mgpu.backward):
+def go_back(net, trainer, X, y, backward=mgpu.backward):
     Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
     with autograd.record():
         losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
     backward(losses)
+
+
+def by_backward(net, trainer, X, y, backward=mgpu.backward):
+    go_back(net, trainer, X, y, backward)
     trainer.step(len(X))
 
 
@@ -253,3 +257,34 @@ def test_trainers_of_one_network_count_for_each_other():
         weights = [len(shard) for shard in shards if len(shard)]
         expected = [np.average(values, axis=0, weights=weights) for values in zip(*moves)]
         assert_stats(net, expected)
+
+
+@pytest.mark.parametrize("between", ["another trainer", "virtual shards", "a restored trainer"])
+def test_examples_count_once_whoever_owns_the_statistics(between, tmp_path):
+    net, first = normed(2)
+    first.save_states(str(tmp_path / "states"))
+    if between == "virtual shards":
+        by_train_batch(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}, virtual_shards=2), *batch(1))
+    if between == "a restored trainer":
+        other = mgpu.Trainer(net, "sgd")
+        go_back(net, first, *batch(1))
+        first.load_states(str(tmp_path / "states"))
+        assert other.params == first.params
+    for param, value in zip((net[0].running_mean, net[0].running_var), INITIAL):
+        param.set_data(mx.nd.array(value))
+    X, y = batch(3, 1)
+    go_back(net, first, X, y)
+    if between == "another trainer":
+        mgpu.Trainer(net, "sgd")
+    first.step(3)
+    assert_stats(net, [(2 * one + two) / 3 for one, two in zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))])
+
+
+def test_a_step_counts_for_statistics_that_a_trainer_of_other_layers_owns():
+    (net, _), (other, _) = normed(2), normed(2)
+    head = mgpu.Trainer([net[0].gamma, net[0].beta, *net[1].collect_params().values()], "sgd", {"learning_rate": 0.0})
+    owner = mgpu.Trainer([*other.collect_params().values(), net[0].running_mean, net[0].running_var], "sgd")
+    X, y = batch(3)
+    by_train_batch(net, head, X, y)
+    assert owner.contexts == head.contexts
+    assert_stats(net, [(2 * one + two) / 3 for one, two in zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))])

@@ -302,21 +302,6 @@ def test_an_exception_inside_drops_all(devices):
     assert largest_difference(weights_of(net), weights_of(other)) == 0.0
 
 
-def test_an_exception_that_is_caught_inside_begins_anew(devices):
-    net, trainer = world(devices)
-    other, plain = world(devices)
-    group = small_batches([3, 4, 5])
-    with trainer.accumulate():
-        with pytest.raises(ZeroDivisionError), trainer.accumulate():
-            mgpu.train_batch(net, LOSS, trainer, *group[0])
-            raise ZeroDivisionError
-        for batch in group:
-            mgpu.train_batch(net, LOSS, trainer, *batch)
-    trainer.flush()
-    mgpu.train_batch(other, LOSS, plain, *(np.concatenate(parts) for parts in zip(*group)))
-    assert largest_difference(weights_of(net), weights_of(other)) <= 1e-6
-
-
 @pytest.mark.parametrize("wrong", ["loss", "stale"])
 def test_a_micro_step_that_fails_leaves_nothing_behind(wrong):
     net, trainer = world()

@@ -118,17 +118,6 @@ def test_a_generators_pass_does_not_count_for_the_discriminator(backward, severa
     assert largest_difference(*found) <= 1e-6
 
 
-def test_a_batch_that_is_left_out_does_not_count(several):
-    passes = [(data(1, 6), True), (data(2, 6), False), (data(3, 1), True), (data(4, 1), False), (data(5, 6), True)]
-    net = dense(several)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    for X, has_step in passes:
-        mgpu.backward(losses_of(net, X, several))
-        if has_step:
-            trainer.step(len(X))
-    assert largest_difference(weights_of(net), on_one_device(passes)) <= 1e-6
-
-
 @pytest.mark.parametrize("form_of_loop", [name for name in FORMS if name != "mgpu.backward"])
 def test_a_batch_left_out_of_a_loop_over_losses_has_to_be_discarded(form_of_loop, several):
     """A batch with fewer examples than devices comes next. Its split shows that a device has a gradient of another batch."""
@@ -240,17 +229,6 @@ def test_losses_of_two_networks_may_alternate_device_by_device(several):
     assert largest_difference(*found) <= 1e-6
 
 
-def test_two_losses_of_one_network_device_by_device(several):
-    """The last one of each device counts: all are of the second loss."""
-    net = dense(several)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    losses = [losses_of(net, data(seed, 6), several) for seed in (1, 2)]
-    for pair in zip(*losses):
-        one_by_one(pair)
-    trainer.step(6)
-    assert largest_difference(weights_of(net), on_one_device([(data(2, 6), True)])) <= 1e-6
-
-
 def test_one_call_of_backward_per_device_is_refused(several):
     net = dense(several)
     trainer = mgpu.Trainer(net, *MOMENTUM)
@@ -345,34 +323,6 @@ def test_whose_pass_was_without_data_may_be_unknown(several):
 # discard() and accumulate()
 
 
-def test_discard_drops_sums_that_were_not_applied(devices):
-    net = dense(devices)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, data(1, 6), devices))
-    trainer.allreduce_grads()
-    trainer.discard()
-    with trainer.accumulate():
-        mgpu.backward(losses_of(net, data(2, 1), devices))
-        trainer.step(1)
-    trainer.flush()
-    assert largest_difference(weights_of(net), on_one_device([(data(2, 1), True)])) <= 1e-6
-
-
-def test_a_pass_between_those_of_one_update_that_no_step_counts(devices):
-    """Another loss's: the next pass replaces it."""
-    net = dense(devices)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    batches = [data(seed, 6) for seed in (1, 2, 3)]
-    with trainer.accumulate():
-        mgpu.backward(losses_of(net, batches[0], devices))
-        trainer.step(6)
-    mgpu.backward(losses_of(net, batches[1], devices))
-    mgpu.backward(losses_of(net, batches[2], devices))
-    trainer.step(6)
-    expected = on_one_device([(np.concatenate([batches[0], batches[2]]), True)])
-    assert largest_difference(weights_of(net), expected) <= 1e-6
-
-
 def test_a_generator_and_its_discriminator_accumulate(devices):
     """Each leaves the other's gradients of its own passes out of its sum."""
     found = []
@@ -402,18 +352,6 @@ def test_another_trainers_step_inside_a_group(devices):
         second.step(4)
         assert_refused(lambda: first.step(4), "no gradient", StaleGradientError)
     assert largest_difference(weights_of(net), on_one_device([(data(1, 4), True)])) <= 1e-6
-
-
-def test_an_empty_group_leaves_gradients_as_they_are(devices):
-    net = dense(devices)
-    first, second = (mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}) for _ in range(2))
-    with first.accumulate():
-        pass
-    passes = [(data(seed, 4), True) for seed in (1, 2)]
-    for X, _ in passes:
-        mgpu.backward(losses_of(net, X, devices))
-        second.step(4)
-    assert largest_difference(weights_of(net), on_one_device(passes, ("sgd", {"learning_rate": 0.1}))) <= 1e-6
 
 
 # Sparse gradients, and gradients that the user lets add up
@@ -455,20 +393,6 @@ def test_a_pass_of_another_network_leaves_a_sum_for_its_update(devices):
     trainer.allreduce_grads()
     mgpu.backward(losses_of(net, data(1, 6), devices))
     assert_refused(trainer.allreduce_grads, r"Call update\(\)")
-
-
-def test_running_sums_are_not_clipped(devices):
-    net = dense(devices)
-    net.collect_params().setattr("grad_req", "add")
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}, clip_value=1e-6)
-    for _ in range(2):
-        mgpu.backward(losses_of(net, data(1, 6), devices))
-        sums = sum(gradient.asnumpy() for gradient in [one.as_in_context(CPU[0]) for one in net.weight.list_grad()])
-        trainer.step(6)
-    alone = dense(devices)
-    mgpu.backward(losses_of(alone, data(1, 6), devices))
-    expected = 2 * sum(one.as_in_context(CPU[0]) for one in alone.weight.list_grad())
-    np.testing.assert_allclose(sums, expected.asnumpy(), rtol=1e-5)
 
 
 def test_mxnet_is_left_as_it_is():

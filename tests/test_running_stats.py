@@ -281,10 +281,9 @@ def test_examples_count_once_whoever_owns_the_statistics(between, tmp_path):
 
 
 def test_a_step_counts_for_statistics_that_a_trainer_of_other_layers_owns():
-    (net, _), (other, _) = normed(2), normed(2)
+    (net, _), (other, _), (X, y) = normed(2), normed(2), batch(3)
     head = mgpu.Trainer([net[0].gamma, net[0].beta, *net[1].collect_params().values()], "sgd", {"learning_rate": 0.0})
     owner = mgpu.Trainer([*other.collect_params().values(), net[0].running_mean, net[0].running_var], "sgd")
-    X, y = batch(3)
     by_train_batch(net, head, X, y)
     assert owner.contexts == head.contexts
     assert_stats(net, [(2 * one + two) / 3 for one, two in zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))])

@@ -1,6 +1,5 @@
 import json
 import pickle
-import sys
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -378,38 +377,6 @@ def test_an_unknown_hyperparameter_is_named(optimizer, params, name):
         TrainerError, match=f"^Trainer: got .*unexpected keyword argument '{name}'; expected options of {optimizer}"
     ):
         mgpu.Trainer(small_net(CTX), optimizer, params)
-
-
-def count_calls(function):
-    """Return the number of calls of Python functions inside a call."""
-    names = []
-    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return len(names)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=["", "sharded"])
-@pytest.mark.parametrize("optimizer", [("sgd", {"momentum": 0.9}), ("adam", {})], ids=["sgd", "adam"])
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_a_step_makes_few_calls_for_any_number_of_parameters(num_devices, optimizer, options):
-    ctx, found = [mx.cpu(i) for i in range(num_devices)], {}
-    for num_layers in (3, 40):
-        net = nn.HybridSequential()
-        for _ in range(num_layers):
-            net.add(nn.Dense(8, in_units=8))
-        net.initialize(ctx=ctx)
-        trainer = mgpu.Trainer(net, *optimizer, **options)
-        for _ in range(3):
-            with autograd.record():
-                losses = [net(mx.nd.ones((2, 8), ctx=context)).sum() for context in ctx]
-            mgpu.backward(losses)
-            found[num_layers] = count_calls(lambda: trainer.step(16))  # noqa: B023
-        assert mgpu.data_parallel.replica_difference(net) == 0.0
-    assert found[3] == found[40] <= 50 + 2 * num_devices, found
 
 
 def test_the_largest_difference_of_replicas():

@@ -63,6 +63,14 @@ class _Marked:
 class Gradients:
     """The gradients of a network on all devices: which ones are fresh, and their sums over several passes.
 
+    ```
+    state        set by                                           until                         the next step
+    _is_full     a pass that has written all of them              it is used, or shared         reads no flag
+    _is_behind   a compiled step that has written all of them     a recorded pass, or drop()    raises if a flag is set
+    _is_lost     a pass into arrays that Gluon has replaced       the next pass                 raises
+    _doubt       passes that do not belong together               a pass that has written all   raises, and says which
+    ```
+
     Parameters
     ----------
     layout : Layout

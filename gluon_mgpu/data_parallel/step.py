@@ -230,7 +230,6 @@ class TrainStep:
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._axis = split.batch_axis
         self._stats: List[gluon.Parameter] = []
-        self._has_begun = False
         self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
 
     def is_of(self, *asked: Any) -> bool:
@@ -301,14 +300,16 @@ class TrainStep:
     def _begin(self, plan: Plan, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
-        is_open = not self._has_begun and any(param._deferred_init for param in self._net.collect_params().values())
-        if not trainer.resolve_shapes() or is_open:
+        trainer.resolve_shapes()
+        left_open = {id(param) for param in self._net.collect_params().values() if param._deferred_init}
+        if not left_open <= trainer.open_shapes:
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
                     Xs, ys = self._planner.split(self._planner.plan(X, y), X, y)
             Passes(self._net, None, trains=False).forward(self._operation, Xs[:1], ys[:1])
+            trainer.open_shapes |= left_open
             trainer.resolve_shapes()
-        self._stats, self._has_begun = running_stats(self._net), True
+        self._stats = running_stats(self._net)
         trainer.running_stats.add(self._stats)
 
 

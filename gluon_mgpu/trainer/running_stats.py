@@ -199,8 +199,9 @@ class RunningStats:
     def _leave(self, other: RunningStats) -> None:
         """Leave to another trainer's the statistics that it has."""
         if other.has_some(self._params):
-            mx.nd.waitall()  # a static graph writes them without telling the engine
-            self.settle(self._trained)
+            if self._divisor is None:  # processes may not have the same former trainers: garbage
+                mx.nd.waitall()  # a static graph writes them without telling the engine
+                self.settle(self._trained)
             self._params, self._num_moves = other._without(self._params), -1
             self._others.append(other)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set
 
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
@@ -162,7 +162,7 @@ class Trainer(gluon.Trainer):
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet
-        self._was_asked_for_shapes = False
+        self.open_shapes: Set[int] = set()  # parameters, by id, whose shapes a first batch has left open: it does not use them
         self._use(self._optimizer)
         if precision is not None:
             set_precision(params, precision)
@@ -217,20 +217,17 @@ class Trainer(gluon.Trainer):
         """
         return self._grad_norm
 
-    def resolve_shapes(self) -> bool:
-        """Return whether the shapes of all parameters are known; the first batch decides shapes that layers do not specify.
+    def resolve_shapes(self) -> None:
+        """Put parameters into buckets whose shapes the first batch has decided, as layers do not specify them.
 
         Call it between the first forward pass, in prediction mode, and the first recorded one: the parameters can then move into
         buckets before a graph holds them.
         """
         if not self._layout.is_complete and has_values(self._layout.params):
             self._layout.place()
-        known = self._layout.is_complete or self._was_asked_for_shapes  # what one batch has not decided is not used
-        self._was_asked_for_shapes = True
         if self._process_sync.is_joint and has_values(self._layout.params):
             self._process_sync.check_unused("Trainer")  # such as a generator's pass, before the first one of this network
             self._process_sync.begin()
-        return known
 
     @property
     def params(self) -> List[gluon.Parameter]:

@@ -164,7 +164,7 @@ def test_a_file_of_states_is_always_whole(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("gluon_mgpu.trainer.states.os.fsync", full_disk)
+    monkeypatch.setattr("gluon_mgpu.runtime.new_files.os.fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
         trainer.save_states(path)
     assert (tmp_path / "states").read_bytes() == before

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..checks import path_of, whole_number
 from ..errors import StateError
-from .manifest import sync
+from ..runtime.new_files import sync
 from .replace_folder import commit, explained, make, new_folder
 from .rotation import INNER, checkpoint_in, find_checkpoints, outer_of
 from .save_and_load import check_folder

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator
 
 from ..errors import StateError
+from ..runtime.new_files import sync
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "gluon_mgpu checkpoint", 1
@@ -89,15 +90,6 @@ class Files:
                     "manifest); expected the listed file. Use another checkpoint."
                 )
         return manifest
-
-
-def sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _entry(content: bytes) -> Dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import Iterator, Optional, Sequence
 
 from ..errors import SaveError, StateError
 from ..runtime.environment import logger
-from .manifest import MANIFEST, Files, sync
+from ..runtime.new_files import sync
+from .manifest import MANIFEST, Files
 
 _ATTEMPTS = 50  # to read a folder that is replaced at the same time
 
@@ -134,20 +135,6 @@ def copy_files(folder: Path, new: Path) -> None:
     shutil.copytree(folder, new, dirs_exist_ok=True)
     for path in (*new.rglob("*"), new):
         sync(path)
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write a new file to, which then replaces the file at `path`; remove it on an exception."""
-    new = path.with_name(f".new.{path.name}")
-    try:
-        yield new
-        sync(new)
-        new.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink()
-        raise
 
 
 def remove(path: Path) -> None:

@@ -11,13 +11,14 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import numpy as np
 from mxnet import gluon
 
-from ..checkpoint.replace_folder import explained, new_file
+from ..checkpoint.replace_folder import explained
 from ..checks import flag, path_of, real_number, short
 from ..errors import TrainerError
 from ..models import Seq2Seq
 from ..models.seq2seq.translator import Translator
 from ..runtime.environment import logger, require
 from ..runtime.mxnet2 import require_mxnet1
+from ..runtime.new_files import new_file
 from .export_translator import FILES, write_folder
 from .sampled_graph import ExportGraph, arguments_of, check_exportable, in_plain_form, legacy_mode, trace
 from .symbol_files import files_of, run_symbol, write_symbol

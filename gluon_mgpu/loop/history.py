@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import List, Union
 
-from ..checkpoint.replace_folder import explained, new_file
+from ..checkpoint.replace_folder import explained
 from ..plots import plot_history, save
+from ..runtime.new_files import new_file
 from .resume import Row
 
 

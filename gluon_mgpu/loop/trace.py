@@ -10,11 +10,12 @@ from typing import Dict, List, Optional, Tuple, Union
 
 import mxnet as mx
 
-from ..checkpoint.replace_folder import explained, make, new_file
+from ..checkpoint.replace_folder import explained, make
 from ..checks import path_of, whole_number
 from ..distributed.process import this_process
 from ..errors import TrainerError
 from ..runtime.environment import logger
+from ..runtime.new_files import new_file
 from ..runtime.profiler import Operation, Recording, recordable_devices
 from .callbacks import Callback, FitState
 from .timeline import HOST, Timeline
@@ -98,12 +99,11 @@ class Trace(Callback):
 
     def on_fit_begin(self, state: FitState) -> None:
         self.summary = None
-        self._batches = 0
-        self._phase = ""
+        self._batches, self._phase = 0, ""
         self._phases: Optional[List[Tuple[float, str]]] = None  # since the trace began
         self._ends: List[float] = []  # of the warm-up, and of each traced step
-        devices = [str(context) for context in state.trainer.devices]
-        missing = [device for device in devices if device not in recordable_devices()]
+        self._devices = [str(context) for context in state.trainer.devices]
+        missing = [device for device in self._devices if device not in recordable_devices()]
         if missing:
             raise TrainerError(
                 f"Trace: got {', '.join(missing)}; expected one of {', '.join(recordable_devices())}, the devices that MXNet's "
@@ -111,7 +111,6 @@ class Trace(Callback):
             )
         with explained("Trace", self.path):
             make(self.path.parent)
-        self._devices = devices
 
     def on_phase(self, state: FitState, phase: str) -> None:
         self._phase = phase

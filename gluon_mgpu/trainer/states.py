@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import warnings
 import zipfile
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, BinaryIO, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -20,6 +19,7 @@ from mxnet import optimizer as opt
 from ..checks import is_whole, short
 from ..errors import StateError
 from ..nested import Array, is_device_array, leaves
+from ..runtime.new_files import new_file
 from .layout import Layout
 from .optimizer_config import Description, class_name, describe, is_known
 from .parameters import shape_fits
@@ -90,21 +90,12 @@ def write_arrays(file: BinaryIO, arrays: Mapping[str, Any]) -> None:
 
 
 def write_states(fname: str, state: TrainerState) -> None:
-    """Write a state, to a temporary file that is renamed, so that the target is always complete."""
+    """Write a state: the file is always complete."""
     arrays: Dict[str, Any] = {}
     values = json.dumps({**as_values(state, arrays), "version": _VERSION})
     arrays[_VALUES] = np.frombuffer(values.encode(), np.uint8)
-    temporary = f"{fname}.{os.getpid()}.new"
-    try:
-        with open(temporary, "wb") as file:
-            write_arrays(file, arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, fname)
-    except BaseException:
-        with suppress(OSError, ValueError):  # the first error counts
-            os.unlink(temporary)
-        raise
+    with new_file(Path(fname)) as path, open(path, "wb") as file:
+        write_arrays(file, arrays)
 
 
 def read_states(fname: str, layout: Layout, optimizer: opt.Optimizer, order: Sequence[int]) -> TrainerState:

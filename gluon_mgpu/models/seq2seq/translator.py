@@ -11,8 +11,8 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ...checkpoint.manifest import MANIFEST, Files, sync
-from ...checkpoint.replace_folder import commit, explained, new_file, new_folder, read_files
+from ...checkpoint.manifest import MANIFEST, Files
+from ...checkpoint.replace_folder import commit, explained, new_folder, read_files
 from ...checkpoint.rotation import INNER
 from ...checkpoint.save_and_load import check_folder, check_parameters, set_parameters
 from ...checkpoint.snapshot import FILES, Snapshot, content_of, take_snapshot
@@ -22,6 +22,7 @@ from ...data.text.vocabulary import fingerprint
 from ...devices.select import check_contexts
 from ...distributed.process import this_process
 from ...errors import DataError, StateError, TrainerError
+from ...runtime.new_files import new_file, sync
 from ...trainer.trainer import Trainer
 from .. import Seq2Seq
 from .beam_search import Translation, translate

@@ -1,0 +1,31 @@
+"""Files that are complete or absent, whenever the program is killed: written under another name, synced, and renamed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Iterator
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write a new file to, which then replaces the file at `path`; remove it on an exception."""
+    new = path.with_name(f".new.{path.name}")
+    try:
+        yield new
+        sync(new)
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

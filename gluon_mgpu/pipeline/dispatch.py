@@ -209,8 +209,7 @@ class PipelinePasses(Passes):
         planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self.plan(len(ones))]
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
-        gradients = self._trainer.gradients
-        with gradients.adding() if self.adds else one_pass(gradients):
+        with self._trainer.gradients.adding() if self.adds else one_pass(self._trainer.gradients):
             examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
         note_examples(examples.items(), self._stats)
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]

@@ -22,7 +22,7 @@ from ..runtime.engine_push import EngineContext, WrittenWith
 from .across_processes import Divisor
 from .gradients import Gradients
 from .parameters import Params, named_params
-from .slab import MOVES, BucketSlice, Slab, place_of, place_statistics, slabs_of
+from .slab import MOVES, BucketSlice, Slab, place, place_of, slabs_of
 from .sums import Sum
 
 _DATA = attrgetter("_data")
@@ -77,7 +77,7 @@ def statistics_slabs(params: Sequence[gluon.Parameter]) -> List[Slab]:
         by_devices.setdefault(tuple(param.list_ctx()), []).append(param)
     found = []
     for contexts, own in by_devices.items():
-        place_statistics(own)
+        place(own, statistics=True)
         found += slabs_of(own, range(len(own)), contexts)
     return found
 

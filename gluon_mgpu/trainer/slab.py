@@ -104,7 +104,7 @@ def _arrays_of(param: gluon.Parameter) -> List[Array]:
     return arrays
 
 
-def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
+def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *, statistics: bool = False) -> None:
     """Move the weights and gradients of parameters into buckets. All parameters are on the same devices.
 
     The arrays of `param.data()` and `param.grad()` stay the same objects, with other memory. Parameters that have a place keep
@@ -116,12 +116,14 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
         In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
     bucket_bytes : int
         A bucket is closed if the next parameter would make it larger than this.
+    statistics : bool
+        Move the running statistics instead; the gradients of their buckets are memory for changes.
     """
     open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
     closed: List[List[gluon.Parameter]] = []
     filled: Dict[Tuple[object, ...], int] = {}
     for param in reversed(params):
-        if not _fits(param) or place_of(param) is not None:
+        if param._differentiable == statistics or not _fits(param) or place_of(param) is not None:
             continue
         key = (np.dtype(param.dtype).name, param.lr_mult, param.wd_mult)
         num_bytes = _padded(param) * np.dtype(param.dtype).itemsize
@@ -132,37 +134,18 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES) -
         open_buckets.setdefault(key, []).append(param)
         filled[key] += num_bytes
     groups = closed + list(open_buckets.values())
-    if groups:
-        MOVES.count += 1
-        moved = {id(param): param for group in groups for param in group}
-        may_have_graphs = any(map(_may_have_trained, moved.values()))
-        with autograd.pause():
-            for group in groups:
-                _fill(group)
-        if may_have_graphs:
-            forget_graphs(set(moved))
-
-
-def place_statistics(params: Sequence[gluon.Parameter]) -> None:
-    """Move running statistics that have no place yet into one bucket for each dtype; its gradients are memory for changes.
-
-    Parameters
-    ----------
-    params : sequence of gluon.Parameter
-        With values, on the same devices.
-    """
-    by_dtype: Dict[str, List[gluon.Parameter]] = {}
-    for param in reversed(params):  # as `slabs_of` reads them
-        name = np.dtype(param.dtype).name
-        known = param.shape and np.prod(param.shape) > 0  # None in a SymbolBlock that was loaded
-        if known and place_of(param) is None and name in _DTYPES and param._stype == "default":
-            by_dtype.setdefault(name, []).append(param)
-    if by_dtype:
-        MOVES.count += 1
+    if not groups:
+        return
+    MOVES.count += 1
+    moved = {id(param): param for group in groups for param in group}
+    may_have_graphs = not statistics and any(map(_may_have_trained, moved.values()))
+    if statistics:
         mx.nd.waitall()  # a static graph writes them without telling the engine
-    for group in by_dtype.values():
-        with autograd.pause():
+    with autograd.pause():
+        for group in groups:
             _fill(group)
+    if may_have_graphs:
+        forget_graphs(set(moved))
 
 
 def _may_have_trained(param: gluon.Parameter) -> bool:
@@ -171,8 +154,8 @@ def _may_have_trained(param: gluon.Parameter) -> bool:
 
 
 def _fits(param: gluon.Parameter) -> bool:
-    dense = param._stype == "default" and param._grad_stype == "default" and param._differentiable
-    known = param._grad and param.shape and np.prod(param.shape) > 0
+    dense = param._stype == "default" and param._grad_stype == "default"
+    known = _arrays_of(param) and param.shape and np.prod(param.shape) > 0  # no shape in a SymbolBlock that was loaded
     return bool(dense and known and np.dtype(param.dtype).name in _DTYPES and not _is_laid_out(param))
 
 

@@ -287,3 +287,15 @@ def test_a_step_counts_for_statistics_that_a_trainer_of_other_layers_owns():
     by_train_batch(net, head, X, y)
     assert owner.contexts == head.contexts
     assert_stats(net, [(2 * one + two) / 3 for one, two in zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))])
+
+
+def test_a_later_trainer_of_a_part_of_the_network(monkeypatch):
+    """Values that a pass has moved are nowhere taken for the common ones: processes would differ."""
+    parts, (X, y) = [normed(2)[0] for _ in range(2)], batch(3)
+    whole = mgpu.Trainer([param for part in parts for param in part.collect_params().values()], "sgd", {"learning_rate": 0.0})
+    later = mgpu.Trainer(parts[1], "sgd")
+    monkeypatch.delattr("gluon_mgpu.trainer.running_stats.RunningStats._take")
+    by_backward(lambda x: parts[0](x) + parts[1](x), whole, X, y)
+    assert later.contexts == whole.contexts
+    for part in parts:
+        assert_stats(part, [(2 * one + two) / 3 for one, two in zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))])

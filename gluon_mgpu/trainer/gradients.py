@@ -184,7 +184,7 @@ class Gradients:
         """
         self._layout.follow()
         fresh = self._of_step()
-        if not fresh.any() and not self.all_take_part:
+        if len(fresh) and not fresh.any() and not self.all_take_part:
             raise StaleGradientError(
                 "Trainer.step: got no gradient on any device since the last step; expected a backward pass for each step that is "
                 "accumulated. Call flush() to update with the gradients so far."

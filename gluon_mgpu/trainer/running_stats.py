@@ -194,7 +194,8 @@ class RunningStats:
             new = one._without(new)
         if new:
             self._params, self._num_moves = self._params + new, -1
-        self._follow()
+        for one in self._together():  # now: the next pass moves the values
+            one._follow()
 
     def _leave(self, other: RunningStats) -> None:
         """Leave to another trainer's the statistics that it has."""
@@ -204,6 +205,7 @@ class RunningStats:
                 self.settle(self._trained)
             self._params, self._num_moves = other._without(self._params), -1
             self._others.append(other)
+            self._follow()
 
     def has_some(self, params: Sequence[gluon.Parameter]) -> bool:
         """Return whether any of these are its statistics."""

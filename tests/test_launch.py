@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,11 @@ def mark(monkeypatch):
     yield name
     for pid in marked(name):
         os.kill(pid, signal.SIGKILL)
+
+
+def quiet_port():
+    """A port for several machines; it and the next ones are below those that the kernel gives to connections."""
+    return 10_000 + 16 * secrets.randbelow(1_300)
 
 
 def marked(name):

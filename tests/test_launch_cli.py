@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from gluon_mgpu.cli.launch import _gpus, launch
 from gluon_mgpu.distributed import LaunchError
 
 from .conftest import assert_house_style
-from .test_launch import TELL
+from .test_launch import TELL, quiet_port
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -107,17 +106,11 @@ SLURM_PROCID=0 "$@" && wait $!
 """
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_srun(here, monkeypatch):
     (here / "srun").write_text(SRUN)
     (here / "srun").chmod(0o755)
     launcher = [sys.executable, "-X", "importtime", "-m", "gluon_mgpu", "launch"]
-    command = ["./srun", *launcher, "-n", "2", "--master", f"localhost:{free_port()}"]
+    command = ["./srun", *launcher, "-n", "2", "--master", f"localhost:{quiet_port()}"]
     done = subprocess.run([*command, "--log-dir", "logs", sys.executable, "-S", "train.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert " mxnet\n" not in done.stderr and " click\n" in done.stderr  # whose import takes seconds
@@ -127,7 +120,7 @@ def test_srun(here, monkeypatch):
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 def test_mpirun(here):
     mpirun = ["mpirun", "-n", "2", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    command = [*mpirun, sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--master", f"127.0.0.1:{free_port()}"]
+    command = [*mpirun, sys.executable, "-m", "gluon_mgpu", "launch", "-n", "2", "--master", f"127.0.0.1:{quiet_port()}"]
     done = subprocess.run([*command, sys.executable, "-S", "train.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert_two_machines(done.stdout)

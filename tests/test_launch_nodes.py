@@ -16,7 +16,7 @@ from gluon_mgpu.distributed.launcher import guard
 from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.supervisor import run_job
 
-from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, until
+from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, quiet_port, until
 from .test_processes import BACKENDS
 
 __all__ = ["mark"]  # a fixture
@@ -63,10 +63,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    hosts = Hosts(tmp_path, min(port, 65_000))
+    hosts = Hosts(tmp_path, quiet_port())
     yield hosts
     for process in hosts.started:
         kill_when_done(process)

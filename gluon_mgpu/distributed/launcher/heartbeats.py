@@ -75,6 +75,8 @@ class Watch:
                         threading.Thread(target=self._watch, daemon=True).start()
 
     def _name(self, node_rank: int, address: str) -> str:
+        if node_rank not in range(self._num_nodes):  # its port was taken, and ps-lite has chosen another one
+            return f"the machine at {address}"
         first = node_rank * self._num_local
         return f"node {node_rank} ({address}, ranks {first} to {first + self._num_local - 1})"
 

@@ -70,6 +70,19 @@ def assert_same_bits(one, other):
     assert all(np.array_equal(a, b) for a, b in zip(one, other))
 
 
+@pytest.mark.parametrize("compiled", ["auto", "on"])
+def test_a_late_error_of_the_data_is_no_reason_not_to_compile(compiled):
+    """MXNet shows it once, in whatever waits next: here before more memory is bound for a larger batch."""
+    net, (X, y) = build(2), batches([8])[0]
+    step = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd"), compiled=compiled)
+    step(X[:4], y[:4])
+    mx.nd.waitall()
+    failing = mx.nd.linalg.potrf(-mx.nd.ones((1, 1)))
+    with pytest.raises(mx.MXNetError, match="potrf"):
+        step(X * failing.reshape((1, 1, 1, 1)), y)
+    mx.nd.waitall()
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "num_devices, options",

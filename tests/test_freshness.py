@@ -482,6 +482,23 @@ def test_compiled_micro_steps_do_not_mind_a_look_at_gradients(several):
     assert trainer.optimizer.num_update == 3
 
 
+@pytest.mark.parametrize("parts", ["micro_steps", "virtual_shards", "micro_batches"])
+def test_parts_of_a_batch_leave_another_trainer_only_the_last_ones_gradients(parts, several):
+    is_pipeline = parts == "micro_batches"
+    blocks = [dense(CPU[:1] if is_pipeline else several, 1, units=3), dense(several[:1] if is_pipeline else several, 2)]
+    net = nn.Sequential()
+    net.add(*blocks)
+    net = mgpu.Pipeline(blocks, CPU[:2], micro_batches=2) if is_pipeline else net
+    first = mgpu.Trainer(blocks[0], *MOMENTUM, virtual_shards=6 if parts == "virtual_shards" else None)
+    second = mgpu.Trainer(blocks[1], *MOMENTUM)
+    batch, loss = (data(2, 6), data(3, 6, width=1)), gluon.loss.L2Loss()
+    mgpu.train_batch(net, loss, first, *batch, micro_steps=2 if parts == "micro_steps" else 1)
+    assert_refused(partial(second.step, 6), "the parts of a batch of another trainer.*discard")
+    second.discard()
+    if not is_pipeline:
+        mgpu.train_batch(net, loss, second, *batch)
+
+
 def test_a_gradient_is_used_once_by_trainers_that_share_it(several, monkeypatch):
     monkeypatch.setattr(gradients, "_all", [])  # no trainers of other tests
     net = dense(several)

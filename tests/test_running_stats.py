@@ -132,17 +132,27 @@ def test_compiled_steps_and_accumulated_ones(mode, num_devices, arrays):
     assert_stats(net, [np.average([one[i] for one in found], axis=0, weights=weights) for i in (0, 1)])
 
 
-def test_a_pass_that_no_step_used_counts_before_evaluation():
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize(("backward", "weights"), [(mgpu.backward, (2, 1)), (autograd.backward, (1, 1))])
+def test_a_pass_that_no_step_used_counts_before_evaluation(backward, weights, drops):
     net, trainer = normed(2)
     X, y = batch(3)
-    Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
-    with autograd.record():
-        losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-    mgpu.backward(losses)
-    trainer.discard()
+    go_back(net, trainer, X, y, backward)
+    if drops:
+        trainer.discard()
     mgpu.evaluate(net, [(X, y)], {}, loss=LOSS)
-    one, other = moved(INITIAL, X[:2]), moved(INITIAL, X[2:])
-    assert_stats(net, [(2 * a + b) / 3 for a, b in zip(one, other)])
+    shards = zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))
+    assert_stats(net, [np.average(pair, axis=0, weights=weights) for pair in shards])
+
+
+def test_other_values_without_a_gradient_stay():
+    """The mean of the changes of a mask of attention would be NaN."""
+    net, _ = normed(2)
+    mask = net.params.get("mask", shape=(2,), init=mx.init.Constant(-np.inf), differentiable=False)
+    mask.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
+    by_train_batch(net, trainer, *batch(3))
+    assert all((array.asnumpy() == -np.inf).all() for array in mask.list_data())
 
 
 def test_statistics_of_a_large_mean():

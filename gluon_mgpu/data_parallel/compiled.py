@@ -161,6 +161,7 @@ class CompiledPasses(Passes):
             raise NotCompilableError(f"several shards are on one device: {contexts}")
         if self._mode == "auto" and any(_gains_nothing(graph, inputs[0].context) for graph, inputs in shards):
             raise NotCompilableError("its recurrent operators would run one after the other, and keep memory in each graph")
+        mx.nd.waitall()  # as binding does: an error of an earlier operation is no reason not to compile
         try:
             return [self._executor(graph, inputs) for graph, inputs in shards]
         except (MXNetError, ValueError, RuntimeError) as error:

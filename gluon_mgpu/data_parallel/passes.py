@@ -168,5 +168,6 @@ def raise_named(error: Exception, operation: str, what: str, shard: int, X: Any,
     shapes = short([tuple(leaf.shape) for leaf in found])
     raise StepError(
         f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; "
-        "expected data of a shape and dtype that it accepts. Cast them with astype(), or try one example on one device."
+        "expected data of a shape and dtype that it accepts. Cast them with astype(), let a network of several "
+        "inputs take one tuple, or try one example on one device."
     ) from error

@@ -14,7 +14,7 @@ from ..devices.select import check_contexts
 from ..distributed import own_batches
 from ..nested import Array, Fields
 from ..refusals import refusal
-from ..trainer.gradients import idle_devices, restore_idle
+from ..trainer.gradients import idle_devices, note_parts, restore_idle
 from ..trainer.parameters import spans_devices
 from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
@@ -251,6 +251,8 @@ class TrainStep:
         try:
             with trainer.accumulate():
                 batches = [self._train(Xp, yp) for Xp, yp in parts]
+            if len(parts) > 1:
+                note_parts(trainer.gradients)
             Trainer.flush(trainer, self._ignore_stale_grad)  # not LocalSGD's, which also averages the devices
         except BaseException:
             trainer.discard()  # a part of a batch must not count in the next

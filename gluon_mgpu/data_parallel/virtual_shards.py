@@ -17,7 +17,7 @@ from mxnet import Context, autograd, gluon
 from ..distributed import process_shard
 from ..nested import Array, is_device_array, map_leaves
 from ..refusals import refusal
-from ..trainer.gradients import empty_pass, one_pass
+from ..trainer.gradients import empty_pass, note_parts, one_pass
 from ..trainer.running_stats import StatsOfParts, running_stats, statistics_slabs, written_with
 from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
@@ -135,6 +135,8 @@ class VirtualPasses(Passes):
                 outputs[place], losses[place] = map_leaves(_detached, output), loss.detach()
                 moved = statistics.take(replica, loss.shape[0] if loss.shape else 1)
                 tree.add(self._first + place, replica, gradients[replica] + moved)
+        if len(Xs) > len(contexts):
+            note_parts(trainer.gradients)
         with autograd.pause():
             num_leaves = min(self._num_shards, num_examples)
             root = tree.finish(num_leaves, self._num_shards, statistics.like(gradients[0]))

@@ -16,7 +16,7 @@ from ..data_parallel.sharding import SplitOptions, gather
 from ..data_parallel.split_protocol import BatchSplit
 from ..data_parallel.step import EvalStep, check_network
 from ..distributed import group, without_group
-from ..errors import ShardError, StepError, TrainerError
+from ..errors import ShardError, StepError, TrainerError, last_line
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import average_replicas, devices_of
 from .batch_loop import device_error
@@ -191,7 +191,7 @@ def _queue(step: EvalStep, X: Any, number: int, output_axis: Any) -> List[Output
         with without_group():  # every process of a job has all outputs
             outputs = step(X, None).outputs
     except (StepError, mx.MXNetError) as error:
-        raise StepError(f"predict: got an error at batch {number}: {error}") from (error.__cause__ or error)
+        raise StepError(f"predict: got an error at batch {number}: {last_line(error)}") from (error.__cause__ or error)
     for output, (begin, end, _) in zip(outputs, step.places):
         map_leaves(partial(_check, size=end - begin, number=number), output, output_axis, path="output")
     with autograd.pause():

@@ -20,7 +20,7 @@ from ..runtime.c_api import unallocated
 from ..runtime.device_threads import in_own_thread
 from ..runtime.engine_push import queue_in_order
 from ..runtime.profiler import Recording, task_mark
-from ..trainer.gradients import empty_pass, one_pass
+from ..trainer.gradients import empty_pass, note_parts, one_pass
 from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples, statistics_slabs
 from ..trainer.trainer import Trainer
 from .schedule import Planned, Task, plan
@@ -211,6 +211,8 @@ class PipelinePasses(Passes):
         places = self._prepared()
         with self._trainer.gradients.adding() if self.adds else one_pass(self._trainer.gradients):
             examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
+        if self.adds:
+            note_parts(self._trainer.gradients)
         note_examples(examples.items(), self._stats)
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]
         return [one.results[part] for one, part in parts], [one.losses[part] for one, part in parts]

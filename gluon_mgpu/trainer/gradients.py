@@ -37,7 +37,8 @@ logger = logging.getLogger("gluon_mgpu")
 
 _GRAD = attrgetter("_grad")
 _EACH_DEVICE = "calls of mgpu.backward on one device each"
-_IDLE = "an earlier batch on devices that a split left idle"
+_IDLE = "devices that the latest split left without examples"
+_PARTS = "the parts of a batch of another trainer, one by one (micro_steps, virtual_shards or micro_batches)"
 _EMPTY = "a pass before one without examples in this process"
 _MOST_NAMES = 5  # in an error
 Table = np.ndarray  # of bool: one element for each parameter with a gradient and each of its replicas
@@ -594,6 +595,13 @@ def empty_pass(own: Optional[Gradients] = None) -> None:
         watching = _alive()
         for one in watching:
             one.end_empty_pass(own, has_others=not all(one.shares(other) for other in watching))
+
+
+def note_parts(own: Gradients) -> None:
+    """Note that the latest pass was a part of a batch, of which the `own` gradients hold the sum, and others the last part."""
+    for one in _alive():
+        if one is not own and one.is_reached and one.has_new():
+            one._doubt = _PARTS
 
 
 def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients) -> None:

@@ -11,7 +11,7 @@ from ..errors import TrainerError
 from ..runtime.mxnet2 import children, unique_names
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
-_STATISTICS = ("moving_mean", "moving_var", "running_mean", "running_var")  # MXNet's initializers know them by these names, too
+STATISTICS = ("moving_mean", "moving_var", "running_mean", "running_var")  # MXNet's initializers know them by these names, too
 
 
 def named_params(params: Params) -> Dict[str, gluon.Parameter]:
@@ -52,7 +52,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
 def _marked(named: Dict[str, gluon.Parameter]) -> Dict[str, gluon.Parameter]:
     """Mark the statistics of a `SymbolBlock` as Gluon marks those of its layers: no weights, but moved by each backward pass."""
     for param in named.values():
-        if param.grad_req == "null" and param.name.endswith(_STATISTICS):
+        if param.grad_req == "null" and param.name.endswith(STATISTICS):
             param._differentiable = False
     return named
 

@@ -20,8 +20,8 @@ from ..distributed import group
 from ..nested import Array
 from ..runtime.engine_push import EngineContext, WrittenWith
 from .across_processes import Divisor
-from .gradients import Gradients
-from .parameters import Params, named_params
+from .gradients import Gradients, idle_devices
+from .parameters import STATISTICS, Params, named_params
 from .slab import MOVES, BucketSlice, Slab, place, place_of, slabs_of
 from .sums import Sum
 
@@ -59,10 +59,9 @@ def note_losses(losses: Iterable[Array]) -> None:
 
 
 def is_running_stat(param: gluon.Parameter) -> bool:
-    """Return whether a parameter is a running mean or variance, or another value that a layer updates without a gradient."""
+    """Return whether a parameter is a running mean or variance. Other values without a gradient, such as masks, are not."""
     # Gluon marks them as not differentiable; a frozen weight has grad_req "null" but is differentiable.
-    # Integers are counters or masks, not BatchNorm's statistics.
-    return not param._differentiable and np.issubdtype(np.dtype(param.dtype), np.floating)
+    return not param._differentiable and param.name.endswith(STATISTICS) and np.issubdtype(np.dtype(param.dtype), np.floating)
 
 
 def running_stats(params: Params) -> List[gluon.Parameter]:
@@ -276,8 +275,15 @@ class RunningStats:
 
     def settle(self, trained: List[Slab]) -> None:
         """Move the statistics if passes came that no step has used."""
+        self.settle_plain(trained)
         if self._num_passes != _num_passes:
             self.move(trained, ())
+
+    def settle_plain(self, trained: List[Slab]) -> None:
+        """Move the statistics if MXNet's own `backward` came, whose examples were not counted. A job does not know of it."""
+        gradients, is_alone = self._gradients, self._divisor is None and self._examples is None
+        if is_alone and gradients is not None and gradients.has_new():
+            self.move(trained, idle_devices())
 
     def _move_by(self, examples: Dict[Context, float]) -> None:
         """Move the statistics of slabs that have seen examples, in some process, by the mean of their changes."""

@@ -385,6 +385,8 @@ class Trainer(gluon.Trainer):
 
         Call it after a backward pass that no step must use: of a batch that you skip, or of another network's loss.
         """
+        if self.tree is None and not self.trains_apart:
+            self.running_stats.settle_plain(self._layout.slabs)
         self.gradients.drop()
         self._sum.drop()
         self._num_counted, self._summed = 0, None

@@ -58,6 +58,12 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("several processes", "a split of your own", "each process takes its part of a batch", "Pass split_batch"),
     Refusal("several processes", "synchronised BatchNorm", "a process sees its own part of the batch", _AVERAGED),
     Refusal(
+        "sharded_data",
+        "the size of a batch that processes share",
+        "step() takes the examples of this process",
+        "Split the process's own batch inside mgpu.distributed.own_batches()",
+    ),
+    Refusal(
         "several processes",
         "a loop by hand whose first batch decides shapes",
         "each process then has its own weights in that batch",

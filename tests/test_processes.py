@@ -72,7 +72,7 @@ def job(tmp_path_factory):
         key = num_processes, backend
         if key not in made:
             folder = tmp_path_factory.mktemp("job")
-            made[key] = launched(folder, [SAY, TRAIN], num_processes, backend=backend)
+            made[key] = launched(folder, [SAY, TRAIN, AGREE], num_processes, backend=backend)
         return made[key]
 
     return of
@@ -219,6 +219,70 @@ def test_processes_do_not_show_in_the_weights(job, alone, num_processes, backend
         found = dict(first[name], weights=first[name]["weights"])
         there = dict(expected[name], weights=expected[name]["weights"][:width])  # of its first device
         np.testing.assert_allclose(numbers(found), numbers(there), rtol=1e-5, atol=1e-5)
+
+
+AGREE = """
+    import logging
+    from gluon_mgpu.errors import ModesError, TrainerError
+    def linear(units=1, **options):
+        net = gluon.nn.Dense(units, in_units=2, use_bias=False)
+        net.initialize(init.One(), ctx=ctx)
+        return net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.25}, **options)
+    def refused(function, *args):
+        try:
+            function(*args)
+        except TrainerError as error:
+            return type(error).__name__
+    class Masked(gluon.loss.L2Loss):
+        def num_units(self, y):
+            return int(np.count_nonzero(y))
+    class Stop(mgpu.Callback):
+        def on_epoch_end(self, state):
+            state.stop = "enough" if state.epoch == 2 and not me.rank else state.stop
+    found, loss, X, y = [], gluon.loss.L2Loss(), np.ones((6, 2), "float32"), np.zeros(6, "float32")
+    net, trainer = linear()
+    for _ in range(2):
+        mgpu.train_batch(net, loss, trainer, X, y)
+        mgpu.save_checkpoint(f"{folder}/saved", net, trainer)
+        trainer.save_states(f"{folder}/states")
+    mgpu.load_checkpoint(f"{folder}/saved", net, trainer)
+    trainer.load_states(f"{folder}/states")
+    found.append(net.weight.data().asnumpy().tolist())
+    epochs = len(mgpu.fit(net, loss, trainer, [(X, y)], epochs=4, metrics=(), callbacks=[Stop()]).rows)
+    mgpu.train_batch(net, Masked(), trainer, X, np.float32([0, 0, 0, 0, 0, 1]))
+    found.append(net.weight.data().asnumpy().tolist())
+    net, trainer = linear(sharded_data=True)
+    trainer.step(0)
+    losses = []
+    with trainer.accumulate():
+        if not me.rank:
+            with autograd.record():
+                losses = [loss(net(mx.nd.array(X)), mx.nd.array(y))]
+        mgpu.backward(losses)
+        trainer.step(6 * len(losses))
+    trainer.flush()
+    found.append(net.weight.data().asnumpy().tolist())
+    errors = [refused(linear, 1 + me.rank)]
+    mgpu.split_batch(X, y, ctx)
+    errors.append(refused(trainer.step, 6))
+    lines = []
+    logging.getLogger("gluon_mgpu").addFilter(lambda record: lines.append(record.getMessage()))
+    mgpu.train_batch(*[(one, loss, two) for one, two in [linear()]][0], X, y + me.rank)
+    tell("agree", found=found, epochs=epochs, errors=errors, lines=lines)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_processes", NUMBERS)
+def test_what_one_process_does_alone_the_others_know(job, num_processes, backend):
+    """Checkpoints that one writes, batches without examples or units in some, a callback that stops in one, other data."""
+    told = [one["agree"] for one in job(num_processes, backend)]
+    for one in told:
+        assert one["found"][0] == [[0.25, 0.25]]  # 1 - 0.25 · (1 + 1), and again
+        assert one["found"][1] == [[0.25 / 4 - 0.25 * 6 * (0.125) + 0.25] * 2]
+        assert one["found"][2] == [[0.5, 0.5]]
+        assert (one["epochs"], one["errors"]) == (2, ["TrainerError", "ModesError"])
+    assert ["different batches" in str(one["lines"]) for one in told] == [True] + [False] * (num_processes - 1)
 
 
 def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypatch):

@@ -26,7 +26,7 @@ def average_checkpoints(
 
     The result has no optimizer state: `load_checkpoint` reads it without a trainer, and Gluon's `load_parameters` reads its
     `net.params`. The average of a translator's checkpoints is a translator: `load_translator` reads it. BatchNorm's running
-    statistics are averaged like weights: call `update_bn` for those of the averaged weights.
+    statistics are averaged like weights: call `update_bn` for those of the averaged weights. In a job, one process calls this.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from mxnet import gluon
 
 from ..checks import flag, instance, path_of
 from ..data_parallel.step import check_network
-from ..distributed.process import this_process
+from ..distributed import group
 from ..errors import StateError
 from ..trainer.parameters import average_replicas, check_initialised, named_params, shape_fits
 from ..trainer.trainer import Trainer
@@ -45,7 +45,7 @@ def save_checkpoint(
     changed, with one exception: saving a trainer reseeds MXNet's random generators, whose state cannot be read. This run and a
     resumed one then draw the same numbers.
 
-    In a job of several processes, all processes must call this; the first one writes.
+    In a job of several processes, all processes must call this; the first one writes, and the others wait until it has.
 
     Parameters
     ----------
@@ -81,13 +81,16 @@ def save_checkpoint(
     advice = "Pass for example {'epoch': 3}."
     instance("save_checkpoint", "progress", progress, (dict, type(None)), "a dict", advice=advice, error=StateError)
     check_folder(folder, FILES, "save_checkpoint", "checkpoint")
-    snapshot = take_snapshot(net, trainer, progress)
-    if this_process().rank:
-        return
-    with explained("save_checkpoint", folder, left="The previous checkpoint is kept."):
-        with new_folder(folder) as new:
-            snapshot.write(new)
-        commit(folder)
+    snapshot, processes = take_snapshot(net, trainer, progress), group()
+    try:
+        if processes is None or not processes.process.rank:
+            with explained("save_checkpoint", folder, left="The previous checkpoint is kept."):
+                with new_folder(folder) as new:
+                    snapshot.write(new)
+                commit(folder)
+    finally:
+        if processes is not None:
+            processes.barrier()  # none loads it before
 
 
 def load_checkpoint(

@@ -141,15 +141,16 @@ class Planner:
         """Return the units that a loss with `num_units` counts in a batch and in this process's part; None for other losses."""
         if self._num_units is None:
             return None, None
-        total = self._units(y)
+        total = self._units(y, 1)
         if process_shard()[1] == 1:
             return total, total
         part = self._split.own_part(y, len(self._devices))
-        return total, 0 if part is None else self._units(part)
+        return total, 0 if part is None else self._units(part, 0)
 
-    def _units(self, label: Any) -> int:
+    def _units(self, label: Any, low: int) -> int:
         assert self._num_units is not None, "it was asked before"
-        return whole_number(self._operation, "num_units(y) of the loss", self._num_units(label), advice="Leave out the batch.")
+        name, advice = "num_units(y) of the loss", "Leave out the batch."
+        return whole_number(self._operation, name, self._num_units(label), low=low, advice=advice)
 
     def _make(self, X: Any, y: Any) -> Plan:
         if process_shard()[1] > 1 and not self._split.knows_processes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Deque, FrozenSet, Generator, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Deque, Generator, Iterable, List, Optional, Sequence, Tuple
 
 from mxnet import Context
 
@@ -11,7 +11,7 @@ from ..checks import whole_number
 from ..devices.select import check_contexts
 from ..nested import leaves
 from ..runtime.c_api import wait_until_unused
-from ..trainer.gradients import idle_devices, restore_idle
+from ..trainer.gradients import latest_split, restore_split
 from .iterators import as_pair, batches_of, check_iterable
 from .plan import Planner
 from .sharding import split_batch
@@ -84,7 +84,7 @@ def prefetch(
 
 
 def _load_ahead(data_iter: Iterable[Any], planner: Planner, num_batches: int) -> Generator[Shards, None, None]:
-    loaded: Deque[Tuple[Shards, FrozenSet[Context]]] = deque()
+    loaded: Deque[Tuple[Shards, Any]] = deque()
     in_use: Deque[Shards] = deque()
     failed: Optional[Exception] = None
     items = batches_of(data_iter)
@@ -97,15 +97,15 @@ def _load_ahead(data_iter: Iterable[Any], planner: Planner, num_batches: int) ->
                 ended = item is _END
                 if not ended:
                     X, y = as_pair(item, "prefetch")
-                    loaded.append((planner.split(planner.plan(X, y), X, y), idle_devices()))
+                    loaded.append((planner.split(planner.plan(X, y), X, y), latest_split()))
                     del item, X, y  # the iterator's batch must not outlive its shards
             except Exception as error:  # raised after the batches before it
                 failed, ended = error, True
         if not loaded:
             break
         wanted = num_batches
-        shards, idle = loaded.popleft()
-        restore_idle(idle)  # of this batch, not of one that was split ahead
+        shards, split = loaded.popleft()
+        restore_split(split)  # of this batch, not of one that was split ahead
         in_use.append(shards)
         if len(in_use) > NUM_HELD:  # a loop that never waits must not fill the memory
             for _, array in leaves(in_use.popleft()):

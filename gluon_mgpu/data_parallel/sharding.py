@@ -16,7 +16,7 @@ from ..devices.select import check_contexts
 from ..distributed import process_shard
 from ..errors import ShardError
 from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves
-from ..trainer.gradients import note_idle
+from ..trainer.gradients import note_split
 from .prepared import Place, Slices, new_array_at_once
 from .transfer import on_device
 
@@ -291,6 +291,7 @@ class SplitPlan:
         self.places = [(*pair, contexts[i // each]) for i, pair in enumerate(bounds) if pair[1] > pair[0]]
         self.num_examples = _batch_size(operation, found)
         self._idle = frozenset(contexts) - {context for _, _, context in self.places}
+        self._divided = self.num_examples * (sum(end - begin for begin, end, _ in self.places) < self.num_examples)
         self._loads = [_loads(operation, *one, self.places, options, is_prepared) for one in found]
         self._is_flat = type(data) in (tuple, Fields) and all(isinstance(one, (mx.nd.NDArray, np.ndarray)) for one in data)
 
@@ -308,7 +309,7 @@ class SplitPlan:
         return [shard[0] for shard in shards], [shard[1] for shard in shards]
 
     def _columns(self, data: Any) -> List[List[Array]]:
-        note_idle(self._idle)
+        note_split(self._idle, self._divided)
         arrays = data if self._is_flat else [leaf for _, leaf in leaves(data)]
         return [load(leaf) for load, leaf in zip(self._loads, arrays)]
 

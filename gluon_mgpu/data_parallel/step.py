@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Callable, Deque, List, Optional, Sequence
 
+import numpy as np
 from mxnet import Context, gluon
 
 from ..checks import check_function, flag, instance, whole_number
 from ..devices.select import check_contexts
-from ..distributed import own_batches
-from ..nested import Array, Fields
+from ..distributed import group, own_batches
+from ..nested import Array, Fields, is_device_array, leaves
 from ..refusals import refusal
-from ..trainer.gradients import idle_devices, note_parts, restore_idle
+from ..runtime.environment import logger
+from ..trainer.gradients import latest_split, note_parts, restore_split
 from ..trainer.parameters import spans_devices
 from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
@@ -302,6 +305,9 @@ class TrainStep:
     def _begin(self, plan: Plan, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
+        if not (trainer.sharded_data or "compared" in trainer.kept):
+            trainer.kept["compared"] = True
+            _compare(self._operation, y)
         trainer.resolve_shapes()
         left_open = {id(param) for param in self._net.collect_params().values() if param._deferred_init}
         if not left_open <= trainer.open_shapes:
@@ -356,10 +362,10 @@ class EvalStep:
     def __call__(self, X: Any, y: Any) -> Batch:
         """Evaluate one batch."""
         planner, passes = self._planner, self._passes
-        idle = idle_devices()
+        trained = latest_split()
         plan = planner.plan(X, y)
         Xs, ys = planner.split(plan, X, y)
-        restore_idle(idle)  # of the latest batch that is trained on
+        restore_split(trained)
         Xs, ys = passes.arrange("eval_batch", Xs, ys, self._split.batch_axis)
         outputs, losses = passes.forward("eval_batch", Xs, ys, plan)
         if not plan.is_counted(losses, is_compiled=passes.is_compiled):
@@ -368,6 +374,21 @@ class EvalStep:
         self.places = plan.parts.places if plan.parts is not None else []
         numbers, known = passes.shard_numbers(len(outputs)), plan if passes.is_compiled and plan.parts else None
         return Batch(outputs, ys, losses, plan.num_examples, own_units, numbers, known)
+
+
+def _compare(operation: str, label: Any) -> None:
+    """Log a warning if the processes of a job have read different batches, such as those that each has shuffled otherwise."""
+    processes = group()
+    if processes is None:
+        return
+    arrays = [leaf.asnumpy() if is_device_array(leaf) else np.asarray(leaf) for _, leaf in leaves(label)]
+    found = processes.all_gather_bytes(str([zlib.crc32(array.tobytes()) for array in arrays]).encode())
+    if len(set(found)) > 1 and not processes.process.rank:
+        logger.warning(
+            "%s: the processes have read different batches, and each trains on its part of its own: some examples are left out. "
+            "Shuffle alike, for example after np.random.seed(0), or give each its own data: Trainer(sharded_data=True)",
+            operation,
+        )
 
 
 def check_network(operation: str, net: Any) -> None:

@@ -186,7 +186,7 @@ def fit(
     with catch_signals(caught):
         try:
             call_each(callbacks, "on_fit_begin", state)
-            if not state.stop:
+            if not any_process(bool(state.stop)):
                 _run_epochs(run, state, callbacks, caught)
         except BaseException as error:
             state.error = error
@@ -214,7 +214,8 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
             average_replicas(state.net)
         call_each(callbacks, "on_epoch_end", state)
         run.raise_if_stopped(agree_on_signal(caught.signum), f"after epoch {epoch}")
-        if state.stop:
+        if any_process(bool(state.stop)):
+            state.stop = state.stop or "another process has stopped"
             break
     if run.is_over() and not state.stop:
         state.stop = f"max_steps={run.limits.max_steps}"

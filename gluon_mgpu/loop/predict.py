@@ -40,6 +40,9 @@ def predict(
     The result is assembled in the host's memory as NumPy arrays, which takes twice its size for a moment. If the outputs do not
     fit, use `predict_batches`.
 
+    In a job, each process returns all outputs. Running statistics that a pass without a step has moved stay different there
+    until `evaluate` or a step.
+
     Parameters
     ----------
     net, data_iter, pairs, batch_axis, output_axis, max_inflight, compiled

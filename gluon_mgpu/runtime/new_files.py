@@ -10,8 +10,11 @@ from typing import Iterator
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write a new file to, which then replaces the file at `path`; remove it on an exception."""
-    new = path.with_name(f".new.{path.name}")
+    """Yield a path to write a new file to, which then replaces the file at `path`; remove it on an exception.
+
+    Each process of a job has its own: all may write the same file.
+    """
+    new = path.with_name(f".new{os.environ.get('GLUON_MGPU_RANK', '')}.{path.name}")
     try:
         yield new
         sync(new)

@@ -9,6 +9,7 @@ import numpy as np
 from mxnet import Context
 
 from ..distributed import group
+from ..errors import TrainerError
 from ..nested import Array
 from ..refusals import refusal
 from .layout import Layout
@@ -44,6 +45,11 @@ class ProcessSync:
             return
         self._has_begun = True
         params = [param for param in self._params if np.issubdtype(np.dtype(param.dtype), np.floating)]
+        if len(set(self._processes.all_gather_bytes(str([param.shape for param in params]).encode()))) > 1:
+            raise TrainerError(
+                "Trainer: got parameters of other shapes than in another process; expected the same network in all. Build it of "
+                "values that do not depend on a process's own data."
+            )
         self._processes.broadcast([param.list_data()[0] for param in params])
         for param in params:
             first, *others = param.list_data()
@@ -82,6 +88,8 @@ class Divisor:
         for replica, count in enumerate(self._counts):
             count[:] = 0 if replica else num_examples
         self._sum.run(0)
+        for count in self._counts:
+            count += count == 0  # no process has examples, and the sums are 0
         by_context = dict(zip(self._contexts, self._counts))
         for slab in slabs:
             for gradient in slab.gradients:

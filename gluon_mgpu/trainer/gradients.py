@@ -173,7 +173,7 @@ class Gradients:
         """Note that the gradients which `collect` has found were applied: they are stale until the next backward pass."""
         self._clear()
         self._drop_sums()
-        _now.num_steps += 1
+        _now.end_step()
 
     def count(self, *, adds: bool) -> None:
         """Add the gradients of the latest pass to the sums; without `adds`, only note which ones it has written.
@@ -199,7 +199,7 @@ class Gradients:
             with autograd.pause():
                 self._add_to_sums(written)
         self._clear()
-        _now.num_steps += 1
+        _now.end_step()
 
     def put_back_running(self) -> None:
         """Restore each device's own running sums (`grad_req="add"`), which the sums over devices have replaced for one update."""
@@ -220,7 +220,7 @@ class Gradients:
             for at in np.flatnonzero(self._running).tolist():  # which may have no place in a slab yet
                 index, replica = self._entries[at]
                 zero(self._layout.params[index].list_grad()[replica])
-        _now.num_steps += 1
+        _now.end_step()
 
     def drop_unused(self) -> None:
         """Drop gradients that no step has used or counted, except for running sums."""
@@ -534,11 +534,27 @@ class Gradients:
 
 @dataclass
 class _Now:
-    """Attributes: steps so far; devices that the latest split left without a shard; whether a pass runs."""
+    """What trainers share.
+
+    Attributes
+    ----------
+    num_steps : int
+        Steps so far.
+    idle : set of Context
+        Devices that the latest split left without a shard.
+    divided : int
+        Examples of its batch, if other processes have got some of them and no step has followed.
+    is_inside : bool
+        Whether a pass runs.
+    """
 
     num_steps: int = 0
     idle: FrozenSet[Context] = frozenset()
+    divided: int = 0
     is_inside: bool = False
+
+    def end_step(self) -> None:
+        self.num_steps, self.divided = self.num_steps + 1, 0
 
 
 _now = _Now()
@@ -557,16 +573,21 @@ def idle_devices() -> FrozenSet[Context]:
     return _now.idle
 
 
-def note_idle(contexts: FrozenSet[Context]) -> None:
-    """Note the devices that a split left without a shard: until a pass of ours comes, their gradients are of another batch."""
+def note_split(idle: FrozenSet[Context], divided: int) -> None:
+    """Note a split: see `_Now`. Until a pass of ours comes, the gradients of its idle devices are of another batch."""
     for one in _alive() if _now.idle else ():
         one.note_idle()
-    _now.idle = contexts
+    _now.idle, _now.divided = idle, divided
 
 
-def restore_idle(contexts: FrozenSet[Context]) -> None:
-    """Set the devices without a shard to those of an earlier split, whose batch is trained on now."""
-    _now.idle = contexts
+def latest_split() -> Tuple[FrozenSet[Context], int]:
+    """Return what `note_split` has noted, for `restore_split`."""
+    return _now.idle, _now.divided
+
+
+def restore_split(noted: Tuple[FrozenSet[Context], int]) -> None:
+    """Let an earlier split be the latest one: its batch is trained on now."""
+    _now.idle, _now.divided = noted
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from .slab import MOVES, BucketSlice, Slab, place, place_of, slabs_of
 from .sums import Sum
 
 _DATA = attrgetter("_data")
-_TINY = 1e-30
 
 _all: WeakSet[RunningStats] = WeakSet()  # of all trainers: each statistic belongs to the latest one that has it
 _num_passes = 0  # the same in all processes
@@ -298,8 +297,8 @@ class RunningStats:
         self._sum.run(self._slabs if len(moved) == len(self._slabs) else [self._slabs[at] for at in moved])
         for at in moved:
             slab = self._slabs[at]
-            if self._divisor is not None:  # a tiny number instead of 0, by which the changes, 0 as well, cannot be divided
-                self._divisor.divide([slab], sum(counts[at]) or _TINY)
+            if self._divisor is not None:
+                self._divisor.divide([slab], sum(counts[at]))
             for values, former, change in zip(slab.weights, self._before[at], slab.gradients):
                 mx.nd.elemwise_add(former, change, out=former)
                 former.copyto(values.as_nd_ndarray())

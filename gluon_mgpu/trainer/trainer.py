@@ -16,7 +16,7 @@ from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..refusals import JOINING, refusal
 from .across_processes import ProcessSync
-from .gradients import Gradients, idle_devices
+from .gradients import Gradients, idle_devices, latest_split
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer
@@ -281,6 +281,8 @@ class Trainer(gluon.Trainer):
         if not (self.sharded_data and batch_size == 0):
             check_batch_size("Trainer.step", batch_size)
         self._process_sync.check_begun("Trainer.step")
+        if self.sharded_data and batch_size and batch_size == latest_split()[1]:
+            raise refusal("Trainer.step", "sharded_data", "the size of a batch that processes share")
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
         if batch_size == 0:  # the gradients so far are of other data
@@ -374,7 +376,7 @@ class Trainer(gluon.Trainer):
                 "Trainer.flush: got a backward pass after the last step(); expected the number of its examples. Call step(n) "
                 "instead, or discard() to drop all that was accumulated."
             )
-        if self._num_counted:
+        if self._num_counted or self.sharded_data:  # others may have counted examples
             self.gradients.drop_unused()  # flags that compiled steps have not looked at
             self._step(0, ignore_stale_grad)
         else:

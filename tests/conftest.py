@@ -150,6 +150,15 @@ def without_pictures(monkeypatch):
     monkeypatch.setattr("gluon_mgpu.loop.history.save", lambda figure, path: path.write_bytes(b""))
 
 
+def ready(net, ctx, hybridize=None, seed=SEED):
+    """The network with the weights of a seed, hybridized if there are options."""
+    mx.random.seed(seed)
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    if hybridize is not None:
+        net.hybridize(**hybridize)
+    return net
+
+
 def small_net(ctx, activation="tanh", hybridize=None, normalize=False):
     """A convolutional network without dropout, whose weights depend on the seed alone."""
     net = nn.HybridSequential()
@@ -157,11 +166,7 @@ def small_net(ctx, activation="tanh", hybridize=None, normalize=False):
     if normalize:
         net.add(nn.BatchNorm())
     net.add(nn.MaxPool2D(2), nn.Flatten(), nn.Dense(8, activation=activation), nn.Dense(3))
-    mx.random.seed(SEED)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    return net
+    return ready(net, ctx, hybridize)
 
 
 def small_batches(sizes):

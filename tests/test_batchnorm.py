@@ -20,7 +20,7 @@ from gluon_mgpu.errors import StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import SEED, gluon_loop, largest_difference, small_batches
+from .conftest import SEED, gluon_loop, largest_difference, ready, small_batches
 from .test_no_sync import waits as waits
 
 MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
@@ -35,11 +35,7 @@ def build(ctx, hybridize=None):
     net.add(nn.Conv2D(4, 3, padding=1), nn.BatchNorm(), nn.Activation("tanh"), nn.Conv2D(6, 3))
     net.add(nn.BatchNorm(scale=False, momentum=0.7, epsilon=1e-3), nn.Activation("tanh"), nn.Conv2D(5, 1))
     net.add(nn.BatchNorm(axis=-1, center=False), nn.Flatten(), nn.Dense(3))
-    mx.random.seed(SEED)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    return net
+    return ready(net, ctx, hybridize)
 
 
 def everything(net, ctx):
@@ -186,11 +182,7 @@ def test_a_layer_that_is_used_twice(mode):
     data = np.random.RandomState(SEED).uniform(-1, 1, (7, 1, 4, 4)).astype("float32")
     found = []
     for ctx in ([mx.cpu(0)], [mx.cpu(0), mx.cpu(1)]):
-        net = Residual()
-        mx.random.seed(SEED)
-        net.initialize(mx.init.Xavier(), ctx=ctx)
-        if MODES[mode] is not None:
-            net.hybridize(**MODES[mode])
+        net = ready(Residual(), ctx, MODES[mode])
         if len(ctx) > 1:
             convert_sync_batchnorm(net)
         with autograd.record():

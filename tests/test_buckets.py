@@ -12,7 +12,8 @@ from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import small_batches, small_net, unfreeze, weights_of
+from .conftest import ready, small_batches, small_net, unfreeze, weights_of
+from .worlds import Scale
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 CTX = [mx.cpu(0), mx.cpu(1)]
@@ -87,11 +88,7 @@ def conv_net(ctx, hybridize=None):
     net.add(nn.GlobalAvgPool2D(), nn.Dense(16, activation="tanh"))
     tied = nn.Dense(16, activation="tanh", in_units=16)
     net.add(tied, nn.Dense(16, activation="tanh", in_units=16, params=tied.params), nn.Dense(3))
-    mx.random.seed(3)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    return net
+    return ready(net, ctx, hybridize, 3)
 
 
 @pytest.mark.each_value
@@ -337,14 +334,6 @@ def test_a_graph_that_was_cached_before_the_trainer_is_made_again(mode):
 
 
 def test_mixed_precision_parameters_have_buckets_of_their_own():
-    class Scale(nn.Block):
-        def __init__(self, dtype):
-            super().__init__()
-            self.scale = self.params.get("scale", shape=(3,), dtype=dtype, init="ones")
-
-        def forward(self, x):
-            return (x.astype(self.scale.dtype) * self.scale.data(x.context)).astype("float32")
-
     told = {}
     for who in ("gluon", "ours"):
         net = nn.Sequential()

@@ -7,7 +7,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import small_batches
+from .conftest import ready, small_batches
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .test_weight_average import Press, assert_close, assert_same, weights
 
@@ -21,11 +21,7 @@ def conv_net(ctx, hybridize=None):
     body = nn.HybridSequential()
     body.add(nn.Conv2D(4, kernel_size=3, in_channels=1, activation="tanh"), nn.Flatten(), nn.Dense(5, in_units=64))
     net.add(body, nn.Dense(3, in_units=5))
-    mx.random.seed(5)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    return net
+    return ready(net, ctx, hybridize, 5)
 
 
 def by_hand(optimizer, epochs, unfreeze_epoch, lr_mult):

@@ -14,7 +14,7 @@ from gluon_mgpu.trainer.precision import _reduced, can_compute_bf16, precision_o
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, small_batches, small_net, weights_of
+from .conftest import largest_difference, ready, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 from .worlds import devices as devices
 
@@ -41,11 +41,7 @@ def smooth_net(ctx, hybridize=None, normalize=False):
     if normalize:
         net.add(nn.BatchNorm())
     net.add(nn.Activation("relu"), nn.Dense(8, activation="tanh"), nn.Dense(3))
-    mx.random.seed(0)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    return net
+    return ready(net, ctx, hybridize)
 
 
 def distance(left, right):

@@ -12,6 +12,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import small_batches, small_net, weights_of
+from .worlds import Scale
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 SGD = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
@@ -166,14 +167,6 @@ def test_steps_that_leave_parameters_out():
 
 
 def test_several_dtypes_and_sparse_gradients():
-    class Scale(nn.Block):
-        def __init__(self, dtype):
-            super().__init__()
-            self.scale = self.params.get("scale", shape=(3,), dtype=dtype, init="ones")
-
-        def forward(self, x):
-            return (x.astype(self.scale.dtype) * self.scale.data(x.context)).astype("float32")
-
     found = []
     for shards in (False, True):
         net = nn.Sequential()

@@ -16,6 +16,17 @@ def devices(request):
     return [mx.cpu(i) for i in range(request.param)]
 
 
+class Scale(gluon.Block):
+    """Weights of a dtype, between float32."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.scale = self.params.get("scale", shape=(3,), dtype=dtype, init="ones")
+
+    def forward(self, x):
+        return (x.astype(self.scale.dtype) * self.scale.data(x.context)).astype("float32")
+
+
 def until(condition):
     """Wait for something that happens sooner or later, on a busy machine in a minute."""
     deadline = time.monotonic() + 60

@@ -372,16 +372,6 @@ def test_what_is_out_of_order_is_told(tmp_path):
     assert largest_difference(weights_of(other), weights_of(net)) <= 1e-6
 
 
-def test_one_device_updates_by_itself_only_after_the_context():
-    net, trainer = world(CTX[:1])
-    before = weights_of(net)
-    with trainer.accumulate():
-        pass_back(net, trainer, *small_batches([6])[0])
-        refused(lambda: trainer.update(6), TrainerError, "Trainer.update: got accumulate")
-        trainer.step(6)
-    assert largest_difference(before, weights_of(net)) == 0.0
-
-
 def test_passes_that_no_step_counts_are_refused(devices):
     net, trainer = world(devices)
     before = weights_of(net)

@@ -4,7 +4,6 @@ import configparser
 import re
 from pathlib import Path
 
-import pytest
 from gluon_mgpu.runtime import gpu_builds
 
 ROOT = Path(__file__).parent.parent
@@ -31,10 +30,3 @@ def test_it_installs_extras_that_leave_the_containers_mxnet_alone():
         config["options.extras_require"][name] for name in extras.split(",")
     )
     assert "mxnet" not in re.sub(r"#.*", "", required)
-
-
-@pytest.mark.parametrize("page", ["docker/Dockerfile", "docs/compatibility.md"])
-def test_the_commands_are_the_same(page):
-    lines = [line.lstrip("# ") for line in (ROOT / page).read_text(encoding="utf-8").splitlines()]
-    assert "docker build -t gluon_mgpu -f docker/Dockerfile ." in lines
-    assert "docker run --rm -it --gpus all --ipc=host gluon_mgpu" in lines

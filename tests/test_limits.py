@@ -81,13 +81,6 @@ def test_limit_batches_shortens_every_epoch_and_its_evaluation():
     assert len(history.rows) == 2 and history.stopped == ""
 
 
-def test_a_limit_above_the_data_changes_nothing():
-    limited, history, _, _ = train(limit_batches=99, limit_eval_batches=99, max_steps=99, epochs=2)
-    plain, other, _, _ = train(epochs=2)
-    assert all(np.array_equal(one, two) for one, two in zip(weights(limited), weights(plain)))
-    assert history.column("test_loss") == other.column("test_loss") and history.stopped == ""
-
-
 def test_limited_epochs_resume_in_their_middle(tmp_path):
     options = {"limit_batches": 4, "epochs": 2, "evaluate_every": 3}
     whole, expected, _, _ = train(**options)

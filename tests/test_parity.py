@@ -38,15 +38,3 @@ def test_even_batches_give_the_bits_of_gluon(devices, arrays, optimizer, normali
     by_hand(theirs, devices, gluon.Trainer(params, optimizer, {"learning_rate": 0.01}, update_on_kvstore=False), batches)
     for mine, gluons in zip(weights_of(ours), weights_of(theirs)):
         np.testing.assert_array_equal(mine, gluons)
-
-
-def test_our_trainer_is_a_drop_in_in_the_hand_written_loop(devices, arrays):
-    batches = small_batches([6 * len(devices)] * 3)
-    nets = []
-    for trainer_class in (gluon.Trainer, mgpu.Trainer):
-        net = small_net(devices)
-        trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-        by_hand(net, devices, trainer, batches)
-        nets.append(weights_of(net))
-    for gluons, ours in zip(*nets):
-        np.testing.assert_allclose(ours, gluons, atol=1e-6)

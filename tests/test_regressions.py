@@ -109,21 +109,6 @@ def test_clipping_before_the_sum_clips_something_else():
         theirs.allreduce_grads()  # Gluon's default has no place to clip at all
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_the_averaged_gradient_is_clipped(batch_size, arrays):
-    net = nn.Dense(2, in_units=2, use_bias=False)
-    net.initialize(mx.init.Zero(), ctx=CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0}, clip_norm=2.0)
-    with autograd.record():
-        outputs = [net(arrays.array([[3.0, 4.0]], ctx=context)) for context in CTX]
-    autograd.backward(outputs)
-    trainer.step(batch_size)
-    gradient = 2 * np.array([[3.0, 4.0], [3.0, 4.0]]) / batch_size
-    clipped = gradient * min(1, 2.0 / np.linalg.norm(gradient))
-    np.testing.assert_allclose(net.weight.data(CTX[1]).asnumpy(), -clipped, rtol=1e-6)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
-
-
 @BOTH
 def test_without_a_kvstore_every_device_goes_its_own_way(trainer_class):
     net = linear(value=0.0)

@@ -186,8 +186,7 @@ def fit(
     with catch_signals(caught):
         try:
             call_each(callbacks, "on_fit_begin", state)
-            if not any_process(bool(state.stop)):
-                _run_epochs(run, state, callbacks, caught)
+            _run_epochs(run, state, callbacks, caught)
         except BaseException as error:
             state.error = error
             trainer.discard()
@@ -205,7 +204,9 @@ def fit(
 def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught: CaughtSignal) -> None:
     """Train and evaluate the remaining epochs, until a callback or a signal stops them."""
     for epoch in range(run.start.epoch, state.epochs + 1):
-        if run.is_over():
+        if any_process(bool(state.stop)):
+            state.stop = state.stop or "another process has stopped"
+        if state.stop or run.is_over():
             break
         state.epoch = epoch
         call_each(callbacks, "on_epoch_begin", state)
@@ -214,9 +215,6 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
             average_replicas(state.net)
         call_each(callbacks, "on_epoch_end", state)
         run.raise_if_stopped(agree_on_signal(caught.signum), f"after epoch {epoch}")
-        if any_process(bool(state.stop)):
-            state.stop = state.stop or "another process has stopped"
-            break
     if run.is_over() and not state.stop:
         state.stop = f"max_steps={run.limits.max_steps}"
 

@@ -97,7 +97,7 @@ def backward(losses: Sequence[Array]) -> None:
     Parameters
     ----------
     losses : sequence of NDArray, any shapes
-        Recorded, one per shard.
+        Recorded, one per shard. BatchNorm's running statistics are weighted by their lengths, 1 for a number.
 
     Raises
     ------

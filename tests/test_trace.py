@@ -288,7 +288,7 @@ def test_the_schedule_shows_a_box_for_each_task(pipeline_trace):
     axes = plot_schedule(pipeline_trace, step=1).axes[0]
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert [label.split("\n")[0] for label in labels] == ["cpu(0)", "cpu(1)"]
-    assert all(0 <= int(label.split("\n")[1].replace("% idle", "")) < 100 for label in labels)
+    assert all(0 <= int(label.split("\n")[1].replace("% idle", "")) <= 100 for label in labels)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward", "backward", "idle"]
     begins = sorted(event["ts"] for event in read(pipeline_trace)["tasks", "cpu(0)"] if event["name"] == "F0.0")
     ends = [event["ts"] + event["dur"] for event in read(pipeline_trace)["tasks", "cpu(0)"] if event["name"] == "B0.1"]

@@ -229,7 +229,8 @@ VALLEY = [1.0, 0.5, 0.4, 0.45, 0.41, 0.40, 0.39, 0.6, 0.6, 0.6]  # best in epoch
         ("test_accuracy", FALLING, {"patience": 3, "mode": "min"}, 10, None),
         ("my_loss", FALLING, {"patience": 1}, 10, None),
         ("my_loss", FALLING, {"patience": 1, "mode": "max"}, 3, (1.0, 1)),
-        ("perplexity", FALLING, {"patience": 1, "mode": "min"}, 10, None),
+        ("perplexity", list(map(np.float32, FALLING)), {"patience": 1, "mode": "min"}, 10, None),
+        ("my_loss", [float("inf")] * 10, {"patience": 1}, 3, (float("inf"), 1)),  # as infinite is not better
     ],
 )
 def test_early_stopping_stops_after_the_epochs_that_are_allowed(monitor, values, options, epochs, best):
@@ -409,3 +410,17 @@ def test_a_test_loss_that_is_not_finite_is_not_saved(tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"^evaluate: got a loss of nan at step 1 on cpu\(0\)"):
         mgpu.fit(net, LOSS, make_trainer(net), make_batches(), bad, epochs=1, callbacks=[mgpu.Checkpoint(tmp_path)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_is_not_finite_replaces_no_checkpoint(tmp_path):
+    """Also with a column of NumPy's numbers, which JSON does not know."""
+    batches = make_batches(5)
+    bad = [*batches[:2], (batches[2][0] * float("nan"), batches[2][1]), *batches[3:]]
+    net, column = make_net([mx.cpu()]), Scripted("mine", [np.float32(1.0)] * 3)
+    saves = mgpu.Checkpoint(tmp_path, None, every=1, keep=9)
+    trainer = make_trainer(net)
+    mgpu.fit(net, LOSS, trainer, batches, epochs=1, callbacks=[column, saves])
+    with pytest.raises(NonFiniteLossError, match=rf"step {len(batches) + 3}\b"):
+        mgpu.fit(net, LOSS, trainer, bad, epochs=2, callbacks=[column, saves], resume="auto")
+    assert mgpu.load_checkpoint(tmp_path / "last", net, trainer)["history"][0]["mine"] == 1.0
+    assert all(np.isfinite(param.data().asnumpy()).all() for param in net.collect_params().values())

@@ -235,7 +235,7 @@ def test_the_gradients_norm_is_a_column(devices, arrays, every):
     data = batches_of(*three_clouds())
     net = make_net(devices)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}, measure_grad_norm=True)
-    rows = mgpu.fit(net, LOSS, trainer, data, epochs=2, callbacks=[], accumulate_grad_batches=every).rows
+    rows = [mgpu.fit(net, LOSS, trainer, data, epochs=1, callbacks=[], accumulate_grad_batches=every).rows[0] for _ in range(2)]
     by_hand = make_net(devices)
     trainer = mgpu.Trainer(by_hand, "sgd", {"learning_rate": 0.5}, measure_grad_norm=True)
     for row in rows:

@@ -81,6 +81,12 @@ def test_limit_batches_shortens_every_epoch_and_its_evaluation():
     assert len(history.rows) == 2 and history.stopped == ""
 
 
+def test_max_steps_end_a_run_whatever_the_length_of_its_data(monkeypatch):
+    monkeypatch.setattr(Counted, "__len__", lambda self: 48)  # of the examples
+    _, history, data, _ = train(max_steps=13)
+    assert data.num_read == 13 and history.stopped == "max_steps=13"
+
+
 def test_limited_epochs_resume_in_their_middle(tmp_path):
     options = {"limit_batches": 4, "epochs": 2, "evaluate_every": 3}
     whole, expected, _, _ = train(**options)

@@ -208,6 +208,21 @@ class Hybrid(nn.HybridBlock):
         return F.tanh(h), g
 
 
+def test_a_tied_weight_of_one_device_is_thawed():
+    """Two of its stages add to its gradient, from then on."""
+    tied, found = nn.Dense(16, in_units=16, use_bias=False), []
+    stages = [tied, nn.Dense(16, in_units=16), nn.Dense(16, in_units=16, use_bias=False, params=tied.params)]
+    model = mgpu.Pipeline(stages, [mx.cpu(0), mx.cpu(1), mx.cpu(0)])
+    model.initialize(mx.init.One())
+    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.0})
+    for grad_req in ("write", "null", "write"):
+        tied.weight.grad_req = grad_req
+        mgpu.train_batch(model, CE, trainer, *batches()[0])
+        if grad_req == "write":
+            found.append(tied.weight.grad(mx.cpu(0)).asnumpy())
+    assert found[0].any() and (found[0] == found[1]).all()
+
+
 def test_a_hybridized_stage_that_returns_its_input_is_refused():
     """MXNet cannot differentiate through it, or loses its gradient."""
     blocks = [seeded(Both()), Hybrid(), Joined()]

@@ -155,6 +155,9 @@ def test_what_is_refused(capfd):
     block = seeded(mgpu.recompute(layers()))
     with pytest.raises(ModesError):
         mgpu.Pipeline([block], [mx.cpu(0)])
+    sparse = seeded(mgpu.recompute(nn.Embedding(5, 3, sparse_grad=True)))
+    with autograd.record(), pytest.raises(ModesError, match="sparse gradients"):
+        sparse(mx.nd.ones((2,)))
     with autograd.record():
         loss = block(mx.nd.ones((4, 16)))
     with pytest.raises(mx.MXNetError):

@@ -245,6 +245,8 @@ def test_wrong_options():
     trainer = mgpu.LocalSGD(net, "sgd", every=2)
     with pytest.raises(mgpu.errors.TrainerError, match="got a LocalSGD"):
         mgpu.fit(net, LOSS, trainer, DATA, epochs=1, callbacks=[mgpu.WeightAverage()])
+    with pytest.raises(mgpu.errors.TrainerError, match="got several WeightAverage"):
+        mgpu.fit(net, LOSS, make_trainer(net), DATA, epochs=1, callbacks=[mgpu.WeightAverage(), mgpu.WeightAverage("swa")])
 
 
 def test_the_mean_of_the_last_checkpoints(tmp_path, arrays):

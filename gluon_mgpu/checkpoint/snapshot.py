@@ -15,7 +15,7 @@ from mxnet import autograd, gluon
 
 from ..distributed import group
 from ..distributed.process import this_process
-from ..errors import StateError
+from ..errors import NonFiniteLossError, StateError
 from ..nested import Array
 from ..trainer.parameters import average_replicas, has_values
 from ..trainer.states import TrainerState, as_values, from_values, write_arrays
@@ -28,6 +28,7 @@ from .replace_folder import read_files
 PARAMS, STATES, TRAINING, PROGRESS = "net.params", "states.npz", "training.json", "progress.json"
 FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)
 AVERAGE = "average/"  # begins the names of averaged weights among the arrays
+SUM = "sum/"  # those of the sums of an epoch
 
 ProgressRecord = Dict[str, Any]  # the progress of a run, as values for JSON; see `loop/resume.py`
 
@@ -57,14 +58,27 @@ class Snapshot:
     is_np: bool = False
 
     def write(self, folder: Path) -> None:
-        """Write the files into an existing, empty folder. Any thread may call this."""
+        """Write the files into an existing, empty folder. Any thread may call this.
+
+        Raises
+        ------
+        NonFiniteLossError
+            A loss of the epoch so far was not finite: the checkpoint would replace a good one.
+        """
+        losses = [array for name, array in self.arrays.items() if name.startswith(SUM) and name.endswith("/loss")]
+        if not all(np.isfinite(array.asnumpy()).all() for array in losses):
+            step = (self.training or {}).get("place", {}).get("step")
+            raise NonFiniteLossError(
+                f"Checkpoint: got a loss up to step {step} that is NaN or infinite; expected finite ones. Earlier checkpoints "
+                "are kept: resume from them with a lower learning rate, clip the gradient, and check the batches before."
+            )
         writer = FolderWriter(folder)
         with writer.file(PARAMS) as file:
             write_params(file, {name: array.asnumpy() for name, array in self.params.items()}, np_shape=self.is_np)
         if self.training is not None:
             with writer.file(STATES) as file:
                 write_arrays(file, self.arrays)
-            writer.text(TRAINING, json.dumps(self.training))
+            writer.text(TRAINING, json.dumps(self.training, default=np.generic.item))
         writer.text(PROGRESS, self.progress)
         writer.finish(arrays="np" if self.is_np else "nd")
 
@@ -103,7 +117,7 @@ def take_snapshot(
     """
     if not has_values(net):
         raise StateError("save_checkpoint: got a network without values; expected known shapes. Pass one batch through it first.")
-    progress_json = json.dumps(progress or {}, indent=1)
+    progress_json = json.dumps(progress or {}, indent=1, default=np.generic.item)
     is_np = bool(mx.util.is_np_shape())
     if trainer is None:
         average_replicas(net)

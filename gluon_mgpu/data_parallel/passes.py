@@ -32,8 +32,6 @@ class Passes:
 
     Attributes
     ----------
-    adds : bool
-        Whether there are several backward passes for each device, whose gradients add up.
     is_compiled : bool
         Whether the latest passes ran as one graph, which writes all gradients.
     draws : bool or None
@@ -42,7 +40,7 @@ class Passes:
         Whether they count the examples of each device for BatchNorm's running statistics themselves.
     """
 
-    adds = is_compiled = notes_examples = False
+    is_compiled = notes_examples = False
     draws: Optional[bool] = None
 
     def __init__(self, net: gluon.Block, loss: Any, *, trains: bool) -> None:

@@ -14,7 +14,7 @@ import mxnet as mx
 from ..data_parallel.iterators import as_pair, batches_of, no_batch
 from ..data_parallel.step import Batch
 from ..errors import NonFiniteLossError, StepError, last_line
-from ..nested import Array, is_device_array, leaves, map_leaves
+from ..nested import Array, is_device_array, map_leaves
 from .metric_sums import DeviceSums
 from .stop_signals import StopVote
 
@@ -141,7 +141,8 @@ class BatchLoop:
             The message names the step and the device.
         """
         options, vote, stopped = self._options, StopVote(), 0
-        self._copies_labels = not isinstance(data_iter, _OWN_MEMORY)  # else its next batch may be written into this one's arrays
+        # otherwise its next batch may be written into this one's arrays, which metrics read later
+        self._copies = not isinstance(data_iter, _OWN_MEMORY)
         options.on_phase("data")
         for step, item in enumerate(batches_of(data_iter), options.first_step):
             options.on_phase("dispatch")
@@ -188,11 +189,13 @@ class BatchLoop:
         """Start computing a batch on the devices, without waiting."""
         operation = self._options.operation
         X, y = as_pair(item, operation)
+        if self._copies:
+            X, y = map_leaves(_copied, X), map_leaves(_copied, y)
         try:
             batch = self._run_batch(X, y)
         except (StepError, mx.MXNetError) as error:
             raise _named(operation, step, error, _WRONG_DATA) from (error.__cause__ or error)
-        self._queued.append((step, _with_own_labels(batch, y) if self._copies_labels else batch))
+        self._queued.append((step, batch))
 
     def _wait_for_oldest(self) -> None:
         _, batch = self._queued[0]
@@ -256,19 +259,8 @@ def _named(operation: str, step: int, error: Exception, advice: str) -> StepErro
     return StepError(f"{operation}: got an error at step {step}: {message}")
 
 
-def _with_own_labels(batch: Batch, label: Any) -> Batch:
-    """Return a batch with copies of the labels that may share the memory of the data iterator's batch.
-
-    Metrics read labels while later batches load, and MXNet's iterators write each batch into the arrays of the one before.
-    """
-    shared = {leaf.context for _, leaf in leaves(label) if is_device_array(leaf)}
-    if not shared:
-        return batch
-
-    def copied(_: str, leaf: Array) -> Array:
-        return leaf.copy() if is_device_array(leaf) and leaf.context in shared else leaf
-
-    return replace(batch, labels=[map_leaves(copied, shard) for shard in batch.labels])
+def _copied(_: str, leaf: Any) -> Any:
+    return leaf.copy() if is_device_array(leaf) else leaf
 
 
 def device_error(operation: str, where: str, error: mx.MXNetError, advice: str = "") -> StepError:

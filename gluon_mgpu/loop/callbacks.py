@@ -13,7 +13,7 @@ from typing import Callable, Dict, List, Optional, Tuple, Union
 from mxnet import gluon
 
 from ..checkpoint.snapshot import CheckpointData, ProgressRecord
-from ..checks import instance, one_of, path_of, real_number
+from ..checks import instance, is_number, one_of, path_of, real_number
 from ..distributed.process import this_process
 from ..errors import TrainerError
 from ..nested import Array
@@ -295,9 +295,9 @@ class Best:
     def _note(self, value: float, epoch: int) -> bool:
         # NaN, or a text that a callback has added, is never better, and any number is better than NaN.
         sign = 1 if (self._mode or ("min" if self.monitor.endswith("loss") else "max")) == "min" else -1
-        better = isinstance(value, (int, float)) and value == value and not sign * (self.value - value) <= self._min_delta
+        better = is_number(value) and not sign * value >= sign * self.value - self._min_delta and value == value
         if better:
-            self.value, self.epoch = value, epoch
+            self.value, self.epoch = float(value), epoch
         return better
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
-from ..checkpoint.snapshot import CheckpointData, ProgressRecord
+from ..checkpoint.snapshot import SUM, CheckpointData, ProgressRecord
 from ..data_parallel.iterators import batches_of
 from ..data_parallel.step import Batch
 from ..distributed.process import this_process
@@ -21,8 +21,6 @@ from .metrics import Metrics
 from .resume import FitProgress, Row, loader_epoch, num_batches_of, position_of, remaining_batches, set_loader_epoch
 from .save_checkpoints import Checkpoint
 from .stop_signals import raise_interrupt
-
-_SUM = "sum/"  # the beginning of the names of sums in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Run:
         trainer = self.state.trainer
         self._sums = DeviceSums(self.metrics, num_shards=trainer.virtual_shards)
         self._loop: Optional[BatchLoop] = None  # of this epoch
-        self._norm: Optional[Array] = None  # of the latest update
+        self._norm: Optional[Array] = trainer.grad_norm  # of the latest update
         self._learning_rate = trainer.learning_rate if trainer.optimizer.lr_scheduler is None else None
         self._num_examples, self._started = 0, time.perf_counter()  # of this epoch, in this process
         self._row: Optional[Row] = None  # of this epoch, before it is evaluated
@@ -101,7 +99,7 @@ class Run:
         state.history.rows.extend(rows[:-1] if position.row else rows)
         state.history.evaluations.extend(position.evaluations)
         state.epoch, state.batches, state.step = position.epoch, position.batches, position.step
-        sums = {key[len(_SUM) :]: array for key, array in content.arrays.items() if key.startswith(_SUM)}
+        sums = {key[len(SUM) :]: array for key, array in content.arrays.items() if key.startswith(SUM)}
         self._sums.restore(position.counts, sums, state.trainer.contexts)
         set_loader_epoch(self.train_iter, position.loader_epoch)
 
@@ -179,7 +177,7 @@ class Run:
             loader_epoch=self.start.loader_epoch if self._row is None else loader_epoch(self.train_iter),
             evaluations=list(state.history.evaluations),
         )
-        return asdict(position), {**{_SUM + key: value for key, value in sums.items()}, **own}
+        return asdict(position), {**{SUM + key: value for key, value in sums.items()}, **own}
 
     def _epoch_start(self) -> FitProgress:
         """Return the position before the first batch of an epoch."""

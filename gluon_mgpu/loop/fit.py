@@ -32,6 +32,7 @@ from .resume import find_resumable, has_changed_rate, num_batches_of
 from .save_checkpoints import Checkpoint
 from .stop_signals import CaughtSignal, Terminated, agree_on_signal, catch_signals
 from .trace import Trace
+from .weight_average import WeightAverage
 
 
 def fit(
@@ -186,7 +187,7 @@ def fit(
     with catch_signals(caught):
         try:
             call_each(callbacks, "on_fit_begin", state)
-            _run_epochs(run, state, callbacks, caught)
+            _run_epochs(run, state, callbacks, caught, epochs)
         except BaseException as error:
             state.error = error
             trainer.discard()
@@ -201,9 +202,9 @@ def fit(
     return state.history
 
 
-def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught: CaughtSignal) -> None:
+def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught: CaughtSignal, epochs: int) -> None:
     """Train and evaluate the remaining epochs, until a callback or a signal stops them."""
-    for epoch in range(run.start.epoch, state.epochs + 1):
+    for epoch in range(run.start.epoch, epochs + 1):  # an epoch may have fewer batches than the iterator's length
         if any_process(bool(state.stop)):
             state.stop = state.stop or "another process has stopped"
         if state.stop or run.is_over():
@@ -234,6 +235,8 @@ def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback
         raise TrainerError(
             f"fit: got callbacks={short(callbacks)}; expected a list of Callback objects. For example, pass [Checkpoint(folder)]."
         )
+    if sum(isinstance(callback, WeightAverage) for callback in callbacks) > 1:
+        raise TrainerError("fit: got several WeightAverage; expected one, whose weights are evaluated. Leave the others out.")
     return list(callbacks)
 
 

@@ -57,6 +57,6 @@ class History:
                 writer.writerows(self.rows)
             content = {"stopped": self.stopped, "epochs": self.rows, "evaluations": self.evaluations}
             with new_file(folder / "history.json") as path:
-                path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+                path.write_text(json.dumps(content, indent=1, default=float), encoding="utf-8")
             with new_file(folder / "curves.png") as path:
                 save(plot_history(self.rows), path)

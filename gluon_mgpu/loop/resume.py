@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sized, Union
 
-from mxnet import gluon
+from mxnet import gluon, io
 
 from ..checkpoint.random_state import random_state, set_random_state
 from ..checkpoint.rotation import checkpoint_in, find_checkpoints
@@ -154,13 +154,15 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
 
     It compares the number of batches, where data iterators have it.
     """
+    if isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle and position.step > position.batches:
+        logger.warning("fit: the order of an NDArrayIter that shuffles cannot be restored, that of an ArrayLoader can.")
     then, now = position.num_batches, num_batches_of(train_iter)
     if not then or not now or then == now:
         return
     if position.batches and position.row is None:
         raise StateError(
             f"fit: got a train_iter of {now} batches, and a checkpoint in the middle of an epoch of {then}; expected the same "
-            "batches. Use the batch size and the data of the stopped run."
+            "batches. Use the batch size and the data of the stopped run, and no last_batch='rollover'."
         )
     logger.warning("fit: got a train_iter of %d batches, and a checkpoint of a run with %d: the data differ.", now, then)
 

@@ -148,16 +148,13 @@ class PipelinePasses(Passes):
 
     def __init__(self, pipeline: Any, loss: Any, trainer: Optional[Trainer] = None) -> None:
         super().__init__(pipeline, loss, trains=trainer is not None)
-        stages = [(stage, device) for devices in pipeline.devices for stage, device in enumerate(devices)]
-        trained = [(device, id(param)) for stage, device in stages for param in pipeline.trained(stage)]
-        is_shared = len(set(trained)) < len(trained)  # two stages on one device add to a parameter's gradient
-        self.adds = trainer is not None and (pipeline.micro_batches > 1 or is_shared)
         self.pipeline, self._trainer = pipeline, trainer
         self._plans: Dict[int, List[Planned]] = {}  # by the number of micro-batches
         self._places: List[List[_Place]] = []  # by the replica
         self._params = list(pipeline.collect_params().values())
         self._stats = list(filter(is_running_stat, self._params))
         self._known: List[Any] = []  # what the places depend on
+        self._shares = False  # whether two stages on one device add to a parameter's gradient
         self._sizes: List[List[int]] = []  # of each micro-batch: the examples of its parts, if it is divided
 
     def arrange(self, operation: str, Xs: List[Any], ys: List[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
@@ -209,9 +206,10 @@ class PipelinePasses(Passes):
         planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self.plan(len(ones))]
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
-        with self._trainer.gradients.adding() if self.adds else one_pass(self._trainer.gradients):
+        adds = self.pipeline.micro_batches > 1 or self._shares
+        with self._trainer.gradients.adding() if adds else one_pass(self._trainer.gradients):
             examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
-        if self.adds:
+        if adds:
             note_parts(self._trainer.gradients)
         note_examples(examples.items(), self._stats)
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]
@@ -235,6 +233,9 @@ class PipelinePasses(Passes):
         now = [one for param in self._params for one in (param._grad_req, param._grad, param._data)]
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._known, self._places = now, []
+            stages = [(stage, device) for devices in self.pipeline.devices for stage, device in enumerate(devices)]
+            trained = [(device, id(param)) for stage, device in stages for param in self.pipeline.trained(stage)]
+            self._shares = len(set(trained)) < len(trained)
             for devices in self.pipeline.devices:
                 places: List[_Place] = []
                 for number, device in enumerate(devices):

@@ -110,6 +110,8 @@ class _Call:
         self._block, self._args, self._inputs = block, args, [one.detach() for one in inputs]
         self._context = inputs[0].context
         params = [param for param in block.collect_params().values() if param.grad_req != "null"]
+        if any(param._grad_stype != "default" for param in params):
+            raise refusal("recompute", "recompute()", "sparse gradients")
         self._weights: List[Array] = [param.data(self._context) for param in params]
         self.num_inputs = len(inputs) + len(self._weights)
         self._is_training = autograd.is_training()

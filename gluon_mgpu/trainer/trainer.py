@@ -611,8 +611,12 @@ class Trainer(gluon.Trainer):
             except BaseException:  # such as Ctrl-C, or a schedule's: some devices are updated, and others are not
                 if not self.trains_apart:
                     self._update.make_equal(slabs)
+                if self.gradients.has_running():
+                    self.gradients.put_back_running()
+                    self._summed = None
                 raise
-            self._sum.share(slabs)
+            finally:
+                self._sum.share(slabs)
             if self.replica_check is not None:
                 self.replica_check.after_update()
         self.gradients.put_back_running()

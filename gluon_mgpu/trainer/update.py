@@ -172,7 +172,7 @@ class Update:
         self._order = self._order if order is None else list(order)
         for updater in self.updaters:
             updater.states, updater.states_synced = {}, {}
-        for replica, known in enumerate(states):
+        for replica, known in enumerate(states if self._is_known else states[:1]):
             for index, state in known.items():
                 updater = self._on(index, replica).updater
                 updater.states[index], updater.states_synced[index] = state, True

@@ -19,7 +19,6 @@ from gluon_mgpu.tuning.batch_size_search import (
     Probe,
     Question,
     _answer,
-    _memory,
     _raise_end,
     ask,
     find_batch_size,
@@ -263,12 +262,6 @@ def test_an_answer_holds_rounds_memory_and_devices(monkeypatch):
         assert answer["memory_bytes"] > 2**24 and 2**20 < answer["room_bytes"] < 2**50
         assert answer["devices"] == ["cpu(0)", "cpu(1)"]
     assert json.loads(json.dumps(answer)) == answer
-
-
-def test_the_fullest_gpu_and_the_smallest_one_decide(monkeypatch):
-    of_gpus = {0: (6 * 2**30, 16 * 2**30), 1: (20 * 2**30, 24 * 2**30)}  # free and total
-    monkeypatch.setattr(mx.context, "gpu_memory_info", of_gpus.get)
-    assert _memory([mx.gpu(0), mx.gpu(1)]) == (10 * 2**30, 16 * 2**30)
 
 
 # The command

@@ -98,12 +98,6 @@ def test_a_column_that_begins_later_is_saved(tmp_path):
     assert (tmp_path / "history.csv").read_text().split() == ["epoch,test_loss", "1.0,", "2.0,0.5"]
 
 
-def test_an_empty_history_is_saved(tmp_path):
-    mgpu.loop.History().save(tmp_path)
-    assert json.loads((tmp_path / "history.json").read_text()) == {"stopped": "", "epochs": [], "evaluations": []}
-    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
-
-
 def test_without_matplotlib_the_extra_is_named_and_the_numbers_are_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match="pip install 'matplotlib"):

@@ -249,16 +249,6 @@ def test_the_seed_decides_everything(quick, data_dir, tmp_path):
     assert losses(first) == losses(again) != losses(other)
 
 
-def test_the_optimizer_is_sharded_on_demand(quick, data_dir, tmp_path):
-    _, whole = train_tiny(data_dir, tmp_path / "1", "--epochs", "1")
-    _, sharded = train_tiny(data_dir, tmp_path / "2", "--epochs", "1", "--shard-optimizer")
-    assert losses(sharded) == losses(whole)
-    options = ["--shard-optimizer", "--optimizer", "nadam", "--data-dir", data_dir, "--output", tmp_path / "3"]
-    result = invoke(*TRAIN, "--devices", "cpu*2", *options)
-    assert result.exit_code == 1
-    assert "Error: Trainer: got shard_optimizer and Nadam" in result.output
-
-
 def test_digits_are_the_default(quick, tmp_path):
     output = run(*TRAIN, "--epochs", "1", "--devices", "cpu*1", "--output", tmp_path)
     assert output.startswith("digits: 1438 images to train on, 359 to test, 10 classes, on cpu(0)\n")

@@ -212,21 +212,6 @@ def test_two_losses_may_leave_gradients_of_different_passes(several):
     assert largest_difference(*found) <= 1e-6
 
 
-def test_losses_of_two_networks_may_alternate_device_by_device(several):
-    found = []
-    for devices in (CPU[:1], several):
-        nets = [dense(devices, seed) for seed in (1, 2)]
-        trainers = [(gluon.Trainer if devices is not several else mgpu.Trainer)(net.collect_params(), *MOMENTUM) for net in nets]
-        for step in range(3):
-            losses = [losses_of(net, data(step, 6), devices) for net in nets]
-            for pair in zip(*losses):
-                one_by_one(pair)
-            for trainer in trainers:
-                trainer.step(6)
-        found.append(weights_of(nets[0]) + weights_of(nets[1]))
-    assert largest_difference(*found) <= 1e-6
-
-
 def test_one_call_of_backward_per_device_is_refused(several):
     net = dense(several)
     trainer = mgpu.Trainer(net, *MOMENTUM)

@@ -443,11 +443,6 @@ def test_restarts(run):
     assert "restart 2 of 3" in run.err and "restart 3" not in run.err
 
 
-def test_too_few_restarts(run):
-    assert run(RESTART, max_restarts=1) == 6
-    assert run.log(1, 1) and not run.log(1, 2)
-
-
 def test_elastic_leaves_out_who_keeps_failing(run):
     program = RESTART.replace('rank == "1" and restart < 2', 'rank == "2"')
     assert run(program, num_processes=3, max_restarts=3, min_processes=2) == 0

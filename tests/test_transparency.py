@@ -44,21 +44,6 @@ def test_devices_do_not_show_in_the_weights(num_devices, optimizer, batches, hyb
     assert largest_difference(weights_of(net), reference(batches, optimizer, arrays is mx.np)) <= 1e-5
 
 
-def test_the_reference_can_tell(arrays):
-    """The bound is not so wide that a wrong divisor passes: 7 examples counted as 8 show."""
-    right = weights_of(gluon_loop(small_net([mx.cpu(0)]), *OPTIMIZERS["momentum"], small_batches([7] * 3)))
-    net = small_net([mx.cpu(0), mx.cpu(1)])
-    trainer = mgpu.Trainer(net, *OPTIMIZERS["momentum"])
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    for X, y in small_batches([7] * 3):
-        Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
-        with mx.autograd.record():
-            losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
-        mgpu.backward(losses)
-        trainer.step(8)
-    assert largest_difference(weights_of(net), right) > 1e-3
-
-
 @pytest.mark.parametrize("weights", [[1, 1, 2], [0, 3, 1]])
 def test_weighted_shards_do_not_show(weights, arrays):
     ctx = [mx.cpu(i) for i in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Real
 from typing import Optional
 
 
@@ -48,17 +49,19 @@ def in_percent(name: str, value: float) -> Optional[float]:
     return 100 * value if re.search(r"accuracy(_\d+)?$", name) and not (value < 0 or value > 1) else None
 
 
-def format_column(name: str, value: float) -> str:
-    """Return a column of a history with its name and unit.
+def format_column(name: str, value: object) -> str:
+    """Return a column of a history with its name and unit; other things than numbers, which a callback may add, as they are.
 
     Examples
     --------
     >>> format_column("test_accuracy", 0.883), format_column("test_exact_match", 0.8), format_column("test_bleu", 10.57)
     ('test accuracy 88.30 %', 'test exact match 0.80 %', 'test BLEU 10.57')
-    >>> format_column("train_loss", 0.5)
-    'train loss 0.5000'
+    >>> format_column("train_loss", 0.5), format_column("test_verdict", "good")
+    ('train loss 0.5000', 'test verdict good')
     """
-    percent = in_percent(name, value)
+    if not isinstance(value, Real):
+        return f"{column_title(name)} {value}"
+    percent = in_percent(name, float(value))
     if percent is not None:
         return f"{column_title(name)} {percent:.2f} %"
     return f"{column_title(name)} {value:.{2 if name.split('_')[-1] in _NAMES else 4}f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from numbers import Real
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple, Union
 
@@ -37,11 +38,11 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
     Parameters
     ----------
     rows : sequence of dict
-        One per epoch, with `epoch`, and `train_...`, `test_...` and `valid_...` columns.
+        One per epoch, with `epoch`, and `train_...`, `test_...` and `valid_...` columns, of which those of numbers are drawn.
     """
     charts: Dict[str, List[Tuple[str, Sequence[float], Sequence[float]]]] = {"loss": []}
     for name in rows[0] if rows else {}:
-        if name.startswith(("train_", "test_", "valid_")):
+        if name.startswith(("train_", "test_", "valid_")) and all(isinstance(row.get(name, 0), Real) for row in rows):
             epochs = [row["epoch"] for row in rows if name in row]
             label, values = _labelled(name, [row[name] for row in rows if name in row])
             charts.setdefault(label, []).append((name, epochs, values))

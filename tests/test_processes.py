@@ -263,7 +263,10 @@ AGREE = """
     trainer.flush()
     found.append(net.weight.data().asnumpy().tolist())
     errors = [refused(linear, 1 + me.rank)]
-    mgpu.split_batch(X, y, ctx)
+    Xs, ys = mgpu.split_batch(X, y, ctx)
+    with autograd.record():
+        losses = [loss(net(x), label) for x, label in zip(Xs, ys)]
+    mgpu.backward(losses)
     errors.append(refused(trainer.step, 6))
     lines = []
     logging.getLogger("gluon_mgpu").addFilter(lambda record: lines.append(record.getMessage()))

@@ -143,6 +143,13 @@ def test_a_pass_that_no_step_used_counts_before_evaluation(backward, weights, dr
     mgpu.evaluate(net, [(X, y)], {}, loss=LOSS)
     shards = zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))
     assert_stats(net, [np.average(pair, axis=0, weights=weights) for pair in shards])
+    trainer.step(3, ignore_stale_grad=True) if drops else trainer.step(3)
+    go_back(net, trainer, X * np.nan, y, backward)
+    net[0].running_var.set_data(mx.nd.array([0.1, 0.3]))  # such as those of an earlier checkpoint
+    if drops:
+        trainer.discard()
+    mgpu.evaluate(net, [(X, y)], {}, loss=LOSS)
+    assert all((array.asnumpy() == np.float32([0.1, 0.3])).all() for array in net[0].running_var.list_data())
 
 
 def test_other_values_without_a_gradient_stay():

@@ -15,6 +15,7 @@ from mxnet import gluon
 from ..checks import flag, instance, path_of
 from ..data_parallel.step import check_network
 from ..distributed import group
+from ..distributed.process import this_process
 from ..errors import StateError
 from ..trainer.parameters import average_replicas, check_initialised, named_params, shape_fits
 from ..trainer.trainer import Trainer
@@ -83,7 +84,7 @@ def save_checkpoint(
     check_folder(folder, FILES, "save_checkpoint", "checkpoint")
     snapshot, processes = take_snapshot(net, trainer, progress), group()
     try:
-        if processes is None or not processes.process.rank:
+        if not this_process().rank:
             with explained("save_checkpoint", folder, left="The previous checkpoint is kept."):
                 with new_folder(folder) as new:
                     snapshot.write(new)

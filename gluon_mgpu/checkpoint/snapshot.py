@@ -65,7 +65,7 @@ class Snapshot:
         NonFiniteLossError
             A loss of the epoch so far was not finite: the checkpoint would replace a good one.
         """
-        losses = [array for name, array in self.arrays.items() if name.startswith(SUM) and name.endswith("/loss")]
+        losses = [array for name, array in self.arrays.items() if name.startswith(SUM) and name.split("/", 2)[2] == "loss"]
         if not all(np.isfinite(array.asnumpy()).all() for array in losses):
             step = (self.training or {}).get("place", {}).get("step")
             raise NonFiniteLossError(

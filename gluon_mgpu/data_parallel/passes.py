@@ -14,7 +14,7 @@ from ..checks import OF_WRONG_DATA, explaining, is_of_mxnet, reason_of, short
 from ..distributed import process_shard
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
-from ..trainer.gradients import Gradients, empty_pass, one_pass
+from ..trainer.gradients import Gradients, empty_pass, note_size, one_pass
 from ..trainer.running_stats import note_losses
 from ..trainer.trainer import Trainer
 from .batchnorm import run_shards
@@ -111,6 +111,7 @@ def backward(losses: Sequence[Array]) -> None:
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
         )
     run_backward(losses)
+    note_size(sum((*loss.shape, 1)[0] for loss in losses))
     note_losses(losses)
 
 

@@ -257,7 +257,8 @@ class Gradients:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
         self._is_lost = self._follow() or self._is_lost
         fresh = self._read()
-        if not fresh.any():
+        is_empty = not fresh.any()
+        if is_empty and self._doubt != _PARTS:
             return fresh
         if self._is_lost:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
@@ -266,7 +267,7 @@ class Gradients:
         if self._is_behind and not self._is_full:
             raise refusal("Trainer.step", "compile_step()", "loss.backward()")
         doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
-        if doubt:
+        if doubt and (is_empty or doubt != _PARTS):
             raise TrainerError(
                 f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "
                 f"backward passes: those of {doubt}; expected those of one pass. Call mgpu.backward([...]) once with the losses "
@@ -465,6 +466,12 @@ class Gradients:
                 self._flags.put(idle, False)
             self._doubt, self._latest = "", _Written(written, written, _now.num_steps)
 
+    def drop_parts(self) -> None:
+        """Drop what the latest pass has written: it was the last of several parts, and there is no sum of them."""
+        if self.is_reached and self._latest is not None and self.has_new():
+            self._flags.put(self._latest.written, False)
+            self._is_full, self._doubt = False, _PARTS
+
     def note_idle(self) -> None:
         """Remember that devices hold gradients which the latest split left idle, before another split comes."""
         idle = self._idle()
@@ -544,6 +551,8 @@ class _Now:
         Devices that the latest split left without a shard.
     divided : int
         Examples of its batch, if other processes have got some of them and no step has followed.
+    num_counted : number
+        Examples in the losses of the latest pass of `mgpu.backward`, if no step has followed.
     is_inside : bool
         Whether a pass runs.
     """
@@ -551,10 +560,11 @@ class _Now:
     num_steps: int = 0
     idle: FrozenSet[Context] = frozenset()
     divided: int = 0
+    num_counted: float = 0
     is_inside: bool = False
 
     def end_step(self) -> None:
-        self.num_steps, self.divided = self.num_steps + 1, 0
+        self.num_steps, self.divided, self.num_counted = self.num_steps + 1, 0, 0
 
 
 _now = _Now()
@@ -578,6 +588,16 @@ def note_split(idle: FrozenSet[Context], divided: int) -> None:
     for one in _alive() if _now.idle else ():
         one.note_idle()
     _now.idle, _now.divided = idle, divided
+
+
+def note_size(num_examples: float) -> None:
+    """Note the examples in the losses of a pass by hand."""
+    _now.num_counted = num_examples
+
+
+def is_too_large(batch_size: float) -> bool:
+    """Return whether this is the size of a batch of which other processes have got a part, and the pass was of this one's."""
+    return batch_size == _now.divided and 0 < _now.num_counted < batch_size
 
 
 def latest_split() -> Tuple[FrozenSet[Context], int]:
@@ -621,8 +641,8 @@ def empty_pass(own: Optional[Gradients] = None) -> None:
 def note_parts(own: Gradients) -> None:
     """Note that the latest pass was a part of a batch, of which the `own` gradients hold the sum, and others the last part."""
     for one in _alive():
-        if one is not own and one.is_reached and one.has_new():
-            one._doubt = _PARTS
+        if one is not own:
+            one.drop_parts()
 
 
 def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients) -> None:

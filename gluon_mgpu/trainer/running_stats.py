@@ -237,18 +237,20 @@ class RunningStats:
             first = slab.weights[0].as_nd_ndarray()
             self._before.append([first.copyto(context) for context in slab.contexts])
 
-    def move(self, trained: List[Slab], idle: Iterable[Context]) -> None:
+    def move(self, trained: List[Slab], idle: Iterable[Context], *, anew: bool = False) -> None:
         """Move the statistics of all devices alike, after backward passes into these slabs. It does not wait.
 
         Parameters
         ----------
         idle : iterable of Context
             Devices without data, if no examples were counted.
+        anew : bool
+            Whether a program may have set the values since the passes: their mean counts then, not that of the changes.
         """
         _stages_before.clear()
         for one in self._together():
             if one._params:
-                one._move(trained, idle)
+                one._move(trained, idle, anew=anew)
 
     def _together(self) -> List[RunningStats]:
         """Return all that have statistics which this trainer's passes move."""
@@ -257,13 +259,15 @@ class RunningStats:
             found += [other for other in one._others if other not in found]
         return found
 
-    def _move(self, trained: List[Slab], idle: Iterable[Context]) -> None:
+    def _move(self, trained: List[Slab], idle: Iterable[Context], *, anew: bool) -> None:
         self._num_passes = _num_passes
         self._follow()
         if trained is not self._trained:
             self._trained, self._written = trained, written_with(self._slabs, trained)
         for one in self._written.values():
             one.push()
+        if anew:
+            self._take()
         contexts = {context for slab in self._slabs for context in slab.contexts}
         examples, self._examples = self._examples, None
         if examples is None:
@@ -276,13 +280,13 @@ class RunningStats:
         """Move the statistics if passes came that no step has used."""
         self.settle_plain(trained)
         if self._num_passes != _num_passes:
-            self.move(trained, ())
+            self.move(trained, (), anew=self._divisor is None)
 
     def settle_plain(self, trained: List[Slab]) -> None:
         """Move the statistics if MXNet's own `backward` came, whose examples were not counted. A job does not know of it."""
         gradients, is_alone = self._gradients, self._divisor is None and self._examples is None
         if is_alone and gradients is not None and gradients.has_new():
-            self.move(trained, idle_devices())
+            self.move(trained, idle_devices(), anew=True)
 
     def _move_by(self, examples: Dict[Context, float]) -> None:
         """Move the statistics of slabs that have seen examples, in some process, by the mean of their changes."""

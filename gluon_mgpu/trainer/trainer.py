@@ -16,7 +16,7 @@ from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..refusals import JOINING, refusal
 from .across_processes import ProcessSync
-from .gradients import Gradients, idle_devices, latest_split
+from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer
@@ -281,7 +281,7 @@ class Trainer(gluon.Trainer):
         if not (self.sharded_data and batch_size == 0):
             check_batch_size("Trainer.step", batch_size)
         self._process_sync.check_begun("Trainer.step")
-        if self.sharded_data and batch_size and batch_size == latest_split()[1]:
+        if self.sharded_data and is_too_large(batch_size):
             raise refusal("Trainer.step", "sharded_data", "the size of a batch that processes share")
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.step")
@@ -389,6 +389,9 @@ class Trainer(gluon.Trainer):
         """
         if self.tree is None and not self.trains_apart:
             self.running_stats.settle_plain(self._layout.slabs)
+        self._drop()
+
+    def _drop(self) -> None:
         self.gradients.drop()
         self._sum.drop()
         self._num_counted, self._summed = 0, None
@@ -564,7 +567,7 @@ class Trainer(gluon.Trainer):
         restore_optimizer(state.optimizer, self._optimizer, learning_rate=learning_rate)
         on_devices = states_on(self._layout, self._optimizer, state.states, "a saved state")
         self._optimizer.param_dict = dict(enumerate(self._params))
-        self.discard()
+        self._drop()  # statistics may have been loaded, too
         self.running_stats.begin()
         self._use(self._optimizer)
         self._update.restore(on_devices, state.counts, state.order)
@@ -611,9 +614,6 @@ class Trainer(gluon.Trainer):
             except BaseException:  # such as Ctrl-C, or a schedule's: some devices are updated, and others are not
                 if not self.trains_apart:
                     self._update.make_equal(slabs)
-                if self.gradients.has_running():
-                    self.gradients.put_back_running()
-                    self._summed = None
                 raise
             finally:
                 self._sum.share(slabs)

@@ -93,11 +93,6 @@ def test_axes_have_units_and_whole_epochs():
         assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
 
 
-def test_a_column_that_begins_later_is_saved(tmp_path):
-    mgpu.loop.History([{"epoch": 1.0}, {"epoch": 2.0, "test_loss": 0.5}]).save(tmp_path)
-    assert (tmp_path / "history.csv").read_text().split() == ["epoch,test_loss", "1.0,", "2.0,0.5"]
-
-
 def test_without_matplotlib_the_extra_is_named_and_the_numbers_are_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match="pip install 'matplotlib"):

@@ -450,12 +450,6 @@ def test_elastic_leaves_out_who_keeps_failing(run):
     assert run.log(0, 2) == run.log(1, 2) == "attempt 2 of 2\n"
 
 
-def test_elastic_keeps_the_fewest(run):
-    program = RESTART.replace('rank == "1" and restart < 2', 'rank == "1"')
-    assert run(program, max_restarts=3, min_processes=2) == 6
-    assert [run.log(1, restart) for restart in range(5)] == [f"attempt {i} of 2\n" for i in range(4)] + [""]
-
-
 THREADS = "import os\nprint(os.environ['OMP_NUM_THREADS'])"
 
 

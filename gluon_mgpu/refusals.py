@@ -50,7 +50,6 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("shard_optimizer", JOINING, _OWNED, "Use sgd or adam, or leave shard_optimizer out"),
     Refusal("Pipeline", "synchronised BatchNorm", "a stage sees one micro-batch at a time", _AVERAGED),
     Refusal("Pipeline", "compiled='on'", "a graph runs on one device", "Call net.hybridize(), which compiles each stage"),
-    Refusal("Pipeline", "a Balancer or weights", "they measure whole networks", "Use split_stages(), which measures layers"),
     Refusal("Pipeline", JOINING, "each device updates its own parameters", "Use sgd, adam or adamw"),
     Refusal("Pipeline", "set_precision()", "its stages are graphs already", "Call set_precision() before split_stages()"),
     Refusal("Pipeline", "update_bn()", "it spans devices", "Leave update_bn() out"),

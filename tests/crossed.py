@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import gluon_mgpu as mgpu
@@ -49,6 +50,7 @@ class Ours(World):
             net.hybridize(**FLAGS[program.hybridize])
         self.begin_with([net])
         self.net, self.loss, self.steps, self.generator = net, LOSS, {}, None
+        self.split = partial(mgpu.split_batch, weights=list(program.weights)) if program.weights else mgpu.split_batch
         if program.adds:
             self.require("add")
         if program.bn != "local":
@@ -102,7 +104,7 @@ class Ours(World):
 
     def train(self, how, batches, micro_steps):
         """Train on batches, which make one update unless `accumulate` is open."""
-        ignore, options = self.program.ignore_stale, {"micro_steps": micro_steps}
+        ignore, options = self.program.ignore_stale, {"micro_steps": micro_steps, "split_f": self.split}
         (X, y), net, trainer = batches[0], self.net, self.trainer
         if how == "train_batch":
             mgpu.train_batch(net, self.loss, trainer, X, y, ignore_stale_grad=ignore, **options)
@@ -124,7 +126,7 @@ class Ours(World):
 
     def backward(self, X, y, generator=None, how="hand"):
         """A loop by hand: the passes of a batch."""
-        Xs, ys = mgpu.split_batch(X, y, self.trainer.contexts)
+        Xs, ys = self.split(X, y, self.trainer.contexts)
         with autograd.record():
             Xs = Xs if generator is None else [generator(x) for x in Xs]
             outputs = mgpu.data_parallel.forward_shards(self.net, Xs) if self.bn == "sync" else [self.net(x) for x in Xs]
@@ -307,6 +309,7 @@ def modes_of(program):
         "grad_req='add'": program.adds or ("add", True) in program.statements,
         "a loop by hand": hows & by_hand or verbs & {"other", "dropped"},
         "a loop by hand whose first batch decides shapes": program.deferred and first,
+        "a split of your own": program.weights,
         "static_shape": program.hybridize == "static",
         "a loop by hand after a change of grad_req": hows & by_hand and verbs & {"thaw", "add"},
         "several passes before a step": program.num_processes > 1 and verbs & {"other", "dropped"},

@@ -47,6 +47,7 @@ class Program:
     ignore_stale: bool = False
     adds: bool = False  # grad_req="add" before the trainer is made
     bn: str = "local"
+    weights: Tuple[float, ...] = ()  # of the devices' shards; () splits evenly
     statements: Tuple[Tuple[Any, ...], ...] = ()
 
     @property

@@ -138,7 +138,6 @@ def test_the_schedule_is_drawn_with_the_trace(images, tmp_path, monkeypatch):
         (["--devices", "cpu*3", "--stages", "2"], "got 2 stages for --devices of 3; expected a multiple of 2 devices", 2),
         (["--micro-batches", "4"], "got --micro-batches without --stages; expected both", 2),
         ([*STAGES, "--bn", "sync"], "as a stage sees one micro-batch at a time", 1),
-        ([*STAGES, "--weights", "auto"], "as they measure whole networks", 1),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_written(images, tmp_path, options, told, exit_code):

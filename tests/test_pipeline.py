@@ -681,7 +681,6 @@ REFUSED = {
     "local": lambda: mgpu.LocalSGD(mgpu.Pipeline([dense()], [mx.cpu(0)]), "sgd", every=2),
     "precision": lambda: mgpu.set_precision(mgpu.Pipeline([dense()], [mx.cpu(0)]), "bf16"),
     "compiled": lambda: fitted(compiled="on"),
-    "weights": lambda: fitted(is_balanced=True),
     "step": lambda: stale(mgpu.Pipeline([dense()], [mx.cpu(0)])),
     "elsewhere": lambda: mgpu.Pipeline([dense()], [mx.cpu(1)])(mx.nd.zeros((1, 16))),
 }
@@ -693,11 +692,10 @@ def test_what_is_refused(make):
         make()
 
 
-def fitted(is_balanced=False, **options):
+def fitted(**options):
     model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2, 2), 4)
     trainer = mgpu.Trainer(model, "sgd")
-    split_f = mgpu.data_parallel.Balancer(trainer) if is_balanced else mgpu.split_batch
-    mgpu.fit(model, CE, trainer, batches(), epochs=1, callbacks=[], split_f=split_f, **options)
+    mgpu.fit(model, CE, trainer, batches(), epochs=1, callbacks=[], **options)
 
 
 def test_shapes_that_the_first_batch_decides():

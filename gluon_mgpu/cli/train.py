@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Callable, List, Optional, Union
+from typing import Any, Callable, List, Optional
 
 import click
 
@@ -26,13 +26,11 @@ TEXT_DEFAULTS = {"epochs": 30, "lr": 0.004, "patience": 31}
 NUMBER_DEFAULTS = {"epochs": 8, "lr": 0.003, "patience": 6}  # of Korean numbers
 
 
-def _shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Union[None, str, List[float]]:
-    if text is None or text == "auto":
-        return text
+def _shares(_context: click.Context, _parameter: click.Parameter, text: Optional[str]) -> Optional[List[float]]:
     try:
-        return [float(part) for part in text.split(",")]
+        return None if text is None else [float(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"got {text!r}; expected auto, or a number for each device, separated by commas.") from None
+        raise click.BadParameter(f"got {text!r}; expected a number for each device, separated by commas.") from None
 
 
 def _by_data(name: str, kind: click.ParamType, help: str) -> Callable[[Any], Any]:
@@ -93,7 +91,7 @@ _device_options = all_of(
     click.option(
         "--weights",
         callback=_shares,
-        help="How to split batches over devices: auto, by measured speed; or numbers, such as 3,1. By default evenly.",
+        help="How to split batches over devices of different speed: numbers, such as 3,1. By default evenly.",
     ),
     _virtual_shards,
     click.option("--shard-optimizer", is_flag=True, help="Divide the optimizer's states over the devices (ZeRO stage 1)."),

@@ -6,13 +6,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, Callable, List, Optional, Sequence, Union
+from typing import Any, Callable, List, Optional, Sequence
 
 import mxnet as mx
 from mxnet import gluon
 
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
-from ..data_parallel.balancer import Balancer
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..loop.callbacks import Progress, SaveHistory
 from ..loop.epoch_loop import Limits
@@ -22,7 +21,6 @@ from ..loop.trace import Trace
 from ..models import resnet18
 from ..plots import plot_schedule, plot_trace, save
 from ..runtime.units import format_column
-from ..trainer.trainer import Trainer
 from ._output import print_once
 from ._training import create_trainer, is_divided, prepare_network, prepared_devices, run_fit
 
@@ -67,7 +65,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
                 SaveHistory(options.output),
             ],
             trace=trace,
-            split_f=_split(options.weights, trainer),
+            split_f=_split(options.weights, len(trainer.contexts)),
             bn=options.bn,
             micro_steps=options.micro_steps,
             max_steps=options.max_steps,
@@ -82,11 +80,11 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
     print_once(f"{format_column(result, row[result])}, {seconds:.1f} s/epoch on {names}")
 
 
-def _split(weights: Union[None, str, List[float]], trainer: Trainer) -> Any:
+def _split(weights: Optional[List[float]], num_shards: int) -> Any:
     """Return the `split_f` of `--weights`."""
-    if weights is None or isinstance(weights, str):
-        return Balancer(trainer) if weights else split_batch
-    plan_shards(1, len(trainer.contexts), weights)  # raises on weights for other devices
+    if weights is None:
+        return split_batch
+    plan_shards(1, num_shards, weights)  # raises on weights for other devices
     return partial(split_batch, weights=weights)
 
 

@@ -1,6 +1,5 @@
 """The names of this room and their modules: __init__.py imports each at its first use."""
 
-from .balancer import Balancer as Balancer
 from .batchnorm import SyncBatchNorm as SyncBatchNorm
 from .batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
 from .batchnorm import forward_shards as forward_shards

@@ -108,8 +108,6 @@ class Planner:
     def split(self, plan: Plan, X: Any, y: Any) -> Shards:
         """Return the shards of a batch; bool labels become float32 for Gluon's losses."""
         parts = plan.parts
-        if self._split.varies:
-            parts = self._split.plan(X, y, self._devices)
         Xs, ys = self._split(X, y, self._devices) if parts is None else parts.pair(X, y)
         if plan.casts_labels:
             ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
@@ -157,8 +155,7 @@ class Planner:
             raise refusal(self._operation, "several processes", "a split of your own", f"split_f={self._split!r}")
         self._check_axis(y)
         casts = isinstance(self._loss, gluon.loss.Loss) and getattr(y, "dtype", np.bool_) == np.bool_
-        parts = None if self._split.varies else self._split.plan(X, y, self._devices)
-        return Plan(parts, casts_labels=casts)
+        return Plan(self._split.plan(X, y, self._devices), casts_labels=casts)
 
     def _check_axis(self, label: Any) -> None:
         """Raise `TrainerError` if one of MXNet's losses would average over other axes than those of one example.

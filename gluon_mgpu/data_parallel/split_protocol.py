@@ -25,14 +25,11 @@ class Split:
     ----------
     batch_axis : int, or a pair (for X, for y) of ints or nested ints
         The axis of the examples.
-    varies : bool
-        Whether it may divide two batches of one form in two ways.
     knows_processes : bool
         Whether it returns the shards of this process, where several processes share a batch.
     """
 
     batch_axis: Any = 0
-    varies = True
     knows_processes = False
 
     def __call__(self, X: Any, y: Any, devices: Sequence[Context]) -> Shards:
@@ -40,15 +37,12 @@ class Split:
         raise NotImplementedError
 
     def plan(self, X: Any, y: Any, devices: Sequence[Context]) -> Optional[SplitPlan]:
-        """Return how it divides this batch, and batches of its form unless that `varies`; None if only a call can tell."""
+        """Return how it divides batches of this form; None if it may divide two of them in two ways."""
         return None
 
     def own_part(self, label: Any, num_devices: int) -> Any:
         """Return this process's part of a batch's label; None if it has none."""
         return label
-
-    def watch(self, losses: Sequence[Any]) -> None:
-        """See the losses of each batch of a training, after its backward pass was queued."""
 
     @property
     def label_axis(self) -> Any:
@@ -59,7 +53,6 @@ class Split:
 class BatchSplit(Split):
     """`split_batch` with these options."""
 
-    varies = False
     knows_processes = True
 
     def __init__(self, options: SplitOptions) -> None:
@@ -69,7 +62,7 @@ class BatchSplit(Split):
         return SplitPlan("split_batch", Fields((X, y)), devices, self.options).pair(X, y)
 
     def plan(self, X: Any, y: Any, devices: Sequence[Context]) -> SplitPlan:
-        return SplitPlan("split_batch", Fields((X, y)), devices, self.options, is_prepared=not self.varies)
+        return SplitPlan("split_batch", Fields((X, y)), devices, self.options, is_prepared=True)
 
     def own_part(self, label: Any, num_devices: int) -> Any:
         return part_of_process(label, num_devices, replace(self.options, batch_axis=self.label_axis))

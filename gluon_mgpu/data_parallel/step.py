@@ -15,13 +15,10 @@ from ..checks import check_function, flag, instance, whole_number
 from ..devices.select import check_contexts
 from ..distributed import group, own_batches
 from ..nested import Array, Fields, is_device_array, leaves
-from ..refusals import refusal
 from ..runtime.environment import logger
 from ..trainer.gradients import latest_split, note_parts, restore_split
-from ..trainer.parameters import spans_devices
 from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
-from .balancer import Balancer
 from .compiled import make_passes
 from .passes import Passes
 from .plan import Plan, Planner
@@ -219,8 +216,6 @@ class TrainStep:
         flag(operation, "ignore_stale_grad", ignore_stale_grad)
         self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, trainer.virtual_shards)
         micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
-        if spans_devices(net) and isinstance(split, Balancer):
-            raise refusal(operation, "Pipeline", "a Balancer or weights")
         self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)
         if trainer.virtual_shards is not None:
             num_shards = trainer.virtual_shards * micro_steps
@@ -289,8 +284,6 @@ class TrainStep:
         on_phase("update")
         if self._stats and not passes.notes_examples:
             note_examples(plan.examples.items(), self._stats)
-        if losses:
-            self._split.watch(losses)
         trainer.step(plan.num_examples if num_units is None else num_units, self._ignore_stale_grad)
         on_phase("dispatch")
         self._in_flight.append(losses)

@@ -46,7 +46,7 @@ class VirtualSplit(BatchSplit):
     """
 
     def __init__(self, split: Split, num_shards: int, operation: str) -> None:
-        if not isinstance(split, BatchSplit) or split.varies or split.options.weights is not None or split.options.even_split:
+        if not isinstance(split, BatchSplit) or split.options.weights is not None or split.options.even_split:
             raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={split!r}")
         super().__init__(split.options)
         self.num_shards = num_shards

@@ -80,7 +80,7 @@ def fit(
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
-        For devices of different speed `functools.partial(split_batch, weights=[3, 1])`, or a `Balancer`, which measures them.
+        For devices of different speed `functools.partial(split_batch, weights=[3, 1])`.
     max_inflight : int
         Batches that may be queued on the devices. A larger number delays reports and errors.
     bn : "local" or "sync", optional

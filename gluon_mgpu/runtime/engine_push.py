@@ -63,14 +63,6 @@ def is_ready(array: Any) -> bool:
     return bool(reached)
 
 
-def when_ready(arrays: Sequence[Any], function: Callable[[], None]) -> None:
-    """Let the engine call a function after the pending writes of these arrays; never if one of them fails. It does not wait.
-
-    On GPUs, too: the engine counts an operation as done when its stream has run it.
-    """
-    push(function, device=EngineContext(CPU, 0), reads=list(arrays), where=ON_PRIORITY_WORKER)
-
-
 def queue_in_order(device: Any, reads: Sequence[Any], writes: Sequence[Any], name: str = "") -> None:
     """Let operations that use `writes` wait for the pending operations that write `reads`.
 

@@ -94,3 +94,18 @@ def test_a_step_after_a_pass_that_wrote_all_reads_no_flag(monkeypatch):
     mgpu.backward(losses)
     monkeypatch.delattr("gluon_mgpu.runtime.c_api.Flags.read")
     trainer.step(64)
+
+
+def test_only_the_first_batch_walks_through_the_network():
+    """Sentences have many lengths: what a batch of a new form costs more does not grow with the network."""
+
+    def calls(num_params):
+        net, X, y = world(1, num_params)
+        trainer, sizes = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), iter(range(60, 1, -1))
+
+        def step(size):
+            mgpu.train_batch(net, LOSS, trainer, X[:size], y[:size])
+
+        return calls_of(lambda: step(next(sizes))) - calls_of(lambda: step(64))
+
+    assert calls(200) <= 1.1 * calls(20)

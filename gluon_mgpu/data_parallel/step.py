@@ -228,6 +228,7 @@ class TrainStep:
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._axis = split.batch_axis
         self._stats: List[gluon.Parameter] = []
+        self._open: Optional[List[gluon.Parameter]] = None  # whose shapes no batch has decided; None before the first one
         self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
 
     def is_of(self, *asked: Any) -> bool:
@@ -270,8 +271,8 @@ class TrainStep:
         Xs, ys = planner.split(plan, X, y)
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._axis)
         on_phase("forward")
-        if plan.is_new:
-            self._begin(plan, X, y, Xs, ys)
+        if self._open is None or (self._open and plan.is_new):  # batches of another form may reach other layers
+            self._begin(X, y, Xs, ys)
         trainer.gradients.place()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         if plan.is_new and self._check is not None:
@@ -295,14 +296,15 @@ class TrainStep:
             outputs, ys, losses, plan.num_examples, own_units, numbers, plan if passes.is_compiled and plan.parts else None
         )
 
-    def _begin(self, plan: Plan, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
+    def _begin(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
         if not (trainer.sharded_data or "compared" in trainer.kept):
             trainer.kept["compared"] = True
             _compare(self._operation, y)
         trainer.resolve_shapes()
-        left_open = {id(param) for param in self._net.collect_params().values() if param._deferred_init}
+        params = list(self._net.collect_params().values())
+        left_open = {id(param) for param in params if param._deferred_init}
         if not left_open <= trainer.open_shapes:
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
@@ -310,6 +312,7 @@ class TrainStep:
             Passes(self._net, None, trains=False).forward(self._operation, Xs[:1], ys[:1])
             trainer.open_shapes |= left_open
             trainer.resolve_shapes()
+        self._open = [param for param in params if param._deferred_init]
         self._stats = running_stats(self._net)
         trainer.running_stats.add(self._stats)
 

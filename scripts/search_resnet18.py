@@ -9,6 +9,7 @@ Each trial runs in a process of its own. Ray gives it its cores and GPUs.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, Optional
 
@@ -62,6 +63,8 @@ def main(
     resume: bool,
 ) -> None:
     """Search for hyper-parameters, and print the best trial."""
+    if find_spec("ray") is None:
+        raise click.ClickException("got no Ray; expected the extra ray. Run pip install '.[cpu,train,ray]'.")
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
     from ray.tune.search.basic_variant import BasicVariantGenerator

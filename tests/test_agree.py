@@ -27,7 +27,7 @@ def invoke(*arguments):
 def test_it_agrees(tmp_path):
     result = invoke(*QUICK, "--devices", "cpu*3", "--output", tmp_path)
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == "the same batches: cpu(0), cpu(1), cpu(2) and cpu(0) agree"
+    assert result.output.splitlines()[-2] == "the same batches: cpu(0), cpu(1), cpu(2) and cpu(0) agree"
     found = json.loads((tmp_path / "agree.json").read_text())
     assert found["verdict"] == "agree"
     assert len(found["losses"]["ours"]) == 12
@@ -45,7 +45,7 @@ def test_a_trainer_with_a_bug_ends_it_with_1(tmp_path, monkeypatch):
     monkeypatch.setattr(agreement, "train_batch", step)
     result = invoke(*QUICK, "--output", tmp_path)
     assert result.exit_code == 1
-    assert result.output.splitlines()[-1] == "the same batches: cpu(0), cpu(1) and cpu(0) do not agree"
+    assert result.output.splitlines()[-2] == "the same batches: cpu(0), cpu(1) and cpu(0) do not agree"
 
 
 @pytest.mark.parametrize(

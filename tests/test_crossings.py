@@ -128,7 +128,7 @@ def programs(draw, num_processes=1, net=None, mode=None):
     normalizes = "norm" in fields["net"]
     if normalizes:
         fields["bn"] = rarely(["sync"], "local", 4) if mode == "data" else rarely(["sync"], "local", 20)
-    elif mode in ("data", "virtual"):
+    elif mode in ("data", "virtual") and net is None:
         fields["weights"] = rarely([(3, 1, 2, 0.5)[: fields["num_devices"]]], (), 4 if mode == "data" else 20)
     parts = draw(st.lists(statements(fields, hows, mode), min_size=1, max_size=6))
     if several and fields["deferred"]:  # until then each process has its own weights

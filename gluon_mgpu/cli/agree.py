@@ -82,9 +82,9 @@ def agree(context: click.Context, /, spec: Optional[str], network: str, bits: bo
         same = same_batch(recipe, ctx, on_message=show)
     names = ", ".join(map(str, ctx))
     num_steps, found, allowed = len(same.allowed()), max(same.differences(), default=0.0), max(same.allowed(), default=0.0)
-    print(f"in {num_steps} comparable steps, the losses differ by at most {found:.1e}; rounding explains {allowed:.1e}")
-    write_results(output, "agree", {"devices": names, "verdict": same.verdict, "losses": asdict(same)})
+    print(f"in {num_steps} comparable steps, the losses differ by at most {found:.1e}; rounding may explain {allowed:.1e}")
     print(f"the same batches: {names} and {ctx[0]} {same.verdict}")
+    write_results(output, "agree", {"devices": names, "verdict": same.verdict, "losses": asdict(same)})
     if same.verdict != AGREE:
         sys.exit(1)
 

@@ -51,6 +51,11 @@ class CommandGroup(click.Group):
             raise
         except Exception as error:
             is_ours = type(error).__module__.startswith("gluon_mgpu.")
+            if isinstance(error, OSError) and not is_ours and error.filename:
+                raise click.ClickException(
+                    f"{ctx.info_name}: got {error.filename} ({error.strerror}); expected a file or folder that can be read, or "
+                    "written if it is for results. Choose another one."
+                ) from error
             if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
                 raise click.ClickException(errors.one_line(str(error)) + _hint(error)) from error
             if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
@@ -111,6 +116,8 @@ class _TrainGroup(_LazyGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
         if ":" not in cmd_name:
+            if cmd_name.endswith(".py"):
+                raise click.UsageError(f"got {cmd_name}; expected FILE.py:FUNCTION. Name its function, such as {cmd_name}:make.")
             return super().get_command(ctx, cmd_name)
         command = copy.copy(super().get_command(ctx, _FUNCTION))
         if command is not None and command.callback is not None:

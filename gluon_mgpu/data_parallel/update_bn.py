@@ -9,13 +9,14 @@ from mxnet import autograd, gluon
 
 from ..checks import check_function
 from ..distributed import own_batches
+from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..refusals import refusal
-from ..trainer.parameters import devices_of, spans_devices
+from ..trainer.parameters import devices_of, has_values, spans_devices
 from ..trainer.running_stats import RunningStats, running_stats
 from ..trainer.sums import make_sum
 from ..trainer.trainer import Trainer
-from .iterators import as_pair, batches_of, check_iterable
+from .iterators import as_pair, batches_of, check_iterable, no_batch
 from .passes import Passes, run_backward
 from .sharding import split_batch
 from .split_protocol import SplitFunction
@@ -56,15 +57,19 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     check_function("update_bn", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
     if spans_devices(net):
         raise refusal("update_bn", "Pipeline", "update_bn()")
+    devices = devices_of(net, "update_bn")
+    if not has_values(net):
+        raise TrainerError("update_bn: got a network whose shapes are open; expected a trained one. Call update_bn after fit.")
     stats, trainers = running_stats(net), [param._trainer for param in net.collect_params().values()]
     if not stats:
         return
     trainers = list({id(trainer): trainer for trainer in trainers if isinstance(trainer, Trainer)}.values())
     for trainer in trainers:
         trainer.check_applied("update_bn")
-    passes, devices = Passes(net, None, trains=True), devices_of(net)
+    passes = Passes(net, None, trains=True)
     moved = RunningStats(stats, make_sum("device"), devices)
     reads_own = any(trainer.sharded_data for trainer in trainers)
+    item: Any = None
     for item in batches_of(data_iter):
         with own_batches(reads_own):
             Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
@@ -72,6 +77,8 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
         run_backward([_nothing(output) for output in outputs])  # MXNet moves the statistics in it
         firsts = [next(leaf for _, leaf in leaves(y)) for y in ys]
         moved.count([(first.context, first.shape[0]) for first in firsts])
+    if item is None:
+        raise no_batch("update_bn")
     mx.nd.waitall()  # a static graph writes them without telling the engine
     moved.move([], ())
     for trainer in trainers:

@@ -43,7 +43,7 @@ class OnnxTranslator:
 
     def translate(self, texts: Sequence[str]) -> List[str]:
         """Return the translation of each text; a text of nothing but spaces becomes an empty one."""
-        sentences = [self.source.encode(text) for text in texts]
+        sentences = [self.source.encode(text) for text in ([texts] if isinstance(texts, str) else texts)]
         found = iter(self.translate_tokens([sentence for sentence in sentences if sentence]))
         return [self.target.decode(next(found)) if sentence else "" for sentence in sentences]
 

@@ -111,7 +111,7 @@ class Callback:
         return {}
 
     def on_fit_end(self, state: FitState) -> None:
-        """After the last epoch, and also when an error or Ctrl-C ends the run."""
+        """After the last epoch, and also when an error or Ctrl-C ends the run, if `on_fit_begin` was called."""
 
 
 class Progress(Callback):

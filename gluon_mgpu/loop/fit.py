@@ -130,9 +130,10 @@ def fit(
     SystemExit
         SIGTERM or SIGUSR1, after saving; its code is 143 or 85.
     """
-    counts = (epochs, max_inflight, micro_steps, accumulate_grad_batches)
-    for name, value in zip(("epochs", "max_inflight", "micro_steps", "accumulate_grad_batches"), counts):
-        whole_number("fit", name, value, advice="10 epochs, 2 in flight and 1 are usual.")
+    whole_number("fit", "epochs", epochs, advice="10 are usual.")
+    whole_number("fit", "max_inflight", max_inflight, advice="2 batches are usual.")
+    for name, value in (("micro_steps", micro_steps), ("accumulate_grad_batches", accumulate_grad_batches)):
+        whole_number("fit", name, value, advice="1 trains on each batch as a whole.")
     limits = Limits(max_steps, limit_batches, limit_eval_batches, evaluate_every)
     for name, value in vars(limits).items():
         if value is not None:
@@ -185,8 +186,11 @@ def fit(
         run.restore(state.resumed)
     state.where = run.position
     with catch_signals(caught):
+        begun: List[Callback] = []
         try:
-            call_each(callbacks, "on_fit_begin", state)
+            for callback in callbacks:
+                begun.append(callback)
+                callback.on_fit_begin(state)
             _run_epochs(run, state, callbacks, caught, epochs)
         except BaseException as error:
             state.error = error
@@ -195,7 +199,7 @@ def fit(
             raise
         finally:
             state.history.stopped = state.stop
-            _end_callbacks(callbacks, state)
+            _end_callbacks(begun, state)
             if state.error is None or state.interrupted:
                 any_process(False)  # a barrier: all see the files that the first process has written, and none ends before it
     trainer.gradients.drop_unused()  # a loop by hand may follow
@@ -204,6 +208,8 @@ def fit(
 
 def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught: CaughtSignal, epochs: int) -> None:
     """Train and evaluate the remaining epochs, until a callback or a signal stops them."""
+    if run.start.epoch > epochs:
+        logger.warning("fit: the run has trained for %d epochs, so nothing is left of epochs=%d", run.start.epoch - 1, epochs)
     for epoch in range(run.start.epoch, epochs + 1):  # an epoch may have fewer batches than the iterator's length
         if any_process(bool(state.stop)):
             state.stop = state.stop or "another process has stopped"
@@ -263,7 +269,7 @@ def _read_checkpoint(
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:
-    """Call `on_fit_end` of every callback, even after one raised: another may save. Then raise the first error.
+    """Call `on_fit_end` of each of these callbacks, even after one raised: another may save. Then raise the first error.
 
     An error that already ends the run takes precedence, except over a KeyboardInterrupt or SystemExit of a callback.
     """

@@ -21,15 +21,16 @@ def plot_samples(samples: Sequence[Sample]) -> Any:
     made = figure(9, 6)
     loads, memory = made.subplots(2, 1, sharex=True)
     seconds = [sample.seconds for sample in samples]
+    marker = "o" if len(samples) == 1 else None  # a line needs two points
     for name, points in _lines(samples, lambda gpu: gpu.load).items():
-        loads.plot(*zip(*points), label=name)
+        loads.plot(*zip(*points), label=name, marker=marker)
     cores = [sample.host.cores / sample.host.num_cores for sample in samples]
-    loads.plot(seconds, cores, color="gray", linestyle="--", label="process and children, of all cores")
+    loads.plot(seconds, cores, color="gray", linestyle="--", marker=marker, label="process and children, of all cores")
     loads.set(ylabel="load", ylim=(-0.02, 1.05), title="share of the time in which a GPU computes; share of the cores in use")
     for name, points in _lines(samples, lambda gpu: None if gpu.used_bytes is None else gpu.used_bytes / _GIB).items():
-        memory.plot(*zip(*points), label=name)
+        memory.plot(*zip(*points), label=name, marker=marker)
     resident = [(sample.host.rss_bytes + sample.host.children_bytes) / _GIB for sample in samples]
-    memory.plot(seconds, resident, color="gray", linestyle="--", label="process and children, resident")
+    memory.plot(seconds, resident, color="gray", linestyle="--", marker=marker, label="process and children, resident")
     memory.set(xlabel="seconds", ylabel="GiB", ylim=(0, None), title="memory")
     for axes in (loads, memory):
         axes.grid(alpha=0.3)

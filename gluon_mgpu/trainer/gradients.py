@@ -40,6 +40,7 @@ _EACH_DEVICE = "calls of mgpu.backward on one device each"
 _IDLE = "devices that the latest split left without examples"
 _PARTS = "the parts of a batch of another trainer, one by one (micro_steps, virtual_shards or micro_batches)"
 _EMPTY = "a pass before one without examples in this process"
+_SPLIT = " If that split was of another batch, such as one to validate, split this one with split_batch, too."
 _MOST_NAMES = 5  # in an error
 Table = np.ndarray  # of bool: one element for each parameter with a gradient and each of its replicas
 
@@ -271,7 +272,7 @@ class Gradients:
             raise TrainerError(
                 f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "
                 f"backward passes: those of {doubt}; expected those of one pass. Call mgpu.backward([...]) once with the losses "
-                "of all devices, and discard() after a pass that no step must use."
+                f"of all devices, and discard() after a pass that no step must use.{_SPLIT if doubt == _IDLE else ''}"
             )
         if self._own:
             raise TrainerError(

@@ -18,7 +18,7 @@ from .layout import Layout
 
 def check_optimizer(optimizer: Any, params: Any) -> None:
     """Raise `TrainerError` for an unknown optimizer, or options that it does not take."""
-    known = sorted(opt.Optimizer.opt_registry)
+    known = sorted({*opt.Optimizer.opt_registry} - {"test"})  # MXNet's own tests use that
     if isinstance(optimizer, str) and optimizer.lower() not in known:
         raise TrainerError(
             f"Trainer: got optimizer {short(optimizer)}; expected one of MXNet's: {', '.join(known)}. Or pass an Optimizer."

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
-import warnings
 import zipfile
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,7 +19,7 @@ from ..errors import StateError
 from ..nested import Array, is_device_array, leaves
 from ..runtime.new_files import new_file
 from .layout import Layout
-from .optimizer_config import Description, class_name, describe, is_known
+from .optimizer_config import Description, class_name, is_known
 from .parameters import shape_fits
 from .update import State, filled
 
@@ -98,18 +96,21 @@ def write_states(fname: str, state: TrainerState) -> None:
         write_arrays(file, arrays)
 
 
-def read_states(fname: str, layout: Layout, optimizer: opt.Optimizer, order: Sequence[int]) -> TrainerState:
-    """Return the state in a file of `save_states`, of this trainer or of `gluon.Trainer`; see `check_state`.
-
-    Gluon's is a pickle. It numbers the parameters in Gluon's order, which is `order`, and has no names.
+def read_states(fname: str) -> TrainerState:
+    """Return the state in a file of `save_states`; see `check_state`.
 
     Raises
     ------
     StateError
         The file is damaged, or something else.
     """
+    with open(fname, "rb"):  # raises if it cannot be read
+        pass
     if not zipfile.is_zipfile(fname):
-        return _of_gluon(fname, layout, optimizer, order)
+        raise StateError(
+            f"load_states: got {fname}, which is no file of Trainer.save_states; expected one. Those of gluon.Trainer do not say "
+            "which parameter a state belongs to: load the weights alone, and train on with new states."
+        )
     try:
         with np.load(fname, allow_pickle=False) as file:
             arrays = dict(file.items())
@@ -233,34 +234,6 @@ def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str)
         )
 
 
-def _of_gluon(fname: str, layout: Layout, optimizer: opt.Optimizer, order: Sequence[int]) -> TrainerState:
-    """Return the state in a file of `gluon.Trainer.save_states`: a pickle of states by number, usually with their optimizer."""
-    with open(fname, "rb") as file:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # damaged bytes may call code that warns
-                content = pickle.load(file)
-        except Exception as error:  # damaged bytes may raise any exception
-            raise _damaged(fname, error) from error
-    states, saved = content if isinstance(content, tuple) and len(content) == 2 else (content, optimizer)
-    known = isinstance(states, dict) and all(is_whole(key) and 0 <= key < len(order) for key in states)
-    if not known or not isinstance(saved, opt.Optimizer):
-        raise StateError(
-            f"load_states: got {fname}, which contains no trainer states; expected a file of save_states. Save it again."
-        )
-    by_device: Dict[int, Dict[int, int]] = getattr(saved, "_all_index_update_counts", {}) if saved is not optimizer else {}
-    latest: Dict[int, int] = max(by_device.values(), key=len, default={})
-    return TrainerState(
-        names=layout.names,
-        structural=layout.structural,
-        shapes=[param.shape for param in layout.params],
-        order=list(order),
-        states={order[key]: _to_numpy(state) for key, state in states.items()},
-        counts={order[key]: latest.get(key, saved.begin_num_update) for key in states},
-        optimizer=describe(saved),
-    )
-
-
 def _damaged(source: Any, error: Exception, operation: str = "load_states") -> StateError:
     reason = " ".join(str(error).split())[:_SHOWN]
     return StateError(
@@ -301,9 +274,3 @@ def _in_words(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
     name, shape = described
     name = name if re.fullmatch(r"[\w.]{1,100}", name) else short(name)
     return f"{name} {shape if len(shape) <= 8 else f'of {len(shape)} dimensions'}"
-
-
-def _to_numpy(state: Any) -> Any:
-    if is_device_array(state):
-        return state.asnumpy()
-    return type(state)(_to_numpy(item) for item in state) if isinstance(state, (list, tuple)) else state

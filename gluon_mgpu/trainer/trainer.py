@@ -497,16 +497,14 @@ class Trainer(gluon.Trainer):
     def load_states(self, fname: str) -> None:
         """Read a file of `save_states`, on any number of devices. Accumulated gradients are dropped.
 
-        A file of `gluon.Trainer` is read in Gluon's order (names sorted as strings); only its shapes can be checked. It is a
-        pickle: load only files that you trust.
-
         Raises
         ------
         StateError
-            The file has another format, or belongs to another network or optimizer. Nothing was changed.
+            The file is none of `save_states`, as those of `gluon.Trainer`, or belongs to another network or optimizer. Nothing
+            was changed.
         """
         path_of("load_states", "fname", fname, error=StateError)
-        state = read_states(fname, self._layout, self._optimizer, self._order)
+        state = read_states(fname)
         self.check_state(state, fname, "load_states")
         self.restore(state)
 

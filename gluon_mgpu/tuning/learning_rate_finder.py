@@ -146,9 +146,12 @@ class LearningRateFinder:
         axes.plot(self.rates, self.smoothed, label="smoothed")
         if self.suggestion is not None:
             axes.axvline(self.suggestion, color="C1", linestyle="--", label=f"suggestion: {self.suggestion:.2g}")
-        top = 1.5 * self.smoothed[0] if self.smoothed else None  # the last losses diverge
-        axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(None, top))
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        if self.smoothed:  # the last losses diverge
+            first, lowest = self.smoothed[0], min(self.smoothed)
+            axes.set_ylim(lowest - 0.1 * (first - lowest) - 0.1 * abs(first), first + 0.5 * abs(first))
         axes.legend()
+        made.tight_layout()
         save(made, path)
 
     def _resolve_shapes(self, train_iter: Iterable[Any]) -> None:

@@ -30,7 +30,8 @@ def unigram_log_p(sentences: Sequence[Sequence[int]], size: int) -> np.ndarray:
     >>> np.exp(unigram_log_p([[4, 4], [4]], 6)).round(2).tolist()  # 1, 1, 3, 1, 4 and 1 of 11
     [0.09, 0.09, 0.27, 0.09, 0.36, 0.09]
     """
-    if not len(sentences):
+    sentences = list(sentences)
+    if not sentences:
         raise DataError("unigram_log_p: got no sentences; expected one or more. Pass those of encode_pairs.")
     tokens = [token for sentence in sentences for token in (*checked("unigram_log_p", sentence, size), EOS)]
     counts = 1 + np.bincount(tokens, minlength=size)

@@ -79,8 +79,8 @@ class Job:
             raise LaunchError(f"launch: got {nodes} machines; expected the address of node 0. Pass --master HOST:PORT.")
         if self.min_processes and (nodes > 1 or self.min_processes > count):
             raise LaunchError(
-                f"launch: got --min-processes {self.min_processes} with {count} processes on {nodes} machines; expected one "
-                "machine with as many processes or more. See -n."
+                f"launch: got --min-processes {self.min_processes} with -n {count} and --nodes {nodes}; expected one machine, "
+                "and at most as many as it has processes. Lower it, or raise -n."
             )
         if needed > len(self.gpus):
             raise LaunchError(

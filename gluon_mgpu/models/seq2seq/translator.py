@@ -130,7 +130,8 @@ class Translator:
         TrainerError
             `texts` is not a list of texts, or an option is invalid.
         """
-        if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
+        texts = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else texts
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise TrainerError(f"Translator: got {short(texts)}; expected a list of texts. Pass [text] for one.")
         encoded = [self.source_vocabulary.encode(text) for text in texts]
         not_empty = [sentence for sentence in encoded if sentence]

@@ -62,6 +62,7 @@ WRONG = {
     "an optimizer that is none": lambda w: mgpu.Trainer(w.net, "bogus"),
     "no data at all": lambda w: w.fit(None),
     "a callback that is a class": lambda w: w.fit(callbacks=[mgpu.Checkpoint]),
+    "two folders to resume from": lambda w: w.fit(callbacks=[mgpu.Checkpoint(w.folder / "a"), mgpu.Checkpoint(w.folder / "b")]),
     "updates without batches": lambda w: w.fit(accumulate_grad_batches=0),
     "fit with a trainer of Gluon's": lambda w: mgpu.fit(w.net, LOSS, gluon.Trainer(w.net.collect_params(), "sgd"), [], epochs=1),
     "batches of three": lambda w: w.fit([(X, Y, Y)]),

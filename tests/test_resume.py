@@ -149,7 +149,7 @@ def test_with_shapes_that_the_first_batch_decides(tmp_path, options):
 
 @pytest.mark.parametrize(
     "kind",
-    ["DataLoader that loads ahead", "sampler"],
+    ["DataLoader that loads ahead", "sampler", "augmentation by MXNet"],
 )
 def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
     """Gluon's samplers shuffle by NumPy's global generator, and augmentation draws from it as it goes."""
@@ -160,6 +160,9 @@ def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
         ),
         "sampler": lambda: gluon.data.DataLoader(
             gluon.data.ArrayDataset(X, y), batch_sampler=mgpu.data.ShardedSampler(34, 8, seed=3)
+        ),
+        "augmentation by MXNet": lambda: gluon.data.DataLoader(
+            gluon.data.ArrayDataset(X, y).transform_first(lambda x: x + mx.nd.random.normal(shape=x.shape).asnumpy()), 8
         ),
     }
     found = []
@@ -236,6 +239,24 @@ def test_ctrl_c_in_the_evaluation(tmp_path):
     with pytest.raises(KeyboardInterrupt, match="in the evaluation after epoch 1$"):
         first.fit([mgpu.Checkpoint(tmp_path)])
     assert_resumes_as_if_uninterrupted(World(ctx, dropout=0.0), tmp_path)
+
+
+def test_ctrl_c_in_an_evaluation_that_draws_its_order(tmp_path):
+    """The same loader to train and to test: it shuffles in each pass, by NumPy's generator."""
+    ((X, y),) = small_batches([34])
+    found = []
+    for name, presses in (("whole", [0]), ("parts", [-1, 0])):
+        seed_all(5)
+        for press in presses:
+            world = World([mx.cpu(0)], dropout=0.0)
+            data = world.test_iter = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), 8, shuffle=True)
+            callbacks = [mgpu.Checkpoint(tmp_path / name), Press(press)]
+            try:
+                history = world.fit(callbacks, train_iter=data, resume="auto")
+            except KeyboardInterrupt:
+                continue
+            found.append((world.bits(), rows_of(history)))
+    assert_the_same(found)
 
 
 # What is kept

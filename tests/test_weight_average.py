@@ -227,6 +227,13 @@ def test_update_bn_rejects_gradients_that_it_would_lose():
         mgpu.update_bn(net, DATA)
 
 
+def test_update_bn_says_what_it_cannot_do():
+    for net, data, told in [(bn_net([mx.cpu()]), iter(()), "got no batch"), (nn.Dense(1), DATA, "whose shapes are open")]:
+        net.initialize(force_reinit=True)
+        with pytest.raises(mgpu.errors.TrainerError, match=told):
+            mgpu.update_bn(net, data)
+
+
 def test_swa_of_a_network_with_batchnorm_warns(caplog):
     net = bn_net([mx.cpu()])
     mgpu.fit(net, LOSS, make_trainer(net), DATA, epochs=1, callbacks=[mgpu.WeightAverage("swa")])

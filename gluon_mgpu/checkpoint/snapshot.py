@@ -224,7 +224,13 @@ def restore(
     trainer.restore(_state_of(content), learning_rate=learning_rate)
     if generators:
         random_state.set_random_state(_own_generators(training).get("now", training["random"]))
-        mx.random.seed(random_state.seed_of(**_seeds(training["random"])))
+        reseed(content)
+
+
+def reseed(content: CheckpointData) -> None:
+    """Seed MXNet's generators as the run did when it saved this checkpoint with its trainer."""
+    training: Any = content.training
+    mx.random.seed(random_state.seed_of(**_seeds(training["random"])))
 
 
 def _shapes(content: CheckpointData, net: gluon.Block) -> Dict[int, Tuple[int, ...]]:

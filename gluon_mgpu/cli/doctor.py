@@ -11,7 +11,7 @@ import click
 
 from ..doctor import Problem, examine
 
-_LABEL = 20  # columns at most; longer ones stick out
+_LABEL = 17  # columns
 _WIDEST = 120
 
 
@@ -34,10 +34,8 @@ def doctor(spec: str, verbose: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=1))
     else:
-        rows = list(report.rows(verbose=verbose))
-        width = min(_LABEL, max(len(label) for label, _ in rows))
-        for label, text in rows:
-            click.echo(_indented(f"{label:<{width}}  ", text))
+        for label, text in report.rows(verbose=verbose):
+            click.echo(_indented(f"{label:<{_LABEL}}  ", text))
         click.echo("problems:" if report.findings else "no problems")
         for number, problem in enumerate(report.findings, 1):
             click.echo(_as_text(number, problem))

@@ -160,8 +160,8 @@ def _run_with_ray(program: Tuple[str, ...], options: Dict[str, Any]) -> int:
     words = [f"--{name.replace('_', '-')}={options[name]}" for name in names if options[name] is not None]
     words += [*(["-m"] if options["module"] else []), *program]
     gpus = count * (options["devices_per_process"] or 0)
-    job = RayJob(tuple(words), nodes, fewest, count, gpus, options["max_restarts"], options["join_timeout"])
-    return job.run(options["ray"], options["log_dir"])
+    own = tuple(words), nodes, fewest, count, gpus, options["max_restarts"], options["join_timeout"]
+    return RayJob(*own).run(options["ray"], options["log_dir"])
 
 
 def _gpus() -> Tuple[str, ...]:

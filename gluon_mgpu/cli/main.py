@@ -51,13 +51,11 @@ class CommandGroup(click.Group):
             raise
         except Exception as error:
             is_ours = type(error).__module__.startswith("gluon_mgpu.")
-            if isinstance(error, OSError) and not is_ours and error.filename:
-                raise click.ClickException(
-                    f"{ctx.info_name}: got {error.filename} ({error.strerror}); expected a file or folder that can be read, or "
-                    "written if it is for results. Choose another one."
-                ) from error
             if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
-                raise click.ClickException(errors.one_line(str(error)) + _hint(error)) from error
+                told = errors.one_line(str(error)) + _hint(error)
+                if isinstance(error, OSError) and error.filename and not is_ours:
+                    told = f"{ctx.info_name}: got {error.filename} ({error.strerror}); expected a file or folder to use."
+                raise click.ClickException(told) from error
             if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
                 raise click.ClickException(f"{error} Run gluon-mgpu doctor, which reports what is missing.") from error
             raise

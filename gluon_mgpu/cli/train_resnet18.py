@@ -82,10 +82,8 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
 
 def _split(weights: Optional[List[float]], num_shards: int) -> Any:
     """Return the `split_f` of `--weights`."""
-    if weights is None:
-        return split_batch
     plan_shards(1, num_shards, weights)  # raises on weights for other devices
-    return partial(split_batch, weights=weights)
+    return split_batch if weights is None else partial(split_batch, weights=weights)
 
 
 def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:

@@ -9,7 +9,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
-from ..checkpoint.snapshot import SUM, CheckpointData, ProgressRecord
+from ..checkpoint.random_state import random_state, set_random_state
+from ..checkpoint.snapshot import SUM, CheckpointData, ProgressRecord, reseed
 from ..data_parallel.iterators import batches_of
 from ..data_parallel.step import Batch
 from ..distributed.process import this_process
@@ -42,11 +43,8 @@ class Limits:
 
     def of(self, data: Iterable[Any], start: FitProgress) -> Iterable[Any]:
         """Return the batches of an epoch, or of the rest of it from this position on."""
-        left = []
-        if self.limit_batches is not None:
-            left.append(self.limit_batches - start.batches)
-        if self.max_steps is not None:
-            left.append(self.max_steps - start.step)
+        ends = (self.limit_batches, start.batches), (self.max_steps, start.step)
+        left = [end - done for end, done in ends if end is not None]
         return islice(batches_of(data), max(0, min(left))) if left else data
 
 
@@ -119,7 +117,11 @@ class Run:
         row = self._row = self._row or self._train_epoch()
         state.history.rows.append(row)
         if self.test_iter is not None:
+            generators, epoch = random_state(), loader_epoch(self.train_iter)
             test = self._evaluate(self.test_iter, self.options)
+            if test.stopped:  # a resumed run evaluates again: its data draw the same order
+                set_random_state(generators)
+                set_loader_epoch(self.train_iter, epoch)
             self.raise_if_stopped(test.stopped, f"in the evaluation after epoch {state.epoch}")
             row.update(_test_columns(test))
         self._row, self._is_in_epoch = None, False
@@ -196,8 +198,9 @@ class Run:
         state, trainer = self.state, self.state.trainer
         self._num_examples, self._started = 0, time.perf_counter()
         start, data = self.start, self.train_iter
-        if start.batches:
+        if start.batches and state.resumed is not None:
             data = remaining_batches(data, start)
+            reseed(state.resumed)  # the finished batches may have drawn random numbers
         options = replace(
             self.options,
             first_step=start.step + 1,
@@ -212,10 +215,6 @@ class Run:
         if self._add_norm():  # of the batches that were left
             progress = replace(progress, means=self._sums.read_all())
         self.raise_if_stopped(progress.stopped, f"in epoch {state.epoch} after step {state.step}")
-        return self._row_of(progress)
-
-    def _row_of(self, progress: EpochProgress) -> Row:
-        """Return the row of an epoch that has been trained."""
         means = {name if name == "grad_norm" else f"train_{name}": mean for name, mean in progress.means.items()}
         speed = {"seconds": progress.seconds, "examples_per_s": progress.examples_per_s}
         return {"epoch": self.state.epoch, **means, **speed, "learning_rate": self.state.trainer.learning_rate}

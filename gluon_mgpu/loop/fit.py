@@ -130,15 +130,18 @@ def fit(
     SystemExit
         SIGTERM or SIGUSR1, after saving; its code is 143 or 85.
     """
-    whole_number("fit", "epochs", epochs, advice="10 are usual.")
-    whole_number("fit", "max_inflight", max_inflight, advice="2 batches are usual.")
-    for name, value in (("micro_steps", micro_steps), ("accumulate_grad_batches", accumulate_grad_batches)):
-        whole_number("fit", name, value, advice="1 trains on each batch as a whole.")
+    counts = (epochs, max_inflight, micro_steps, accumulate_grad_batches)
+    for name, value in zip(("epochs", "max_inflight", "micro_steps", "accumulate_grad_batches"), counts):
+        whole_number("fit", name, value, advice="Pass 1 or more.")
     limits = Limits(max_steps, limit_batches, limit_eval_batches, evaluate_every)
     for name, value in vars(limits).items():
         if value is not None:
             whole_number("fit", name, value, advice="None sets no limit.")
-    _check_arguments(net, trainer, train_iter, test_iter)
+    instance("fit", "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
+    check_network("fit", net)
+    check_iterable("fit", "train_iter", train_iter, reader="fit")
+    if test_iter is not None:
+        check_iterable("fit", "test_iter", test_iter, reader="evaluate")
     if evaluate_every is not None and test_iter is None:
         raise TrainerError(f"fit: got evaluate_every={evaluate_every} without test_iter; expected both. Pass test_iter.")
     measured = metrics_for(metrics, loss)
@@ -226,14 +229,6 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
         state.stop = f"max_steps={run.limits.max_steps}"
 
 
-def _check_arguments(net: Any, trainer: Any, train_iter: Any, test_iter: Any) -> None:
-    instance("fit", "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
-    check_network("fit", net)
-    check_iterable("fit", "train_iter", train_iter, reader="fit")
-    if test_iter is not None:
-        check_iterable("fit", "test_iter", test_iter, reader="evaluate")
-
-
 def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback]:
     if callbacks is None:
         return [Progress()]
@@ -241,17 +236,14 @@ def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback
         raise TrainerError(
             f"fit: got callbacks={short(callbacks)}; expected a list of Callback objects. For example, pass [Checkpoint(folder)]."
         )
-    if sum(isinstance(callback, WeightAverage) for callback in callbacks) > 1:
-        raise TrainerError("fit: got several WeightAverage; expected one, whose weights are evaluated. Leave the others out.")
+    for kind, why in ((WeightAverage, "whose weights are evaluated"), (Checkpoint, "from which a run resumes")):
+        if sum(isinstance(callback, kind) for callback in callbacks) > 1:
+            raise TrainerError(f"fit: got several {kind.__name__}; expected one, {why}. Leave the others out.")
     return list(callbacks)
 
 
 def _read_checkpoint(
-    resume: Union[str, Path],
-    callbacks: Sequence[Callback],
-    net: gluon.Block,
-    trainer: Trainer,
-    train_iter: Iterable[Any],
+    resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, train_iter: Iterable[Any]
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     if not isinstance(resume, (str, Path)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any, Deque, Generator, Iterable, List, Tuple
+from typing import Any, Deque, Dict, Generator, Iterable, List, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd, gluon
@@ -68,16 +68,8 @@ def predict(
     >>> predict(net, [np.array([[1.0], [2.0], [3.0]]), np.array([[4.0]])]).tolist()
     [[2.0], [4.0], [6.0], [8.0]]
     """
-    outputs = predict_batches(
-        net,
-        data_iter,
-        pairs=pairs,
-        batch_axis=batch_axis,
-        output_axis=output_axis,
-        max_inflight=max_inflight,
-        compiled=compiled,
-    )
-    batches = list(outputs)
+    options: Dict[str, Any] = {"batch_axis": batch_axis, "output_axis": output_axis, "max_inflight": max_inflight}
+    batches = list(predict_batches(net, data_iter, pairs=pairs, compiled=compiled, **options))
     try:
         return gather(batches, batch_axis=_output_axis(batch_axis, output_axis))
     except ShardError as error:

@@ -128,11 +128,6 @@ def _check_same_step(processes: Group, own_step: str) -> None:
         )
 
 
-def progress_of(rows: List[Row], epoch: int) -> Dict[str, Any]:
-    """Return the `progress` of a checkpoint: the run's history, and its current or last epoch."""
-    return {"epoch": epoch, "epochs_completed": len(rows), "history": rows}
-
-
 def position_of(content: CheckpointData) -> FitProgress:
     """Return the position of the run that saved a checkpoint; raise `StateError` if `fit` did not save it."""
     if not content.place:
@@ -154,8 +149,10 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
 
     It compares the number of batches, where data iterators have it.
     """
-    if isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle and position.step > position.batches:
-        logger.warning("fit: the order of an NDArrayIter that shuffles cannot be restored, that of an ArrayLoader can.")
+    handle = getattr(train_iter, "last_batch_handle", None) or getattr(getattr(train_iter, "_batch_sampler", 0), "_last_batch", 0)
+    is_shuffled = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
+    if (is_shuffled or "roll" in str(handle)) and position.step > position.batches:
+        logger.warning("fit: the order of data that an NDArrayIter shuffles, or that roll over, cannot be restored.")
     then, now = position.num_batches, num_batches_of(train_iter)
     if not then or not now or then == now:
         return

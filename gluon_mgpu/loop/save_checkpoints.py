@@ -18,7 +18,6 @@ from ..runtime.file_locks import FolderLock
 from ..trainer.optimizer_config import describe
 from ..trainer.parameters import has_values
 from .callbacks import Best, Callback, FitState
-from .resume import progress_of
 
 _PATIENCE_S = 10.0  # how long a restarted job waits for its previous process to end
 
@@ -144,7 +143,8 @@ class Checkpoint(Callback):
             state.trainer.replica_check.verify()  # no checkpoint holds bits of which devices disagree
         if self._base is None or not place:
             self._base = draw_base(state.trainer.contexts[0])
-        progress = progress_of(state.history.rows, state.epoch)
+        rows = state.history.rows
+        progress = {"epoch": state.epoch, "epochs_completed": len(rows), "history": rows}
         snapshot = take_snapshot(state.net, state.trainer, progress, place=place, arrays=arrays, base=self._base)
         if not this_process().rank:
             self._rotation.put(self._writing(snapshot), state.step, is_best=is_best)

@@ -105,8 +105,7 @@ class WeightAverage(Callback):
             self._weights.put()
             self._weights.keep()
         elif state.error is None:
-            told = "WeightAverage: the run ended in epoch %d, before start_epoch=%d: the network keeps its trained weights"
-            logger.warning(told, state.epoch, self._start_epoch)
+            logger.warning("WeightAverage: the run ended before start_epoch=%d: nothing was averaged", self._start_epoch)
 
     def state_arrays(self, state: FitState) -> Dict[str, Array]:
         self._follow(state)  # it may come after this callback's turn, or before it

@@ -148,8 +148,7 @@ class LearningRateFinder:
             axes.axvline(self.suggestion, color="C1", linestyle="--", label=f"suggestion: {self.suggestion:.2g}")
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
         if self.smoothed:  # the last losses diverge
-            first, lowest = self.smoothed[0], min(self.smoothed)
-            axes.set_ylim(lowest - 0.1 * (first - lowest) - 0.1 * abs(first), first + 0.5 * abs(first))
+            axes.set_ylim(min(self.losses) - 0.1 * abs(self.smoothed[0]), self.smoothed[0] + 0.5 * abs(self.smoothed[0]))
         axes.legend()
         made.tight_layout()
         save(made, path)

@@ -15,11 +15,12 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Callable, Dict, List, Optional, Sequence
 
-from ..process import exit_code_of
+from ..process import LaunchError, exit_code_of
 from . import guard
 from .heartbeats import JOINED
 from .job import Job
@@ -219,8 +220,11 @@ def run_job(job: Job) -> int:
     Raises
     ------
     LaunchError
-        An address is not available.
+        An address is not available, or Horovod is not installed.
     """
+    if job.backend == "horovod" and find_spec("horovod") is None:
+        told = "expected it in this Python. Run sh scripts/build_horovod.sh, or leave --backend out."
+        raise LaunchError(f"launch: got --backend horovod without Horovod; {told}")
     output = job_output(job.log_dir)
     guard.adopt_orphans()  # if a guard is killed, its program's children become ours
     with Signals() as signals:

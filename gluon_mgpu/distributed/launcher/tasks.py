@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from typing import Dict, List, Mapping, NamedTuple, Tuple
 
 from ...runtime.openmp_threads import num_cores
-from ..process import ALONE, HOROVODS, LaunchError
+from ..process import ALONE, HOROVODS
 from .job import Job
 from .network import interface_of
 
@@ -53,11 +52,6 @@ def tasks(job: Job, host: str, root: Tuple[str, int]) -> List[Task]:
     base = {name: value for name, value in os.environ.items() if not name.startswith("DMLC_") and name not in own}
     serving = _watches(job, host, (root[0], root[1] + 1), base) if job.num_nodes > 1 else []
     if job.backend == "horovod" and job.num_nodes * job.num_processes > 1:
-        if find_spec("horovod") is None:
-            raise LaunchError(
-                "launch: got --backend horovod without Horovod; expected it in this Python. Run sh scripts/build_horovod.sh, "
-                "or leave --backend out."
-            )
         if not job.node_rank:
             serving.append(Task("rendezvous", (*_RENDEZVOUS, root[0], str(root[1])), base))
         gloo = {"RENDEZVOUS_ADDR": root[0], "RENDEZVOUS_PORT": str(root[1]), "IFACE": interface_of(host)}

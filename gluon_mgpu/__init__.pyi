@@ -43,7 +43,7 @@ from .loop.predict import predict as predict
 from .loop.save_checkpoints import Checkpoint as Checkpoint
 from .loop.tensorboard import TensorBoard as TensorBoard
 from .loop.weight_average import WeightAverage as WeightAverage
-from .pipeline.network import Pipeline as Pipeline
+from .pipeline.pipeline import Pipeline as Pipeline
 from .pipeline.recompute import recompute as recompute
 from .pipeline.split import split_stages as split_stages
 from .runtime.determinism import seed_everything as seed_everything

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gluon_mgpu import distributed
 from gluon_mgpu.errors import MissingExtraError, ProcessError
-from gluon_mgpu.trainer.across_processes import ProcessSync
+from gluon_mgpu.trainer.process_sync import ProcessSync
 from mxnet import gluon
 
 pytestmark = pytest.mark.timeout(600)

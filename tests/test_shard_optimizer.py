@@ -305,6 +305,6 @@ def test_several_processes_and_amp_raise(monkeypatch):
     trainer._amp_loss_scaler = object()
     with pytest.raises(TrainerError, match="got shard_optimizer and MXNet's AMP"):
         train(net, trainer)
-    monkeypatch.setattr("gluon_mgpu.trainer.across_processes.group", lambda: object())
+    monkeypatch.setattr("gluon_mgpu.trainer.process_sync.group", lambda: object())
     with pytest.raises(TrainerError, match="shard_optimizer and several processes"):
         make_trainer(net, shards=True)

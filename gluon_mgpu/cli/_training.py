@@ -17,7 +17,7 @@ from ..loop.fit import fit
 from ..loop.history import History
 from ..loop.stop_signals import Terminated
 from ..nested import num_bytes
-from ..pipeline.network import Pipeline
+from ..pipeline.pipeline import Pipeline
 from ..pipeline.split import split_stages
 from ..runtime import environment
 from ..runtime.determinism import seed_everything

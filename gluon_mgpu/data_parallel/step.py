@@ -25,7 +25,7 @@ from .plan import Plan, Planner
 from .prepared import Place
 from .sharding import count_examples, split_batch, split_data
 from .split_protocol import Split, SplitFunction, as_split
-from .virtual_shards import VirtualPasses, VirtualSplit
+from .virtual_passes import VirtualPasses, VirtualSplit
 
 MOST_IN_FLIGHT = 24  # batches
 

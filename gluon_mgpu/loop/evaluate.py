@@ -12,7 +12,7 @@ from ..data_parallel.passes import Passes
 from ..data_parallel.sharding import split_batch
 from ..data_parallel.split_protocol import SplitFunction, as_split
 from ..data_parallel.step import EvalStep, check_network
-from ..data_parallel.virtual_shards import VirtualPasses, VirtualSplit
+from ..data_parallel.virtual_passes import VirtualPasses, VirtualSplit
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.tree_sum import VirtualShards
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress

@@ -12,8 +12,8 @@ from mxnet import optimizer as opt
 from ..checks import explaining, is_number, real_number, short
 from ..errors import TrainerError
 from ..refusals import refusal
-from .across_processes import ProcessSync
 from .layout import Layout
+from .process_sync import ProcessSync
 
 
 def check_optimizer(optimizer: Any, params: Any) -> None:

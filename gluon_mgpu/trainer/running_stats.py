@@ -19,11 +19,10 @@ from mxnet import Context, autograd, gluon
 from ..distributed import group
 from ..nested import Array
 from ..runtime.engine_push import EngineContext, WrittenWith
-from .across_processes import Divisor
 from .gradients import Gradients, idle_devices
 from .parameters import STATISTICS, Params, named_params
 from .slab import MOVES, BucketSlice, Slab, place, place_of, slabs_of
-from .sums import Sum
+from .sums import Divisor, Sum
 
 _DATA = attrgetter("_data")
 

@@ -304,3 +304,32 @@ def scale_to_limit(gradients: Sequence[Array], norm: Array, max_norm: float) -> 
     for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
         factor = scale.astype(gradient.dtype, copy=False).reshape((1,) * len(gradient.shape))
         mx.nd.broadcast_mul(gradient, factor, out=gradient)
+
+
+class Divisor:
+    """The number of examples of all processes, on each device of this one."""
+
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        self._contexts = list(contexts)
+        self._counts: List[Array] = []
+        self._sum: Optional[QueuedSum] = None
+
+    def divide(self, slabs: Sequence[Slab], num_examples: float) -> None:
+        """Divide these sums over processes by their number of examples, of which this process has so many. It does not wait."""
+        if self._sum is None:
+            processes = group()
+            assert processes is not None, "in one process the number is known"
+            self._counts = [mx.nd.zeros((1,), ctx=context) for context in self._contexts]
+            self._sum = processes.all_reduce(self._counts)
+        for replica, count in enumerate(self._counts):
+            count[:] = 0 if replica else num_examples
+        self._sum.run(0)
+        for count in self._counts:
+            count += count == 0  # no process has examples, and the sums are 0
+        by_context = dict(zip(self._contexts, self._counts))
+        for slab in slabs:
+            for gradient in slab.gradients:
+                count = by_context[gradient.context]
+                classic = gradient.as_nd_ndarray()
+                factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))
+                mx.nd.broadcast_div(classic, factor, out=classic)

@@ -15,7 +15,6 @@ from ..devices.select import check_contexts
 from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..refusals import JOINING, refusal
-from .across_processes import ProcessSync
 from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
@@ -23,6 +22,7 @@ from .optimizer_config import describe, restore_optimizer
 from .options import check_batch_size, check_clipping, check_optimizer, check_options, check_rate, check_sharded, check_virtual
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
+from .process_sync import ProcessSync
 from .replica_check import ReplicaCheck
 from .running_stats import RunningStats, is_running_stat
 from .slab import BUCKET_BYTES, Slab

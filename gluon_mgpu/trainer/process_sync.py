@@ -1,20 +1,14 @@
-"""One trainer in several processes: the same first weights, and a common divisor."""
+"""One trainer in several processes: the same first weights, and what a process may do before it has them."""
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence
-
-import mxnet as mx
 import numpy as np
-from mxnet import Context
 
 from ..distributed import group
 from ..errors import TrainerError
-from ..nested import Array
 from ..refusals import refusal
 from .layout import Layout
-from .slab import Slab
-from .sums import QueuedSum
+from .sums import Divisor
 
 
 class ProcessSync:
@@ -68,32 +62,3 @@ class ProcessSync:
         trained = [param for param in self._params if param.grad_req != "null"]
         if any(array._fresh_grad for param in trained for array in param.list_data()):
             raise refusal(operation, "several processes", "a loop by hand whose first batch decides shapes")
-
-
-class Divisor:
-    """The number of examples of all processes, on each device of this one."""
-
-    def __init__(self, contexts: Sequence[Context]) -> None:
-        self._contexts = list(contexts)
-        self._counts: List[Array] = []
-        self._sum: Optional[QueuedSum] = None
-
-    def divide(self, slabs: Sequence[Slab], num_examples: float) -> None:
-        """Divide these sums over processes by their number of examples, of which this process has so many. It does not wait."""
-        if self._sum is None:
-            processes = group()
-            assert processes is not None, "in one process the number is known"
-            self._counts = [mx.nd.zeros((1,), ctx=context) for context in self._contexts]
-            self._sum = processes.all_reduce(self._counts)
-        for replica, count in enumerate(self._counts):
-            count[:] = 0 if replica else num_examples
-        self._sum.run(0)
-        for count in self._counts:
-            count += count == 0  # no process has examples, and the sums are 0
-        by_context = dict(zip(self._contexts, self._counts))
-        for slab in slabs:
-            for gradient in slab.gradients:
-                count = by_context[gradient.context]
-                classic = gradient.as_nd_ndarray()
-                factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))
-                mx.nd.broadcast_div(classic, factor, out=classic)

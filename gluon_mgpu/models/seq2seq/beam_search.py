@@ -329,7 +329,10 @@ def repeating(tokens: np.ndarray, most: int) -> Tuple[np.ndarray, np.ndarray]:
     """
     rows, following = [np.zeros(0, "int32")], [np.zeros(0, "int32")]
     num_steps = tokens.shape[1]
+    stood_before = (tokens[:, -2::-1] == tokens[:, -1:]).any(axis=0)  # the last token, a period earlier
     for period in range(1, (num_steps + 1) // (most + 1) + 1):
+        if period * most > 1 and not stood_before[period - 1]:
+            continue
         recent = tokens[:, num_steps + 1 - period * (most + 1) :]  # of the groups that the next token would complete
         found = np.flatnonzero((recent[:, period:] == recent[:, : recent.shape[1] - period]).all(axis=1)).astype("int32")
         rows.append(found)

@@ -24,7 +24,9 @@ Call = Tuple[Tuple[Any, ...], Any]  # positional arguments, and those by name
 class _Parallel:
     """A network or a loss whose calls split their arrays over the devices; other arguments go to each device."""
 
-    def __init__(self, module: Any, ctx_list: Optional[Sequence[Context]], sync: bool, batch_axis: int) -> None:
+    def __init__(
+        self, module: Any, ctx_list: Optional[Sequence[Context]] = None, sync: bool = False, *, batch_axis: int = 0
+    ) -> None:
         self._name = type(self).__name__
         if not callable(module):
             raise TrainerError(f"{self._name}: got {type(module).__name__}; expected a Block or a function. Pass it itself.")
@@ -112,19 +114,14 @@ class DataParallelModel(_Parallel):
     """
 
     def __init__(
-        self,
-        module: Any,
-        ctx_list: Optional[Sequence[Context]] = None,
-        sync: bool = False,
-        *,
-        batch_axis: int = 0,
+        self, module: Any, ctx_list: Optional[Sequence[Context]] = None, sync: bool = False, *, batch_axis: int = 0
     ) -> None:
         if ctx_list is not None and not hasattr(module, "collect_params"):
             raise TrainerError(
                 f"DataParallelModel: got {type(module).__name__} as the network; expected a gluon.Block, or a callable with "
                 "collect_params. Pass the network itself."
             )
-        super().__init__(module, ctx_list, sync, batch_axis)
+        super().__init__(module, ctx_list, sync, batch_axis=batch_axis)
         if ctx_list is not None:
             _move(module, list(ctx_list))
 
@@ -188,11 +185,6 @@ class DataParallelCriterion(_Parallel):
 
     Source: the signature and the form of the losses are those of `gluoncv.utils.parallel.DataParallelCriterion`.
     """
-
-    def __init__(
-        self, module: Callable[..., Any], ctx_list: Optional[Sequence[Context]] = None, sync: bool = False, *, batch_axis: int = 0
-    ) -> None:
-        super().__init__(module, ctx_list, sync, batch_axis)
 
     def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Any:
         """Return the losses, a tuple with one for each device that got examples. It does not wait.

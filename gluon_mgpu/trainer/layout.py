@@ -176,8 +176,7 @@ class Layout:
             if block.bias is not None and block.weight.grad_req == "null" and block.bias.grad_req != "null":
                 raise TrainerError(
                     f"Trainer: got {block.weight.name} frozen and {block.bias.name} trained; expected both or none on a "
-                    "CPU, where "
-                    "MXNet computes no gradient of such a bias. Freeze both, or set lr_mult and wd_mult of the weight to 0."
+                    "CPU, where MXNet computes no such gradient. Freeze both, or set lr_mult and wd_mult of the weight to 0."
                 )
 
     def _owned(self, slabs: List[Slab]) -> List[Slab]:

@@ -2,10 +2,14 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
 import mxnet as mx
+import numpy as np
 import pytest
+from gluon_mgpu.cli._training import divided
+from mxnet import gluon
 from mxnet.gluon import nn
 
 from .test_cli import PNG, data_dir  # noqa: F401  a fixture
@@ -26,6 +30,18 @@ def images(monkeypatch, data_dir, without_pictures):  # noqa: F811
     """The command that trains a small network in the place of ResNet-18, on 4 batches of 8 images."""
     monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.resnet18", network)
     return ["train", "resnet18", "--data-dir", data_dir, "--batch-size", "8", "--lr", "0.05"]
+
+
+def test_stages_draw_nothing_of_the_order_of_the_data():
+    """A DataLoader shuffles by NumPy's generator: the sample for the stages must not move it."""
+    options = SimpleNamespace(stages=2, parallel=None, micro_batches=None, precision="fp32")
+    net = network(3)
+    net.initialize(ctx=mx.cpu(0))
+    rng = np.random.RandomState(0)
+    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(rng.rand(32, 4).astype("float32"), np.zeros(32)), 8, shuffle=True)
+    before = np.random.get_state()[1].tolist(), np.random.get_state()[2]
+    divided(net, [mx.cpu(0), mx.cpu(1)], options, loader)
+    assert (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == before
 
 
 @pytest.fixture

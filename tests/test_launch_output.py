@@ -33,6 +33,13 @@ def test_a_closed_terminal_ends_nothing(tmp_path):
     assert (tmp_path / "launcher.log").read_bytes() == b"gluon-mgpu launch: the end\n"
 
 
+def test_a_report_that_cannot_be_written_ends_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    shown = io.BytesIO()
+    Output(tmp_path / "file" / "logs", shown, shown).report("the end")
+    assert shown.getvalue() == b"gluon-mgpu launch: the end\n"
+
+
 def test_the_output_is_shown_when_the_disk_is_full(log):
     log, shown = log
 

@@ -3,6 +3,7 @@
 `python scripts/faults.py kills` kills whole programs at random moments.
 """
 
+import os
 import signal
 import threading
 from functools import lru_cache
@@ -257,6 +258,19 @@ def test_ctrl_c_in_an_evaluation_that_draws_its_order(tmp_path):
                 continue
             found.append((world.bits(), rows_of(history)))
     assert_the_same(found)
+
+
+class Moves(mgpu.Callback):
+    """A program that changes its directory."""
+
+    def on_batch_end(self, state):
+        os.chdir("/")
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    World([mx.cpu(0)]).fit([mgpu.Checkpoint("run", every=2), Moves()], epochs=1)
+    assert steps_in(tmp_path / "run")["last"] == 5
 
 
 # What is kept

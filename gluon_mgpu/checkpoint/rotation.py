@@ -134,7 +134,7 @@ class CheckpointRotation:
 
     def _put(self, write: Write, step: int, is_best: bool) -> None:
         best = self.folder / "best"
-        with explained(self._operation, self.folder, left=_KEPT):
+        with explained(self._operation, self.folder, left=_KEPT if find_checkpoints(self.folder) else ""):
             if is_best:  # first: a run killed before it is complete comes to this step again, and later resumes from it
                 _replace(best, write)
             self._put_last(partial(copy_files, best) if is_best else write, step)

@@ -11,6 +11,7 @@ import click
 import mxnet as mx
 from mxnet import gluon, init
 
+from ..checkpoint.random_state import random_state, set_random_state
 from ..data_parallel.sharding import split_data
 from ..distributed.process import this_process
 from ..loop.fit import fit
@@ -26,8 +27,6 @@ from ..trainer.precision import set_precision
 from ..trainer.trainer import Trainer
 from ._options import chosen_devices
 from ._output import print_once
-
-_MICRO_BATCHES = 4  # for each stage, by default
 
 
 @contextmanager
@@ -105,9 +104,10 @@ def num_replicas(options: Any, ctx: Sequence[mx.Context]) -> int:
 def divided(net: gluon.Block, ctx: Sequence[mx.Context], options: Any, train_iter: Iterable[Any]) -> Pipeline:
     """Return the pipeline of a network that is initialised on the first device, and print where its stages are."""
     stages, replicas, processes = options.stages or len(ctx), num_replicas(options, ctx), this_process().num_processes
-    micro_batches = options.micro_batches or _MICRO_BATCHES * stages
-    X = next(iter(copy.copy(train_iter)))[0]  # the iterator itself stays as it is
-    sample = split_data(X, replicas * processes * micro_batches, even_split=False)[0]
+    micro_batches = options.micro_batches or 4 * stages
+    generators = random_state()  # and the iterator, which is copied, stay as they are
+    sample = split_data(next(iter(copy.copy(train_iter)))[0], replicas * processes * micro_batches, even_split=False)[0]
+    set_random_state(generators)
     set_precision(net, options.precision)
     shared = net.data_parallel_layers() if options.parallel == "hybrid" else ()
     parts = split_stages(net, stages, sample, data_parallel=shared)

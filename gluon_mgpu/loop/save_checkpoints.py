@@ -70,8 +70,9 @@ class Checkpoint(Callback):
         self._monitor = monitor
         self._best: Optional[Best] = None
         self._every = every
-        self._rotation = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
-        self._lock = FolderLock(self.folder, type(self).__name__)
+        own = self.folder.absolute()  # a program may change its directory
+        self._rotation = CheckpointRotation(own, keep=keep, background=background, operation=type(self).__name__)
+        self._lock = FolderLock(own, type(self).__name__)
 
     def hold(self) -> None:
         """Lock the folder for this run, unless it already has; in a job, process 0 does. `on_fit_end` releases it.

@@ -544,9 +544,10 @@ class Trainer(gluon.Trainer):
         check_state(state, source, operation, self._layout, self._optimizer, shapes)
         saved = None if state.virtual_shards is None else state.virtual_shards["number"]
         if saved != self.virtual_shards:
+            advice = "Leave virtual_shards out" if saved is None else f"Pass virtual_shards={saved}"
             raise StateError(
                 f"{operation}: got {source} of a run with virtual_shards={saved} for one with {self.virtual_shards}; expected "
-                f"the same number, as others round differently. Pass virtual_shards={saved}."
+                f"the same number, as others round differently. {advice}."
             )
         if self.tree is not None and state.virtual_shards is not None:
             copy.copy(self.tree.virtual).restore(state.virtual_shards)

@@ -33,9 +33,10 @@ class Output:
         """Show a message of the launcher, and append it to `launcher.log`."""
         line = f"gluon-mgpu launch: {text}\n".encode("utf-8", "replace")
         self.show(line, 1)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "launcher.log", "ab") as file:
-            file.write(line)
+        with suppress(OSError):  # a full disk must not end the job
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "launcher.log", "ab") as file:
+                file.write(line)
 
     def show(self, data: bytes, stream: int) -> None:
         """Write to standard output (0) or error (1); ignore a closed stream, since the logs hold everything."""

@@ -36,6 +36,7 @@ _NOT_JOINED = (
 _ROUND_S = 0.1  # the end of an output ends the wait earlier
 _FAILED_S = 1.0  # for the other workers to end after a failure: they have nothing to save together
 _RETURN_S = 60.0  # for the other machines to stop their processes, and to join again
+_LATE_S = 5.0  # for a launcher to end after a second signal
 _LONG_S = 60.0
 _LINGER_S = 1.0  # for the scheduler to let the other machines know that all have ended
 _SAME_S = 0.5  # timeout(1) sends SIGTERM twice: two within this time count as one
@@ -77,9 +78,17 @@ class Signals:
             return
         if last and (last, signum) != (signal.SIGUSR1, signal.SIGTERM):
             self.new.append(signal.SIGKILL)
+            threading.Thread(target=_end_late, args=(exit_code_of(self.first),), daemon=True).start()
             return
         self.first, self._last = self.first or signum, (signum, now)
         self.new.append(signal.SIGINT if signum == signal.SIGHUP else signum)
+
+
+def _end_late(code: int) -> None:
+    """End the job after a second signal, also if this process waits for a reader of its output, which may never come."""
+    time.sleep(_LATE_S)
+    guard.kill_descendants()
+    os._exit(code)
 
 
 class Supervisor:

@@ -35,6 +35,7 @@ def main(arguments: List[str]) -> None:
         _program.update(_run(arguments))
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        status = status if abs(status) < 2**31 else -1  # as Python does
         if status & 0xFF:
             if not isinstance(end.code, int):
                 print(end.code, file=sys.stderr)

@@ -54,6 +54,12 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("Pipeline", "set_precision()", "its stages are graphs already", "Call set_precision() before split_stages()"),
     Refusal("Pipeline", "update_bn()", "it spans devices", "Leave update_bn() out"),
     Refusal("recompute()", "sparse gradients", "its operator has dense gradients", "Leave sparse_grad out of Embedding"),
+    Refusal(
+        "several processes",
+        "layers that the first batch does not reach",
+        "all begin with the weights of process 0",
+        "Give those whose shapes are open in_units or in_channels",
+    ),
     Refusal("several processes", "sparse gradients", "they exchange dense gradients", "Leave sparse_grad out of Embedding"),
     Refusal("several processes", "a split of your own", "each process takes its part of a batch", "Pass split_batch"),
     Refusal("several processes", "synchronised BatchNorm", "a process sees its own part of the batch", _AVERAGED),

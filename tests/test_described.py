@@ -2,13 +2,13 @@
 
 import json
 
-import gluon_mgpu  # noqa: F401  registers adamw
+import gluon_mgpu
 import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StateError
 from gluon_mgpu.trainer.optimizer_config import describe, restore_optimizer
-from mxnet import lr_scheduler
+from mxnet import gluon, lr_scheduler
 from mxnet import optimizer as opt
 
 NAMES = sorted(set(opt.Optimizer.opt_registry) - {"test", "lbsgd", "ccsgd"})
@@ -97,3 +97,24 @@ def test_schedules_within_a_schedule_belong_to_the_program():
     assert first.learning_rate != second.learning_rate
     restore_optimizer(told(first), second)
     assert second.lr_scheduler.latest == 6 and second.learning_rate == first.learning_rate
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_states_of_an_earlier_step_bring_back_its_rate(make, tmp_path):
+    """The same trainer goes back, for example after NaN: MXNet's schedules count forward only."""
+    net = gluon.nn.Dense(1, in_units=1)
+    net.initialize()
+    trainer = gluon_mgpu.Trainer(net, "sgd", {"lr_scheduler": make()})
+
+    def steps(count):
+        rates = []
+        for _ in range(count):
+            gluon_mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((2, 1)), mx.nd.zeros(2))
+            rates.append(trainer.learning_rate)
+        return rates
+
+    steps(2)
+    trainer.save_states(str(tmp_path / "states"))
+    rates = steps(12)
+    trainer.load_states(str(tmp_path / "states"))
+    assert steps(12) == rates

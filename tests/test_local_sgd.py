@@ -1,5 +1,7 @@
 """Devices that train apart and are averaged, against networks of their own that are trained by hand and averaged with NumPy."""
 
+from functools import partial
+
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
@@ -189,3 +191,14 @@ def test_what_devices_cannot_do_apart_is_refused():
     del trainer._amp_loss_scaler
     train(net, trainer, small_batches([4]))
     assert mgpu.data_parallel.replica_difference(net) == 0.0
+
+
+@pytest.mark.parametrize("kind", [mgpu.Trainer, partial(mgpu.LocalSGD, every=3)], ids=["Trainer", "LocalSGD"])
+def test_a_new_trainer_begins_with_equal_devices(kind):
+    net = nn.Dense(1, in_units=2)
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    X, y = np.arange(8, dtype="float32").reshape(4, 2), np.zeros(4, "float32")
+    mgpu.train_batch(net, gluon.loss.L2Loss(), mgpu.LocalSGD(net, "sgd", every=4), X, y)
+    assert mgpu.data_parallel.replica_difference(net) > 0
+    kind(net, "sgd")
+    assert mgpu.data_parallel.replica_difference(net) == 0

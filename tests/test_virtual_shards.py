@@ -349,3 +349,41 @@ def test_two_replicas_stop(tmp_path):
     told = rf"got other bits on cpu\(0\), cpu\(1\).*0.weight.*resume from {tmp_path / 'last'}\."
     with pytest.raises(ReplicaError, match=told):
         mgpu.fit(net, LOSS, trainer, data, epochs=2, callbacks=[saving, Flip()])
+
+
+class Branches(gluon.Block):
+    """Batches of length 2 go through one layer, others through the other one."""
+
+    def __init__(self, in_units):
+        super().__init__()
+        self.a, self.b = nn.Dense(1, in_units=in_units), nn.Dense(1, in_units=in_units)
+
+    def forward(self, x):
+        return (self.a if x.shape[1] == 2 else self.b)(x.mean(axis=1))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_layer_that_a_later_batch_reaches_first(num_devices):
+    found = []
+    for in_units in (3, 0):
+        net = Branches(in_units)
+        net.initialize(mx.init.One(), ctx=[mx.cpu(i) for i in range(num_devices)])
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, virtual_shards=4)
+        for length in (2, 3):
+            X = mx.nd.arange(4).reshape((4, 1, 1)).tile((1, length, 3))
+            mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, X, mx.nd.zeros(4), ignore_stale_grad=True)
+        found.append([w.asnumpy().tolist() for w in net.b.weight.list_data()])
+    assert found[0] == found[1] and found[0][0] == found[0][-1] != [[1.0, 1.0, 1.0]]
+
+
+def test_a_trainer_of_the_same_network_before_changes_nothing():
+    """3 of 8 virtual shards: one device has none. The former trainer is not garbage yet."""
+    found = []
+    for has_former in (False, True):
+        net = nn.Dense(3, in_units=5)
+        net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+        trainers = [mgpu.Trainer(net, "sgd", virtual_shards=8) for _ in range(1 + has_former)]
+        for _ in range(2):
+            mgpu.train_batch(net, LOSS, trainers[-1], np.ones((3, 5), "float32"), np.array([0, 0, 1]))
+        found.append(net.weight.data(mx.cpu(1)).asnumpy().tolist())
+    assert found[0] == found[1] != np.ones((3, 5)).tolist()

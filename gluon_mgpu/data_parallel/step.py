@@ -15,8 +15,10 @@ from ..checks import check_function, flag, instance, whole_number
 from ..devices.select import check_contexts
 from ..distributed import group, own_batches
 from ..nested import Array, Fields, is_device_array, leaves
+from ..refusals import refusal
 from ..runtime.environment import logger
 from ..trainer.gradients import latest_split, note_parts, restore_split
+from ..trainer.parameters import has_values
 from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .compiled import make_passes
@@ -80,7 +82,7 @@ def train_batch(
 
     The gradient is divided by the number of examples, which is counted: the last batch of an epoch may be smaller, and shards
     may be uneven. If the loss has a method `num_units(y)`, the gradient is divided by its result for the complete batch instead:
-    `models.SequenceLoss` counts target tokens.
+    `models.SequenceLoss` counts target tokens. With `micro_steps` it is the sum over the parts, each of which needs 1 or more.
 
     Gradients of earlier backward passes that no `step` has used are dropped, except those that `accumulate` or
     `grad_req="add"` adds up. Splits, divisors and checks are decided by the first batch of each shape.
@@ -304,14 +306,14 @@ class TrainStep:
             _compare(self._operation, y)
         trainer.resolve_shapes()
         params = list(self._net.collect_params().values())
-        left_open = {id(param) for param in params if param._deferred_init}
-        if not left_open <= trainer.open_shapes:
+        if any(param._deferred_init for param in params):
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
                     Xs, ys = self._planner.split(self._planner.plan(X, y), X, y)
             Passes(self._net, None, trains=False).forward(self._operation, Xs[:1], ys[:1])
-            trainer.open_shapes |= left_open
             trainer.resolve_shapes()
+        if group() is not None and not has_values(trainer.params):
+            raise refusal(self._operation, "several processes", "layers that the first batch does not reach")
         self._open = [param for param in params if param._deferred_init]
         self._stats = running_stats(self._net)
         trainer.running_stats.add(self._stats)

@@ -467,10 +467,15 @@ class Gradients:
                 self._flags.put(idle, False)
             self._doubt, self._latest = "", _Written(written, written, _now.num_steps)
 
-    def drop_parts(self) -> None:
-        """Drop what the latest pass has written: it was the last of several parts, and there is no sum of them."""
+    def drop_parts(self, own: Gradients) -> None:
+        """Drop what the latest pass has written: it was the last of several parts, and only the `own` ones have their sum.
+
+        The step that follows is of the own ones, and drops those of parameters that both have.
+        """
         if self.is_reached and self._latest is not None and self.has_new():
-            self._flags.put(self._latest.written, False)
+            params, shared = self._layout.params, set(map(id, own._layout.params))
+            alone = np.array([id(params[index]) not in shared for index, _ in self._entries], dtype=bool)
+            self._flags.put(self._latest.written & alone, False)
             self._is_full, self._doubt = False, _PARTS
 
     def note_idle(self) -> None:
@@ -643,7 +648,7 @@ def note_parts(own: Gradients) -> None:
     """Note that the latest pass was a part of a batch, of which the `own` gradients hold the sum, and others the last part."""
     for one in _alive():
         if one is not own:
-            one.drop_parts()
+            one.drop_parts(own)
 
 
 def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any, Dict, Set
+from typing import Any, Dict, Optional, Set
 
 import numpy as np
 from mxnet import lr_scheduler
@@ -47,11 +47,21 @@ def describe(optimizer: opt.Optimizer) -> Description:
     return {**_described(optimizer), "learning_rate": rate, "schedule": _described(optimizer.lr_scheduler)}
 
 
-def restore_optimizer(saved: Description, optimizer: opt.Optimizer, *, learning_rate: bool = True) -> None:
+def schedule_position(optimizer: opt.Optimizer) -> Description:
+    """Return what one of MXNet's schedules has moved so far: they find only later positions by the number of updates."""
+    schedule = optimizer.lr_scheduler
+    return {name: vars(schedule)[name] for name in _MOVED_BY_SCHEDULES & set(vars(schedule))} if is_known(schedule) else {}
+
+
+def restore_optimizer(
+    saved: Description, optimizer: opt.Optimizer, at_first: Optional[Description] = None, *, learning_rate: bool = True
+) -> None:
     """Set the values of an optimizer, and of its schedule if it is of the same class. Both stay the same objects.
 
-    Without `learning_rate`, the optimizer keeps its own.
+    `at_first` is the `schedule_position` at the first update. Without `learning_rate`, the optimizer keeps its own.
     """
+    if at_first and saved["values"].get("num_update", 0) < optimizer.num_update:
+        vars(optimizer.lr_scheduler).update(at_first)
     _restore(saved["values"], optimizer)
     schedule = saved["schedule"]
     if schedule and optimizer.lr_scheduler is not None and schedule["class"] == class_name(optimizer.lr_scheduler):

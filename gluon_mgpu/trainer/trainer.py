@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
@@ -18,7 +18,7 @@ from ..refusals import JOINING, refusal
 from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
-from .optimizer_config import describe, restore_optimizer
+from .optimizer_config import describe, restore_optimizer, schedule_position
 from .options import check_batch_size, check_clipping, check_optimizer, check_options, check_rate, check_sharded, check_virtual
 from .parameters import Params, gluon_order, has_values
 from .precision import precision_of, set_precision
@@ -153,8 +153,12 @@ class Trainer(gluon.Trainer):
             check_sharded(kvstore, self._process_sync)
         if has_values(self._layout.params):
             self._layout.place()
+        for former in {id(param._trainer): param._trainer for param in self._layout.params}.values():
+            if getattr(former, "trains_apart", False):
+                former.average_replicas()
         super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None)
         self._optimizer: opt.Optimizer
+        self._schedule_at_first = schedule_position(self._optimizer)
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self._grad_norm: Optional[Array] = None
@@ -162,7 +166,6 @@ class Trainer(gluon.Trainer):
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet
-        self.open_shapes: Set[int] = set()  # parameters, by id, whose shapes a first batch has left open: it does not use them
         self._use(self._optimizer)
         if precision is not None:
             set_precision(params, precision)
@@ -563,7 +566,7 @@ class Trainer(gluon.Trainer):
             self.loss_scaler.restore(state.loss_scaler)
         if self.tree is not None and state.virtual_shards is not None:
             self.tree.virtual.restore(state.virtual_shards)
-        restore_optimizer(state.optimizer, self._optimizer, learning_rate=learning_rate)
+        restore_optimizer(state.optimizer, self._optimizer, self._schedule_at_first, learning_rate=learning_rate)
         on_devices = states_on(self._layout, self._optimizer, state.states, "a saved state")
         self._optimizer.param_dict = dict(enumerate(self._params))
         self._drop()  # statistics may have been loaded, too

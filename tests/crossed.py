@@ -55,6 +55,12 @@ class Ours(World):
             self.require("add")
         if program.bn != "local":
             mgpu.set_batch_norm(net, program.bn)
+        self.trainer = self.make_trainer()
+        self.former = []
+
+    def make_trainer(self):
+        """Return a trainer of the network."""
+        program = self.program
         options = {"clip_norm": program.clip_norm, "clip_value": program.clip_value}
         if program.virtual_shards:
             options["virtual_shards"] = program.virtual_shards
@@ -63,7 +69,13 @@ class Ours(World):
         kind = mgpu.LocalSGD if program.local_steps else mgpu.Trainer
         if program.local_steps:
             options["every"] = program.local_steps
-        self.trainer = kind(net, *program.trainer, **options)
+        return kind(self.net, *program.trainer, **options)
+
+    def renew(self):
+        """Train on with a new trainer; the former one stays alive, as it does until Python collects garbage."""
+        self.average()
+        self.former.append(self.trainer)
+        self.trainer, self.steps = self.make_trainer(), {}
 
     def pipeline(self, net):
         """Return a pipeline of the network."""

@@ -127,8 +127,7 @@ class Plain(World):
                 net(load(self.next_batch(1)[0], mx.cpu(0)))
         self.num_batches = 0
         self.begin_with(nets)
-        name, options = program.trainer
-        self.trainers = [gluon.Trainer(net.collect_params(), name, dict(options), kvstore=None) for net in nets]
+        self.make_trainers()
         self.generator = self.generator_trainer = None
         self.sums = [{} for _ in nets]  # by parameter, float64; with grad_req="add" they stay
         self.generator_sums, self.is_joint = {}, False
@@ -136,6 +135,16 @@ class Plain(World):
         norms = [name[: -len("_mean")] for name in nets[0].collect_params() if name.endswith("running_mean")]
         self.stats = [{name: (np.zeros(5), np.ones(5)) for name in norms} for _ in range(program.num_shards)]
         self.behind = [0] * program.num_shards  # examples of each device since all had the same values
+
+    def make_trainers(self):
+        """Make trainers without states."""
+        name, options = self.program.trainer
+        self.trainers = [gluon.Trainer(net.collect_params(), name, dict(options), kvstore=None) for net in self.nets]
+
+    def renew(self):
+        """Train on with new trainers."""
+        self.average_networks() if self.program.local_steps else self.average_statistics()
+        self.make_trainers()
 
     def forget(self, name):
         for sums in self.sums:

@@ -149,6 +149,7 @@ def statements(fields, hows, mode):
     group = one("group", in_groups, st.lists(sizes, min_size=1, max_size=3), st.sampled_from(["step", "flush"]))
     kinds = [step, step, step, group, one("freeze", layers), one("thaw", layers), one("look", sizes)]
     kinds += [one("rate", st.sampled_from([0.02, 0.2]))]
+    kinds += [one("renew")] * (not fields["adds"])
     kinds = [st.tuples(kind) for kind in kinds]
     if mode != "local" and fields["adds"] or mode == "virtual":
         kinds += [st.tuples(one("add", st.booleans())), st.tuples(one("zero"))]

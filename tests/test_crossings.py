@@ -75,6 +75,13 @@ STORIES = {
         num_devices=2, hybridize="static", statements=(COMPILED, STEP, COMPILED, ONE, COMPILED)
     ),
 }
+RENEWED = {
+    "a new trainer of virtual shards": Program(num_devices=2, virtual_shards=8, statements=(STEP, ("renew",), FEW, ONE)),
+    "a new trainer of replicas": Program(
+        stages=2, replicas=2, micro_batches=2, hybridize="static", statements=(STEP, ("renew",), ONE, FEW)
+    ),
+    "a new trainer of local steps": Program(num_devices=3, local_steps=2, statements=(STEP, ("renew",), STEP)),
+}
 JOBS = {  # of two processes
     "a process without examples": (("other", 6), BY_ONE, ("other", 6), HAND, ("other", 6), ONE),
     "shapes of the first batch": (ONE, STEP),
@@ -179,7 +186,9 @@ def options(number, **more):
     return settings(max_examples=number, deadline=None, database=None, suppress_health_check=checks, **more)
 
 
-@pytest.mark.parametrize("program", [*WENT_WRONG.values(), *STORIES.values()], ids=[*WENT_WRONG, *STORIES])
+@pytest.mark.parametrize(
+    "program", [*WENT_WRONG.values(), *STORIES.values(), *RENEWED.values()], ids=[*WENT_WRONG, *STORIES, *RENEWED]
+)
 def test_chosen_programs(program):
     assert finding(program) == ""
 

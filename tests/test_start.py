@@ -104,4 +104,4 @@ def test_ctrl_c_during_the_import_of_mxnet_ends_with_130(tmp_path):
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
-    assert (done.returncode, done.stdout) == (130, "") and "Traceback" not in done.stderr
+    assert (done.returncode, done.stdout) == (130, "") and "Traceback" not in done.stderr, done

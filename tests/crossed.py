@@ -321,7 +321,7 @@ def modes_of(program):
         "grad_req='add'": program.adds or ("add", True) in program.statements,
         "a loop by hand": hows & by_hand or verbs & {"other", "dropped"},
         "a loop by hand whose first batch decides shapes": program.deferred and first,
-        "a split of your own": program.weights,
+        "a split of your own": program.weights and program.virtual_shards,
         "static_shape": program.hybridize == "static",
         "a loop by hand after a change of grad_req": hows & by_hand and verbs & {"thaw", "add"},
         "several passes before a step": program.num_processes > 1 and verbs & {"other", "dropped"},

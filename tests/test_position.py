@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.checkpoint.snapshot import read_content
 from gluon_mgpu.errors import StateError, TrainerError
-from gluon_mgpu.loop.resume import FitProgress, loader_epoch, remaining_batches, set_loader_epoch
+from gluon_mgpu.loop.resume import FitProgress, check_data, loader_epoch, remaining_batches, set_loader_epoch
 from mxnet import gluon
 
 from .conftest import largest_difference, small_batches, small_net, weights_of
@@ -182,3 +182,17 @@ def test_processes_that_would_resume_from_different_steps_are_refused(tmp_path, 
         ranks = SimpleNamespace(all_gather_bytes=lambda own, other=other: [own, other])
         monkeypatch.setattr("gluon_mgpu.loop.resume.group", lambda ranks=ranks: ranks)
         refused(f"would resume from the steps 8, {other.decode()}", tmp_path, "auto")
+
+
+@pytest.mark.parametrize(
+    "data, is_told",
+    [
+        (mx.io.ResizeIter(mx.io.NDArrayIter(np.zeros(40), batch_size=12, last_batch_handle="roll_over"), 3), True),
+        (gluon.data.DataLoader(np.zeros(40), 12, last_batch="rollover"), True),
+        (gluon.data.DataLoader(np.zeros(40), 12), False),
+    ],
+    ids=["ResizeIter", "rollover", "DataLoader"],
+)
+def test_what_rolls_over_to_the_next_epoch_is_told(data, is_told, caplog):
+    check_data(FitProgress(epoch=2, batches=1, step=5), data)
+    assert bool(caplog.records) == is_told

@@ -260,6 +260,15 @@ def test_ctrl_c_in_an_evaluation_that_draws_its_order(tmp_path):
     assert_the_same(found)
 
 
+def test_evaluations_within_an_epoch_by_the_loader_of_the_training(tmp_path):
+    def make():
+        world = World([mx.cpu(0)], dropout=0.0)
+        world.test_iter = world.train_iter
+        return world
+
+    assert_the_same(whole_and_in_parts(tmp_path, make, [9], evaluate_every=3))
+
+
 class Moves(mgpu.Callback):
     """A program that changes its directory."""
 

@@ -132,9 +132,9 @@ def test_states_of_something_else_are_refused(tmp_path):
         with pytest.raises(StateError, match=told):
             one.load_states(str(tmp_path / "wrong"))
     whole = (tmp_path / "states").read_bytes()
-    for damaged in (b"", b"not a pickle", whole[: len(whole) // 2], pickle.dumps({0: 1, "some": 2}), pickle.dumps([1, 2])):
-        (tmp_path / "wrong").write_bytes(damaged)
-        with pytest.raises(StateError, match="damaged|no file of Trainer.save_states"):
+    for content in (b"", whole[: len(whole) // 2], whole[:-10], b"not a pickle", pickle.dumps({0: 1, "some": 2})):
+        (tmp_path / "wrong").write_bytes(content)
+        with pytest.raises(StateError, match="damaged" if content[:2] in (b"", b"PK") else "no file of Trainer.save_states"):
             trainer.load_states(str(tmp_path / "wrong"))
     with pytest.raises(FileNotFoundError):
         trainer.load_states(str(tmp_path / "nowhere"))

@@ -53,8 +53,8 @@ class CommandGroup(click.Group):
             is_ours = type(error).__module__.startswith("gluon_mgpu.")
             if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
                 told = errors.one_line(str(error)) + _hint(error)
-                if isinstance(error, OSError) and error.filename and not is_ours:
-                    told = f"{ctx.info_name}: got {error.filename} ({error.strerror}); expected a file or folder to use."
+                if isinstance(error, OSError) and type(error) in (FileNotFoundError, PermissionError) and error.filename:
+                    told = f"{ctx.info_name}: got {error.filename} ({error.strerror}); expected one that can be read or written."
                 raise click.ClickException(told) from error
             if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
                 raise click.ClickException(f"{error} Run gluon-mgpu doctor, which reports what is missing.") from error

@@ -65,7 +65,7 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     data_iter.reset()
     layout = str(getattr(data_iter, "layout", "N"))
     copies = isinstance(data_iter, mx.io.MXDataIter)
-    return map(partial(_own, axis=max(0, layout.find("N")), rolls_over=_rolls_over(data_iter), copies=copies), data_iter)
+    return map(partial(_own, axis=max(0, layout.find("N")), rolls_over=rolls_over(data_iter), copies=copies), data_iter)
 
 
 def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
@@ -99,10 +99,10 @@ def _one(arrays: Any) -> Any:
     return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
 
-def _rolls_over(data_iter: Any) -> bool:
+def rolls_over(data_iter: Any) -> bool:
     """Return whether `pad` counts new examples: those that one epoch leaves for the next."""
     inner = getattr(data_iter, "data_iter", None) or next(iter(getattr(data_iter, "iters", None) or ()), None)  # it wraps another
-    return getattr(data_iter, "last_batch_handle", "") == "roll_over" or (inner is not None and _rolls_over(inner))
+    return getattr(data_iter, "last_batch_handle", "") == "roll_over" or (inner is not None and rolls_over(inner))
 
 
 def _own(batch: DataBatch, axis: int = 0, rolls_over: bool = False, copies: bool = False) -> DataBatch:

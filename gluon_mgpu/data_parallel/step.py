@@ -230,7 +230,7 @@ class TrainStep:
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._axis = split.batch_axis
         self._stats: List[gluon.Parameter] = []
-        self._open: Optional[List[gluon.Parameter]] = None  # whose shapes no batch has decided; None before the first one
+        self._open: Optional[bool] = None  # whether batches have left shapes open; None before the first one
         self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
 
     def is_of(self, *asked: Any) -> bool:
@@ -314,7 +314,7 @@ class TrainStep:
             trainer.resolve_shapes()
         if group() is not None and not has_values(trainer.params):
             raise refusal(self._operation, "several processes", "layers that the first batch does not reach")
-        self._open = [param for param in params if param._deferred_init]
+        self._open = any(param._deferred_init for param in params)
         self._stats = running_stats(self._net)
         trainer.running_stats.add(self._stats)
 

@@ -8,12 +8,12 @@ import mxnet as mx
 from mxnet import autograd, gluon
 
 from ..checks import check_function
-from ..distributed import own_batches
+from ..distributed import any_process, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..refusals import refusal
-from ..trainer.parameters import devices_of, has_values, spans_devices
-from ..trainer.running_stats import RunningStats, running_stats
+from ..trainer.parameters import devices_of, spans_devices
+from ..trainer.running_stats import RunningStats, is_running_stat, running_stats
 from ..trainer.sums import make_sum
 from ..trainer.trainer import Trainer
 from .iterators import as_pair, batches_of, check_iterable, no_batch
@@ -58,11 +58,12 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     if spans_devices(net):
         raise refusal("update_bn", "Pipeline", "update_bn()")
     devices = devices_of(net, "update_bn")
-    if not has_values(net):
-        raise TrainerError("update_bn: got a network whose shapes are open; expected a trained one. Call update_bn after fit.")
-    stats, trainers = running_stats(net), [param._trainer for param in net.collect_params().values()]
+    params, stats = net.collect_params().values(), running_stats(net)
     if not stats:
+        if any(is_running_stat(param) and param._deferred_init for param in params):
+            raise TrainerError("update_bn: got a network whose shapes are open; expected a trained one. Call it after fit.")
         return
+    trainers: Any = [param._trainer for param in params]
     trainers = list({id(trainer): trainer for trainer in trainers if isinstance(trainer, Trainer)}.values())
     for trainer in trainers:
         trainer.check_applied("update_bn")
@@ -77,7 +78,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
         run_backward([_nothing(output) for output in outputs])  # MXNet moves the statistics in it
         firsts = [next(leaf for _, leaf in leaves(y)) for y in ys]
         moved.count([(first.context, first.shape[0]) for first in firsts])
-    if item is None:
+    if not any_process(item is not None):
         raise no_batch("update_bn")
     mx.nd.waitall()  # a static graph writes them without telling the engine
     moved.move([], ())

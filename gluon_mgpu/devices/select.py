@@ -247,7 +247,7 @@ def _counted(num_devices: int) -> int:
 
 def _parse(spec: str) -> List[Tuple[str, int]]:
     """Return (kind, number) pairs of a spec such as 'gpu:0,2', 'gpu:4-7', 'cpu:0,gpu:0', 'cpu*2'."""
-    count = re.fullmatch(r"cpu(?:\*([0-9]+))?", spec)
+    count = re.fullmatch(r"cpu(?:\*([0-9]{1,9}))?", spec)
     if count:
         return [("cpu", i) for i in range(_counted(int(count.group(1) or 1)))]
     if spec == "gpu":

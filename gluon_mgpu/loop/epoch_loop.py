@@ -139,8 +139,9 @@ class Run:
         """Evaluate within an epoch, if it is time to, and call the callbacks."""
         state, every = self.state, self.limits.evaluate_every
         if every is not None and self.test_iter is not None and state.step % every == 0 and state.batches != state.num_batches:
-            began = time.perf_counter()
+            began, epoch = time.perf_counter(), loader_epoch(self.train_iter)
             test = self._evaluate(self.test_iter, replace(self.options, stop_signal=None))  # the batch is not finished yet
+            set_loader_epoch(self.train_iter, epoch)  # the same loader may have tested
             state.history.evaluations.append({"epoch": state.epoch, "step": state.step, **_test_columns(test)})
             if self._loop is not None:
                 self._loop.leave_out(time.perf_counter() - began)

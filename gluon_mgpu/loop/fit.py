@@ -212,7 +212,7 @@ def fit(
 def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught: CaughtSignal, epochs: int) -> None:
     """Train and evaluate the remaining epochs, until a callback or a signal stops them."""
     if run.start.epoch > epochs:
-        logger.warning("fit: the run has trained for %d epochs, so nothing is left of epochs=%d", run.start.epoch - 1, epochs)
+        logger.warning("fit: the run has ended before: nothing is left of epochs=%d", epochs)
     for epoch in range(run.start.epoch, epochs + 1):  # an epoch may have fewer batches than the iterator's length
         if any_process(bool(state.stop)):
             state.stop = state.stop or "another process has stopped"
@@ -237,8 +237,9 @@ def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback
             f"fit: got callbacks={short(callbacks)}; expected a list of Callback objects. For example, pass [Checkpoint(folder)]."
         )
     for kind, why in ((WeightAverage, "whose weights are evaluated"), (Checkpoint, "from which a run resumes")):
-        if sum(isinstance(callback, kind) for callback in callbacks) > 1:
-            raise TrainerError(f"fit: got several {kind.__name__}; expected one, {why}. Leave the others out.")
+        names = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
+        if len(names) > 1:
+            raise TrainerError(f"fit: got {' and '.join(names)}; expected one {kind.__name__}, {why}. Leave the others out.")
     return list(callbacks)
 
 

@@ -12,7 +12,7 @@ from ..checkpoint.random_state import random_state, set_random_state
 from ..checkpoint.rotation import checkpoint_in, find_checkpoints
 from ..checkpoint.save_and_load import ReadCheckpoint, read_checkpoint
 from ..checkpoint.snapshot import CheckpointData
-from ..data_parallel.iterators import batches_of
+from ..data_parallel.iterators import batches_of, rolls_over
 from ..distributed import Group, group
 from ..errors import StateError
 from ..runtime.environment import logger
@@ -149,9 +149,9 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
 
     It compares the number of batches, where data iterators have it.
     """
-    handle = getattr(train_iter, "last_batch_handle", None) or getattr(getattr(train_iter, "_batch_sampler", 0), "_last_batch", 0)
-    is_shuffled = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
-    if (is_shuffled or "roll" in str(handle)) and position.step > position.batches:
+    sampler = getattr(train_iter, "_batch_sampler", None)
+    rolls = rolls_over(train_iter) or getattr(sampler, "_last_batch", "") == "rollover"
+    if (rolls or isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle) and position.step > position.batches:
         logger.warning("fit: the order of data that an NDArrayIter shuffles, or that roll over, cannot be restored.")
     then, now = position.num_batches, num_batches_of(train_iter)
     if not then or not now or then == now:

@@ -27,7 +27,7 @@ class Checkpoint(Callback):
 
     It saves when Ctrl-C, SIGTERM or SIGUSR1 stops the run, but not after an error. `fit(..., resume="auto")` resumes from the
     latest checkpoint. A run that resumes another run's checkpoint writes `best` into its own folder when an epoch improves on the
-    history. One run at a time uses a folder.
+    history. One run at a time uses a folder, and a run has one Checkpoint.
 
     Parameters
     ----------

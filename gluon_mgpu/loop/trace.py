@@ -137,7 +137,7 @@ class Trace(Callback):
         elif self._recording is not None:
             self._recording.stop()
             self._recording = None
-        if self.summary is None:
+        if self.summary is None and state.error is None:
             logger.warning(
                 "Trace: got a run of %d steps; expected more than the %d of the warm-up. Nothing was written: pass "
                 "Trace(path, warm_up=1), or train longer.",

@@ -104,7 +104,7 @@ class WeightAverage(Callback):
         if state.error is None and self._weights is not None:
             self._weights.put()
             self._weights.keep()
-        elif state.error is None:
+        elif state.error is None and state.epoch < self._start_epoch:
             logger.warning("WeightAverage: the run ended before start_epoch=%d: nothing was averaged", self._start_epoch)
 
     def state_arrays(self, state: FitState) -> Dict[str, Array]:

@@ -104,15 +104,15 @@ def read_states(fname: str) -> TrainerState:
     StateError
         The file is damaged, or something else.
     """
-    with open(fname, "rb"):  # raises if it cannot be read
-        pass
-    if not zipfile.is_zipfile(fname):
+    with open(fname, "rb") as opened:
+        begin = opened.read(2)
+    if begin not in (b"", b"PK"):
         raise StateError(
             f"load_states: got {fname}, which is no file of Trainer.save_states; expected one. Those of gluon.Trainer do not say "
             "which parameter a state belongs to: load the weights alone, and train on with new states."
         )
     try:
-        with np.load(fname, allow_pickle=False) as file:
+        with open(fname, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = dict(file.items())
         values = json.loads(arrays.pop(_VALUES).tobytes())
         if values["version"] == _VERSION:

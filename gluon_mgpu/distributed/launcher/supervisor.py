@@ -231,7 +231,7 @@ def run_job(job: Job) -> int:
     LaunchError
         An address is not available, or Horovod is not installed.
     """
-    if job.backend == "horovod" and find_spec("horovod") is None:
+    if job.backend == "horovod" and job.num_nodes * job.num_processes > 1 and find_spec("horovod") is None:
         told = "expected it in this Python. Run sh scripts/build_horovod.sh, or leave --backend out."
         raise LaunchError(f"launch: got --backend horovod without Horovod; {told}")
     output = job_output(job.log_dir)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import gluon_mgpu as mgpu
@@ -161,3 +162,18 @@ def test_the_time_limit_after_sigusr1_leaves_time_to_save(defaults, clock, monke
         signals._note(signal.SIGTERM, None)
         assert (killed, signals.take()) == ([signal.SIGTERM], [signal.SIGKILL])
         caught.signum = 0
+
+
+def test_a_launcher_that_has_ended_ends_nothing_later(monkeypatch):
+    """After a second signal, a launcher whose output nobody reads is ended; not the process that has run it to its end."""
+    ended = threading.Event()
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._LATE_S", 0.2)
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._end_late", lambda code: ended.set())
+    with Signals() as signals:
+        signals._note(signal.SIGINT, None)
+        signals._note(signal.SIGINT, None)
+    assert not ended.wait(0.5)
+    with Signals() as signals:
+        signals._note(signal.SIGINT, None)
+        signals._note(signal.SIGINT, None)
+        assert ended.wait(10)

@@ -55,6 +55,7 @@ class Signals:
         self.new: List[int] = []  # signals that have not been passed on
         self._last = (0, 0.0)  # the signal that counted last, and when
         self._before: Dict[int, object] = {}
+        self._late = threading.Timer(_LATE_S, _end_late)  # after a second signal
 
     def __enter__(self) -> Signals:
         for signum in _CAUGHT:
@@ -64,6 +65,7 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._late.cancel()
         for signum, handler in self._before.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
 
@@ -78,7 +80,10 @@ class Signals:
             return
         if last and (last, signum) != (signal.SIGUSR1, signal.SIGTERM):
             self.new.append(signal.SIGKILL)
-            threading.Thread(target=_end_late, args=(exit_code_of(self.first),), daemon=True).start()
+            self._late.cancel()
+            self._late = threading.Timer(_LATE_S, _end_late, (exit_code_of(self.first),))
+            self._late.daemon = True
+            self._late.start()
             return
         self.first, self._last = self.first or signum, (signum, now)
         self.new.append(signal.SIGINT if signum == signal.SIGHUP else signum)
@@ -86,7 +91,6 @@ class Signals:
 
 def _end_late(code: int) -> None:
     """End the job after a second signal, also if this process waits for a reader of its output, which may never come."""
-    time.sleep(_LATE_S)
     guard.kill_descendants()
     os._exit(code)
 

@@ -266,7 +266,7 @@ def test_evaluations_within_an_epoch_by_the_loader_of_the_training(tmp_path):
         world.test_iter = world.train_iter
         return world
 
-    assert_the_same(whole_and_in_parts(tmp_path, make, [9], evaluate_every=3))
+    assert_the_same(whole_and_in_parts(tmp_path, make, [9], evaluate_every=3, epochs=3))
 
 
 class Moves(mgpu.Callback):

@@ -48,7 +48,7 @@ def test_texts_become_what_the_network_makes_of_their_tokens(devices, arrays):
         [translator.target_vocabulary.decode(one.tokens) for one in best] for best in numbers
     ]
     assert [[one.score for one in best] for best in found] == [[one.score for one in best] for best in numbers]
-    assert translator.best(texts, beam_size=3) == [best[0].text for best in found]
+    assert translator.best(iter(texts), beam_size=3) == [best[0].text for best in found]
 
 
 def test_a_text_without_words_stays_empty_in_its_place():

@@ -143,8 +143,9 @@ def _pass_on(child: int, signum: int) -> None:
     That process ends its forks itself. For example, a process needs the data of its DataLoader's workers to end its batch.
     """
     group = {pid: stat for pid, stat in processes().items() if stat.group == child} or {child: Stat(os.getpid(), child)}
+    programs = {pid: _program(pid) for pid in group}  # all, before any of them ends by the signal
     for pid, stat in group.items():
-        if stat.parent not in group or _program(pid) != _program(stat.parent):
+        if stat.parent not in group or programs[pid] != programs[stat.parent]:
             _kill(pid, signum)
 
 

@@ -118,3 +118,17 @@ def test_states_of_an_earlier_step_bring_back_its_rate(make, tmp_path):
     rates = steps(12)
     trainer.load_states(str(tmp_path / "states"))
     assert steps(12) == rates
+
+
+def test_a_schedule_that_the_program_has_changed_stays(tmp_path):
+    """Also another one."""
+    for new in (0.01, lr_scheduler.FactorScheduler(100, base_lr=0.003)):
+        net = gluon.nn.Dense(1, in_units=1)
+        net.initialize()
+        trainer = gluon_mgpu.Trainer(net, "sgd", {"lr_scheduler": lr_scheduler.FactorScheduler(100, base_lr=0.1)})
+        trainer.save_states(str(tmp_path / "states"))
+        gluon_mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((2, 1)), mx.nd.zeros(2))
+        of, name = (trainer.optimizer.lr_scheduler, "base_lr") if new == 0.01 else (trainer.optimizer, "lr_scheduler")
+        setattr(of, name, new)
+        trainer.load_states(str(tmp_path / "states"))
+        assert trainer.learning_rate == getattr(new, "base_lr", new)

@@ -278,8 +278,10 @@ class Moves(mgpu.Callback):
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    World([mx.cpu(0)]).fit([mgpu.Checkpoint("run", every=2), Moves()], epochs=1)
-    assert steps_in(tmp_path / "run")["last"] == 5
+    saves = mgpu.Checkpoint("run", every=2)
+    for epochs in (1, 2):  # the second one resumes there
+        World([mx.cpu(0)]).fit([saves, Moves()], epochs=epochs, resume="auto")
+        assert steps_in(tmp_path / "run")["last"] == 5 * epochs
 
 
 # What is kept

@@ -387,3 +387,16 @@ def test_a_trainer_of_the_same_network_before_changes_nothing():
             mgpu.train_batch(net, LOSS, trainers[-1], np.ones((3, 5), "float32"), np.array([0, 0, 1]))
         found.append(net.weight.data(mx.cpu(1)).asnumpy().tolist())
     assert found[0] == found[1] != np.ones((3, 5)).tolist()
+
+
+def test_another_trainer_takes_nothing_of_a_step_that_failed(monkeypatch):
+    """Only the last part's gradient is there."""
+    net = nn.Dense(3, in_units=5)
+    net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer, other = mgpu.Trainer(net, "sgd", virtual_shards=4), mgpu.Trainer(net, "sgd")
+    monkeypatch.setattr(trainer, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        mgpu.train_batch(net, LOSS, trainer, np.ones((8, 5), "float32"), np.zeros(8))
+    with pytest.raises(TrainerError, match="the parts of a batch of another trainer"):
+        other.step(8)
+    assert (net.weight.data(mx.cpu(1)).asnumpy() == 1).all()

@@ -240,10 +240,15 @@ class TrainStep:
     def __call__(self, X: Any, y: Any) -> Batch:
         """Train on one batch."""
         train = self._train_parts if self._micro_steps > 1 else self._train
-        if self._trainer.sharded_data:
-            with own_batches():
-                return train(X, y)
-        return train(X, y)
+        try:
+            if self._trainer.sharded_data:
+                with own_batches():
+                    return train(X, y)
+            return train(X, y)
+        except BaseException:
+            if self.passes.notes_examples:  # gradients of the last part, which another trainer must not take
+                self._trainer.gradients.drop_unused()
+            raise
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, axis = self._trainer, self._axis

@@ -65,14 +65,13 @@ class Checkpoint(Callback):
         for name, number in (("every", 1 if every is None else every), ("keep", keep)):
             whole_number(type(self).__name__, name, number, advice="For example, pass every=500 and keep=3.")
         flag(type(self).__name__, "background", background)
-        self.folder = path_of(type(self).__name__, "folder", folder)
+        self.folder = path_of(type(self).__name__, "folder", folder).absolute()  # a program may change its directory
         self._column = Best("auto" if monitor is None else monitor, mode)
         self._monitor = monitor
         self._best: Optional[Best] = None
         self._every = every
-        own = self.folder.absolute()  # a program may change its directory
-        self._rotation = CheckpointRotation(own, keep=keep, background=background, operation=type(self).__name__)
-        self._lock = FolderLock(own, type(self).__name__)
+        self._rotation = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
+        self._lock = FolderLock(self.folder, type(self).__name__)
 
     def hold(self) -> None:
         """Lock the folder for this run, unless it already has; in a job, process 0 does. `on_fit_end` releases it.

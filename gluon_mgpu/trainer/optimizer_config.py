@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from typing import Any, Dict, Optional, Set
+from typing import Any, Dict, Set, Tuple
 
 import numpy as np
 from mxnet import lr_scheduler
@@ -47,21 +48,29 @@ def describe(optimizer: opt.Optimizer) -> Description:
     return {**_described(optimizer), "learning_rate": rate, "schedule": _described(optimizer.lr_scheduler)}
 
 
-def schedule_position(optimizer: opt.Optimizer) -> Description:
-    """Return what one of MXNet's schedules has moved so far: they find only later positions by the number of updates."""
-    schedule = optimizer.lr_scheduler
-    return {name: vars(schedule)[name] for name in _MOVED_BY_SCHEDULES & set(vars(schedule))} if is_known(schedule) else {}
+Schedule = Tuple[Any, Any]  # one of an optimizer, and a copy of it as it was at first
+
+
+def schedule_of(optimizer: opt.Optimizer) -> Schedule:
+    """Return an optimizer's schedule with a copy: MXNet's find only later positions by the number of updates."""
+    return optimizer.lr_scheduler, copy.copy(optimizer.lr_scheduler)
 
 
 def restore_optimizer(
-    saved: Description, optimizer: opt.Optimizer, at_first: Optional[Description] = None, *, learning_rate: bool = True
+    saved: Description, optimizer: opt.Optimizer, at_first: Schedule = (None, None), *, learning_rate: bool = True
 ) -> None:
     """Set the values of an optimizer, and of its schedule if it is of the same class. Both stay the same objects.
 
-    `at_first` is the `schedule_position` at the first update. Without `learning_rate`, the optimizer keeps its own.
+    `at_first` is the `schedule_of` before the first update: a schedule that the program has not changed since goes back. Without
+    `learning_rate`, the optimizer keeps its own.
     """
-    if at_first and saved["values"].get("num_update", 0) < optimizer.num_update:
-        vars(optimizer.lr_scheduler).update(at_first)
+    schedule, first = at_first
+    is_back = is_known(schedule) and saved["values"].get("num_update", 0) < optimizer.num_update
+    if is_back and schedule is optimizer.lr_scheduler:
+        replayed = copy.copy(first)
+        replayed(optimizer.num_update)
+        if vars(replayed) == vars(schedule):
+            schedule.__dict__.update(vars(first))
     _restore(saved["values"], optimizer)
     schedule = saved["schedule"]
     if schedule and optimizer.lr_scheduler is not None and schedule["class"] == class_name(optimizer.lr_scheduler):

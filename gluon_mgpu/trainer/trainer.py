@@ -18,9 +18,9 @@ from ..refusals import JOINING, refusal
 from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
-from .optimizer_config import describe, restore_optimizer, schedule_position
+from .optimizer_config import describe, restore_optimizer, schedule_of
 from .options import check_batch_size, check_clipping, check_optimizer, check_options, check_rate, check_sharded, check_virtual
-from .parameters import Params, gluon_order, has_values
+from .parameters import Params, gluon_order, has_values, replica_difference
 from .precision import precision_of, set_precision
 from .process_sync import ProcessSync
 from .replica_check import ReplicaCheck
@@ -154,11 +154,11 @@ class Trainer(gluon.Trainer):
         if has_values(self._layout.params):
             self._layout.place()
         for former in {id(param._trainer): param._trainer for param in self._layout.params}.values():
-            if getattr(former, "trains_apart", False):
+            if getattr(former, "trains_apart", False) and replica_difference(params):
                 former.average_replicas()
         super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None)
         self._optimizer: opt.Optimizer
-        self._schedule_at_first = schedule_position(self._optimizer)
+        self._schedule_at_first = schedule_of(self._optimizer)
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self._grad_norm: Optional[Array] = None

@@ -21,14 +21,12 @@ class Refusal(NamedTuple):
 
 _TREE = "one tree adds up the gradients of virtual shards"
 _APART = "each device trains its own copy of the whole network"
-_OWNED = "one device holds the sum of each gradient and its states"
 _AVERAGED = "Normalise each shard: bn='local', or set_batch_norm(net, 'local')"
 JOINING = "an optimizer that joins parameters"
 
 REFUSALS: Tuple[Refusal, ...] = (
     Refusal("virtual_shards", "Pipeline", _TREE, "Leave virtual_shards out"),
     Refusal("virtual_shards", "LocalSGD", _TREE, "Use a Trainer"),
-    Refusal("virtual_shards", "shard_optimizer", _TREE, "Leave one of them out"),
     Refusal("virtual_shards", "sharded_data", _TREE, "Leave one of them out"),
     Refusal("virtual_shards", "precision='fp16'", _TREE, "Use 'bf16' or 'fp32'"),
     Refusal("virtual_shards", "sparse gradients", _TREE, "Leave sparse_grad out of Embedding"),
@@ -39,15 +37,9 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("virtual_shards", "synchronised BatchNorm", "each virtual shard is normalised by itself", _AVERAGED),
     Refusal("LocalSGD", "several processes", "it averages the devices of one process", "Use a Trainer"),
     Refusal("LocalSGD", "Pipeline", _APART, "Use a Trainer"),
-    Refusal("LocalSGD", "shard_optimizer", _APART, "Use a Trainer, or leave shard_optimizer out"),
     Refusal("LocalSGD", JOINING, _APART, "Use sgd or adam, or a Trainer"),
     Refusal("LocalSGD", "a loss scaler", "a device must not skip a step alone", "Train in float32 or bfloat16"),
     Refusal("LocalSGD", "allreduce_grads()", "it does not sum gradients", "Call step(), or use a Trainer"),
-    Refusal("shard_optimizer", "several processes", "it divides states among the devices of one process", "Leave it out"),
-    Refusal("shard_optimizer", "kvstore='nccl'", "that store cannot sum onto one device", "Pass kvstore='device'"),
-    Refusal("shard_optimizer", "MXNet's AMP", _OWNED, "Pass precision='fp16' instead of calling amp.init_trainer"),
-    Refusal("shard_optimizer", "allreduce_grads()", _OWNED, "Call step(), and clip with clip_norm or clip_value"),
-    Refusal("shard_optimizer", JOINING, _OWNED, "Use sgd or adam, or leave shard_optimizer out"),
     Refusal("Pipeline", "synchronised BatchNorm", "a stage sees one micro-batch at a time", _AVERAGED),
     Refusal("Pipeline", "compiled='on'", "a graph runs on one device", "Call net.hybridize(), which compiles each stage"),
     Refusal("Pipeline", JOINING, "each device updates its own parameters", "Use sgd, adam or adamw"),

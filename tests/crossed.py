@@ -61,11 +61,9 @@ class Ours(World):
     def make_trainer(self):
         """Return a trainer of the network."""
         program = self.program
-        options = {"clip_norm": program.clip_norm, "clip_value": program.clip_value}
+        options = {name: getattr(program, name) for name in ("clip_norm", "clip_value", "shard_optimizer")}
         if program.virtual_shards:
             options["virtual_shards"] = program.virtual_shards
-        if program.shard_optimizer:
-            options["shard_optimizer"] = True
         kind = mgpu.LocalSGD if program.local_steps else mgpu.Trainer
         if program.local_steps:
             options["every"] = program.local_steps
@@ -315,7 +313,6 @@ def modes_of(program):
         "virtual_shards": program.virtual_shards,
         "Pipeline": program.stages,
         "LocalSGD": program.local_steps,
-        "shard_optimizer": program.shard_optimizer,
         "several processes": program.num_processes > 1,
         JOINING: program.optimizer == "nadam",
         "grad_req='add'": program.adds or ("add", True) in program.statements,

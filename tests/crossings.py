@@ -40,7 +40,7 @@ class Program:
     schedule: str = "1f1b"
     recompute: bool = False
     virtual_shards: int = 0
-    shard_optimizer: bool = False
+    shard_optimizer: bool = True
     local_steps: int = 0  # of LocalSGD; 0 for a Trainer
     clip_norm: Optional[float] = None
     clip_value: Optional[float] = None

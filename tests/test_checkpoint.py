@@ -364,7 +364,7 @@ def test_a_frozen_graphs_statistics_are_those_of_the_last_step(tmp_path):
 
 def moved_of(trainer):
     """The optimizer's states of one device, and its update counts."""
-    states = [trainer._updaters[0].states[index] for index in sorted(trainer._updaters[0].states)]
+    states = trainer._update.states().values()
     arrays = [array for state in states for array in (state if isinstance(state, (list, tuple)) else [state])]
     return [array.asnumpy() for array in arrays], trainer._update.counts()
 

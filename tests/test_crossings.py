@@ -129,9 +129,7 @@ def programs(draw, num_processes=1, net=None, mode=None):
         fields["local_steps"] = draw(st.integers(1, 3))
         fields["net"] = draw(st.sampled_from(["plain", "skip", "conv", "tied"]))
         hows = rarely([HOWS], HOWS[:-1], 10)
-    else:
-        fields["shard_optimizer"] = rarely([True], False, 20 if several else 2)
-        hows = rarely([HOWS], HOWS[:-1], 10) if fields["shard_optimizer"] else HOWS
+    fields["shard_optimizer"] = rarely([False], True, 2)
     normalizes = "norm" in fields["net"]
     if normalizes:
         fields["bn"] = rarely(["sync"], "local", 4) if mode == "data" else rarely(["sync"], "local", 20)

@@ -1,4 +1,4 @@
-"""Contract: `Trainer(shard_optimizer=True)` trains the weights of the ordinary update, bit for bit, with the states divided."""
+"""Contract: one device updates each parameter, with the bits of an update on every device (`shard_optimizer=False`)."""
 
 import copy
 
@@ -6,9 +6,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
+from mxnet.contrib.amp.loss_scaler import LossScaler as ScalerOfAmp
 from mxnet.gluon import nn
 
 from .conftest import small_batches, small_net, weights_of
@@ -26,11 +26,11 @@ def cpus(number):
 
 
 def make_trainer(net, shards, optimizer=SGD, **options):
-    """A trainer with the same buckets in both cases: clipping adds up one sum of squares per bucket."""
+    """A trainer whose update is divided, as it is by default, or on every device."""
     name, params = optimizer
-    num_devices = len(next(iter(net.collect_params().values())).list_ctx())
-    bucket_bytes = BUCKET * num_devices if shards else BUCKET
-    return mgpu.Trainer(net, name, copy.deepcopy(params), shard_optimizer=shards, bucket_bytes=bucket_bytes, **options)
+    if not shards:
+        options["shard_optimizer"] = False
+    return mgpu.Trainer(net, name, copy.deepcopy(params), bucket_bytes=BUCKET, **options)
 
 
 def everywhere(net):
@@ -181,7 +181,7 @@ def test_several_dtypes_and_sparse_gradients():
             trainer.step(3)
         found.append(everywhere(net))
     assert_equal_bits(found[1], found[0])
-    assert_one_owner_each(trainer)
+    assert [set(updater.states) for updater in trainer._updaters] == [{0, 1, 2}, {0, 3}, {0, 4}]  # the embedding's are on all
 
 
 @pytest.mark.pairwise
@@ -222,7 +222,7 @@ def test_the_states_are_divided():
         net.add(nn.Dense(32, in_units=32))
     net.initialize(ctx=cpus(4))
     size = 4 * 16 * (32 * 32 + 32)
-    trainer = mgpu.Trainer(net, "adam", shard_optimizer=True, bucket_bytes=4 * 9000)
+    trainer = mgpu.Trainer(net, "adam", bucket_bytes=9000)
     mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((4, 32)), mx.nd.ones((4, 32)))
     held = [parts["states"] for parts in trainer.bytes_per_device().values()]
     assert sum(held) == 2 * size
@@ -243,8 +243,7 @@ def test_a_pipeline_shards_each_stage(tmp_path, num_shared):
         stages = mgpu.split_stages(net, 2, X, balance="bytes", data_parallel=list(net)[4 - num_shared :])
         model = mgpu.Pipeline(stages, [cpus(4)[:2], cpus(4)[2:]], 2)
         for is_sharded in (shards, not shards):
-            buckets = 500 * (4 if num_shared else 2) if is_sharded else 500
-            trainer = mgpu.Trainer(model, *ADAM, shard_optimizer=is_sharded, bucket_bytes=buckets, clip_norm=0.1)
+            trainer = mgpu.Trainer(model, *ADAM, shard_optimizer=is_sharded, bucket_bytes=500, clip_norm=0.1)
             if is_sharded is not shards:
                 trainer.load_states(str(tmp_path / "states"))
             mgpu.fit(model, gluon.loss.L2Loss(), trainer, [(X, y)] * 3, epochs=1, metrics=(), callbacks=[], compiled="off")
@@ -278,33 +277,44 @@ def test_an_overflow_on_any_device_skips_the_step():
     assert_equal_bits(everywhere(net), before)
 
 
-@pytest.mark.parametrize(
-    "make, told",
-    [
-        (lambda net: mgpu.Trainer(net, "sgd", shard_optimizer="yes"), "got shard_optimizer='yes'"),
-        (lambda net: mgpu.Trainer(net, "sgd", kvstore="nccl", shard_optimizer=True), "shard_optimizer and kvstore='nccl'"),
-        (lambda net: mgpu.Trainer(net, "nadam", shard_optimizer=True), "got shard_optimizer and Nadam"),
-        (lambda net: mgpu.LocalSGD(net, "sgd", every=2, shard_optimizer=True), "got LocalSGD and shard_optimizer"),
-        (
-            lambda net: mgpu.Trainer(net, "sgd", shard_optimizer=True).allreduce_grads(),
-            "one device holds the sum of each gradient",
-        ),
-        (lambda net: mgpu.Trainer(net, "sgd", shard_optimizer=True).update(1), "not summed over 2 devices"),
-    ],
-)
-def test_what_does_not_go_together_raises(make, told):
-    net = small_net(cpus(2))
-    net(mx.nd.zeros((1, 1, 6, 6)))
-    with pytest.raises(TrainerError, match=told):
-        make(net)
+def sum_by_hand(net, trainer):
+    (X, y) = small_batches((6,))[0]
+    with autograd.record():
+        losses = [LOSS(net(x), t) for x, t in zip(*mgpu.split_batch(X, y, trainer.contexts))]
+    mgpu.backward(losses)
+    trainer.allreduce_grads()
+    for param in net.collect_params().values():  # every device must have the sum
+        for gradient in param.list_grad() if param.grad_req != "null" else ():
+            gradient[:] = gradient.clip(-0.1, 0.1)
+    trainer.update(6)
 
 
-def test_several_processes_and_amp_raise(monkeypatch):
-    net = small_net(cpus(2))
-    trainer = make_trainer(net, shards=True)
-    trainer._amp_loss_scaler = object()
-    with pytest.raises(TrainerError, match="got shard_optimizer and MXNet's AMP"):
+def use_amp(net, trainer):
+    trainer._amp_loss_scaler = ScalerOfAmp()  # as mxnet.contrib.amp.init_trainer does
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM])
+@pytest.mark.parametrize("change", [sum_by_hand, use_amp, lambda net, trainer: trainer.use_virtual_shards(3)])
+def test_what_needs_the_sum_on_every_device_replicates_the_states(change, optimizer):
+    found = []
+    for shards in (False, True):
+        net = small_net(cpus(3), normalize=True)
+        trainer = make_trainer(net, shards, optimizer)
         train(net, trainer)
-    monkeypatch.setattr("gluon_mgpu.trainer.process_sync.group", lambda: object())
-    with pytest.raises(TrainerError, match="shard_optimizer and several processes"):
-        make_trainer(net, shards=True)
+        change(net, trainer)
+        train(net, trainer)
+        found.append(everywhere(net))
+    assert_equal_bits(found[1], found[0])
+    assert len({tuple(updater.states) for updater in trainer._updaters}) == 1
+
+
+def test_optimizers_that_join_parameters_and_other_modes_update_on_every_device():
+    for make in (
+        lambda net: mgpu.Trainer(net, "nadam"),
+        lambda net: mgpu.Trainer(net, "sgd", kvstore="nccl"),
+        lambda net: mgpu.Trainer(net, "sgd", check_replicas_every=2),
+        lambda net: mgpu.LocalSGD(net, "sgd", every=2),
+    ):
+        trainer = make(small_net(cpus(2)))
+        assert not trainer._layout.is_sharded
+    assert mgpu.Trainer(small_net(cpus(2)), "sgd")._layout.is_sharded

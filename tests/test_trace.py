@@ -119,7 +119,7 @@ def train(trace, ctx, *, batches=20, epochs=1, sleep_s=0.0, compiled="auto", mis
     net.add(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8))
     net.initialize(mx.init.Xavier(), ctx=ctx)
     net.hybridize(static_alloc=True, static_shape=True)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, bucket_bytes=64)  # each device updates some
     X, y = mx.nd.ones((12, 4)), mx.nd.arange(12) % 2
 
     class Data:

@@ -284,7 +284,7 @@ def test_bytes_are_counted_and_alike_on_every_device(num_devices, optimizer, sta
     for _ in range(8):
         net.add(nn.Dense(128, in_units=128))
     net.initialize(ctx=ctx)
-    trainer = mgpu.Trainer(net, optimizer)
+    trainer = mgpu.Trainer(net, optimizer, shard_optimizer=False)
     with autograd.record():
         losses = [net(mx.nd.ones((2, 128), ctx=context)).sum(axis=1) for context in ctx]
     mgpu.backward(losses)

@@ -255,7 +255,6 @@ def test_evaluate():
     [
         (lambda: make("mlp", 3), "got virtual_shards=8 on 3 devices; expected a multiple of 3"),
         (lambda: make("mlp", 2, shards=0), "got virtual_shards=0"),
-        (lambda: make("mlp", 2, shard_optimizer=True), "got virtual_shards and shard_optimizer"),
         (lambda: mgpu.LocalSGD(make("mlp", 2, shards=None)[0], "sgd", every=2, virtual_shards=8), "virtual_shards and LocalSGD"),
         (lambda: by_hand(*make("mlp", 2)), "got virtual_shards and a loop by hand"),
         (lambda: weighted(*make("mlp", 2)), "virtual shards have equal sizes"),

@@ -94,7 +94,6 @@ _device_options = all_of(
         help="How to split batches over devices of different speed: numbers, such as 3,1. By default evenly.",
     ),
     _virtual_shards,
-    click.option("--shard-optimizer", is_flag=True, help="Divide the optimizer's states over the devices (ZeRO stage 1)."),
     _stages,
     _micro_batches,
     count("--micro-steps", default=1, help="Compute each batch in this many parts, one after the other, to save memory."),

@@ -50,7 +50,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
         net = prepare_network(net, ctx, options, train_iter)
         limits = Limits(options.max_steps, options.limit_batches)
         schedule = _schedule(options.lr, limits.num_batches(num_batches_of(train_iter)), options.epochs, options.max_steps)
-        trainer = create_trainer(net, options.optimizer, schedule, options, shard_optimizer=options.shard_optimizer)
+        trainer = create_trainer(net, options.optimizer, schedule, options)
         trace = None if options.trace is None else Trace(options.trace)
         history = run_fit(
             net,

@@ -12,10 +12,9 @@ from ..distributed import any_process, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..refusals import refusal
-from ..trainer.parameters import devices_of, spans_devices
+from ..trainer.parameters import devices_of, spans_devices, trainers_of
 from ..trainer.running_stats import RunningStats, is_running_stat, running_stats
 from ..trainer.sums import make_sum
-from ..trainer.trainer import Trainer
 from .iterators import as_pair, batches_of, check_iterable, no_batch
 from .passes import Passes, run_backward
 from .sharding import split_batch
@@ -63,8 +62,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
         if any(is_running_stat(param) and param._deferred_init for param in params):
             raise TrainerError("update_bn: got a network whose shapes are open; expected a trained one. Call it after fit.")
         return
-    trainers: Any = [param._trainer for param in params]
-    trainers = list({id(trainer): trainer for trainer in trainers if isinstance(trainer, Trainer)}.values())
+    trainers = trainers_of(net)
     for trainer in trainers:
         trainer.check_applied("update_bn")
     passes = Passes(net, None, trains=True)

@@ -43,8 +43,7 @@ class Layout:
     bucket_bytes : int
         See `slab.place`.
     shards_optimizer : bool
-        Each bucket, and each parameter outside of buckets, has one device that updates it: its owner. Buckets are smaller by the
-        number of devices.
+        Each bucket, and each parameter outside of buckets, has one device that updates it: its owner.
 
     Attributes
     ----------
@@ -66,6 +65,8 @@ class Layout:
         Other trainable parameters: the first batch has yet to decide their shapes.
     spans_devices : bool
         Whether it is a network such as a `Pipeline`, whose parameters may be on different devices.
+    is_sharded : bool
+        Whether there are owners.
     slabs : list of Slab
         Of all trainable parameters.
     is_complete : bool
@@ -97,7 +98,7 @@ class Layout:
         self.is_sharded = shards_optimizer and most > 1
         self.needs_sum = most > 1
         self._owners: Dict[Union[Bucket, int], int] = {}  # by bucket, or by the index of a parameter that is not in one
-        self._bucket_bytes = max(1, bucket_bytes // len(self.contexts)) if self.is_sharded else bucket_bytes
+        self._bucket_bytes = bucket_bytes
         self._dense = [block for block in blocks_of(params) if isinstance(block, gluon.nn.Dense)] if self.structural else []
         self._at_first: Dict[int, Tuple[object, object]] = {}  # of each parameter: Gluon's list of its devices, and its dtype
         self._seen: List[Optional[List[Array]]] = []  # Gluon's lists of gradients
@@ -138,9 +139,17 @@ class Layout:
         return self._owned([one for i in indices for one in one_each(self.params, [i], self.contexts_of[i])])
 
     def owner_of(self, index: int) -> Optional[int]:
-        """Return the replica that updates a parameter; None if all do, or if it was not chosen yet."""
-        found = place_of(self.params[index])
-        return self._owners.get(found.bucket if found else index)
+        """Return the replica that updates a parameter, 0 if it was not chosen yet; None if all do."""
+        param = self.params[index]
+        if not self.is_sharded or param._grad_stype != "default":  # a sparse update writes few rows; a copy would write all
+            return None
+        found = place_of(param)
+        return self._owners.get(found.bucket if found else index, 0)
+
+    def replicate(self) -> None:
+        """Let all devices update all parameters from now on."""
+        self.is_sharded = False
+        self.slabs = self._owned(self.slabs)
 
     def has_changed(self) -> bool:
         """Return whether Gluon made new arrays, or the user set a multiplier, since `place`."""
@@ -180,7 +189,7 @@ class Layout:
                 )
 
     def _owned(self, slabs: List[Slab]) -> List[Slab]:
-        return [replace(one, owner=self.owner_of(one.indices[0])) for one in slabs] if self.is_sharded else slabs
+        return [replace(one, owner=self.owner_of(one.indices[0])) for one in slabs]
 
     def _choose_owners(self) -> None:
         """Give each new bucket or parameter to the device that has the fewest bytes so far, the largest first.
@@ -191,6 +200,8 @@ class Layout:
         sizes: Dict[Union[Bucket, int], int] = {}
         replicas: Dict[Union[Bucket, int], List[Context]] = {}
         for index in self.trainable:
+            if self.owner_of(index) is None:
+                continue
             found = place_of(self.params[index])
             key = found.bucket if found else index
             sizes[key] = num_bytes((found.bucket.weights if found else self.params[index]._data)[0])

@@ -79,8 +79,6 @@ class LocalSGD(Trainer):
             raise refusal("LocalSGD", "LocalSGD", "several processes")
         if spans_devices(params):
             raise refusal("LocalSGD", "LocalSGD", "Pipeline")
-        if options.get("shard_optimizer"):
-            raise refusal("LocalSGD", "LocalSGD", "shard_optimizer")
         super().__init__(params, optimizer, optimizer_params, **options)
         if len(self.contexts) > 1 and not self._update.is_local:
             raise refusal("LocalSGD", "LocalSGD", JOINING, type(self._optimizer).__name__)

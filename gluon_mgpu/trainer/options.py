@@ -13,7 +13,6 @@ from ..checks import explaining, is_number, real_number, short
 from ..errors import TrainerError
 from ..refusals import refusal
 from .layout import Layout
-from .process_sync import ProcessSync
 
 
 def check_optimizer(optimizer: Any, params: Any) -> None:
@@ -71,19 +70,10 @@ def check_options(layout: Layout, compression_params: Any, update_on_kvstore: An
             )
 
 
-def check_sharded(kvstore: Any, process_sync: ProcessSync) -> None:
-    """Raise `TrainerError` if the optimizer's states cannot be divided among the devices."""
-    if process_sync.is_joint:
-        raise refusal("Trainer", "shard_optimizer", "several processes")
-    if getattr(kvstore, "type", kvstore) == "nccl":
-        raise refusal("Trainer", "shard_optimizer", "kvstore='nccl'")
-
-
 def check_virtual(trainer: Any) -> None:
     """Raise `TrainerError` if an option needs sums in another order than that of virtual shards."""
     refused = {
         "Pipeline": trainer._layout.spans_devices,
-        "shard_optimizer": trainer._layout.is_sharded,
         "sharded_data": trainer.sharded_data,
         "precision='fp16'": trainer.loss_scaler is not None,
         "LocalSGD": trainer.trains_apart,

@@ -136,10 +136,15 @@ def blocks_of(net: gluon.Block) -> List[gluon.Block]:
     return list(found.values())
 
 
+def trainers_of(params: Params) -> List[Any]:
+    """Return the trainers of this package that have these parameters, as Gluon notes them: the latest one of each."""
+    found = {id(param._trainer): param._trainer for param in named_params(params).values()}
+    return [trainer for trainer in found.values() if hasattr(trainer, "average_replicas")]
+
+
 def average_replicas(params: Params) -> None:
     """Make the devices equal: the weights of a `LocalSGD`, and running statistics that a pass without a step has moved."""
-    trainers = [param._trainer for param in named_params(params).values()]  # as Gluon notes them
-    for trainer in {id(trainer): trainer for trainer in trainers if hasattr(trainer, "average_replicas")}.values():
+    for trainer in trainers_of(params):
         trainer.average_replicas()
 
 

@@ -51,12 +51,10 @@ class ReplicaCheck:
         processes = group()
         self._num_processes = 1 if processes is None else processes.process.num_processes
         num_replicas = len(layout.contexts) * self._num_processes
-        refused = layout.spans_devices or layout.is_sharded
-        if refused or num_replicas < 2 or trains_apart:
+        if layout.spans_devices or num_replicas < 2 or trains_apart:
             raise TrainerError(
                 f"Trainer: got check_replicas_every={self.every} with {num_replicas} replicas of one network; expected two or "
-                "more that hold the same weights and states. Leave it out on one device, and with shard_optimizer, pipelines "
-                "and LocalSGD."
+                "more that hold the same weights and states. Leave it out on one device, and with pipelines and LocalSGD."
             )
 
     def after_update(self) -> None:

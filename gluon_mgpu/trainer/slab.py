@@ -11,9 +11,11 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd, gluon
 
-from ..nested import Array
+from ..nested import Array, num_bytes
 
 BUCKET_BYTES = 25 * 2**20
+_NUM_BUCKETS = 16  # of a network that is large enough, so that devices share its update evenly
+_SMALLEST = 2**20  # bytes of a bucket, except for the last one of its kind
 _ALIGNMENT = 64  # bytes: the alignment that oneDNN and cuDNN prefer
 _DTYPES = ("float16", "float32", "float64")
 
@@ -115,24 +117,26 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
     params : sequence of gluon.Parameter
         In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
     bucket_bytes : int
-        A bucket is closed if the next parameter would make it larger than this.
+        A bucket is closed if the next parameter would make it larger than this, or than a sixteenth of all and 1 MiB. So buckets
+        do not depend on the number of devices.
     statistics : bool
         Move the running statistics instead; the gradients of their buckets are memory for changes.
     """
     open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
     closed: List[List[gluon.Parameter]] = []
     filled: Dict[Tuple[object, ...], int] = {}
-    for param in reversed(params):
-        if param._differentiable == statistics or not _fits(param) or place_of(param) is not None:
-            continue
+    new = [one for one in reversed(params) if one._differentiable != statistics and _fits(one) and place_of(one) is None]
+    total = sum(num_bytes(param._data[0]) for param in new)
+    bucket_bytes = min(bucket_bytes, max(_SMALLEST, total // _NUM_BUCKETS))
+    for param in new:
         key = (np.dtype(param.dtype).name, param.lr_mult, param.wd_mult)
-        num_bytes = _padded(param) * np.dtype(param.dtype).itemsize
-        if key in open_buckets and filled[key] + num_bytes > bucket_bytes:
+        size = _padded(param) * np.dtype(param.dtype).itemsize
+        if key in open_buckets and filled[key] + size > bucket_bytes:
             closed.append(open_buckets.pop(key))
         if key not in open_buckets:
             filled[key] = 0
         open_buckets.setdefault(key, []).append(param)
-        filled[key] += num_bytes
+        filled[key] += size
     groups = closed + list(open_buckets.values())
     if not groups:
         return

@@ -151,7 +151,7 @@ def states_on(
                 f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "
                 "network."
             )
-        owner = (layout.owner_of(index) or 0) if layout.is_sharded else None
+        owner = layout.owner_of(index)
         for replica, (context, restored) in enumerate(zip(param.list_ctx(), on_devices)):
             if owner not in (None, replica):
                 continue

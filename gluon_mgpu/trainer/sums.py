@@ -151,7 +151,7 @@ class _Store:
             num_slices = max(1, min(num_devices, size // _MIN_SLICE))
             step = -(-size // (num_slices * _MULTIPLE)) * _MULTIPLE
             slices = [[flat[begin : min(begin + step, size)] for flat in gradients] for begin in range(0, size, step)]
-        known = (slab.bucket is not None, slab.indices, gradients[0].shape, gradients[0].dtype)
+        known = (slab.bucket is not None, slab.indices, slab.owner is None, gradients[0].shape, gradients[0].dtype)
         if known not in self._keys:
             if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):  # type: ignore[call-overload]
                 self._keys = {}  # divided anew: another store frees the memory of the old sums

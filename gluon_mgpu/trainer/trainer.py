@@ -12,6 +12,7 @@ from mxnet import optimizer as opt
 
 from ..checks import flag, path_of, whole_number
 from ..devices.select import check_contexts
+from ..distributed import group
 from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..refusals import JOINING, refusal
@@ -19,15 +20,15 @@ from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer, schedule_of
-from .options import check_batch_size, check_clipping, check_optimizer, check_options, check_rate, check_sharded, check_virtual
-from .parameters import Params, gluon_order, has_values, replica_difference
+from .options import check_batch_size, check_clipping, check_optimizer, check_options, check_rate, check_virtual
+from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
 from .precision import precision_of, set_precision
 from .process_sync import ProcessSync
 from .replica_check import ReplicaCheck
 from .running_stats import RunningStats, is_running_stat
 from .slab import BUCKET_BYTES, Slab
 from .states import TrainerState, check_state, read_states, states_on, write_states
-from .sums import Sum, clip, make_sum
+from .sums import Sum, clip, make_sum, store_type
 from .tree_sum import TreeSum, VirtualShards
 from .update import Update
 
@@ -80,7 +81,9 @@ class Trainer(gluon.Trainer):
     shard_optimizer : bool
         Let one device update each parameter, keep the optimizer's states of it, and copy its weights to the others. So each of k
         devices holds about 1/k of the states and computes 1/k of the update. The weights do not change. This is stage 1 of ZeRO,
-        or PyTorch's `ZeroRedundancyOptimizer`, on the devices of one process.
+        or PyTorch's `ZeroRedundancyOptimizer`, on the devices of one process. Sparse gradients, several processes,
+        `virtual_shards`, `check_replicas_every`, `LocalSGD`, `allreduce_grads`, MXNet's AMP, the store `"nccl"`, and optimizers
+        that join parameters, such as nadam or your own, need the sum on every device: each then updates all.
     virtual_shards : int, optional
         Cut every batch into this many parts, computed one by one and summed in one order: weights, states and metrics then have
         the same bits on 1, 2, 4, ... devices, in one process or several. A multiple of their number. It takes `train_batch` or
@@ -89,8 +92,8 @@ class Trainer(gluon.Trainer):
         Every so many updates, compare the bits of weights and states on all devices, and raise `ReplicaError` if they differ.
         See `ReplicaCheck`.
     bucket_bytes : int, bytes
-        The size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced while
-        the backward pass still computes the first. With `shard_optimizer`, it is divided by the number of devices.
+        The largest size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced
+        while the backward pass still computes the first. They hold a sixteenth of a smaller network, or 1 MiB.
 
     Raises
     ------
@@ -128,7 +131,7 @@ class Trainer(gluon.Trainer):
         find_unused_parameters: bool = False,
         precision: Optional[str] = None,
         sharded_data: bool = False,
-        shard_optimizer: bool = False,
+        shard_optimizer: bool = True,
         virtual_shards: Optional[int] = None,
         check_replicas_every: Optional[int] = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -138,7 +141,8 @@ class Trainer(gluon.Trainer):
         switches.update(find_unused_parameters=find_unused_parameters, shard_optimizer=shard_optimizer)
         for name, value in switches.items():
             flag("Trainer", name, value)
-        self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer)
+        needs_all = self.trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
+        self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer and not needs_all)
         self._order = gluon_order(params)
         check_contexts(self._layout.contexts, "Trainer")
         check_optimizer(optimizer, optimizer_params)
@@ -149,12 +153,10 @@ class Trainer(gluon.Trainer):
         self._process_sync = ProcessSync(self._layout, sharded_data=sharded_data)
         self.sharded_data: bool = self._process_sync.sharded_data  # whether every process reads its own batches
         self.gradients.all_take_part = self._process_sync.is_joint
-        if shard_optimizer:
-            check_sharded(kvstore, self._process_sync)
         if has_values(self._layout.params):
             self._layout.place()
-        for former in {id(param._trainer): param._trainer for param in self._layout.params}.values():
-            if getattr(former, "trains_apart", False) and replica_difference(params):
+        for former in trainers_of(params):
+            if former.trains_apart and replica_difference(params):
                 former.average_replicas()
         super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None)
         self._optimizer: opt.Optimizer
@@ -199,6 +201,7 @@ class Trainer(gluon.Trainer):
         if self.virtual_shards == number:
             return
         check_virtual(self)
+        self._replicate()
         self._sum = self.tree = TreeSum(VirtualShards(number, self.contexts))
 
     @property
@@ -418,8 +421,7 @@ class Trainer(gluon.Trainer):
         """
         self._process_sync.check_begun("Trainer.allreduce_grads")
         self._complete("Trainer.allreduce_grads")
-        if self._layout.is_sharded:
-            raise refusal("Trainer.allreduce_grads", "shard_optimizer", "allreduce_grads()")
+        self._replicate()
         slabs = self.gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:
             raise TrainerError(
@@ -588,6 +590,8 @@ class Trainer(gluon.Trainer):
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
+        if getattr(self, "_amp_loss_scaler", None) is not None:
+            self._replicate()
         slabs = self.gradients.collect(ignore_stale_grad)
         self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
@@ -596,9 +600,14 @@ class Trainer(gluon.Trainer):
         self._apply(slabs, batch_size)
 
     def _reduce(self, slabs: List[Slab]) -> None:
-        if self._layout.is_sharded and getattr(self, "_amp_loss_scaler", None) is not None:
-            raise refusal("Trainer.step", "shard_optimizer", "MXNet's AMP")
         self._sum.run(slabs)
+
+    def _replicate(self) -> None:
+        """Let all devices hold the optimizer's states and update all parameters from now on."""
+        if self._layout.is_sharded:
+            self._layout.replicate()
+            states = self._update.states()
+            self._update.restore(states_on(self._layout, self._optimizer, states, "its own states"), self._update.counts())
 
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:
         if self.tree is None and not self.trains_apart:  # those move them themselves
@@ -657,8 +666,9 @@ class Trainer(gluon.Trainer):
 
     def _use(self, optimizer: opt.Optimizer) -> None:
         update = Update(optimizer, self._layout, self._order)
-        for what, needs_local in (("shard_optimizer", self._layout.is_sharded), ("Pipeline", self._layout.spans_devices)):
-            if needs_local and not update.is_local:
-                raise refusal("Trainer", what, JOINING, type(optimizer).__name__)
+        if not update.is_local:
+            if self._layout.spans_devices:
+                raise refusal("Trainer", "Pipeline", JOINING, type(optimizer).__name__)
+            self._layout.replicate()
         self._optimizer, self._update = optimizer, update
         self._updaters = update.updaters  # gluon.Trainer's name, which other libraries use

@@ -357,6 +357,7 @@ class IdentityProp(mx.operator.CustomOpProp):
         (Own(lambda F, x: x * 2), Pair(), "the loss returns"),
         (InPython(lambda F, x: x), None, "runs these steps in Python"),
         (Own(lambda F, x: F.no_such_operator(x)), None, "tracing failed"),
+        (nn.PReLU(), LOSS, "wrong gradient of PReLU's slope"),
     ],
 )
 def test_graphs_that_would_not_be_the_network_are_refused(net, loss, told):

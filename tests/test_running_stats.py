@@ -58,7 +58,7 @@ def go_back(net, trainer, X, y, backward=mgpu.backward):
 
 def by_backward(net, trainer, X, y, backward=mgpu.backward):
     go_back(net, trainer, X, y, backward)
-    trainer.step(len(X))
+    trainer.step(np.array(len(X)))  # as d2l's programs do
 
 
 def by_autograd(net, trainer, X, y):
@@ -132,8 +132,21 @@ def test_compiled_steps_and_accumulated_ones(mode, num_devices, arrays):
     assert_stats(net, [np.average([one[i] for one in found], axis=0, weights=weights) for i in (0, 1)])
 
 
+def gathered(losses):
+    with autograd.record():
+        mgpu.backward([mgpu.gather(losses)])
+
+
+def regularized(losses):
+    with autograd.record():
+        mgpu.backward([*losses, losses[0].tile(9)])
+
+
 @pytest.mark.parametrize("drops", [True, False])
-@pytest.mark.parametrize(("backward", "weights"), [(mgpu.backward, (2, 1)), (autograd.backward, (1, 1))])
+@pytest.mark.parametrize(
+    ("backward", "weights"),
+    [(mgpu.backward, (2, 1)), (autograd.backward, (1, 1)), (gathered, (1, 1)), (regularized, (2, 1))],
+)
 def test_a_pass_that_no_step_used_counts_before_evaluation(backward, weights, drops):
     net, trainer = normed(2)
     X, y = batch(3)

@@ -170,6 +170,8 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     operators = {node["op"] for node in nodes}
     if "Custom" in operators:
         raise NotCompilableError("an operator is written in Python (mx.operator.CustomOp)")
+    if loss is not None and any(node.get("attrs", {}).get("act_type") == "prelu" for node in nodes):
+        raise NotCompilableError("MXNet computes a wrong gradient of PReLU's slope in a graph, also after hybridize()")
     params = {**net.collect_params(), **(loss.collect_params() if loss is not None else {})}
     used = {name: params[name] for name in group.list_inputs() if name in params}
     unknown = set(group.list_inputs()).difference(names, used)

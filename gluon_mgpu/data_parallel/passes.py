@@ -90,12 +90,14 @@ class Passes:
 def backward(losses: Sequence[Array]) -> None:
     """Compute the gradients of all shards' losses in one backward pass.
 
-    Separate passes fail if two shards went through one BatchNorm, and they give the engine less to run in parallel.
+    Separate passes fail if two shards went through one BatchNorm, and they give the engine less to run in parallel. With
+    gradients of the losses, or `train_mode=False`, call `autograd.backward` for all shards instead.
 
     Parameters
     ----------
     losses : sequence of NDArray, any shapes
-        Recorded, one per shard. BatchNorm's running statistics are weighted by their lengths, 1 for a number.
+        Recorded, one per shard. BatchNorm's running statistics are weighted by the length of each device's first one, 1 for a
+        number; and equally if the pass reaches a device without a loss, as one of outputs that were gathered.
 
     Raises
     ------

@@ -18,6 +18,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from operator import attrgetter, is_not
 from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 from weakref import ReferenceType, WeakSet, ref
@@ -40,7 +41,7 @@ _EACH_DEVICE = "calls of mgpu.backward on one device each"
 _IDLE = "devices that the latest split left without examples"
 _PARTS = "the parts of a batch of another trainer, one by one (micro_steps, virtual_shards or micro_batches)"
 _EMPTY = "a pass before one without examples in this process"
-_SPLIT = " If that split was of another batch, such as one to validate, split this one with split_batch, too."
+_SPLIT = " If that split was of another batch: split this one with split_batch, too, and the next one after step()."
 _MOST_NAMES = 5  # in an error
 Table = np.ndarray  # of bool: one element for each parameter with a gradient and each of its replicas
 
@@ -477,6 +478,10 @@ class Gradients:
             alone = np.array([id(params[index]) not in shared for index, _ in self._entries], dtype=bool)
             self._flags.put(self._latest.written & alone, False)
             self._is_full, self._doubt = False, _PARTS
+
+    def reached(self) -> Set[Context]:
+        """Return the devices on which the latest pass has written a gradient."""
+        return set() if self._latest is None else set(compress(self._contexts, self._latest.written.tolist()))
 
     def note_idle(self) -> None:
         """Remember that devices hold gradients which the latest split left idle, before another split comes."""

@@ -93,7 +93,14 @@ def check_clipping(**bounds: Optional[float]) -> None:
             real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
 
 
-def check_batch_size(operation: str, batch_size: float) -> None:
-    """Raise `TrainerError` for a batch size that is not positive."""
-    if not (type(batch_size) is int and batch_size > 0):  # each step asks this
-        real_number(operation, "batch_size", batch_size, above=True, advice="Pass the examples over all devices, X.shape[0].")
+def batch_size_of(operation: str, batch_size: Any, *, may_be_0: bool = False) -> float:
+    """Return a batch size as a number; raise `TrainerError` if it is not positive."""
+    if type(batch_size) is int and batch_size > 0:  # each step asks this
+        return batch_size
+    advice = "Pass the examples over all devices, X.shape[0]."
+    return real_number(operation, "batch_size", as_number(batch_size), above=not may_be_0, advice=advice)
+
+
+def as_number(value: Any) -> Any:
+    """Return an array without axes as the number that it holds: d2l's programs pass sums of lengths."""
+    return value.item() if getattr(value, "shape", None) == () else value

@@ -41,7 +41,7 @@ def note_examples(examples: Iterable[Tuple[Context, float]], params: Optional[Se
     counted = list(examples)
     for one in list(_all):
         if one.has_some(params) if params is not None else not counted or one.is_reached:
-            one.count(counted)
+            one.count(counted if params is not None else one.divided(counted))
 
 
 def note_stages(devices: Sequence[Context]) -> None:
@@ -50,9 +50,12 @@ def note_stages(devices: Sequence[Context]) -> None:
 
 
 def note_losses(losses: Iterable[Array]) -> None:
-    """Note the examples in the latest backward pass, which was from these losses."""
-    examples = [(loss.context, (*loss.shape, 1)[0]) for loss in losses]
-    note_examples(examples + [(other, number) for context, number in examples for other in _stages_before.get(context, ())])
+    """Note the examples in the latest backward pass, which was from these losses: the length of the first one of each device."""
+    examples: Dict[Context, float] = {}
+    for loss in losses:
+        for context in (loss.context, *_stages_before.get(loss.context, ())):
+            examples.setdefault(context, (*loss.shape, 1)[0])
+    note_examples(examples.items())
     _stages_before.clear()
 
 
@@ -216,6 +219,13 @@ class RunningStats:
     def is_reached(self) -> bool:
         """Whether the latest backward pass has reached the network."""
         return self._gradients is not None and self._gradients.is_reached
+
+    def divided(self, examples: List[Tuple[Context, float]]) -> List[Tuple[Context, float]]:
+        """Return the examples; if a device that the pass has reached has none, as its loss is elsewhere, divided equally."""
+        reached = self._gradients.reached() if self._gradients is not None and examples else set()
+        if reached.issubset(context for context, _ in examples):
+            return examples
+        return [(context, sum(number for _, number in examples) / len(reached)) for context in reached]
 
     def count(self, examples: Sequence[Tuple[Context, float]]) -> None:
         """Count examples on their devices until the next move."""

@@ -20,7 +20,7 @@ from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer, schedule_of
-from .options import check_batch_size, check_clipping, check_optimizer, check_options, check_rate, check_virtual
+from .options import as_number, batch_size_of, check_clipping, check_optimizer, check_options, check_rate, check_virtual
 from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
 from .precision import precision_of, set_precision
 from .process_sync import ProcessSync
@@ -262,6 +262,7 @@ class Trainer(gluon.Trainer):
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate from the next step on, as `gluon.Trainer` does."""
+        lr = as_number(lr)
         check_rate("Trainer.set_learning_rate", lr)
         super().set_learning_rate(lr)
 
@@ -272,7 +273,7 @@ class Trainer(gluon.Trainer):
 
         Parameters
         ----------
-        batch_size : number
+        batch_size : number, or array without axes
             Examples over all devices: gradients are divided by it. 1 if you have averaged the loss.
         ignore_stale_grad : bool
             Do not update parameters that got no gradient on any device, instead of raising.
@@ -284,8 +285,7 @@ class Trainer(gluon.Trainer):
         TrainerError
             The batch size is not a positive number, or a parameter was moved to other devices.
         """
-        if not (self.sharded_data and batch_size == 0):
-            check_batch_size("Trainer.step", batch_size)
+        batch_size = batch_size_of("Trainer.step", batch_size, may_be_0=self.sharded_data)
         self._process_sync.check_begun("Trainer.step")
         if self.sharded_data and is_too_large(batch_size):
             raise refusal("Trainer.step", "sharded_data", "the size of a batch that processes share")
@@ -442,7 +442,7 @@ class Trainer(gluon.Trainer):
         TrainerError
             The gradients of several devices were not summed: their weights would diverge.
         """
-        check_batch_size("Trainer.update", batch_size)
+        batch_size = batch_size_of("Trainer.update", batch_size)
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.update")
         if self._summed is not None:

@@ -152,7 +152,9 @@ class Supervisor:
     def _run(self, wanted: Sequence[Task], is_done: Callable[[], bool]) -> Optional[Failure]:
         """Start processes, and poll all until something is done; return the first failure."""
         job, began, is_told = self._job, time.monotonic(), False
-        self._started += [Started(task, self._output.log(task.name, job.restart), self._woken) for task in wanted]
+        for task in wanted:
+            if not self._signals.new:  # many processes take long to start
+                self._started.append(Started(task, self._output.log(task.name, job.restart), self._woken))
         while not self._signals.new:
             self._poll()
             if any(one.status for one in self._started):

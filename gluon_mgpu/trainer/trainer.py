@@ -606,8 +606,12 @@ class Trainer(gluon.Trainer):
         """Let all devices hold the optimizer's states and update all parameters from now on."""
         if self._layout.is_sharded:
             self._layout.replicate()
-            states = self._update.states()
-            self._update.restore(states_on(self._layout, self._optimizer, states, "its own states"), self._update.counts())
+            self._share_states()
+
+    def _share_states(self) -> None:
+        """Give each device that updates a parameter the states of the first one, or of the former owner."""
+        states = states_on(self._layout, self._optimizer, self._update.states(), "its own states")
+        self._update.restore(states, self._update.counts())
 
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:
         if self.tree is None and not self.trains_apart:  # those move them themselves
@@ -624,7 +628,10 @@ class Trainer(gluon.Trainer):
                 self._update.apply(slabs)
             except BaseException:  # such as Ctrl-C, or a schedule's: some devices are updated, and others are not
                 if not self.trains_apart:
-                    self._update.make_equal(slabs)
+                    for slab in slabs:
+                        for weight in slab.weights[1:] if slab.owner is None else ():
+                            slab.weights[0].copyto(weight)
+                    self._share_states()
                 raise
             finally:
                 self._sum.share(slabs)

@@ -72,11 +72,16 @@ class Update:
     ----------
     updaters : list of mxnet.optimizer.Updater
         One per device. Their states are per parameter, by index; for some optimizers they are views of one array per bucket.
+    order : list of int
+        The argument, when the training of these states began.
+    is_local : bool
+        Whether the optimizer updates each parameter from its own gradient, state and count alone, on every replica or its owner.
+        Otherwise the first replica is updated, and copied to the others.
     """
 
     def __init__(self, optimizer: opt.Optimizer, layout: Layout, order: Sequence[int]) -> None:
         _check_dtypes(optimizer, layout.params)
-        self._optimizer, self._layout, self._order = optimizer, layout, list(order)
+        self._optimizer, self._layout, self.order = optimizer, layout, list(order)
         self._by_index = dict(enumerate(layout.params))
         self.updaters = [opt.get_updater(optimizer) for _ in layout.devices]
         self._devices = [_Device(context, updater) for context, updater in zip(layout.devices, self.updaters)]
@@ -86,7 +91,7 @@ class Update:
         self._converted: Dict[int, Tuple[List[Tuple[str, Any]], Tuple[Any, ...]]] = {}  # the latest attributes
         self._slabs: List[Slab] = []
         self._taking_part: List[int] = []  # their parameters, in Gluon's order
-        self._is_known = type(optimizer) in _REPLICABLE
+        self.is_local = type(optimizer) in _REPLICABLE
 
     def apply(self, slabs: List[Slab]) -> None:
         """Update the weights of these slabs with their gradients, on every replica or on their owners."""
@@ -95,7 +100,7 @@ class Update:
             self._prepare(slabs)
         optimizer.param_dict = self._by_index
         before = dict(self._counts)
-        if self._is_known:
+        if self.is_local:
             for index in self._taking_part:
                 self._counts[index] = before.get(index, optimizer.begin_num_update) + 1
             # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
@@ -108,44 +113,17 @@ class Update:
                 operator.run(known[first])
             if device.joint or device.single:
                 # MXNet counts updates by device number, which cpu(0) and gpu(0) share; each replica counts the same ones
-                counts = dict(before) if self._is_known else self._counts
+                counts = dict(before) if self.is_local else self._counts
                 optimizer._all_index_update_counts = {device.context.device_id: counts}
                 optimizer._set_current_context(device.context.device_id)
             for first, weight, gradient, state in device.joint:
                 update_one(optimizer, first, weight, gradient, state)
             if device.single:
                 self._run_updater(device.single, device)
-        if not self._is_known:
+        if not self.is_local:
             for slab in slabs:
                 for weight in slab.weights[1:]:
                     slab.weights[0].copyto(weight)
-
-    def make_equal(self, slabs: List[Slab]) -> None:
-        """Give all replicas the weights and states of the first one, after an update that has not ended."""
-        for slab in slabs:
-            for replica in range(1, len(slab.contexts) if slab.owner is None else 1):
-                slab.weights[0].copyto(slab.weights[replica])
-                for index in slab.indices if self._is_known else ():
-                    first, other = self._on(index, 0).updater, self._on(index, replica).updater
-                    if index in first.states and index not in other.states:
-                        weight = self._layout.params[index]._data[replica].as_nd_ndarray()
-                        other.states[index] = self._optimizer.create_state_multi_precision(index, weight)
-                        other.states_synced[index] = True
-                    if index in first.states:
-                        other.states[index] = filled(other.states[index], first.states[index], f"parameter {index}")
-
-    @property
-    def order(self) -> List[int]:
-        """The positions of the parameters in Gluon's order, when the training of these states began."""
-        return list(self._order)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the optimizer updates each parameter from its own gradient, state and count alone, on every replica.
-
-        Otherwise the first replica is updated, and copied to the others.
-        """
-        return self._is_known
 
     def arrays(self) -> List[List[Array]]:
         """Return the arrays of the optimizer's states, one list per state with one array per replica."""
@@ -169,10 +147,10 @@ class Update:
 
     def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
         """Set states, one dict per replica, counts, and the order if it is known: names may sort differently now."""
-        self._order = self._order if order is None else list(order)
+        self.order = self.order if order is None else list(order)
         for updater in self.updaters:
             updater.states, updater.states_synced = {}, {}
-        for replica, known in enumerate(states if self._is_known else states[:1]):
+        for replica, known in enumerate(states if self.is_local else states[:1]):
             for index, state in known.items():
                 updater = self._on(index, replica).updater
                 updater.states[index], updater.states_synced[index] = state, True
@@ -230,7 +208,7 @@ class Update:
         layout = self._layout
         _check_dtypes(self._optimizer, layout.params)  # cast since the trainer was made
         taking_part = {index for slab in slabs for index in slab.indices}
-        self._taking_part = [index for index in self._order if index in taking_part]
+        self._taking_part = [index for index in self.order if index in taking_part]
         single: Dict[int, Sequence[int]] = {}  # the replicas of parameters that are updated one by one
         for device in self._devices:
             device.joint, device.operators, device.single = [], [], []
@@ -258,7 +236,7 @@ class Update:
         """Return the replicas that compute the update of a slab."""
         if slab.owner is not None:
             return (slab.owner,)
-        return range(len(slab.contexts) if self._is_known else 1)
+        return range(len(slab.contexts) if self.is_local else 1)
 
     def _add_joint(self, slab: Slab, replica: int, state: State) -> None:
         device, weight, gradient = self._on(slab.indices[0], replica), slab.weights[replica], slab.gradients[replica]

@@ -406,3 +406,20 @@ def test_trainers_that_share_parameters_take_turns(devices):
         weight -= rates[which] * weight * float(np.square(X).mean())
         for context in devices:
             assert net.weight.data(context).asscalar() == pytest.approx(weight, rel=1e-5)
+
+
+def test_an_accumulated_step_is_a_step_to_other_trainers():
+    nets = [nn.Dense(2, in_units=2), nn.Dense(1, in_units=2)]
+    for net in nets:
+        net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    first, second = (mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}) for net in nets)
+    with first.accumulate():
+        with autograd.record():
+            loss = nets[1](nets[0](mx.nd.ones((2, 2))))
+        mgpu.backward([loss])
+        first.step(2)
+    with autograd.record():
+        loss = nets[1](mx.nd.ones((2, 2), ctx=mx.cpu(1)))
+    mgpu.backward([loss])  # on another device, as a batch of one example may be
+    second.step(2)
+    assert nets[1].weight.data().asnumpy().tolist() == [[0.5, 0.5]]

@@ -1,10 +1,12 @@
 """Compiled passes: the same bits as recorded ones, whatever happens between steps; and why some passes cannot be compiled."""
 
+import gc
 import logging
 import multiprocessing
 import operator
 import os
 import threading
+import weakref
 from contextlib import nullcontext
 
 import gluon_mgpu as mgpu
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel import compiled as compiled_module
 from gluon_mgpu.data_parallel.compiled import CompiledPasses
+from gluon_mgpu.data_parallel.executors import Executor
 from gluon_mgpu.data_parallel.graph import NotCompilableError, trace
 from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from gluon_mgpu.models.seq2seq.network import Seq2Seq
@@ -586,3 +589,15 @@ def test_networks_of_one_trainer_may_leave_their_shapes_to_their_first_batches()
         net.add(layers[0], layers[head])
         mgpu.compile_step(net, gluon.loss.L2Loss(), trainer, ignore_stale_grad=True)(np.ones((4, 3)), np.ones((4, 1)))
     assert layers[2].weight.shape == (1, 2)
+
+
+def test_executors_of_former_graphs_are_freed():
+    net, (X, y) = dense(), batches([8])[0]
+    net.initialize()
+    step = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd"))
+    step(X, y)
+    former = [weakref.ref(one) for one in gc.get_objects() if isinstance(one, Executor)]
+    net.hybridize()
+    step(X[:2], y[:2])
+    gc.collect()
+    assert former and all(one() is None for one in former)

@@ -57,9 +57,16 @@ class Own(opt.SGD):
 
 def test_of_ones_own_classes_what_moves_is_taken():
     one, other = Own(gamma=0.25, momentum=0.5), Own()
-    one.seen = (7,)
+    one.seen = {"a": np.float32(0.5), 3: (True, None)}
     restore_optimizer(told(one), other)
-    assert (other.gamma, other.momentum, other.seen) == (1.0, 0.0, (7,))
+    assert (other.gamma, other.momentum, other.seen) == (1.0, 0.0, one.seen)
+
+
+def test_options_in_a_file_are_not_taken():
+    saved, again = describe(opt.SGD()), opt.SGD(momentum=0.5)
+    saved["values"]["momentum"] = 0.25
+    restore_optimizer(saved, again)
+    assert again.momentum == 0.5
 
 
 VALUES = {

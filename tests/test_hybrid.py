@@ -130,3 +130,11 @@ def test_what_cannot_be_is_refused(make, shared, message):
     with pytest.raises(TrainerError) as raised:
         hybrid(net, 2, shared=shared(net))
     assert message in str(raised.value)
+
+
+def test_each_part_costs_what_it_holds():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, in_units=4), nn.Dense(8, in_units=8), nn.Dense(2, in_units=8))
+    net.initialize()
+    found = mgpu.split_stages(net, 2, mx.nd.ones((2, 4)), balance="bytes", data_parallel=[net[2]])
+    assert found.costs == [160.0, 288.0, 72.0]

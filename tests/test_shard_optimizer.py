@@ -318,3 +318,15 @@ def test_optimizers_that_join_parameters_and_other_modes_update_on_every_device(
         trainer = make(small_net(cpus(2)))
         assert not trainer._layout.is_sharded
     assert mgpu.Trainer(small_net(cpus(2)), "sgd")._layout.is_sharded
+
+
+def test_a_parameter_that_is_trained_later_goes_where_least_is():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, in_units=16, use_bias=False), nn.Dense(2, in_units=16, use_bias=False))
+    net.initialize(ctx=cpus(2))
+    net[0].weight.grad_req = "null"
+    trainer = mgpu.Trainer(net, "adam", bucket_bytes=1)
+    for grad_req in ("null", "write"):
+        net[0].weight.grad_req = grad_req
+        mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((2, 16)), mx.nd.zeros((2, 2)))
+    assert [sorted(one.states) for one in trainer._updaters] == [[1], [0]]

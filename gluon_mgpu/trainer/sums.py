@@ -17,13 +17,8 @@ from .slab import Slab
 
 # Gluon silently treats any other name, and None, as "local" or as no reduction.
 LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allreduce_cpu", "local_update_cpu")
-_MIN_SLICE = 2**15  # elements: queueing a smaller slice costs more than adding it
-_MULTIPLE = 16  # elements: slices begin at cache lines
-# (key, array) per call: the store sorts more pairs by key, which changes the order of devices, and so the bits of sums
-_MOST_PAIRS = 16
 _LARGEST = 3.4028234e38  # float32
 _MOST_ARRAYS = 200  # of one call of MXNet's finite check
-Part = Tuple[List[int], List[List[Array]]]  # keys, each with one array per device
 
 
 class Sum:
@@ -114,14 +109,13 @@ class DeviceSum(Sum):
 
     def _prepare(self, slab: Slab, priority: int) -> None:
         store = self._stores.setdefault(slab.contexts, _Store(self._name, slab.contexts))
-        for keys, gradients in store.divided(slab):
-            sums = gradients if slab.owner is None else [[one[slab.owner]] for one in gradients]
-            kind = PushPull if gradients[0][0].stype == "default" else SparsePushPull
-            self._calls.append(kind(store.kv, keys, gradients, sums, priority))
-            if slab.owner is not None:  # the store copies a "sum" over one device to the others
-                weights = slab.weights
-                others = weights[: slab.owner] + weights[slab.owner + 1 :]
-                self._shares.append(PushPull(store.kv, keys, [[weights[slab.owner]]], [others], 0))
+        keys = [store.key_of(slab)]
+        kind = PushPull if slab.gradients[0].stype == "default" else SparsePushPull
+        self._calls.append(kind(store.kv, keys, [slab.gradients], [slab.summed], priority))
+        if slab.owner is not None:  # the store copies a "sum" over one device to the others
+            weights = slab.weights
+            others = weights[: slab.owner] + weights[slab.owner + 1 :]
+            self._shares.append(PushPull(store.kv, keys, [[weights[slab.owner]]], [others], 0))
 
 
 class _Store:
@@ -130,38 +124,19 @@ class _Store:
     def __init__(self, name: str, contexts: Sequence[Context]) -> None:
         # "device" sums on the devices, which must be of one kind
         self._name = name if len({context.device_type for context in contexts}) == 1 else "local"
-        self._contexts = list(contexts)
-        self._keys: Dict[Tuple[object, ...], List[int]] = {}
+        self._keys: Dict[Tuple[object, ...], int] = {}
         self.kv: mx.kvstore.KVStore = mx.kv.create(self._name)
 
-    def divided(self, slab: Slab) -> List[Part]:
-        """Return the sums of a slab for the store: one slice per device, so that all devices add equally much.
-
-        ```
-        device 0: │ slice 0 │ slice 1 │    slice 0 of both devices is summed on device 0 and copied back,
-        device 1: │ slice 0 │ slice 1 │    slice 1 on device 1
-        ```
-
-        A slab with an owner is one slice.
-        """
-        gradients, num_devices = slab.gradients, len(self._contexts)
-        slices = [gradients]
-        if slab.bucket is not None and slab.owner is None:
-            size = gradients[0].size
-            num_slices = max(1, min(num_devices, size // _MIN_SLICE))
-            step = -(-size // (num_slices * _MULTIPLE)) * _MULTIPLE
-            slices = [[flat[begin : min(begin + step, size)] for flat in gradients] for begin in range(0, size, step)]
-        known = (slab.bucket is not None, slab.indices, slab.owner is None, gradients[0].shape, gradients[0].dtype)
+    def key_of(self, slab: Slab) -> int:
+        """Return the key of a slab."""
+        known = (slab.bucket is not None, slab.indices, slab.gradients[0].shape, slab.gradients[0].dtype)
         if known not in self._keys:
             if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):  # type: ignore[call-overload]
                 self._keys = {}  # divided anew: another store frees the memory of the old sums
                 self.kv = mx.kv.create(self._name)
-            first = sum(map(len, self._keys.values()))
-            self._keys[known] = list(range(first, first + len(slices)))
-            for key, arrays in zip(self._keys[known], slices):
-                self.kv.init(key, arrays[0])
-        keys, together = self._keys[known], max(1, _MOST_PAIRS // num_devices)
-        return [(keys[i : i + together], slices[i : i + together]) for i in range(0, len(keys), together)]
+            self._keys[known] = len(self._keys)
+            self.kv.init(self._keys[known], slab.gradients[0])
+        return self._keys[known]
 
 
 class SparsePushPull:

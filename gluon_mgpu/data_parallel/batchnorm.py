@@ -196,13 +196,8 @@ def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
 
 
 def is_synchronised(net: gluon.Block) -> bool:
-    """Return whether a network has a layer that trains with the statistics of the complete batch."""
-    return any(isinstance(block, SyncBatchNorm) for block in _blocks("is_synchronised", net))
-
-
-def may_synchronise(net: gluon.Block) -> bool:
-    """Return what `is_synchronised` returns, without looking at the layers where none was synchronised: steps ask it."""
-    return SyncBatchNorm.was_made and is_synchronised(net)
+    """Return whether a network has a layer that trains with the statistics of the complete batch: steps ask it."""
+    return SyncBatchNorm.was_made and any(isinstance(block, SyncBatchNorm) for block in blocks_of(net))
 
 
 def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
@@ -237,7 +232,7 @@ def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
 
 def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:
     """Return the results of tasks that each send a shard through the network, in lockstep if the network is synchronised."""
-    if autograd.is_training() and may_synchronise(net):
+    if autograd.is_training() and is_synchronised(net):
         return run_in_lockstep(list(tasks))
     return [task() for task in tasks]
 

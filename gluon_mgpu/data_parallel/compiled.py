@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, is_not
 from typing import Any, Dict, Hashable, List, Optional, Sequence, Tuple
@@ -19,7 +20,7 @@ from ..trainer.gradients import note_written
 from ..trainer.parameters import spans_devices
 from ..trainer.slab import MOVES
 from ..trainer.trainer import Trainer
-from .batchnorm import is_synchronised, may_synchronise
+from .batchnorm import is_synchronised
 from .executors import Executor
 from .graph import Graph, NotCompilableError, inputs_of, nesting_of, trace, why_not_compiled
 from .passes import Passes, raise_named
@@ -92,10 +93,8 @@ class CompiledPasses(Passes):
         reason = self.reason
         if not reason:
             try:
-                if autograd.is_recording():
-                    with autograd.pause():
-                        return self._run_graphs(operation, Xs, ys, plan)
-                return self._run_graphs(operation, Xs, ys, plan)
+                with autograd.pause() if autograd.is_recording() else nullcontext():
+                    return self._run_graphs(operation, Xs, ys, plan)
             except NotCompilableError as error:
                 reason = str(error)
                 if self._mode == "on":  # raises StepError if the data are to blame
@@ -141,7 +140,7 @@ class CompiledPasses(Passes):
             for at, executor in enumerate(executors):
                 graph, y = executor.graph, None if self._loss is None else ys[at]
                 heads = executor.forward((Xs[at], y) if graph.is_plain else inputs_of(self._net, Xs[at], y))
-                if graph.has_loss:
+                if self._loss is not None:
                     losses.append(heads.pop(0))
                 outputs.append(heads[0] if graph.is_plain else graph.outputs(heads))
         except (MXNetError, *OF_WRONG_DATA) as error:
@@ -205,7 +204,7 @@ class CompiledPasses(Passes):
         # hybridize(), cast(), set_precision() and new layers empty the graph; a program may replace forward()
         is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
-        return MOVES.count, is_empty, attributes.get("_active"), "forward" in attributes, hooks, may_synchronise(net)
+        return MOVES.count, is_empty, attributes.get("_active"), "forward" in attributes, hooks, is_synchronised(net)
 
     def _current_arrays(self) -> List[Any]:
         params = self._params.values()
@@ -236,9 +235,6 @@ def _gains_nothing(graph: Graph, context: Context) -> bool:
     return graph.is_recurrent and context.device_type == "cpu" and (graph.draws or is_alone)
 
 
-Kept = Dict[Any, Any]
-
-
 def make_passes(
     operation: str,
     net: Any,
@@ -246,7 +242,7 @@ def make_passes(
     compiled: Any,
     *,
     trainer: Optional[Trainer] = None,
-    kept: Optional[Kept] = None,
+    kept: Optional[Dict[Any, Any]] = None,
 ) -> Passes:
     """Return the passes of a network: its own if it spans devices, otherwise recorded or compiled ones.
 
@@ -270,8 +266,7 @@ def make_passes(
     if spans_devices(net):
         if compiled == "on":
             raise refusal(operation, "Pipeline", "compiled='on'")
-        own: Passes = net.make_passes(loss, trainer=trainer)
-        return own
+        return net.make_passes(loss, trainer=trainer)
     if compiled == "off":
         return Passes(net, loss, trains=trains)
     known = None if kept is None else kept.get(trains)

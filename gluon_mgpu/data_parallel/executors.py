@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -62,12 +61,15 @@ class Executor:
             aux_states={name: by_name[name] for name in symbol.list_auxiliary_states()},
             shared_exec=None if shared is None else shared._bound,
         )
-        with _settings(graph.bulk_sizes):
+        with environment_with(_settings(graph.bulk_sizes)):
             self._bound: Any = bind() if graph.draws else in_own_thread(context, bind)
         self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
         self._used = [(i, one.handle) for i, (name, one) in enumerate(zip(graph.inputs, own)) if name in arguments]
         self._kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
-        self._outputs = [(one, self._creation(one)) for one in self._bound.outputs]
+        self._outputs: List[Tuple[Array, Optional[Callable[[Any], int]]]] = []
+        for one in self._bound.outputs:
+            create = creation(one.shape, context, one.dtype, delayed=True) if can_create(one.shape, one.dtype) else None
+            self._outputs.append((one, create))
         self._copy = Copy()
         self._scale = 1.0
         self._head: Any = mx.nd.ones_like(self._bound.outputs[0])  # the gradient of the loss
@@ -105,15 +107,9 @@ class Executor:
         if _BACKWARD(self._handle, 1, self._heads, 1):
             check_call(-1)
 
-    def _creation(self, output: Array) -> Optional[Callable[[Any], int]]:
-        if not can_create(output.shape, output.dtype):
-            return None
-        return creation(output.shape, self.context, output.dtype, delayed=True)
 
-
-@contextmanager
-def _settings(bulk_sizes: Dict[str, Any]) -> Iterator[None]:
-    """Set what MXNet reads in the environment when it binds a graph.
+def _settings(bulk_sizes: Dict[str, Any]) -> Dict[str, str]:
+    """Return what MXNet reads in the environment when it binds a graph.
 
     MXNet would join convolutions with the layers after them in graphs that predict: in other roundings than Gluon's.
 
@@ -123,9 +119,7 @@ def _settings(bulk_sizes: Dict[str, Any]) -> Iterator[None]:
         Options of `hybridize`: how many operators become one operation of the engine.
     """
     wanted = {"MXNET_SUBGRAPH_BACKEND": "default", "MXNET_SUBGRAPH_VERBOSE": "0"}  # the default backend changes nothing
-    wanted.update({_BULK_SIZES[name]: str(size) for name, size in bulk_sizes.items() if name in _BULK_SIZES})
-    with environment_with(wanted):
-        yield
+    return {**wanted, **{_BULK_SIZES[name]: str(size) for name, size in bulk_sizes.items() if name in _BULK_SIZES}}
 
 
 _BULK_SIZES = {

@@ -36,7 +36,6 @@ class Graph:
         The name of each array of `inputs_of`, in its order.
     params : dict of str to gluon.Parameter
         The parameters and running statistics that it uses.
-    has_loss : bool
     is_recurrent : bool
         Whether it has one of MXNet's recurrent operators.
     draws : bool
@@ -50,7 +49,6 @@ class Graph:
     symbol: Any
     inputs: List[str]
     params: Dict[str, gluon.Parameter]
-    has_loss: bool
     is_recurrent: bool
     draws: bool
     bulk_sizes: Dict[str, Any]
@@ -181,7 +179,7 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     draws, is_recurrent = any(map(may_draw, nodes)), not _RECURRENT.isdisjoint(operators)
     is_plain = not hasattr(net, "graph_inputs") and all(map(is_device_array, arguments)) and net._out_format == 0
     is_plain = is_plain and (loss is None or is_device_array(y))
-    return Graph(group, names, used, loss is not None, is_recurrent, draws, bulk_sizes, is_plain, net._out_format)
+    return Graph(group, names, used, is_recurrent, draws, bulk_sizes, is_plain, net._out_format)
 
 
 _RECURRENT = {"RNN", "_npx_rnn"}

@@ -97,8 +97,7 @@ def exchange(place: Any, value: Any) -> Exchange:
     """
     if not is_in_lockstep():
         return Exchange(place, [value])
-    joint: Exchange = require("greenlet", "sync", "train_batch").getcurrent().parent.switch((place, value))
-    return joint
+    return require("greenlet", "sync", "train_batch").getcurrent().parent.switch((place, value))
 
 
 def defer(function: Callable[[], Any]) -> None:

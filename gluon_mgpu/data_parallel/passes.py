@@ -84,7 +84,7 @@ class Passes:
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Compute the gradients of the losses that the latest forward pass has returned, in one pass over all devices."""
-        run_backward(trainer.scale(losses) if losses else [], trainer.gradients)
+        run_backward(trainer.scale(losses), trainer.gradients)
 
 
 def backward(losses: Sequence[Array]) -> None:
@@ -104,9 +104,8 @@ def backward(losses: Sequence[Array]) -> None:
     TrainerError
         The losses are not a list of arrays.
     """
-    is_empty = (
-        isinstance(losses, list) and not losses and process_shard()[1] > 1
-    )  # a small batch has no examples for this process
+    # a small batch has no examples for this process
+    is_empty = isinstance(losses, list) and not losses and process_shard()[1] > 1
     if not isinstance(losses, (list, tuple)) or not (losses or is_empty) or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
             f"backward: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Deque, Generator, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Deque, Generator, Iterable, Optional, Sequence, Tuple
 
 from mxnet import Context
 
@@ -15,9 +15,7 @@ from ..trainer.gradients import latest_split, restore_split
 from .iterators import as_pair, batches_of, check_iterable
 from .plan import Planner
 from .sharding import split_batch
-from .split_protocol import SplitFunction, as_split
-
-Shards = Tuple[List[Any], List[Any]]
+from .split_protocol import Shards, SplitFunction, as_split
 
 NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, and those of steps that still run
 _END = object()

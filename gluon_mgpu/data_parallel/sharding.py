@@ -18,7 +18,7 @@ from ..errors import ShardError
 from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves
 from ..trainer.gradients import note_split
 from .prepared import Place, Slices, new_array_at_once
-from .transfer import on_device
+from .transfer import new_array, on_device
 
 # A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
 DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool")
@@ -425,12 +425,6 @@ def _slice_leaf(leaf: Array, begin: int, end: int, axis: int) -> Array:
         # the same as array[begin:end] in half of the time; sparse (CSR) and np arrays have their own
         return array._slice(begin, end) if type(array) is mx.nd.NDArray else array[begin:end]
     return array[(slice(None),) * (axis % len(shape)) + (slice(begin, end),)]
-
-
-def new_array(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
-    """Return a NumPy array as a new MXNet array of the current mode."""
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    return array(data, ctx=ctx, dtype=dtype)
 
 
 def _load(operation: str, path: str, leaf: Array, ctx: Context, make: Callable[..., Array] = new_array) -> Array:

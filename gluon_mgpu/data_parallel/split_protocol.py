@@ -58,9 +58,6 @@ class BatchSplit(Split):
     def __init__(self, options: SplitOptions) -> None:
         self.options, self.batch_axis = options, options.batch_axis
 
-    def __call__(self, X: Any, y: Any, devices: Sequence[Context]) -> Shards:
-        return SplitPlan("split_batch", Fields((X, y)), devices, self.options).pair(X, y)
-
     def plan(self, X: Any, y: Any, devices: Sequence[Context]) -> SplitPlan:
         return SplitPlan("split_batch", Fields((X, y)), devices, self.options, is_prepared=True)
 
@@ -96,8 +93,6 @@ def as_split(operation: str, split_f: Any) -> Split:
     TrainerError
         It cannot be called.
     """
-    if isinstance(split_f, Split):
-        return split_f
     check_function(operation, "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
     is_ours = (split_f.func if isinstance(split_f, partial) else split_f) is split_batch
     try:

@@ -117,8 +117,7 @@ def train_batch(
     if step is None or not step.is_of(net, loss, *options, trainer.virtual_shards):
         step = TrainStep("train_batch", net, loss, trainer, *options)
         trainer.kept["train_batch"] = step
-    batch: Batch = step(X, y)
-    return batch
+    return step(X, y)
 
 
 def compile_step(
@@ -171,8 +170,7 @@ def compile_step(
     >>> net.weight.data(mx.cpu(1)).asnumpy().tolist()
     [[0.75, 0.75]]
     """
-    options = split_f, ignore_stale_grad, micro_steps
-    return TrainStep("compile_step", net, loss, trainer, *options, compiled=compiled)
+    return TrainStep("compile_step", net, loss, trainer, split_f, ignore_stale_grad, micro_steps, compiled=compiled)
 
 
 class TrainStep:
@@ -223,7 +221,7 @@ class TrainStep:
             num_shards = trainer.virtual_shards * micro_steps
             split = VirtualSplit(split, num_shards, operation)
             self.passes, micro_steps = VirtualPasses(self.passes, net, loss, num_shards, trainer, micro_steps), 1
-        self._operation, self._net, self._trainer, self._split = operation, net, trainer, split
+        self._operation, self._net, self._trainer = operation, net, trainer
         self._ignore_stale_grad, self._micro_steps = ignore_stale_grad, micro_steps
         self._on_phase = on_phase or bool  # no Python function
         self._check = check
@@ -359,8 +357,8 @@ class EvalStep:
         if loss is not None:
             check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, or None.")
         self.places: List[Place] = []  # the shards of the latest batch, if its plan tells
-        self._passes, self._split = passes, split
-        self._planner = Planner("eval_batch", loss, split, devices)
+        self._operation, self._passes, self._split = operation, passes, split
+        self._planner = Planner(operation, loss, split, devices)
 
     def __call__(self, X: Any, y: Any) -> Batch:
         """Evaluate one batch."""
@@ -369,8 +367,8 @@ class EvalStep:
         plan = planner.plan(X, y)
         Xs, ys = planner.split(plan, X, y)
         restore_split(trained)
-        Xs, ys = passes.arrange("eval_batch", Xs, ys, self._split.batch_axis)
-        outputs, losses = passes.forward("eval_batch", Xs, ys, plan)
+        Xs, ys = passes.arrange(self._operation, Xs, ys, self._split.batch_axis)
+        outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         if not plan.is_counted(losses, is_compiled=passes.is_compiled):
             planner.count(plan, losses, y, ys)
         own_units = planner.units(y)[1]

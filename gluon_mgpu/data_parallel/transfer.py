@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import Any, ContextManager
 
 import mxnet as mx
 import numpy as np
@@ -82,13 +81,9 @@ def as_in_context(data: Any, ctx: Context) -> Any:
         return map_leaves(lambda _, leaf: on_device(leaf, ctx), data)
 
 
-@contextmanager
-def _explaining(operation: str, target: Any) -> Iterator[None]:
-    expected = "an existing device, and arrays of numbers"
-    with explaining(
-        operation, f"an error for {short(target)}", expected, advice="describe_devices() lists them.", error=DeviceError
-    ):
-        yield
+def _explaining(operation: str, target: Any) -> ContextManager[None]:
+    what, expected = f"an error for {short(target)}", "an existing device, and arrays of numbers"
+    return explaining(operation, what, expected, advice="describe_devices() lists them.", error=DeviceError)
 
 
 def on_device(leaf: Array, ctx: Context) -> Array:
@@ -106,7 +101,10 @@ def _check_target(path: str, leaf: Array, target: Any) -> None:
 
 
 def _as_device_array(leaf: Array, ctx: Context) -> Array:
-    if is_device_array(leaf):
-        return leaf
+    return leaf if is_device_array(leaf) else new_array(leaf, ctx, getattr(leaf, "dtype", None))
+
+
+def new_array(data: Any, ctx: Context, dtype: Any) -> Array:
+    """Return a NumPy array as a new MXNet array of the current mode."""
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    return array(leaf, ctx=ctx, dtype=getattr(leaf, "dtype", None))
+    return array(data, ctx=ctx, dtype=dtype)

@@ -11,11 +11,13 @@ import mxnet as mx
 from mxnet import Context, MXNetError, autograd
 
 from ..checks import OF_WRONG_DATA
-from ..data_parallel.batchnorm import may_synchronise
+from ..data_parallel.batchnorm import is_synchronised
 from ..data_parallel.passes import Passes, raise_named
 from ..data_parallel.sharding import count_examples, split_data
-from ..errors import ShardError, TrainerError
+from ..data_parallel.transfer import as_in_context
+from ..errors import ShardError
 from ..nested import Array, is_device_array, is_float, leaves, map_leaves
+from ..refusals import refusal
 from ..runtime.c_api import unallocated
 from ..runtime.device_threads import in_own_thread
 from ..runtime.engine_push import queue_in_order
@@ -58,12 +60,12 @@ class _MicroBatch:
         The position of its first label in the batch.
     ys : list
         Its label, or the parts of it if several devices share the last stage.
-    arrays : list of NDArray
-        The network's inputs, on the first device.
     sizes : list of int
         The examples of each part; [0] for a batch that is not divided.
     seeds : list of int
         One for each stage; [] if none draws.
+    visits : dict of int to _Visit
+        By the stage; of `NETWORK`, whose outputs are the network's inputs on the first device.
     losses, results : dict of int to NDArray
         Loss and network's output of each part.
     """
@@ -71,7 +73,6 @@ class _MicroBatch:
     shard: int
     X: Any
     ys: List[Any]
-    arrays: List[Array]
     sizes: List[int]
     seeds: List[int] = field(default_factory=list)
     visits: Dict[int, _Visit] = field(default_factory=dict)
@@ -109,7 +110,6 @@ class _Place:
         self.readers: List[_Place] = []
         for producer in producers:
             former[producer].readers.append(self)
-        self._before = number - 1 if number else NETWORK
         stats = [param for param in self.stage.params() if is_running_stat(param)]
         self.stats = StatsOfParts(statistics_slabs(stats), device) if stats else None
 
@@ -117,13 +117,12 @@ class _Place:
         """Copy a stage's inputs to its device."""
         visits, sources = micro_batch.visits, self.stage.sources
         if sources is None:
-            read = visits[self._before].outputs if self.number else micro_batch.arrays
-            sources = [(self._before, at) for at in range(len(read))]
+            before = self.number - 1  # of the first stage, NETWORK
+            sources = [(before, at) for at in range(len(visits[before].outputs))]
         visit = _Visit([], [])
         for (producer, at), is_wanted in zip(sources, self.stage.gradients_for(len(sources), is_first=self.number == 0)):
-            array = micro_batch.arrays[at] if producer == NETWORK else visits[producer].outputs[at]
             # also from the same device: no task may write what another one reads
-            array = _part(array, self.part, micro_batch.sizes).copyto(self.device)
+            array = _part(visits[producer].outputs[at], self.part, micro_batch.sizes).copyto(self.device)
             needs = is_wanted and self._is_trained[producer] and at not in visits[producer].apart and is_float(array)
             visit.inputs.append(array)
             visit.gradients.append(unallocated(array) if needs else None)
@@ -175,30 +174,29 @@ class PipelinePasses(Passes):
                 self._sizes.append([count_examples(operation, part, label_axis) if is_divided else 0 for part in labels])
                 for device, part in zip(devices, labels):
                     arranged[0].append(one)
-                    arranged[1].append(map_leaves(partial(_moved, device), part))
+                    arranged[1].append(as_in_context(part, device))
         return arranged
 
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
         """Dispatch the tasks of all micro-batches, with a trainer also their backward passes. Return outputs and losses."""
         if self._trainer is None:
             return super().forward(operation, Xs, ys)
-        if may_synchronise(self.pipeline.net):
-            raise TrainerError(
-                f"{operation}: got a Pipeline whose BatchNorm layers were synchronised later; expected nn.BatchNorm, as a stage "
-                "sees one micro-batch at a time. Call revert_sync_batchnorm(net) first."
-            )
+        if is_synchronised(self.pipeline.net):
+            raise refusal(operation, "Pipeline", "synchronised BatchNorm")
         micro_batches: List[_MicroBatch] = []
         shard = 0
         for sizes in self._sizes:
-            labels, arrays = list(ys[shard : shard + len(sizes)]), self.pipeline.stages.inputs(Xs[shard])
-            micro_batches.append(_MicroBatch(shard, Xs[shard], labels, arrays, sizes))
+            inputs = _Visit([], [], self.pipeline.stages.inputs(Xs[shard]))
+            micro_batches.append(
+                _MicroBatch(shard, Xs[shard], list(ys[shard : shard + len(sizes)]), sizes, visits={NETWORK: inputs})
+            )
             shard += len(sizes)
+        scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
         if not micro_batches:
             note_examples((), self._stats)
             empty_pass(self._trainer.gradients)
             return [], []
         self._seed(micro_batches)
-        scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
         run = _Run(operation, self.pipeline, self._loss, scale)
         own: Dict[int, List[_MicroBatch]] = {}  # by the replica
         for one in micro_batches:
@@ -428,7 +426,3 @@ def _is_recorded(array: Array) -> bool:
     except MXNetError:
         return False
     return True
-
-
-def _moved(device: Context, _: str, leaf: Any) -> Any:
-    return leaf.as_in_context(device) if is_device_array(leaf) else leaf

@@ -209,13 +209,8 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         """Return the passes of a batch: scheduled ones for a trainer, forward ones without."""
         return PipelinePasses(self, loss, trainer)
 
-    def collect_params(self, select: Optional[str] = None) -> gluon.ParameterDict:
-        """Return the network's parameters, as its own `collect_params` does."""
-        return self.net.collect_params(select)
-
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, gluon.Parameter]:
-        found: Dict[str, gluon.Parameter] = self.net._collect_params_with_prefix(prefix)
-        return found
+        return self.net._collect_params_with_prefix(prefix)
 
     def __repr__(self) -> str:
         lines = [f"Pipeline({self.micro_batches} micro-batches, {self.schedule}{', recompute' * self.recompute})"]
@@ -290,10 +285,7 @@ def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
         if isinstance(block, Recomputed):
             raise refusal("Pipeline", "recompute()", "Pipeline")
         if isinstance(block, (SyncBatchNorm, gluon.contrib.nn.SyncBatchNorm)):
-            raise TrainerError(
-                f"Pipeline: got {block.name}, a {type(block).__name__}; expected nn.BatchNorm, as a stage sees one micro-batch "
-                "at a time. Call revert_sync_batchnorm(net) first."
-            )
+            raise refusal("Pipeline", "Pipeline", "synchronised BatchNorm", f"{block.name}, a {type(block).__name__}")
         if getattr(block, "_active", False) and any(value for name, value in block._flags if name.startswith("static_")):
             block._flags = [(name, False if name.startswith("static_") else value) for name, value in block._flags]
             block._clear_cached_op()

@@ -89,8 +89,7 @@ class Recomputed(gluon.Block):  # type: ignore[misc]
         return _Call(self.block, args, inputs, draws=self._draws).recorded(inputs)
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, gluon.Parameter]:
-        found: Dict[str, gluon.Parameter] = self.block._collect_params_with_prefix(prefix)
-        return found
+        return self.block._collect_params_with_prefix(prefix)
 
 
 class _Call:

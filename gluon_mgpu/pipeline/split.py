@@ -84,7 +84,7 @@ def split_stages(
     if graph is None:
         raise _undivided(net, "it is not a HybridBlock")
     cut = CutGraph(graph, _names_of(data_parallel, net))
-    if data_parallel and not (cut.operators and cut.has_data_parallel):
+    if data_parallel and not (cut.operators and cut.last):
         raise TrainerError(
             f"split_stages: got data_parallel={short(data_parallel)}, from which all or nothing of the network follows; expected "
             "layers near its output. Pass [net.output], or leave it out."
@@ -211,8 +211,7 @@ def _agreed(costs: List[float]) -> List[float]:
     processes = group()
     if processes is None:
         return costs
-    found: List[float] = json.loads(processes.all_gather_bytes(json.dumps(costs).encode())[0])
-    return found
+    return json.loads(processes.all_gather_bytes(json.dumps(costs).encode())[0])
 
 
 def _timed(piece: Stage, inputs: List[Array], *, is_first: bool) -> Tuple[List[Array], float]:

@@ -205,6 +205,8 @@ class CutGraph:
     ----------
     operators : list of int
         Those before the data-parallel ones, in the order of computation.
+    last : list of int
+        The data-parallel ones.
     """
 
     def __init__(self, graph: Graph, data_parallel: AbstractSet[str] = frozenset()) -> None:
@@ -220,12 +222,7 @@ class CutGraph:
             self._reads_params[number] = frozenset(own).union(*(self._reads_params[one] for one, _ in self._reads(number)))
         after = self._joined(operators, self._after(operators, data_parallel))
         self.operators = [number for number in operators if number not in after]
-        self._last = [number for number in operators if number in after]
-
-    @property
-    def has_data_parallel(self) -> bool:
-        """Whether there are operators of the last stage."""
-        return bool(self._last)
+        self.last = [number for number in operators if number in after]
 
     def is_after_data(self, place: int) -> bool:
         """Return whether the operator before a place depends on the network's input, so that a part may end there.
@@ -237,14 +234,14 @@ class CutGraph:
     def crossing(self, place: int) -> List[Entry]:
         """Return the arrays that operators from number `place` on read, of those before."""
         before = set(self.operators[:place])
-        read = [entry for number in self.operators[place:] + self._last for entry in self._reads(number)] + self._heads
+        read = [entry for number in self.operators[place:] + self.last for entry in self._reads(number)] + self._heads
         return sorted({entry for entry in read if entry[0] in before})
 
     def stages(self, places: Sequence[int], net: gluon.Block) -> Stages:
         """Return the stages between these places: positions in `operators`, without the first and the last."""
         bounds = [0, *places, len(self.operators)]
         parts = [self.operators[begin:end] for begin, end in zip(bounds, bounds[1:])]
-        parts += [self._last] if self._last else []
+        parts += [self.last] if self.last else []
         home = {number: stage for stage, part in enumerate(parts) for number in part}
         wanted: List[List[Entry]] = [[] for _ in parts]  # the outputs of each stage that others read
         for stage, part in enumerate(parts):
@@ -256,7 +253,7 @@ class CutGraph:
         stages = [
             self._stage(stage, part, home, wanted, precision, is_last=stage == len(parts) - 1) for stage, part in enumerate(parts)
         ]
-        stages[-1].is_data_parallel = bool(self._last)
+        stages[-1].is_data_parallel = bool(self.last)
         return Stages(stages, net, self.graph)
 
     def _after(self, operators: Sequence[int], names: Collection[str]) -> Set[int]:

@@ -250,10 +250,22 @@ class Gradients:
     @contextmanager
     def adding(self) -> Iterator[None]:
         """Let the gradients of all backward passes inside add up: they are one pass."""
+        params = [self._layout.params[index] for index in self._layout.trainable]
+        writing = [param for param in params if param.grad_req == "write" and param._grad]
+        sparse = [param.name for param in writing if param._grad_stype != "default"]
+        if sparse:
+            raise TrainerError(
+                f"Trainer: got the sparse gradient of {sparse[0]} and several passes over each device; expected dense gradients, "
+                "which MXNet can add up. Leave sparse_grad out of Embedding."
+            )
         with autograd.pause():
             self._zero(~self._running, self._layout.slabs)
-        with adding([self._layout.params[index] for index in self._layout.trainable], self):
-            yield
+        with one_pass(self):
+            _mark(writing, "add")
+            try:
+                yield
+            finally:
+                _mark(writing, "write")
 
     def _of_step(self) -> Table:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
@@ -347,9 +359,6 @@ class Gradients:
                     self._add_dense(slab, replica, added)
 
     def _add_dense(self, slab: Slab, replica: int, added: List[int]) -> None:
-        if (slab.bucket or slab.indices[0]) not in self._sums:
-            like = slab.bucket.gradients if slab.bucket else slab.gradients
-            self._sums[slab.bucket or slab.indices[0]] = [mx.nd.zeros_like(one.as_nd_ndarray()) for one in like]
         total, gradient = self._sum_of(slab, replica), slab.gradients[replica].as_nd_ndarray()
         if len(added) == len(slab.indices):
             mx.nd.elemwise_add(total, gradient, out=total)
@@ -359,9 +368,11 @@ class Gradients:
             mx.nd.elemwise_add(total[begin:end], gradient[begin:end], out=total[begin:end])
 
     def _sum_of(self, slab: Slab, replica: int) -> Array:
-        if slab.bucket is None:
-            return self._sums[slab.indices[0]][replica]
-        return self._sums[slab.bucket][replica][slab.begin : slab.end]
+        key = slab.bucket or slab.indices[0]
+        if key not in self._sums:
+            self._sums[key] = [mx.nd.zeros_like(one.as_nd_ndarray()) for one in (slab.bucket or slab).gradients]
+        total = self._sums[key][replica]
+        return total[slab.begin : slab.end] if slab.bucket else total
 
     def _add_sums(self) -> None:
         """Add the sums to the gradients, which are zero where no pass came later."""
@@ -506,7 +517,7 @@ class Gradients:
         self._sizes = np.array([len(contexts_of[index]) for index in found], dtype=int)
         self._contexts = [context for index in found for context in contexts_of[index]]
         self._flags = Flags([weight for index in found for weight in params[index]._data])
-        self._running_indices = {index for index in found if params[index].grad_req == "add" and not is_adding(params[index])}
+        self._running_indices = {index for index in found if params[index].grad_req == "add" and params[index] not in _adding}
         self._all = np.ones(len(self._entries), dtype=bool)
         self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
         self._latest = None
@@ -664,33 +675,8 @@ def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Conte
     with _lock:
         if not _now.is_inside:
             _now.idle = frozenset()
-        own.mark(params, contexts, own, joins=_now.is_inside)
-        for one in _alive():
-            if one is not own:
-                one.mark(params, contexts, own, joins=_now.is_inside)
-
-
-@contextmanager
-def adding(params: Sequence[gluon.Parameter], own: Gradients) -> Iterator[None]:
-    """Let the gradients of the backward calls inside, which are one pass, add up. They must be zero before."""
-    writing = [param for param in params if param.grad_req == "write" and param._grad]
-    sparse = [param.name for param in writing if param._grad_stype != "default"]
-    if sparse:
-        raise TrainerError(
-            f"Trainer: got the sparse gradient of {sparse[0]} and several passes over each device; expected dense gradients, "
-            "which MXNet can add up. Leave sparse_grad out of Embedding."
-        )
-    with one_pass(own):
-        _mark(writing, "add")
-        try:
-            yield
-        finally:
-            _mark(writing, "write")
-
-
-def is_adding(param: gluon.Parameter) -> bool:
-    """Return whether `grad_req` of a parameter is "add" only for the pass in progress."""
-    return param in _adding
+        for one in sorted(_alive(), key=partial(is_not, own)):
+            one.mark(params, contexts, own, joins=_now.is_inside)
 
 
 def _mark(params: Sequence[gluon.Parameter], grad_req: str) -> None:

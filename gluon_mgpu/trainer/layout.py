@@ -11,7 +11,7 @@ from mxnet import Context, gluon
 
 from ..errors import TrainerError
 from ..nested import Array, num_bytes
-from .parameters import Params, blocks_of, check_initialised, common_contexts, named_params, spans_devices
+from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
 from .slab import Bucket, Slab, one_each, place, place_of, slabs_of
 
 _GRAD = attrgetter("_grad")
@@ -57,8 +57,8 @@ class Layout:
         One per replica: where its data go.
     devices : list of mxnet.Context
         All devices, each once.
-    contexts_of, devices_of : dict of int to list
-        By parameter: the devices of its replicas, and their positions in `devices`.
+    contexts_of : dict of int to list
+        By parameter: the devices of its replicas.
     trainable : list of int
         Parameters with values and a gradient.
     shapeless : list of int
@@ -69,8 +69,6 @@ class Layout:
         Whether there are owners.
     slabs : list of Slab
         Of all trainable parameters.
-    is_complete : bool
-        All shapes are known, and all parameters are in their places.
 
     Raises
     ------
@@ -84,16 +82,20 @@ class Layout:
         self.structural = isinstance(params, gluon.Block)
         self.params = list(named.values())
         self.spans_devices = spans_devices(params)
-        self.groups = _groups(named) if self.spans_devices else [Group(list(range(len(named))), common_contexts(named))]
+        self.groups = _groups(named)
+        if len(self.groups) > 1 and not self.spans_devices:
+            first, other = self.groups[:2]
+            raise TrainerError(
+                f"Trainer: got {self.names[other.indices[0]]} on {other.contexts} and others on {first.contexts}; expected all "
+                "parameters on the same devices. Call net.collect_params().reset_ctx(ctx)."
+            )
         self.contexts: List[Context] = list(getattr(params, "replica_contexts", self.groups[0].contexts))
         self.devices: List[Context] = list(getattr(params, "all_contexts", self.contexts))
         self.contexts_of = {index: group.contexts for group in self.groups for index in group.indices}
-        places = {id(group): [self.devices.index(context) for context in group.contexts] for group in self.groups}
-        self.devices_of = {index: places[id(group)] for group in self.groups for index in group.indices}
         self.trainable: List[int] = []
         self.shapeless: List[int] = []
         self.slabs: List[Slab] = []
-        self.is_complete = self._has_begun = False
+        self._has_begun = False
         most = max(len(group.contexts) for group in self.groups)
         self.is_sharded = shards_optimizer and most > 1
         self.needs_sum = most > 1
@@ -126,7 +128,6 @@ class Layout:
         wanted = [index for index, param in enumerate(params) if param.grad_req != "null"]
         self.trainable = [index for index in wanted if params[index]._data is not None]
         self.shapeless = [index for index in wanted if params[index]._data is None]
-        self.is_complete = not self.shapeless
         if self.is_sharded:
             self._choose_owners()
         trained, slabs = set(self.trainable), []
@@ -215,7 +216,7 @@ class Layout:
 
 
 def _groups(named: Dict[str, gluon.Parameter]) -> List[Group]:
-    """Return the groups of a network that spans devices."""
+    """Return the groups of a network: one, unless it spans devices."""
     check_initialised("Trainer", named)
     found: Dict[Tuple[str, ...], Group] = {}
     for index, param in enumerate(named.values()):

@@ -75,8 +75,9 @@ class LossScaler:
                 f"LossScaler: got losses={short(losses)}; expected a list of MXNet arrays, one per shard. Pass "
                 "the argument of backward()."
             )
+        scale = self.begin()  # also of no losses, in a process without examples
         with autograd.record(train_mode=autograd.is_training()):
-            return [loss * self.begin() for loss in losses]
+            return [loss * scale for loss in losses]
 
     def begin(self) -> float:
         """Return the scale for a backward pass that multiplies the losses by it itself."""

@@ -86,26 +86,6 @@ def check_initialised(operation: str, params: Mapping[str, gluon.Parameter]) -> 
             )
 
 
-def common_contexts(named: Dict[str, gluon.Parameter]) -> List[Context]:
-    """Return the common devices of these parameters.
-
-    Raises
-    ------
-    TrainerError
-        There is no parameter, one is not initialised, or they are on different devices.
-    """
-    check_initialised("Trainer", named)
-    contexts: List[Context] = []
-    for name, param in named.items():
-        contexts = contexts or list(param.list_ctx())
-        if param.list_ctx() != contexts:
-            raise TrainerError(
-                f"Trainer: got {name} on {param.list_ctx()} and others on {contexts}; expected all parameters on the same "
-                "devices. Call net.collect_params().reset_ctx(ctx)."
-            )
-    return contexts
-
-
 def spans_devices(params: object) -> bool:
     """Return whether this is a network that keeps its parameters on different devices, such as a `Pipeline`."""
     return isinstance(params, gluon.Block) and hasattr(params, "replica_contexts")

@@ -17,13 +17,10 @@ class ProcessSync:
     Parameters
     ----------
     layout : Layout
-    sharded_data : bool
-        Whether every process reads its own batches.
     """
 
-    def __init__(self, layout: Layout, *, sharded_data: bool) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._processes = group()
-        self.sharded_data = sharded_data and self.is_joint
         self._params = layout.params
         self._has_begun = False
         self.divisor = Divisor(layout.devices)

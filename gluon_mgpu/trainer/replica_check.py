@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from typing import Callable, Sequence, Tuple
+from typing import Sequence, Tuple
 
 from mxnet import optimizer as opt
 
@@ -28,8 +28,8 @@ class ReplicaCheck:
     Parameters
     ----------
     layout : Layout
-    updaters : callable () -> list of mxnet.optimizer.Updater
-        Returns those that hold the optimizer's states now.
+    updaters : list of mxnet.optimizer.Updater
+        Those that hold the optimizer's states.
     every : int
     trains_apart : bool
         Whether the devices' weights differ between averages.
@@ -42,14 +42,12 @@ class ReplicaCheck:
         The last checkpoint of these replicas, for the error.
     """
 
-    def __init__(
-        self, layout: Layout, updaters: Callable[[], Sequence[opt.Updater]], every: object, *, trains_apart: bool
-    ) -> None:
+    def __init__(self, layout: Layout, updaters: Sequence[opt.Updater], every: object, *, trains_apart: bool) -> None:
         self.every = whole_number("Trainer", "check_replicas_every", every, advice="100 is usual.")
         self.num_verified, self.checkpoint = 0, "the last checkpoint"
         self._layout, self._updaters, self._num_updates = layout, updaters, 0
-        processes = group()
-        self._num_processes = 1 if processes is None else processes.process.num_processes
+        self._processes = group()
+        self._num_processes = 1 if self._processes is None else self._processes.process.num_processes
         num_replicas = len(layout.contexts) * self._num_processes
         if layout.spans_devices or num_replicas < 2 or trains_apart:
             raise TrainerError(
@@ -67,10 +65,9 @@ class ReplicaCheck:
         """Compare the replicas now, and wait for them; raise `ReplicaError` if they differ."""
         slabs, num_updates = self._layout.slabs, self._num_updates
         own = [[self._checksum(slab, replica) for replica in range(len(slab.contexts))] for slab in slabs]
-        processes = group()
         everyone = [own]
-        if processes is not None:
-            everyone = [json.loads(one) for one in processes.all_gather_bytes(json.dumps(own).encode())]
+        if self._processes is not None:
+            everyone = [json.loads(one) for one in self._processes.all_gather_bytes(json.dumps(own).encode())]
         for at, slab in enumerate(slabs):
             sums = {(rank, replica): one for rank, found in enumerate(everyone) for replica, one in enumerate(found[at])}
             (most, count), *others = Counter(sums.values()).most_common()
@@ -89,7 +86,7 @@ class ReplicaCheck:
 
         It finds every change of up to 32 adjacent bits.
         """
-        updaters = self._updaters()
+        updaters = self._updaters
         found = zlib.crc32(slab.weights[replica].asnumpy().tobytes())
         for index in slab.indices:
             if all(index in updater.states for updater in updaters):

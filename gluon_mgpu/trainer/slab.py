@@ -102,8 +102,7 @@ def place_of(param: gluon.Parameter) -> Optional[BucketSlice]:
 
 def _arrays_of(param: gluon.Parameter) -> List[Array]:
     """Return Gluon's list of gradients, or of the values of a running statistic, which has no gradient."""
-    arrays: List[Array] = param._grad if param._differentiable else param._data
-    return arrays
+    return param._grad if param._differentiable else param._data
 
 
 def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *, statistics: bool = False) -> None:
@@ -133,23 +132,20 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
         size = _padded(param) * np.dtype(param.dtype).itemsize
         if key in open_buckets and filled[key] + size > bucket_bytes:
             closed.append(open_buckets.pop(key))
-        if key not in open_buckets:
             filled[key] = 0
         open_buckets.setdefault(key, []).append(param)
-        filled[key] += size
-    groups = closed + list(open_buckets.values())
-    if not groups:
+        filled[key] = filled.get(key, 0) + size
+    if not new:
         return
     MOVES.count += 1
-    moved = {id(param): param for group in groups for param in group}
-    may_have_graphs = not statistics and any(map(_may_have_trained, moved.values()))
+    may_have_graphs = not statistics and any(map(_may_have_trained, new))
     if statistics:
         mx.nd.waitall()  # a static graph writes them without telling the engine
     with autograd.pause():
-        for group in groups:
+        for group in closed + list(open_buckets.values()):
             _fill(group)
     if may_have_graphs:
-        forget_graphs(set(moved))
+        forget_graphs(set(map(id, new)))
 
 
 def _may_have_trained(param: gluon.Parameter) -> bool:
@@ -205,12 +201,11 @@ def _fill(params: Sequence[gluon.Parameter]) -> None:
         begin = end
 
 
-def _adopt(array: Array, memory: Array, begin: int) -> Array:
-    """Turn an array, which others may hold, into a view of memory with the same values; return the former array."""
+def _adopt(array: Array, memory: Array, begin: int) -> None:
+    """Turn an array, which others may hold, into a view of memory with the same values."""
     view = memory[begin : begin + array.size].reshape(array.shape)
     array.as_nd_ndarray().copyto(view)
     array.handle, view.handle = view.handle, array.handle
-    return view
 
 
 def forget_graphs(placed: Set[int]) -> bool:
@@ -278,8 +273,7 @@ def one_each(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts
 def _gradients_of(param: gluon.Parameter) -> List[Array]:
     """Return a parameter's gradients, or memory for the changes of a running statistic."""
     if param._differentiable:
-        gradients: List[Array] = param.list_grad()
-        return gradients
+        return param.list_grad()
     return [mx.nd.zeros_like(array.as_nd_ndarray()) for array in param._data]
 
 

@@ -95,6 +95,12 @@ class Trainer(gluon.Trainer):
         The largest size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced
         while the backward pass still computes the first. They hold a sixteenth of a smaller network, or 1 MiB.
 
+    Attributes
+    ----------
+    grad_norm : mxnet.np.ndarray, shape (1,), or None
+        The 2-norm over all parameters of the last applied gradient, averaged, before clipping, on the first device; `float()`
+        waits for it and reads it. None before the first update, and without `clip_norm` and `measure_grad_norm`.
+
     Raises
     ------
     TrainerError
@@ -143,15 +149,14 @@ class Trainer(gluon.Trainer):
             flag("Trainer", name, value)
         needs_all = self.trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
         self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer and not needs_all)
-        self._order = gluon_order(params)
         check_contexts(self._layout.contexts, "Trainer")
         check_optimizer(optimizer, optimizer_params)
         check_options(self._layout, compression_params, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self.gradients = Gradients(self._layout, find_unused=find_unused_parameters)
         self._sum: Sum = make_sum(kvstore)
-        self._process_sync = ProcessSync(self._layout, sharded_data=sharded_data)
-        self.sharded_data: bool = self._process_sync.sharded_data  # whether every process reads its own batches
+        self._process_sync = ProcessSync(self._layout)
+        self.sharded_data = sharded_data and self._process_sync.is_joint  # whether every process reads its own batches
         self.gradients.all_take_part = self._process_sync.is_joint
         if has_values(self._layout.params):
             self._layout.place()
@@ -163,12 +168,17 @@ class Trainer(gluon.Trainer):
         self._schedule_at_first = schedule_of(self._optimizer)
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
-        self._grad_norm: Optional[Array] = None
+        self.grad_norm: Optional[Array] = None
         self.kept: Dict[Any, Any] = {}  # what the latest steps and runs can use again
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet
-        self._use(self._optimizer)
+        self._update = Update(self._optimizer, self._layout, gluon_order(params))
+        if not self._update.is_local:
+            if self._layout.spans_devices:
+                raise refusal("Trainer", "Pipeline", JOINING, type(self._optimizer).__name__)
+            self._layout.replicate()
+        self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
         if precision is not None:
             set_precision(params, precision)
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
@@ -182,7 +192,7 @@ class Trainer(gluon.Trainer):
         self.replica_check: Optional[ReplicaCheck] = None
         if check_replicas_every is not None:
             self.replica_check = ReplicaCheck(
-                self._layout, lambda: self._update.updaters, check_replicas_every, trains_apart=self.trains_apart
+                self._layout, self._update.updaters, check_replicas_every, trains_apart=self.trains_apart
             )
 
     @property
@@ -214,23 +224,14 @@ class Trainer(gluon.Trainer):
         """All devices, each once: with a `Pipeline`, those of all stages, otherwise `contexts`."""
         return list(self._layout.devices)
 
-    @property
-    def grad_norm(self) -> Optional[Array]:
-        """The 2-norm over all parameters of the last applied gradient, averaged, before clipping.
-
-        An mxnet.np.ndarray, shape (1,), on the first device; `float()` waits for it and reads it. None before the first update,
-        and without `clip_norm` and `measure_grad_norm`.
-        """
-        return self._grad_norm
-
     def resolve_shapes(self) -> None:
         """Put parameters into buckets whose shapes the first batch has decided, as layers do not specify them.
 
         Call it between the first forward pass, in prediction mode, and the first recorded one: the parameters can then move into
         buckets before a graph holds them.
         """
-        if not self._layout.is_complete and has_values(self._layout.params):
-            self._layout.place()
+        if has_values(self._layout.params):
+            self._layout.follow()
         if self._process_sync.is_joint and has_values(self._layout.params):
             self._process_sync.check_unused("Trainer")  # such as a generator's pass, before the first one of this network
             self._process_sync.begin()
@@ -289,7 +290,7 @@ class Trainer(gluon.Trainer):
         self._process_sync.check_begun("Trainer.step")
         if self.sharded_data and is_too_large(batch_size):
             raise refusal("Trainer.step", "sharded_data", "the size of a batch that processes share")
-        if self.loss_scaler is not None:
+        if self.loss_scaler is not None and batch_size:
             self.loss_scaler.check("Trainer.step")
         if batch_size == 0:  # the gradients so far are of other data
             self.gradients.drop_unused()
@@ -297,8 +298,7 @@ class Trainer(gluon.Trainer):
             self.gradients.count(adds=not self._sum.hold())
             self._num_counted += batch_size
             return
-        gradients = self.gradients
-        if gradients.has_counted and not gradients.all_take_part and not gradients.has_new():
+        if self.gradients.has_counted and not self.gradients.all_take_part and not self.gradients.has_new():
             raise StaleGradientError(
                 "Trainer.step: got no gradient on any device since the last step; expected a backward pass. Call flush() to "
                 "update with the gradients that were accumulated."
@@ -355,10 +355,10 @@ class Trainer(gluon.Trainer):
         try:
             yield
         except BaseException:
-            self._num_open -= 1
             self.discard()
             raise
-        self._num_open -= 1
+        finally:
+            self._num_open -= 1
         if not had_new and not self._num_open and not self.gradients.has_counted and self.gradients.has_new():
             raise TrainerError(
                 "Trainer.accumulate: got backward passes that no step() has counted; expected a step after each. Call step(n) "
@@ -382,11 +382,8 @@ class Trainer(gluon.Trainer):
                 "Trainer.flush: got a backward pass after the last step(); expected the number of its examples. Call step(n) "
                 "instead, or discard() to drop all that was accumulated."
             )
-        if self._num_counted or self.sharded_data:  # others may have counted examples
-            self.gradients.drop_unused()  # flags that compiled steps have not looked at
-            self._step(0, ignore_stale_grad)
-        else:
-            self.discard()
+        self.gradients.drop_unused()  # flags that compiled steps have not looked at
+        self._step(0, ignore_stale_grad)
 
     def discard(self) -> None:
         """Drop all gradients that no step has used, and accumulated ones: the next step uses only later backward passes.
@@ -573,7 +570,6 @@ class Trainer(gluon.Trainer):
         self._optimizer.param_dict = dict(enumerate(self._params))
         self._drop()  # statistics may have been loaded, too
         self.running_stats.begin()
-        self._use(self._optimizer)
         self._update.restore(on_devices, state.counts, state.order)
 
     def _complete(self, operation: str) -> None:
@@ -669,13 +665,4 @@ class Trainer(gluon.Trainer):
         limits = (None if bound is None else bound / rescale for bound in (self._clip_norm, self._clip_value))
         norm = clip(slabs, self.contexts[0], *limits, measures=self._measures)
         if norm is not None:
-            self._grad_norm = (norm * rescale).as_np_ndarray()  # a legacy array has no float()
-
-    def _use(self, optimizer: opt.Optimizer) -> None:
-        update = Update(optimizer, self._layout, self._order)
-        if not update.is_local:
-            if self._layout.spans_devices:
-                raise refusal("Trainer", "Pipeline", JOINING, type(optimizer).__name__)
-            self._layout.replicate()
-        self._optimizer, self._update = optimizer, update
-        self._updaters = update.updaters  # gluon.Trainer's name, which other libraries use
+            self.grad_norm = (norm * rescale).as_np_ndarray()  # a legacy array has no float()

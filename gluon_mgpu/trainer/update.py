@@ -85,6 +85,7 @@ class Update:
         self._by_index = dict(enumerate(layout.params))
         self.updaters = [opt.get_updater(optimizer) for _ in layout.devices]
         self._devices = [_Device(context, updater) for context, updater in zip(layout.devices, self.updaters)]
+        self._by_context = dict(zip(layout.devices, self._devices))
         self._counts: Dict[int, int] = {}  # updates of each parameter
         self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a bucket, by replica
         self._views: Dict[Tuple[int, int], BucketSlice] = {}  # parameters whose states are views of it, by replica
@@ -163,7 +164,7 @@ class Update:
 
     def _on(self, index: int, replica: int) -> _Device:
         """Return the device of a replica of a parameter."""
-        return self._devices[self._layout.devices_of[index][replica]]
+        return self._by_context[self._layout.contexts_of[index][replica]]
 
     def _run_updater(self, pairs: List[Tuple[int, int]], device: _Device) -> None:
         params = self._layout.params
@@ -213,8 +214,9 @@ class Update:
         for device in self._devices:
             device.joint, device.operators, device.single = [], [], []
         for slab in slabs:
-            replicas = self._updated(slab)
+            replicas: Sequence[int] = range(len(slab.contexts) if self.is_local else 1)
             if slab.owner is not None:
+                replicas = (slab.owner,)
                 self._move_states(slab, slab.owner)
             if slab.bucket is not None and type(self._optimizer) in _CONTIGUOUS:
                 states = [self._contiguous_states(slab, replica) for replica in replicas]
@@ -231,12 +233,6 @@ class Update:
         self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
         if single:
             logger.debug("Trainer: %s updates %d parameters one by one", type(self._optimizer).__name__, len(single))
-
-    def _updated(self, slab: Slab) -> Sequence[int]:
-        """Return the replicas that compute the update of a slab."""
-        if slab.owner is not None:
-            return (slab.owner,)
-        return range(len(slab.contexts) if self.is_local else 1)
 
     def _add_joint(self, slab: Slab, replica: int, state: State) -> None:
         device, weight, gradient = self._on(slab.indices[0], replica), slab.weights[replica], slab.gradients[replica]

@@ -59,7 +59,7 @@ class World:
         self.trainer = mgpu.Trainer(self.net, optimizer, params, **options)
         ((X, y),) = small_batches([examples])
         self.train_iter = mgpu.data.ArrayLoader(X, y, 8, shuffle=True, seed=3)  # 5 batches, the last of 2
-        self.test_iter = mgpu.data.ArrayLoader(X[:12], y[:12], 8)
+        self.test_iter = mgpu.data.ArrayLoader(X[:12], y[:12], 8, shuffle=True)
         if known:
             mgpu.eval_batch(self.net, X[:4], y[:4], ctx)  # the weights are drawn now
 
@@ -130,7 +130,7 @@ def test_on_any_devices_and_with_any_arrays(tmp_path, num_devices, arrays, hybri
     "options",
     [
         {"accumulate_grad_batches": 3, "every": 1},
-        {"micro_steps": 2, "every": 100},
+        {"micro_steps": 2, "every": 100, "limit_eval_batches": 1},
         {"background": True, "max_inflight": 5, "every": 3, "metrics": {"sum": lambda output, label: (output.sum(), label.size)}},
         {"tests": False, "monitor": "train_loss", "metrics": ()},
     ],

@@ -26,8 +26,7 @@ class Whole(click.IntRange):
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
         if isinstance(value, str) and not (value.isascii() and value.lstrip("-+").isdigit()):
             self.fail(f"got {value!r}; expected a whole number in digits.", param, ctx)
-        number: int = super().convert(value, param, ctx)
-        return number
+        return super().convert(value, param, ctx)
 
 
 FOLDER = click.Path(file_okay=False, path_type=Path)

@@ -30,10 +30,10 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-n", "--num-processes", type=Whole(1), default=1, show_default=True, help="Processes on each machine.")
+@click.option("-n", "--num-processes", type=Whole(1, 1024), default=1, show_default=True, help="Processes on each machine.")
 @click.option(
     "--servers",
-    type=Whole(1),
+    type=Whole(1, 1024),
     help="Number of parameter servers of MXNet's store. By default two on one machine, one per machine on several; none for one "
     "process.",
 )

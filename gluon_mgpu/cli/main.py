@@ -75,8 +75,7 @@ class _LazyGroup(CommandGroup):
         if cmd_name not in self._lazy:
             return super().get_command(ctx, cmd_name)
         module, _, function = self._lazy[cmd_name][0].partition(".")
-        command: click.Command = getattr(importlib.import_module(f"gluon_mgpu.cli.{module}"), function)
-        return command
+        return getattr(importlib.import_module(f"gluon_mgpu.cli.{module}"), function)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
@@ -107,6 +106,9 @@ def main() -> None:
 
     gluon-mgpu devices lists the devices; gluon-mgpu train resnet18 trains a network on them.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell has closed it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
 
 
 class _TrainGroup(_LazyGroup):

@@ -47,8 +47,7 @@ class DistSync:
         """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
         if len(numbers) not in self._rows:
             self._rows[len(numbers)] = self._new_rows(len(numbers), np.float32)
-        found: np.ndarray = self._rows[len(numbers)].show(mx.nd.array(numbers.reshape(1, -1))).asnumpy()
-        return found
+        return self._rows[len(numbers)].show(mx.nd.array(numbers.reshape(1, -1))).asnumpy()
 
     def barrier(self) -> None:
         """Wait until every process has reached this call."""

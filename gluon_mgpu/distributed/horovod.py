@@ -66,8 +66,7 @@ class Horovod:
         rows[self._process.rank] = numbers
         array = mx.nd.array(rows)  # all other rows are zero, so the sum is exact
         self._hvd.allreduce_(array, op=self._hvd.Sum, name=f"rows.{len(numbers)}")
-        found: np.ndarray = array.asnumpy()
-        return found
+        return array.asnumpy()
 
     def barrier(self) -> None:
         """Wait until every process has reached this call."""

@@ -53,8 +53,7 @@ class ExportGraph:
 
     def nodes(self) -> List[Dict[str, Any]]:
         """Return the nodes of the graph, each after those that it reads."""
-        nodes: List[Dict[str, Any]] = json.loads(self.symbol.tojson())["nodes"]
-        return nodes
+        return json.loads(self.symbol.tojson())["nodes"]
 
 
 @contextmanager

@@ -99,6 +99,7 @@ class Run:
         state.epoch, state.batches, state.step = position.epoch, position.batches, position.step
         sums = {key[len(SUM) :]: array for key, array in content.arrays.items() if key.startswith(SUM)}
         self._sums.restore(position.counts, sums, state.trainer.contexts)
+        set_loader_epoch(self.test_iter, position.test_epoch)
         set_loader_epoch(self.train_iter, position.loader_epoch)
 
     def train_and_evaluate(self) -> None:
@@ -117,11 +118,13 @@ class Run:
         row = self._row = self._row or self._train_epoch()
         state.history.rows.append(row)
         if self.test_iter is not None:
-            generators, epoch = random_state(), loader_epoch(self.train_iter)
+            generators, loaders = random_state(), (self.test_iter, self.train_iter)
+            epochs = list(map(loader_epoch, loaders))
             test = self._evaluate(self.test_iter, self.options)
             if test.stopped:  # a resumed run evaluates again: its data draw the same order
                 set_random_state(generators)
-                set_loader_epoch(self.train_iter, epoch)
+                for loader, epoch in zip(loaders, epochs):
+                    set_loader_epoch(loader, epoch)
             self.raise_if_stopped(test.stopped, f"in the evaluation after epoch {state.epoch}")
             row.update(_test_columns(test))
         self._row, self._is_in_epoch = None, False
@@ -178,6 +181,7 @@ class Run:
             learning_rate=self._learning_rate,
             row=self._row,
             loader_epoch=self.start.loader_epoch if self._row is None else loader_epoch(self.train_iter),
+            test_epoch=loader_epoch(self.test_iter),
             evaluations=list(state.history.evaluations),
         )
         return asdict(position), {**{SUM + key: value for key, value in sums.items()}, **own}
@@ -190,6 +194,7 @@ class Run:
             step=state.step,
             num_batches=num_batches_of(self.train_iter),
             loader_epoch=loader_epoch(self.train_iter),
+            test_epoch=loader_epoch(self.test_iter),
             learning_rate=self._learning_rate,
             evaluations=list(state.history.evaluations),
         )

@@ -19,8 +19,8 @@ from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .metric_sums import DeviceSums
 from .metrics import Metrics, accuracy, metrics_for
 
-MAX_INFLIGHT = 8  # batches queued on the devices: without a backward pass they take little memory, and small ones are short
-_OPTIONS = EpochOptions("evaluate", max_inflight=MAX_INFLIGHT)
+# batches queued on the devices: without a backward pass they take little memory, and small ones are short
+_OPTIONS = EpochOptions("evaluate", max_inflight=8)
 
 
 def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: SplitFunction = split_batch) -> float:

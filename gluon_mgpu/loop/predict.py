@@ -20,7 +20,6 @@ from ..errors import ShardError, StepError, TrainerError, last_line
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import average_replicas, devices_of
 from .batch_loop import device_error
-from .evaluate import MAX_INFLIGHT
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
 
@@ -32,7 +31,7 @@ def predict(
     pairs: bool = False,
     batch_axis: Any = 0,
     output_axis: Any = None,
-    max_inflight: int = MAX_INFLIGHT,
+    max_inflight: int = 8,
     compiled: str = "auto",
 ) -> Any:
     """Return a network's output for every example of a data set, in their order, computed on all its devices.
@@ -86,7 +85,7 @@ def predict_batches(
     pairs: bool = False,
     batch_axis: Any = 0,
     output_axis: Any = None,
-    max_inflight: int = MAX_INFLIGHT,
+    max_inflight: int = 8,
     compiled: str = "auto",
 ) -> Generator[Any, None, None]:
     """Yield a network's output for each batch, as NumPy arrays, in order, while its devices compute the next ones.

@@ -39,8 +39,8 @@ class FitProgress:
         Finished examples of this epoch.
     seconds : float
         Training time of this epoch.
-    loader_epoch : int, optional
-        The data iterator's epoch counter before this epoch.
+    loader_epoch, test_epoch : int, optional
+        The data iterator's epoch counter before this epoch, and that of the test data now.
     generators : dict
         The state of Python's and NumPy's random generators before this epoch.
     counts : dict of str to int
@@ -60,6 +60,7 @@ class FitProgress:
     examples: int = 0
     seconds: float = 0.0
     loader_epoch: Optional[int] = None
+    test_epoch: Optional[int] = None
     generators: Dict[str, Any] = field(default_factory=random_state)
     counts: Dict[str, int] = field(default_factory=dict)
     learning_rate: Optional[float] = None
@@ -140,8 +141,7 @@ def position_of(content: CheckpointData) -> FitProgress:
 
 def has_changed_rate(content: CheckpointData) -> bool:
     """Return whether the learning rate of a checkpoint was set while its run trained."""
-    training: Any = content.training
-    return bool(training["optimizer"]["learning_rate"] != content.place["learning_rate"])
+    return bool(content.training["optimizer"]["learning_rate"] != content.place["learning_rate"])  # type: ignore[index]
 
 
 def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:

@@ -188,5 +188,4 @@ def _configure(folder: str) -> Path:
 
 def _events(text: str) -> List[Dict[str, Any]]:
     # from its second file on, MXNet writes a comma before the first event
-    found: List[Dict[str, Any]] = json.loads(re.sub(r"\[\s*,", "[", text, count=1))["traceEvents"]
-    return found
+    return json.loads(re.sub(r"\[\s*,", "[", text, count=1))["traceEvents"]

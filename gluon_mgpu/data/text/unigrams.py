@@ -35,5 +35,4 @@ def unigram_log_p(sentences: Sequence[Sequence[int]], size: int) -> np.ndarray:
         raise DataError("unigram_log_p: got no sentences; expected one or more. Pass those of encode_pairs.")
     tokens = [token for sentence in sentences for token in (*checked("unigram_log_p", sentence, size), EOS)]
     counts = 1 + np.bincount(tokens, minlength=size)
-    found: np.ndarray = np.log(counts / counts.sum())
-    return found
+    return np.log(counts / counts.sum())

@@ -221,7 +221,8 @@ class TrainStep:
             num_shards = trainer.virtual_shards * micro_steps
             split = VirtualSplit(split, num_shards, operation)
             self.passes, micro_steps = VirtualPasses(self.passes, net, loss, num_shards, trainer, micro_steps), 1
-        self._operation, self._net, self._trainer = operation, net, trainer
+        self._trainer: Trainer = trainer
+        self._operation, self._net = operation, net
         self._ignore_stale_grad, self._micro_steps = ignore_stale_grad, micro_steps
         self._on_phase = on_phase or bool  # no Python function
         self._check = check

@@ -147,9 +147,9 @@ class Layout:
         found = place_of(param)
         return self._owners.get(found.bucket if found else index, 0)
 
-    def replicate(self) -> None:
-        """Let all devices update all parameters from now on."""
-        self.is_sharded = False
+    def shard(self, is_sharded: bool) -> None:
+        """Let each parameter have one device that updates it, or all devices update all."""
+        self.is_sharded = is_sharded
         self.slabs = self._owned(self.slabs)
 
     def has_changed(self) -> bool:

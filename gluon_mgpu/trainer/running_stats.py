@@ -50,12 +50,15 @@ def note_stages(devices: Sequence[Context]) -> None:
 
 
 def note_losses(losses: Iterable[Array]) -> None:
-    """Note the examples in the latest backward pass, which was from these losses: the length of the first one of each device."""
-    examples: Dict[Context, float] = {}
+    """Note the examples in the latest backward pass, which was from these losses.
+
+    Of each device, those count that are as long as the first one: others may be terms of another kind.
+    """
+    lengths: Dict[Context, List[int]] = {}
     for loss in losses:
         for context in (loss.context, *_stages_before.get(loss.context, ())):
-            examples.setdefault(context, (*loss.shape, 1)[0])
-    note_examples(examples.items())
+            lengths.setdefault(context, []).append((*loss.shape, 1)[0])
+    note_examples((context, own[0] * own.count(own[0])) for context, own in lengths.items())
     _stages_before.clear()
 
 

@@ -93,11 +93,9 @@ class DeviceSum(Sum):
         Each waits only for the operations that write its slab: it runs while the backward pass fills the next slab.
         """
         if slabs is not self._latest:
-            self._calls, self._shares = [], []
-            for place, slab in enumerate(slabs):
-                if len(slab.contexts) > 1:
-                    self._prepare(slab, -place)
-            self._latest = slabs
+            found = [self._prepared(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
+            shares = [share for _, share in found if share is not None]
+            self._calls, self._shares, self._latest = [call for call, _ in found], shares, slabs
         for call in self._calls:
             call.run()
 
@@ -107,15 +105,17 @@ class DeviceSum(Sum):
         for call in self._shares:
             call.run()
 
-    def _prepare(self, slab: Slab, priority: int) -> None:
+    def _prepared(self, slab: Slab, priority: int) -> Tuple[Union[PushPull, SparsePushPull], Optional[PushPull]]:
+        """Return the sum of a slab, and the copies of its weights from its owner."""
         store = self._stores.setdefault(slab.contexts, _Store(self._name, slab.contexts))
         keys = [store.key_of(slab)]
         kind = PushPull if slab.gradients[0].stype == "default" else SparsePushPull
-        self._calls.append(kind(store.kv, keys, [slab.gradients], [slab.summed], priority))
-        if slab.owner is not None:  # the store copies a "sum" over one device to the others
-            weights = slab.weights
-            others = weights[: slab.owner] + weights[slab.owner + 1 :]
-            self._shares.append(PushPull(store.kv, keys, [[weights[slab.owner]]], [others], 0))
+        call = kind(store.kv, keys, [slab.gradients], [slab.summed], priority)
+        if slab.owner is None:
+            return call, None
+        others = slab.weights[: slab.owner] + slab.weights[slab.owner + 1 :]
+        # the store copies a "sum" over one device to the others
+        return call, PushPull(store.kv, keys, [[slab.weights[slab.owner]]], [others], 0)
 
 
 class _Store:
@@ -134,8 +134,8 @@ class _Store:
             if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):  # type: ignore[call-overload]
                 self._keys = {}  # divided anew: another store frees the memory of the old sums
                 self.kv = mx.kv.create(self._name)
+            self.kv.init(len(self._keys), slab.gradients[0])
             self._keys[known] = len(self._keys)
-            self.kv.init(self._keys[known], slab.gradients[0])
         return self._keys[known]
 
 

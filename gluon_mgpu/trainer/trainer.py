@@ -37,7 +37,7 @@ class Trainer(gluon.Trainer):
     """Applies an optimizer to a network on several devices. A drop-in `gluon.Trainer`.
 
     ```
-    step(batch_size):  idle devices' gradients := 0  ─►  sum over devices  ─►  clip  ─►  the same update on each device
+    step(batch_size):  idle devices' gradients := 0  ─►  sum over devices  ─►  clip  ─►  update, equal weights on all devices
     ```
 
     In addition to Gluon's Trainer: a device without data takes part with zeros instead of a stale gradient; gradients are always
@@ -177,7 +177,7 @@ class Trainer(gluon.Trainer):
         if not self._update.is_local:
             if self._layout.spans_devices:
                 raise refusal("Trainer", "Pipeline", JOINING, type(self._optimizer).__name__)
-            self._layout.replicate()
+            self._layout.shard(False)
         self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
         if precision is not None:
             set_precision(params, precision)
@@ -211,8 +211,9 @@ class Trainer(gluon.Trainer):
         if self.virtual_shards == number:
             return
         check_virtual(self)
-        self._replicate()
-        self._sum = self.tree = TreeSum(VirtualShards(number, self.contexts))
+        tree = TreeSum(VirtualShards(number, self.contexts))
+        self._replicate("Trainer")
+        self._sum = self.tree = tree
 
     @property
     def contexts(self) -> List[Context]:
@@ -268,7 +269,7 @@ class Trainer(gluon.Trainer):
         super().set_learning_rate(lr)
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Reduce the gradients over the devices and update the weights on each. It does not wait.
+        """Sum the gradients over the devices and update the weights, equal on all. It does not wait.
 
         Inside `accumulate` it only counts the examples; the next step outside divides by all of them.
 
@@ -345,11 +346,7 @@ class Trainer(gluon.Trainer):
         >>> net.weight.data().asnumpy().item()  # -(1 + 2 + 3) / 3
         -2.0
         """
-        if self._summed is not None:
-            raise TrainerError(
-                "Trainer.accumulate: got gradients that were summed and not applied; expected an update first. Call update() to "
-                "apply them, or discard() to drop them."
-            )
+        self._check_none_summed("Trainer.accumulate")
         had_new = self.gradients.has_new()
         self._num_open += 1
         try:
@@ -418,7 +415,7 @@ class Trainer(gluon.Trainer):
         """
         self._process_sync.check_begun("Trainer.allreduce_grads")
         self._complete("Trainer.allreduce_grads")
-        self._replicate()
+        self._replicate("Trainer.allreduce_grads")
         slabs = self.gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:
             raise TrainerError(
@@ -587,7 +584,7 @@ class Trainer(gluon.Trainer):
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         if getattr(self, "_amp_loss_scaler", None) is not None:
-            self._replicate()
+            self._replicate("Trainer.step")
         slabs = self.gradients.collect(ignore_stale_grad)
         self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
@@ -598,11 +595,23 @@ class Trainer(gluon.Trainer):
     def _reduce(self, slabs: List[Slab]) -> None:
         self._sum.run(slabs)
 
-    def _replicate(self) -> None:
+    def _check_none_summed(self, operation: str) -> None:
+        if self._summed is not None:
+            raise TrainerError(
+                f"{operation}: got gradients that were summed and not applied; expected an update first. Call update() to apply "
+                "them, or discard() to drop them."
+            )
+
+    def _replicate(self, operation: str) -> None:
         """Let all devices hold the optimizer's states and update all parameters from now on."""
         if self._layout.is_sharded:
-            self._layout.replicate()
-            self._share_states()
+            self._check_none_summed(operation)  # they are on their owners alone
+            self._layout.shard(False)
+            try:
+                self._share_states()
+            except BaseException:
+                self._layout.shard(True)
+                raise
 
     def _share_states(self) -> None:
         """Give each device that updates a parameter the states of the first one, or of the former owner."""
@@ -622,19 +631,25 @@ class Trainer(gluon.Trainer):
             self._clip(slabs)
             try:
                 self._update.apply(slabs)
+                self._sum.share(slabs)
             except BaseException:  # such as Ctrl-C, or a schedule's: some devices are updated, and others are not
                 if not self.trains_apart:
-                    for slab in slabs:
-                        for weight in slab.weights[1:] if slab.owner is None else ():
-                            slab.weights[0].copyto(weight)
-                    self._share_states()
+                    self._make_equal(slabs)
                 raise
-            finally:
-                self._sum.share(slabs)
             if self.replica_check is not None:
                 self.replica_check.after_update()
         self.gradients.put_back_running()
         self._summed = None
+
+    def _make_equal(self, slabs: List[Slab]) -> None:
+        """Give all devices what the first one holds, or the owner."""
+        everywhere = [slab for slab in slabs if slab.owner is None and len(slab.contexts) > 1]
+        for slab in everywhere:
+            for weight in slab.weights[1:]:
+                slab.weights[0].copyto(weight)
+        if everywhere and self._update.is_local:
+            self._share_states()
+        self._sum.share(slabs)
 
     def _multiplied_by(self, slabs: List[Slab]) -> Optional[float]:
         """Return the loss scale of these gradients, in addition to `_scale`; None if they overflowed and must be skipped."""

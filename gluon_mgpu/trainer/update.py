@@ -143,18 +143,19 @@ class Update:
         return dict(sorted(found.items()))
 
     def counts(self) -> Dict[int, int]:
-        """Return the number of updates of each parameter."""
-        return dict(sorted(self._counts.items()))
+        """Return the number of updates of each parameter that has a state."""
+        known = self.states()
+        return {index: count for index, count in sorted(self._counts.items()) if index in known}
 
     def restore(self, states: Sequence[Dict[int, State]], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
         """Set states, one dict per replica, counts, and the order if it is known: names may sort differently now."""
         self.order = self.order if order is None else list(order)
-        for updater in self.updaters:
-            updater.states, updater.states_synced = {}, {}
+        held: Dict[int, Dict[int, State]] = {id(updater): {} for updater in self.updaters}
         for replica, known in enumerate(states if self.is_local else states[:1]):
             for index, state in known.items():
-                updater = self._on(index, replica).updater
-                updater.states[index], updater.states_synced[index] = state, True
+                held[id(self._on(index, replica).updater)][index] = state
+        for updater in self.updaters:  # at the end: an exception must not leave parts
+            updater.states, updater.states_synced = held[id(updater)], dict.fromkeys(held[id(updater)], True)
         # for files without counts
         begun = {index: self._optimizer.begin_num_update for known in states for index in known}
         self._counts = {**begun, **counts}

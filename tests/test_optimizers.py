@@ -6,7 +6,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime.c_api import Operator
+from gluon_mgpu.runtime.c_api import Operator, PushPull
 from gluon_mgpu.trainer.update import Update
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -109,7 +109,7 @@ def test_states_that_one_device_uses_are_not_compared(tmp_path):
         trainer.load_states(str(tmp_path / "states"))
 
 
-@pytest.mark.parametrize("done", [1, 2, 3])
+@pytest.mark.parametrize("done", [1, 2, 3, 9])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", "nadam", "sharded sgd"])
 def test_an_update_that_is_interrupted_leaves_equal_devices(monkeypatch, optimizer, done):
     net = small_net([mx.cpu(0), mx.cpu(1)])
@@ -119,15 +119,16 @@ def test_an_update_that_is_interrupted_leaves_equal_devices(monkeypatch, optimiz
 
     def interrupted(run):
         def call(*arguments):
-            if not left[0]:
-                raise KeyboardInterrupt
             left[0] -= 1
+            if left[0] == -1:
+                raise KeyboardInterrupt
             return run(*arguments)
 
         return call
 
     monkeypatch.setattr(Operator, "run", interrupted(Operator.run))
     monkeypatch.setattr(Update, "_run_updater", interrupted(Update._run_updater))
+    monkeypatch.setattr(PushPull, "run", interrupted(PushPull.run))
     for at, (X, y) in enumerate(small_batches([6, 5, 6, 4])):
         left[0] = 99 if at else done
         with suppress(KeyboardInterrupt):  # of the first step

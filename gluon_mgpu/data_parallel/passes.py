@@ -96,8 +96,8 @@ def backward(losses: Sequence[Array]) -> None:
     Parameters
     ----------
     losses : sequence of NDArray, any shapes
-        Recorded, one per shard. BatchNorm's running statistics are weighted by the length of each device's first one, and of
-        others as long, 1 for a number; and equally if the pass reaches a device without a loss, as from gathered outputs.
+        Recorded, one per shard. BatchNorm's running statistics are weighted by the length of each device's first one, 1 for a
+        number; and equally if the pass reaches a device without a loss, as from gathered outputs.
 
     Raises
     ------

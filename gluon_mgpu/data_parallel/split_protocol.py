@@ -93,6 +93,8 @@ def as_split(operation: str, split_f: Any) -> Split:
     TrainerError
         It cannot be called.
     """
+    if isinstance(split_f, Split):
+        return split_f
     check_function(operation, "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
     is_ours = (split_f.func if isinstance(split_f, partial) else split_f) is split_batch
     try:

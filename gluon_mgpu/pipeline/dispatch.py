@@ -14,7 +14,6 @@ from ..checks import OF_WRONG_DATA
 from ..data_parallel.batchnorm import is_synchronised
 from ..data_parallel.passes import Passes, raise_named
 from ..data_parallel.sharding import count_examples, split_data
-from ..data_parallel.transfer import as_in_context
 from ..errors import ShardError
 from ..nested import Array, is_device_array, is_float, leaves, map_leaves
 from ..refusals import refusal
@@ -174,7 +173,7 @@ class PipelinePasses(Passes):
                 self._sizes.append([count_examples(operation, part, label_axis) if is_divided else 0 for part in labels])
                 for device, part in zip(devices, labels):
                     arranged[0].append(one)
-                    arranged[1].append(as_in_context(part, device))
+                    arranged[1].append(map_leaves(partial(_moved, device), part))
         return arranged
 
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
@@ -426,3 +425,7 @@ def _is_recorded(array: Array) -> bool:
     except MXNetError:
         return False
     return True
+
+
+def _moved(device: Context, _: str, leaf: Any) -> Any:
+    return leaf.as_in_context(device) if is_device_array(leaf) else leaf

@@ -285,7 +285,10 @@ def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
         if isinstance(block, Recomputed):
             raise refusal("Pipeline", "recompute()", "Pipeline")
         if isinstance(block, (SyncBatchNorm, gluon.contrib.nn.SyncBatchNorm)):
-            raise refusal("Pipeline", "Pipeline", "synchronised BatchNorm", f"{block.name}, a {type(block).__name__}")
+            raise TrainerError(
+                f"Pipeline: got {block.name}, a {type(block).__name__}; expected nn.BatchNorm, as a stage sees one micro-batch "
+                "at a time. Use nn.BatchNorm, or call revert_sync_batchnorm(net) first."
+            )
         if getattr(block, "_active", False) and any(value for name, value in block._flags if name.startswith("static_")):
             block._flags = [(name, False if name.startswith("static_") else value) for name, value in block._flags]
             block._clear_cached_op()

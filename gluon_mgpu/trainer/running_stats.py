@@ -52,13 +52,15 @@ def note_stages(devices: Sequence[Context]) -> None:
 def note_losses(losses: Iterable[Array]) -> None:
     """Note the examples in the latest backward pass, which was from these losses.
 
-    Of each device, those count that are as long as the first one: others may be terms of another kind.
+    Of each device, the first one counts: others may be terms of another kind. If devices have different numbers of losses, such
+    as of several shards, those count that are as long as the first one.
     """
     lengths: Dict[Context, List[int]] = {}
     for loss in losses:
         for context in (loss.context, *_stages_before.get(loss.context, ())):
             lengths.setdefault(context, []).append((*loss.shape, 1)[0])
-    note_examples((context, own[0] * own.count(own[0])) for context, own in lengths.items())
+    has_shards = len(set(map(len, lengths.values()))) > 1
+    note_examples((context, own[0] * (own.count(own[0]) if has_shards else 1)) for context, own in lengths.items())
     _stages_before.clear()
 
 

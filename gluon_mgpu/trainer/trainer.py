@@ -231,8 +231,9 @@ class Trainer(gluon.Trainer):
         Call it between the first forward pass, in prediction mode, and the first recorded one: the parameters can then move into
         buckets before a graph holds them.
         """
-        if has_values(self._layout.params):
-            self._layout.follow()
+        is_placed = self._layout.slabs and not self._layout.shapeless
+        if not is_placed and has_values(self._layout.params):
+            self._layout.place()
         if self._process_sync.is_joint and has_values(self._layout.params):
             self._process_sync.check_unused("Trainer")  # such as a generator's pass, before the first one of this network
             self._process_sync.begin()
@@ -605,7 +606,9 @@ class Trainer(gluon.Trainer):
     def _replicate(self, operation: str) -> None:
         """Let all devices hold the optimizer's states and update all parameters from now on."""
         if self._layout.is_sharded:
-            self._check_none_summed(operation)  # they are on their owners alone
+            if not self.gradients.has_new():
+                self._check_none_summed(operation)  # they are on their owners alone
+            self._summed = None
             self._layout.shard(False)
             try:
                 self._share_states()

@@ -143,7 +143,8 @@ class LocalSGD(Trainer):
             raise refusal("LocalSGD.step", "LocalSGD", "a loss scaler")
 
     def _clip(self, slabs: List[Slab]) -> None:
-        for replica, context in reversed(list(enumerate(self.contexts))):  # the first one's `grad_norm` stays
+        clips = self._measures or self._clip_value is not None
+        for replica, context in reversed(list(enumerate(self.contexts))) if clips else ():  # the first one's `grad_norm` stays
             super()._clip([replace(one, contexts=(context,), gradients=[one.gradients[replica]]) for one in slabs])
 
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:

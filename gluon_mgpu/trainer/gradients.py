@@ -18,7 +18,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, filterfalse
 from operator import attrgetter, is_not
 from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 from weakref import ReferenceType, WeakSet, ref
@@ -32,7 +32,7 @@ from ..nested import Array
 from ..refusals import refusal
 from ..runtime.c_api import Flags
 from .layout import Layout
-from .slab import MOVES, Bucket, Slab, forget_graphs, part_of, zero
+from .slab import MOVES, Bucket, Slab, forget_graphs, zero
 
 logger = logging.getLogger("gluon_mgpu")
 
@@ -97,7 +97,7 @@ class Gradients:
         self._logged: Set[str] = set()  # names of unused parameters
         self._sums: Dict[Union[Bucket, int], List[Array]] = {}  # of counted passes: by bucket or parameter, one per replica
         self._sparse: Dict[Tuple[int, int], Array] = {}  # of sparse gradients, by parameter and replica
-        self._reached: Set[Tuple[int, int]] = set()  # parameters and replicas that counted passes have written
+        self._reached: Set[int] = set()  # parameters that counted passes have written
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
         self._latest: Optional[_Written] = None
         self._marked: _Marked
@@ -195,11 +195,11 @@ class Gradients:
         if not self.all_take_part:
             self._check_unused(self._used(fresh), ignore_stale_grad=True)
         self.has_counted = True
-        written = {self._entries[at] for at in np.flatnonzero(fresh).tolist()}
-        self._reached |= written
+        self._reached.update(self._entries[at][0] for at in np.flatnonzero(fresh).tolist())
         if adds:
             with autograd.pause():
-                self._add_to_sums(written)
+                self._zero(~fresh & ~self._running, self._layout.slabs)
+                self._add_to_sums()
         self._clear()
         _now.end_step()
 
@@ -296,8 +296,7 @@ class Gradients:
 
     def _used(self, fresh: Table) -> List[int]:
         """Return the parameters that have a fresh gradient, or a sum, on some device."""
-        used = set(self._indices[self._rows_of(fresh)].tolist())
-        used.update(index for index, _ in self._reached)
+        used = self._reached.union(self._indices[self._rows_of(fresh)].tolist())
         return [index for index in self._indices.tolist() if index in used]
 
     def _check_unused(self, used: Iterable[int], ignore_stale_grad: bool) -> None:
@@ -336,36 +335,26 @@ class Gradients:
         """Copy the devices' own running sums in these slabs, before they are summed over the devices."""
         self.put_back_running()
         with autograd.pause():
-            for slab in slabs:
-                own = self._running_indices.intersection(slab.indices)
-                is_all = len(own) == len(slab.indices)
-                params = self._layout.params
-                gradients = slab.gradients if is_all else [one for index in own for one in params[index].list_grad()]
-                self._own += [(gradient, gradient.copy()) for gradient in gradients]
+            for slab in filter(self._is_running, slabs):
+                self._own += [(gradient, gradient.copy()) for gradient in slab.gradients]
+
+    def _is_running(self, slab: Slab) -> bool:
+        """Return whether its gradients are running sums: all of a bucket have one grad_req."""
+        return slab.indices[0] in self._running_indices
 
     # Sums over several passes
 
-    def _add_to_sums(self, written: Set[Tuple[int, int]]) -> None:
-        for slab in self._layout.slabs:
+    def _add_to_sums(self) -> None:
+        """Add the gradients to the sums. They are zero where the latest pass has written none."""
+        for slab in filterfalse(self._is_running, self._layout.slabs):
             for replica, gradient in enumerate(slab.gradients):
-                added = [i for i in slab.indices if (i, replica) in written and i not in self._running_indices]
-                if gradient.stype != "default":
-                    for index in added:
-                        total = self._sparse.get((index, replica))
-                        self._sparse[index, replica] = (
-                            gradient.copy() if total is None else mx.nd.sparse.elemwise_add(total, gradient)
-                        )
-                elif added:
-                    self._add_dense(slab, replica, added)
-
-    def _add_dense(self, slab: Slab, replica: int, added: List[int]) -> None:
-        total, gradient = self._sum_of(slab, replica), slab.gradients[replica].as_nd_ndarray()
-        if len(added) == len(slab.indices):
-            mx.nd.elemwise_add(total, gradient, out=total)
-            return
-        for index in added:
-            begin, end = part_of(slab, self._layout.params[index])
-            mx.nd.elemwise_add(total[begin:end], gradient[begin:end], out=total[begin:end])
+                if gradient.stype == "default":
+                    total = self._sum_of(slab, replica)
+                    mx.nd.elemwise_add(total, gradient.as_nd_ndarray(), out=total)
+                else:
+                    key = slab.indices[0], replica
+                    former = self._sparse.get(key)
+                    self._sparse[key] = gradient.copy() if former is None else mx.nd.sparse.elemwise_add(former, gradient)
 
     def _sum_of(self, slab: Slab, replica: int) -> Array:
         key = slab.bucket or slab.indices[0]

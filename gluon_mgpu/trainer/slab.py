@@ -114,7 +114,7 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
     Parameters
     ----------
     params : sequence of gluon.Parameter
-        In order of use. A bucket holds parameters of one dtype and one pair of multipliers (`lr_mult`, `wd_mult`).
+        In order of use. A bucket holds parameters of one dtype, one `grad_req`, and one pair of multipliers (`lr_mult`, `wd_mult`).
     bucket_bytes : int
         A bucket is closed if the next parameter would make it larger than this, or than a sixteenth of all and 1 MiB. So buckets
         do not depend on the number of devices.
@@ -128,7 +128,7 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
     total = sum(num_bytes(param._data[0]) for param in new)
     bucket_bytes = min(bucket_bytes, max(_SMALLEST, total // _NUM_BUCKETS))
     for param in new:
-        key = (np.dtype(param.dtype).name, param.lr_mult, param.wd_mult)
+        key = (np.dtype(param.dtype).name, param.lr_mult, param.wd_mult, param.grad_req)
         size = _padded(param) * np.dtype(param.dtype).itemsize
         if key in open_buckets and filled[key] + size > bucket_bytes:
             closed.append(open_buckets.pop(key))
@@ -275,13 +275,6 @@ def _gradients_of(param: gluon.Parameter) -> List[Array]:
     if param._differentiable:
         return param.list_grad()
     return [mx.nd.zeros_like(array.as_nd_ndarray()) for array in param._data]
-
-
-def part_of(slab: Slab, param: gluon.Parameter) -> Tuple[int, int]:
-    """Return the beginning and end of a parameter in the flat arrays of its slab."""
-    found = place_of(param)
-    assert found is not None and found.bucket is slab.bucket, "slabs are divided again when a parameter has moved"
-    return found.begin - slab.begin, found.end - slab.begin
 
 
 def zero(gradient: Array) -> None:

@@ -60,13 +60,13 @@ def make(network, num_devices, optimizer="sgd", shards=8, *, hybridize=True, **o
 
 
 def digest(net, trainer, *more):
-    """The bits of weights, statistics and states, which all devices must have."""
+    """The bits of weights and statistics, which all devices must have, and of states."""
     found = set()
-    for replica, context in enumerate(trainer.contexts):
+    for context in trainer.contexts:
         bits = hashlib.sha256()
         for param in net._collect_params_with_prefix().values():
             bits.update(param.data(context).asnumpy().tobytes())
-        for _, state in sorted(trainer._update.updaters[replica].states.items()):
+        for _, state in sorted(trainer.state().states.items()):
             for array in state if isinstance(state, (list, tuple)) else [state]:
                 bits.update(array.asnumpy().tobytes())
         found.add(bits.hexdigest())

@@ -147,11 +147,6 @@ class Layout:
         found = place_of(param)
         return self._owners.get(found.bucket if found else index, 0)
 
-    def shard(self, is_sharded: bool) -> None:
-        """Let each parameter have one device that updates it, or all devices update all."""
-        self.is_sharded = is_sharded
-        self.slabs = self._owned(self.slabs)
-
     def has_changed(self) -> bool:
         """Return whether Gluon made new arrays, or the user set a multiplier, since `place`."""
         has_new = any(map(is_not, map(_GRAD, self.params), self._seen))  # no Python call per parameter

@@ -10,7 +10,7 @@ from ..checks import real_number, short, whole_number
 from ..errors import NonFiniteLossError, StateError, TrainerError
 from ..nested import Array, is_device_array
 from ..runtime.environment import logger
-from .sums import all_finite
+from .sums import finite_on_each
 
 _SMALLEST, _LARGEST = 1.0, 2.0**24  # of a scale
 
@@ -114,11 +114,7 @@ class LossScaler:
         """
         self._is_scaled = False
         scale = self.scale
-        by_device: Dict[Any, List[Array]] = {}
-        for gradient in gradients:
-            by_device.setdefault(gradient.context, []).append(gradient if gradient.stype == "default" else gradient.data)
-        # A list, not a generator: all checks are queued before the first result is read.
-        if all(finite.asscalar() for finite in [all_finite(own) for own in by_device.values()]):
+        if all(finite.asscalar() for finite in finite_on_each(gradients)):
             self.num_good += 1
             if self.num_good == self._every:
                 self.scale, self.num_good = min(_LARGEST, scale * self._factor), 0

@@ -114,7 +114,7 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
     Parameters
     ----------
     params : sequence of gluon.Parameter
-        In order of use. A bucket holds parameters of one dtype, one `grad_req`, and one pair of multipliers (`lr_mult`, `wd_mult`).
+        In order of use. A bucket holds parameters of one dtype, one `grad_req`, and one pair of `lr_mult` and `wd_mult`.
     bucket_bytes : int
         A bucket is closed if the next parameter would make it larger than this, or than a sixteenth of all and 1 MiB. So buckets
         do not depend on the number of devices.

@@ -29,7 +29,11 @@ class Sum:
         raise NotImplementedError
 
     def share(self, slabs: List[Slab]) -> None:
-        """Copy the weights of slabs that were summed from their owners, if they have some, to the other devices."""
+        """Copy the weights of these slabs from their owners, if they have some, to the other devices."""
+        for slab in slabs:
+            for replica, weight in enumerate(slab.weights):
+                if slab.owner not in (None, replica):
+                    slab.weights[slab.owner].copyto(weight)
 
     def hold(self) -> bool:
         """Keep the sum of the latest pass for an update of several; return whether it did, or each device adds up its own."""
@@ -85,6 +89,7 @@ class DeviceSum(Sum):
         self._stores: Dict[Tuple[Context, ...], _Store] = {}  # by devices
         self._latest: List[Slab] = []
         self._calls: List[Union[PushPull, SparsePushPull]] = []  # of the latest slabs
+        self._shared: List[Slab] = []
         self._shares: List[PushPull] = []  # copies of their weights
 
     def run(self, slabs: List[Slab]) -> None:
@@ -93,29 +98,35 @@ class DeviceSum(Sum):
         Each waits only for the operations that write its slab: it runs while the backward pass fills the next slab.
         """
         if slabs is not self._latest:
-            found = [self._prepared(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
-            shares = [share for _, share in found if share is not None]
-            self._calls, self._shares, self._latest = [call for call, _ in found], shares, slabs
+            self._calls = [self._prepared(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
+            self._latest = slabs
         for call in self._calls:
             call.run()
 
     def share(self, slabs: List[Slab]) -> None:
         """Queue the copies of weights."""
-        assert slabs is self._latest or not self._shares, "the sum of these slabs has prepared their copies"
+        if slabs is not self._shared:
+            self._shares = [self._share(slab, slab.owner) for slab in slabs if slab.owner is not None]
+            self._shared = slabs
         for call in self._shares:
             call.run()
 
-    def _prepared(self, slab: Slab, priority: int) -> Tuple[Union[PushPull, SparsePushPull], Optional[PushPull]]:
-        """Return the sum of a slab, and the copies of its weights from its owner."""
-        store = self._stores.setdefault(slab.contexts, _Store(self._name, slab.contexts))
-        keys = [store.key_of(slab)]
+    def _prepared(self, slab: Slab, priority: int) -> Union[PushPull, SparsePushPull]:
+        """Return the sum of a slab."""
+        store, key = self._place_of(slab)
         kind = PushPull if slab.gradients[0].stype == "default" else SparsePushPull
-        call = kind(store.kv, keys, [slab.gradients], [slab.summed], priority)
-        if slab.owner is None:
-            return call, None
-        others = slab.weights[: slab.owner] + slab.weights[slab.owner + 1 :]
-        # the store copies a "sum" over one device to the others
-        return call, PushPull(store.kv, keys, [[slab.weights[slab.owner]]], [others], 0)
+        return kind(store, [key], [slab.gradients], [slab.summed], priority)
+
+    def _share(self, slab: Slab, owner: int) -> PushPull:
+        """Return the copies of weights: the store copies a "sum" over one device to the others."""
+        store, key = self._place_of(slab)
+        others = slab.weights[:owner] + slab.weights[owner + 1 :]
+        return PushPull(store, [key], [[slab.weights[owner]]], [others], 0)
+
+    def _place_of(self, slab: Slab) -> Tuple[mx.kvstore.KVStore, int]:
+        if slab.contexts not in self._stores:
+            self._stores[slab.contexts] = _Store(self._name, slab.contexts)
+        return self._stores[slab.contexts].place_of(slab)
 
 
 class _Store:
@@ -125,18 +136,18 @@ class _Store:
         # "device" sums on the devices, which must be of one kind
         self._name = name if len({context.device_type for context in contexts}) == 1 else "local"
         self._keys: Dict[Tuple[object, ...], int] = {}
-        self.kv: mx.kvstore.KVStore = mx.kv.create(self._name)
+        self._kv: mx.kvstore.KVStore = mx.kv.create(self._name)
 
-    def key_of(self, slab: Slab) -> int:
-        """Return the key of a slab."""
+    def place_of(self, slab: Slab) -> Tuple[mx.kvstore.KVStore, int]:
+        """Return the store of a slab, and its key there."""
         known = (slab.bucket is not None, slab.indices, slab.gradients[0].shape, slab.gradients[0].dtype)
         if known not in self._keys:
             if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):  # type: ignore[call-overload]
                 self._keys = {}  # divided anew: another store frees the memory of the old sums
-                self.kv = mx.kv.create(self._name)
-            self.kv.init(len(self._keys), slab.gradients[0])
+                self._kv = mx.kv.create(self._name)
+            self._kv.init(len(self._keys), slab.gradients[0])
             self._keys[known] = len(self._keys)
-        return self._keys[known]
+        return self._kv, self._keys[known]
 
 
 class SparsePushPull:
@@ -202,6 +213,14 @@ def clip(
         if clip_value is not None:
             clip_values(gradients, clip_value)
     return norm
+
+
+def finite_on_each(gradients: Sequence[Array]) -> List[Array]:
+    """Return for each device whether its gradients are finite, without waiting: see `all_finite`."""
+    by_device: Dict[Context, List[Array]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.context, []).append(gradient if gradient.stype == "default" else gradient.data)
+    return [all_finite(own) for own in by_device.values()]
 
 
 def all_finite(gradients: Sequence[Array]) -> Array:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
-from ..checks import flag, path_of, whole_number
+from ..checks import flag, path_of, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import group
 from ..errors import StaleGradientError, StateError, TrainerError
@@ -28,9 +29,9 @@ from .replica_check import ReplicaCheck
 from .running_stats import RunningStats, is_running_stat
 from .slab import BUCKET_BYTES, Slab
 from .states import TrainerState, check_state, read_states, states_on, write_states
-from .sums import Sum, clip, make_sum, store_type
+from .sums import Sum, clip, finite_on_each, make_sum, store_type
 from .tree_sum import TreeSum, VirtualShards
-from .update import Update
+from .update import Update, is_replicable
 
 
 class Trainer(gluon.Trainer):
@@ -81,9 +82,9 @@ class Trainer(gluon.Trainer):
     shard_optimizer : bool
         Let one device update each parameter, keep the optimizer's states of it, and copy its weights to the others. So each of k
         devices holds about 1/k of the states and computes 1/k of the update. The weights do not change. This is stage 1 of ZeRO,
-        or PyTorch's `ZeroRedundancyOptimizer`, on the devices of one process. Sparse gradients, several processes,
-        `virtual_shards`, `check_replicas_every`, `LocalSGD`, `allreduce_grads`, MXNet's AMP, the store `"nccl"`, and optimizers
-        that join parameters, such as nadam or your own, need the sum on every device: each then updates all.
+        or PyTorch's `ZeroRedundancyOptimizer`, on the devices of one process. With several processes, `check_replicas_every`,
+        `LocalSGD`, the store `"nccl"`, sparse gradients, and optimizers that join parameters, such as nadam or your own, each
+        device updates all.
     virtual_shards : int, optional
         Cut every batch into this many parts, computed one by one and summed in one order: weights, states and metrics then have
         the same bits on 1, 2, 4, ... devices, in one process or several. A multiple of their number. It takes `train_batch` or
@@ -147,10 +148,13 @@ class Trainer(gluon.Trainer):
         switches.update(find_unused_parameters=find_unused_parameters, shard_optimizer=shard_optimizer)
         for name, value in switches.items():
             flag("Trainer", name, value)
-        needs_all = self.trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
-        self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer and not needs_all)
-        check_contexts(self._layout.contexts, "Trainer")
         check_optimizer(optimizer, optimizer_params)
+        needs_all = self.trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
+        is_local = is_replicable(optimizer)
+        self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer and is_local and not needs_all)
+        check_contexts(self._layout.contexts, "Trainer")
+        if self._layout.spans_devices and not is_local:
+            raise refusal("Trainer", "Pipeline", JOINING, short(optimizer))
         check_options(self._layout, compression_params, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self.gradients = Gradients(self._layout, find_unused=find_unused_parameters)
@@ -174,10 +178,6 @@ class Trainer(gluon.Trainer):
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet
         self._update = Update(self._optimizer, self._layout, gluon_order(params))
-        if not self._update.is_local:
-            if self._layout.spans_devices:
-                raise refusal("Trainer", "Pipeline", JOINING, type(self._optimizer).__name__)
-            self._layout.shard(False)
         self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
         if precision is not None:
             set_precision(params, precision)
@@ -212,7 +212,6 @@ class Trainer(gluon.Trainer):
             return
         check_virtual(self)
         tree = TreeSum(VirtualShards(number, self.contexts))
-        self._replicate("Trainer")
         self._sum = self.tree = tree
 
     @property
@@ -347,7 +346,11 @@ class Trainer(gluon.Trainer):
         >>> net.weight.data().asnumpy().item()  # -(1 + 2 + 3) / 3
         -2.0
         """
-        self._check_none_summed("Trainer.accumulate")
+        if self._summed is not None:
+            raise TrainerError(
+                "Trainer.accumulate: got gradients that were summed and not applied; expected an update first. Call update() to "
+                "apply them, or discard() to drop them."
+            )
         had_new = self.gradients.has_new()
         self._num_open += 1
         try:
@@ -416,14 +419,13 @@ class Trainer(gluon.Trainer):
         """
         self._process_sync.check_begun("Trainer.allreduce_grads")
         self._complete("Trainer.allreduce_grads")
-        self._replicate("Trainer.allreduce_grads")
         slabs = self.gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:
             raise TrainerError(
                 "Trainer.allreduce_grads: got gradients that it has already summed; expected a backward pass in "
                 "between. Call update()."
             )
-        self._sum.run(slabs)
+        self._sum.run([replace(slab, owner=None) for slab in slabs])  # on every device, where the program may change it
         self.gradients.mark_used()
         self._summed = slabs
 
@@ -584,8 +586,6 @@ class Trainer(gluon.Trainer):
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
-        if getattr(self, "_amp_loss_scaler", None) is not None:
-            self._replicate("Trainer.step")
         slabs = self.gradients.collect(ignore_stale_grad)
         self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
@@ -595,31 +595,6 @@ class Trainer(gluon.Trainer):
 
     def _reduce(self, slabs: List[Slab]) -> None:
         self._sum.run(slabs)
-
-    def _check_none_summed(self, operation: str) -> None:
-        if self._summed is not None:
-            raise TrainerError(
-                f"{operation}: got gradients that were summed and not applied; expected an update first. Call update() to apply "
-                "them, or discard() to drop them."
-            )
-
-    def _replicate(self, operation: str) -> None:
-        """Let all devices hold the optimizer's states and update all parameters from now on."""
-        if self._layout.is_sharded:
-            if not self.gradients.has_new():
-                self._check_none_summed(operation)  # they are on their owners alone
-            self._summed = None
-            self._layout.shard(False)
-            try:
-                self._share_states()
-            except BaseException:
-                self._layout.shard(True)
-                raise
-
-    def _share_states(self) -> None:
-        """Give each device that updates a parameter the states of the first one, or of the former owner."""
-        states = states_on(self._layout, self._optimizer, self._update.states(), "its own states")
-        self._update.restore(states, self._update.counts())
 
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:
         if self.tree is None and not self.trains_apart:  # those move them themselves
@@ -651,7 +626,8 @@ class Trainer(gluon.Trainer):
             for weight in slab.weights[1:]:
                 slab.weights[0].copyto(weight)
         if everywhere and self._update.is_local:
-            self._share_states()
+            states = states_on(self._layout, self._optimizer, self._update.states(), "its own states")
+            self._update.restore(states, self._update.counts())
         self._sum.share(slabs)
 
     def _multiplied_by(self, slabs: List[Slab]) -> Optional[float]:
@@ -661,9 +637,9 @@ class Trainer(gluon.Trainer):
         scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
         if scaler is None:
             return 1.0
-        # It checks objects with gradients: a slab stands for all its parameters.
-        gradients = [SimpleNamespace(_grad=slab.summed) for slab in slabs]
-        return None if gradients and scaler.has_overflow(gradients) else 1.0
+        # It looks at the gradients of objects, on one device: 1, or infinity if one of a device is not finite.
+        found = [1 / finite.as_in_context(self.contexts[0]) for finite in finite_on_each([slab.summed[0] for slab in slabs])]
+        return None if found and scaler.has_overflow([SimpleNamespace(_grad=[one]) for one in found]) else 1.0
 
     def __reduce__(self) -> Any:
         """Raise for `copy` and `pickle`, also of a network, whose parameters know their trainer."""

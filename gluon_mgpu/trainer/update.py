@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -92,7 +92,7 @@ class Update:
         self._converted: Dict[int, Tuple[List[Tuple[str, Any]], Tuple[Any, ...]]] = {}  # the latest attributes
         self._slabs: List[Slab] = []
         self._taking_part: List[int] = []  # their parameters, in Gluon's order
-        self.is_local = type(optimizer) in _REPLICABLE
+        self.is_local = is_replicable(optimizer)
 
     def apply(self, slabs: List[Slab]) -> None:
         """Update the weights of these slabs with their gradients, on every replica or on their owners."""
@@ -285,6 +285,12 @@ class Update:
                     target.states[index] = filled(moved, former.states.pop(index), f"parameter {index}")
                     target.states_synced[index] = former.states_synced.pop(index, True)
                     self._views.pop((index, replica), None)
+
+
+def is_replicable(optimizer: Union[str, opt.Optimizer]) -> bool:
+    """Return whether an optimizer updates each parameter from its own gradient, state and count alone."""
+    kind = opt.Optimizer.opt_registry[optimizer.lower()] if isinstance(optimizer, str) else type(optimizer)
+    return kind in _REPLICABLE
 
 
 def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -> None:

@@ -248,6 +248,8 @@ class TrainStep:
             if self.passes.notes_examples:  # gradients of the last part, which another trainer must not take
                 self._trainer.gradients.drop_unused()
             raise
+        finally:
+            self._trainer.gradients.is_settled = False
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, axis = self._trainer, self._axis

@@ -88,11 +88,13 @@ class Gradients:
         Passes were counted that no update has used.
     is_reached : bool
         Whether the latest pass has written one of them.
+    is_settled : bool
+        No parameter changes now: during a batch of `train_batch`, after `place`.
     """
 
     def __init__(self, layout: Layout, *, find_unused: bool = False) -> None:
         self._layout = layout
-        self.all_take_part = self.has_counted = self.is_reached = False
+        self.all_take_part = self.has_counted = self.is_reached = self.is_settled = False
         self._find_unused = find_unused
         self._logged: Set[str] = set()  # names of unused parameters
         self._sums: Dict[Union[Bucket, int], List[Array]] = {}  # of counted passes: by bucket or parameter, one per replica
@@ -132,7 +134,6 @@ class Gradients:
             The passes of the gradients are ambiguous. Nothing was changed.
         """
         layout = self._layout
-        layout.follow()
         fresh = self._of_step()
         slabs = layout.slabs
         if self.has_counted or layout.shapeless or not (self._is_full or fresh.all()):
@@ -185,7 +186,6 @@ class Gradients:
         StaleGradientError
             There are none. Nothing was changed.
         """
-        self._layout.follow()
         fresh = self._of_step()
         if len(fresh) and not fresh.any() and not self.all_take_part:
             raise StaleGradientError(
@@ -245,6 +245,7 @@ class Gradients:
     def place(self) -> None:
         """Put parameters into their places: graphs of the coming pass must not write into former arrays."""
         self._layout.follow()
+        self.is_settled = True
         self._follow()
 
     @contextmanager
@@ -269,6 +270,8 @@ class Gradients:
 
     def _of_step(self) -> Table:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
+        if not self.is_settled:
+            self._layout.follow()
         self._is_lost = self._follow() or self._is_lost
         fresh = self._read()
         is_empty = not fresh.any()
@@ -499,7 +502,7 @@ class Gradients:
         found = [
             i for i, param in enumerate(params) if param.grad_req != "null" and len(param._grad or []) == len(contexts_of[i])
         ]
-        self._seen, self._moves = list(map(_GRAD, params)), MOVES.count
+        self._seen, self._known = list(map(_GRAD, params)), (MOVES.count, self._layout.version)
         self._reqs = [param.grad_req for param in params]
         self._indices = np.array(found, dtype=int)
         self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]
@@ -519,10 +522,11 @@ class Gradients:
         Return whether a pass recorded before now may write into arrays that Gluon has replaced: MXNet's static graphs keep
         theirs, unless grad_req is another one than in their last pass.
         """
-        params = self._layout.params
-        if self._moves == MOVES.count and not any(map(is_not, map(_GRAD, params), self._seen)):
+        if not self.is_settled:
+            self._layout.look()
+        if self._known == (MOVES.count, self._layout.version):
             return False
-        former, reqs = self._seen, self._reqs
+        params, former, reqs = self._layout.params, self._seen, self._reqs
         self._watch()
         replaced = {id(param) for param, old in zip(params, former) if old and param._grad is not old}
         return bool(replaced) and forget_graphs(replaced) and reqs == self._reqs

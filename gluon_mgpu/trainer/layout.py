@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter, is_not
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
@@ -14,7 +15,7 @@ from ..nested import Array, num_bytes
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
 from .slab import Bucket, Slab, one_each, place, place_of, slabs_of
 
-_GRAD = attrgetter("_grad")
+_DATA, _GRAD = attrgetter("_data"), attrgetter("_grad")
 _MULTIPLIERS = attrgetter("lr_mult", "wd_mult")
 
 
@@ -69,6 +70,8 @@ class Layout:
         Whether there are owners.
     slabs : list of Slab
         Of all trainable parameters.
+    version : int
+        It has grown if `look` has found that Gluon has made new arrays, or the user has set a multiplier.
 
     Raises
     ------
@@ -103,8 +106,9 @@ class Layout:
         self._bucket_bytes = bucket_bytes
         self._dense = [block for block in blocks_of(params) if isinstance(block, gluon.nn.Dense)] if self.structural else []
         self._at_first: Dict[int, Tuple[object, object]] = {}  # of each parameter: Gluon's list of its devices, and its dtype
-        self._seen: List[Optional[List[Array]]] = []  # Gluon's lists of gradients
+        self._arrays: List[Optional[List[Array]]] = []  # Gluon's lists of weights and of gradients
         self._multipliers: List[Tuple[float, float]] = []
+        self.version = self._placed = 0
 
     def follow(self) -> None:
         """Update the places where Gluon has made new arrays, or the first batch has decided shapes.
@@ -114,7 +118,7 @@ class Layout:
         TrainerError
             A parameter was moved to other devices.
         """
-        if not self._has_begun or self.has_changed():
+        if self.has_changed() or not self._has_begun:
             self._check_unmoved()
             self.place()
 
@@ -124,7 +128,7 @@ class Layout:
         self._check_dense()
         for group in self.groups:
             place([params[i] for i in group.indices], self._bucket_bytes)
-        self._seen, self._multipliers = list(map(_GRAD, params)), list(map(_MULTIPLIERS, params))
+        self._placed = self.look()
         wanted = [index for index, param in enumerate(params) if param.grad_req != "null"]
         self.trainable = [index for index in wanted if params[index]._data is not None]
         self.shapeless = [index for index in wanted if params[index]._data is None]
@@ -147,10 +151,18 @@ class Layout:
         found = place_of(param)
         return self._owners.get(found.bucket if found else index, 0)
 
+    def look(self) -> int:
+        """Look at all parameters, and return their `version`."""
+        arrays = chain(map(_DATA, self.params), map(_GRAD, self.params))  # no Python call for each
+        multipliers = list(map(_MULTIPLIERS, self.params))
+        if any(map(is_not, arrays, self._arrays)) or multipliers != self._multipliers:
+            self._arrays = [*map(_DATA, self.params), *map(_GRAD, self.params)]
+            self._multipliers, self.version = multipliers, self.version + 1
+        return self.version
+
     def has_changed(self) -> bool:
-        """Return whether Gluon made new arrays, or the user set a multiplier, since `place`."""
-        has_new = any(map(is_not, map(_GRAD, self.params), self._seen))  # no Python call per parameter
-        return has_new or self._multipliers != list(map(_MULTIPLIERS, self.params))
+        """Return whether parameters have changed since `place`."""
+        return self.look() != self._placed
 
     def _check_unmoved(self) -> None:
         """Raise `TrainerError` if a parameter was put on other devices, initialised again, or cast since the first step.

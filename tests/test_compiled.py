@@ -438,9 +438,9 @@ def test_a_second_fit_needs_no_second_graph(monkeypatch):
         return len(traced)
 
     assert fit() == 2  # to train, and to evaluate
-    bound = list(trainer.kept[True]._bound.values())
+    bound = list(trainer.kept["training passes"]._bound.values())
     assert fit() == 0
-    assert all(map(operator.is_, trainer.kept[True]._bound.values(), bound))
+    assert all(map(operator.is_, trainer.kept["training passes"]._bound.values(), bound))
     net[-1].weight.set_data(mx.nd.zeros((3, 8)))
     assert fit() == 0
     assert fit(loss=gluon.loss.SoftmaxCrossEntropyLoss(weight=0.5)) == 2

@@ -242,7 +242,7 @@ def make_passes(
     compiled: Any,
     *,
     trainer: Optional[Trainer] = None,
-    kept: Optional[Dict[Any, Any]] = None,
+    kept: Optional[Dict[str, object]] = None,
 ) -> Passes:
     """Return the passes of a network: its own if it spans devices, otherwise recorded or compiled ones.
 
@@ -269,10 +269,11 @@ def make_passes(
         return net.make_passes(loss, trainer=trainer)
     if compiled == "off":
         return Passes(net, loss, trains=trains)
-    known = None if kept is None else kept.get(trains)
+    name = "training passes" if trains else "passes"
+    known = None if kept is None else kept.get(name)
     if isinstance(known, CompiledPasses) and known.is_of(net, loss, compiled):
         return known
     made = CompiledPasses(net, loss, trains=trains, mode=compiled)
     if kept is not None:
-        kept[trains] = made
+        kept[name] = made
     return made

@@ -114,7 +114,7 @@ def train_batch(
     """
     options = split_f, ignore_stale_grad, micro_steps
     step = trainer.kept.get("train_batch") if isinstance(trainer, Trainer) else None
-    if step is None or not step.is_of(net, loss, *options, trainer.virtual_shards):
+    if not isinstance(step, TrainStep) or not step.is_of(net, loss, *options, trainer.virtual_shards):
         step = TrainStep("train_batch", net, loss, trainer, *options)
         trainer.kept["train_batch"] = step
     return step(X, y)

@@ -173,7 +173,7 @@ class Trainer(gluon.Trainer):
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self.grad_norm: Optional[Array] = None
-        self.kept: Dict[Any, Any] = {}  # what the latest steps and runs can use again
+        self.kept: Dict[str, object] = {}  # what the latest steps and runs can use again
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet

@@ -6,6 +6,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.trainer.layout import Layout
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -109,3 +110,17 @@ def test_only_the_first_batch_walks_through_the_network():
         return calls_of(lambda: step(next(sizes))) - calls_of(lambda: step(64))
 
     assert calls(200) <= 1.1 * calls(20)
+
+
+@pytest.mark.parametrize("make", [mgpu.compile_step, lambda *args: lambda X, y: mgpu.train_batch(*args, X, y)])
+def test_a_batch_looks_at_the_parameters_once(make, monkeypatch):
+    net, X, y = world(2)
+    step, looks = make(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})), []
+    step(X, y)
+    look = Layout.look
+    monkeypatch.setattr(Layout, "look", lambda layout: looks.append(layout) or look(layout))
+    step(X, y)
+    assert len(looks) == 1
+    net[0].collect_params().setattr("grad_req", "null")
+    step(X, y)
+    assert looks[0].trainable == list(range(2, 62))

@@ -322,7 +322,7 @@ def test_a_broken_pipe_is_not_an_error_of_the_command():
     result = ended(BrokenPipeError())
     assert isinstance(result.exception, BrokenPipeError) and result.output == ""
     missing = ended(FileNotFoundError(2, "No such file or directory", "x")).output
-    assert missing.startswith("Error: group: got x (No such file or directory); expected one that can be read or written.\n")
+    assert missing.startswith("Error: command: got x (No such file or directory); expected one that can be read or written.\n")
 
 
 def test_python_m_is_the_command_and_reports_errors_without_a_traceback(tmp_path, monkeypatch, capfd):

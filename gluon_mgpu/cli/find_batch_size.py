@@ -44,14 +44,15 @@ def _size(_context: click.Context, _parameter: click.Parameter, text: Optional[s
 @count("--max-batch-size", default=65536, help="Largest batch size to try.")
 @click.option("--timeout", type=Real(1), default=300, help="Seconds per batch size.")
 @output_option("runs/batch_size", "batch_size.json")
-def find_batch_size_(workload: Optional[str], timeout: float, output: Path, **options: Any) -> None:
+def find_batch_size(workload: Optional[str], timeout: float, output: Path, **options: Any) -> None:
     """Find the largest batch that fits in memory.
 
     It also recommends the smallest batch within 5 % of the best speed. Each size trains for some steps in its own process.
     Sizes above one that does not fit are not tried. Ctrl-C ends the search and saves what it has found.
     """
     from ..loop.stop_signals import raise_on_sigterm
-    from ..tuning.batch_size_search import find_batch_size, resnet18_workload
+    from ..tuning.batch_size_search import find_batch_size as search
+    from ..tuning.batch_size_search import resnet18_workload
 
     results: List[BatchSizes] = []
 
@@ -63,7 +64,7 @@ def find_batch_size_(workload: Optional[str], timeout: float, output: Path, **op
     with raise_on_sigterm("find_batch_size: stopped"):
         try:
             with showing("training a few steps with each batch size, in a process of its own"):
-                results.append(find_batch_size(workload or resnet18_workload, **options))
+                results.append(search(workload or resnet18_workload, **options))
         finally:  # also when a signal ends the search
             if results and results[-1].largest:
                 _show(results[-1])

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import sys
-from functools import partial
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, List, Optional
 
 import click
 
 from .. import errors
 from ..version import __version__
 
-_COMMANDS = {  # module and function, and the first line of the help
-    "agree": ("agree.agree", "Check that several devices train like one."),
-    "devices": ("devices.devices", "List the CPU and every GPU."),
-    "doctor": ("doctor.doctor", "Check this machine, and say what to fix."),
-    "explain": ("explain.explain", "Explain what an error MESSAGE means and what to do."),
-    "export": ("export.export", "Export a trained network, and check the files."),
-    "find-batch-size": ("find_batch_size.find_batch_size_", "Find the largest batch that fits in memory."),
-    "launch": ("launch.launch", "Run a program in several processes that train together."),
-    "monitor": ("monitor.monitor", "Show the load and memory of GPUs and host."),
-    "predict": ("predict.predict", "Predict with a trained network."),
-    "translate": ("translate.translate", "Translate sentences with a trained translator."),
-}
-_FUNCTION = "FILE.py:FUNCTION"
-_TRAIN = {
-    "resnet18": ("train.train_resnet18", "Train ResNet-18 on images."),
-    "seq2seq": ("train.train_seq2seq", "Train a translator with attention."),
-    _FUNCTION: ("train.train_function", "Train the network that a function of yours returns."),
+_COMMANDS = {  # modules that hold a function of this name, and the first line of its help
+    "agree": "Check that several devices train like one.",
+    "devices": "List the CPU and every GPU.",
+    "doctor": "Check this machine, and say what to fix.",
+    "explain": "Explain what an error MESSAGE means and what to do.",
+    "export": "Export a trained network, and check the files.",
+    "find-batch-size": "Find the largest batch that fits in memory.",
+    "launch": "Run a program in several processes that train together.",
+    "monitor": "Show the load and memory of GPUs and host.",
+    "predict": "Predict with a trained network.",
+    "train": "Train a network on several devices.",
+    "translate": "Translate sentences with a trained translator.",
 }
 
 
@@ -46,41 +39,37 @@ class CommandGroup(click.Group):
             click.echo(f"\nInterrupted. {interrupt}".rstrip(), err=True)
             sys.exit(130)
         except SystemExit as end:
-            if hasattr(end, "title") and ctx.parent is None:  # loop.stop_signals.Terminated, after a signal; told once
+            if hasattr(end, "title"):  # loop.stop_signals.Terminated, after a signal
                 click.echo(f"{end.title}. {end}", err=True)
             raise
         except Exception as error:
             is_ours = type(error).__module__.startswith("gluon_mgpu.")
             if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
                 told = errors.one_line(str(error)) + _hint(error)
-                if isinstance(error, OSError) and type(error) in (FileNotFoundError, PermissionError) and error.filename:
-                    told = f"{ctx.info_name}: got {error.filename} ({error.strerror}); expected one that can be read or written."
+                if isinstance(error, (FileNotFoundError, PermissionError)) and error.filename:
+                    found = f"{ctx.invoked_subcommand}: got {error.filename} ({error.strerror})"
+                    told = f"{found}; expected one that can be read or written."
                 raise click.ClickException(told) from error
             if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
                 raise click.ClickException(f"{error} Run gluon-mgpu doctor, which reports what is missing.") from error
             raise
 
 
-class _LazyGroup(CommandGroup):
-    """A group whose commands are imported when they are asked for: some need MXNet, which takes seconds."""
-
-    def __init__(self, *args: Any, lazy: Dict[str, Tuple[str, str]], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._lazy = lazy
+class _Main(CommandGroup):
+    """The group of `_COMMANDS`, which are imported when they are asked for: some need MXNet, which takes seconds."""
 
     def list_commands(self, ctx: click.Context) -> List[str]:
-        return sorted([*super().list_commands(ctx), *self._lazy])
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
-        if cmd_name not in self._lazy:
-            return super().get_command(ctx, cmd_name)
-        module, _, function = self._lazy[cmd_name][0].partition(".")
-        return getattr(importlib.import_module(f"gluon_mgpu.cli.{module}"), function)
+        if cmd_name not in _COMMANDS:
+            return None
+        name = cmd_name.replace("-", "_")
+        return getattr(importlib.import_module(f"gluon_mgpu.cli.{name}"), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(sorted({**own, **{name: text for name, (_, text) in self._lazy.items()}}.items()))
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 def _hint(error: BaseException) -> str:
@@ -99,7 +88,7 @@ def _hint(error: BaseException) -> str:
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
-@click.group(cls=_LazyGroup, lazy=_COMMANDS, context_settings=_HELP)
+@click.group(cls=_Main, context_settings=_HELP)
 @click.version_option(__version__, package_name="gluon_mgpu")
 def main() -> None:
     """Train Gluon networks on several devices.
@@ -109,25 +98,6 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell has closed it
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
-
-
-class _TrainGroup(_LazyGroup):
-    """A group that also takes the place of a function, FILE.py:FUNCTION or MODULE:FUNCTION, as a command."""
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
-        if ":" not in cmd_name:
-            if cmd_name.endswith(".py"):
-                raise click.UsageError(f"got {cmd_name}; expected FILE.py:FUNCTION. Name its function, such as {cmd_name}:make.")
-            return super().get_command(ctx, cmd_name)
-        command = copy.copy(super().get_command(ctx, _FUNCTION))
-        if command is not None and command.callback is not None:
-            command.callback = partial(command.callback, cmd_name)
-        return command
-
-
-@main.group(cls=_TrainGroup, lazy=_TRAIN)
-def train() -> None:
-    """Train a network on several devices."""
 
 
 def run() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Callable, List, Optional
 
@@ -113,7 +115,25 @@ _result_options = all_of(
 )
 
 
-@click.command("resnet18", cls=GroupedCommand)
+class _TrainGroup(click.Group):
+    """A group that also takes the place of a function, FILE.py:FUNCTION or MODULE:FUNCTION, as a command."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        if ":" in cmd_name:
+            command = copy.copy(train_function)
+            command.callback = partial(train_function.callback, cmd_name)  # type: ignore
+            return command
+        if cmd_name.endswith(".py"):
+            raise click.UsageError(f"got {cmd_name}; expected FILE.py:FUNCTION. Name its function, such as {cmd_name}:make.")
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_TrainGroup)
+def train() -> None:
+    """Train a network on several devices."""
+
+
+@train.command("resnet18", cls=GroupedCommand)
 @option_group("Data", image_options)
 @option_group("Training", _training_options)
 @option_group("Devices", _device_options)
@@ -124,12 +144,12 @@ def train_resnet18(**options: Any) -> None:
     The defaults train on scikit-learn's handwritten digits. Ctrl-C and SIGTERM stop after the current batch and save;
     --resume auto resumes. What has no option here takes a few lines of Python: see mgpu.fit and mgpu.Trainer.
     """
-    from .train_resnet18 import train
+    from .train_resnet18 import train as run
 
-    train(SimpleNamespace(parallel=None, max_steps=None, evaluate_every=None, **options))
+    run(SimpleNamespace(parallel=None, max_steps=None, evaluate_every=None, **options))
 
 
-@click.command("FILE.py:FUNCTION", cls=GroupedCommand)
+@train.command("FILE.py:FUNCTION", cls=GroupedCommand)
 @option_group(
     "Training",
     _training_options,
@@ -145,12 +165,12 @@ def train_function(reference: str = "", **options: Any) -> None:
     test_iter; docs/training.md shows one. The network need not be initialised. Ctrl-C and SIGTERM stop after the current batch
     and save; --resume auto resumes.
     """
-    from .train_function import train
+    from .train_function import train as run
 
-    train(reference, SimpleNamespace(parallel=None, **options))
+    run(reference, SimpleNamespace(parallel=None, **options))
 
 
-@click.command("seq2seq", cls=GroupedCommand)
+@train.command("seq2seq", cls=GroupedCommand)
 @option_group(
     "Data",
     click.option(
@@ -224,8 +244,8 @@ def train_seq2seq(**options: Any) -> None:
     Ctrl-C and SIGTERM stop after the current batch and save; --resume auto resumes. What has no option here takes a few lines of
     Python: see mgpu.models.Translator and mgpu.fit.
     """
-    from .train_seq2seq import train
+    from .train_seq2seq import train as run
 
     for name, default in (TEXT_DEFAULTS if options["data"] else NUMBER_DEFAULTS).items():
         options[name] = default if options[name] is None else options[name]
-    train(SimpleNamespace(**options))
+    run(SimpleNamespace(**options))

@@ -128,10 +128,9 @@ def best_of(folder: Path, holds: Sequence[str]) -> Path:
     """
     from ..checkpoint.replace_folder import recover_path
 
-    if any((folder / name).exists() for name in holds):
-        return folder
-    for name in ("best", "last"):
-        if any((recover_path(folder / name) / file).exists() for file in holds):
-            click.echo(f"{folder} is the folder of a run: reading {folder / name}.", err=True)
-            return folder / name
+    for path in (folder, folder / "best", folder / "last"):
+        if any((recover_path(path) / name).exists() for name in holds):
+            if path != folder:
+                click.echo(f"{folder} is the folder of a run: reading {path}.", err=True)
+            return path
     return folder

@@ -52,5 +52,5 @@ def _as_text(number: int, problem: Problem) -> str:
 
 def _indented(label: str, text: str) -> str:
     width = min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
-    lines = textwrap.wrap(text, max(40, width - len(label)), break_long_words=False, break_on_hyphens=False)
-    return "\n".join([label + (lines or [""])[0], *(" " * len(label) + line for line in lines[1:])])
+    width, indent = max(40 + len(label), width), " " * len(label)
+    return textwrap.TextWrapper(width, label, indent, break_long_words=False, break_on_hyphens=False).fill(text) or label

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Dict, Optional, Tuple
 
 import click
@@ -18,8 +17,9 @@ from ..distributed.launcher.program import program_command
 from ..distributed.launcher.ray_nodes import RayJob
 from ..distributed.launcher.server import num_gpus
 from ..distributed.launcher.supervisor import run_job
-from ._options import Real, Whole
+from ._options import FOLDER, Whole, count, positive
 
+_OF_JOB = ("num_processes", "servers", "backend", "interface", "log_dir", "max_restarts", "restart")  # named as there
 _NOT_WITH_RAY = ("node_rank", "master", "interface", "min_processes")  # Ray places the machines
 
 
@@ -30,7 +30,7 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-n", "--num-processes", type=Whole(1, 1024), default=1, show_default=True, help="Processes on each machine.")
+@click.option("-n", "--num-processes", type=Whole(1, 1024), default=1, help="Processes on each machine.")
 @click.option(
     "--servers",
     type=Whole(1, 1024),
@@ -41,12 +41,10 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     "--backend",
     type=click.Choice(BACKENDS),
     default="dist_sync",
-    show_default=True,
     help="How the processes communicate: MXNet's own store with parameter servers, or Horovod, if it is installed.",
 )
-@click.option(
+@count(
     "--devices-per-process",
-    type=Whole(1),
     help="GPUs of each process (CUDA_VISIBLE_DEVICES). By default the machine's GPUs are divided evenly.",
 )
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a Python module, as after python -m.")
@@ -54,18 +52,15 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     "--max-restarts",
     type=Whole(0),
     default=0,
-    show_default=True,
     help="After a failure, stop all processes and start them again, at most this many times. The program resumes from its "
     "checkpoint.",
 )
-@click.option(
+@count(
     "--min-processes",
-    type=Whole(1),
     help="Restart with one process fewer if the same one fails twice in a row, but never with fewer than this. One machine only.",
 )
-@click.option(
+@count(
     "--nodes",
-    type=Whole(1),
     help="Number of machines. Run the same command on each, with its --node-rank. Under srun and mpirun: those of the job.",
 )
 @click.option("--node-rank", type=Whole(0), help="Number of this machine, from 0. Known under srun and mpirun.")
@@ -81,28 +76,23 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     help="Run on machines of a Ray cluster, HOST:PORT; auto, or nothing before another option, is that of this machine. Ray "
     "finds the machines and runs this command on each.",
 )
-@click.option(
+@count(
     "--min-nodes",
-    type=Whole(1),
     help="Restart without the machines that Ray has lost, but never with fewer than this. With --ray only.",
 )
 @click.option("--interface", help="Network interface or address. By default loopback; on several machines, the one to node 0.")
-@click.option(
+@positive(
     "--grace",
-    type=Real(0, min_open=True),
     default=120.0,
-    show_default=True,
     help="After Ctrl-C or SIGTERM: seconds in which processes may finish their batch and save, before they are killed. A second "
     "signal kills immediately.",
 )
-@click.option(
+@positive(
     "--join-timeout",
-    type=Real(0, min_open=True),
     default=300.0,
-    show_default=True,
     help="Seconds that machines wait for each other at the start.",
 )
-@click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the logs, one per process.")
+@click.option("--log-dir", type=FOLDER, help="Folder for the logs, one per process.")
 @click.option("--restart", type=Whole(0), default=0, hidden=True, help="Restarts before this one, as Ray has counted them.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch(program: Tuple[str, ...], **options: Any) -> None:
@@ -120,21 +110,15 @@ def launch(program: Tuple[str, ...], **options: Any) -> None:
     nodes, node_rank, master = placement(os.environ) if options["nodes"] is options["node_rank"] is None else _place(options)
     job = Job(
         program_command(program, module=options["module"]),
-        num_processes=options["num_processes"],
-        servers=options["servers"],
-        backend=options["backend"],
         num_nodes=nodes,
         node_rank=node_rank,
         master=parse_master(options["master"]) if options["master"] else master,
-        interface=options["interface"],
         gpus=_gpus(),
         gpus_per_process=options["devices_per_process"] or 0,
-        log_dir=options["log_dir"],
-        max_restarts=options["max_restarts"],
         min_processes=options["min_processes"] or 0,
         grace_s=options["grace"],
         join_s=options["join_timeout"],
-        restart=options["restart"],
+        **{name: options[name] for name in _OF_JOB},
     )
     sys.exit(run_job(job))
 
@@ -148,7 +132,7 @@ def _place(options: Dict[str, Any]) -> Tuple[int, int, None]:
 
 def _run_with_ray(program: Tuple[str, ...], options: Dict[str, Any]) -> int:
     wrong = [f"--{name.replace('_', '-')}" for name in _NOT_WITH_RAY if options[name] is not None]
-    nodes, count = options["nodes"] or 1, options["num_processes"]
+    nodes, num_processes = options["nodes"] or 1, options["num_processes"]
     fewest = options["min_nodes"] or nodes
     if wrong or fewest > nodes:
         raise click.UsageError(
@@ -159,8 +143,8 @@ def _run_with_ray(program: Tuple[str, ...], options: Dict[str, Any]) -> int:
     names = ("num_processes", "servers", "backend", "devices_per_process", "join_timeout", "grace")
     words = [f"--{name.replace('_', '-')}={options[name]}" for name in names if options[name] is not None]
     words += [*(["-m"] if options["module"] else []), *program]
-    gpus = count * (options["devices_per_process"] or 0)
-    own = tuple(words), nodes, fewest, count, gpus, options["max_restarts"], options["join_timeout"]
+    gpus = num_processes * (options["devices_per_process"] or 0)
+    own = tuple(words), nodes, fewest, num_processes, gpus, options["max_restarts"], options["join_timeout"]
     return RayJob(*own).run(options["ray"], options["log_dir"])
 
 

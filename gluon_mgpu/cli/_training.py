@@ -54,8 +54,12 @@ def prepare_network(
     return divided(net, ctx, options, train_iter) if is_divided(options) else net
 
 
-def create_trainer(net: gluon.Block, optimizer: str, schedule: Any, options: SimpleNamespace, **more: Any) -> Trainer:
-    """Return the trainer."""
+def create_trainer(
+    net: gluon.Block, optimizer: str, options: SimpleNamespace, *, steps: int, warmup_steps: int, **more: Any
+) -> Trainer:
+    """Return the trainer. Its learning rate warms up, then falls along a cosine; it is constant if steps is 0: unknown."""
+    begin = {"base_lr": options.lr, "warmup_steps": warmup_steps, "warmup_begin_lr": options.lr / 10}
+    schedule = mx.lr_scheduler.CosineScheduler(max_update=max(2, steps), final_lr=0.0, **begin) if steps else None
     params = {"learning_rate": options.lr, "lr_scheduler": schedule}
     return Trainer(net, optimizer, params, precision=options.precision, virtual_shards=options.virtual_shards, **more)
 

@@ -49,8 +49,11 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
             net.hybridize(static_alloc=True, static_shape=True)
         net = prepare_network(net, ctx, options, train_iter)
         limits = Limits(options.max_steps, options.limit_batches)
-        schedule = _schedule(options.lr, limits.num_batches(num_batches_of(train_iter)), options.epochs, options.max_steps)
-        trainer = create_trainer(net, options.optimizer, schedule, options)
+        steps_per_epoch = limits.num_batches(num_batches_of(train_iter))
+        most = steps_per_epoch * options.epochs or options.max_steps or 0
+        steps = min(most, options.max_steps or most)
+        warmup_steps = steps_per_epoch if steps > steps_per_epoch else 0
+        trainer = create_trainer(net, options.optimizer, options, steps=steps, warmup_steps=warmup_steps)
         trace = None if options.trace is None else Trace(options.trace)
         history = run_fit(
             net,
@@ -94,17 +97,6 @@ def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:
         return load_digits()
     root = str(Path.home() / ".mxnet" / "datasets" / data)
     return load_mnist(root) if data == "mnist" else load_fashion_mnist(root)
-
-
-def _schedule(lr: float, steps_per_epoch: int, epochs: int, max_steps: Optional[int]) -> Optional[mx.lr_scheduler.LRScheduler]:
-    """Return a learning rate that warms up for an epoch, then falls along a cosine; None if the length is unknown."""
-    steps = min(steps_per_epoch * epochs or max_steps or 0, max_steps or steps_per_epoch * epochs)
-    if not steps:
-        return None
-    warm_up = steps_per_epoch if steps > steps_per_epoch else 0
-    return mx.lr_scheduler.CosineScheduler(
-        max_update=max(2, steps), base_lr=lr, final_lr=0.0, warmup_steps=warm_up, warmup_begin_lr=lr / 10
-    )
 
 
 def _draw(trace: Path, has_stages: bool) -> str:

@@ -58,9 +58,6 @@ class Corpus:
     valid: SentencePairs
     test: SentencePairs
 
-    def __str__(self) -> str:
-        return f"{len(self.train)} pairs to train on, {len(self.valid)} to validate, {len(self.test)} to test"
-
     def swapped(self) -> Corpus:
         """Return the corpus for the other direction."""
         return Corpus(self.name, self.train.swapped(), self.valid.swapped(), self.test.swapped())
@@ -74,7 +71,8 @@ def train(options: SimpleNamespace) -> None:
     options.dropout = dropout if options.dropout is None else options.dropout
     with prepared_devices(options) as ctx:
         names = ", ".join(map(str, ctx))
-        print_once(f"{corpus.name}: {corpus}")
+        sizes = f"{len(corpus.train)} pairs to train on, {len(corpus.valid)} to validate, {len(corpus.test)} to test"
+        print_once(f"{corpus.name}: {sizes}")
         network = {**_NETWORK[bool(options.data)], **{name: getattr(options, name) for name in _OF_NETWORK}}
         translator = Translator(*vocabularies, **network)
         print_once(f"vocabularies of {' and '.join(str(len(one)) for one in vocabularies)} tokens, on {names}")
@@ -107,7 +105,9 @@ def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], option
     translator.net.begin_at(log_p)
     translator.net.hybridize()
     net = prepare_network(translator.net, ctx, options, train_iter)
-    trainer = create_trainer(net, "adam", _schedule(options, len(train_iter)), options, clip_norm=_CLIP_NORM)
+    steps = len(train_iter) * options.epochs
+    warmup_steps = min(_WARM_UP_STEPS, steps // 10)
+    trainer = create_trainer(net, "adam", options, steps=steps, warmup_steps=warmup_steps, clip_norm=_CLIP_NORM)
     callbacks: List[Callback] = [  # those that add columns come before those that read them
         ValidateTranslations(translator, corpus.valid),
         TokenProgress(train_iter),
@@ -216,9 +216,3 @@ def _from_files(options: SimpleNamespace) -> Corpus:
         )
     parts = split_pairs(filtered.pairs, [num_train, num_held_out, num_held_out], seed=options.seed)
     return Corpus(files[0].name, *parts)
-
-
-def _schedule(options: SimpleNamespace, steps_per_epoch: int) -> Any:
-    steps = steps_per_epoch * options.epochs
-    begin = {"warmup_steps": min(_WARM_UP_STEPS, steps // 10), "warmup_begin_lr": options.lr / 10}
-    return mx.lr_scheduler.CosineScheduler(max_update=max(2, steps), base_lr=options.lr, final_lr=0.0, **begin)

@@ -7,7 +7,7 @@ import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional
 
 import mxnet as mx
 import numpy as np
@@ -204,7 +204,9 @@ def content_of(files: Files, *, with_training: bool) -> CheckpointData:
 
 def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:
     """Raise `StateError` if the content belongs to another network, optimizer or number of virtual shards."""
-    trainer.check_state(_state_of(content), content.folder, "load_checkpoint", _shapes(content, net))
+    params = net._collect_params_with_prefix().items()
+    shapes = {id(param): tuple(content.params[name].shape) for name, param in params if name in content.params}
+    trainer.check_state(_state_of(content), content.folder, "load_checkpoint", shapes)
 
 
 def restore(
@@ -230,20 +232,18 @@ def restore(
 def reseed(content: CheckpointData) -> None:
     """Seed MXNet's generators as the run did when it saved this checkpoint with its trainer."""
     training: Any = content.training
-    mx.random.seed(random_state.seed_of(**_seeds(training["random"])))
+    _seed(training["random"])
 
 
-def _shapes(content: CheckpointData, net: gluon.Block) -> Dict[int, Tuple[int, ...]]:
-    """Return the shapes of the loaded parameters, by the parameters' ids."""
-    params = net._collect_params_with_prefix().items()
-    return {id(param): tuple(content.params[name].shape) for name, param in params if name in content.params}
+def _seed(random: Dict[str, Any]) -> None:
+    mx.random.seed(random_state.seed_of(random["base"], random["step"], this_process().rank))
 
 
 def _reseeded(trainer: Trainer, step: int, base: Optional[int]) -> Dict[str, Any]:
     """Reseed MXNet's generators, whose state cannot be read; return the RNG state of all generators."""
     base = random_state.draw_base(trainer.contexts[0]) if base is None else base
     random = {"base": base, "step": step, **random_state.random_state()}
-    mx.random.seed(random_state.seed_of(**_seeds(random)))
+    _seed(random)
     return random
 
 
@@ -265,10 +265,6 @@ def _own_generators(training: Dict[str, Any]) -> Dict[str, Any]:
     """Return this process's saved RNG state; {} if all ranks shared one or the number of processes changed."""
     process, ranks = this_process(), training.get("ranks", [])
     return dict(ranks[process.rank]) if len(ranks) == process.num_processes else {}
-
-
-def _seeds(random: Dict[str, Any]) -> Dict[str, int]:
-    return {"base": random["base"], "step": random["step"], "rank": this_process().rank}
 
 
 def _copied_params(net: gluon.Block) -> Dict[str, Array]:

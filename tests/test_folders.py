@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gluon_mgpu.checkpoint import replace_folder
 from gluon_mgpu.checkpoint.manifest import FolderWriter
-from gluon_mgpu.checkpoint.replace_folder import commit, new_folder, read_files, recover_path, remove
+from gluon_mgpu.checkpoint.replace_folder import new_folder, read_files, recover_path, remove
 
 FILES = ("manifest.json", "number", "bytes")
 
@@ -26,7 +26,6 @@ def write(folder, number):
             file.write(b"ab")
             file.write(memoryview(b"cd"))
         writer.finish(kind="test")
-    commit(folder)
 
 
 def number_in(folder):

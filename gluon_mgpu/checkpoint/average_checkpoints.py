@@ -13,7 +13,7 @@ import numpy as np
 from ..checks import path_of, whole_number
 from ..errors import StateError
 from ..runtime.new_files import sync
-from .replace_folder import commit, explained, make, new_folder
+from .replace_folder import explained, make, new_folder
 from .rotation import INNER, checkpoint_in, find_checkpoints, outer_of
 from .save_and_load import check_folder
 from .snapshot import FILES, CheckpointData, Snapshot, read_content
@@ -83,15 +83,13 @@ def average_checkpoints(
     others = [path for path in outer_of(paths[0]).iterdir() if is_part and path.is_file() and not path.is_symlink()]
     check_folder(target, [INNER, *(path.name for path in others)] if is_part else FILES, "average_checkpoints", "average")
     snapshot = _mean([read_content(path, with_training=False) for path in paths[:last]])
-    with explained("average_checkpoints", target):
-        with new_folder(target) as new:
-            for path in others:
-                shutil.copyfile(path, new / path.name)
-                sync(new / path.name)
-            if is_part:
-                make(new / INNER)
-            snapshot.write(new / INNER if is_part else new)
-        commit(target)
+    with explained("average_checkpoints", target), new_folder(target) as new:
+        for path in others:
+            shutil.copyfile(path, new / path.name)
+            sync(new / path.name)
+        inner = new / INNER if is_part else new
+        make(inner)
+        snapshot.write(inner)
     return target
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Iterator, Optional, Sequence
 
@@ -39,7 +39,9 @@ def read_files(folder: Path, names: Sequence[str], operation: str) -> Files:
     try:
         for _ in range(_ATTEMPTS):
             path = recover_path(folder)
-            with suppress(FileNotFoundError, NotADirectoryError), _opened(path) as number:
+            with suppress(FileNotFoundError, NotADirectoryError), ExitStack() as opened:
+                number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # while it is open, no other folder gets its inode
+                opened.callback(os.close, number)
                 # Not a pipe, which would block.
                 found = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
                 if os.path.samestat(os.fstat(number), os.stat(path)):
@@ -55,18 +57,18 @@ def read_files(folder: Path, names: Sequence[str], operation: str) -> Files:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """Yield the descriptor of an open folder, whose inode no other one gets until it is closed."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield number
-    finally:
-        os.close(number)
+def new_folder(folder: Path, *, old: Optional[Path] = None) -> Iterator[Path]:
+    """Yield an empty folder that then replaces this one; remove it on an exception.
 
+    The previous folder is removed, or renamed to `old`. A link of this name is replaced; its target is not changed.
 
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to this one; remove it on an exception. See `commit`."""
+    ```
+    .last.new  last        the new one is written and synced
+    .last.new  .last.old   if the program is killed here, `recover_path` finds the new one
+    last       .last.old
+    last
+    ```
+    """
     recover(folder)
     remove_left_over(folder.parent, re.escape(folder.name))
     new = _sibling(folder, "new")
@@ -76,25 +78,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-
-
-def commit(folder: Path, *, old: Optional[Path] = None) -> None:
-    """Replace this folder by the one of `new_folder`. The previous one is removed, or renamed to `old`.
-
-    A link of this name is replaced; its target is not changed.
-
-    ```
-    .last.new  last        the new one is written and synced
-    .last.new  .last.old   if the program is killed here, `recover_path` finds the new one
-    last       .last.old
-    last
-    ```
-    """
     away = _sibling(folder, "old") if old is None or folder.is_symlink() else old
     if os.path.lexists(folder):
         remove(away)
         folder.rename(away)
-    _sibling(folder, "new").rename(folder)
+    new.rename(folder)
     sync(folder.parent)
     remove(_sibling(folder, "old"))
 
@@ -153,7 +141,7 @@ def remove(path: Path) -> None:
 
 
 def remove_left_over(folder: Path, names: str) -> None:
-    """Remove what killed programs left in `new_folder`, `commit` or `remove` of folders whose names match a pattern."""
+    """Remove what killed programs left in `new_folder` or `remove` of folders whose names match a pattern."""
     for path in folder.glob(".*"):
         if re.fullmatch(rf"\.({names})\.(new|old|new\.gone\d+|old\.gone\d+|gone\d+)", path.name):
             _remove_tree(path)

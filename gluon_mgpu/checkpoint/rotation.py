@@ -13,7 +13,7 @@ from typing import Any, Callable, List, Optional
 from ..errors import StateError
 from ..runtime.environment import logger
 from .manifest import MANIFEST
-from .replace_folder import commit, copy_files, explained, make, new_folder, recover, recover_path, remove, remove_left_over
+from .replace_folder import copy_files, explained, make, new_folder, recover, recover_path, remove, remove_left_over
 from .snapshot import PARAMS, TRAINING
 
 INNER = "checkpoint"  # the checkpoint's subfolder in the folder of something larger, such as a translator
@@ -114,7 +114,6 @@ class CheckpointRotation:
         """Wait until the last `put` is written, and raise its error."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -136,7 +135,8 @@ class CheckpointRotation:
         best = self.folder / "best"
         with explained(self._operation, self.folder, left=_KEPT if find_checkpoints(self.folder) else ""):
             if is_best:  # first: a run killed before it is complete comes to this step again, and later resumes from it
-                _replace(best, write)
+                with new_folder(best) as new:
+                    write(new)
             self._put_last(partial(copy_files, best) if is_best else write, step)
 
     def _put_last(self, write: Write, step: int) -> None:
@@ -144,7 +144,8 @@ class CheckpointRotation:
         before = step_of(last)
         # A folder of a later or unknown step belongs to a run that was abandoned for an earlier checkpoint: remove it.
         is_kept = self._keep > 1 and before is not None and before < step
-        _replace(last, write, self.folder / f"step-{before:08d}" if is_kept else None)
+        with new_folder(last, old=self.folder / f"step-{before:08d}" if is_kept else None) as new:
+            write(new)
         self._prune(step)
 
     def _prune(self, step: int) -> None:
@@ -155,12 +156,6 @@ class CheckpointRotation:
         for path in steps:
             if path not in kept:
                 remove(path)
-
-
-def _replace(folder: Path, write: Write, old: Optional[Path] = None) -> None:
-    with new_folder(folder) as new:
-        write(new)
-    commit(folder, old=old)
 
 
 def find_checkpoints(folder: Path) -> List[Path]:

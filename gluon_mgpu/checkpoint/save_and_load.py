@@ -19,7 +19,7 @@ from ..distributed.process import this_process
 from ..errors import StateError
 from ..trainer.parameters import average_replicas, check_initialised, named_params, shape_fits
 from ..trainer.trainer import Trainer
-from .replace_folder import commit, explained, new_folder
+from .replace_folder import explained, new_folder
 from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_content, restore, take_snapshot
 
 
@@ -85,10 +85,8 @@ def save_checkpoint(
     snapshot, processes = take_snapshot(net, trainer, progress), group()
     try:
         if not this_process().rank:
-            with explained("save_checkpoint", folder, left="The previous checkpoint is kept."):
-                with new_folder(folder) as new:
-                    snapshot.write(new)
-                commit(folder)
+            with explained("save_checkpoint", folder, left="The previous checkpoint is kept."), new_folder(folder) as new:
+                snapshot.write(new)
     finally:
         if processes is not None:
             processes.barrier()  # none loads it before

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Tuple
 import mxnet as mx
 import numpy as np
 
-from ..checkpoint.replace_folder import commit, explained, new_folder
+from ..checkpoint.replace_folder import explained, new_folder
 from ..checkpoint.save_and_load import check_folder
 from ..errors import TrainerError
 from ..models import Seq2Seq
@@ -115,16 +115,12 @@ def write_folder(translator: Translator, folder: Path, write_graph: Any) -> List
         Writes and checks one graph.
     """
     check_folder(folder, FILES, "export", "translator")
-    with explained("export", folder):
-        with new_folder(folder) as new:
-            results = [
-                write_graph(graph, new / f"{part}.onnx", axes) for part, (graph, axes) in graphs_of(translator.net).items()
-            ]
-            translator.source_vocabulary.save(new / "source.vocab")
-            translator.target_vocabulary.save(new / "target.vocab")
-            limits = {"length_factor": LENGTH_FACTOR, "extra_tokens": EXTRA_TOKENS, "max_repeats": MAX_REPEATS}
-            config = {**limits, **translator.config()}
-            (new / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
-            shutil.copyfile(onnx_translator.__file__, new / PROGRAM)
-        commit(folder)
+    with explained("export", folder), new_folder(folder) as new:
+        results = [write_graph(graph, new / f"{part}.onnx", axes) for part, (graph, axes) in graphs_of(translator.net).items()]
+        translator.source_vocabulary.save(new / "source.vocab")
+        translator.target_vocabulary.save(new / "target.vocab")
+        limits = {"length_factor": LENGTH_FACTOR, "extra_tokens": EXTRA_TOKENS, "max_repeats": MAX_REPEATS}
+        config = {**limits, **translator.config()}
+        (new / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
+        shutil.copyfile(onnx_translator.__file__, new / PROGRAM)
     return results

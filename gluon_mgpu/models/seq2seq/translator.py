@@ -12,7 +12,7 @@ import numpy as np
 from mxnet import Context
 
 from ...checkpoint.manifest import MANIFEST, Files
-from ...checkpoint.replace_folder import commit, explained, new_folder, read_files
+from ...checkpoint.replace_folder import explained, new_folder, read_files
 from ...checkpoint.rotation import INNER
 from ...checkpoint.save_and_load import check_folder, check_parameters, set_parameters
 from ...checkpoint.snapshot import FILES, Snapshot, content_of, take_snapshot
@@ -186,10 +186,8 @@ class Translator:
         snapshot = take_snapshot(self.net, trainer, progress)
         if this_process().rank:
             return
-        with explained("Translator.save", folder, left="The translator before stays."):
-            with new_folder(folder) as new:
-                self.write(new, snapshot)
-            commit(folder)
+        with explained("Translator.save", folder, left="The translator before stays."), new_folder(folder) as new:
+            self.write(new, snapshot)
 
     def write(self, folder: Path, snapshot: Snapshot) -> None:
         """Fill an existing empty folder with the network of a snapshot; the checkpoint comes last.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from itertools import compress, repeat
 from typing import Any, List, Sequence, Tuple
 
@@ -103,6 +102,9 @@ class Operator:
             check_call(-1)
 
 
+_LOCKED = ctypes.PyDLL(_LIB._name)  # its calls keep the interpreter's lock, which is cheaper
+
+
 class Flags:
     """The fresh flags of some variables of autograd. Calls of MXNet's C interface are prepared once.
 
@@ -121,26 +123,16 @@ class Flags:
 
     def read(self) -> Any:
         """Return the flags as a NumPy array of bool, one per variable."""
-        get, _ = _functions()
-        if any(map(get, self._handles, self._places)):  # no Python call per variable
+        if any(map(_LOCKED.MXNDArrayGetGradState, self._handles, self._places)):  # no Python call per variable
             check_call(-1)  # raises MXNet's error
         return np.array(self._values, dtype=bool)
 
     def put(self, which: Any, value: bool) -> None:
         """Set or clear the flags where `which`, an array of bool, is true."""
-        _, put = _functions()
-        if any(map(put, compress(self._handles, which.tolist()), repeat(int(value)))):
+        if any(map(_LOCKED.MXNDArraySetGradState, compress(self._handles, which.tolist()), repeat(int(value)))):
             check_call(-1)
 
     def clear(self) -> None:
         """Clear all flags."""
-        _, put = _functions()
-        if any(map(put, self._handles, repeat(0))):
+        if any(map(_LOCKED.MXNDArraySetGradState, self._handles, repeat(0))):
             check_call(-1)
-
-
-@lru_cache(maxsize=None)
-def _functions() -> Tuple[Any, Any]:
-    """Return MXNet's functions that read and write a flag. A PyDLL keeps the interpreter's lock, which is cheaper."""
-    library = ctypes.PyDLL(_LIB._name)
-    return library.MXNDArrayGetGradState, library.MXNDArraySetGradState

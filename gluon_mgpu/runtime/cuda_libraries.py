@@ -7,6 +7,7 @@ import glob
 import importlib.util
 import os
 import re
+from contextlib import suppress
 from typing import Iterable, List
 
 
@@ -14,10 +15,8 @@ def preload() -> None:
     """Load the libraries that MXNet's library lacks, if they were installed by pip. `import mxnet` reports what is missing."""
     folders, library = wheel_folders(), mxnet_library()
     if folders and library:
-        try:
+        with suppress(OSError):  # shown by `import mxnet`, with what to do
             load(library, folders)
-        except OSError:  # shown by `import mxnet`, with what to do
-            return
 
 
 def load(path: str, folders: Iterable[str], mode: int = ctypes.RTLD_LOCAL) -> None:

@@ -86,13 +86,10 @@ def _order(reads: Sequence[Any], writes: Sequence[Any], device: EngineContext, w
     arrays = [one.handle for one in reads], [one.handle for one in writes]
     handles = [(ctypes.c_void_p * max(1, len(some)))(*some) for some in arrays]
     queued = handles[0], len(reads), handles[1], len(writes), ctypes.byref(ctypes.c_int(where)), 0, name.encode() or None
-    return (_nothing(), None, None, ctypes.byref(device), *queued)
+    return (_NOTHING, None, None, ctypes.byref(device), *queued)
 
 
-@lru_cache(maxsize=None)
-def _nothing() -> Any:
-    """Return a C function without an effect: it needs no interpreter."""
-    return ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
+_NOTHING = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # a C function without an effect: it needs no interpreter
 
 
 class WrittenWith:

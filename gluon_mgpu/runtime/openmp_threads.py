@@ -157,22 +157,16 @@ def _on_workers(device_id: int, number: int) -> int:
         return 0
     before = set(os.listdir(_TASKS))  # existing threads: the engine starts a context's workers at its first use
     found: List[int] = []
+    done = threading.Event()
 
     def set_and_read() -> None:
         if number and str(threading.get_native_id()) not in before:
             openmp.omp_set_num_threads(number)
             _new.add(device_id)
         found.append(openmp.omp_get_max_threads())
+        done.set()
 
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            set_and_read()
-        finally:
-            done.set()
-
-    push(run, device=EngineContext(CPU, device_id), where=ON_WORKER)
+    push(set_and_read, device=EngineContext(CPU, device_id), where=ON_WORKER)
     done.wait(timeout=_WAIT_S)
     return max(found, default=0)
 

@@ -135,10 +135,9 @@ class Nvml:
         except self._nvml.NVMLError as error:
             raise _driver_error(self._nvml, error) from error
         try:
-            self._handles = self._find()
             self._version = str(self._ask("nvmlSystemGetDriverVersion") or "")
             self._cuda_version = _cuda_version(self._ask("nvmlSystemGetCudaDriverVersion_v2"))
-            self._known = [self._identify(i, handle) for i, handle in enumerate(self._handles)]
+            self._known = self._find()
         except BaseException:
             self.close()
             raise
@@ -168,7 +167,7 @@ class Nvml:
         """
         if self._nvml is None:
             raise DriverError("nvml: got a library that was closed; expected an open one. Make a new Nvml().")
-        gpus = tuple(self._read_gpu(known, handle) for known, handle in zip(self._known, self._handles))
+        gpus = tuple(self._read_gpu(known, handle) for known, handle in self._known)
         return Driver(self._version, self._cuda_version, gpus)
 
     def _ask(self, function: str, *arguments: Any) -> Any:
@@ -180,29 +179,29 @@ class Nvml:
         except (self._nvml.NVMLError, self._nvml.NVMLLibraryMismatchError, AttributeError, UnicodeDecodeError):
             return None  # also where the driver is older than the package
 
-    def _find(self) -> List[Any]:
-        """Return the GPUs' handles in the order of their PCI addresses; None for one that cannot be opened, at the end."""
-        found: List[Tuple[bool, str, int, Any]] = []
+    def _find(self) -> List[Tuple[Gpu, Any]]:
+        """Return each GPU's constant values and handle, in the order of PCI addresses; a handle that cannot be opened is None."""
+        found = []
         for i in range(self._ask("nvmlDeviceGetCount") or 0):
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(i)
                 pci = self._ask("nvmlDeviceGetPciInfo", handle)
             except self._nvml.NVMLError:
                 handle, pci = None, None
-            found.append((pci is None, pci.busId if pci else "", i, handle))
-        return [handle for *_, handle in sorted(found, key=lambda one: one[:3])]
+            found.append((pci.busId if pci else "", handle))
+        found.sort(key=lambda one: (not one[0], one[0]))
+        return [(self._identify(i, address, handle), handle) for i, (address, handle) in enumerate(found)]
 
-    def _identify(self, index: int, handle: Any) -> Gpu:
+    def _identify(self, index: int, address: str, handle: Any) -> Gpu:
         """Return the constant values of a GPU."""
         if handle is None:
             return Gpu(index, trouble="The driver lists it, but cannot open it.")
         try:
-            pci = self._ask("nvmlDeviceGetPciInfo", handle)
             return Gpu(
                 index,
                 uuid=self._ask("nvmlDeviceGetUUID", handle) or "",
                 name=self._ask("nvmlDeviceGetName", handle) or "",
-                pci_bus_id=pci.busId if pci else "",
+                pci_bus_id=address,
                 compute_capability=self._ask("nvmlDeviceGetCudaComputeCapability", handle),
             )
         except self._nvml.NVMLError as error:

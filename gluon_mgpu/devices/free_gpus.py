@@ -79,7 +79,7 @@ def _enough(devices: Sequence[CudaDevice], demand: Demand) -> Tuple[List[CudaDev
     reasons = {number: "CUDA does not see it" for number in numbers if number not in known}
     among = [known[number] for number in numbers if number in known]
     found: List[CudaDevice] = []
-    for device in among if demand.every else most_free_first(among):
+    for device in most_free_first(among) if demand.numbers is None else among:
         if len(found) == (demand.count or len(numbers)):
             break
         reason = why_not_free(device, demand)

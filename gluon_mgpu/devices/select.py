@@ -174,7 +174,7 @@ def _demand(spec: DeviceSpec, min_free_bytes: int) -> Optional[Demand]:
     if any(context.device_type != "gpu" for context in contexts):
         raise DeviceError(f"use_devices: got {contexts} with min_free_memory; expected only GPUs. Leave it out on CPUs.")
     text = str(spec) if isinstance(spec, str) else ", ".join(map(str, contexts))
-    return Demand(text, tuple(context.device_id for context in contexts), None, False, min_free_bytes, every=True)
+    return Demand(text, tuple(context.device_id for context in contexts), None, False, min_free_bytes)
 
 
 def _contexts_for(demand: Demand) -> List[Context]:

@@ -26,15 +26,13 @@ class Demand:
     spec : str
         The specification, for messages: `'gpu:free*2'`.
     numbers : tuple of int, or None
-        The candidates; None for all GPUs.
+        GPUs that must all satisfy it, in this order: they were listed one by one. None for any.
     count : int or None
         The number of GPUs, the most free first; None takes all that satisfy the request.
     free : bool
         Whether no other process may use them.
     min_free_bytes : int
         The least free memory on each.
-    every : bool
-        Whether each of `numbers` must satisfy it, in this order: they were listed one by one.
     may_be_none : bool
         Whether no GPU also satisfies it.
     """
@@ -44,7 +42,6 @@ class Demand:
     count: Optional[int] = None
     free: bool = True
     min_free_bytes: int = 0
-    every: bool = False
     may_be_none: bool = False
 
     @property
@@ -52,7 +49,7 @@ class Demand:
         """The least number of GPUs that must satisfy it."""
         if self.may_be_none:
             return 0
-        return len(self.numbers or ()) if self.every else self.count or 1
+        return self.count or 1 if self.numbers is None else len(self.numbers)
 
     def __str__(self) -> str:
         which = f"{'free ' if self.free else ''}GPU{'s' if self.fewest > 1 else ''}"

@@ -66,21 +66,18 @@ def average_checkpoints(
         whole_number("average_checkpoints", "last", last, low=2, advice="5 are usual.")
     if isinstance(run, (str, Path)):
         folder = path_of("average_checkpoints", "run", run)
-        best = folder / "best"
-        paths = [path for path in find_checkpoints(folder) if outer_of(path) != best]
-        target = folder / "average"
+        paths = [path for path in find_checkpoints(folder) if outer_of(path) != folder / "best"]
     else:
         paths = [checkpoint_in(Path(path)) or Path(path) for path in run]
-        target = Path(paths[0]).parent / "average" if paths else Path("average")
-    found = len(paths)
-    if found < max(2, last or 2):
+    if len(paths) < (last or 2):
         raise StateError(
-            f"average_checkpoints: got {found} checkpoints in {run}; expected {last or '2 or more'}. Train with "
+            f"average_checkpoints: got {len(paths)} checkpoints in {run}; expected {last or '2 or more'}. Train with "
             f"Checkpoint(folder, keep={last or 5}), or --keep {last or 5}."
         )
-    target = target if output is None else path_of("average_checkpoints", "output", output)
-    is_part = paths[0].name == INNER  # of a translator, whose other files do not change
-    others = [path for path in outer_of(paths[0]).iterdir() if is_part and path.is_file() and not path.is_symlink()]
+    outer = outer_of(paths[0])
+    target = outer.parent / "average" if output is None else path_of("average_checkpoints", "output", output)
+    is_part = outer != paths[0]  # of a translator, whose other files do not change
+    others = [path for path in outer.iterdir() if is_part and path.is_file() and not path.is_symlink()]
     check_folder(target, [INNER, *(path.name for path in others)] if is_part else FILES, "average_checkpoints", "average")
     snapshot = _mean([read_content(path, with_training=False) for path in paths[:last]])
     with explained("average_checkpoints", target), new_folder(target) as new:

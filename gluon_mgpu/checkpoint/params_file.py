@@ -36,7 +36,8 @@ def write_params(file: Any, arrays: Dict[str, np.ndarray], *, np_shape: bool = F
     """
     file.write(struct.pack("<QQQ", _LIST, 0, len(arrays)))
     for array in arrays.values():
-        dtype = mx.nd.ndarray._DTYPE_NP_TO_MX[_kind(array)]
+        kind = array.dtype if array.dtype.names else array.dtype.type  # bfloat16 is a dtype with a name of its own
+        dtype = mx.nd.ndarray._DTYPE_NP_TO_MX[kind]
         file.write(struct.pack("<Iii", _NUMPY if np_shape else _LEGACY, 0, array.ndim))  # 0: a dense array
         file.write(struct.pack(f"<{array.ndim}q", *array.shape))
         file.write(struct.pack("<iii", _CPU, 0, dtype))
@@ -45,8 +46,3 @@ def write_params(file: Any, arrays: Dict[str, np.ndarray], *, np_shape: bool = F
     for name in arrays:
         text = name.encode()
         file.write(struct.pack("<Q", len(text)) + text)
-
-
-def _kind(array: np.ndarray) -> Any:
-    """Return the key of this array's dtype in MXNet's table."""
-    return array.dtype if array.dtype.names else array.dtype.type  # bfloat16 is a dtype with a name of its own

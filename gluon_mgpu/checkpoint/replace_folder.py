@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Iterator, Optional, Sequence
 
@@ -130,14 +131,12 @@ def remove(path: Path) -> None:
 
     Files that cannot be removed, such as open files on NFS, stay under the new name until `remove_left_over`.
     """
-    if not os.path.lexists(path):
-        return
-    if path.is_symlink() or not path.is_dir():
+    if path.is_dir() and not path.is_symlink():
+        gone = path.with_name(f".{path.name.lstrip('.')}.gone{time.time_ns()}")
+        path.rename(gone)
+        _remove_tree(gone)
+    elif os.path.lexists(path):
         path.unlink()
-        return
-    gone = path.with_name(f".{path.name.lstrip('.')}.gone{time.time_ns()}")
-    path.rename(gone)
-    _remove_tree(gone)
 
 
 def remove_left_over(folder: Path, names: str) -> None:
@@ -161,11 +160,7 @@ def _sibling(folder: Path, what: str) -> Path:
 
 def make(folder: Path) -> None:
     """Make a folder and its missing parents, and sync their names to the disk."""
-    missing = []
-    for path in (folder, *folder.parents):
-        if path.is_dir():
-            break
-        missing.append(path)
+    missing = list(takewhile(lambda path: not path.is_dir(), (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync(path.parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import click
 
@@ -50,6 +50,7 @@ def all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 devices_option = all_of(
     click.option(
         "--devices",
+        "spec",
         default="auto",
         help="auto, gpu (all), gpu*2 (two GPUs), gpu:0,2 and gpu:4-7 (GPUs with these numbers), gpu:free (unused GPUs), "
         "gpu:free*2, cpu*2 (two CPU contexts), or a count. Quote *, as in 'gpu*2'.",
@@ -60,13 +61,6 @@ devices_option = all_of(
         help="Memory that must be free on each GPU, such as 8GiB. auto and a count choose among GPUs that have it.",
     ),
 )
-
-
-def chosen_devices(devices: str, min_free_memory: Optional[str], **options: Any) -> ContextManager[List[Any]]:
-    """Return `use_devices` for the values of `devices_option`."""
-    from ..devices.select import use_devices
-
-    return use_devices(devices, min_free_memory=min_free_memory, **options)
 
 
 image_options = all_of(
@@ -121,15 +115,16 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def best_of(folder: Path, holds: Sequence[str]) -> Path:
-    """Return the folder to read: this one if it holds one of these files, else its `best`, else its `last`.
+def best_of(folder: Path) -> Path:
+    """Return the folder to read: this one if it holds a checkpoint, else its `best`, else its `last`.
 
     It prints to standard error which folder of a run it took.
     """
     from ..checkpoint.replace_folder import recover_path
+    from ..checkpoint.rotation import checkpoint_in
 
     for path in (folder, folder / "best", folder / "last"):
-        if any((recover_path(path) / name).exists() for name in holds):
+        if checkpoint_in(recover_path(path)) is not None:
             if path != folder:
                 click.echo(f"{folder} is the folder of a run: reading {path}.", err=True)
             return path

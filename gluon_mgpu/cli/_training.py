@@ -13,6 +13,7 @@ from mxnet import gluon, init
 
 from ..checkpoint.random_state import random_state, set_random_state
 from ..data_parallel.sharding import split_data
+from ..devices import select
 from ..distributed.process import this_process
 from ..loop.fit import fit
 from ..loop.history import History
@@ -25,7 +26,6 @@ from ..runtime.determinism import seed_everything
 from ..runtime.units import format_bytes
 from ..trainer.precision import set_precision
 from ..trainer.trainer import Trainer
-from ._options import chosen_devices
 from ._output import print_once
 
 
@@ -33,7 +33,8 @@ from ._output import print_once
 def prepared_devices(options: SimpleNamespace) -> Iterator[List[mx.Context]]:
     """Yield the devices that the options select, and seed all random generators."""
     # before anything runs on a device: it sets their threads
-    with chosen_devices(options.devices, options.min_free_memory, one_thread=options.virtual_shards is not None) as ctx:
+    one_thread = options.virtual_shards is not None
+    with select.use_devices(options.spec, min_free_memory=options.min_free_memory, one_thread=one_thread) as ctx:
         check_stages(options, len(ctx))
         if len(ctx) == 1:
             environment.set_one_context()

@@ -36,11 +36,10 @@ def export(run: Path, onnx: Optional[Path], symbol: Optional[Path], check: bool,
     import mxnet as mx
 
     from ..checkpoint.replace_folder import recover_path
-    from ..checkpoint.snapshot import FILES
     from ..exporters.export import export as export_network
     from ..models.seq2seq.translator import CONFIG_FILE, load_translator
 
-    folder = best_of(run, [*FILES, CONFIG_FILE])
+    folder = best_of(run)
     options: Dict[str, Any] = {"check": check, "tolerance": tolerance}
     if (recover_path(folder) / CONFIG_FILE).exists():
         if onnx is None or symbol is not None:

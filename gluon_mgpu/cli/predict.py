@@ -9,7 +9,7 @@ from typing import Any, Optional
 import click
 import numpy as np
 
-from ._options import FILE, FOLDER, best_of, chosen_devices, count, devices_option, image_options, seed_option
+from ._options import FILE, FOLDER, best_of, count, devices_option, image_options, seed_option
 
 
 @click.group()
@@ -39,18 +39,18 @@ def predict_resnet18(
 ) -> None:
     """Write the classes of the test images to a file, in their order."""
     from ..checkpoint.save_and_load import load_checkpoint
-    from ..checkpoint.snapshot import FILES
     from ..data import ArrayLoader
+    from ..devices.select import use_devices
     from ..loop.predict import predict as run_prediction
     from ..models import resnet18
     from .train_resnet18 import load_images
 
     images = load_images(data, data_dir, seed)
     output.parent.mkdir(parents=True, exist_ok=True)  # raises before the prediction if it cannot be created
-    with chosen_devices(**choice) as ctx:
+    with use_devices(**choice) as ctx:
         net = resnet18(images.num_classes)
         net.initialize(ctx=ctx)
-        folder = best_of(checkpoint, FILES)
+        folder = best_of(checkpoint)
         load_checkpoint(folder, net)
         net.hybridize(static_alloc=True, static_shape=True)
         scores = run_prediction(net, ArrayLoader(images.test_images, images.test_labels, batch_size), pairs=True)

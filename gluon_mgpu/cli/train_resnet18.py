@@ -55,6 +55,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
         warmup_steps = steps_per_epoch if steps > steps_per_epoch else 0
         trainer = create_trainer(net, options.optimizer, options, steps=steps, warmup_steps=warmup_steps)
         trace = None if options.trace is None else Trace(options.trace)
+        plan_shards(1, len(trainer.contexts), options.weights)  # raises on weights for other devices
         history = run_fit(
             net,
             loss,
@@ -68,7 +69,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
                 SaveHistory(options.output),
             ],
             trace=trace,
-            split_f=_split(options.weights, len(trainer.contexts)),
+            split_f=split_batch if options.weights is None else partial(split_batch, weights=options.weights),
             bn=options.bn,
             micro_steps=options.micro_steps,
             max_steps=options.max_steps,
@@ -81,12 +82,6 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
     saved = [name for name in ("curves.png", "history.csv", "history.json", "best", "last") if (options.output / name).exists()]
     print_once(f"saved {', '.join(saved[:-1])} and {saved[-1]} in {options.output}")
     print_once(f"{format_column(result, row[result])}, {seconds:.1f} s/epoch on {names}")
-
-
-def _split(weights: Optional[List[float]], num_shards: int) -> Any:
-    """Return the `split_f` of `--weights`."""
-    plan_shards(1, num_shards, weights)  # raises on weights for other devices
-    return split_batch if weights is None else partial(split_batch, weights=weights)
 
 
 def load_images(data: str, data_dir: Optional[Path], seed: int) -> ImageData:

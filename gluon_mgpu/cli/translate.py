@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Iterator, List, Optional, Sequence
 import click
 
 from ..checks import short
-from ._options import FILE, FOLDER, best_of, chosen_devices, count, devices_option
+from ._options import FILE, FOLDER, best_of, count, devices_option
 
 if TYPE_CHECKING:
     from ..data import Vocabulary
@@ -59,10 +59,11 @@ def translate(
         from ..plots import figure
 
         figure()  # raises now if matplotlib is missing
-    from ..models.seq2seq.translator import CONFIG_FILE, load_translator
+    from ..devices.select import use_devices
+    from ..models.seq2seq.translator import load_translator
 
-    with chosen_devices(**choice) as ctx:
-        folder = best_of(model, [CONFIG_FILE])
+    with use_devices(**choice) as ctx:
+        folder = best_of(model)
         translator = load_translator(folder, ctx)
         beam = beam or max(n_best, translator.beam_size or 1)
         told = f"{beam} beams" if beam > 1 else "1 beam (greedy)"

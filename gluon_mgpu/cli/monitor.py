@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Callable, Iterator, Optional
+from contextlib import nullcontext
+from typing import Optional
 
 import click
 from rich.console import Console
 from rich.live import Live
 
 from ._options import Real, Whole
-
-if TYPE_CHECKING:
-    from ..monitor import Reader, Sample
-
-    Show = Callable[[Sample], None]
 
 
 @click.command()
@@ -38,11 +33,16 @@ def monitor(interval: float, count: Optional[int], pid: Optional[int], as_json: 
     gluon-mgpu monitor --count 60 > monitor.jsonl
     """
     from ..monitor import Reader
+    from ..monitor.sample import to_json
+    from ..monitor.terminal_tables import view
 
     reader = Reader(pid or 0)
+    is_table = sys.stdout.isatty() and not as_json
+    if reader.why_no_gpu and not is_table:
+        click.echo(f"no GPU: {reader.why_no_gpu}", err=True)
     due = time.monotonic()
     try:
-        with _lines(reader, pid or 0) if as_json or not sys.stdout.isatty() else _live(reader, pid or 0) as show:
+        with Live(console=Console(), auto_refresh=False, vertical_overflow="crop") if is_table else nullcontext() as live:
             num_shown = 0
             while num_shown != count:
                 due = max(due + interval, time.monotonic())
@@ -50,7 +50,11 @@ def monitor(interval: float, count: Optional[int], pid: Optional[int], as_json: 
                 if not reader.is_running():
                     click.echo(f"Process {pid} has ended.", err=True)
                     break
-                show(reader.read())
+                sample = reader.read()
+                if live is None:
+                    click.echo(to_json(sample))
+                else:
+                    live.update(view(sample, pid=pid or 0, why_no_gpu=reader.why_no_gpu), refresh=True)
                 num_shown += 1
     except KeyboardInterrupt:
         return  # the usual way to end a monitor
@@ -58,20 +62,3 @@ def monitor(interval: float, count: Optional[int], pid: Optional[int], as_json: 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         reader.close()
-
-
-@contextmanager
-def _lines(reader: Reader, _pid: int) -> Iterator[Show]:
-    from ..monitor.sample import to_json
-
-    if reader.why_no_gpu:
-        click.echo(f"no GPU: {reader.why_no_gpu}", err=True)
-    yield lambda sample: click.echo(to_json(sample))
-
-
-@contextmanager
-def _live(reader: Reader, pid: int) -> Iterator[Show]:
-    from ..monitor.terminal_tables import view
-
-    with Live(console=Console(), auto_refresh=False, vertical_overflow="crop") as live:
-        yield lambda sample: live.update(view(sample, pid=pid, why_no_gpu=reader.why_no_gpu), refresh=True)

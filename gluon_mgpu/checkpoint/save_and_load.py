@@ -20,7 +20,7 @@ from ..errors import StateError
 from ..trainer.parameters import average_replicas, check_initialised, named_params, shape_fits
 from ..trainer.trainer import Trainer
 from .replace_folder import explained, new_folder
-from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_content, restore, take_snapshot
+from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_content, restore_generators, take_snapshot
 
 
 def save_checkpoint(
@@ -200,11 +200,14 @@ class ReadCheckpoint:
 
         With `generators`, also restore the RNG state of Python, NumPy and MXNet; with `learning_rate`, that of the trainer.
         """
-        if self._trainer is not None:
-            average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
+        if self._trainer is None:
+            return set_parameters(self.content, self._net)
+        average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
         without = set_parameters(self.content, self._net)
-        if self._trainer is not None:
-            restore(without, self._net, self._trainer, generators=generators, learning_rate=learning_rate)
+        self._trainer.resolve_shapes()  # the loaded parameters may have set them
+        self._trainer.restore(without.state(), learning_rate=learning_rate)
+        if generators:
+            restore_generators(without)
         return without
 
 

@@ -162,6 +162,11 @@ class CheckpointData:
         begun = _own_generators(self.training or {}).get("begun")
         return {**place, "generators": begun} if begun is not None and "generators" in place else place
 
+    def state(self) -> TrainerState:
+        """Return the saved state of the trainer."""
+        training: Any = self.training
+        return from_values(training, self.arrays)
+
 
 def read_content(folder: Path, *, with_training: bool) -> CheckpointData:
     """Return the content of a checkpoint.
@@ -204,29 +209,15 @@ def content_of(files: Files, *, with_training: bool) -> CheckpointData:
 
 def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:
     """Raise `StateError` if the content belongs to another network, optimizer or number of virtual shards."""
-    params = net._collect_params_with_prefix().items()
-    shapes = {id(param): tuple(content.params[name].shape) for name, param in params if name in content.params}
-    trainer.check_state(_state_of(content), content.folder, "load_checkpoint", shapes)
+    shapes = {id(param): content.params[name].shape for name, param in net._collect_params_with_prefix().items()}
+    trainer.check_state(content.state(), content.folder, "load_checkpoint", shapes)
 
 
-def restore(
-    content: CheckpointData,
-    net: gluon.Block,
-    trainer: Trainer,
-    *,
-    generators: bool = True,
-    learning_rate: bool = True,
-) -> None:
-    """Restore a trainer from checked content; its network already has the parameters.
-
-    `generators` says whether to restore the RNG state, and `learning_rate` whether to take that of a trainer without a schedule.
-    """
+def restore_generators(content: CheckpointData) -> None:
+    """Restore the RNG state of Python, NumPy and MXNet from content that was saved with a trainer."""
     training: Any = content.training
-    trainer.resolve_shapes()  # the loaded parameters may have set them
-    trainer.restore(_state_of(content), learning_rate=learning_rate)
-    if generators:
-        random_state.set_random_state(_own_generators(training).get("now", training["random"]))
-        reseed(content)
+    random_state.set_random_state(_own_generators(training).get("now", training["random"]))
+    reseed(content)
 
 
 def reseed(content: CheckpointData) -> None:
@@ -277,9 +268,3 @@ def _copied_params(net: gluon.Block) -> Dict[str, Array]:
                 copied[id(param)] = param.list_data()[0].as_nd_ndarray().copy()
             found[name] = copied[id(param)]
     return found
-
-
-def _state_of(content: CheckpointData) -> TrainerState:
-    """Return the saved state of a trainer."""
-    training: Any = content.training
-    return from_values(training, content.arrays)

@@ -8,7 +8,7 @@ train by epochs    Trainer, fit, seed_everything; callbacks: Progress, Checkpoin
 train by hand      split_batch, split_and_load, gather, prefetch, copyto, backward, train_batch, eval_batch, compile_step,
                    LocalSGD; as in GluonCV: DataParallelModel, DataParallelCriterion
 evaluate, predict  evaluate, evaluate_accuracy_gpus, accuracy, top_k_accuracy, predict
-save and resume    save_checkpoint, load_checkpoint, average_checkpoints, Checkpoint; export
+save and resume    save_checkpoint, load_checkpoint, Checkpoint; export
 divide a network   Pipeline, split_stages, recompute
 BatchNorm, 16 bits set_batch_norm, update_bn, set_precision
 rooms              data            data sets, loaders, sentence pairs

@@ -10,7 +10,6 @@ from . import models as models
 from . import monitor as monitor
 from . import plots as plots
 from . import tuning as tuning
-from .checkpoint.average_checkpoints import average_checkpoints as average_checkpoints
 from .checkpoint.save_and_load import load_checkpoint as load_checkpoint
 from .checkpoint.save_and_load import save_checkpoint as save_checkpoint
 from .data_parallel.batchnorm import set_batch_norm as set_batch_norm

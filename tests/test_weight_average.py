@@ -11,7 +11,6 @@ from mxnet.gluon import nn
 
 from .conftest import mostly_two
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
-from .test_translator import made as made_translator
 
 DATA = batches_of(*three_clouds())  # 4 batches
 DECAY = 0.9
@@ -254,39 +253,3 @@ def test_wrong_options():
         mgpu.fit(net, LOSS, trainer, DATA, epochs=1, callbacks=[mgpu.WeightAverage()])
     with pytest.raises(mgpu.errors.TrainerError, match="got WeightAverage and WeightAverage; expected one"):
         mgpu.fit(net, LOSS, make_trainer(net), DATA, epochs=1, callbacks=[mgpu.WeightAverage(), mgpu.WeightAverage("swa")])
-
-
-def test_the_mean_of_the_last_checkpoints(tmp_path, arrays):
-    net, seen = bn_net([mx.cpu(0), mx.cpu(1)]), []
-
-    class Notes(mgpu.Callback):
-        def on_epoch_end(self, state):
-            seen.append(weights(state.net))
-
-    saves = mgpu.Checkpoint(tmp_path / "run", keep=3)
-    mgpu.fit(net, LOSS, make_trainer(net), DATA, DATA, epochs=4, callbacks=[saves, Notes()])
-    loaded = bn_net([mx.cpu()])
-    for last, parts in ((None, seen[1:]), (2, seen[2:])):
-        folder = mgpu.average_checkpoints(tmp_path / "run", last=last)
-        assert mgpu.load_checkpoint(folder, loaded)["epoch"] == 4
-        assert_close(weights(loaded), {name: np.mean([one[name] for one in parts], axis=0) for name in seen[0]})
-    with pytest.raises(mgpu.errors.StateError, match="got 3 checkpoints .*; expected 4"):
-        mgpu.average_checkpoints(tmp_path / "run", last=4)
-    with pytest.raises(mgpu.errors.StateError, match="got 0 checkpoints"):
-        mgpu.average_checkpoints(tmp_path / "nowhere")
-    mgpu.save_checkpoint(tmp_path / "other", make_net([mx.cpu()]))
-    with pytest.raises(mgpu.errors.StateError, match="expected checkpoints of one network"):
-        mgpu.average_checkpoints([tmp_path / "run" / "last", tmp_path / "other"], output=tmp_path / "mixed")
-    assert not (tmp_path / "mixed").exists()
-
-
-def test_the_average_of_a_translators_checkpoints_is_a_translator(tmp_path):
-    translator = made_translator()
-    first = weights(translator.net)
-    translator.save(tmp_path / "1")
-    for param in translator.net.collect_params().values():
-        param.set_data(param.data() + 1)
-    translator.save(tmp_path / "2")
-    mgpu.average_checkpoints([tmp_path / "1", tmp_path / "2"], output=tmp_path / "average")
-    average = mgpu.models.load_translator(tmp_path / "average")
-    assert_close(weights(average.net), {name: value + 0.5 for name, value in first.items()})

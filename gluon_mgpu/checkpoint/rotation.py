@@ -178,11 +178,6 @@ def checkpoint_in(folder: Path) -> Optional[Path]:
     return None
 
 
-def outer_of(checkpoint: Path) -> Path:
-    """Return the folder in the run's folder that holds a checkpoint: the checkpoint itself, or its parent."""
-    return checkpoint.parent if checkpoint.name == INNER else checkpoint
-
-
 def step_of(folder: Path) -> Optional[int]:
     """Return the step at which a folder was written; None if it cannot be read."""
     path = (checkpoint_in(folder) or folder) / TRAINING

@@ -56,8 +56,7 @@ class _Worker(threading.Thread):
         result, error = done.get()
         if error is not None:
             raise error
-        found: Result = result
-        return found
+        return result  # type: ignore[no-any-return]
 
     def run(self) -> None:
         """Wait for functions."""

@@ -78,7 +78,9 @@ def prepare() -> None:
     """Set what MXNet must find when it is imported and runs: NumPy's names, variables, malloc, CUDA's libraries."""
     add_aliases()
     if not is_off():
-        _set_environment()
+        missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+        os.environ.update(missing)
+        _set_here.update(missing)
         _set_allocator()
         cuda_libraries.preload()
 
@@ -137,18 +139,18 @@ def set_threads(contexts: Sequence[Any]) -> None:
 @contextmanager
 def one_thread(is_on: bool = True) -> Iterator[None]:
     """Let a single CPU context that is first used here compute with one thread, as several do, if `is_on`."""
-    _alone.extend([1] * is_on)
+    _one_thread.append(is_on)
     try:
         yield
     finally:
-        del _alone[len(_alone) - is_on :]
+        _one_thread.pop()
 
 
-_alone: List[int] = []  # the number of threads of a single context, if it was chosen
+_one_thread: List[bool] = []  # of the blocks around
 
 
 def _threads_alone() -> int:
-    return _alone[-1] if _alone else 0 if _why_not_all_cores() else num_cores()
+    return 1 if any(_one_thread) else 0 if _why_not_all_cores() else num_cores()
 
 
 def settings(contexts: Sequence[Any] = ()) -> List[Setting]:
@@ -167,13 +169,6 @@ def settings(contexts: Sequence[Any] = ()) -> List[Setting]:
     ids = {context.device_id for context in contexts if context.device_type == "cpu"}
     found = [_threads_setting(device_id) for device_id in sorted(ids.union(openmp_threads.contexts_seen()))]
     return found + [_setting(name) for name in _SETTINGS]
-
-
-def _set_environment() -> None:
-    """Set variables that the environment lacks."""
-    for name in [name for name in ENVIRONMENT if name not in os.environ]:
-        os.environ[name] = ENVIRONMENT[name]
-        _set_here.add(name)
 
 
 def without_ours() -> Dict[str, str]:

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import warnings
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Callable, Dict, List, Sequence, Set
 
 from ..errors import DeviceError
@@ -49,8 +49,7 @@ def _quota(path: str) -> float:
 def read_lines(path: str) -> List[str]:
     """Return the lines of a file of the kernel, [] if it cannot be read."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().splitlines()
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
 
@@ -152,10 +151,11 @@ def ask_threads(device_id: int) -> int:
 
 def _on_workers(device_id: int, number: int) -> int:
     """Set the threads of a context's engine workers if they are new and `number` is not 0; return their number."""
-    openmp = _openmp()
-    if openmp is None or not os.path.isdir(_TASKS):
+    try:
+        openmp = ctypes.CDLL("libgomp.so.1")
+        before = set(os.listdir(_TASKS))  # existing threads: the engine starts a context's workers at its first use
+    except OSError:  # MXNet is linked to another library, or this is not Linux
         return 0
-    before = set(os.listdir(_TASKS))  # existing threads: the engine starts a context's workers at its first use
     found: List[int] = []
     done = threading.Event()
 
@@ -185,11 +185,3 @@ def num_engine_workers() -> int:
     """Return the number of engine workers of each CPU context."""
     number = os.environ.get("MXNET_CPU_WORKER_NTHREADS", "")
     return max(1, int(number)) if number.isascii() and number.isdigit() and has_own_workers() else 1
-
-
-def _openmp() -> Any:
-    """Return the OpenMP library that MXNet is linked to, None if it is another one."""
-    try:
-        return ctypes.CDLL("libgomp.so.1")
-    except OSError:
-        return None

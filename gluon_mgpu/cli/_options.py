@@ -34,6 +34,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 count = partial(click.option, type=Whole(1))
 positive = partial(click.option, type=Real(0, min_open=True))
+seed_option = partial(click.option, "--seed", type=Whole(0, 2**31 - 1), default=0)
 
 
 def all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -81,11 +82,6 @@ image_options = all_of(
 def output_option(default: str, content: str) -> Callable[[Any], Any]:
     """Return `--output`, the folder of a command's files."""
     return click.option("--output", type=FOLDER, default=Path(default), help=f"Folder for {content}.")
-
-
-def seed_option(purpose: str) -> Callable[[Any], Any]:
-    """Return `--seed`."""
-    return click.option("--seed", type=Whole(0, 2**31 - 1), default=0, help=purpose)
 
 
 def option_group(title: str, *options: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -42,9 +42,9 @@ def _size(_context: click.Context, _parameter: click.Parameter, text: Optional[s
 )
 @count("--first", default=16, help="The first batch size.")
 @count("--max-batch-size", default=65536, help="Largest batch size to try.")
-@click.option("--timeout", type=Real(1), default=300, help="Seconds per batch size.")
+@click.option("--timeout", "timeout_s", type=Real(1), default=300, help="Seconds per batch size.")
 @output_option("runs/batch_size", "batch_size.json")
-def find_batch_size(workload: Optional[str], timeout: float, output: Path, **options: Any) -> None:
+def find_batch_size(workload: Optional[str], output: Path, **options: Any) -> None:
     """Find the largest batch that fits in memory.
 
     It also recommends the smallest batch within 5 % of the best speed. Each size trains for some steps in its own process.
@@ -60,11 +60,10 @@ def find_batch_size(workload: Optional[str], timeout: float, output: Path, **opt
         click.echo(str(found.probes[-1]))
         results.append(found)
 
-    options.update(timeout_s=timeout, on_result=show)
     with raise_on_sigterm("find_batch_size: stopped"):
         try:
             with showing("training a few steps with each batch size, in a process of its own"):
-                results.append(search(workload or resnet18_workload, **options))
+                results.append(search(workload or resnet18_workload, on_result=show, **options))
         finally:  # also when a signal ends the search
             if results and results[-1].largest:
                 _show(results[-1])

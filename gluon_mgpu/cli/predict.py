@@ -25,7 +25,7 @@ def predict() -> None:
     help="Folder of train resnet18, whose best is used; or best or last itself.",
 )
 @image_options
-@seed_option("The seed of train: it selects the test images if --data-dir has one pair of files.")
+@seed_option(help="The seed of train: it selects the test images if --data-dir has one pair of files.")
 @devices_option
 @count("--batch-size", default=256, help="Images per batch, over all devices.")
 @click.option(

@@ -47,7 +47,7 @@ _precision = click.option(
     default="fp32",
     help="Number format of convolutions and Dense layers: bf16 on CPUs with AVX-512, fp16 on GPUs.",
 )
-_seed = seed_option("Seed of the weights, of the split of the data, and of its order.")
+_seed = seed_option(help="Seed of the weights, of the split of the data, and of its order.")
 _virtual_shards = count(
     "--virtual-shards",
     help="Cut every batch into this many parts and add them up in one order, which makes results bit-identical on any number "

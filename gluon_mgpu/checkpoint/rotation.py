@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -122,7 +121,7 @@ class CheckpointRotation:
         """Return the folders earlier than `last`, the oldest first."""
         if not os.path.isdir(self.folder):
             return []
-        return sorted((path for path in self.folder.glob("step-*") if _number(path) >= 0), key=_number)
+        return sorted((path for path in self.folder.glob("step-*") if path.name[len("step-") :].isdecimal()), key=_number)
 
     def _try(self, write: Write, step: int, is_best: bool) -> None:
         try:
@@ -189,6 +188,4 @@ def step_of(folder: Path) -> Optional[int]:
 
 
 def _number(path: Path) -> int:
-    """Return the step in a folder's name; -1 without one."""
-    found = re.fullmatch(r"step-(\d+)", path.name)
-    return int(found.group(1)) if found else -1
+    return int(path.name[len("step-") :])

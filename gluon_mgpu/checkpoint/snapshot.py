@@ -259,12 +259,8 @@ def _own_generators(training: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _copied_params(net: gluon.Block) -> Dict[str, Array]:
-    """Return copies of the first device's parameters."""
-    copied: Dict[int, Array] = {}  # a shared parameter has several names
-    found = {}
+    """Return copies of the first device's parameters. A shared parameter, which has several names, is copied once."""
+    params = net._collect_params_with_prefix()
     with autograd.pause():
-        for name, param in net._collect_params_with_prefix().items():
-            if id(param) not in copied:
-                copied[id(param)] = param.list_data()[0].as_nd_ndarray().copy()
-            found[name] = copied[id(param)]
-    return found
+        copies = {param: param.list_data()[0].as_nd_ndarray().copy() for param in dict.fromkeys(params.values())}
+    return {name: copies[param] for name, param in params.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Optional
 
 import click
 
@@ -82,33 +82,6 @@ image_options = all_of(
 def output_option(default: str, content: str) -> Callable[[Any], Any]:
     """Return `--output`, the folder of a command's files."""
     return click.option("--output", type=FOLDER, default=Path(default), help=f"Folder for {content}.")
-
-
-def option_group(title: str, *options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that applies all of these options; a `GroupedCommand` shows them under the title."""
-
-    def decorate(command: Any) -> Any:
-        num_known = len(getattr(command, "__click_params__", []))
-        command = all_of(*options)(command)
-        for parameter in command.__click_params__[num_known:]:
-            parameter.group = title
-        return command
-
-    return decorate
-
-
-class GroupedCommand(click.Command):
-    """A command whose `--help` shows the options in groups: see `option_group`."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: Dict[str, List[Tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                groups.setdefault(getattr(parameter, "group", "Help"), []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
 
 
 def best_of(folder: Path) -> Path:

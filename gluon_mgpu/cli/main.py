@@ -47,7 +47,7 @@ class CommandGroup(click.Group):
             if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
                 told = errors.one_line(str(error)) + _hint(error)
                 if isinstance(error, (FileNotFoundError, PermissionError)) and error.filename:
-                    found = f"{ctx.invoked_subcommand}: got {error.filename} ({error.strerror})"
+                    found = f"{ctx.invoked_subcommand or ctx.info_name}: got {error.filename} ({error.strerror})"
                     told = f"{found}; expected one that can be read or written."
                 raise click.ClickException(told) from error
             if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):

@@ -5,24 +5,11 @@ from __future__ import annotations
 import copy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import click
 
-from ._options import (
-    FILE,
-    GroupedCommand,
-    Real,
-    Whole,
-    all_of,
-    count,
-    devices_option,
-    image_options,
-    option_group,
-    output_option,
-    positive,
-    seed_option,
-)
+from ._options import FILE, Real, Whole, all_of, count, devices_option, image_options, output_option, positive, seed_option
 
 TEXT_DEFAULTS = {"epochs": 30, "lr": 0.004, "patience": 31}
 NUMBER_DEFAULTS = {"epochs": 8, "lr": 0.003, "patience": 6}  # of Korean numbers
@@ -115,8 +102,37 @@ _result_options = all_of(
 )
 
 
+def _option_group(title: str, *options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator that applies all of these options; a `_GroupedCommand` shows them under the title."""
+
+    def decorate(command: Any) -> Any:
+        num_known = len(getattr(command, "__click_params__", []))
+        command = all_of(*options)(command)
+        for parameter in command.__click_params__[num_known:]:
+            parameter.group = title
+        return command
+
+    return decorate
+
+
+class _GroupedCommand(click.Command):
+    """A command whose `--help` shows the options in groups: see `_option_group`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: Dict[str, List[Tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "group", "Help"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 class _TrainGroup(click.Group):
     """A group that also takes the place of a function, FILE.py:FUNCTION or MODULE:FUNCTION, as a command."""
+
+    command_class = _GroupedCommand
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
         if ":" in cmd_name:
@@ -133,11 +149,11 @@ def train() -> None:
     """Train a network on several devices."""
 
 
-@train.command("resnet18", cls=GroupedCommand)
-@option_group("Data", image_options)
-@option_group("Training", _training_options)
-@option_group("Devices", _device_options)
-@option_group("Results", output_option("runs/resnet18", _saved), _result_options)
+@train.command("resnet18")
+@_option_group("Data", image_options)
+@_option_group("Training", _training_options)
+@_option_group("Devices", _device_options)
+@_option_group("Results", output_option("runs/resnet18", _saved), _result_options)
 def train_resnet18(**options: Any) -> None:
     """Train ResNet-18 on images.
 
@@ -149,15 +165,15 @@ def train_resnet18(**options: Any) -> None:
     run(SimpleNamespace(parallel=None, max_steps=None, evaluate_every=None, **options))
 
 
-@train.command("FILE.py:FUNCTION", cls=GroupedCommand)
-@option_group(
+@train.command("FILE.py:FUNCTION")
+@_option_group(
     "Training",
     _training_options,
     count("--max-steps", help="End after so many batches, and evaluate once more."),
     count("--evaluate-every", help="Also evaluate within an epoch, every so many batches."),
 )
-@option_group("Devices", _device_options)
-@option_group("Results", output_option("runs/train", _saved), _result_options)
+@_option_group("Devices", _device_options)
+@_option_group("Results", output_option("runs/train", _saved), _result_options)
 def train_function(reference: str = "", **options: Any) -> None:
     """Train the network that a function of yours returns.
 
@@ -170,8 +186,8 @@ def train_function(reference: str = "", **options: Any) -> None:
     run(reference, SimpleNamespace(parallel=None, **options))
 
 
-@train.command("seq2seq", cls=GroupedCommand)
-@option_group(
+@train.command("seq2seq")
+@_option_group(
     "Data",
     click.option(
         "--data",
@@ -193,7 +209,7 @@ def train_function(reference: str = "", **options: Any) -> None:
         help="Largest number of tokens per side. By default 8000, or fewer subwords for a small corpus.",
     ),
 )
-@option_group(
+@_option_group(
     "Network",
     count(
         "--hidden-size", help="Size of the recurrent layers, per direction. By default 256 from 3000 pairs of text on, else 128."
@@ -205,7 +221,7 @@ def train_function(reference: str = "", **options: Any) -> None:
         help="Dropout of embeddings and between layers. By default 0.3 from 3000 pairs of text on, 0.2 for fewer, 0 for numbers.",
     ),
 )
-@option_group(
+@_option_group(
     "Training",
     _by_data("epochs", Whole(1), "Largest number of passes over the training pairs."),
     count(
@@ -218,7 +234,7 @@ def train_function(reference: str = "", **options: Any) -> None:
     _seed,
     _limit_batches,
 )
-@option_group(
+@_option_group(
     "Devices",
     devices_option,
     _virtual_shards,
@@ -231,7 +247,7 @@ def train_function(reference: str = "", **options: Any) -> None:
     _stages,
     _micro_batches,
 )
-@option_group(
+@_option_group(
     "Results",
     output_option("runs/seq2seq", "curves.png, history.csv, history.json, and the models best and last"),
     _checkpoint_every,
@@ -247,5 +263,5 @@ def train_seq2seq(**options: Any) -> None:
     from .train_seq2seq import train as run
 
     for name, default in (TEXT_DEFAULTS if options["data"] else NUMBER_DEFAULTS).items():
-        options[name] = default if options[name] is None else options[name]
+        options[name] = options[name] or default
     run(SimpleNamespace(**options))

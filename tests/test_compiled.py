@@ -389,7 +389,7 @@ def test_what_mxnet_reads_when_it_binds_a_graph_is_put_back(monkeypatch):
     monkeypatch.delenv("MXNET_SUBGRAPH_VERBOSE", raising=False)
     net = dense(forward_bulk_size=3)
     net.initialize(ctx=mx.cpu())
-    CompiledPasses(net, LOSS, trains=False, mode="on").forward("test", [mx.nd.ones((2, 36))], [mx.nd.zeros(2)])
+    CompiledPasses(net, LOSS, None, "on").forward("test", [mx.nd.ones((2, 36))], [mx.nd.zeros(2)])
     assert os.environ["MXNET_SUBGRAPH_BACKEND"] == "MKLDNN" and not os.environ["MXNET_SUBGRAPH_VERBOSE"]
     assert not os.environ["MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD"]
 
@@ -513,7 +513,7 @@ def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypa
     monkeypatch.setattr(compiled_module, "MOST", 3)
     net = dense(**STATIC)
     net.initialize(ctx=mx.cpu())
-    passes = CompiledPasses(net, LOSS, trains=False, mode="on")
+    passes = CompiledPasses(net, LOSS, None, "on")
 
     def sizes(n):
         passes.forward("test", [mx.nd.ones((n, 36))], [mx.nd.zeros(n)])

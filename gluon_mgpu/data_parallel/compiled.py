@@ -49,8 +49,8 @@ class CompiledPasses(Passes):
     ----------
     net : gluon.Block
     loss : callable (output, label) -> NDArray, or None
-    trains : bool
-        As for `Passes`.
+    trainer : Trainer, optional
+        It looks at its parameters before each forward pass. None: no backward pass follows; layers such as Dropout predict.
     mode : str
         `"on"`: raise where the passes cannot be compiled. `"auto"`: record them, and log why; networks and losses must be
         hybridized, which says that tracing their Python code once is enough.
@@ -61,15 +61,16 @@ class CompiledPasses(Passes):
         Why the latest passes were recorded; "" if they were compiled.
     """
 
-    def __init__(self, net: gluon.Block, loss: Any, *, trains: bool, mode: str) -> None:
-        super().__init__(net, loss, trains=trains)
+    def __init__(self, net: gluon.Block, loss: Any, trainer: Optional[Trainer], mode: str) -> None:
+        super().__init__(net, loss, trains=trainer is not None)
         self.reason = ""
-        self._mode = mode
+        self._trainer, self._mode = trainer, mode
         self._graphs: Dict[Hashable, Graph] = {}
         self._may_draw = False
         self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
+        self._others: List[gluon.Parameter] = []  # of these, which the trainer does not look at
         self._hybridized: Tuple[Any, ...] = ()
-        self._arrays: List[Any] = []  # that the executors are bound to, and what they do with gradients
+        self._arrays: List[Any] = []  # of the others: what the executors are bound to, and what they do with gradients
         self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
         self._owners: Dict[Context, Executor] = {}  # bound for the largest shape, never run: the others use its memory
         self._queued: List[Executor] = []
@@ -198,20 +199,22 @@ class CompiledPasses(Passes):
         self._note()
 
     def _hybridization(self) -> Tuple[Any, ...]:
-        """Return how often parameters have moved, and what of the network its graphs depend on."""
+        """Return the version of the parameters, and what of the network its graphs depend on."""
         net = self._net
         attributes = vars(net)
         # hybridize(), cast(), set_precision() and new layers empty the graph; a program may replace forward()
         is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
-        return MOVES.count, is_empty, attributes.get("_active"), "forward" in attributes, hooks, is_synchronised(net)
+        looked_at = MOVES.count, None if self._trainer is None else self._trainer.gradients.version
+        return looked_at, is_empty, attributes.get("_active"), "forward" in attributes, hooks, is_synchronised(net)
 
     def _current_arrays(self) -> List[Any]:
-        params = self._params.values()
-        return [*map(_DATA, params), *map(_GRAD, params), *map(_REQ, params)]
+        return [*map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
 
     def _note(self) -> None:
         self._params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
+        looked_at = set() if self._trainer is None else set(map(id, self._trainer.params))
+        self._others = [param for key, param in self._params.items() if key not in looked_at]
         self._arrays = self._current_arrays()
         self._hybridized = self._hybridization()
 
@@ -273,7 +276,7 @@ def make_passes(
     known = None if kept is None else kept.get(name)
     if isinstance(known, CompiledPasses) and known.is_of(net, loss, compiled):
         return known
-    made = CompiledPasses(net, loss, trains=trains, mode=compiled)
+    made = CompiledPasses(net, loss, trainer, compiled)
     if kept is not None:
         kept[name] = made
     return made

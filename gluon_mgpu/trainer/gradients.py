@@ -242,6 +242,11 @@ class Gradients:
         """Return whether there is a gradient that was not used or counted."""
         return self._is_full or (not self._is_behind and bool(self.read().any()))
 
+    @property
+    def version(self) -> int:
+        """The version of the parameters: see `Layout`."""
+        return self._layout.version
+
     def place(self) -> None:
         """Put parameters into their places: graphs of the coming pass must not write into former arrays."""
         self._layout.follow()

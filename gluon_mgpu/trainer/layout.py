@@ -70,6 +70,8 @@ class Layout:
         Whether there are owners.
     slabs : list of Slab
         Of all trainable parameters.
+    everywhere : list of Slab
+        The same without owners: all devices get the sum.
     version : int
         It has grown if `look` has found that Gluon has made new arrays, or the user has set a multiplier.
 
@@ -98,6 +100,7 @@ class Layout:
         self.trainable: List[int] = []
         self.shapeless: List[int] = []
         self.slabs: List[Slab] = []
+        self.everywhere: List[Slab] = []
         self._has_begun = False
         most = max(len(group.contexts) for group in self.groups)
         self.is_sharded = shards_optimizer and most > 1
@@ -137,7 +140,7 @@ class Layout:
         trained, slabs = set(self.trainable), []
         for group in self.groups:
             slabs += slabs_of(params, [index for index in group.indices if index in trained], group.contexts)
-        self.slabs = self._owned(slabs)
+        self.everywhere, self.slabs = slabs, self._owned(slabs)
 
     def one_each(self, indices: Sequence[int]) -> List[Slab]:
         """Return one slab per parameter."""

@@ -425,7 +425,8 @@ class Trainer(gluon.Trainer):
                 "Trainer.allreduce_grads: got gradients that it has already summed; expected a backward pass in "
                 "between. Call update()."
             )
-        self._sum.run([replace(slab, owner=None) for slab in slabs])  # on every device, where the program may change it
+        is_all = slabs is self._layout.slabs  # each device gets the sum, which the program may change
+        self._sum.run(self._layout.everywhere if is_all else [replace(slab, owner=None) for slab in slabs])
         self.gradients.mark_used()
         self._summed = slabs
 

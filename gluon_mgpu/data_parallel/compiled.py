@@ -68,7 +68,7 @@ class CompiledPasses(Passes):
         self._graphs: Dict[Hashable, Graph] = {}
         self._may_draw = False
         self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
-        self._others: List[gluon.Parameter] = []  # of these, which the trainer does not look at
+        self._others: List[gluon.Parameter] = []  # of these: frozen ones, and those that the trainer does not look at
         self._hybridized: Tuple[Any, ...] = ()
         self._arrays: List[Any] = []  # of the others: what the executors are bound to, and what they do with gradients
         self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
@@ -205,7 +205,7 @@ class CompiledPasses(Passes):
         # hybridize(), cast(), set_precision() and new layers empty the graph; a program may replace forward()
         is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
-        looked_at = MOVES.count, None if self._trainer is None else self._trainer.gradients.version
+        looked_at = MOVES.count if self._trainer is None else self._trainer.gradients.version
         return looked_at, is_empty, attributes.get("_active"), "forward" in attributes, hooks, is_synchronised(net)
 
     def _current_arrays(self) -> List[Any]:
@@ -214,7 +214,7 @@ class CompiledPasses(Passes):
     def _note(self) -> None:
         self._params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
         looked_at = set() if self._trainer is None else set(map(id, self._trainer.params))
-        self._others = [param for key, param in self._params.items() if key not in looked_at]
+        self._others = [param for key, param in self._params.items() if key not in looked_at or param._grad is None]
         self._arrays = self._current_arrays()
         self._hybridized = self._hybridization()
 

@@ -283,6 +283,10 @@ class TrainStep:
             self._begin(X, y, Xs, ys)
         trainer.gradients.place()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
+        if passes.is_compiled:  # nothing has run that could have changed parameters
+            trainer.gradients.is_settled = True
+        else:
+            trainer.gradients.settle()
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)
         if not plan.is_counted(losses, is_compiled=passes.is_compiled):

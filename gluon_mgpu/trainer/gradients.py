@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, filterfalse
 from operator import attrgetter, is_not
-from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 from weakref import ReferenceType, WeakSet, ref
 
 import mxnet as mx
@@ -88,8 +88,10 @@ class Gradients:
         Passes were counted that no update has used.
     is_reached : bool
         Whether the latest pass has written one of them.
+    version : pair of int
+        Changes when parameters move, get other arrays, or other multipliers.
     is_settled : bool
-        No parameter changes now: during a batch of `train_batch`, after `place`.
+        No parameter changes now: in `train_batch`, after the forward pass.
     """
 
     def __init__(self, layout: Layout, *, find_unused: bool = False) -> None:
@@ -97,8 +99,8 @@ class Gradients:
         self.all_take_part = self.has_counted = self.is_reached = self.is_settled = False
         self._find_unused = find_unused
         self._logged: Set[str] = set()  # names of unused parameters
-        self._sums: Dict[Union[Bucket, int], List[Array]] = {}  # of counted passes: by bucket or parameter, one per replica
-        self._sparse: Dict[Tuple[int, int], Array] = {}  # of sparse gradients, by parameter and replica
+        self._sums: Dict[Bucket, List[Array]] = {}  # of counted passes, one per replica
+        self._singles: Dict[Tuple[int, int], Array] = {}  # of others, by parameter and replica
         self._reached: Set[int] = set()  # parameters that counted passes have written
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
         self._latest: Optional[_Written] = None
@@ -195,11 +197,11 @@ class Gradients:
         if not self.all_take_part:
             self._check_unused(self._used(fresh), ignore_stale_grad=True)
         self.has_counted = True
-        self._reached.update(self._entries[at][0] for at in np.flatnonzero(fresh).tolist())
+        written = {self._entries[at] for at in np.flatnonzero(fresh).tolist()}
+        self._reached.update(index for index, _ in written)
         if adds:
             with autograd.pause():
-                self._zero(~fresh & ~self._running, self._layout.slabs)
-                self._add_to_sums()
+                self._add_to_sums(written)
         self._clear()
         _now.end_step()
 
@@ -242,16 +244,16 @@ class Gradients:
         """Return whether there is a gradient that was not used or counted."""
         return self._is_full or (not self._is_behind and bool(self.read().any()))
 
-    @property
-    def version(self) -> int:
-        """The version of the parameters: see `Layout`."""
-        return self._layout.version
-
     def place(self) -> None:
         """Put parameters into their places: graphs of the coming pass must not write into former arrays."""
+        self.is_settled = False
         self._layout.follow()
+        self._follow(looks=False)
+
+    def settle(self) -> None:
+        """Look at the parameters after a forward pass that runs Python, and then no more for this batch."""
+        self._layout.look()
         self.is_settled = True
-        self._follow()
 
     @contextmanager
     def adding(self) -> Iterator[None]:
@@ -275,9 +277,8 @@ class Gradients:
 
     def _of_step(self) -> Table:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
-        if not self.is_settled:
-            self._layout.follow()
-        self._is_lost = self._follow() or self._is_lost
+        self._layout.follow(looks=not self.is_settled)
+        self._is_lost = self._follow(looks=False) or self._is_lost
         fresh = self._read()
         is_empty = not fresh.any()
         if is_empty and self._doubt != _PARTS:
@@ -352,42 +353,42 @@ class Gradients:
 
     # Sums over several passes
 
-    def _add_to_sums(self) -> None:
-        """Add the gradients to the sums. They are zero where the latest pass has written none."""
+    def _add_to_sums(self, written: Set[Tuple[int, int]]) -> None:
         for slab in filterfalse(self._is_running, self._layout.slabs):
             for replica, gradient in enumerate(slab.gradients):
-                if gradient.stype == "default":
-                    total = self._sum_of(slab, replica)
-                    mx.nd.elemwise_add(total, gradient.as_nd_ndarray(), out=total)
-                else:
-                    key = slab.indices[0], replica
-                    former = self._sparse.get(key)
-                    self._sparse[key] = gradient.copy() if former is None else mx.nd.sparse.elemwise_add(former, gradient)
+                own = [index for index in slab.indices if (index, replica) in written]
+                if slab.bucket is not None and len(own) == len(slab.indices):
+                    total = self._sum_of(slab, slab.bucket, replica)
+                    mx.nd.elemwise_add(total, gradient, out=total)
+                    continue
+                for index in own:
+                    gradient, former = (
+                        self._layout.params[index]._grad[replica].as_nd_ndarray(),
+                        self._singles.get((index, replica)),
+                    )
+                    self._singles[index, replica] = gradient.copy() if former is None else mx.nd.elemwise_add(former, gradient)
 
-    def _sum_of(self, slab: Slab, replica: int) -> Array:
-        key = slab.bucket or slab.indices[0]
-        if key not in self._sums:
-            self._sums[key] = [mx.nd.zeros_like(one.as_nd_ndarray()) for one in (slab.bucket or slab).gradients]
-        total = self._sums[key][replica]
-        return total[slab.begin : slab.end] if slab.bucket else total
+    def _sum_of(self, slab: Slab, bucket: Bucket, replica: int) -> Array:
+        if bucket not in self._sums:
+            self._sums[bucket] = list(map(mx.nd.zeros_like, bucket.gradients))
+        return self._sums[bucket][replica][slab.begin : slab.end]
 
     def _add_sums(self) -> None:
         """Add the sums to the gradients, which are zero where no pass came later."""
         with autograd.pause():
             for slab in self._layout.slabs if self._sums else ():
-                if (slab.bucket or slab.indices[0]) in self._sums:
+                if slab.bucket in self._sums:
                     for replica, gradient in enumerate(slab.gradients):
-                        gradient = gradient.as_nd_ndarray()
-                        mx.nd.elemwise_add(self._sum_of(slab, replica), gradient, out=gradient)
-            for (index, replica), total in self._sparse.items():
+                        mx.nd.elemwise_add(self._sum_of(slab, slab.bucket, replica), gradient, out=gradient)
+            for (index, replica), total in self._singles.items():
                 if self._layout.params[index]._grad:
-                    gradient = self._layout.params[index].list_grad()[replica]
-                    mx.nd.sparse.elemwise_add(total, gradient).copyto(gradient)
+                    gradient = self._layout.params[index]._grad[replica].as_nd_ndarray()
+                    mx.nd.elemwise_add(total, gradient).copyto(gradient)
 
     def _drop_sums(self) -> None:
         if self.has_counted:
             self.has_counted = False
-            self._sums, self._sparse, self._reached = {}, {}, set()
+            self._sums, self._singles, self._reached = {}, {}, set()
 
     # Passes
 
@@ -507,7 +508,7 @@ class Gradients:
         found = [
             i for i, param in enumerate(params) if param.grad_req != "null" and len(param._grad or []) == len(contexts_of[i])
         ]
-        self._seen, self._known = list(map(_GRAD, params)), (MOVES.count, self._layout.version)
+        self._seen, self.version = list(map(_GRAD, params)), (MOVES.count, self._layout.version)
         self._reqs = [param.grad_req for param in params]
         self._indices = np.array(found, dtype=int)
         self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]
@@ -521,15 +522,15 @@ class Gradients:
         self._marked = _Marked({}, [], self._running, self._running)
         self._is_full = False
 
-    def _follow(self) -> bool:
+    def _follow(self, *, looks: bool = True) -> bool:
         """Watch again if parameters were moved, frozen, unfrozen or initialised.
 
         Return whether a pass recorded before now may write into arrays that Gluon has replaced: MXNet's static graphs keep
         theirs, unless grad_req is another one than in their last pass.
         """
-        if not self.is_settled:
+        if looks and not self.is_settled:
             self._layout.look()
-        if self._known == (MOVES.count, self._layout.version):
+        if self.version == (MOVES.count, self._layout.version):
             return False
         params, former, reqs = self._layout.params, self._seen, self._reqs
         self._watch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter, is_not
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
@@ -15,7 +14,7 @@ from ..nested import Array, num_bytes
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
 from .slab import Bucket, Slab, one_each, place, place_of, slabs_of
 
-_DATA, _GRAD = attrgetter("_data"), attrgetter("_grad")
+_GRAD = attrgetter("_grad")
 _MULTIPLIERS = attrgetter("lr_mult", "wd_mult")
 
 
@@ -109,19 +108,21 @@ class Layout:
         self._bucket_bytes = bucket_bytes
         self._dense = [block for block in blocks_of(params) if isinstance(block, gluon.nn.Dense)] if self.structural else []
         self._at_first: Dict[int, Tuple[object, object]] = {}  # of each parameter: Gluon's list of its devices, and its dtype
-        self._arrays: List[Optional[List[Array]]] = []  # Gluon's lists of weights and of gradients
+        self._seen: List[Optional[List[Array]]] = []  # Gluon's lists of gradients
         self._multipliers: List[Tuple[float, float]] = []
         self.version = self._placed = 0
 
-    def follow(self) -> None:
+    def follow(self, *, looks: bool = True) -> None:
         """Update the places where Gluon has made new arrays, or the first batch has decided shapes.
+
+        Without `looks`, as `look` has found it before.
 
         Raises
         ------
         TrainerError
             A parameter was moved to other devices.
         """
-        if self.has_changed() or not self._has_begun:
+        if (looks and self.has_changed()) or self.version != self._placed or not self._has_begun:
             self._check_unmoved()
             self.place()
 
@@ -156,11 +157,9 @@ class Layout:
 
     def look(self) -> int:
         """Look at all parameters, and return their `version`."""
-        arrays = chain(map(_DATA, self.params), map(_GRAD, self.params))  # no Python call for each
-        multipliers = list(map(_MULTIPLIERS, self.params))
-        if any(map(is_not, arrays, self._arrays)) or multipliers != self._multipliers:
-            self._arrays = [*map(_DATA, self.params), *map(_GRAD, self.params)]
-            self._multipliers, self.version = multipliers, self.version + 1
+        multipliers = list(map(_MULTIPLIERS, self.params))  # no Python call for each
+        if any(map(is_not, map(_GRAD, self.params), self._seen)) or multipliers != self._multipliers:
+            self._seen, self._multipliers, self.version = list(map(_GRAD, self.params)), multipliers, self.version + 1
         return self.version
 
     def has_changed(self) -> bool:
